@@ -15,7 +15,7 @@ from perdure.adapters.nccl import read_nccl
 from perdure.model.errors import ProtocolError
 from perdure.model.signals import nccl as model
 from perdure.model.signals.nccl import NcclReading, describe_open, parse_nccl
-from perdure.worker.native.nccl import build as build_module
+from perdure.worker.native import nccl as build_module
 from perdure.worker.native.nccl import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 from tests.contract import nccl_driver as driver

@@ -35,7 +35,7 @@ from perdure.plan.elastic.microbatches import plan_batches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.samples.batches import MicroBatches
+from perdure.worker.elastic.samples import MicroBatches
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
 from perdure.worker.interrupt import shut_down_gloo
@@ -201,8 +201,7 @@ def make_trainer(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         replica = Replica(model, optimizer, clip_norm=1.0)
         return replica, Trainer(ReplicatedState(replica, compute, **common), membership=membership)
-    from perdure.worker.elastic.state.sharded import ShardedState
-    from perdure.worker.elastic.state.shards import ShardedReplica
+    from perdure.worker.elastic.state.sharded import ShardedReplica, ShardedState
 
     sharded = ShardedReplica(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
     state = ShardedState(

@@ -39,6 +39,7 @@ from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 from perdure.model.steering import Steering as Past
 from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.worker.attach import stand_alone
 from perdure.worker.boundary import Agreed, Interrupted
 from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken
@@ -63,8 +64,8 @@ class Blocked(Broken):
 class Room:
     """What a member sees of its membership, process group and checkpoints."""
 
-    attachment, supervised, abandon = None, True, None
-    config, every_s, set_every_s = CheckpointConfig(), 0.0, print
+    attachment, supervised, abandon = stand_alone(), True, None
+    config, every_s, agreed = CheckpointConfig(), 0.0, False
 
     def __init__(self, cluster: "Cluster", me: int, joins: bool) -> None:
         self.cluster, self.me, self.joins = cluster, me, joins
@@ -108,13 +109,7 @@ class Room:
         if set(met) < set(self.members):
             raise Blocked
 
-    def is_due(self, applied: int, members: tuple[int, ...]) -> bool:
-        return False
-
     def hand_over(self, members: tuple[int, ...]) -> None:
-        pass
-
-    def leave(self) -> None:
         pass
 
     def close(self) -> None:

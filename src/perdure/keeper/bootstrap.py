@@ -22,11 +22,10 @@ from typing import Any
 
 from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
-from perdure.worker.prctl import set_death_signal
+from perdure.worker.process import set_death_signal, set_title
+from perdure.worker.start.cold import attach
 from perdure.worker.start.failure import save_failure
 from perdure.worker.start.imports import record_imports
-from perdure.worker.start.title import set_title
-from perdure.worker.stderr import say
 
 _REPARENT_S = 20.0
 
@@ -137,14 +136,6 @@ def _set_openblas_threads(count: int) -> None:
                     setter = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
                     if setter is not None:
                         setter(count)
-
-
-def attach() -> None:
-    """Start the recorder; a script must run without it as well, so a failure is only said."""
-    try:
-        importlib.import_module("perdure.worker.attach").attach_rank()
-    except Exception as error:
-        say(f"no recorder: {type(error).__name__}: {error}")
 
 
 def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import perdure
 from perdure.model.bus.wire import KeeperSpawn, RankLaunch
-from perdure.worker.prctl import set_death_signal
+from perdure.worker.process import set_death_signal
 from perdure.worker.start.failure import ENV as TRACEBACK
 
 INJECT = os.path.join(os.path.dirname(os.path.abspath(perdure.__file__)), "worker/start/inject")
@@ -36,22 +36,21 @@ def find_difference(image: Mapping[str, str], rank: Mapping[str, str]) -> str:
 
     A script under such a variable is started cold; an empty string says that there is none.
     """
-    for name in sorted({*image, *rank}):
-        relevant = name.startswith(_READ_AT_START) and name not in _READ_LATER
-        if relevant and image.get(name) != rank.get(name):
-            return name
-    return ""
+    differing = (name for name in _list_read(image, rank) if image.get(name) != rank.get(name))
+    return next(differing, "")
 
 
 def adopt_difference(image: Mapping[str, str], rank: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the next image: `image`'s, made alike where it differs."""
-    relevant = {
-        name
-        for name in {*image, *rank}
-        if name.startswith(_READ_AT_START) and name not in _READ_LATER
-    }
-    env = {name: value for name, value in image.items() if name not in relevant}
-    return env | {name: value for name, value in rank.items() if name in relevant}
+    read = _list_read(image, rank)
+    env = {name: value for name, value in image.items() if name not in read}
+    return env | {name: value for name, value in rank.items() if name in read}
+
+
+def _list_read(image: Mapping[str, str], rank: Mapping[str, str]) -> list[str]:
+    """Return the variables of either that are read when an image starts."""
+    names = sorted({*image, *rank} - _READ_LATER)
+    return [name for name in names if name.startswith(_READ_AT_START)]
 
 
 def start_image(job: str, node: int, env: Mapping[str, str]) -> tuple[int, socket.socket]:

@@ -6,9 +6,9 @@ is started again without the packages that it blames, a few times.
 """
 
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from perdure.keeper.execution import start_image
 from perdure.keeper.json_lines import LineSocket
@@ -30,23 +30,19 @@ START_TIMEOUT_S = 180.0
 DEATHS_MAX = 3
 
 
+@dataclass(slots=True, eq=False)
 class ImageProcess:
     """One image as the keeper sees it."""
 
-    __slots__ = ("deadline_s", "importing", "lines", "modules", "names", "pid", "ready", "tries")
-
-    def __init__(
-        self, pid: int, sock: socket.socket, names: tuple[str, ...], tries: int, deadline_s: float
-    ) -> None:
-        """Talk to the image `pid` over `sock`; it is to import `names`."""
-        self.pid = pid
-        self.lines = LineSocket(sock)
-        self.names = names
-        self.tries = tries
-        self.deadline_s = deadline_s
-        self.ready = False
-        self.modules = 0
-        self.importing = ""
+    pid: int
+    lines: LineSocket
+    names: tuple[str, ...]
+    """What it is to import."""
+    tries: int
+    deadline_s: float
+    modules: int = 0
+    """How many it has, once it is ready."""
+    importing: str = ""
 
 
 class Warmth:
@@ -99,7 +95,9 @@ class Warmth:
         except OSError as error:
             self._give_up(f"no image: {error.strerror}")
             return
-        image = ImageProcess(pid, sock, names, tries, time.monotonic() + START_TIMEOUT_S)
+        image = ImageProcess(
+            pid, LineSocket(sock), names, tries, time.monotonic() + START_TIMEOUT_S
+        )
         self.coming = image
         self._watch(image)
         image.lines.send(Preload(names))
@@ -133,7 +131,6 @@ class Warmth:
                 case Importing():
                     image.importing = message.name
                 case Ready():
-                    image.ready = True
                     image.modules = message.modules
                     self.tick(0.0)
                 case Unfit():
@@ -153,9 +150,9 @@ class Warmth:
 
     def tick(self, now: float) -> None:
         """Change to an image that is ready; give up one that does not become so."""
-        if self.coming is not None and self.coming.ready and not self.busy:
+        if self.coming is not None and self.coming.modules and not self.busy:
             self._promote()
-        if self.coming is not None and not self.coming.ready and now > self.coming.deadline_s:
+        if self.coming is not None and not self.coming.modules and now > self.coming.deadline_s:
             self._retry(self.coming, f"importing {self.coming.importing} takes for ever", {})
 
     def drop_current(self) -> None:
@@ -233,5 +230,5 @@ def zygote_environ(environ: Mapping[str, str], spec: bytes) -> dict[str, str]:
         if int(job.get("nproc", 1)) > 1:
             env.setdefault("OMP_NUM_THREADS", "1")
     except (ValueError, AttributeError, TypeError):
-        return env
+        pass
     return env

@@ -38,9 +38,8 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
 from perdure.model.paths import JobPaths, job_paths
-from perdure.worker.prctl import set_subreaper
+from perdure.worker.process import set_subreaper, set_title
 from perdure.worker.start.imports import read_imports
-from perdure.worker.start.title import set_title
 
 AGENT_AWAY_MAX_S = 60.0
 REFRESH_S = 4.0
@@ -71,7 +70,12 @@ class Keeper:
         env = zygote_environ(os.environ, spec) | {reap.KEEPER: mark, "PERDURE_JOB": job}
         env["PERDURE_NODE"] = str(node)
         self.warmth = Warmth(
-            job, node, env, watch=self._watch_image, unwatch=self._unwatch_image, log=_log
+            job,
+            node,
+            env,
+            watch=self._watch_image,
+            unwatch=lambda image: self._off(image.lines.sock),
+            log=_log,
         )
         self.ranks = Ranks(job, paths, mark, self.warmth, send=self._send, log=_log)
         self._refresh_at: dict[int, float] = {}
@@ -137,10 +141,16 @@ class Keeper:
             self._refresh_at[generation] = now + 10.0
             self.warmth.refresh(read_imports(self._imports))
         for image in self.warmth.images:
-            self._image_writes(image)
+            if image.lines.closed:  # While an order was sent to it.
+                self._serve_image(image)
+            else:
+                self._wait_to_write(image.lines)
         if self._agent is not None:
             self._agent_seen = now
-            self._agent_writes()
+            if self._agent.closed:
+                self._close_agent()
+            else:
+                self._wait_to_write(self._agent)
         elif now - self._agent_seen > AGENT_AWAY_MAX_S and self._supervisor < 0:
             self._leave("no agent, and no supervisor that could start one")
 
@@ -176,6 +186,12 @@ class Keeper:
     def _on(self, fileobj: Any, call: Callable[[], None]) -> None:
         self._select.register(fileobj, selectors.EVENT_READ, call)
 
+    def _off(self, fileobj: Any) -> None:
+        """Forget a file under its number: a closed socket has none any more."""
+        for key in list(self._select.get_map().values()):
+            if key.fileobj is fileobj:
+                self._select.unregister(fileobj)
+
     def _wait_to_write(self, lines: LineSocket) -> None:
         """Be woken as well when `lines` takes more, for as long as something waits for it."""
         key = self._select.get_key(lines.sock)
@@ -195,10 +211,7 @@ class Keeper:
     def _close_agent(self) -> None:
         agent, self._agent = self._agent, None
         if agent is not None:
-            # Forgotten under its number: a closed socket has none any more.
-            for key in list(self._select.get_map().values()):
-                if key.fileobj is agent.sock:
-                    self._select.unregister(key.fileobj)
+            self._off(agent.sock)
             agent.close()
 
     def _serve_agent(self) -> None:
@@ -235,24 +248,10 @@ class Keeper:
             if isinstance(message, KeeperStopped) and self._leaving:
                 self._agent.flush()
 
-    def _agent_writes(self) -> None:
-        agent = self._agent
-        if agent is None:
-            return
-        if agent.closed:
-            self._close_agent()
-            return
-        self._wait_to_write(agent)
-
     # --- images -------------------------------------------------------------------------------
 
     def _watch_image(self, image: ImageProcess) -> None:
         self._on(image.lines.sock, lambda: self._serve_image(image))
-
-    def _unwatch_image(self, image: ImageProcess) -> None:
-        for key in list(self._select.get_map().values()):
-            if key.fileobj is image.lines.sock:
-                self._select.unregister(key.fileobj)
 
     def _serve_image(self, image: ImageProcess) -> None:
         image.lines.flush()
@@ -260,12 +259,6 @@ class Keeper:
             self.ranks.take_answer(answer)
         if image.lines.closed:
             self.ranks.image_lost(image)
-
-    def _image_writes(self, image: ImageProcess) -> None:
-        if image.lines.closed:  # While an order was sent to it.
-            self._serve_image(image)
-        else:
-            self._wait_to_write(image.lines)
 
 
 def main(job: str, node: int) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import json
 import os
 import select
 import socket
@@ -25,8 +24,8 @@ import msgspec
 
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import decode, encode
+from perdure.worker.process import set_title
 from perdure.worker.start.streams import survive_full_disks
-from perdure.worker.start.title import set_title
 
 FORK_TIMEOUT_S = 30.0
 
@@ -247,28 +246,29 @@ class Image:
             os._exit(0)
         for fd in (answer_end, go, go_end):
             os.close(fd)
-        text = read_answer(answer, FORK_TIMEOUT_S)
+        said = read_answer(answer, FORK_TIMEOUT_S)
         os.close(answer)
         os.waitpid(middle, 0)
-        self._send(_parse_answer(message, text))
+        silent = ForkFailed(message.generation, "a child between ended without a word")
+        self._sock.sendall((said.encode() or encode(silent)) + b"\n")
         return None
 
     def _fork_ranks(self, plan: ForkRanks, go: int, answer: int) -> Callable[[], None] | None:
         pids = {}
         for launch in plan.ranks:
-            pid = _fork_or_leave(answer)
+            pid = _fork_or_leave(answer, plan.generation)
             if pid == 0:
                 os.close(answer)
                 from perdure.keeper.bootstrap import run_rank
 
                 return functools.partial(run_rank, plan, launch, go, self._added)
-            pids[str(launch.rank)] = pid
-        os.write(answer, json.dumps(pids).encode())
+            pids[launch.rank] = pid
+        os.write(answer, encode(RanksForked(plan.generation, pids)))
         return None
 
     def _fork_store(self, plan: ForkStore, go: int, answer: int) -> Callable[[], None] | None:
         read, write = os.pipe()
-        pid = _fork_or_leave(answer)
+        pid = _fork_or_leave(answer, plan.generation)
         if pid == 0:
             os.close(answer)
             os.close(read)
@@ -276,18 +276,19 @@ class Image:
         os.close(write)
         port = read_answer(read, FORK_TIMEOUT_S)
         if not port.isdecimal():
-            os.write(answer, (port or "! the store said nothing").encode())
+            reason = port.removeprefix("!").strip() or "the store said nothing"
+            os.write(answer, encode(ForkFailed(plan.generation, reason)))
             os._exit(1)
-        os.write(answer, json.dumps({"pid": pid, "port": int(port)}).encode())
+        os.write(answer, encode(StoreForked(plan.generation, pid, int(port))))
         return None
 
 
-def _fork_or_leave(answer: int) -> int:
+def _fork_or_leave(answer: int, generation: int) -> int:
     """Fork; where it fails say why and end, so that children forked before see no `go`."""
     try:
         return os.fork()
     except OSError as error:
-        os.write(answer, f"! fork: {error.strerror}".encode())
+        os.write(answer, encode(ForkFailed(generation, f"fork: {error.strerror}")))
         os._exit(1)
 
 
@@ -300,16 +301,6 @@ def _run_store(plan: ForkStore, go: int, answer: int) -> None:
     store = open_store(plan.bind, plan.world_size, answer)
     leave_image(go, plan.keeper)
     wait_for_ever(store)
-
-
-def _parse_answer(message: ForkRanks | ForkStore, text: str) -> FromImage:
-    if not text or text.startswith("!"):
-        reason = text[1:].strip() or "a child between ended without a word"
-        return ForkFailed(message.generation, reason)
-    found = json.loads(text)
-    if isinstance(message, ForkStore):
-        return StoreForked(message.generation, found["pid"], found["port"])
-    return RanksForked(message.generation, {int(rank): pid for rank, pid in found.items()})
 
 
 def read_answer(fd: int, timeout_s: float) -> str:

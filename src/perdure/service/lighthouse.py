@@ -75,7 +75,7 @@ from perdure.service.jobfiles import (
 from perdure.service.lighthouse_part import LighthouseFile
 from perdure.service.part import Tasks, find_run_pid, run_part, set_up_log, watch_process
 from perdure.service.ports import Bus, Reply
-from perdure.worker.prctl import set_death_signal
+from perdure.worker.process import set_death_signal
 
 log = logging.getLogger("perdure.lighthouse")
 

@@ -27,7 +27,7 @@ from perdure.adapters.host import (
     read_state,
     read_stats,
 )
-from perdure.worker.prctl import set_death_signal
+from perdure.worker.process import set_death_signal
 
 
 @dataclass(slots=True)

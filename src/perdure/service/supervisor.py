@@ -64,7 +64,7 @@ from perdure.service.processes import (
 )
 from perdure.service.storage_watch import watch_room
 from perdure.service.tail import RankTails
-from perdure.worker.prctl import set_subreaper
+from perdure.worker.process import set_subreaper
 
 log = logging.getLogger("perdure.run")
 

@@ -22,16 +22,15 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
 from perdure.model.orders import InjectFault, InterruptCollectives, Order, TakeStacks
 from perdure.model.paths import job_paths
+from perdure.model.ring import RING_BYTES
 from perdure.model.signals.progress import Phase
 from perdure.worker.control import Control
 from perdure.worker.harm.faults import Faults
 from perdure.worker.harm.slowdowns import arm_forward
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.recording.groups import find_groups, find_members, note_groups
-from perdure.worker.recording.recorder import find_dumps
+from perdure.worker.recording.recorder import TraceWriter, find_dumps, make_recorder
 from perdure.worker.recording.stages import StepStamps, install_stages
-from perdure.worker.recording.traces import TraceWriter
-from perdure.worker.recording.watching import make_recorder
 from perdure.worker.ring import RingWriter
 from perdure.worker.stderr import say
 
@@ -124,7 +123,7 @@ class Attachment:
 
     def start_replica(self) -> None:
         """Repair torchft as soon as the script has imported it (see `worker.replica`)."""
-        from perdure.worker.start.after_import import after_import
+        from perdure.worker.start.cold import after_import
         from perdure.worker.torchft.manager import install, is_replica, join_replica
 
         if is_replica() and self.control is not None:
@@ -153,6 +152,11 @@ class Attachment:
             )
         if self._traces is not None:
             self._traces.handle(order)
+
+
+def stand_alone() -> Attachment:
+    """Return what a rank has in a process that perdure does not watch: a ring that nobody reads."""
+    return Attachment(RingWriter(bytearray(RING_BYTES), ""))
 
 
 _attachment: Attachment | None = None

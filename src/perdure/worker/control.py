@@ -31,7 +31,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, MetricsLogged
 from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
 from perdure.model.orders import Order
-from perdure.worker.own import OwnSocket
+from perdure.worker.sockets import OwnSocket
 from perdure.worker.stderr import say
 
 RETRY_S = 0.2

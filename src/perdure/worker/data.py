@@ -80,7 +80,7 @@ def open_batches(
     order = SampleOrder(len(dataset), seed=seed, shuffle=shuffle)
     keys = _Keys(order, batch_size, accumulate, start, stop, rank, world_size)
     data_loader: DataLoader[Any] = DataLoader(
-        _Seeded(dataset, seed),
+        SeededSamples(dataset, seed),
         batch_sampler=keys,
         num_workers=num_workers,
         collate_fn=collate_fn,
@@ -148,12 +148,12 @@ class _Keys:
             yield [(at, self._order[at]) for at in range(first, first + self._batch_size)]
 
 
-class _Seeded(Dataset[Any]):
-    """The user's dataset, whose randomness depends on the position alone."""
+class SeededSamples(Dataset[Any]):
+    """The user's dataset by (position, index), its randomness a function of (seed, position)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
+        """Draw from `dataset`."""
+        self._dataset, self._seed = dataset, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         """Return the sample of a key made by `_Keys`."""
@@ -167,11 +167,6 @@ class _Seeded(Dataset[Any]):
             return self._dataset[index]
         finally:
             _restore(kept)
-
-
-def seed_samples(dataset: Any, seed: int) -> Dataset[Any]:
-    """Return `dataset` by (position, index), its randomness a function of (`seed`, position)."""
-    return _Seeded(dataset, seed)
 
 
 def seed_all(seed: int) -> None:

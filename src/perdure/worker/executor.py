@@ -7,10 +7,19 @@ rank is resumed, and meanwhile more may be agreed for this very step. All of it 
 and is accounted so.
 
 How the depths differ is named by `Depth`.
+
+SIGTERM and SIGUSR1 in a rank are noted in the handler, and acted upon at a step all ranks agree on.
+A rank that stopped by itself would leave the others waiting in a collective. So the handler only
+passes the signal on to the agent; the controller makes an agreement of it. Before there is a
+loop and after its end there is nothing to agree on, and the signal does what it did before.
 """
 
+import contextlib
+import os
+import signal
 from collections.abc import Callable
-from typing import Literal, Protocol
+from types import FrameType
+from typing import Any, Literal, Protocol
 
 from perdure.model.errors import PerdureError
 from perdure.model.events import AnyEvent, BoundaryReached, CheckpointFailed, KeysDeclared
@@ -18,8 +27,56 @@ from perdure.model.signals.progress import Phase
 from perdure.model.steering import Change
 from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
 from perdure.worker.config import Config
+from perdure.worker.control import Control
 from perdure.worker.progress import Spent
-from perdure.worker.signals import SignalForwarding
+
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class SignalForwarding:
+    """Handlers that chain to whatever the script had installed."""
+
+    def __init__(self, forward: Callable[[int], None]) -> None:
+        """Pass signal numbers to `forward`, which must take no lock."""
+        self._forward = forward
+        self._pid = os.getpid()
+        self._before: dict[int, Any] = {}
+        self.active = False
+        """Whether a loop is there to end in good order."""
+
+    def install(self) -> None:
+        """Take the signals over, also again after the script has set its own handlers.
+
+        Only the main thread may; elsewhere nothing is installed.
+        """
+        for number in FORWARDED:
+            current = signal.getsignal(number)
+            if current == self._handle:
+                continue
+            with contextlib.suppress(ValueError):
+                self._before[number] = current
+                signal.signal(number, self._handle)
+
+    def remove(self) -> None:
+        """Give the signals back to whom they belonged."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, before)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
+        if self.active and os.getpid() == self._pid:
+            self._forward(number)
+            if callable(before):
+                before(number, frame)
+        elif callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            # A data loader's child, or no loop: as if perdure were not there.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
 
 _SAVES = ("checkpoint", "stop", "drain")
 
@@ -61,16 +118,6 @@ class Depth(Protocol):
         return
 
 
-class Line(Protocol):
-    """What is needed of the rank's line to its agent."""
-
-    def query(self, boundary_id: str) -> object:
-        """Ask what was decided on an agreement."""
-
-    def signal(self, number: int) -> None:
-        """Pass on a signal, without taking a lock."""
-
-
 class Executor:
     """Does what is agreed with one rank, when its training thread comes to a step."""
 
@@ -82,7 +129,7 @@ class Executor:
         generation: int,
         emit: Callable[[AnyEvent], object],
         now: Callable[[], float],
-        line: Line | None = None,
+        line: Control | None = None,
         plans: tuple[str, ...] = PLANS,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -132,12 +179,20 @@ class Executor:
             self._carry_out(step)
 
     def _carry_out(self, step: int, asked: str = "") -> None:
+        """Do what is due at `step`, each once: what was told is due no more, whatever ends this.
+
+        A rank that was interrupted may come back at another step than it left, and does there
+        nothing alone that was for all at that one.
+        """
         for one in list(self._due):
-            if one.change is None:
-                continue
-            if self._depth.apply(one.change):
-                self._reach(one, step)
-            self._due.remove(one)
+            if one.change is not None:
+                if self._depth.apply(one.change):
+                    self._reach(one, step)
+                self._due.remove(one)
+            elif one.step != step:
+                self.gate.drop_hold(one.id)
+                self._reach(one, step, f"the rank has come back at step {step}")
+                self._due.remove(one)
         leaves = tuple(rank for one in self._due for rank in one.leaves)
         saves = [one for one in self._due if one.kind in _SAVES and not one.leaves]
         if saves or leaves:
@@ -148,11 +203,11 @@ class Executor:
             error = self.save(step, saves[0].kind if saves else asked)
             self._depth.account("checkpoint", "boundary")
             self.stopping |= any(one.kind == "stop" for one in saves)
-        for one in self._due:
+        for one in list(self._due):
             if error and one.kind == "drain":
                 self.gate.drop_hold(one.id)
             self._reach(one, step, error if one in saves else "")
-        self._due.clear()
+            self._due.remove(one)
         self._depth.part()
         self._depth.account("boundary")
 

@@ -4,7 +4,7 @@ Where nothing is due a boundary is one record in the ring and three comparisons 
 """
 
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.signals.progress import Phase
@@ -15,31 +15,15 @@ from perdure.worker.metrics import MetricsBuffer
 from perdure.worker.progress import Progress, Spent
 from perdure.worker.settings import plan_steering, read_steering
 
-
-class Saver(Protocol):
-    """What the loop needs of `perdure.worker.checkpoint.Checkpointer`."""
-
-    gate_s: float
-    """Seconds waited in gates so far."""
-
-    def find(self) -> tuple[int, dict[str, Any]]:
-        """Return step and objects' states of the checkpoint that `restore` will load."""
-
-    def restore(self, extra: dict[str, Any]) -> int:
-        """Restore all objects, fill `extra`, return the committed step."""
-
-    def save(self, step: int, *, reason: str, extra: dict[str, Any], wait: bool = False) -> float:
-        """Begin a checkpoint of `step`; return the seconds it stalled."""
-
-    def close(self) -> None:
-        """Wait until everything begun is written."""
+if TYPE_CHECKING:  # It imports torch.
+    from perdure.worker.checkpoint import Checkpointer
 
 
 class StepLoop(Depth):
     """The steps of one rank in one generation."""
 
     def __init__(
-        self, attachment: Attachment, saver: Saver, metrics: MetricsBuffer, config: Config
+        self, attachment: Attachment, saver: "Checkpointer", metrics: MetricsBuffer, config: Config
     ) -> None:
         """Join `attachment`'s job; nothing is restored before `begin`."""
         self.config = config

@@ -11,7 +11,7 @@ from typing import Literal
 
 from perdure.model.ring import PHASE_INDEX
 from perdure.model.signals.progress import Phase
-from perdure.worker.attach import Attachment
+from perdure.worker.attach import Attachment, stand_alone
 
 Spent = Literal["step", "checkpoint", "boundary", "overhead", "paused"]
 """What time was spent on."""
@@ -20,11 +20,12 @@ _STEP = PHASE_INDEX["step"]
 
 
 class Progress:
-    """Writes the ring of `attachment`; without one, nothing."""
+    """Writes the ring of `attachment`; without one, a ring that nobody reads."""
 
     def __init__(self, attachment: Attachment | None) -> None:
         """Begin before the first world."""
-        self._attachment = attachment
+        self._attachment = attachment or stand_alone()
+        self._ring, self._faults = self._attachment.ring, self._attachment.faults
         self._started = False
         self._accounted = 0
         """Monotonic ns up to which the accounts are complete; 0 before the first step."""
@@ -35,19 +36,17 @@ class Progress:
 
     def enter_group(self) -> None:
         """The first world's process group is there."""
-        if self._attachment is not None and not self._started:
+        if not self._started:
             self._attachment.enter("group")
 
     def enter_restore(self) -> None:
         """The rank is about to load a checkpoint."""
-        if self._attachment is not None:
-            self._attachment.leave_startup()
-            self._attachment.ring.set_phase("restore")
+        self._attachment.leave_startup()
+        self._ring.set_phase("restore")
 
     def hold(self) -> None:
         """The rank is ready, and waits until the world has a place for it."""
-        if self._attachment is not None:
-            self._attachment.ring.set_phase("paused")
+        self._ring.set_phase("paused")
 
     def stall(self) -> None:
         """The rank is between two worlds."""
@@ -59,24 +58,20 @@ class Progress:
         if self._stalled_at:
             self._stalled += now - self._stalled_at
             self._stalled_at = 0
-        if self._attachment is None:
-            return
-        self._attachment.faults.step = step
+        self._faults.step = step
         if self._started:
             return
         self._started = True
         self.enter_restore()
-        ring = self._attachment.ring
-        ring.start_steps(step)
-        ring.stamp("restored")
+        self._ring.start_steps(step)
+        self._ring.stamp("restored")
         self._step = step
 
     def start(self, now: int) -> None:
         """The accounts begin, with the first step or with what is due before it."""
         self._accounted = now
-        if self._attachment is not None:
-            self._attachment.ring.stamp("first_step", now)
-            self._attachment.ring.set_phase("step", now)
+        self._ring.stamp("first_step", now)
+        self._ring.set_phase("step", now)
 
     def begin(self, step: int) -> None:
         """A step begins: nothing between here and `commit` is perdure's."""
@@ -84,21 +79,15 @@ class Progress:
         if not self._accounted:
             self.start(now)
         self._begin, self._stalled = now, 0
-        attachment = self._attachment
-        if attachment is not None:
-            if attachment.stages is not None:
-                attachment.stages.begin_declared(now)
-            if step >= attachment.faults.next_step:
-                attachment.faults.act(step)
+        stages = self._attachment.stages
+        if stages is not None:
+            stages.begin_declared(now)
+        if step >= self._faults.next_step:
+            self._faults.act(step)
 
     def repeat(self) -> None:
         """The step under way was taken before and undone: its time is no progress."""
         self._stalled = time.monotonic_ns() - self._begin
-
-    def enter(self, phase: Phase) -> None:
-        """The rank does something else than the step under way."""
-        if self._attachment is not None:
-            self._attachment.ring.set_phase(phase)
 
     def account(self, kind: Spent, phase: Phase = "step") -> None:
         """Note what the time since the last record was spent on; the rank is in `phase` now.
@@ -106,7 +95,7 @@ class Progress:
         Before the first step there are no accounts.
         """
         if not self._accounted:
-            self.enter(phase)
+            self._ring.set_phase(phase)
             return
         now = time.monotonic_ns()
         stalled = self._stalled
@@ -115,46 +104,41 @@ class Progress:
         spent = now - self._accounted - stalled
         parts = [spent if kind == each else 0 for each in _KINDS]
         parts[_KINDS.index("overhead")] += stalled
-        if self._attachment is not None:
-            self._attachment.ring.commit(
-                self._step,
-                self._accounted,
-                now,
-                (parts[0], parts[1], parts[2], parts[3]),
-                phase=PHASE_INDEX[phase],
-                paused=spent if kind == "paused" else 0,
-            )
+        self._ring.commit(
+            self._step,
+            self._accounted,
+            now,
+            (parts[0], parts[1], parts[2], parts[3]),
+            phase=PHASE_INDEX[phase],
+            paused=spent if kind == "paused" else 0,
+        )
         self._accounted = self._begin = now
         self._stalled = 0
 
     def mark_work(self) -> None:
         """A micro-batch was done: progress, though no step."""
-        if self._attachment is not None:
-            self._attachment.ring.set_phase("step")
+        self._ring.set_phase("step")
 
     def mark_saved(self, step: int) -> None:
         """A snapshot of `step` was taken: what was done up to it is safe once it is written."""
-        if self._attachment is not None:
-            self._attachment.ring.add_mark(step)
+        self._ring.add_mark(step)
 
     def commit(self, step: int, saving_ns: int = 0) -> None:
         """The step is applied; `step` are. Within it a checkpoint was waited for `saving_ns`."""
         end = time.monotonic_ns()
         self._step = step
-        attachment = self._attachment
-        if attachment is not None:
-            if attachment.stages is not None:
-                attachment.stages.end_declared(step, end, saving_ns)
-            stalled = self._stalled
-            step_ns = end - self._begin - stalled - saving_ns
-            spent = (step_ns, saving_ns, 0, self._begin - self._accounted + stalled)
-            attachment.ring.commit(step, self._accounted, end, spent, phase=_STEP)
-            attachment.faults.step = step
+        stages = self._attachment.stages
+        if stages is not None:
+            stages.end_declared(step, end, saving_ns)
+        stalled = self._stalled
+        step_ns = end - self._begin - stalled - saving_ns
+        spent = (step_ns, saving_ns, 0, self._begin - self._accounted + stalled)
+        self._ring.commit(step, self._accounted, end, spent, phase=_STEP)
+        self._faults.step = step
         self._accounted = end
 
     def finish(self) -> None:
         """The loop has ended in good order."""
-        if self._attachment is not None:
-            self._attachment.faults.step = -1
-            self._attachment.ring.stamp("finished")
-            self._attachment.ring.set_phase("finished")
+        self._faults.step = -1
+        self._ring.stamp("finished")
+        self._ring.set_phase("finished")

@@ -21,8 +21,7 @@ from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
-from perdure.worker.settings import declare_own_keys
-from perdure.worker.spec import find_checkpoint_url, read_spec
+from perdure.worker.settings import declare_own_keys, find_checkpoint_url, read_spec
 
 
 class Run:

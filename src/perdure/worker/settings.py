@@ -1,12 +1,16 @@
-"""What a rank takes over: changes agreed by older generations, and perdure's own keys."""
+"""What a rank knows of its job from the files and variables that its agent has prepared.
 
+Of it, it takes over changes agreed by older generations, and perdure's own keys.
+"""
+
+import functools
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from perdure.model.codec import decode
-from perdure.model.job import CheckpointConfig
+from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.model.steering import KeySpec, Steering
 from perdure.plan.settings import LOG_LEVELS
 from perdure.worker.boundary import Agreed, BoundaryGate
@@ -42,9 +46,6 @@ def plan_steering(gate: BoundaryGate, config: Config, committed: int, steering: 
 def declare_own_keys(config: Config, checkpoint: CheckpointConfig, loop: Any) -> None:
     """Declare perdure's own keys that ranks apply: how often to save, and the log level."""
 
-    def set_every_steps(value: int) -> None:
-        loop.every_steps = value
-
     def set_log_level(value: str) -> None:
         if value:
             logging.getLogger().setLevel(value.upper())
@@ -53,5 +54,21 @@ def declare_own_keys(config: Config, checkpoint: CheckpointConfig, loop: Any) ->
         name="checkpoint.every_steps", type="int", default=checkpoint.every_steps, min=0
     )
     level = KeySpec(name="log_level", type="str", default="", choices=LOG_LEVELS)
-    config.declare_own(every, set_every_steps)
+    config.declare_own(every, functools.partial(setattr, loop, "every_steps"))
     config.declare_own(level, set_log_level)
+
+
+def read_spec() -> JobSpec:
+    """Return the job's specification; the defaults where perdure has not started this process.
+
+    Raises:
+        OSError: it cannot be read.
+        ProtocolError: it is none.
+    """
+    path = os.environ.get("PERDURE_SPEC", "")
+    return decode(Path(path).read_bytes(), JobSpec) if path else JobSpec(script="")
+
+
+def find_checkpoint_url(config: CheckpointConfig) -> str:
+    """Return where the job's checkpoints lie; empty where that is not known."""
+    return os.environ.get("PERDURE_CHECKPOINT_URL", "") or config.url

@@ -42,7 +42,8 @@ paths = job_paths(os.environ["PERDURE_HOME"], "j", os.getuid())
 keeper.make_private(os.path.dirname(paths.sockets))
 keeper.make_private(paths.sockets)
 one = keeper.Keeper("j", 0, paths)
-image = warm.ImageProcess(0, socket.socket(fileno=int(sys.argv[1])), (), 1, math.inf)
+lines = warm.LineSocket(socket.socket(fileno=int(sys.argv[1])))
+image = warm.ImageProcess(0, lines, (), 1, math.inf)
 one.warmth.current = image
 one.warmth._deaths = warm.DEATHS_MAX - 1  # No other takes its place.
 one._watch_image(image)

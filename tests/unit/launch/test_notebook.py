@@ -33,7 +33,7 @@ from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.platforms.profile import Profile
 from perdure.model.report import Snapshot
-from perdure.worker.checkpoint.remote import open_place
+from perdure.worker.checkpoint.files import open_place
 
 GOOD = "print('cuda:0: a product of matrices is right')"
 BAD = "import sys; sys.exit('torch 2.13.0 sees no GPU: this session runs on the CPU')"

@@ -4,6 +4,7 @@ import io
 import os
 import random
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -223,17 +224,21 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 publishes step 1 (and cleans up) only once rank 1 has begun to write step 2."""
-    ahead = tmp_path / "step-00000002.g0.2.tmp" / "plan-1.bin"
-    publish, came = writing.publish, []
+    ahead = threading.Event()
+    publish, wait, came = writing.publish, writing.SaveTask._wait, []
 
     def publish_late(folder: Path, root: Path, step: int, manifest: Manifest) -> Path:
-        deadline = time.monotonic() + 20
-        while step == 1 and not ahead.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        came.append(ahead.exists())
+        if step == 1:
+            came.append(ahead.wait(20))
         return publish(folder, root, step, manifest)
 
+    def wait_ahead(task: writing.SaveTask, path: Path, rank: int) -> Path:
+        if (task._rank, task._step) == (1, 2):  # Its own plan of the next step is written.
+            ahead.set()
+        return wait(task, path, rank)
+
     monkeypatch.setattr(writing, "publish", publish_late)
+    monkeypatch.setattr(writing.SaveTask, "_wait", wait_ahead)
     monkeypatch.setattr(writing, "TIMEOUT_S", 10.0)
 
     def save_twice(rank: int) -> list[Manifest | None]:

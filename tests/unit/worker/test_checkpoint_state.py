@@ -18,10 +18,9 @@ from perdure.model.errors import ConfigError, PlatformError  # noqa: E402
 from perdure.model.events import CheckpointFailed, CheckpointSaved  # noqa: E402
 from perdure.model.job import CheckpointConfig  # noqa: E402
 from perdure.worker.checkpoint import Checkpointer  # noqa: E402
-from perdure.worker.checkpoint.files import find_kept  # noqa: E402
+from perdure.worker.checkpoint.files import Remote, find_kept  # noqa: E402
 from perdure.worker.checkpoint.index import read_plain  # noqa: E402
 from perdure.worker.checkpoint.registry import Registry  # noqa: E402
-from perdure.worker.checkpoint.remote import Remote  # noqa: E402
 from perdure.worker.checkpoint.staging import GIVE_WAY_S, Staging  # noqa: E402
 
 pytestmark = pytest.mark.torch

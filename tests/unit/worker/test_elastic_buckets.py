@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from perdure.worker.elastic.gradients.buckets import Buckets
+from perdure.worker.elastic.gradients import Buckets
 
 WIDTH = 512
 """A matrix of this width fills the first bucket."""

@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 
 from perdure.model.steering import Change
 from perdure.worker.config import Config
-from perdure.worker.trainers.learning_rate import LearningRate
+from perdure.worker.learning_rate import declare_rate, refuse_zero
 
 pytestmark = pytest.mark.torch
 
@@ -30,8 +30,7 @@ class Scheduled:
             ),
         }[kind]()
         self.config = Config()
-        self.rate = LearningRate([opt], [self.scheduler])
-        self.rate.declare(self.config)
+        declare_rate(self.config, [opt], lambda: ([opt], [self.scheduler]), refuse_zero)
 
     def run(self, steps: int) -> list[list[float]]:
         rates = []
@@ -65,7 +64,6 @@ def test_a_restored_rate_is_not_scaled_twice() -> None:
     one.set(0.4)
     two.optimizer.load_state_dict(one.optimizer.state_dict())
     two.scheduler.load_state_dict(one.scheduler.state_dict())
-    two.rate.load_state_dict(one.rate.state_dict())
     two.config.restore(one.config.state())
     assert two.run(5) == one.run(5)
 

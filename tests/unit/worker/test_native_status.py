@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perdure.cli.looking import doctor
-from perdure.worker.native import build, measure, status
+from perdure.worker.native import build, measure
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_figure_is_the_one_kept_beside_the_library(library: Path) -> None:
     library.with_suffix(".json").write_text('{"collective_us":1.5,"spread_us":0.2,"bare_us":12}')
-    found = status.status()
+    found = build.status()
     assert (found.kind, found.cost) == ("compiled", "1.5 µs a collective of 12 µs")
     check = doctor.check_recorder()
     assert check.state == "ok"

@@ -24,7 +24,7 @@ from perdure.plan.pipeline.orders import (
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe
 from perdure.plan.worlds.chain import StageCost
-from perdure.worker.elastic.gradients.tree import GradientTree
+from perdure.worker.elastic.gradients import GradientTree
 from perdure.worker.elastic.group import Broken, Group, make_device
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 

@@ -8,7 +8,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from perdure.model.checkpoints import FileEntry, Manifest
 from perdure.model.errors import PlatformError
-from perdure.worker.checkpoint.remote import Remote
+from perdure.worker.checkpoint.files import Remote
 
 
 def test_what_arrived_shorter_is_not_tagged(

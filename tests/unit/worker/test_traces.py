@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from perdure.model.orders import TakeStacks
-from perdure.worker.recording import traces
-from perdure.worker.recording.traces import TraceWriter
+from perdure.worker.recording import recorder as traces
+from perdure.worker.recording.recorder import TraceWriter
 
 
 class Source:

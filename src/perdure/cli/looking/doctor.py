@@ -21,8 +21,8 @@ from perdure.model.platforms.traps import Check, Scope, Trap
 from perdure.service.jobfiles import load_endpoint, resolve_home
 from perdure.service.storage_watch import find_budget
 from perdure.traps import judge
+from perdure.worker.native.build import status as recorder_status
 from perdure.worker.native.nccl import find_nccl_plugin
-from perdure.worker.native.status import status as recorder_status
 
 _PING_S = 5.0
 _PROBE_S = 30.0

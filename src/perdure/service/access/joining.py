@@ -63,7 +63,7 @@ from perdure.service.processes import (
     reap_adopted,
     start_child,
 )
-from perdure.worker.prctl import set_subreaper
+from perdure.worker.process import set_subreaper
 
 log = logging.getLogger("perdure.join")
 

@@ -23,16 +23,15 @@ from perdure.worker.checkpoint.files import (
     apply_retention,
     find_problem,
     list_checkpoints,
+    open_place,
     read_manifest,
     remove_temporaries,
 )
 from perdure.worker.checkpoint.registry import Registry
-from perdure.worker.checkpoint.remote import open_place
 from perdure.worker.checkpoint.sharded import SavePlanCache, in_group, read_tensors
 from perdure.worker.checkpoint.staging import Staging, copy_plain
 from perdure.worker.checkpoint.writing import SaveAbandoned, SaveTask
-from perdure.worker.fingerprint import compare_fingerprints, take_fingerprint
-from perdure.worker.rng import capture_rng, restore_rng
+from perdure.worker.rng import capture_rng, compare_fingerprints, restore_rng, take_fingerprint
 from perdure.worker.stderr import say
 
 

@@ -20,6 +20,7 @@ from perdure.model.checkpoints import TEMPORARY, FileEntry, Manifest, Part, name
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
 from perdure.worker.checkpoint.files import (
+    Remote,
     describe_file,
     drop_cached,
     publish,
@@ -27,7 +28,6 @@ from perdure.worker.checkpoint.files import (
     tag_latest,
 )
 from perdure.worker.checkpoint.index import INDEX
-from perdure.worker.checkpoint.remote import Remote
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
     check_index,

@@ -28,14 +28,14 @@ from perdure.plan.elastic.stage_orders import INTERLEAVED_RUNS, SCHEDULES, Stage
 from perdure.plan.elastic.stages import Choose, Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
-from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES
+from perdure.worker.elastic.gradients import BUCKET_BYTES
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.moving.packing import hash_tensors as hash_tensors
-from perdure.worker.elastic.rates import declare_rate
-from perdure.worker.elastic.samples.batches import MicroBatches
-from perdure.worker.elastic.samples.prefetch import Prefetcher
+from perdure.worker.elastic.moving import hash_tensors as hash_tensors
+from perdure.worker.elastic.moving import map_tensors
+from perdure.worker.elastic.samples import MicroBatches, Prefetcher
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState, make_model
 from perdure.worker.elastic.trainer import Step, Trainer
+from perdure.worker.learning_rate import declare_rate
 
 if TYPE_CHECKING:
     from perdure.plan.elastic.stage_choice import PlannedChoice
@@ -142,7 +142,7 @@ def _open(
 
     def load(step: int, number: int) -> Any:
         inputs, targets = load_host(step, number)
-        return move_to(inputs, device), move_to(targets, device)
+        return map_tensors((inputs, targets), lambda tensor: tensor.to(device))
 
     def run(model: Callable[[Any], Any], step: int, number: int) -> Tensor:
         inputs, targets = load(step, number)
@@ -197,7 +197,7 @@ def open_trainer(
     seeded for it. A loss is to be returned unscaled; `scaler` is applied to it here.
     """
     membership = _attach()
-    declare_rate(config, optimizer, lambda: (optimizer, scheduler))
+    _declare_rate(optimizer, lambda: ([optimizer], [scheduler]))
     replica = Replica(model, optimizer, scheduler=scheduler, scaler=scaler, clip_norm=clip_norm)
     state = ReplicatedState(
         replica, compute, count=micro_batches, seed=seed, exact=exact, bucket_bytes=bucket_bytes
@@ -207,10 +207,17 @@ def open_trainer(
 
 def _attach() -> Membership:
     """Return this rank's membership in its job, if it has one."""
-    attachment = attach_rank()
-    if attachment is not None:
-        attachment.enter("init")
-    return Membership(attachment)
+    membership = Membership(attach_rank())
+    membership.attachment.enter("init")
+    return membership
+
+
+def _declare_rate(
+    optimizer: torch.optim.Optimizer, find: Callable[[], tuple[list[Any], list[Any]]]
+) -> None:
+    """Declare `lr`, unless the script has one of its own."""
+    if "lr" not in config:
+        declare_rate(config, [optimizer], find)
 
 
 def open_sharded_trainer(
@@ -238,9 +245,8 @@ def open_sharded_trainer(
     Raises:
         ConfigError: `shard` is no number of ranks.
     """
-    from perdure.worker.elastic.saving.peers import find_memory
-    from perdure.worker.elastic.state.sharded import ShardedState
-    from perdure.worker.elastic.state.shards import ShardedReplica
+    from perdure.worker.elastic.snapshots import find_memory
+    from perdure.worker.elastic.state.sharded import ShardedReplica, ShardedState
 
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
         raise ConfigError(f"elastic: shard={shard!r} is neither a number of ranks nor 'full'")
@@ -249,11 +255,11 @@ def open_sharded_trainer(
         model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {})
     )
     sample = optimizer(replica.parameters)  # For its rates: each world has one of its own.
-    declare_rate(config, sample, lambda: (replica.optimizer, replica.scheduler))
+    _declare_rate(sample, lambda: ([replica.optimizer], [replica.scheduler]))
     replica.begun = lambda: config.reapply("lr")
     state = ShardedState(
         replica,
-        lambda step, micro_batch: compute(replica.now(), step, micro_batch),
+        lambda step, micro_batch: compute(replica.model, step, micro_batch),
         me=membership.me,
         count=micro_batches,
         seed=seed,
@@ -296,7 +302,7 @@ def open_pipeline_trainer(
         ConfigError: `stages` is no number of ranks or of another model, or blocks share a
             parameter.
     """
-    from perdure.worker.elastic.saving.peers import find_memory
+    from perdure.worker.elastic.snapshots import find_memory
     from perdure.worker.elastic.state.blocks import StagedReplica
     from perdure.worker.elastic.state.staged import StagedState
 
@@ -309,7 +315,7 @@ def open_pipeline_trainer(
         )
     membership = _attach()
     replica = StagedReplica(blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm)
-    declare_rate(config, replica.optimizer, lambda: (replica.optimizer, replica.scheduler))
+    _declare_rate(replica.optimizer, lambda: ([replica.optimizer], [replica.scheduler]))
     choose: Choose
     if isinstance(stages, int):
         runs = INTERLEAVED_RUNS if schedule == "interleaved" else 1
@@ -389,14 +395,3 @@ def list_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
             hint="give a list of blocks, called in order",
         )
     return list(model)
-
-
-def move_to(value: Any, device: str | torch.device) -> Any:
-    """Return `value`, a tensor or a collection of them, on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: move_to(one, device) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([move_to(one, device) for one in value])
-    return value

@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from perdure.model.codec import decode, encode
 from perdure.plan.elastic.commit import Standing
@@ -100,35 +99,21 @@ class Group:
         Raises:
             Broken: a newer epoch was ordered first.
         """
-        wait_for(self.store, list(keys), self.overtaken)
-        found: list[bytes] = self.store.multi_get(list(keys)) if keys else []
-        return found
+        return read_keys(self.store, keys, self.overtaken)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Begin to sum `tensor` over the members, in place; `wait` ends it."""
-        if self._group is None:
-            return
-        options = AllreduceOptions()
-        options.timeout = timedelta(seconds=_COLLECTIVE_S)
-        with _translated():
-            self._works.append((self._group.allreduce([tensor], options), "collective"))
+        if self._group is not None:
+            self._begin("collective", self._group.allreduce, [tensor])
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Begin to copy member `source`'s `tensor` into everyone's."""
-        if self._group is None:
-            return
-        options = BroadcastOptions()
-        options.rootRank = self.members.index(source)
-        options.timeout = timedelta(seconds=_COLLECTIVE_S)
-        with _translated():
-            self._works.append((self._group.broadcast([tensor], options), "collective"))
+        if self._group is not None:
+            self._begin("collective", self._group.broadcast, tensor, self.members.index(source))
 
     def all_gather(self, output: Tensor, part: Tensor) -> None:
         """Begin to fill `output` with every member's `part`, in order."""
-        options = AllgatherOptions()
-        options.timeout = timedelta(seconds=_COLLECTIVE_S)
-        with _translated():
-            self._works.append((self._group._allgather_base(output, part, options), "collective"))
+        self._begin("collective", self._group._allgather_base, output, part)
 
     def meet(self) -> None:
         """Wait until every member has come here.
@@ -141,16 +126,21 @@ class Group:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
         """Begin to send `tensor` to a member; return what `wait_for` takes."""
-        with _translated():
-            work = self._group.send([tensor], self.members.index(to), tag)
-            self._works.append((work, "send"))
-        return work
+        return self._begin("send", self._group.send, [tensor], self.members.index(to), tag)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         """Begin to receive a member's tensor; return what `wait_for` takes."""
+        return self._begin("receive", self._group.recv, [tensor], self.members.index(source), tag)
+
+    def _begin(self, kind: Kind, call: Callable[..., Any], *args: Any) -> Any:
+        """Have gloo begin something, which `wait` ends.
+
+        Raises:
+            Broken: a connection is gone.
+        """
         with _translated():
-            work = self._group.recv([tensor], self.members.index(source), tag)
-            self._works.append((work, "receive"))
+            work = call(*args)
+            self._works.append((work, kind))
         return work
 
     def wait_for(self, work: Any) -> None:
@@ -228,7 +218,7 @@ class Group:
         just beginning to write, which then waits for ever; and a wait for a transfer that ends by
         the clock closes all pairs.
         """
-        ended = _start(lambda: work.wait(timedelta(seconds=_COLLECTIVE_S)), "perdure-send", True)
+        ended = start(lambda: work.wait(timedelta(seconds=_COLLECTIVE_S)), "perdure-send")
         while not wait([ended], _SLICE_S).done:
             if self._abandoned or self._interrupted:
                 self._leave_behind()
@@ -276,7 +266,6 @@ class Copy(Group):
         super().__init__(members, me, store, device, overtaken)
         if self._group is None:
             self._group = _connect(store, 0, 1, device, overtaken)
-        self._group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
         _register_backend()
         with _translated():
             # What torch would connect by itself hears of no order meanwhile.
@@ -322,9 +311,11 @@ def _connect(store: Any, index: int, size: int, device: Any, overtaken: Callable
         return dist.ProcessGroupGloo(store, index, size, options)
 
     try:
-        return make_apart(connect, overtaken, "perdure-connect")
+        group = make_apart(connect, overtaken, "perdure-connect")
     except RuntimeError as error:
         raise Broken(f"no connections: {error}") from None
+    group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
+    return group
 
 
 @functools.cache
@@ -345,14 +336,15 @@ def make_apart(make: Callable[[], Made], overtaken: Callable[[], bool], name: st
         Broken: `overtaken()` became true first.
         Exception: what `make()` has raised.
     """
-    made = _start(make, name, False)
+    made = start(make, name, daemon=False)
     while not wait([made], _APART_LOOK_S).done:
         if overtaken():
             raise Broken("a newer epoch was ordered")
     return made.result()
 
 
-def _start(make: Callable[[], Made], name: str, daemon: bool) -> Future[Made]:
+def start(make: Callable[[], Made], name: str, *, daemon: bool = True) -> Future[Made]:
+    """Begin `make()` in a thread of its own; the interpreter waits for none that is a `daemon`."""
     made: Future[Made] = Future()
 
     def run() -> None:
@@ -400,24 +392,24 @@ def read_standings(
     Raises:
         Broken: `overtaken()` became true first: there is a newer epoch.
     """
-    keys = [f"standing/{rank}" for rank in members]
-    wait_for(store, keys, overtaken)
-    values = store.multi_get(keys) if keys else []
+    values = read_keys(store, [f"standing/{rank}" for rank in members], overtaken)
     return {rank: decode(value, kind) for rank, value in zip(members, values, strict=True)}
 
 
-def wait_for(store: Any, keys: list[str], overtaken: Callable[[], bool]) -> None:
-    """Wait until all `keys` are in the store.
+def read_keys(store: Any, keys: Sequence[str], overtaken: Callable[[], bool]) -> list[bytes]:
+    """Return what others have written into the store, once it is all there.
 
     Raises:
         Broken: `overtaken()` became true first.
     """
     pause_s = _LOOK_S
-    while keys and not store.check(keys):
+    while keys and not store.check(list(keys)):
         if overtaken():
             raise Broken("a newer epoch was ordered")
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LOOK_S_MAX)
+    found: list[bytes] = store.multi_get(list(keys)) if keys else []
+    return found
 
 
 @contextlib.contextmanager

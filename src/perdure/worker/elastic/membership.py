@@ -20,7 +20,7 @@ from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, RankJoined, WorldBroken
 from perdure.model.orders import FollowWorld, ReformWorld
 from perdure.model.steering import Steering
-from perdure.worker.attach import Attachment
+from perdure.worker.attach import Attachment, stand_alone
 from perdure.worker.elastic.group import make_apart
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
@@ -44,7 +44,7 @@ class Membership:
     def __init__(self, attachment: Attachment | None) -> None:
         """Join `attachment`'s job; with None, or without its control line, stand alone."""
         env = os.environ
-        self.attachment = attachment
+        self.attachment = attachment = attachment or stand_alone()
         self.me = int(env.get("PERDURE_MEMBER", "") or env.get("RANK", "0"))
         self.generation = int(env.get("PERDURE_GENERATION", "0") or 0)
         self.epoch = -1
@@ -67,8 +67,7 @@ class Membership:
         self._address = ""
         """Of the store that this rank serves."""
         self._served: Any = None
-        control = attachment.control if attachment is not None else None
-        self.supervised = control is not None
+        self.supervised = attachment.control is not None
         if not self.joins:
             size = int(env.get("WORLD_SIZE", "1"))
             self._order = ReformWorld(
@@ -77,18 +76,16 @@ class Membership:
                 ranks=tuple(range(size)),
                 reason="the first world",
             )
-        if control is not None and self.supervised:
-            control.obey(self.take, ReformWorld)
-            control.obey(self.take_follow, FollowWorld)
+        attachment.obey(self.take, ReformWorld)
+        attachment.obey(self.take_follow, FollowWorld)
 
     def now(self) -> float:
         """Return job time, or some time that only goes on."""
-        return self.attachment.now() if self.attachment is not None else time.monotonic()
+        return self.attachment.now()
 
     def emit(self, event: AnyEvent) -> None:
         """Tell the controller, where there is one."""
-        if self.attachment is not None and self.supervised:
-            self.attachment.emit(event)
+        self.attachment.emit(event)
 
     def announce(self, feed: str = "", state_bytes: int = 0) -> None:
         """Say that this rank is ready to be a member; `feed` is where it gives its state away."""

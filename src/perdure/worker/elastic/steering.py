@@ -13,6 +13,7 @@ the newest epoch. Three rules keep all of them alike:
 A newer epoch is formed before anything that the rank waits for here; it comes back afterwards.
 """
 
+import functools
 import threading
 from typing import Any
 
@@ -22,9 +23,9 @@ from perdure.model.signals.progress import Phase
 from perdure.model.steering import KeySpec
 from perdure.worker.boundary import Interrupted
 from perdure.worker.config import Config
-from perdure.worker.elastic.group import Broken, Group, wait_for
+from perdure.worker.elastic.checkpoints import Saving
+from perdure.worker.elastic.group import Broken, Group, read_keys
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.saving.checkpoints import Saving
 from perdure.worker.executor import Depth, Executor
 from perdure.worker.progress import Progress, Spent
 from perdure.worker.settings import declare_own_keys, plan_steering
@@ -39,15 +40,14 @@ class Steering(Depth):
     ) -> None:
         """Answer once `begin` says what state this rank has."""
         self._membership, self._saving, self._progress = membership, saving, progress
-        self.config = config
-        attachment = membership.attachment
+        self.config, attachment = config, membership.attachment
         self._executor = Executor(
             self,
             rank=membership.me,
             generation=membership.generation,
             emit=membership.emit,
             now=membership.now,
-            line=attachment.control if attachment is not None else None,
+            line=attachment.control,
             interrupted=membership.overtaken,
         )
         self._gate = self._executor.gate
@@ -64,12 +64,11 @@ class Steering(Depth):
         declare_own_keys(config, saving.config, saving)
         config.declare_own(
             KeySpec(name="checkpoint.every_s", type="float", default=saving.every_s, min=0),
-            saving.set_every_s,
+            functools.partial(setattr, saving, "every_s"),
         )
-        if attachment is not None and membership.supervised:
-            attachment.obey(self.handle, SendBoundary, ResumeRanks)
-            membership.on_order = self._look_again
-            self._executor.forward_signals()
+        attachment.obey(self.handle, SendBoundary, ResumeRanks)
+        membership.on_order = self._look_again
+        self._executor.forward_signals()
 
     @property
     def stopping(self) -> bool:
@@ -169,7 +168,7 @@ class Steering(Depth):
         me = self._membership.me
         if any(me in one.leaves for one in list(self._gate.holds.values())):
             self._executor.leave(f"this rank has left at step {self._applied}")
-            self._saving.leave()
+            self._saving.close()
             self._progress.finish()
             say(f"rank {me} leaves at step {self._applied}: its node is drained")
             raise SystemExit(0)
@@ -183,7 +182,7 @@ class Steering(Depth):
 
     def save_if_due(self, applied: int, group: Group) -> None:
         """Save at the job's interval, which needs nobody's agreement."""
-        if self._saving.is_due(applied, group.members):
+        if self._saving.agreed and applied > 0:
             self._save(applied, group, "interval")
 
     def finish_stop(self, applied: int, group: Group) -> None:
@@ -208,18 +207,23 @@ class Steering(Depth):
         """Return what a checkpoint keeps, and what a member that comes in takes over."""
         return {"config": self.config.state()}
 
-    def share(self, store: Any, first: int) -> None:
-        """Have who comes in take over the settings of member `first`, an old one.
+    def share(self, store: Any, members: tuple[int, ...]) -> None:
+        """Have who comes in take over the settings of the first of `members` that has any.
+
+        That need not be the first member: a spare may have a lower number than who is there.
 
         Raises:
             Broken: a newer epoch was ordered.
         """
         membership = self._membership
-        if membership.me == first:
-            store.set("settings", encode(self.state()))
-        elif membership.joins and not self._begun:
-            wait_for(store, ["settings"], membership.overtaken)
-            self.load(decode(store.get("settings"), dict[str, Any]))
+        comes_in = membership.joins and not self._begun
+        store.set(f"settings/{membership.me}", encode({} if comes_in else self.state()))
+        if comes_in:
+            keys = [f"settings/{member}" for member in members]
+            told: list[dict[str, Any]] = [
+                decode(one, dict) for one in read_keys(store, keys, membership.overtaken)
+            ]
+            self.load(next(filter(None, told), {}))
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` said; the replica's state is there already."""

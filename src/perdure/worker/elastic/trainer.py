@@ -32,6 +32,7 @@ from perdure.model.events import WorldReformed
 from perdure.plan.elastic.commit import FRESH
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
+from perdure.worker.elastic.checkpoints import Saving
 from perdure.worker.elastic.group import (
     Broken,
     Group,
@@ -43,7 +44,6 @@ from perdure.worker.elastic.group import (
 from perdure.worker.elastic.joining.donor import Donor
 from perdure.worker.elastic.joining.follower import CatchUp
 from perdure.worker.elastic.membership import Membership, find_host
-from perdure.worker.elastic.saving.checkpoints import Saving
 from perdure.worker.elastic.state import Plan, Source, State
 from perdure.worker.elastic.steering import Steering
 from perdure.worker.progress import Progress
@@ -110,12 +110,12 @@ class Trainer:
     @property
     def snapshot_stall_s(self) -> float:
         """Return for how long training has waited for snapshots so far, in seconds."""
-        return self.state.snapshots.peers.stall_s
+        return self.state.snapshots.stall_s
 
     @property
     def snapshot_copied_s(self) -> float:
         """Return for how long snapshots were copied and hashed so far, beside training."""
-        return self.state.snapshots.peers.copied_s
+        return self.state.snapshots.copied_s
 
     def busy(self, name: str, *, at_most_s: float) -> Busy:
         """Declare that this rank is about to do something long, as `perdure.Run.busy` does.
@@ -158,7 +158,7 @@ class Trainer:
         self._steering.end(self.applied)
         self._report(time.monotonic(), self._membership.now(), None, finished=True)
         self._saving.close()
-        self.state.snapshots.peers.close()
+        self.state.snapshots.close()
         self._progress.finish()
 
     # --- one step -----------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Trainer:
         if state.snapshots.every:
             if not state.snapshots.has(state.applied, state.line):
                 self._take_snapshot(members)
-            state.snapshots.peers.finish()
+            state.snapshots.finish()
 
     def _load_checkpoint(self, group: Group) -> None:
         """Take the newest checkpoint's state in the place of the initial one.
@@ -416,8 +416,8 @@ class Trainer:
             self._donor.cut()
         if taken.plain is not None:  # What this member had of later steps is undone.
             self._steering.load(taken.plain)
-            state.snapshots.peers.forget(plan.step)
-        self._steering.share(group.store, taken.teller)
+            state.snapshots.forget(plan.step)
+        self._steering.share(group.store, group.members)
 
     def _make_line(self) -> int:
         return self._membership.generation * _LINES + self._membership.epoch
@@ -434,14 +434,14 @@ class Trainer:
         """End what the shut connections did not end. Called in another thread."""
         for group in self._list_groups():
             group.abandon()
-        self.state.snapshots.peers.abandon()
+        self.state.snapshots.abandon()
 
     def _leave(self) -> None:
         self.state.leave()
         for group in self._list_groups():
             group.give_up()
         self.state.groups, self._group = (), None
-        self.state.snapshots.peers.leave()
+        self.state.snapshots.leave()
 
     def _report(
         self, ordered: float, began_s: float, plan: Plan | None, *, finished: bool = False

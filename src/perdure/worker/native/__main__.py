@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from perdure.model.errors import PlatformError
-from perdure.worker.native.build import BuildError, build
+from perdure.worker.native.build import build
 from perdure.worker.native.measure import load_cost, measure_cost
 from perdure.worker.native.nccl import PLUGIN_NAME, build_nccl_plugin
 
@@ -21,7 +21,7 @@ def main() -> int:
         cost = (load_cost(library) if into is None else None) or measure_cost(library)
         print(f"{library}: {cost}", file=sys.stderr if isinstance(cost, str) else sys.stdout)
         failed = isinstance(cost, str)
-    except BuildError as error:
+    except PlatformError as error:
         print(f"perdure: the compiled recorder cannot be built: {error}", file=sys.stderr)
         failed = True
     try:

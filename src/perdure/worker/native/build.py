@@ -5,6 +5,8 @@ of source, layout of the ring and flags. It lies in the user's cache directory, 
 made by `scripts/build_wheel.sh`, in `prebuilt/` beside this file. Two who build at once wait for
 each other; a half-written library is never seen. No start of a rank ever waits for a compiler:
 what is not built yet is not used.
+
+`status` says which recorder a rank started now would get, why, and what it costs.
 """
 
 import fcntl
@@ -22,6 +24,8 @@ from pathlib import Path
 import msgspec
 
 from perdure.model import ring as layout
+from perdure.model.errors import PlatformError
+from perdure.worker.native.measure import load_cost, measure_cost
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "recorder.cpp"
@@ -34,7 +38,7 @@ _SIZES = (
 _FLAGS = ("-O2", "-g0", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 
 
-class BuildError(Exception):
+class BuildError(PlatformError):
     """It cannot be built here; the message says why."""
 
 
@@ -146,11 +150,22 @@ def _macros() -> list[str]:
 
 def _compile(compiler: str, torch: Torch, target: Path) -> None:
     include = torch.root / "include"
-    descriptor, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(descriptor)
-    command = [compiler, *_FLAGS, *_macros(), str(SOURCE), "-o", temporary]
+    command = [compiler, *_FLAGS, *_macros(), str(SOURCE)]
     command += [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
     command += [f"-L{torch.root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl", "-pthread"]
+    run_compiler(command, target)
+
+
+def run_compiler(command: list[str], target: Path) -> None:
+    """Have the compiler of `command` make `target`, which is there whole or not at all.
+
+    Raises:
+        BuildError: it failed, or took too long.
+        OSError: there is no room.
+    """
+    descriptor, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(descriptor)
+    command = [*command, "-o", temporary]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
@@ -160,7 +175,7 @@ def _compile(compiler: str, torch: Torch, target: Path) -> None:
         os.chmod(temporary, 0o755)
         os.rename(temporary, target)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{compiler} took longer than {BUILD_TIMEOUT_S:.0f} s") from error
+        raise BuildError(f"{command[0]} took longer than {BUILD_TIMEOUT_S:.0f} s") from error
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
@@ -169,3 +184,64 @@ def _compile(compiler: str, torch: Torch, target: Path) -> None:
 def _find_error(output: str) -> str:
     lines = output.strip().splitlines()
     return next((line for line in lines if "error" in line), lines[-1] if lines else "no output")
+
+
+MODES = ("auto", "compiled", "python", "status", "off")
+
+COSTS = {
+    "compiled": "about 2 µs a collective",
+    "python": "30 to 65 µs a collective",
+    "status": "nothing a collective, 3 µs ten times a second",
+    "off": "nothing",
+}
+"""Measured by `bench/bench_recorder.py`."""
+
+
+class RecorderStatus(msgspec.Struct, frozen=True):
+    """The answer for `perdure doctor`."""
+
+    kind: str
+    """`compiled`, `python`, `status` or `off`."""
+    reason: str
+    cost: str
+    library: str = ""
+    """Path of the compiled recorder, where it is built."""
+    better: str = ""
+    """What would get a better one; empty where nothing would."""
+    broken: bool = False
+    """It is there and does not work."""
+
+
+def read_mode() -> tuple[str, str]:
+    """Return what `PERDURE_RECORDER` asks for, and what is wrong with it if anything."""
+    mode = os.environ.get("PERDURE_RECORDER", "") or "auto"
+    if mode in MODES:
+        return mode, ""
+    return "auto", f"PERDURE_RECORDER={mode} is none of {', '.join(MODES)}"
+
+
+def status() -> RecorderStatus:
+    """Return which recorder a rank would get that was started in this environment.
+
+    Where the compiled one came without a figure of this machine (in a wheel), it is tried and
+    measured now: a few seconds.
+    """
+    mode, wrong = read_mode()
+    library = find_library()
+    path = str(library) if library is not None else ""
+    if mode in ("python", "status", "off"):
+        return RecorderStatus(mode, f"PERDURE_RECORDER={mode}", COSTS[mode], path)
+    if library is None:
+        return RecorderStatus("status", explain_missing(), COSTS["status"], better=_find_better())
+    cost = load_cost(library) or measure_cost(library)
+    if isinstance(cost, str):
+        reason = f"the compiled one is built but does not work: {cost}"
+        return RecorderStatus("status", reason, COSTS["status"], path, broken=True)
+    return RecorderStatus("compiled", wrong or "built for the installed torch", str(cost), path)
+
+
+def _find_better() -> str:
+    """Return what would have the compiled recorder built here."""
+    if find_torch() is None:
+        return ""
+    return build_command() if find_compiler() else f"install g++, then: {build_command()}"

@@ -5,7 +5,7 @@
     runner = Runner(schedule, my_cell, parts, group, load=load, loss=loss, seed=seed)
     losses = runner.run(step, membership.overtaken)       # gradients are in p.grad, summed
 
-`group` is the elastic engine's `Group`, or anything else with the methods of `Transport`; cell i is
+`group` is the elastic engine's `Group`, or anything else that sends and receives alike; cell i is
 the member `members[i]`. `orders` are those of `plan.score.find_orders` or of `Scorer.lay_out` for a
 world, or of `plan.pipeline` directly; a micro-batch may change its column at every stage. Any
 order that `simulate` can carry out runs here without a deadlock.
@@ -33,4 +33,3 @@ from perdure.worker.pipeline.schedule import Message as Message
 from perdure.worker.pipeline.schedule import Pair as Pair
 from perdure.worker.pipeline.schedule import Schedule as Schedule
 from perdure.worker.pipeline.stage import StageBlocks as StageBlocks
-from perdure.worker.pipeline.transport import Transport as Transport

@@ -4,6 +4,13 @@ A receive is posted a few actions before its turn, so that a message is there wh
 send is begun and left. Between two actions a newer order ends the attempt with `Broken`, as a lost
 member does; then what `done` says is in the gradients, wholly, and nothing else is: a backward
 pass contains no communication and is never left half-way.
+
+Of a `Group`, or whatever else is a network, this is asked: `send` and `receive` begin and return at
+once, in any order, each pair matched by its tag; a receive may be posted long before its send. Only
+`wait` waits, and only a receive that was posted, or a send that the other end has posted its
+receive for, may be waited for. What is sent is not altered before that. On gloo a message leaves
+when its receive has been posted; nobody waits for a send that nobody receives, so that orders which
+`simulate` can carry out can not deadlock here.
 """
 
 import time
@@ -14,8 +21,8 @@ import torch
 from torch import Tensor
 
 from perdure.model.planning.pipeline import Action, Executed
-from perdure.worker.elastic.gradients.tree import GradientTree
-from perdure.worker.elastic.group import Broken
+from perdure.worker.elastic.gradients import GradientTree
+from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.pipeline.messages import (
     HEADER_BYTES,
     Layout,
@@ -27,7 +34,6 @@ from perdure.worker.pipeline.messages import (
 )
 from perdure.worker.pipeline.schedule import Direction, Message, Pair, Schedule
 from perdure.worker.pipeline.stage import Gradients, Loss, Pass, StageBlocks, Want
-from perdure.worker.pipeline.transport import Transport
 
 AHEAD = 3
 """How many messages may be waited for before their turn."""
@@ -47,7 +53,7 @@ class Runner:
         schedule: Schedule,
         cell: int,
         parts: Sequence[StageBlocks],
-        transport: Transport,
+        transport: Group,
         *,
         load: Callable[[int, int], Any],
         loss: Loss,

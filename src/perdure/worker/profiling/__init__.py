@@ -14,32 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
 from perdure.files import replace_file
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, ProtocolError
-from perdure.model.planning.costs import Block, CostProfile, write_profile
+from perdure.model.planning.costs import CostProfile, write_profile
 from perdure.model.planning.profiling import ASK, ProfileReport, ProfileRequest
 from perdure.plan.elastic.microbatches import plan_batches
-from perdure.worker.elastic import list_blocks, move_to
-from perdure.worker.elastic.samples.batches import MicroBatches
+from perdure.worker.elastic import list_blocks
+from perdure.worker.elastic.moving import map_tensors
+from perdure.worker.elastic.samples import MicroBatches
 from perdure.worker.elastic.state.replicated import make_model
-from perdure.worker.fingerprint import take_fingerprint
-from perdure.worker.profiling.blocks import BlockMeter, walk_tensors
+from perdure.worker.profiling.blocks import BlockMeter, Figures, find_tensors
 from perdure.worker.profiling.links import LinkFigures, measure_links
+from perdure.worker.rng import take_fingerprint
 
 _NOISY = 0.25
-
-
-class _KeptBlocks(msgspec.Struct, frozen=True):
-    blocks: tuple[Block, ...]
-    base_bytes: int
-    spread: float
-    spread_of: str
-    notes: tuple[str, ...]
 
 
 def find_request() -> ProfileRequest:
@@ -81,7 +73,7 @@ class Script:
                 self.dataset, plan, seed=self.seed, shuffle=self.shuffle, collate_fn=self.collate_fn
             )
             inputs, targets = data.load(0, 0)
-            batches[size] = (move_to(inputs, self.device), move_to(targets, self.device))
+            batches[size] = map_tensors((inputs, targets), lambda tensor: tensor.to(self.device))
         return batches
 
 
@@ -97,11 +89,10 @@ def _measure(request: ProfileRequest, script: Script) -> ProfileReport:
     folder.mkdir(parents=True, exist_ok=True)
     measured = []
     kept_at = folder / f"blocks-{key}.json"
-    kept = read_kept(kept_at, _KeptBlocks, request)
+    kept = read_kept(kept_at, Figures, request)
     if kept is None:
         meter = BlockMeter(chain, script.loss, seconds=request.seconds, say=_say)
-        found = meter.measure(batches, script.optimizer)
-        kept = _KeptBlocks(found.blocks, base_bytes, found.spread, found.spread_of, found.notes)
+        kept = meter.measure(batches, script.optimizer, base_bytes)
         replace_file(kept_at, encode(kept))
         measured.append("blocks")
     links_at = folder / f"links-{_hash(*machine, request.ranks)}.json"
@@ -172,7 +163,7 @@ def _source(thing: Any) -> str:
 
 def _shapes(batches: dict[int, tuple[Any, Any]]) -> list[Any]:
     return [
-        (size, [(tuple(t.shape), str(t.dtype)) for t in walk_tensors(list(batch))])
+        (size, [(tuple(t.shape), str(t.dtype)) for t in find_tensors(list(batch))])
         for size, batch in sorted(batches.items())
     ]
 

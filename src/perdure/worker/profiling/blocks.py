@@ -7,7 +7,7 @@ measured: what a forward leaves for its backward is what autograd has saved, eac
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from perdure.model.planning.costs import Block, BlockCost
 from perdure.plan.worlds.measures import Figure, settle
+from perdure.worker.elastic.moving import map_tensors
 from perdure.worker.pipeline.messages import list_tensors
 from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks
 
@@ -35,10 +36,12 @@ class Samples(msgspec.Struct):
     weight: list[float] = msgspec.field(default_factory=list)
 
 
-class Figures(msgspec.Struct):
+class Figures(msgspec.Struct, frozen=True):
     """All that was found of the blocks."""
 
     blocks: tuple[Block, ...]
+    base_bytes: int
+    """What the process took before any block was on its device."""
     spread: float
     spread_of: str
     notes: tuple[str, ...]
@@ -61,7 +64,10 @@ class BlockMeter:
         self._worst_of = ""
 
     def measure(
-        self, batches: Mapping[int, tuple[Any, Any]], optimizer: Callable[[Any], Any]
+        self,
+        batches: Mapping[int, tuple[Any, Any]],
+        optimizer: Callable[[Any], Any],
+        base_bytes: int = 0,
     ) -> Figures:
         """Return the costs of all blocks, by the micro-batch sizes of `batches`.
 
@@ -79,7 +85,7 @@ class BlockMeter:
         blocks = tuple(
             Block(name, *state[index], costs=found[index]) for index, name in enumerate(self.names)
         )
-        return Figures(blocks, self._worst.spread, self._worst_of, tuple(self.notes))
+        return Figures(blocks, base_bytes, self._worst.spread, self._worst_of, tuple(self.notes))
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -166,7 +172,7 @@ class BlockMeter:
         for index, part in enumerate(self.parts):
             known = {_place(t) for t in part.parameters()}
             known |= {_place(t) for block in part.blocks for t in block.buffers()}
-            taken = list(walk_tensors(value))
+            taken = find_tensors(value)
             saved = {_place(t): _size(t) for t in taken}
             note = functools.partial(_note, saved, known)
             with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
@@ -199,7 +205,7 @@ class BlockMeter:
         found = []
         for part in self.parts:
             mine = list(part.parameters())
-            state = sum(t.nbytes for p in mine for t in walk_tensors(made.state.get(p, {})))
+            state = sum(t.nbytes for p in mine for t in find_tensors(made.state.get(p, {})))
             gradients = sum(p.nbytes for p in mine if p.requires_grad)
             found.append((sum(p.nbytes for p in mine), gradients, state))
         touched = [2 * gradients + state for _, gradients, state in found]
@@ -207,16 +213,11 @@ class BlockMeter:
         return [(*sizes, whole_s * t / total) for sizes, t in zip(found, touched, strict=True)]
 
 
-def walk_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a collection."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from walk_tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from walk_tensors(one)
+def find_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a collection."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
 
 
 def _note(saved: dict[int, int], known: set[int], tensor: Tensor) -> Tensor:

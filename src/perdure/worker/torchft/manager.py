@@ -38,8 +38,7 @@ from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec
 from perdure.model.orders import FenceAbort, ResumeRanks, SendBoundary
 from perdure.worker.ring import RingWriter
-from perdure.worker.settings import read_steering
-from perdure.worker.spec import read_spec
+from perdure.worker.settings import read_spec, read_steering
 from perdure.worker.torchft.account import ReplicaAccount
 from perdure.worker.torchft.fence import Fences
 from perdure.worker.torchft.settings import settings
@@ -126,7 +125,7 @@ class Replica:
         self._waits.append(waited_s)
         if well and waited_s >= _LATE_S:
             self._long.append(waited_s)
-        self._wait_no_more(well=well)
+        self.end_quorum_wait(well=well)
 
     def begin_quorum_wait(self) -> bool:
         """The calling thread is about to wait for a quorum; return whether that is noted."""
@@ -137,11 +136,7 @@ class Replica:
         return True
 
     def end_quorum_wait(self, *, well: bool) -> None:
-        """A wait that was noted has ended, `well` if with a quorum."""
-        self._wait_no_more(well=well)
-
-    def _wait_no_more(self, *, well: bool) -> None:
-        """Tell that what was told of is over, where the wait has ended `well`."""
+        """A wait that was noted has ended, `well` if with a quorum: what was told of is over."""
         self._since.pop(threading.get_ident(), None)
         told, self._open = self._open, None
         if well and told is not None and self._emit is not None:

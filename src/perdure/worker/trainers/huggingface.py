@@ -23,11 +23,11 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from perdure.model.errors import ConfigError
+from perdure.worker.learning_rate import declare_rate, refuse_zero
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng, restore_rng
 from perdure.worker.run import Run, init
 from perdure.worker.trainers.driven import BusyCalls, DrivenSteps, check_names
-from perdure.worker.trainers.learning_rate import LearningRate
 
 _STATE = "trainer_state.json"
 _METHODS = ("get_batch_samples", "_load_from_checkpoint", "_finalize_training")
@@ -131,13 +131,12 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         check_names("transformers", trainer, (*_SUMS, "_tr_loss"))
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        rate = LearningRate([optimizer], [trainer.lr_scheduler])
-        rate.declare(self._run.config)
+        found = [optimizer], [trainer.lr_scheduler]
+        declare_rate(self._run.config, [optimizer], lambda: found, refuse_zero)
         self._run.register(
             model=trainer.model_wrapped,
             optimizer=optimizer,
             scheduler=trainer.lr_scheduler,
-            learning_rate=rate,
             trainer=self,
         )
         if trainer.accelerator.scaler is not None:

@@ -24,11 +24,11 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader, IterableDataset
 
 from perdure.model.errors import ConfigError
+from perdure.worker.learning_rate import declare_rate, refuse_zero
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng, restore_rng
 from perdure.worker.run import Run, init
 from perdure.worker.trainers.driven import BusyCalls, DrivenSteps, check_names
-from perdure.worker.trainers.learning_rate import LearningRate
 
 _OF_TRAINER = (
     "fit_loop", "_signal_connector", "_logger_connector", "strategy", "validate_loop", "test_loop",
@@ -144,10 +144,8 @@ class _Attached:
         self._run.register(model=trainer.strategy.model, precision=trainer.precision_plugin)
         self._run.register(**{f"optimizer_{i}": one for i, one in enumerate(optimizers)})
         self._run.register(**{f"scheduler_{i}": one for i, one in enumerate(schedulers)})
-        if optimizers:
-            rate = LearningRate(optimizers, schedulers)
-            rate.declare(self._run.config)
-            self._run.register(learning_rate=rate)
+        found = optimizers, schedulers
+        declare_rate(self._run.config, optimizers, lambda: found, refuse_zero)
         self._run.register(trainer=self)
 
     def setup_data(self) -> None:

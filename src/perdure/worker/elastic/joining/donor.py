@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perdure.model.errors import ProtocolError
 from perdure.worker.elastic.joining.wire import Ask, At, Connection, Part, Take
-from perdure.worker.elastic.moving.packing import (
+from perdure.worker.elastic.moving import (
     hash_blobs,
     join_blob,
     list_blobs,

@@ -6,11 +6,11 @@ to catch up on. Whatever goes wrong here costs nobody anything: it begins again,
 joins without a state and gets one within the join.
 """
 
-import queue
+import functools
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 import torch
@@ -20,16 +20,15 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
+from perdure.worker.elastic.group import start
 from perdure.worker.elastic.joining.wire import Ask, At, Connection, Lost, Part, Take
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.moving.packing import fill_blob, list_blobs, open_state
+from perdure.worker.elastic.moving import fill_blob, list_blobs, open_state
 from perdure.worker.elastic.state import Followed
 
 _CONNECT_S = 5.0
 _LOOK_S = 0.002
 _AHEAD_MAX = 4096
-_QUEUED_MAX = 16
-"""Parts that wait here; what is more waits at the donors, within their bounds."""
 _LAST_S = 10.0
 """How long the members may wait for what is on its way when they are called together."""
 
@@ -39,7 +38,7 @@ ChooseDonors = Callable[[Mapping[int, At], Sequence[int]], tuple[int, ...]]
 
 
 class Follower:
-    """One attempt: connections to all donors, and a reading thread for each."""
+    """One attempt: connections to all donors, whose parts are read a row at a time."""
 
     def __init__(
         self, order: FollowWorld, called: Callable[[], bool], choose: ChooseDonors
@@ -49,28 +48,22 @@ class Follower:
         Raises:
             Lost: a donor is gone or refuses.
         """
-        self._choose = choose
+        self._called, self._choose = called, choose
         self.donors: tuple[int, ...] = ()
         self.bytes = 0
         self.behind = 1
         """Parts that a donor had still to send when it sent its newest."""
-        self._called = called
-        self._pieces: queue.Queue[tuple[int, Piece | Exception]] = queue.Queue(_QUEUED_MAX)
-        self._found: dict[tuple[str, int], dict[int, Piece]] = {}
-        self._over = False
         self._connections: dict[int, Connection] = {}
         ahead = 1
         try:
             while not self._agree(order, ahead):
-                self._hang_up()
+                self.close()
                 ahead *= 2
         except (OSError, ProtocolError, Lost) as error:
-            self._hang_up()
+            self.close()
             raise Lost(f"a donor cannot be followed: {error}") from None
-        for donor, connection in self._connections.items():
-            threading.Thread(
-                target=self._read, args=(donor, connection), name="perdure-follow", daemon=True
-            ).start()
+        self._row = self._read_row()
+        """What is read now; what comes after it waits at the donors, within their bounds."""
 
     def _agree(self, order: FollowWorld, ahead: int) -> bool:
         """Ask the donors for one step, `ahead` of the furthest; return whether none had passed it.
@@ -108,93 +101,66 @@ class Follower:
         while pieces is None:
             if self._called():
                 raise Lost("the world does not wait for it")
-            self._gather(_LOOK_S)
-            pieces = self._pop("state", None)
+            pieces = self._take_row(_LOOK_S)
         state, tensors = open_state(pieces[0][1])
         for number, targets in enumerate(list_blobs(tensors)):
             _, _, blobs = pieces[number % len(pieces)]
             fill_blob(targets, blobs[number // len(pieces)])
         return state, pieces[0][0]
 
-    def take_step(self, step: int, flats: list[Tensor], wait_s: float) -> Part | None:
-        """Fill `flats` with the reduced gradients of a step; None where they are not there yet.
+    def take_step(self, flats: list[Tensor], wait_s: float) -> Part | None:
+        """Fill `flats` with the reduced gradients of the next step; None where these are to come.
 
         Returns what they are, with the hash of the settings with which they were applied.
 
         Raises:
             Lost: a donor is gone.
         """
-        pieces = self._pop("step", step)
-        if pieces is None:
-            self._gather(wait_s)
-            pieces = self._pop("step", step)
+        pieces = self._take_row(wait_s)
         if pieces is None:
             return None
         for number, flat in enumerate(flats):
             flat.view(torch.uint8).copy_(pieces[number % len(pieces)][2][number // len(pieces)])
-        self.behind = max(part.behind for part, _, _ in pieces) + len(self._found)
+        self.behind = max(part.behind for part, _, _ in pieces)
         return pieces[0][0]
 
     def close(self) -> None:
-        """End the connections."""
-        self._over = True
-        self._hang_up()
-        while True:  # A reader that waits for room goes on, and ends.
-            try:
-                self._pieces.get_nowait()
-            except queue.Empty:
-                return
-
-    def _hang_up(self) -> None:
+        """End the connections, and with them who reads from them."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
 
-    def _read(self, donor: int, connection: Connection) -> None:
-        try:
-            while not self._over:
-                part = connection.read()
-                if not isinstance(part, Part):
-                    raise ProtocolError(f"{type(part).__name__} is no part")
-                self._put(donor, (part, *connection.read_bytes(part)))
-        except (OSError, ProtocolError, ValueError) as error:
-            self._put(donor, error)
+    def _read_row(self) -> list[Future[Piece]]:
+        connections = self._connections.values()
+        return [start(functools.partial(_read_piece, one), "perdure-follow") for one in connections]
 
-    def _put(self, donor: int, piece: Piece | Exception) -> None:
-        while not self._over:
-            try:
-                self._pieces.put((donor, piece), timeout=0.2)
-                return
-            except queue.Full:
-                continue
-
-    def _gather(self, wait_s: float) -> None:
-        """Take what the readers have; wait for it a little where they have nothing."""
-        while True:
-            try:
-                donor, piece = self._pieces.get(timeout=wait_s)
-            except queue.Empty:
-                return
-            if isinstance(piece, Exception):
-                raise Lost(f"donor {donor}: {piece}")
-            part = piece[0]
-            self.bytes += part.skeleton + sum(part.sizes)
-            self._found.setdefault((part.kind, part.step), {})[donor] = piece
-            wait_s = 0.0001
-
-    def _pop(self, kind: str, step: int | None) -> list[Piece] | None:
-        """Return the pieces of all donors, in the order of their shares, once they are there.
+    def _take_row(self, wait_s: float) -> list[Piece] | None:
+        """Return the next piece of each donor, in the order of their shares, once all are there.
 
         Raises:
-            Lost: they are not of one epoch, whose sums alone are alike to the last bit.
+            Lost: a donor is gone, or they are not of one epoch, whose sums alone are alike to the
+                last bit.
         """
-        for key, found in self._found.items():
-            if key[0] == kind and step in (None, key[1]) and len(found) == len(self.donors):
-                del self._found[key]
-                if len({(part.epoch, part.settings) for part, _, _ in found.values()}) > 1:
-                    raise Lost(f"{kind} {key[1]} was reduced in two epochs")
-                return [found[donor] for donor in self.donors]
-        return None
+        left = wait(self._row, wait_s, FIRST_EXCEPTION).not_done
+        for donor, piece in zip(self._connections, self._row, strict=True):
+            if piece.done() and (error := piece.exception()):
+                raise Lost(f"donor {donor}: {error}")
+        if left:
+            return None
+        pieces = [piece.result() for piece in self._row]
+        parts = [part for part, _, _ in pieces]
+        self.bytes += sum(part.skeleton + sum(part.sizes) for part in parts)
+        if len({(part.kind, part.step, part.epoch, part.settings) for part in parts}) > 1:
+            raise Lost(f"{parts[0].kind} {parts[0].step} was reduced in two epochs")
+        self._row = self._read_row()
+        return pieces
+
+
+def _read_piece(connection: Connection) -> Piece:
+    part = connection.read()
+    if not isinstance(part, Part):
+        raise ProtocolError(f"{type(part).__name__} is no part")
+    return (part, *connection.read_bytes(part))
 
 
 def _read_at(connection: Connection) -> At:
@@ -300,7 +266,7 @@ class CatchUp:
         Raises:
             Lost: the members have made it with other settings.
         """
-        part = follower.take_step(state.applied, state.list_sent(), _LOOK_S)
+        part = follower.take_step(state.list_sent(), _LOOK_S)
         if part is None:
             return False
         if part.settings != state.hash_settings():

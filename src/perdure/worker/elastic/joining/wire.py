@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.worker.elastic.moving.packing import view_bytes
+from perdure.worker.elastic.moving import view_bytes
 
 _HEADER_BYTES_MAX = 1 << 20
 

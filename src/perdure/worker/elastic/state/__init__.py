@@ -13,13 +13,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from perdure.model.errors import PlatformError
 from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.shards import NO_LINE
 from perdure.worker.checkpoint.registry import Registry
-from perdure.worker.elastic.gradients.tally import Tally
+from perdure.worker.elastic.gradients import Buckets, Tally
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.joining.wire import At
-from perdure.worker.elastic.saving.snapshots import Snapshots
+from perdure.worker.elastic.joining.wire import At, hash_settings
+from perdure.worker.elastic.snapshots import Snapshots
 
 Source = Literal["reduced", "sent", "followed"]
 """Where the gradients of an update come from: reduced here with the others; sent by a member that
@@ -57,56 +58,17 @@ class Plan(Protocol):
 class Taken(NamedTuple):
     """What a member's state became in a new world."""
 
-    teller: int
-    """A member that has what all have alike, settings included."""
     plain: dict[str, Any] | None = None
-    """The same, where this member's state is of another step or history than it was."""
+    """What all have alike, where this member's state is of another step or history than it was."""
     changed: bool = False
     """Whoever follows this member has something else now."""
-
-
-class Followed(Protocol):
-    """A state that a newcomer can follow while the members train: it makes the same updates."""
-
-    node: str
-    applied: int
-    ready: int
-
-    @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """Return the blocks that this member has, where it has not all of them."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return about what the whole state has."""
-
-    def choose_donors(self, answers: Mapping[int, At], ahead: Sequence[int]) -> tuple[int, ...]:
-        """Return whom to follow of those who have answered; `ahead` have chosen before.
-
-        Raises:
-            Lost: this time nobody.
-        """
-
-    def offered(self) -> Any:
-        """Return what a newcomer takes over; tensors are not copied."""
-
-    def become(self, state: Any, step: int, line: int) -> None:
-        """Become `state`, that of `step`, as the donors have it in the epoch `line`."""
-
-    def list_sent(self) -> list[Tensor]:
-        """Return what the coming update is made of."""
-
-    def update(self, source: Source) -> None:
-        """Apply the gradients of a step: the state contains one more."""
-
-    def hash_settings(self) -> str:
-        """Return a hash of all else that an update depends on."""
 
 
 class Work(Protocol):
     """One member's part of the step under way."""
 
     tally: Tally
+    buckets: Buckets
 
     def reduce(self, step: int, group: Group, note_work: Callable[[], object]) -> None:
         """Compute what is missing of `step`, and reduce it; `note_work` hears of progress.
@@ -121,10 +83,15 @@ class Work(Protocol):
     def drop_unfinished(self) -> None:
         """Keep what was finished of an attempt, and nothing else."""
 
+    def clear(self) -> None:
+        """Begin a step of which nothing is done."""
+
 
 class State(Protocol):
     """One member's state, and its part of the step under way."""
 
+    replica: Any
+    """A model with its optimizer and schedule, or this member's part of them."""
     whole: bool = False
     """Every member has all of it."""
     applied: int = FRESH
@@ -135,21 +102,24 @@ class State(Protocol):
     """The epoch in which the step under way was reduced, where it was."""
     work: Work
     """How a step is computed and reduced."""
-    snapshots: Snapshots
+    snapshots: Snapshots[Any]
     groups: tuple[Group, ...] = ()
     """The groups that it has within the world, beside that of all members."""
 
     @property
     def model(self) -> nn.Module:
-        """Return what is trained."""
+        """Return what is trained; of a part, as the newest world has it."""
+        model: nn.Module = self.replica.model
+        return model
 
     @property
-    def followed(self) -> Followed | None:
+    def followed(self) -> "Followed | None":
         """Return what a newcomer follows; None where it gets its state within the join."""
         return None
 
     def start_at(self, step: int) -> None:
         """Note that this is the state after `step` steps, as a checkpoint had it."""
+        self.applied = step
 
     def update(self, source: Source) -> None:
         """Apply the reduced gradients: the state contains one step more, and nothing of the next.
@@ -223,6 +193,94 @@ class State(Protocol):
         Where everyone has the whole state, nobody takes one.
         """
         return None, None
+
+
+class Followed(State, Protocol):
+    """A state that a newcomer can follow while the members train: it makes the same updates."""
+
+    node: str
+
+    @property
+    def followed(self) -> "Followed":
+        """Return it."""
+        return self
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Return the blocks that this member has, where it has not all of them."""
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        """Return about what the whole state has."""
+        return int(self.replica.nbytes)
+
+    def choose_donors(self, answers: Mapping[int, At], ahead: Sequence[int]) -> tuple[int, ...]:
+        """Return whom to follow of those who have answered; `ahead` have chosen before.
+
+        Raises:
+            Lost: this time nobody.
+        """
+
+    def offered(self) -> Any:
+        """Return what a newcomer takes over; tensors are not copied."""
+
+    def become(self, state: Any, step: int, line: int) -> None:
+        """Become `state`, that of `step`, as the donors have it in the epoch `line`."""
+
+    def list_sent(self) -> list[Tensor]:
+        """Return what the coming update is made of."""
+
+    def hash_settings(self) -> str:
+        """Return a hash of all else that an update depends on: of the optimizer's settings."""
+        return hash_settings(self.replica.optimizer)
+
+
+class PartState(State):
+    """A state of which each member has a part, and had another one in the world before."""
+
+    part_name = ""
+    """What a part is called."""
+
+    def __init__(self, snapshots: Snapshots[Any]) -> None:
+        """Have `snapshots` keep this member's part."""
+        self.snapshots = snapshots
+        self._old: dict[Any, Any] = {}
+        """Parts of the world before, of the same step."""
+        self._rebuilt = False
+        """The model is another one than in the world before."""
+
+    def start_at(self, step: int) -> None:
+        """Note that this is the state after `step` steps, and nothing of another one is held."""
+        super().start_at(step)
+        self._old.clear()
+
+    def update(self, source: Source) -> None:
+        """Apply the gradients of its part."""
+        self.work.buckets.expose(self.applied)
+        self.replica.update()
+        self.applied += 1
+        self.line, self.ready = self.ready, NO_LINE
+        self._old.clear()
+        self.work.clear()
+        if self._rebuilt:
+            self._rebuilt = False
+            gc.collect()  # The model of the world before refers to itself, and to its parts.
+
+    def list_reduced(self, step: int) -> list[Tensor]:
+        """Return the sums: gradients of its own part each member has."""
+        return [self.work.tally.sums(step)]
+
+    def describe(self, plan: Any) -> dict[str, Any]:
+        """Return how far all went back."""
+        return {"back": plan.back}
+
+    def explain_loss(self) -> PlatformError:
+        """Return why no plan can be made."""
+        return PlatformError(
+            f"the last copy of a {self.part_name} is lost, and no snapshot is whole",
+            hint="the world starts again from the newest checkpoint",
+        )
 
 
 def read_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:

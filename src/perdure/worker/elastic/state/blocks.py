@@ -4,9 +4,14 @@ State is kept and moved by block: its parameters, its buffers, and what the opti
 of its parameters. What is left (learning rates, the schedule) is small and the same on every
 member: the *plain* part. The model keeps all of its blocks; those of other members are empty.
 The optimizer is made anew for other blocks, and given back what it had for each parameter.
+
+In a checkpoint the first copy of each stage saves its blocks, by their names (`StageRegistry`). It
+does not know of stages: it is read into any layout, by each member what it needs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +19,9 @@ from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.stages import Runs, Section, list_blocks
+from perdure.worker.checkpoint.registry import Registry
+from perdure.worker.elastic.moving import PARAMETER
 from perdure.worker.elastic.state import load_settings, read_settings
-from perdure.worker.elastic.state.fsdp import PARAMETER
 from perdure.worker.elastic.state.replicated import BufferGuard
 
 BlockState = dict[str, dict[str, Any]]
@@ -133,7 +139,7 @@ class StagedReplica:
     def _make(self) -> None:
         self.optimizer = self._make_optimizer([*self.parameters, self._anchor])
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
-        self._guard = BufferGuard(self.model)
+        self.guard = BufferGuard(self.model)
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers of its blocks, by which copies are compared."""
@@ -153,10 +159,6 @@ class StagedReplica:
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-
-    def refuse_buffers(self) -> None:
-        """Refuse a model whose forward pass alters its buffers; see `BufferGuard`."""
-        self._guard.check()
 
 
 def find_norms(gradients: Sequence[Tensor]) -> Tensor:
@@ -188,3 +190,91 @@ def _refuse_shared(blocks: Sequence[nn.Module]) -> None:
                     "gradients would be on different ranks",
                     hint="put what shares a parameter into one block, or untie it",
                 )
+
+
+_SEPARATOR = "/"
+"""Between a parameter's name and the key of its optimizer's state."""
+
+
+class StageRegistry(Registry):
+    """What a member has of a pipelined state."""
+
+    def __init__(self, replica: StagedReplica, number: int, count: int) -> None:
+        """Save and restore `replica`, which has stage `number` of `count`."""
+        super().__init__(number, count)
+        self._replica = replica
+        self._targets: dict[str, Tensor] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of its blocks."""
+        return {path: value for path, value in self._list() if isinstance(value, Tensor)}
+
+    def _list(self) -> Iterator[tuple[str, Any]]:
+        """Yield all of its blocks' state, by paths that no other block has."""
+        for block in self._replica.mine:
+            for name, values in self._replica.state_of(block).items():
+                for key, value in values.items():
+                    yield f"{block}.{name}{_SEPARATOR}{key}", value
+
+    def gated(self, tensors: Iterable[str]) -> set[str]:
+        """Return all of them: nothing but the optimizer's step changes any."""
+        return set(tensors)
+
+    def own(self) -> dict[str, Any]:
+        """Return the rest of its state, and what the tensors are."""
+        kinds = {key: (list(t.shape), t.dtype) for key, t in self.tensors().items()}
+        numbers: dict[str, dict[str, Any]] = {}
+        for path, value in self._list():
+            name, _, key = path.rpartition(_SEPARATOR)
+            entries = numbers.setdefault(name, {})
+            if not isinstance(value, Tensor):
+                entries[key] = value
+        return {"stage": {"numbers": numbers, "kinds": kinds}, "plain": self._replica.plain()}
+
+    def list_own(self, folder: Path) -> list[Path]:
+        """Return the files of all stages."""
+        return sorted(folder.glob("rank-*.pt"), key=lambda p: int(re.sub(r"\D", "", p.stem)))
+
+    def merge(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the first stage's file, with what all of them say of their blocks."""
+        stages = [one["stage"] for one in found]
+        stage = {what: {k: v for s in stages for k, v in s[what].items()} for what in stages[0]}
+        return {**found[0], "stage": stage}
+
+    def replay(self, own: dict[str, Any]) -> list[str]:
+        """Return nothing: no buckets are in an order of their own."""
+        return []
+
+    def targets(self, own: dict[str, Any]) -> dict[str, Tensor]:
+        """Return tensors for what this member needs of a checkpoint.
+
+        Raises:
+            KeyError: it has a block less.
+        """
+        mine = self._replica.mine
+        kinds = own["stage"]["kinds"]
+        self._targets = {
+            key: torch.empty(shape, dtype=dtype)
+            for key, (shape, dtype) in kinds.items()
+            if int(key.partition(".")[0]) in mine
+        }
+        for block in mine:
+            for name in self._replica.shapes[block]:
+                if (
+                    self._targets[f"{block}.{name}{_SEPARATOR}"].shape
+                    != (self._replica.shapes[block][name])
+                ):
+                    raise ValueError(f"block {block}: {name} has another shape")
+        return self._targets
+
+    def load_own(self, own: dict[str, Any]) -> list[str]:
+        """Become what was read."""
+        numbers = own["stage"]["numbers"]
+        states: dict[int, BlockState] = {block: {} for block in self._replica.mine}
+        for path, tensor in self._targets.items():
+            full, _, key = path.rpartition(_SEPARATOR)
+            block, _, name = full.partition(".")
+            states[int(block)].setdefault(name, dict(numbers.get(full, {})))[key] = tensor
+        self._targets = {}
+        self._replica.adopt(self._replica.runs, states, own["plain"])
+        return []

@@ -16,9 +16,7 @@ from perdure.plan.elastic.stage_commit import StageReformation
 from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.elastic.stages import Layout, Runs, Section
 from perdure.plan.worlds.measures import StageTimes, collect_times
-from perdure.worker.elastic.gradients.buckets import Buckets
-from perdure.worker.elastic.gradients.tally import Tally
-from perdure.worker.elastic.gradients.tree import GradientTree
+from perdure.worker.elastic.gradients import Buckets, GradientTree, Tally
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.state.blocks import StagedReplica, find_norms
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
@@ -163,7 +161,7 @@ class Passing:
         self._take_done(runner)
         if not others and torch.device(self._device).type == "cpu":  # Others tell no end of it.
             self._executed.extend(runner.executed)
-        self._replica.refuse_buffers()
+        self._replica.guard.check()
         if self._exact:
             self._reduce_trees(step)
         else:

@@ -10,15 +10,12 @@ from perdure.model.errors import ConfigError
 from perdure.plan.elastic.commit import Reformation, Standing, decide_reformation
 from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
-from perdure.worker.elastic.gradients.accumulation import Accumulation, Compute
-from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES, Buckets
+from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.joining.wire import At, hash_settings
-from perdure.worker.elastic.moving.exchange import move_blocks
-from perdure.worker.elastic.moving.packing import open_state, pack_state
-from perdure.worker.elastic.saving.peers import Peers
-from perdure.worker.elastic.saving.snapshots import Snapshots
-from perdure.worker.elastic.state import Source, State, Taken
+from perdure.worker.elastic.joining.wire import At
+from perdure.worker.elastic.moving import move_blocks, open_state, pack_state
+from perdure.worker.elastic.snapshots import Snapshots
+from perdure.worker.elastic.state import Followed, Source, Taken
 
 
 class Replica:
@@ -43,7 +40,7 @@ class Replica:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if scaler is not None:  # Who follows or rolls forward may not have scaled a loss yet.
             scaler.scale(self.parameters[0].new_zeros(1))
-        self._guard = BufferGuard(model)
+        self.guard = BufferGuard(model)
 
     def update(self, *, clipped: bool = False) -> None:
         """Apply the gradients that the parameters have now.
@@ -100,15 +97,11 @@ class Replica:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self._guard = BufferGuard(self.model)
+        self.guard = BufferGuard(self.model)
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers, by which replicas are compared."""
         return [t.detach() for t in self.model.state_dict().values() if isinstance(t, Tensor)]
-
-    def refuse_buffers(self) -> None:
-        """Refuse a model whose forward pass alters its buffers; see `BufferGuard`."""
-        self._guard.check()
 
 
 class BufferGuard:
@@ -142,12 +135,15 @@ def make_model(blocks: Any) -> nn.Module:
     return blocks if isinstance(blocks, nn.Module) else nn.Sequential(*blocks)
 
 
-class ReplicatedState(State):
-    """A state that everyone has whole: what one member has reduced is what all have."""
+class ReplicatedState(Followed):
+    """A state that everyone has whole: what one member has reduced is what all have.
+
+    A newcomer follows all members.
+    """
 
     work: Accumulation
     whole = True
-    node, runs = "", ()
+    node = ""
 
     def __init__(
         self,
@@ -161,7 +157,7 @@ class ReplicatedState(State):
     ) -> None:
         """Train `replica` with `count` micro-batches a step, each once, by `compute`."""
         self.replica = replica
-        self.snapshots = Snapshots(Peers(None, -1, Snapshot), 0)
+        self.snapshots = Snapshots(None, -1, Snapshot, every=0)
         rider = 0 if exact else 2 * count
         self._count = count
         buckets = Buckets(replica.parameters, bucket_bytes, rider=rider)
@@ -177,30 +173,11 @@ class ReplicatedState(State):
         self._holds = False
         """The buffers of the step before have its reduced gradients."""
 
-    @property
-    def model(self) -> nn.Module:
-        """Return what is trained."""
-        return self.replica.model
-
-    @property
-    def nbytes(self) -> int:
-        """Return about what the state has."""
-        return self.replica.nbytes
-
-    @property
-    def followed(self) -> "ReplicatedState":
-        """Return it: a newcomer follows all members."""
-        return self
-
     # --- a step -------------------------------------------------------------------------------
-
-    def start_at(self, step: int) -> None:
-        """Note that this is the state after `step` steps."""
-        self.applied = step
 
     def _backward(self, loss: Tensor, counts: bool) -> None:
         self.replica.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self.replica.refuse_buffers()
+        self.replica.guard.check()
 
     def update(self, source: Source) -> None:
         """Apply the gradients that the buffers of this step have."""
@@ -241,11 +218,11 @@ class ReplicatedState(State):
         found = move_blocks(group, moves, lambda holder, block: self.replica.state())
         if not found:
             self.applied = plan.step
-            return Taken(group.members[0])
+            return Taken()
         self.replica.load(found[0])
         self.applied, self._holds = plan.step, False
         self.work.clear()
-        return Taken(group.members[0], {}, changed=True)
+        return Taken({}, changed=True)
 
     def enter(
         self, plan: Reformation, group: Group, standings: Mapping[int, Standing], line: int
@@ -286,7 +263,3 @@ class ReplicatedState(State):
     def list_sent(self) -> list[Tensor]:
         """Return the buffers of the gradients of the step under way."""
         return self.work.buckets.flats(self.applied)
-
-    def hash_settings(self) -> str:
-        """Return a hash of the optimizer's settings."""
-        return hash_settings(self.replica.optimizer)

@@ -1,20 +1,53 @@
-"""The sharded state: each member has its rows of every parameter (`shards`).
+"""The sharded state: each member has its rows of every parameter.
 
 What differs from a replicated one:
 
 - Members of a copy run their micro-batches side by side, because each gathers from all. Where the
   gathering breaks in mid-backward, what that pass has added is taken back.
-- A new world has other shards, and so another model (`fsdp` says why).
+- A new world has other shards, and so another model (`Skeleton`).
+
+`ShardedReplica` is what `Replica` is to a replicated state, for a member that has one shard of it.
+
+Parameters are torch's DTensors, and so are the optimizer's moments. Everything else (learning
+rates, counts of steps, the schedule, buffers) is small and the same on every member: the *plain*
+part. An update may not communicate, or a loss in the middle of it would leave shards of different
+steps: gradients are clipped before they are cut, and the optimizer has to work element by element.
+
+The model is sharded by torch's own `fully_shard`, built anew for each world. An FSDP2 module
+belongs to its process group: in a new world it raises, and it cannot be sharded twice. So the model
+is kept as a skeleton, whose parameters have shapes and no data, and for each world a copy of it is
+sharded and given its shards. `fully_shard` gathers parameters before they are used and frees them
+afterwards. Gradients it never sees: they are taken from the gathered parameters as soon as they are
+there, and accumulate, whole, in stand-ins, one for each parameter. From there on they are what
+replicated ones are: finished micro-batches survive the loss of anyone, copies are reduced, and what
+was partly reduced is made again. It costs memory for a whole set of gradients, which sharding would
+otherwise cut too.
+
+All members of a copy gather together, so they run as many micro-batches: who has fewer runs one
+whose gradients are dropped.
 """
 
-import gc
-from collections.abc import Mapping
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+)
+from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import ConfigError
 from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.shards import (
     NO_LINE,
@@ -26,23 +59,426 @@ from perdure.plan.elastic.shards import (
     Source,
     decide_shards,
 )
-from perdure.worker.elastic.gradients.accumulation import Accumulation, Compute
-from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES, Buckets
+from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Copy, Group
 from perdure.worker.elastic.membership import find_node
-from perdure.worker.elastic.moving.exchange import share_plain
-from perdure.worker.elastic.moving.rows import move_rows
-from perdure.worker.elastic.saving.peers import Peers
-from perdure.worker.elastic.saving.snapshots import Snapshots
-from perdure.worker.elastic.state import State, Taken
-from perdure.worker.elastic.state.fsdp import Parts
-from perdure.worker.elastic.state.shards import ShardedReplica
+from perdure.worker.elastic.moving import PARAMETER, Parts, move_rows, share_plain
+from perdure.worker.elastic.snapshots import Snapshots
+from perdure.worker.elastic.state import PartState, Taken, load_settings, read_settings
+from perdure.worker.elastic.state.replicated import BufferGuard
 
 
-class ShardedState(State):
+class Skeleton:
+    """A model without data: what a sharded one is made from."""
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        """Keep `model`'s structure and buffers; `options` go to `fully_shard`.
+
+        Raises:
+            ConfigError: a parameter has no rows.
+        """
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
+        for name, shape in self.shapes.items():
+            if not shape:
+                raise ConfigError(
+                    f"elastic: the parameter {name} has no dimension to be cut along",
+                    hint="give it the shape (1,), or train it replicated",
+                )
+        self.lengths = sorted({shape[0] for shape in self.shapes.values()})
+        self.device = next(model.parameters()).device
+        self._options = dict(options)
+        self._template = _strip(model)
+        self._built = 0
+
+    def stand_ins(self) -> dict[str, Tensor]:
+        """Return, for each trainable parameter, a tensor of its shape that takes no memory."""
+        return {
+            name: torch.empty(1, dtype=p.dtype, device=self.device).expand(p.shape).requires_grad_()
+            for name, p in self._template.named_parameters()
+            if p.requires_grad
+        }
+
+    def build(
+        self,
+        group: Copy,
+        shard: Shard,
+        parts: Parts,
+        buffers: Mapping[str, Tensor],
+        take: Callable[[str, Tensor], object],
+    ) -> nn.Module:
+        """Return the model, sharded over `group`, with the rows of `shard` that `parts` have.
+
+        `take` is called with each parameter's name and gathered form when its gradient is there.
+        """
+        model = copy.deepcopy(self._template)
+        names = {(id(m), key): name for m, key, name in _list_places(model)}
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        self._built += 1
+        name = (
+            f"world{self._built}"  # Torch takes two meshes of a size for the same one, otherwise.
+        )
+        mesh = init_device_mesh(self.device.type, (shard.count,), mesh_dim_names=(name,))
+        units = [*find_units(model), model]
+        for unit in units:
+            fully_shard(unit, mesh=mesh, **self._options)
+        state = {
+            name: DTensor.from_local(
+                parts[name][PARAMETER],
+                mesh,
+                [ShardPlacement(0)],
+                run_check=False,
+                shape=shape,
+                stride=_stride_of(shape),
+            )
+            for name, shape in self.shapes.items()
+        }
+        model.load_state_dict(state, strict=False, assign=True)
+        for unit in units:
+            assert isinstance(unit, FSDPModule)
+            unit.set_custom_all_gather(_AllGather(group))
+            unit.register_forward_pre_hook(_Watch(_places_of(unit), names, take))
+        return model
+
+
+class _AllGather(AllGather):
+    """Gathers over a copy's group, where an order to leave it is heard."""
+
+    def __init__(self, group: Copy) -> None:
+        self._group = group
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        """Gather, and wait for it.
+
+        Raises:
+            Broken: a member was lost.
+        """
+        self._group.all_gather(output_tensor, input_tensor)
+        self._group.wait()
+
+
+class _Watch:
+    """A unit's parameters are gathered: see to it that their gradients are taken."""
+
+    def __init__(
+        self,
+        places: list[tuple[nn.Module, str]],
+        names: Mapping[tuple[int, str], str],
+        take: Callable[[str, Tensor], object],
+    ) -> None:
+        self._places = [(module, key, names[id(module), key]) for module, key in places]
+        self._take = take
+        self._known: dict[str, Tensor] = {}
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for owner, key, name in self._places:
+            parameter = getattr(owner, key)
+            if self._known.get(name) is not parameter and parameter.requires_grad:
+                self._known[name] = parameter
+                parameter.register_post_accumulate_grad_hook(self._make_hook(name))
+
+    def _make_hook(self, name: str) -> Callable[[Tensor], None]:
+        take = self._take
+
+        def hook(parameter: Tensor) -> None:
+            take(name, parameter)
+            parameter.grad = None
+
+        return hook
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that are gathered one by one: a sequence's, or those of a module list.
+
+    Raises:
+        ConfigError: none is found, so that all of the model would be gathered at once.
+    """
+    lists = [model] if isinstance(model, nn.Sequential) else model.children()
+    units = [
+        child
+        for one in lists
+        if isinstance(one, nn.Sequential | nn.ModuleList)
+        for child in one
+        if any(True for _ in child.parameters())
+    ]
+    if not units:
+        raise ConfigError(
+            f"elastic: no blocks are found in {type(model).__name__}",
+            hint="give a list of blocks, or keep them in an nn.ModuleList",
+        )
+    return units
+
+
+def release(model: nn.Module) -> None:
+    """Free what a broken pass has left gathered, and what torch remembers of the mesh.
+
+    Its caches would keep the mesh, and with it the descriptors of its process group.
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    clear_redistribute_planner_cache()
+    for cached in (MeshTopoInfo.build_from_mesh, _gen_transform_infos):
+        cached.cache_clear()
+    if isinstance(model, FSDPModule):
+        with contextlib.suppress(Exception):  # Whatever state it is in: it is not used again.
+            model.reset_iter_state()
+
+
+def _strip(model: nn.Module) -> nn.Module:
+    """Return a copy of `model` whose parameters have no data; buffers are copied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def _list_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield (module, attribute, name) of every parameter; a shared one has the first's name."""
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{key}" if path else key
+            yield module, key, first.setdefault(id(parameter), name)
+
+
+def _places_of(unit: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return where the parameters are that are gathered with `unit`, and not with one inside it."""
+    places = [(unit, key) for key, _ in unit.named_parameters(recurse=False)]
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            places += _places_of(child)
+    return places
+
+
+def _stride_of(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def shard_like(value: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
+    """Return `value`, this member's rows, as a sharded tensor like `parameter`."""
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=_stride_of(shape),
+    )
+
+
+class ShardedReplica:
+    """A model of which this member has a shard, with its optimizer and schedule."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+        *,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        clip_norm: float = 0.0,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """Shard `model`, once `adopt` says how; `options` go to `fully_shard`."""
+        self.skeleton = Skeleton(model, options or {})
+        self.stand_ins = self.skeleton.stand_ins()
+        self.parameters = list(self.stand_ins.values())
+        self._model: nn.Module | None = None
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.shard: Shard | None = None
+        self.begun: Callable[[], object] = lambda: None
+        """Hears that the first world's optimizer is there, as it was given."""
+        self._initial: nn.Module | None = model
+        self._make_optimizer, self._make_scheduler = optimizer, scheduler
+        self._clip_norm = clip_norm
+        self._sharded: dict[str, Tensor] = {}
+        self.guard = BufferGuard(model)
+        self._updated = False
+        self._counts = True
+        """The pass under way counts: its gradients are taken."""
+        self._before: dict[str, Tensor | None] = {}
+        """Gradients as they were before the pass under way."""
+        self._on_gradient: Callable[[Tensor], object] = lambda parameter: None
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model of the newest world."""
+        assert self._model is not None
+        return self._model
+
+    # --- the state ----------------------------------------------------------------------------
+
+    def parts(self) -> Parts:
+        """Return this member's rows of everything; tensors are not copied.
+
+        Before the first world, the whole initial model.
+        """
+        if self._initial is not None:
+            return {name: {PARAMETER: p.detach()} for name, p in self._initial.named_parameters()}
+        parts: Parts = {}
+        for name, parameter in self._sharded.items():
+            parts[name] = {PARAMETER: _local(parameter)}
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, DTensor):
+                    parts[name][key] = _local(value)
+        return parts
+
+    def plain(self) -> dict[str, Any]:
+        """Return what every member has alike, and which rows there are."""
+        model = self._initial if self._initial is not None else self.model
+        plain: dict[str, Any] = {
+            "buffers": {name: b.detach().cpu() for name, b in model.named_buffers()},
+            "keys": {
+                name: {key: value.dtype for key, value in entries.items()}
+                for name, entries in self.parts().items()
+            },
+        }
+        if self._initial is None:
+            plain |= read_settings(self.optimizer, self.scheduler)
+            plain["scalars"] = {
+                name: {
+                    key: value
+                    for key, value in self.optimizer.state.get(parameter, {}).items()
+                    if not isinstance(value, DTensor)
+                }
+                for name, parameter in self._sharded.items()
+            }
+        return plain
+
+    def adopt(
+        self,
+        group: Copy,
+        shard: Shard,
+        parts: Parts,
+        plain: dict[str, Any],
+    ) -> None:
+        """Become `parts`, the rows of `shard`, sharded over `group`. Nothing here communicates."""
+        device = self.skeleton.device
+        placed = {
+            name: {key: value.to(device) for key, value in entries.items()}
+            for name, entries in parts.items()
+        }
+        self._model = self.skeleton.build(group, shard, placed, plain["buffers"], self._take)
+        self._sharded = dict(self.model.named_parameters())
+        self.optimizer = self._make_optimizer(list(self._sharded.values()))
+        self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
+        for name, parameter in self._sharded.items():
+            state = dict(plain.get("scalars", {}).get(name, {}))
+            for key, value in placed[name].items():
+                if key != PARAMETER:
+                    state[key] = shard_like(value, parameter, self.skeleton.shapes[name])
+            if state:
+                self.optimizer.state[parameter] = {
+                    key: value.clone() if not isinstance(value, DTensor | float | int) else value
+                    for key, value in state.items()
+                }
+        load_settings(self.optimizer, self.scheduler, plain)
+        if "groups" not in plain:
+            self.begun()
+        self.shard = shard
+        self._empty_initial()
+        self._updated = False
+        self.guard = BufferGuard(self.model)
+
+    def _empty_initial(self) -> None:
+        """Free the model that was given, as far as nobody is to be sent of it."""
+        if self._initial is not None:
+            for parameter in self._initial.parameters():
+                parameter.data = parameter.data.new_empty(0)
+        self._initial = None
+
+    def release(self) -> None:
+        """The world is left: free what is gathered."""
+        if self._model is not None:
+            release(self._model)
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def watch(self, on_gradient: Callable[[Tensor], object]) -> None:
+        """Tell `on_gradient` of each stand-in whose gradient of a pass is there."""
+        self._on_gradient = on_gradient
+
+    def backward(self, loss: Tensor, counts: bool) -> None:
+        """Add a pass's gradients to those of the stand-ins, if it `counts`.
+
+        Where the gathering breaks in the middle, what the pass has added is taken back.
+        """
+        self._counts = counts
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            for name, gradient in self._before.items():
+                self.stand_ins[name].grad = gradient
+            raise
+        finally:
+            self._before.clear()
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        """A gathered parameter's gradient of this pass is there."""
+        if not self._counts:
+            return
+        stand_in, gradient = self.stand_ins[name], parameter.grad
+        assert gradient is not None
+        gradient = gradient.to(stand_in.dtype)
+        self._before.setdefault(name, stand_in.grad)
+        stand_in.grad = gradient if stand_in.grad is None else stand_in.grad + gradient
+        self._on_gradient(stand_in)
+
+    def update(self) -> None:
+        """Apply the gradients that the stand-ins have, whole: this member's rows of them.
+
+        Raises:
+            ConfigError: the optimizer communicates.
+        """
+        assert self.shard is not None
+        if self._clip_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self._clip_norm)
+        for name, stand_in in self.stand_ins.items():
+            gradient, parameter = stand_in.grad, self._sharded[name]
+            assert gradient is not None
+            rows = self.shard.rows(len(gradient))
+            parameter.grad = shard_like(
+                gradient[rows.start : rows.stop], parameter, self.skeleton.shapes[name]
+            )
+        if self._updated:
+            self.optimizer.step()
+        else:
+            self._update_watched()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        for parameter in self._sharded.values():
+            parameter.grad = None
+
+    def _update_watched(self) -> None:
+        """Do the first update of a world, and see that it does not communicate."""
+        with CommDebugMode() as watch:  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        if watch.get_total_counts():
+            raise ConfigError(
+                f"elastic: {type(self.optimizer).__name__} communicates to update sharded "
+                "parameters, which a loss could interrupt half-way",
+                hint="use one that works element by element, such as AdamW or SGD, or no shard=",
+            )
+        self._updated = True
+
+
+def _local(value: Tensor) -> Tensor:
+    assert isinstance(value, DTensor)
+    return value._local_tensor.detach()
+
+
+class ShardedState(PartState):
     """One member's shard, of a copy of the state that some members have together."""
 
     work: Accumulation
+    part_name = "shard"
 
     def __init__(
         self,
@@ -63,8 +499,7 @@ class ShardedState(State):
         Every `snapshot_every` steps (0: never) a snapshot goes to the folder `memory`.
         """
         self.replica = replica
-        peers = Peers(memory if snapshot_every else None, me, Snapshot)
-        self.snapshots = Snapshots(peers, snapshot_every)
+        super().__init__(Snapshots(memory, me, Snapshot, every=snapshot_every))
         self._me, self._count, self._minimum = me, count, minimum
         buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
         self.work = Accumulation(
@@ -79,38 +514,12 @@ class ShardedState(State):
         replica.watch(buckets.note)
         self._saves = False
         """This member is of the first copy."""
-        self._old: dict[Shard, Parts] = {}
-        """Shards of the world before, of the same step."""
-        self._rebuilt = False
-        """The model is another one than in the world before."""
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the model, sharded as the newest world has it."""
-        return self.replica.now()
 
     # --- a step -------------------------------------------------------------------------------
 
-    def start_at(self, step: int) -> None:
-        """Note that this is the state after `step` steps, and nothing of another one is held."""
-        self.applied = step
-        self._old.clear()
-
     def _backward(self, loss: Tensor, counts: bool) -> None:
         self.replica.backward(loss, counts)
-        self.replica.refuse_buffers()
-
-    def update(self, source: object) -> None:
-        """Apply this member's rows of the gradients."""
-        self.work.buckets.expose(self.applied)
-        self.replica.update()
-        self.applied += 1
-        self.line, self.ready = self.ready, NO_LINE
-        self._old.clear()
-        self.work.clear()
-        if self._rebuilt:
-            self._rebuilt = False
-            gc.collect()  # The model of the world before refers to itself, and to its parts.
+        self.replica.guard.check()
 
     # --- the world ----------------------------------------------------------------------------
 
@@ -125,7 +534,7 @@ class ShardedState(State):
             shards=() if self.applied == FRESH else tuple(held),
             done=tuple(self.work.done),
             ready=self.ready,
-            snapshots=self.snapshots.peers.list_all(),
+            snapshots=self.snapshots.list_all(),
         )
 
     def decide(self, standings: Mapping[int, ShardStanding], line: int) -> ShardReformation:
@@ -137,21 +546,14 @@ class ShardedState(State):
         lengths = self.replica.skeleton.lengths
         plan = decide_shards(self._count, lengths, self._minimum, standings)
         if plan is None:
-            raise PlatformError(
-                "the last copy of a shard is lost, and no snapshot is whole",
-                hint="the world starts again from the newest checkpoint",
-            )
+            raise self.explain_loss()
         return plan
-
-    def list_reduced(self, step: int) -> list[Tensor]:
-        """Return the sums: gradients of its own rows each member has."""
-        return [self.work.tally.sums(step)]
 
     def take(self, plan: ShardReformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Become the shard that the plan gives to this member, at the plan's step."""
         me, replica = self._me, self.replica
         at_step = (self.applied, self.line) == (plan.step, plan.line)
-        held = dict(self._old) if at_step else {}
+        held: dict[Shard, Parts] = dict(self._old) if at_step else {}
         if at_step and replica.shard is not None:
             held[replica.shard] = replica.parts()
         elif plan.fresh and me == min(plan.layout):
@@ -182,10 +584,10 @@ class ShardedState(State):
         self._old = held
         self.ready = NO_LINE
         if at_step:
-            return Taken(teller.member)
+            return Taken()
         self.applied, self.line = plan.step, plan.line
         self.work.clear()
-        return Taken(teller.member, plain, changed=True)
+        return Taken(plain, changed=True)
 
     def enter(
         self,
@@ -207,10 +609,6 @@ class ShardedState(State):
         super().leave()
         self.replica.release()
 
-    def describe(self, plan: ShardReformation) -> dict[str, Any]:
-        """Return how far all went back."""
-        return {"back": plan.back}
-
     # --- what outlives a loss -----------------------------------------------------------------
 
     def part(self, group: Group) -> tuple[bool, int, int]:
@@ -222,7 +620,7 @@ class ShardedState(State):
     def list_saved(self) -> dict[str, Any]:
         """Return the objects that have the shard."""
         replica = self.replica
-        saved = {"model": replica.now(), "optimizer": replica.optimizer}
+        saved = {"model": replica.model, "optimizer": replica.optimizer}
         return saved | ({"scheduler": replica.scheduler} if replica.scheduler is not None else {})
 
     def snapshot(self, settings: dict[str, Any]) -> tuple[Snapshot, Any]:

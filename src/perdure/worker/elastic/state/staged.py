@@ -15,15 +15,13 @@ What differs from a replicated one:
   the members clip them.
 """
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from perdure.model.errors import PlatformError
 from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.shards import NO_LINE
 from perdure.plan.elastic.stage_commit import (
@@ -35,24 +33,22 @@ from perdure.plan.elastic.stage_commit import (
 )
 from perdure.plan.elastic.stage_orders import StageSchedule
 from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, find_rest, list_blocks
-from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES
+from perdure.worker.elastic.gradients import BUCKET_BYTES
 from perdure.worker.elastic.group import Broken, Group
-from perdure.worker.elastic.joining.wire import At, Lost, hash_settings
+from perdure.worker.elastic.joining.wire import At, Lost
 from perdure.worker.elastic.membership import find_node
-from perdure.worker.elastic.moving.exchange import move_blocks, share_plain
-from perdure.worker.elastic.moving.packing import copy_tensors, count_bytes
-from perdure.worker.elastic.saving.peers import Peers
-from perdure.worker.elastic.saving.snapshots import Snapshots
-from perdure.worker.elastic.saving.stage_registry import StageRegistry
-from perdure.worker.elastic.state import Source, State, Taken
-from perdure.worker.elastic.state.blocks import BlockState, StagedReplica
+from perdure.worker.elastic.moving import count_bytes, map_tensors, move_blocks, share_plain
+from perdure.worker.elastic.snapshots import Snapshots
+from perdure.worker.elastic.state import Followed, PartState, Source, Taken
+from perdure.worker.elastic.state.blocks import BlockState, StagedReplica, StageRegistry
 from perdure.worker.elastic.state.passing import Passing
 
 
-class StagedState(State):
+class StagedState(PartState, Followed):
     """One member's blocks; every micro-batch of every step passes through all stages, once."""
 
     work: Passing
+    part_name = "stage"
 
     def __init__(
         self,
@@ -79,8 +75,7 @@ class StagedState(State):
         """
         self.replica = replica
         self.node = find_node()
-        peers = Peers(memory if snapshot_every else None, me, StageSnapshot)
-        self.snapshots = Snapshots(peers, snapshot_every)
+        super().__init__(Snapshots(memory, me, StageSnapshot, every=snapshot_every))
         self.work = Passing(
             replica,
             load,
@@ -95,40 +90,18 @@ class StagedState(State):
         )
         self._me, self._count, self._choose, self._schedule = me, count, choose, schedule
         self._has_section = False
-        self._old: dict[int, BlockState] = {}
-        """Blocks of the world before, of the same step."""
-        self._rebuilt = False
-        """The blocks are others than in the world before."""
         self._moved = 0
         """Bytes that this member was sent for the newest world."""
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the model, of which this member's blocks are not empty."""
-        return self.replica.model
 
     @property
     def layout(self) -> Layout:
         """Return who has which blocks in the newest world."""
         return self.work.layout
 
-    def start_at(self, step: int) -> None:
-        """Note that this is the state after `step` steps, and nothing of another one is held."""
-        self.applied = step
-        self._old.clear()
-
     def update(self, source: Source) -> None:
         """Apply the gradients of its blocks, clipped by the norms of all."""
         self.replica.take_norms(self.work.tally.read(self.applied).more)
-        self.work.buckets.expose(self.applied)
-        self.replica.update()
-        self.applied += 1
-        self.line, self.ready = self.ready, NO_LINE
-        self._old.clear()
-        self.work.clear()
-        if self._rebuilt:
-            self._rebuilt = False
-            gc.collect()  # What the world before had refers to itself.
+        super().update(source)
 
     # --- the world ----------------------------------------------------------------------------
 
@@ -143,7 +116,7 @@ class StagedState(State):
             held=() if fresh else tuple(sorted({*self.replica.mine, *self._old})),
             done=tuple(sorted(self.work.done)),
             ready=self.ready,
-            snapshots=self.snapshots.peers.list_all(),
+            snapshots=self.snapshots.list_all(),
             times=self.work.tell_times(),
         )
 
@@ -157,15 +130,8 @@ class StagedState(State):
             self._count, self.replica.sizes, self._choose, standings, line, self._schedule
         )
         if plan is None:
-            raise PlatformError(
-                "the last copy of a stage is lost, and no snapshot is whole",
-                hint="the world starts again from the newest checkpoint",
-            )
+            raise self.explain_loss()
         return plan
-
-    def list_reduced(self, step: int) -> list[Tensor]:
-        """Return the sums: gradients of its own blocks each member has."""
-        return [self.work.tally.sums(step)]
 
     def take(self, plan: StageReformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Have the blocks that the plan gives to this member, at the plan's step."""
@@ -189,7 +155,7 @@ class StagedState(State):
             self.work.clear()
         self._old = {b: state for b, state in held.items() if b not in mine}
         self._has_section = True
-        return Taken(plan.plain.member, None if at_step else plain, changed or not at_step)
+        return Taken(None if at_step else plain, changed or not at_step)
 
     def _bring(
         self,
@@ -207,7 +173,7 @@ class StagedState(State):
         if not plan.moves:
             return {}, {}
         me, teller = self._me, plan.plain
-        there = self.snapshots.peers.list_all()
+        there = self.snapshots.list_all()
         read_snapshot = self.snapshots.make_reader()
 
         def open_one(owner: int, block: int | None = None) -> Any:
@@ -223,7 +189,9 @@ class StagedState(State):
         def read(holder: Holder, block: int) -> BlockState:
             if holder.owner < 0:
                 return held[block]
-            state: BlockState = copy_tensors(open_one(holder.owner, block)["blocks"][block])
+            state: BlockState = map_tensors(
+                open_one(holder.owner, block)["blocks"][block], Tensor.clone
+            )
             return state
 
         def tell() -> Any:
@@ -254,7 +222,7 @@ class StagedState(State):
         first, *more = (tuple(run) for run in self.replica.runs)
         held = {"section": first, "more_sections": tuple(more), "micro_batches": self._count}
         moved = {"morphed": plan.changed, "moved_bytes": self._moved}
-        return {"back": plan.back, "shape": plan.layout.shape, **held, **moved}
+        return {**super().describe(plan), "shape": plan.layout.shape, **held, **moved}
 
     # --- what outlives a loss -----------------------------------------------------------------
 
@@ -281,19 +249,9 @@ class StagedState(State):
     # --- what a newcomer follows --------------------------------------------------------------
 
     @property
-    def followed(self) -> "StagedState":
-        """Return it: a newcomer follows the copies of one stage."""
-        return self
-
-    @property
     def runs(self) -> Runs:
         """Return this member's blocks."""
         return self.replica.runs
-
-    @property
-    def nbytes(self) -> int:
-        """Return about what the whole state has."""
-        return self.replica.nbytes
 
     def choose_donors(self, answers: Mapping[int, At], ahead: Sequence[int]) -> tuple[int, ...]:
         """Return the copies of the stage that this rank is to have.
@@ -325,7 +283,3 @@ class StagedState(State):
     def list_sent(self) -> list[Tensor]:
         """Return the stage's gradients, and the norms of all parameters' gradients."""
         return [*self.work.buckets.flats(self.applied), self.work.tally.read(self.applied).more]
-
-    def hash_settings(self) -> str:
-        """Return a hash of the optimizer's settings."""
-        return hash_settings(self.replica.optimizer)

@@ -7,18 +7,25 @@ forward and backward pass, which alter nothing of a shard; before the next step'
 it has ended, so that counts that have come prove that everyone's snapshot is there.
 
 Where there are several nodes, a neighbour on another one keeps a second copy, sent after that
-beside training, so that the loss of a node costs no more than that of a process.
+beside training over connections of its own (`Mirror`), so that the loss of a node costs no more
+than that of a process. A world that breaks ends it: the snapshot before is still there.
 
 A snapshot is a file of raw tensors, and a header that is renamed into place when they are written
 and hashed, and removed before they are overwritten: a header that is there is true.
+
+All members take a snapshot at the same step (`Snapshots`): every so many, and sooner where it
+costs no member anything, which each says with the counts of the step. A state that everyone has
+whole needs none.
 """
 
 import contextlib
+import functools
 import math
 import mmap
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,13 +35,67 @@ import xxhash
 from torch import Tensor
 
 from perdure.files import replace_file
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.errors import PlatformError
 from perdure.model.paths import job_paths
-from perdure.plan.elastic.shards import Snapshot
+from perdure.plan.elastic.shards import NO_LINE, Snapshot, plan_mirrors
 from perdure.plan.elastic.stage_commit import StageSnapshot
-from perdure.worker.elastic.group import Broken
-from perdure.worker.elastic.moving.packing import Place, open_state, pack_state
-from perdure.worker.elastic.saving.mirror import Mirror
+from perdure.worker.elastic.group import Broken, Group
+from perdure.worker.elastic.moving import Place, open_state, pack_state
+
+_SOON_S, _SHARE = 1.0, 0.02
+"""Steps that take long have a snapshot each, as far as that takes this share of the time."""
+_VETO = -1e9
+"""More than there are members."""
+_CHUNK_BYTES = 16 << 20
+
+
+class Mirror:
+    """One member's part: `keeper` keeps its snapshots, and it keeps those of `owners`."""
+
+    def __init__(self, group: Group, mirrors: Mapping[int, int]) -> None:
+        """Use `group` for what `mirrors` says, member -> keeper, and for nothing else."""
+        self.group = group
+        self._keeper = mirrors[group.me]
+        self.owners = tuple(sorted(m for m, keeper in mirrors.items() if keeper == group.me))
+
+    def swap_headers(self, mine: bytes) -> dict[int, bytes]:
+        """Send `mine` to the keeper; return the owners' headers.
+
+        Raises:
+            Broken: a member was lost, or the world is left.
+        """
+        lengths = {owner: torch.zeros(1, dtype=torch.int64) for owner in self.owners}
+        self.group.send(torch.tensor([len(mine)]), self._keeper, 0)
+        for owner, length in lengths.items():
+            self.group.receive(length, owner, 0)
+        self.group.wait()
+        found = {o: torch.empty(int(n), dtype=torch.uint8) for o, n in lengths.items()}
+        if mine:
+            self.group.send(torch.frombuffer(bytearray(mine), dtype=torch.uint8), self._keeper, 1)
+        for owner, header in found.items():
+            if header.numel():
+                self.group.receive(header, owner, 1)
+        self.group.wait()
+        return {owner: header.numpy().tobytes() for owner, header in found.items()}
+
+    def swap_data(self, mine: Tensor, sizes: Mapping[int, int], into: Mapping[int, Tensor]) -> None:
+        """Send `mine` to the keeper; take `sizes` bytes of each owner, to its place if any.
+
+        Raises:
+            Broken: a member was lost, or the world is left.
+        """
+        for at in range(0, max([mine.numel(), *sizes.values()]), _CHUNK_BYTES):
+            tag, end = 2 + at // _CHUNK_BYTES, at + _CHUNK_BYTES
+            if at < mine.numel():
+                self.group.send(mine[at:end], self._keeper, tag)
+            for owner, size in sizes.items():
+                if at < size:
+                    place = into.get(owner)
+                    if place is None:
+                        place = torch.empty(size, dtype=torch.uint8)
+                    self.group.receive(place[at:end], owner, tag)
+            self.group.wait()
+
 
 _ALIGN = 64
 _LEAVE_S = 5.0
@@ -51,12 +112,22 @@ class _Header(msgspec.Struct, Generic[AnySnapshot], frozen=True):
     digest: str
 
 
-class Peers(Generic[AnySnapshot]):
+class Snapshots(Generic[AnySnapshot]):
     """One member's snapshots, and what it can read of the others' on its node."""
 
-    def __init__(self, folder: Path | None, me: int, kind: type[AnySnapshot]) -> None:
-        """Keep snapshots of a `kind` in `folder`, in memory; without a folder, keep none."""
-        self._folder, self._me = folder, me
+    def __init__(
+        self, folder: Path | None, me: int, kind: type[AnySnapshot], *, every: int
+    ) -> None:
+        """Keep snapshots of a `kind` in `folder`, in memory, one every `every` steps (0: never).
+
+        One is taken earlier, after a second at the earliest, where it costs no member anything.
+        Without a folder, none is kept.
+        """
+        self._folder, self._me = folder if every else None, me
+        self.every = every
+        self._newest = (0, NO_LINE)
+        """Step and line of the newest one."""
+        self._taken_s = time.monotonic()
         self._kind: Any = _Header[kind]  # type: ignore[valid-type]
         self._maps: dict[str, tuple[int, Any]] = {}
         self._thread: threading.Thread | None = None
@@ -71,13 +142,40 @@ class Peers(Generic[AnySnapshot]):
         """Seconds until the last one was wherever it is kept."""
         self.error = ""
         """Why the last snapshot came to nothing."""
-        if folder is not None:
-            _make_private(folder)
+        if self._folder is not None:
+            _make_private(self._folder)
 
     # --- writing ------------------------------------------------------------------------------
 
-    def begin(self, snapshot: AnySnapshot, content: Any) -> None:
-        """Begin to copy `content`, which may not change before `wait` has returned."""
+    def vote(self) -> float:
+        """Wait until the last one is copied; return this member's vote for another one.
+
+        The sum of all votes is positive where nobody is against it.
+        """
+        self.wait()
+        since_s = time.monotonic() - self._taken_s
+        busy = self._thread is not None and self._thread.is_alive()
+        dear = busy or since_s < max(_SOON_S, self.newest_s / _SHARE)
+        return _VETO if dear else 1.0
+
+    def is_due(self, applied: int, votes: float) -> bool:
+        """Return whether all take one now that `applied` steps are applied."""
+        return bool(self.every) and (votes > 0.0 or applied % self.every == 0)
+
+    def has(self, step: int, line: int) -> bool:
+        """Return whether the newest one is of this state."""
+        return self._newest == (step, line)
+
+    def take(self, snapshot: AnySnapshot, content: Any, members: tuple[int, ...]) -> None:
+        """Begin to copy `content`, which may not change before `wait` has returned.
+
+        The snapshot before, of the same world, is whole by now.
+        """
+        step, line = self._newest
+        if line == snapshot.line:
+            self._sweep(members, step)
+        self._newest = snapshot.step, snapshot.line
+        self._taken_s = time.monotonic()
         if self._folder is None:
             return
         began = time.monotonic()
@@ -98,20 +196,20 @@ class Peers(Generic[AnySnapshot]):
             self._copied.wait()
             self.stall_s += time.monotonic() - began
 
-    @property
-    def busy(self) -> bool:
-        """Return whether what was begun is not yet wherever it is kept."""
-        return self._thread is not None and self._thread.is_alive()
-
     def finish(self) -> None:
         """Wait until what was begun is copied, and a neighbour has it, or has been lost."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def enter(self, mirror: Mirror | None) -> None:
-        """A world is formed: send snapshots over `mirror` from now on."""
-        self._mirror = mirror
+    def enter(self, group: Group, nodes: Mapping[int, str]) -> None:
+        """Connect to who keeps this member's snapshots, where members are on several `nodes`.
+
+        Raises:
+            Broken: a member was lost.
+        """
+        mirrors = plan_mirrors(nodes)
+        self._mirror = Mirror(group.open(Group, "mirror"), mirrors) if mirrors else None
 
     def abandon(self) -> None:
         """End what is still being sent although its connections are shut; by any thread."""
@@ -138,7 +236,7 @@ class Peers(Generic[AnySnapshot]):
             if header.snapshot.step > step:
                 self._remove(name + ".head")
 
-    def sweep(self, members: tuple[int, ...], step: int) -> None:
+    def _sweep(self, members: tuple[int, ...], step: int) -> None:
         """Drop snapshots of who is no member any more; of `step` all members have one."""
         for name, header in self._headers():
             if header.snapshot.owner not in members and header.snapshot.step < step:
@@ -247,12 +345,15 @@ class Peers(Generic[AnySnapshot]):
         self.wait()
         return tuple(sorted(header.snapshot for _, header in self._headers()))
 
-    def read(self, wanted: AnySnapshot) -> Any:
-        """Return what a snapshot is of; its tensors are where they lie.
+    def make_reader(self) -> Callable[[AnySnapshot], Any]:
+        """Return what reads snapshots, each once; their tensors are where they lie.
 
-        Raises:
-            ProtocolError: it is gone or damaged. It is not found again.
+        It raises `Broken` where one is gone or damaged, which is not found again: all decide anew
+        without it.
         """
+        return functools.cache(self._read)
+
+    def _read(self, wanted: AnySnapshot) -> Any:
         assert self._folder is not None
         for name, header in self._headers():
             if header.snapshot == wanted:
@@ -264,7 +365,7 @@ class Peers(Generic[AnySnapshot]):
                     self._remove(name + ".head")
                     break
                 return open_state(header.skeleton, _make_places(data))[0]
-        raise ProtocolError(f"the snapshot of step {wanted.step} by rank {wanted.owner} is damaged")
+        raise Broken(f"the snapshot of step {wanted.step} by rank {wanted.owner} is damaged")
 
     def _headers(self) -> list[tuple[str, _Header[AnySnapshot]]]:
         found = []

@@ -1,4 +1,6 @@
-"""Checkpoints of an elastic world: for the day on which nobody is left to take the state from.
+"""What outlives a loss: checkpoints on disk, snapshots in memory.
+
+Checkpoints of an elastic world: for the day on which nobody is left to take the state from.
 
 Where everyone has the whole state, the first living member saves for all, and nobody has to agree
 with it. It saves step *s* when step *s+1* has been reduced and is not yet applied: that every
@@ -16,7 +18,7 @@ from typing import Any
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state import State
-from perdure.worker.spec import find_checkpoint_url, read_spec
+from perdure.worker.settings import find_checkpoint_url, read_spec
 
 EVERY_S = 60.0
 """Where the job says nothing: only a restart of the whole world ever reads one."""
@@ -37,7 +39,7 @@ class Saving:
         self.config = read_spec().checkpoint
         self.every_steps = self.config.every_steps
         self.every_s = self.config.every_s
-        self._wanted = membership.supervised and membership.attachment is not None
+        self._wanted = membership.attachment.control is not None
         self._saver: Checkpointer | None = None
         self._saved = (-1, time.monotonic())
         self._mine = False
@@ -84,10 +86,6 @@ class Saving:
         due = applied % every == 0 if every else elapsed_s >= (self.every_s or EVERY_S)
         return due and applied not in (0, step)
 
-    def is_due(self, applied: int, members: tuple[int, ...]) -> bool:
-        """Return whether this rank should save `applied` steps, as every member has applied."""
-        return self.agreed and applied > 0
-
     def save(
         self, applied: int, members: tuple[int, ...], reason: str, extra: dict[str, Any]
     ) -> None:
@@ -102,14 +100,6 @@ class Saving:
         if self._mine:
             self._saver.save(applied, reason=reason, extra=extra)
         self._saved = (applied, time.monotonic())
-
-    def set_every_s(self, value: float) -> None:
-        """Save every `value` seconds from now on."""
-        self.every_s = value
-
-    def leave(self) -> None:
-        """Wait until what was begun is written: this rank leaves, and the others go on."""
-        self.close()
 
     def close(self) -> None:
         """Wait until what was begun is written."""

@@ -1,5 +1,6 @@
-"""The two requests to Linux that keep a rank's processes together."""
+"""What keeps a rank's processes together, and what the process table says of one."""
 
+import contextlib
 import ctypes
 import os
 
@@ -31,3 +32,16 @@ def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def set_title(title: str) -> None:
+    """Show `title` over the command line, as much of it as fits, where that can be done.
+
+    Not over the environment as well: SPT_NOENV keeps /proc/PID/environ readable.
+    """
+    with contextlib.suppress(ImportError):
+        os.environ["SPT_NOENV"] = "1"
+        import setproctitle
+
+        setproctitle.setproctitle(title)
+    os.environ.pop("SPT_NOENV", None)

@@ -1,1 +1,0 @@
-"""Gradients of a step: copied, reduced, added in one order."""

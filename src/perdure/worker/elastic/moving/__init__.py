@@ -1,1 +1,0 @@
-"""State on its way between the members of a new world."""

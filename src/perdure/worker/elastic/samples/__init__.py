@@ -1,1 +1,0 @@
-"""Samples of micro-batches, and loading them before their turn."""

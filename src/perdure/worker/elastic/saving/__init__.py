@@ -1,1 +1,0 @@
-"""What outlives a loss: checkpoints on disk, snapshots in memory."""

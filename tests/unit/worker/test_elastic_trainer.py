@@ -1,0 +1,169 @@
+"""An elastic world breaks under one of its members: what the loop still knows afterwards."""
+
+import os
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from perdure.model.events import AnyEvent, WorldReformed
+from perdure.model.orders import ReformWorld
+from perdure.worker.config import Config
+from perdure.worker.elastic.group import Broken
+from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.state import Taken
+from perdure.worker.elastic.state.sharded import ShardedReplica, ShardedState
+from perdure.worker.elastic.steering import Steering
+from perdure.worker.elastic.trainer import Trainer
+from perdure.worker.progress import Progress
+
+pytestmark = pytest.mark.torch
+
+
+class Alone(Membership):
+    """A membership that is called into one world after another, as their only member."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.told: list[AnyEvent] = []
+
+    def emit(self, event: AnyEvent) -> None:
+        self.told.append(event)
+
+    def wait(self, broken: str = "") -> ReformWorld:
+        if broken:
+            self._order = ReformWorld(generation=0, epoch=self.epoch + 1, ranks=(0,), reason=broken)
+        return super().wait()
+
+
+class Disk:
+    """Checkpoints: the newest is of step 4, and what is said of it is `breaks` at first."""
+
+    agreed = False
+
+    def __init__(self, breaks: str = "", newest: int = 0) -> None:
+        self.breaks, self.newest = breaks, newest
+        self.saved: list[tuple[int, str]] = []
+
+    def enter(self, mine: bool, number: int, count: int) -> None:
+        pass
+
+    def find(self) -> int:
+        if self.breaks:
+            why, self.breaks = self.breaks, ""
+            raise RuntimeError(why)
+        return self.newest
+
+    def restore(self, extra: dict[str, Any]) -> int:
+        return self.newest
+
+    def wants(self, applied: int, members: tuple[int, ...]) -> bool:
+        return False
+
+    def save(self, applied: int, members: tuple[int, ...], reason: str, extra: Any) -> None:
+        self.saved.append((applied, reason))
+
+    def close(self) -> None:
+        pass
+
+
+class Sharded:
+    """A sharded world of one member, and what its loop is made of."""
+
+    def __init__(self, disk: Disk) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        replica = ShardedReplica(model, lambda ps: torch.optim.SGD(ps, lr=0.1))
+        self.membership, self.disk = Alone(), disk
+        self.before_loss: Any = lambda: None
+
+        def compute(step: int, number: int) -> torch.Tensor:
+            self.before_loss()
+            return replica.model(torch.ones(2, 4)).square().mean()
+
+        self.state = ShardedState(replica, compute, me=0, count=1, seed=0, minimum=0)
+        self.trainer = Trainer(self.state, membership=self.membership)
+        self.trainer._saving = self.trainer._steering._saving = disk  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("PERDURE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_sharded_world_that_breaks_before_it_has_read_its_checkpoint_reads_it_in_the_next() -> (
+    None
+):
+    world = Sharded(Disk("Connection reset by peer", newest=4))
+    assert [step.step for step in world.trainer.steps(6)] == [4, 5]
+    assert world.membership.epoch == 1
+    world.trainer._leave()
+
+
+def test_who_rolls_forward_saves_the_checkpoint_that_the_votes_of_that_step_asked_for() -> None:
+    world = Sharded(Disk())
+    steps = world.trainer.steps(9)
+    next(steps)
+    trainer, tally = world.trainer, world.state.work.tally
+    for asked in (0.0, 1.0):
+        applied, group = trainer.applied, trainer._group
+        assert group is not None
+        world.state.work.buckets.copy(applied, 0.0)
+        sums = tally.read(applied)
+        sums.votes[0] = asked
+        plan: Any = SimpleNamespace(step=applied + 1, holder=-1, forward=(0,))
+        group.receive = lambda *_: None  # type: ignore[method-assign]
+        world.state.take = lambda *_: Taken()  # type: ignore[method-assign]
+        trainer._bring_together(plan, group)
+        assert trainer.applied == applied + 1
+    assert world.disk.saved == [(applied, "interval")]
+    trainer._leave()
+
+
+def test_who_waited_within_its_copy_says_since_when() -> None:
+    world = Sharded(Disk())
+    since: list[float] = []
+
+    def wait_in_vain() -> None:
+        if not since:
+            since.append(time.monotonic() - 3.0)
+            world.state.groups[0].waits_since_s = since[0]
+            raise Broken("Connection closed by peer")
+
+    world.before_loss = wait_in_vain
+    assert len(list(world.trainer.steps(2))) == 2
+    formed = [e for e in world.membership.told if isinstance(e, WorldReformed)]
+    assert [e.waited_s for e in formed] == [0.0, pytest.approx(since[0], abs=0.1), 0.0]
+    world.trainer._leave()
+
+
+@pytest.mark.parametrize("who", [(2, 3), (3, 2)])
+def test_a_newcomer_takes_settings_from_who_is_there_whatever_their_numbers(
+    who: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newcomer, old = who
+    store = dist.HashStore()
+
+    def join(me: int) -> Steering:
+        monkeypatch.setenv("PERDURE_MEMBER", str(me))
+        saving: Any = SimpleNamespace(config=SimpleNamespace(every_steps=0), every_s=0.0)
+        config = Config().declare("lr", float, default=0.1)
+        return Steering(Membership(None), config, saving, Progress(None))
+
+    there, comes = join(old), join(newcomer)
+    there._begun = True
+    there.load({"config": {"epoch": 2, "values": {"lr": 0.5}}})
+    members = tuple(sorted(who))
+    there.share(store, members)
+    comes.share(store, members)
+    assert (comes.config.lr, there.config.lr) == (0.5, 0.5)
