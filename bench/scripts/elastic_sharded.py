@@ -45,8 +45,8 @@ def main() -> None:
     with open(f"{args.trail}/rank-{me}.jsonl", "a", buffering=1) as out:
         for step in trainer.steps(args.steps):
             row = {"step": step.step, "at": time.monotonic(), "world": step.world}
-            row["stall"] = trainer.snapshot_stall_s
-            row["copied"] = trainer.snapshot_copied_s
+            row["stall"] = trainer.state.snapshots.stall_s
+            row["copied"] = trainer.state.snapshots.copied_s
             out.write(json.dumps(row) + "\n")
 
 

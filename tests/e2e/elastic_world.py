@@ -124,6 +124,10 @@ class Numbers:
         return x, x.sum().view(1)
 
 
+def list_indices(data: MicroBatches, step: int, number: int) -> list[int]:
+    return [data._order[at] for at in data._plan.positions(step, number)]
+
+
 def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket) -> None:
     """Train as member `me`, and write what was committed to its file."""
     faulthandler.register(signal.SIGUSR1)
@@ -146,14 +150,14 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     def compute(step: int, number: int) -> Tensor:
         killer.pass_by("forward")
         inputs, targets = data.load(step, number)
-        used.append([step, number, *data.indices(step, number)])
+        used.append([step, number, *list_indices(data, step, number)])
         time.sleep(scenario.get("pace_s", 0.0))
         outputs = replica.model(inputs)
         outputs.register_hook(lambda grad: killer.pass_by("backward"))
         return nn.functional.mse_loss(outputs, targets)
 
     def load(step: int, number: int) -> tuple[Tensor, Tensor]:
-        used.append([step, number, *data.indices(step, number)])
+        used.append([step, number, *list_indices(data, step, number)])
         time.sleep(scenario.get("pace_s", 0.0))
         inputs, targets = data.load(step, number)
         return inputs, targets

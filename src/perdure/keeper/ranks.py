@@ -110,10 +110,8 @@ class Ranks:
         self._roots: dict[int, int] = {}
         """Pid -> generation of every rank and store, for telling orphans' generations."""
         self._spawned: KeeperSpawned | None = None
-        self._spawn: KeeperSpawn | None = None
-        """Ordered and not yet begun."""
-        self._beside: list[KeeperSpawn] = []
-        """Ordered for the generation that lives, and not yet begun."""
+        self._waiting: list[KeeperSpawn] = []
+        """Ordered and not yet begun: a new generation, or members beside the one that lives."""
         self._store: KeeperStore | None = None
         self._store_ready: KeeperStoreReady | None = None
         self._store_pid = 0
@@ -170,12 +168,12 @@ class Ranks:
             self._spawn_beside(order)
         elif self._spawned is not None and self._spawned.generation == order.generation:
             self._send(self._spawned)
-        elif self._is_under_way(order.generation) or order == self._spawn:
+        elif self._is_under_way(order.generation) or order in self._waiting:
             return
         elif order.generation <= self.generation:
             self._send(KeeperStopped(order.generation))
-        elif self._spawn is None or self._spawn.generation < order.generation:
-            self._spawn = order
+        elif all(one.generation < order.generation for one in self._waiting):
+            self._waiting = [order]
             if self.generation >= 0 and self._ended < order.generation - 1:
                 self.kill(order.generation - 1, 0.0, answer=False)
 
@@ -185,9 +183,9 @@ class Ranks:
         if known and self._spawned is not None:
             pids = {rank: self._ranks[rank].pid for rank in known}
             self._send(msgspec.structs.replace(self._spawned, pids=pids, beside=True))
-        under_way = [*self._beside, *([self._forking.order] if self._forking else [])]
+        under_way = [*self._waiting, *([self._forking.order] if self._forking else [])]
         if order.generation == self.generation and not known and order not in under_way:
-            self._beside.append(order)
+            self._waiting.append(order)
 
     def serve_store(self, order: KeeperStore) -> None:
         """Serve a store, in the same way."""
@@ -217,9 +215,7 @@ class Ranks:
         """
         upto = _EVERYTHING if generation is None else generation
         self._ended = max(self._ended, upto)
-        if self._spawn is not None and self._spawn.generation <= upto:
-            self._spawn = None
-        self._beside = [order for order in self._beside if order.generation > upto]
+        self._waiting = [order for order in self._waiting if order.generation > upto]
         if self._store is not None and self._store.generation <= upto:
             self._store = None
         deadline_s = time.monotonic() + grace_s
@@ -259,10 +255,8 @@ class Ranks:
             self._begin_store(self._store)
         if self._forking is not None or now < self._again_s:
             return
-        if self._spawn is not None:
-            self._begin_spawn(self._spawn)
-        elif self._beside:
-            self._begin_spawn(self._beside[0])
+        if self._waiting:
+            self._begin_spawn(self._waiting[0])
 
     def note_exit(self, pid: int, status: int, usage: struct_rusage) -> None:
         """Take over the status of a child: a rank, a store, an image, or an orphan."""
@@ -323,10 +317,7 @@ class Ranks:
         why_cold = self._find_why_cold(order)
         if not why_cold and not self._warmth.settled:
             return
-        if order.beside:
-            self._beside.remove(order)
-        else:
-            self._spawn = None
+        self._waiting.remove(order)
         try:
             self._prepare(order)
         except OSError as error:  # A full disk: those that live here live on.
@@ -373,7 +364,7 @@ class Ranks:
             self._ranks = {}
             self._spawned = None
             self._evidence = {}
-            self._beside.clear()
+            self._waiting.clear()
         for one in order.ranks:
             own = self._paths.error_file(order.generation, one.rank)
             self._evidence[one.rank] = exits.prepare_evidence(one, own)
@@ -417,10 +408,8 @@ class Ranks:
 
     def _put_back(self, order: KeeperSpawn) -> None:
         self._again_s = time.monotonic() + _AGAIN_S
-        if order.beside:
-            self._beside.insert(0, order)
-        elif self._spawn is None:  # Else there is a newer one.
-            self._spawn = order
+        if all(one.generation <= order.generation for one in self._waiting):  # Else that is newer.
+            self._waiting.insert(0, order)
 
     def _adopt(
         self, order: KeeperSpawn, pids: dict[int, int], *, warm: bool, why_cold: str

@@ -70,10 +70,6 @@ class MicroBatches:
         self._samples = SeededSamples(dataset, seed)
         self._collate = collate_fn or default_collate
 
-    def indices(self, step: int, micro_batch: int) -> list[int]:
-        """Return the dataset's indices of a micro-batch."""
-        return [self._order[at] for at in self._plan.positions(step, micro_batch)]
-
     def load(self, step: int, micro_batch: int) -> Any:
         """Return the micro-batch, collated."""
         keys = [(at, self._order[at]) for at in self._plan.positions(step, micro_batch)]

@@ -107,16 +107,6 @@ class Trainer:
         """Return how many steps the parameters contain."""
         return max(self.state.applied, 0)
 
-    @property
-    def snapshot_stall_s(self) -> float:
-        """Return for how long training has waited for snapshots so far, in seconds."""
-        return self.state.snapshots.stall_s
-
-    @property
-    def snapshot_copied_s(self) -> float:
-        """Return for how long snapshots were copied and hashed so far, beside training."""
-        return self.state.snapshots.copied_s
-
     def busy(self, name: str, *, at_most_s: float) -> Busy:
         """Declare that this rank is about to do something long, as `perdure.Run.busy` does.
 

@@ -52,7 +52,6 @@ class NativeLibrary:
         quick.perdure_end_backward.argtypes = [ctypes.c_int64]
         quick.perdure_end_backward.restype = ctypes.c_int64
         names = find_operators()
-        self.operators = tuple(names)
         count = self._register(names)
         if count <= 0:
             raise RuntimeError("no operator of c10d could be taken over")

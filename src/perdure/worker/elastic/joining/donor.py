@@ -30,14 +30,9 @@ BACKLOG_MIN = 256 << 20
 _COPY_S_MAX = 60.0
 
 
-@dataclass(slots=True)
-class _Source:
-    """The state, to be copied before it changes."""
-
-    step: int
-    epoch: int
-    skeleton: bytes
-    tensors: list[Tensor]
+_NOTHING = Take(-1, 0, 1)
+Piece = tuple[Part, bytes, list[Tensor]]
+"""A header, the skeleton, and what belongs to it."""
 
 
 @dataclass(slots=True)
@@ -45,15 +40,14 @@ class _Session:
     """One follower."""
 
     connection: Connection
-    wanted: int = -1
-    """State at this step is to be taken; -1: none."""
-    share: int = 0
-    shares: int = 1
-    source: _Source | None = None
+    take: Take = _NOTHING
+    """State at this step is to be taken, and what share of it; -1: none."""
+    source: Piece | None = None
+    """The state, to be copied before it changes."""
     follows: bool = False
     """Its state was taken: it gets every step from there on."""
     copied: threading.Event = field(default_factory=threading.Event)
-    parts: deque[tuple[Part, bytes, list[Tensor]]] = field(default_factory=deque)
+    parts: deque[Piece] = field(default_factory=deque)
     waiting: int = 0
     """Bytes in `parts`."""
     limit: int = BACKLOG_MIN
@@ -96,15 +90,15 @@ class Donor:
             return
         with self._changed:
             self._applied = step
-            due = [s for s in self._sessions if s.wanted <= step and not s.follows]
-            for session in [s for s in due if s.wanted < step]:
+            due = [s for s in self._sessions if s.take.step <= step and not s.follows]
+            for session in [s for s in due if s.take.step < step]:
                 self._end(session)  # Several steps came at once, from a re-formation.
-            taken = [s for s in due if s.wanted == step]
+            taken = [s for s in due if s.take.step == step]
             if not taken:
                 return
             skeleton, tensors = pack_state(self._state.offered())
             for session in taken:
-                session.source = _Source(step, epoch, skeleton, tensors)
+                session.source = (Part("state", step, epoch, (), ""), skeleton, tensors)
                 session.follows = True
             self._changed.notify_all()
 
@@ -121,7 +115,7 @@ class Donor:
         settings = self._state.hash_settings() if followed else ""
         for session in followed:
             session.copied.wait(_COPY_S_MAX)
-            blobs = [join_blob([flat]) for flat in flats[session.share :: session.shares]]
+            blobs = [join_blob([flat]) for flat in flats[session.take.share :: session.take.shares]]
             part = Part("step", step, epoch, tuple(b.numel() for b in blobs), "", settings=settings)
             with self._changed:
                 session.parts.append((part, b"", blobs))
@@ -169,8 +163,7 @@ class Donor:
         if not isinstance(take, Take):
             raise ProtocolError("no step was named")
         with self._changed:
-            session.wanted, session.share, session.shares = take.step, take.share, take.shares
-            applied = self._applied
+            session.take, applied = take, self._applied
             if take.step > applied:
                 self._sessions = [*self._sessions, session]
         session.connection.send(At(applied))
@@ -184,15 +177,16 @@ class Donor:
             source = session.source
         if source is None:
             raise ProtocolError("the follower was dropped")
+        part, skeleton, tensors = source
         try:
-            mine = list_blobs(source.tensors)[session.share :: session.shares]
+            mine = list_blobs(tensors)[session.take.share :: session.take.shares]
             blobs = [join_blob(tensors) for tensors in mine]
         finally:
             session.source = None
             session.copied.set()
-        skeleton = source.skeleton if session.share == 0 else b""
+        skeleton = skeleton if session.take.share == 0 else b""
         sizes = tuple(blob.numel() for blob in blobs)
-        part = Part("state", source.step, source.epoch, sizes, "", skeleton=len(skeleton))
+        part = msgspec.structs.replace(part, sizes=sizes, skeleton=len(skeleton))
         with self._changed:
             session.limit = max(BACKLOG_MIN, 2 * sum(sizes))
             session.parts.appendleft((part, skeleton, blobs))
