@@ -14,8 +14,7 @@ from typing import Any
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.traps import Check
 from perdure.model.report import Snapshot
-from perdure.telemetry.metrics import RANKS_MAX, find_metrics
-from perdure.telemetry.spans import IncidentSpan
+from perdure.telemetry.monitoring import RANKS_MAX, IncidentSpan, find_metrics
 
 PACKAGES = {
     "prometheus-client": "a Prometheus endpoint",

@@ -32,11 +32,10 @@ from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.report import NoteRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
-from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.older import OlderFailures
-from perdure.telemetry.presence import Presence
-from perdure.telemetry.reforms import Reform
-from perdure.telemetry.stalls import Stall, make_stall
+from perdure.telemetry.platforms import MachineFold
+from perdure.telemetry.reforms import Reform, Stall, make_stall
+from perdure.telemetry.segments import Presence
 
 NOTES_MAX = 1000
 """Remarks that a report has; the newest of them."""

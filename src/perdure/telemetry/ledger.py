@@ -21,8 +21,7 @@ from perdure.telemetry.incidents import (
     find_state,
 )
 from perdure.telemetry.lives import LifeFold
-from perdure.telemetry.presence import cut_idle
-from perdure.telemetry.segments import Segment
+from perdure.telemetry.segments import Segment, cut_idle
 from perdure.telemetry.timeline import GroupTimeline, WorldTimeline
 
 

@@ -42,7 +42,7 @@ from perdure.model.failures import (
     name_preemption,
 )
 from perdure.model.verdicts import Verdict
-from perdure.telemetry.notices import Notice, NoticeFold
+from perdure.telemetry.platforms import Notice, NoticeFold
 
 if TYPE_CHECKING:
     from perdure.telemetry.history import Generation, History

@@ -26,12 +26,11 @@ from perdure.model.signals.progress import NodeBeat
 from perdure.model.steering import Pace
 from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
 from perdure.telemetry.history import Generation, History
-from perdure.telemetry.incidents import find_state
+from perdure.telemetry.incidents import RecentFold, find_state
 from perdure.telemetry.ledger import find_committed
-from perdure.telemetry.recent import RecentFold
+from perdure.telemetry.reforms import ShapeFold
 from perdure.telemetry.replicas import ReplicaFold
 from perdure.telemetry.rows import RankRows
-from perdure.telemetry.shapes import ShapeFold
 from perdure.telemetry.steering import SteeringFold
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 

@@ -28,8 +28,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord, explain_exit
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.telemetry.machines import MachineFold
-from perdure.telemetry.notices import Notice, NoticeFold
+from perdure.telemetry.platforms import MachineFold, Notice, NoticeFold
 
 _SLOW = ("CommSlow", "Straggler", "HostBusy")
 

@@ -14,7 +14,7 @@ from perdure.adapters.exporters import (
 )
 from perdure.model.errors import PlatformError
 from perdure.model.report import RankRow, Snapshot
-from perdure.telemetry.spans import IncidentSpan
+from perdure.telemetry.monitoring import IncidentSpan
 
 SNAPSHOT = Snapshot(
     1, 'j"x', "running", 9.0, 0.0, 1, 2, 120, 8.0, 1, "resumable", "r",

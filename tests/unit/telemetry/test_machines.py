@@ -11,8 +11,7 @@ from perdure.telemetry import find_verdicts
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import find_recoveries
 from perdure.telemetry.ledger import LedgerFold
-from perdure.telemetry.presence import Presence, cut_idle
-from perdure.telemetry.segments import Segment
+from perdure.telemetry.segments import Presence, Segment, cut_idle
 
 WORDS = "pod job-nodes-abcde: out of memory: OOMKilled"
 

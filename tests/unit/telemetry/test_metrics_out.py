@@ -11,8 +11,7 @@ from tests.journals import Story, tell
 from perdure.model.report import DeviceRow, RankRow, ReplicaRow
 from perdure.model.signals.devices import DeviceSample
 from perdure.telemetry import LedgerFold, SnapshotFold
-from perdure.telemetry.metrics import find_metrics
-from perdure.telemetry.spans import find_spans
+from perdure.telemetry.monitoring import find_metrics, find_spans
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,7 +10,7 @@ from perdure.model.failures import ExitRecord
 from perdure.telemetry import find_verdicts
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import find_recoveries
-from perdure.telemetry.notices import NoticeFold
+from perdure.telemetry.platforms import NoticeFold
 
 
 def noticed(**more: Any) -> Story:

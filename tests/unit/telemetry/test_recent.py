@@ -8,7 +8,7 @@ from tests.journals import Story, tell
 from perdure.model.events import GenerationStepping
 from perdure.telemetry import LedgerFold, SnapshotFold
 from perdure.telemetry.history import History
-from perdure.telemetry.recent import KEPT, RecentFold
+from perdure.telemetry.incidents import KEPT, RecentFold
 
 
 class Told:

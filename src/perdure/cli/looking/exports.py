@@ -29,8 +29,7 @@ from perdure.model.bus.access import ROLES, find_access
 from perdure.model.bus.asyncapi import make_asyncapi
 from perdure.model.events import JournalEntry, MetricsLogged
 from perdure.telemetry import make_report
-from perdure.telemetry.metrics import RANKS_MAX, find_metrics
-from perdure.telemetry.spans import find_spans
+from perdure.telemetry.monitoring import RANKS_MAX, find_metrics, find_spans
 
 
 def metrics(
