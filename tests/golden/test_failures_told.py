@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from perdure.control import Memory
+from perdure.model.codec import decode, encode
 from perdure.model.events import ControllerStarted, Decision, FailureDecided, JournalEntry
 from perdure.sim import Scenario, Simulation
 from perdure.sim.elastic_job import ElasticSimulation
@@ -22,8 +23,42 @@ MENDED = {
     "elastic-early-exit": "a broken world's wait for word of a loss is deciding, and not aborting",
     "elastic-stopped": "a hung rank's end is decided when it is ordered, and not once it is dead",
 }
-SAME = ("faults", "spares", "deaths between", "kills")
-"""Families of simulated jobs whose reports are the same on every seed."""
+_BROKE = "retry: the world broke of the world"
+_KILLED = "signal 9 (SIGKILL)"
+DIFFER = {
+    # Who came in broke the world by it. The older reading does not see why it was formed again.
+    ("elastic", 0): (["join: join of rank 4"], [_BROKE]),
+    ("elastic", 12): (["join: join of rank 4"], [_BROKE]),
+    ("elastic", 18): (["join: join of rank 5"], [_BROKE]),
+    ("elastic in a storm", 501): (["join: join of rank 15", "join: join of rank 9"], [_BROKE] * 2),
+    ("elastic in a storm", 502): ([f"join: join of rank {r}" for r in (11, 9, 8)], [_BROKE] * 3),
+    ("elastic in a storm", 510): (["join: join of rank 14, 15, 21"], [_BROKE]),
+    ("elastic in a storm", 512): (["join: join of rank 11, 13"], [_BROKE]),
+    ("elastic with spares", 700): (["join: join of rank 4"], [_BROKE]),
+    ("elastic with spares", 709): (["join: join of rank 9"], [_BROKE]),
+    # A keeper died of whose generation nobody had told anything yet, and its world never began.
+    ("agreements in a storm", 1025): (
+        ["restart: EarlyExit (busy) of rank 4", "restart: keeper lost of node 0"],
+        ["restart: EarlyExit (busy) of rank 4"],
+    ),
+    ("elastic in a storm", 507): (
+        [f"restart: {_KILLED} of rank 0", "restart: keeper lost of node 0"],
+        [f"restart: {_KILLED} of rank 0"],
+    ),
+    # A keeper died before all had said that they are in the epoch that broke by it.
+    ("elastic with spares", 704): (["shrink: keeper lost of node 0"], [_BROKE]),
+    # A newcomer died before it was in, and before its agent had told of its start.
+    ("elastic", 30): ([], [f"give up: {_KILLED} of rank 7"]),
+    # A newcomer died in the epoch that it had come in with, before its agent had told so.
+    ("elastic with spares", 728): ([f"shrink: {_KILLED} of rank 4"], []),
+    # The older reading takes the step from the epoch that follows, and the world started again.
+    ("elastic in a storm", 511): ([f"restart: {_KILLED} of rank 2"],) * 2,
+}
+"""Simulated jobs whose reports are not the same -> the incidents that only one of them has.
+
+First those as they were written down, then those as the older reading finds them. Of all seeds each
+was looked at: what was written down is what has happened.
+"""
 
 
 def write_down(entries: list[JournalEntry]) -> list[JournalEntry]:
@@ -45,8 +80,10 @@ def write_down(entries: list[JournalEntry]) -> list[JournalEntry]:
 
 
 def forget(entries: list[JournalEntry]) -> list[JournalEntry]:
-    """Return the entries without what was written down about failures."""
-    kept = [e for e in entries if not isinstance(e.body, FailureDecided)]
+    """Return the entries without what was written down about failures, as a disk gives them."""
+    kept = [
+        decode(encode(e), JournalEntry) for e in entries if not isinstance(e.body, FailureDecided)
+    ]
     return [
         structs.replace(e, body=structs.replace(e.body, failures=False))
         if isinstance(e.body, ControllerStarted)
@@ -109,16 +146,45 @@ def play(family: str, seed: int) -> list[JournalEntry]:
     return simulation.journal
 
 
-@pytest.mark.parametrize("family", SAME)
-def test_simulated_jobs_read_the_same_with_their_failures_written_down(family: str) -> None:
-    for seed in FAMILIES[family][1][:2]:
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [(family, seed) for family, (_, seeds, _) in FAMILIES.items() for seed in seeds[:2]]
+    + [
+        pytest.param(family, seed, marks=pytest.mark.long)
+        for family, (_, seeds, _) in FAMILIES.items()
+        for seed in seeds[2:]
+        if (family, seed) not in DIFFER
+    ],
+)
+def test_simulated_jobs_read_the_same_with_their_failures_written_down(
+    family: str, seed: int
+) -> None:
+    if (family, seed) not in DIFFER:
         journal = play(family, seed)
-        assert report_again(journal) == report_again(forget(journal)), seed
+        assert report_again(journal) == report_again(forget(journal))
 
 
-def test_an_exit_that_is_told_again_is_no_second_incident() -> None:
-    """The newest agent of a node repeats what it cannot know to be known: rank 3's, on seed 1."""
-    journal = play("elastic", 1)
-    culprits = [row["culprit"] for row in report_again(journal)["recoveries"]]
-    again = [row["culprit"] for row in report_again(forget(journal))["recoveries"]]
-    assert (culprits.count("rank 3"), again.count("rank 3")) == (1, 2)
+@pytest.mark.parametrize(("family", "seed"), DIFFER)
+def test_what_is_read_otherwise_is_what_the_older_reading_has_wrong(family: str, seed: int) -> None:
+    journal = play(family, seed)
+    told, again = report_again(journal), report_again(forget(journal))
+    rows, older_rows = told["recoveries"], again["recoveries"]
+    only = [name(row) for row in rows if row not in older_rows]
+    older_only = [name(row) for row in older_rows if row not in rows]
+    assert (only, older_only) == DIFFER[family, seed]
+
+
+def name(row: dict[str, Any]) -> str:
+    return f"{row['rung']}: {row['cause']} of {row['culprit']}"
+
+
+def test_late_news_of_an_epoch_end_no_failure_of_the_generation() -> None:
+    """What a member says of epoch 0 comes once the world has failed: seed 14 had no incident."""
+    rows = report_again(play("elastic", 14))["recoveries"]
+    assert [(row["culprit"], row["rung"]) for row in rows] == [("rank 1", "restart")]
+
+
+def test_a_world_formed_in_place_says_how_far_it_was() -> None:
+    """Accounts of before may be old: on seed 51 they said 50 steps, where 55 were committed."""
+    rows = report_again(play("elastic", 51))["recoveries"]
+    assert [row["at_step"] for row in rows if row["culprit"] == "rank 2"] == [55]

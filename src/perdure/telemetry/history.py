@@ -265,7 +265,7 @@ class History:
         generation.formed.setdefault(event.rank, event.ordered_s)
         generation.rank(event.rank).stalls.append(make_stall(event))
         incident = generation.incident
-        if incident is not None and incident.epoch <= event.epoch:
+        if incident is not None and 0 <= incident.epoch <= event.epoch:
             self.reforms.append(Reform(event.epoch, event.generation, event.step, incident))
             generation.incident = None
             generation.left |= {
@@ -323,6 +323,7 @@ class History:
                 reform.failure = event
                 return
         generation = self._of(event.world)
-        if event.at_step < 0 and event.rung != "retry":
+        in_place = event.epoch >= 0 and bool(generation.formed)  # The next epoch says its step.
+        if event.at_step < 0 and not in_place:
             event = structs.replace(event, at_step=generation.step)
         generation.incident = event if event.rung != "none" else None

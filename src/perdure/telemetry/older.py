@@ -125,27 +125,24 @@ class OlderFailures:
             case NodeLost() as event if newest is not None and _is_missed(newest, event.node):
                 lost_s = event.last_seen_s or event.at_s
                 return newest.number, self._lose(
-                    newest, event.node, "NodeLost", lost_s, entry.at_s, event.reason
+                    event.node, "NodeLost", lost_s, entry.at_s, event.reason
                 )
             case KeeperLost() as event if event.generation in history.generations:
-                generation = history.generations[event.generation]
                 reason = "its keeper died, and its ranks with it"
                 reason += f": it {event.cause}" if event.cause else ""
                 return event.generation, self._lose(
-                    generation, event.node, "keeper lost", event.at_s, entry.at_s, reason
+                    event.node, "keeper lost", event.at_s, entry.at_s, reason
                 )
             case NodeRegistered() as event if newest is not None and _has_lost_all(newest, event):
                 reason = "its ranks are gone, keeper and all"
                 return newest.number, self._lose(
-                    newest, event.node, "keeper lost", entry.at_s, entry.at_s, reason
+                    event.node, "keeper lost", entry.at_s, entry.at_s, reason
                 )
             case _:
                 return None
 
-    def _lose(
-        self, generation: "Generation", node: int, what: str, lost_s: float, at_s: float, why: str
-    ) -> Cause:
-        cause = explain_node(node, what, generation.step, lost_s, at_s, why)
+    def _lose(self, node: int, what: str, lost_s: float, at_s: float, why: str) -> Cause:
+        cause = explain_node(node, what, -1, lost_s, at_s, why)
         return _announce(cause, self.notices.find(node, lost_s))
 
     def _blame(self, history: "History", number: int, cause: Cause) -> FailureDecided | None:
@@ -156,7 +153,7 @@ class OlderFailures:
             return None
         if old is None:
             later = any(n > number for n in history.generations)
-            return None if later else self._write(number, cause)
+            return None if later else self._write(number, cause, epoch=_find_next(history, number))
         detected_s = min(cause.detected_s, old.detected_s)
         return structs.replace(old, **structs.asdict(cause) | {"detected_s": detected_s})
 
@@ -240,12 +237,13 @@ class OlderFailures:
         cause = Cause(
             cause=f"moved, before a preemption ({notice.words})" if notice is not None else "moved",
             culprit=f"node {node}",
-            at_step=history.checkpoints[-1].step if saved else newest.step,
+            at_step=history.checkpoints[-1].step if saved else -1,
             failure_s=at_s,
             detected_s=at_s,
             reason=reason,
         )
-        return self._write(newest.number, cause, "move", at_s=at_s, saved=saved)
+        epoch = _find_next(history, newest.number)
+        return self._write(newest.number, cause, "move", at_s=at_s, epoch=epoch, saved=saved)
 
 
 @dataclass(slots=True)
@@ -294,6 +292,11 @@ def _write_life(
 
 def _has_failed(record: ExitRecord) -> bool:
     return record.failed and not record.asked
+
+
+def _find_next(history: "History", number: int) -> int:
+    """Return the epoch that ends a failure, should its generation go on in place."""
+    return max((r.epoch for r in history.reforms if r.generation == number), default=0) + 1
 
 
 def _withdraw(history: "History", event: ActionWithheld) -> FailureDecided | None:
