@@ -23,7 +23,8 @@ from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.platforms.launching import LaunchRecord
-from perdure.model.platforms.slurm import Allocation, SlurmEnd
+from perdure.model.platforms.outcome import Outcome
+from perdure.model.platforms.slurm import Allocation
 from perdure.model.report import Snapshot
 from perdure.model.steering import Verb
 from perdure.service.jobfiles import (
@@ -107,15 +108,15 @@ class Job:
         pids = [parts.run, parts.nats, parts.controller, *parts.agents.values()] if parts else []
         return explain_vanishing(entries, facts, (pid for pid in pids if pid))
 
-    def _ask_slurm(self, allocation: Allocation) -> SlurmEnd:
+    def _ask_slurm(self, allocation: Allocation) -> Outcome:
         from perdure.launch.slurm.client import Slurm  # As above.
 
         try:
             return Slurm().find_end(allocation)
         except PerdureError as error:
-            return SlurmEnd(state="unknown", reason=str(error))
+            return Outcome(state="unknown", reason=str(error))
 
-    def list_attempts(self) -> list[SlurmEnd]:
+    def list_attempts(self) -> list[Outcome]:
         """Return how its attempts under Slurm ended, oldest first; none without accounting."""
         parts = load_parts(self.paths)
         from perdure.launch.slurm.client import Slurm  # As above.

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from perdure.model.paths import JobPaths, job_paths
+from perdure.model.report import Snapshot
 
 RUNS = "runs.jsonl"
 """In a job's folder: a line for each run that ended."""
@@ -143,3 +144,13 @@ def append_run(path: Path, run: Run) -> None:
 def say(text: str) -> None:
     """Tell the place's own log."""
     print(f"perdure: {text}", flush=True)
+
+
+def look_at_job(paths: JobPaths) -> tuple[str, int]:
+    """Return a job's state, `lost` where nobody wrote it, and the step of its newest checkpoint."""
+    try:
+        snapshot = msgspec.json.decode(Path(paths.snapshot).read_bytes(), type=Snapshot)
+    except (OSError, msgspec.MsgspecError):
+        return "lost", -1
+    steps = [int(str(row.get("step", -1))) for row in snapshot.checkpoints]
+    return snapshot.state, max(steps, default=-1)

@@ -5,11 +5,14 @@ A wheel is a zip file with the package, its metadata and a list of hashes; nothi
 
 import base64
 import hashlib
+import os
+import re
 import zipfile
 from importlib.metadata import Distribution, distribution, version
 from pathlib import Path
 
 from perdure.model.errors import PlatformError
+from perdure.model.job import JobSpec
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _LEFT_OUT = (".pyc", ".so")
@@ -61,3 +64,36 @@ def _fill(archive: zipfile.ZipFile, known: Distribution) -> None:
     tags = "Wheel-Version: 1.0\nGenerator: perdure\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     add(f"{info}/WHEEL", tags.encode())
     archive.writestr(f"{info}/RECORD", "\n".join([*rows, f"{info}/RECORD,,"]) + "\n")
+
+
+MODULES = {
+    "torchft": ("torchft", "grpc"),
+    "metrics": ("prometheus_client",),
+    "huggingface": ("transformers", "accelerate"),
+    "lightning": ("lightning",),
+}
+"""Extra -> modules that it brings."""
+_USES = re.compile(
+    r"^\s*(?:from\s+perdure\.(\w+)\s+import|import\s+perdure\.(\w+)|from\s+perdure\s+import\s+(\w+))",
+    re.MULTILINE,
+)
+
+
+def choose_extras(spec: JobSpec) -> tuple[str, ...]:
+    """Return the extras of a job, by its fields and by what its script imports of perdure.
+
+    Only the script itself is read, where it can be; what else a project needs stands in
+    `launch.packages` or `launch.requirements`.
+    """
+    wanted = set()
+    if spec.torchft.replicas:
+        wanted.add("torchft")
+    if spec.metrics.prometheus_port:
+        wanted.add("metrics")
+    path = Path(os.path.join(spec.launch.project, spec.cwd, spec.script))
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        text = ""
+    wanted |= {name for found in _USES.findall(text) for name in found if name in MODULES}
+    return tuple(sorted(wanted))

@@ -25,8 +25,8 @@ from perdure.model.events import (
     NodeRegistered,
     RankExited,
 )
-from perdure.model.platforms.slurm import SlurmEnd
-from perdure.model.platforms.slurm import State as SlurmState
+from perdure.model.platforms.outcome import Outcome
+from perdure.model.platforms.outcome import State as SlurmState
 
 RUN_LOST = "loss of perdure run"
 """`who` of a command by which a controller ends the job that nobody is left to show."""
@@ -125,7 +125,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the cgroup that the job is in, since it was started; 0 where nobody counted."""
     elsewhere: str = ""
     """The machine where the job was, if it is another than this one."""
-    slurm: SlurmEnd | None = None
+    slurm: Outcome | None = None
     """How the attempt ended that the job ran in, as Slurm has it."""
 
 

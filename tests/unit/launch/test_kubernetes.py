@@ -13,13 +13,13 @@ from perdure.launch.kubernetes.pod import decide_code, find_role
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.platforms.kubernetes import (
-    JobState,
     KubernetesSection,
     explain_job,
     explain_pod,
     parse_version,
 )
 from perdure.model.platforms.launching import Plan
+from perdure.model.platforms.outcome import PodOutcome
 
 IMAGE = "registry.example/train@sha256:" + "0" * 64
 
@@ -242,15 +242,15 @@ def test_the_first_pod_is_not_one_of_the_other_jobs() -> None:
 
 
 def test_a_start_that_does_not_come_is_told_after_a_deadline() -> None:
-    stuck = JobState(state="waiting", reason="ImagePullBackOff", trap="K8S3", stuck=True)
+    stuck = PodOutcome(state="waiting", reason="ImagePullBackOff", trap="K8S3", stuck=True)
     assert judge(stuck, 10, 900).state == "waiting"
     late = judge(stuck, 901, 900)
     assert late.over
     assert "K8S3" in late.reason
-    assert judge(JobState(state="waiting", reason="suspended"), 901, 900).state == "waiting"
+    assert judge(PodOutcome(state="waiting", reason="suspended"), 901, 900).state == "waiting"
     assert judge(structs.replace(stuck, attempt=2), 901, 900).state == "waiting"
-    assert judge(JobState(state="preempted", code=143), 1, 1).state == "killed"
-    assert judge(JobState(state="failed", code=7), 1, 1).code == 7
+    assert judge(PodOutcome(state="preempted", code=143), 1, 1).state == "killed"
+    assert judge(PodOutcome(state="failed", code=7), 1, 1).code == 7
 
 
 def test_what_the_place_says_is_compared() -> None:

@@ -18,7 +18,7 @@ import pytest
 from msgspec import structs
 
 from perdure.launch.catalog import load_profile
-from perdure.launch.notebook import cells, payload, render
+from perdure.launch.notebook import cells, render
 from perdure.launch.notebook.sitting import (
     decide_next,
     find_newest,
@@ -296,15 +296,15 @@ def test_traps_before_a_session_is_spent(
 
 
 def test_a_project_too_large_is_refused(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "PROJECT_MAX", 5)
+    monkeypatch.setattr(cells, "PROJECT_MAX", 5)
     with pytest.raises(ConfigError, match="larger than"):
-        payload.read_project(project, ())
+        cells.read_project(project, ())
 
 
 def test_docstrings_stay_behind_and_every_line_keeps_its_number() -> None:
-    source = inspect.getsource(payload)
-    stripped = payload.strip_docstrings(source)
-    assert "A notebook is one file" not in stripped
+    source = inspect.getsource(cells)
+    stripped = cells.strip_docstrings(source)
+    assert "which is JSON with four keys" not in stripped
     assert len(stripped.splitlines()) == len(source.splitlines())
     for node in ast.walk(ast.parse(stripped)):
         if isinstance(node, ast.FunctionDef):
@@ -312,7 +312,7 @@ def test_docstrings_stay_behind_and_every_line_keeps_its_number() -> None:
     one_line = (
         'class A:\n    """Some text — of two lines,\n\n    and a third."""\n\nb = "kept"  # so\n'
     )
-    assert payload.strip_docstrings(one_line) == 'class A:\n\n\n    ...\n\nb = "kept"  # so\n'
+    assert cells.strip_docstrings(one_line) == 'class A:\n\n\n    ...\n\nb = "kept"  # so\n'
 
 
 def test_what_is_excluded_as_rsync_reads_it_does_not_go_along(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_what_is_excluded_as_rsync_reads_it_does_not_go_along(tmp_path: Path) ->
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "again.py").symlink_to("train.py")
-    found = payload.read_project(tmp_path, ("private/", "lib/data", "/data"))
+    found = cells.read_project(tmp_path, ("private/", "lib/data", "/data"))
     assert found == {
         "train.py": b"train.py",
         "again.py": b"train.py",
@@ -328,7 +328,7 @@ def test_what_is_excluded_as_rsync_reads_it_does_not_go_along(tmp_path: Path) ->
     }
     (tmp_path / "linked").symlink_to("lib")
     with pytest.raises(ConfigError, match="linked is a link"):
-        payload.read_project(tmp_path, ())
+        cells.read_project(tmp_path, ())
 
 
 # In place of Python with perdure: trains until it is told to leave, then says so as a job does.
@@ -411,7 +411,7 @@ def test_what_a_script_writes_into_its_project_outlives_the_session(
 
 def test_every_module_of_the_wheel_that_goes_along_compiles() -> None:
     """A docstring's stand-in in front of `from __future__` broke each notebook at its start."""
-    with zipfile.ZipFile(io.BytesIO(payload._store_wheel())) as wheel:
+    with zipfile.ZipFile(io.BytesIO(cells._store_wheel())) as wheel:
         names = [name for name in wheel.namelist() if name.endswith(".py")]
         assert len(names) > 100
         for name in names:

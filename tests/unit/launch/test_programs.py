@@ -12,10 +12,10 @@ import pytest
 from msgspec import structs
 
 from perdure.launch.catalog import load_profile
-from perdure.launch.extras import choose_extras
 from perdure.launch.ssh.check import check_torch
 from perdure.launch.ssh.programs import ASK, OLDEST, read_program
 from perdure.launch.ssh.render import _render_setup
+from perdure.launch.wheel import choose_extras
 from perdure.model.job import JobSpec, LaunchConfig, MetricsConfig, TorchftConfig
 
 PROGRAMS = ("box.py", "door.py", "results.py")

@@ -14,12 +14,14 @@ from perdure.cli.platforms import teardown
 from perdure.cli.platforms.teardown import Waived
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
+from perdure.launch.kubernetes.client import PodChannel
 from perdure.launch.kubernetes.fetching import fetch
-from perdure.launch.kubernetes.reader import PodChannel
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.results.gate import find_neighbours, find_obstacles
 from perdure.launch.results.pulling import (
+    Source,
+    _pull_by_rsync,
     compare_files,
     find_loadable,
     group_files,
@@ -28,7 +30,6 @@ from perdure.launch.results.pulling import (
     read_verified,
     write_verified,
 )
-from perdure.launch.results.sources import Source, _pull_by_rsync
 from perdure.launch.ssh.results import hash_file
 from perdure.launch.transfer import PARTIAL, salvage
 from perdure.launch.transfer import pull as pull_names

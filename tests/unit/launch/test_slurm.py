@@ -10,15 +10,14 @@ from perdure.launch.catalog import load_profile
 from perdure.launch.platforms import Here
 from perdure.launch.runs import STUCK_RUNS, Run, decide
 from perdure.launch.slurm import render
-from perdure.launch.slurm.checks import check_cluster
-from perdure.launch.slurm.render import quote
+from perdure.launch.slurm.render import check_cluster, quote
 from perdure.launch.slurm.submit import expand
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
+from perdure.model.platforms.outcome import Outcome
 from perdure.model.platforms.profile import LaunchSection, Profile
 from perdure.model.platforms.slurm import (
     Allocation,
-    SlurmEnd,
     SlurmRow,
     SlurmSection,
     explain_attempt,
@@ -142,7 +141,7 @@ def test_what_scontrol_tells() -> None:
 
 
 def test_an_array_is_as_its_tasks_are() -> None:
-    def task(number: int, state: str) -> SlurmEnd:
+    def task(number: int, state: str) -> Outcome:
         return explain_attempt([SlurmRow(id=str(number), state=state)])
 
     states = ("COMPLETED", "OUT_OF_MEMORY", "RUNNING", "PENDING")

@@ -2,7 +2,7 @@
 
 from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered, RankExited
 from perdure.model.failures import ExitRecord
-from perdure.model.platforms.slurm import SlurmEnd
+from perdure.model.platforms.outcome import Outcome
 from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.fate import RUN_LOST, HostFacts, Signs, explain_vanishing, tell_fate
 
@@ -77,7 +77,7 @@ def test_a_job_that_ended_has_not_vanished() -> None:
 
 
 def test_the_word_of_slurm_goes_before_what_this_machine_shows() -> None:
-    end = SlurmEnd(state="out of memory", reason="OUT_OF_MEMORY in 12.batch", nodes="n3")
+    end = Outcome(state="out of memory", reason="OUT_OF_MEMORY in 12.batch", nodes="n3")
     facts = HostFacts(boot_id="another", slurm=end, elsewhere="n3")
     found = explain_vanishing(journal(HERE), facts)
     assert found is not None
@@ -87,7 +87,7 @@ def test_the_word_of_slurm_goes_before_what_this_machine_shows() -> None:
 def test_the_kernel_of_another_machine_says_nothing() -> None:
     facts = HostFacts(boot_id="another", elsewhere="n3", kernel_log=("Killed process 41",))
     assert find_cause(journal(HERE), facts, 41) == "unknown"
-    put_back = SlurmEnd(state="waiting", reason="BeginTime")
+    put_back = Outcome(state="waiting", reason="BeginTime")
     found = explain_vanishing(journal(HERE), HostFacts(boot_id="x", elsewhere="n", slurm=put_back))
     assert found is not None
     assert "BeginTime" in found.reason

@@ -18,16 +18,17 @@ from perdure.launch.output import name_first
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.records import read_record, write_record
 from perdure.launch.results.pulling import (
+    Sources,
     compare_files,
     describe_changed,
     drop_sent,
     find_areas,
     find_roster,
     look_into,
+    open_sources,
     pull_files,
     write_verified,
 )
-from perdure.launch.results.sources import Sources, open_sources
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.platforms.launching import (
     PULL_VERIFIED,

@@ -39,10 +39,10 @@ from perdure.launch.results.pulling import (
     compare_files,
     drop_sent,
     find_roster,
+    open_sources,
     read_manifest,
     read_verified,
 )
-from perdure.launch.results.sources import open_sources
 from perdure.launch.ssh.programs import read_program
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.platforms.launching import (

@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from perdure.launch.channel import ATTEMPTS, LASTED_S
-from perdure.launch.kubernetes.checks import check_profile
-from perdure.launch.kubernetes.client import Client
-from perdure.launch.kubernetes.linter import lint_manifests
+from perdure.launch.kubernetes.client import Client, find_container, open_pod
+from perdure.launch.kubernetes.linter import check_profile, lint_manifests
 from perdure.launch.kubernetes.manifest import (
     ADDED_LABEL,
     find_claim,
@@ -25,7 +24,6 @@ from perdure.launch.kubernetes.manifest import (
     place_spec,
 )
 from perdure.launch.kubernetes.project import PACKED, pack
-from perdure.launch.kubernetes.reader import find_container, open_pod
 from perdure.launch.lint import check_plan
 from perdure.launch.output import FOLLOWS, SILENCE_S, make_lines, show_lines
 from perdure.launch.platforms import Here
@@ -34,13 +32,20 @@ from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import (
     JOB_LABEL,
-    JobState,
     KubernetesSection,
     explain_pod,
     parse_version,
     tell_past,
 )
-from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan, Step
+from perdure.model.platforms.launching import (
+    BoxState,
+    Finding,
+    LaunchRecord,
+    Plan,
+    Step,
+    judge_outcome,
+)
+from perdure.model.platforms.outcome import PodOutcome
 from perdure.model.platforms.profile import Profile
 from perdure.traps.findings import error, note, warning
 
@@ -216,7 +221,7 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
     return _judge_now(record, Client(record.profile.kubernetes).look(record.id)[0])
 
 
-def _judge_now(record: LaunchRecord, job: JobState) -> BoxState:
+def _judge_now(record: LaunchRecord, job: PodOutcome) -> BoxState:
     deadline_s = record.profile.kubernetes.start_deadline_s
     return judge(job, time.time() - record.launched_s, deadline_s)
 
@@ -228,21 +233,14 @@ def find_past(record: LaunchRecord) -> tuple[str, ...]:
     return tell_past(record.id, pods, client.get_all("events"))
 
 
-def judge(job: JobState, waited_s: float, deadline_s: float) -> BoxState:
+def judge(job: PodOutcome, waited_s: float, deadline_s: float) -> BoxState:
     """Return the state of a launched job; a start that does not come is told after a deadline."""
-    trap = f"[{job.trap}] " if job.trap else ""
-    reason = f"{trap}{job.reason}"
+    reason = f"[{job.trap}] {job.reason}" if job.trap else job.reason
     if job.state == "waiting" and job.stuck and job.attempt == 1 and waited_s > deadline_s:
         text = f"not started after {waited_s:.0f} s: {reason}"
         return BoxState(state="not-started", code=1, reason=text)
-    if job.state == "waiting" or job.state == "running":
-        reason = reason or f"in pod {job.pod}"
-        return BoxState(state=job.state, attempt=job.attempt, reason=reason)
-    if job.state in ("done", "failed"):
-        return BoxState(state="ended", code=job.code, attempt=job.attempt, reason=reason)
-    return BoxState(
-        state="killed", code=job.code, attempt=job.attempt, reason=f"{job.state}: {reason}"
-    )
+    where = "" if job.over else f"in pod {job.pod}"
+    return judge_outcome(job, job.attempt, reason or where)
 
 
 def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:

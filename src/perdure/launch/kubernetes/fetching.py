@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from perdure.launch.kubernetes.reader import PodChannel
+from perdure.launch.kubernetes.client import PodChannel
 from perdure.launch.roster import check_names, check_target, is_whole
 from perdure.launch.transfer import FRUITLESS_MAX, PARTIAL, STALL_S
 from perdure.model.errors import PlatformError

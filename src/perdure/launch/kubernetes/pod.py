@@ -26,8 +26,7 @@ import msgspec
 from perdure.launch.exchange import last_line
 from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
 from perdure.launch.kubernetes.project import PACKED, unpack
-from perdure.launch.outcome import look_at_job
-from perdure.launch.runs import find_paths, follow, hear, say
+from perdure.launch.runs import find_paths, follow, hear, look_at_job, say
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
 

@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 import yaml
 
-from perdure.launch.kubernetes.client import DELETE_S, Client
+from perdure.launch.kubernetes.client import DELETE_S, Client, PodChannel, find_container
 from perdure.launch.kubernetes.manifest import ADDED_LABEL, find_added, make_added
-from perdure.launch.kubernetes.reader import PodChannel, find_container
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.job import JobSpec

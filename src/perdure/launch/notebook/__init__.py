@@ -13,8 +13,7 @@ import msgspec
 
 from perdure.launch.lint import check_plan
 from perdure.launch.notebook import kaggle
-from perdure.launch.notebook.cells import render_notebook
-from perdure.launch.notebook.checks import check_notebook
+from perdure.launch.notebook.cells import check_notebook, render_notebook
 from perdure.launch.placing import write_files
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record

@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 
 from perdure.launch.notebook.session import write_durably
-from perdure.launch.outcome import look_at_job
 from perdure.launch.results.pulling import EXCLUDED
 from perdure.launch.runs import (
     RUNS,
@@ -35,6 +34,7 @@ from perdure.launch.runs import (
     find_paths,
     follow,
     hear,
+    look_at_job,
     read_runs,
     say,
 )

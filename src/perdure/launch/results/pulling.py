@@ -10,15 +10,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 import msgspec
 
 from perdure.files import replace_file
+from perdure.launch.channel import Channel
 from perdure.launch.exchange import last_line
 from perdure.launch.output import name_first
-from perdure.launch.results.sources import Source, Sources
+from perdure.launch.platforms import Here
 from perdure.launch.results.tensorfiles import (
     INDICES,
     check_config,
@@ -36,7 +41,7 @@ from perdure.launch.roster import (
     is_whole,
 )
 from perdure.launch.ssh.programs import read_program
-from perdure.launch.transfer import PARTIAL, find_final
+from perdure.launch.transfer import PARTIAL, find_final, pull
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.launching import (
     PULL_MANIFEST,
@@ -46,6 +51,64 @@ from perdure.model.platforms.launching import (
     PullManifest,
     PullVerified,
 )
+
+
+class Bring(Protocol):
+    """How files get here."""
+
+    def __call__(
+        self,
+        source: str,
+        target: Path,
+        files: Sequence[PulledFile],
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Bring `files`, named relative to the absolute folder `source` there, into `target`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A place that can be asked, and that files come from."""
+
+    channel: Channel
+    bring: Bring
+    python: str = "python3"
+    """The Python there."""
+
+
+Sources = Mapping[str, Source]
+"""Name of a box -> where its results are read."""
+
+
+@contextmanager
+def open_sources(record: LaunchRecord, here: Here) -> Iterator[Sources]:
+    """Yield where the results of a job are, for as long as they are read.
+
+    Raises:
+        PlatformError: a pod for it cannot be made.
+    """
+    if record.profile.kind != "kubernetes":
+        channels = {box.box: Channel(box.profile.launch) for box in record.boxes}
+        yield {name: Source(one, partial(_pull_by_rsync, one)) for name, one in channels.items()}
+        return
+    from perdure.launch.kubernetes.client import open_pod
+    from perdure.launch.kubernetes.fetching import fetch
+
+    with open_pod(record, here) as pod:
+        yield {record.box: Source(pod, partial(fetch, pod), record.python)}
+
+
+def _pull_by_rsync(
+    channel: Channel,
+    source: str,
+    target: Path,
+    files: Sequence[PulledFile],
+    *,
+    tell: Callable[[str], None],
+) -> None:
+    pull(channel, source, target, [file.path for file in files], tell=tell)
+
 
 SKIPPED = (
     "nats", "credentials", "endpoint.json", "run.lock", "supervise.lock", "rings", "tmux", "*.whl",

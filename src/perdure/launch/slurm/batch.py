@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from perdure.launch.outcome import look_at_job
 from perdure.launch.runs import (
     RUNS,
     Run,
@@ -30,6 +29,7 @@ from perdure.launch.runs import (
     find_paths,
     follow,
     hear,
+    look_at_job,
     read_runs,
     say,
 )

@@ -6,22 +6,32 @@ and a question that was not answered says nothing about the job.
 
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec.structs import replace
 
 from perdure.launch.channel import Channel, Done
 from perdure.launch.exchange import UnreachedError
-from perdure.model.errors import PlatformError
+from perdure.launch.output import make_lines
+from perdure.launch.platforms import Here
+from perdure.launch.runs import RUNS, Run
+from perdure.launch.ssh import ask
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.platforms.launching import BoxState, LaunchRecord, judge_outcome
+from perdure.model.platforms.outcome import Outcome
 from perdure.model.platforms.profile import LaunchSection, Profile
 from perdure.model.platforms.slurm import (
     SACCT_FIELDS,
     Allocation,
-    SlurmEnd,
     SlurmRow,
     explain_attempt,
     explain_attempts,
     explain_rows,
     find_job_id,
     join_ends,
+    list_tasks,
     parse_sacct,
     parse_scontrol,
     read_scontrol,
@@ -135,7 +145,7 @@ class Slurm:
         if code:
             raise PlatformError(f"scancel: {err}")
 
-    def look(self, job: str) -> tuple[SlurmEnd, SlurmRow | None]:
+    def look(self, job: str) -> tuple[Outcome, SlurmRow | None]:
         """Return how a job is, and what `scontrol` has of it.
 
         `scontrol` is first, since it knows of this moment; of an attempt that has ended it shows
@@ -166,11 +176,11 @@ class Slurm:
         code, out, _ = self.call("sacct", "-D", "-n", "-P", "-j", job, "-o", SACCT_FIELDS)
         return parse_sacct(out) if code == 0 else ()
 
-    def list_attempts(self, job: str) -> list[SlurmEnd]:
+    def list_attempts(self, job: str) -> list[Outcome]:
         """Return how each attempt of a job ended, oldest first; without accounting none."""
         return explain_attempts(self.account(job), job)
 
-    def find_end(self, allocation: Allocation) -> SlurmEnd:
+    def find_end(self, allocation: Allocation) -> Outcome:
         """Return how one attempt of a job is, or ended.
 
         Without accounting only the newest is known: where a job was put back, why is not.
@@ -181,5 +191,159 @@ class Slurm:
         end, row = self.look(allocation.job)
         if row is not None and row.restarts > allocation.restart:
             reason = "Slurm has put it back, after a preemption or the failure of a node"
-            return SlurmEnd(state="unknown", reason=f"{reason}; accounting is off")
+            return Outcome(state="unknown", reason=f"{reason}; accounting is off")
         return end
+
+
+_POLL_S = 2.0
+_STEP = """\
+exec 3>&1
+code=$(srun {options} sh -c '"$@"; echo "@@perdure step $?" >&2' sh {words} 2>&1 >&3 3>&- \\
+    | sed -u -n -e 's/^@@perdure step //p' -e t -e 'w /dev/stderr')
+exit "${{code:-1}}"
+"""
+"""A command line as a step. Slurm counts the step's exit code as one of the job's own
+(DerivedExitCode), so it is 0, and that of the command is told beside it."""
+_NOT_YET = 3
+"""Exit code of a question about a job that has written nothing yet."""
+
+
+def find_state(record: LaunchRecord, here: Here) -> BoxState:
+    """Return how the job is, by Slurm and by the records of its own runs."""
+    end, row = _look(record)
+    if end.state == "unknown":
+        return _read_runs(record)
+    where = f"Slurm job {row.id} on {row.nodes}" if row and row.nodes else "in Slurm's queue"
+    if end.over and end.state != "done":
+        end = replace(end, code=end.code or 1)
+    attempt = row.restarts + 1 if row else 1
+    return judge_outcome(end, attempt, end.reason or ("" if end.over else where))
+
+
+def _look(record: LaunchRecord) -> tuple[Outcome, SlurmRow | None]:
+    """Return how Slurm has the job; a submission whose answer was lost is found at its place."""
+    slurm = Slurm(record.profile)
+    job = record.id or slurm.find_submitted(_find_folder(record))
+    if not job:
+        raise PlatformError(f"job {record.job} was not submitted", hint="perdure launch it again")
+    return slurm.look(job)
+
+
+def _find_folder(record: LaunchRecord) -> str:
+    return f"{record.place}/launch" if record.profile.launch.host else record.place
+
+
+def _read_runs(record: LaunchRecord) -> BoxState:
+    """Return how the newest run ended by its own record: Slurm has forgotten it.
+
+    Raises:
+        PlatformError: there is none.
+    """
+    name, _, task = record.job.rpartition("-")
+    file = f"runs-{task}.jsonl" if name and "_" in record.id else RUNS
+    done = Slurm(record.profile).ask(f'tail -n 1 "{_find_folder(record)}/{file}"')
+    try:
+        run = msgspec.json.decode(done.out.strip() or "{}", type=Run)
+    except msgspec.MsgspecError:
+        raise PlatformError(
+            f"Slurm says nothing of job {record.id}", hint=f"sacct -D -j {record.id}"
+        ) from None
+    reason = f"Slurm has forgotten it; its last run's own record says {run.state}"
+    return BoxState(
+        state="ended" if run.state in ("done", "failed", "stopped") else "killed",
+        code=run.code,
+        attempt=run.restart + 1,
+        ended_s=run.ended_s,
+        reason=reason,
+    )
+
+
+def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
+    """Run a perdure command line on the login node, or in the job's allocation while it runs."""
+    command = argv[0]
+    if list_tasks(record.profile.slurm.array) and "_" not in record.id:
+        return _run_array(record, command, here)
+    if command == "logs" and {"-f", "--follow"} & set(argv):
+        return _follow_chain(record, argv)
+    end, row = _look(record)
+    if command == "stop" and not end.over and not _has_begun(record, end):
+        Slurm(record.profile).cancel(record.id)
+        here.tell(f"{record.job} had not begun, and is out of the queue")
+        return 0
+    # While it is COMPLETING, it counts as running, and takes no step any more.
+    node = row.nodes if row is not None and row.state == "RUNNING" else ""
+
+    def carry(record: LaunchRecord, argv: Sequence[str]) -> str:
+        return _carry(record, argv, node)
+
+    return ask.run(record, argv, here, carry=carry)
+
+
+def _has_begun(record: LaunchRecord, end: Outcome) -> bool:
+    """Return whether there is anything yet that could be asked to stop."""
+    if end.state == "waiting":
+        return False
+    begun = Slurm(record.profile).ask(f"test -e {_find_document(record)}")
+    return begun.code == 0
+
+
+def _run_array(record: LaunchRecord, command: str, here: Here) -> int:
+    """Answer for an array as a whole: its tasks are jobs of their own."""
+    if command == "status":
+        return 0  # The one who asks says how Slurm has it.
+    if command == "stop":
+        Slurm(record.profile).cancel(record.id)
+        here.tell(f"Slurm ends the tasks of {record.job}; those that run save first")
+        return 0
+    tasks = list_tasks(record.profile.slurm.array)
+    raise ConfigError(
+        f"{record.job} is an array of {len(tasks)} jobs",
+        hint=f"perdure {command} {record.job}-{tasks[0]}",
+    )
+
+
+def _carry(record: LaunchRecord, argv: Sequence[str], node: str) -> str:
+    """Return the script that runs a command line: in the allocation where `node` is named.
+
+    What only reads files needs no step of its own.
+    """
+    words = shlex.join([record.python, "-P", "-m", "perdure", *argv])
+    command = f"exec {words}"
+    if node and argv[0] != "logs":
+        options = f"--jobid={record.id} --overlap --nodes=1 --ntasks=1 --nodelist={node} --quiet"
+        command = _STEP.format(options=f"{options} --input=none", words=words)
+    return find_hook(record.profile) + (
+        f"test -e {_find_document(record)} || "
+        f"{{ echo 'perdure: it has written nothing yet' >&2; exit {_NOT_YET}; }}\n"
+        f"export PERDURE_HOME={shlex.quote(record.home)} {ask.show_columns()}\n{command}"
+    )
+
+
+def _find_document(record: LaunchRecord) -> str:
+    """Return the path, for the shell, of what a job's own process writes first."""
+    return shlex.quote(f"{record.home}/jobs/{record.job}/job.json")
+
+
+def _follow_chain(record: LaunchRecord, argv: Sequence[str]) -> int:
+    """Follow the output of all runs of a job from the present one on; return the last exit code.
+
+    A run's files are only read once they are its own: the one before had the same place.
+    """
+    channel, code = Channel(record.profile.launch), 0
+    restart, show = -1, make_lines(argv)
+    while True:
+        end, row = _look(record)
+        if row is not None and row.restarts != restart:
+            restart, show = row.restarts, make_lines(argv)
+        parts = shlex.quote(f"{record.home}/jobs/{record.job}/parts.json")
+        mark = f'"job":"{record.id}","restart":{max(restart, 0)}}}'
+        own = f"grep -qsF {shlex.quote(mark)} {parts} || exit 0\n"
+
+        def carry(record: LaunchRecord, argv: Sequence[str], own: str = own) -> str:
+            return own + _carry(record, argv, "")
+
+        if end.state != "waiting":
+            code = ask.follow(channel, record, argv, carry, show)
+        if end.over or end.state == "unknown":
+            return code
+        time.sleep(_POLL_S)

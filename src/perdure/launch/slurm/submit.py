@@ -12,9 +12,8 @@ import msgspec
 from perdure.launch.placing import expand_tilde, write_files
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
-from perdure.launch.slurm.checks import check_cluster
 from perdure.launch.slurm.client import Slurm
-from perdure.launch.slurm.render import find_home
+from perdure.launch.slurm.render import check_cluster, find_home
 from perdure.launch.ssh.check import (
     check_banner,
     check_places,

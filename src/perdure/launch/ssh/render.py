@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from perdure.launch.extras import MODULES, choose_extras
 from perdure.launch.lint import check_plan
 from perdure.launch.placing import expand_tilde, locate_in_project, place_job, render_job
 from perdure.launch.ssh.programs import read_program
-from perdure.launch.wheel import find_digest, name_wheel
+from perdure.launch.wheel import MODULES, choose_extras, find_digest, name_wheel
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, Plan, Step

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from perdure.model.errors import ConfigError
+from perdure.model.platforms.outcome import PodOutcome, State
 
 Object = Mapping[str, Any]
 Label = Annotated[str, Meta(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63)]
@@ -128,43 +129,6 @@ def parse_version(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-State = Literal["waiting", "running", "done", "failed", "out of memory", "time limit", "preempted",
-                "node failed", "evicted", "cancelled", "unknown"]  # fmt: skip
-
-
-class PodState(msgspec.Struct, frozen=True, kw_only=True):
-    """How a pod is, or how it ended, in perdure's words."""
-
-    state: State
-    code: int = 0
-    """Of its container."""
-    reason: str = ""
-    trap: str = ""
-    """The trap that this is, such as `K8S1`."""
-    stuck: bool = False
-    """Whether it waits for something that does not come by itself."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether this is a failure of the job, and no doing of the cluster."""
-        return self.state in ("failed", "out of memory", "evicted")
-
-
-class JobState(msgspec.Struct, frozen=True, kw_only=True):
-    """How a Job is by itself, its pods and their events."""
-
-    state: State
-    code: int = 0
-    reason: str = ""
-    trap: str = ""
-    attempt: int = 1
-    """Pods that failed, and one."""
-    pod: str = ""
-    """The pod with index 0, where one runs."""
-    stuck: bool = False
-    """Whether it waits for something that does not come by itself."""
-
-
 _STUCK: dict[str, tuple[str, str]] = {
     "ImagePullBackOff": ("K8S3", "the image cannot be pulled"),
     "ErrImagePull": ("K8S3", "the image cannot be pulled"),
@@ -213,7 +177,7 @@ _EVENTS: tuple[tuple[str, str, str], ...] = (
 """Words of a scheduler or kubelet -> trap, in words; the first that is found counts."""
 
 
-def explain_pod(pod: Object, events: Sequence[str] = ()) -> PodState:
+def explain_pod(pod: Object, events: Sequence[str] = ()) -> PodOutcome:
     """Return how a pod is; `events` are messages about it, the newest last.
 
     An evicted pod often has no container status at all, so what the pod itself says comes first.
@@ -223,18 +187,18 @@ def explain_pod(pod: Object, events: Sequence[str] = ()) -> PodState:
     code, ended = _find_ended(status)
     message = status.get("message", "")
     if phase == "Succeeded":
-        return PodState(state="done", reason="every container left with 0")
+        return PodOutcome(state="done", reason="every container left with 0")
     if reason in _POD_REASONS or reason.startswith("OutOf"):
         state = _POD_REASONS.get(reason, "node failed")
         local = state == "evicted" and "ephemeral" in message
         trap = "K8S5" if local else ""
-        return PodState(state=state, code=code, reason=_join(reason, message), trap=trap)
+        return PodOutcome(state=state, code=code, reason=_join(reason, message), trap=trap)
     target = _find_condition(status, "DisruptionTarget")
     if target.get("status") == "True" and (why := target.get("reason", "")) in _DISRUPTIONS:
         text = _join(why, target.get("message", ""))
-        return PodState(state=_DISRUPTIONS[why], code=code, reason=text)
+        return PodOutcome(state=_DISRUPTIONS[why], code=code, reason=text)
     if pod.get("metadata", {}).get("deletionTimestamp"):
-        return PodState(state="cancelled", code=code, reason="deleted; the Job makes another")
+        return PodOutcome(state="cancelled", code=code, reason="deleted; the Job makes another")
     if phase == "Failed":
         return _explain_end(code, ended, message)
     if phase == "Running":
@@ -242,24 +206,24 @@ def explain_pod(pod: Object, events: Sequence[str] = ()) -> PodState:
             waiting = one.get("state", {}).get("waiting", {})
             if waiting.get("reason") in _STUCK:
                 return _explain_waiting(waiting)
-        return PodState(state="running")
+        return PodOutcome(state="running")
     return _explain_pending(status, events)
 
 
-def _explain_end(code: int, ended: str, message: str) -> PodState:
+def _explain_end(code: int, ended: str, message: str) -> PodOutcome:
     if ended == "OOMKilled":
-        return PodState(state="out of memory", code=code or 137, reason="OOMKilled", trap="U9")
+        return PodOutcome(state="out of memory", code=code or 137, reason="OOMKilled", trap="U9")
     if ended == "DeadlineExceeded":
-        return PodState(state="time limit", code=code, reason=ended)
+        return PodOutcome(state="time limit", code=code, reason=ended)
     if ended in ("ContainerCannotRun", "StartError"):
-        return PodState(state="failed", code=code, reason=_join(ended, message))
+        return PodOutcome(state="failed", code=code, reason=_join(ended, message))
     if code == LEFT_ON_NOTICE:
-        return PodState(state="preempted", code=code, reason="left on SIGTERM, its state saved")
+        return PodOutcome(state="preempted", code=code, reason="left on SIGTERM, its state saved")
     killed = f" (signal {code - 128})" if 128 < code < 193 else ""
-    return PodState(state="failed", code=code or 1, reason=f"{ended or 'Error'} {code}{killed}")
+    return PodOutcome(state="failed", code=code or 1, reason=f"{ended or 'Error'} {code}{killed}")
 
 
-def _explain_pending(status: Object, events: Sequence[str]) -> PodState:
+def _explain_pending(status: Object, events: Sequence[str]) -> PodOutcome:
     for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = one.get("state", {}).get("waiting", {})
         if waiting.get("reason") in _STUCK:
@@ -269,14 +233,14 @@ def _explain_pending(status: Object, events: Sequence[str]) -> PodState:
     for line in reversed(said):
         for pattern, trap, words in _EVENTS:
             if re.search(pattern, line, re.IGNORECASE):
-                return PodState(state="waiting", reason=_join(words, line), trap=trap, stuck=True)
-    return PodState(state="waiting", reason=next((line for line in reversed(said) if line), ""))
+                return PodOutcome(state="waiting", reason=_join(words, line), trap=trap, stuck=True)
+    return PodOutcome(state="waiting", reason=next((line for line in reversed(said) if line), ""))
 
 
-def _explain_waiting(waiting: Object) -> PodState:
+def _explain_waiting(waiting: Object) -> PodOutcome:
     trap, words = _STUCK[waiting["reason"]]
     text = _join(f"{waiting['reason']}: {words}", waiting.get("message", ""))
-    return PodState(state="waiting", reason=text, trap=trap, stuck=True)
+    return PodOutcome(state="waiting", reason=text, trap=trap, stuck=True)
 
 
 def _find_ended(status: Object) -> tuple[int, str]:
@@ -308,7 +272,7 @@ def find_index(pod: Object) -> int:
 
 def explain_job(
     job: Object | None, pods: Sequence[Object], events: Mapping[str, Sequence[str]]
-) -> JobState:
+) -> PodOutcome:
     """Return how a Job is. `events` are messages by the name of the pod.
 
     A Job that is not there was deleted, by a person or once its time after the end was over;
@@ -316,22 +280,22 @@ def explain_job(
     scaled up. Of both, what is on the volume is left.
     """
     if job is None:
-        return JobState(state="cancelled", reason="the Job was deleted; its volume was not")
+        return PodOutcome(state="cancelled", reason="the Job was deleted; its volume was not")
     status, spec = job.get("status", {}), job.get("spec", {})
     attempt = int(status.get("failed", 0)) + 1
     ordered = sorted(pods, key=lambda pod: pod.get("metadata", {}).get("creationTimestamp", ""))
     states = [(p, explain_pod(p, events.get(p["metadata"]["name"], ()))) for p in ordered]
     if _find_condition(status, "Complete").get("status") == "True":
-        return JobState(state="done", reason="Complete", attempt=attempt)
+        return PodOutcome(state="done", reason="Complete", attempt=attempt)
     failed = _find_condition(status, "Failed")
     if failed.get("status") == "True":
         return _explain_failed(failed, [state for _, state in states], attempt)
     if spec.get("suspend"):
-        return JobState(
+        return PodOutcome(
             state="waiting", reason="suspended: it goes on once suspend is false", attempt=attempt
         )
     if spec.get("parallelism") == 0:
-        return JobState(
+        return PodOutcome(
             state="waiting", reason="scaled down to no pod; the Job is there", attempt=attempt
         )
     # Beside a Job without numbers stands one for the other nodes, whose pods are looked at too.
@@ -345,29 +309,29 @@ def explain_job(
     first = next((pod["metadata"]["name"] for pod in running if find_index(pod) == 0), "")
     wanted = int(spec.get("parallelism", 1))
     if len(running) + int(status.get("succeeded", 0)) >= wanted:
-        return JobState(state="running", attempt=attempt, pod=first)
-    told = (stuck or waiting or [PodState(state="waiting", reason="no pod yet")])[0]
+        return PodOutcome(state="running", attempt=attempt, pod=first)
+    told = (stuck or waiting or [PodOutcome(state="waiting", reason="no pod yet")])[0]
     reason = f"{len(running)} of {wanted} pods run; {told.reason or 'one is on its way'}"
     state: State = "running" if first else "waiting"
-    return JobState(
+    return PodOutcome(
         state=state, reason=reason, trap=told.trap, attempt=attempt, pod=first, stuck=told.stuck
     )
 
 
-def _explain_failed(condition: Object, states: Sequence[PodState], attempt: int) -> JobState:
+def _explain_failed(condition: Object, states: Sequence[PodOutcome], attempt: int) -> PodOutcome:
     """Return how a Job failed: its last failed pod says why, where there still is one."""
     why = condition.get("reason", "")
     text = _join(why, condition.get("message", ""))
     if why == "DeadlineExceeded":
-        return JobState(state="time limit", code=1, reason=text, attempt=attempt)
+        return PodOutcome(state="time limit", code=1, reason=text, attempt=attempt)
     last = next(
         (s for s in reversed(states) if s.state not in ("done", "running", "waiting")), None
     )
     if last is None:
         gone = "its pods are gone; see the logs on the volume"
-        return JobState(state="failed", code=1, reason=_join(text, gone), attempt=attempt)
+        return PodOutcome(state="failed", code=1, reason=_join(text, gone), attempt=attempt)
     reason = _join(text, last.reason)
-    return JobState(
+    return PodOutcome(
         state=last.state, code=last.code or 1, reason=reason, trap=last.trap, attempt=attempt
     )
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.job import AlertsConfig
+from perdure.model.platforms.outcome import Outcome
 from perdure.model.platforms.profile import Kind, Profile
 
 Level = Literal["error", "warning", "note"]
@@ -147,6 +148,24 @@ class BoxState(msgspec.Struct, frozen=True, kw_only=True):
     def over(self) -> bool:
         """Whether nothing of it runs or waits any more."""
         return self.state in ("ended", "killed", "rebooted", "not-started")
+
+
+def judge_outcome(end: Outcome, attempt: int, reason: str = "") -> BoxState:
+    """Return the state of a job that a platform's own scheduler runs; `reason` is that of `end`.
+
+    What ended by itself has an exit code; of what the platform ended it says how.
+    """
+    reason = reason or end.reason
+    if end.state in ("waiting", "running"):
+        return BoxState(state=end.state, attempt=attempt, reason=reason)
+    itself = end.state in ("done", "failed")
+    return BoxState(
+        state="ended" if itself else "killed",
+        code=end.code,
+        signal=end.signal,
+        attempt=attempt,
+        reason=reason if itself else f"{end.state}: {reason}",
+    )
 
 
 class BoxRow(msgspec.Struct, frozen=True, kw_only=True):

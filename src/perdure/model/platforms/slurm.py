@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from perdure.model.errors import ConfigError
+from perdure.model.platforms.outcome import Outcome, State
 
 Count = Annotated[int, Meta(ge=0)]
 Word = Annotated[str, Meta(pattern=r"^[^\s'\"\\$`;&|<>]*$")]
@@ -80,9 +81,6 @@ def parse_time_limit(text: str) -> int:
     return (first or 0) * 60 + (second or 0)  # MM[:SS]
 
 
-State = Literal["waiting", "running", "done", "failed", "out of memory", "time limit", "preempted",
-                "node failed", "put back", "cancelled", "unknown"]  # fmt: skip
-
 _STATES: dict[str, State] = {
     "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting",
     "REQUEUE_HOLD": "waiting", "REQUEUE_FED": "waiting", "SPECIAL_EXIT": "waiting",
@@ -119,24 +117,6 @@ class SlurmRow(msgspec.Struct, frozen=True, kw_only=True):
     nodes: str = ""
 
 
-class SlurmEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is, or how its newest attempt ended, in perdure's words."""
-
-    state: State
-    code: int = 0
-    signal: int = 0
-    reason: str = ""
-    start: str = ""
-    """As Slurm writes it, local time of the cluster."""
-    end: str = ""
-    nodes: str = ""
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it runs or waits any more."""
-        return self.state not in ("waiting", "running", "unknown")
-
-
 def map_state(word: str) -> State:
     """Return perdure's word for a state of Slurm's, long form."""
     return _STATES.get(word.split()[0].rstrip("+") if word else "", "unknown")
@@ -148,14 +128,14 @@ def split_exit(text: str) -> tuple[int, int]:
     return (int(code) if code.isdigit() else 0, int(number) if number.isdigit() else 0)
 
 
-def explain_rows(rows: Sequence[SlurmRow], job: str) -> SlurmEnd:
+def explain_rows(rows: Sequence[SlurmRow], job: str) -> Outcome:
     """Return how the newest attempt of `job` is; of an array, how its tasks are together."""
     attempts = split_attempts(rows, job)
     if attempts:
         return explain_attempt(attempts[-1])
     tasks = dict.fromkeys(row.id for row in rows if row.id.startswith(f"{job}_"))
     ends = [explain_rows(rows, task) for task in tasks if "." not in task]
-    return join_ends(ends) if ends else SlurmEnd(state="unknown", reason="Slurm says nothing of it")
+    return join_ends(ends) if ends else Outcome(state="unknown", reason="Slurm says nothing of it")
 
 
 def split_attempts(rows: Sequence[SlurmRow], job: str) -> list[list[SlurmRow]]:
@@ -172,7 +152,7 @@ def split_attempts(rows: Sequence[SlurmRow], job: str) -> list[list[SlurmRow]]:
     return attempts
 
 
-def explain_attempts(rows: Sequence[SlurmRow], job: str) -> list[SlurmEnd]:
+def explain_attempts(rows: Sequence[SlurmRow], job: str) -> list[Outcome]:
     """Return how each attempt of `job` is, or ended, oldest first.
 
     Another one follows only what is over: what Slurm calls REQUEUED there was put back, at its
@@ -185,7 +165,7 @@ def explain_attempts(rows: Sequence[SlurmRow], job: str) -> list[SlurmEnd]:
     ]
 
 
-def explain_attempt(rows: Sequence[SlurmRow]) -> SlurmEnd:
+def explain_attempt(rows: Sequence[SlurmRow]) -> Outcome:
     """Return how an attempt is, or ended: `rows` are its own and those of its steps.
 
     A step that was killed for memory leaves a COMPLETED job behind when the script ends in another
@@ -193,7 +173,7 @@ def explain_attempt(rows: Sequence[SlurmRow]) -> SlurmEnd:
     """
     own, *_ = rows
     state = map_state(own.state)
-    end = SlurmEnd(
+    end = Outcome(
         state=state,
         code=own.code or own.derived_code,
         signal=own.signal or own.derived_signal,
@@ -215,14 +195,14 @@ def explain_attempt(rows: Sequence[SlurmRow]) -> SlurmEnd:
     return replace(end, state="failed") if state == "done" and (end.code or end.signal) else end
 
 
-def join_ends(ends: Sequence[SlurmEnd]) -> SlurmEnd:
+def join_ends(ends: Sequence[Outcome]) -> Outcome:
     """Return how an array is by its tasks: running or waiting as long as one is, else the worst."""
     for state in ("running", "waiting", *_WORST, "failed", "cancelled", "unknown"):
         found = [end for end in ends if end.state == state]
         if found:
             reason = f"{len(found)} of {len(ends)} tasks are {state}: {found[0].reason}"
             return replace(found[0], reason=reason)
-    return SlurmEnd(state="done", reason=f"all {len(ends)} tasks are done")
+    return Outcome(state="done", reason=f"all {len(ends)} tasks are done")
 
 
 SACCT_FIELDS = "JobID,State,ExitCode,DerivedExitCode,Start,End,NodeList"
