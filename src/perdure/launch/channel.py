@@ -84,7 +84,6 @@ class Channel:
         be among them, since a stuck transfer would hold up every poll.
         """
         section = self._section
-        config = ["-F", os.path.expanduser(section.ssh_config)] if section.ssh_config else []
         options = [
             "BatchMode=yes",
             f"ConnectTimeout={section.connect_timeout_s}",
@@ -96,13 +95,14 @@ class Channel:
         else:
             options += ["ControlMaster=no", "ControlPath=none"]
         options = [*section.ssh_options, *options]
-        return ["ssh", *config, *(word for option in options for word in ("-o", option))]
+        words = [word for option in options for word in ("-o", option)]
+        return ["ssh", *list_config(section), *words]
 
-    def command(self, script: str) -> list[str]:
+    def command(self, script: str, *, shared: bool = True) -> list[str]:
         """Return the command of this machine that runs the shell script `script` on the box."""
         if not self.host:
             return ["sh", "-c", wrap(script)]
-        return [*self.ssh(), self.host, f"exec sh -c {shlex.quote(wrap(script))}"]
+        return [*self.ssh(shared=shared), self.host, f"exec sh -c {shlex.quote(wrap(script))}"]
 
     def run(
         self,
@@ -118,7 +118,7 @@ class Channel:
             UnreachedError: the connection was not made, or broke before the end was told.
             FloodError: more than `bytes_max` was said.
         """
-        process = self._start(script, stdin=subprocess.PIPE)
+        process = self._start(self.command(script))
         try:
             said, complained = exchange(
                 process, stdin, name=self.name, timeout_s=timeout_s, bytes_max=bytes_max
@@ -137,18 +137,20 @@ class Channel:
         err = err[: trailer.start()].rstrip()
         return Done(int(trailer[1]), out, err, trailer[2], banner.strip())
 
-    def _start(self, script: str, *, stdin: int) -> "subprocess.Popen[bytes]":
-        """Start `script` with its streams as pipes; of this machine, in a session of its own.
+    def _start(
+        self, command: list[str], *, stdin: int = subprocess.PIPE, stderr: int = subprocess.PIPE
+    ) -> "subprocess.Popen[bytes]":
+        """Start `command` with its streams as pipes; of this machine, in a session of its own.
 
         Raises:
             PlatformError: there is no ssh.
         """
         try:
             return subprocess.Popen(
-                self.command(script),
+                command,
                 stdin=stdin,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=stderr,
                 start_new_session=not self.host,
             )
         except FileNotFoundError as error:
@@ -171,8 +173,7 @@ class Channel:
         return f"this says nothing about a job there; try: {shlex.join(self._try())}"
 
     def _try(self) -> list[str]:
-        config = self._section.ssh_config
-        return ["ssh", *(["-F", config] if config else []), self.host, "true"]
+        return ["ssh", *list_config(self._section), self.host, "true"]
 
     def ask(
         self,
@@ -244,17 +245,7 @@ class Channel:
             'exec(compile(source, "box.py", "exec"), globals())'
         )
         words = shlex.join(["python3", "-c", loader, str(len(source)), *argv])
-        command = ["sh", "-c", wrap(words)]
-        if self.host:
-            command = [*self.ssh(shared=False), self.host, f"exec sh -c {shlex.quote(wrap(words))}"]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=not self.host,
-        )
-        assert process.stdin is not None
+        process = self._start(self.command(words, shared=False), stderr=subprocess.DEVNULL)
         try:
             yield self._read_answer(process, source)
         finally:
@@ -272,18 +263,30 @@ class Channel:
         try:
             process.stdin.write(source)
             process.stdin.flush()
-            count = 0
-            for line in read_lines(process.stdout):
-                if line.startswith(ANSWER.encode()):
-                    return msgspec.json.decode(line[len(ANSWER) :])
-                count += len(line)
-                if count > BANNER_MAX:
-                    raise make_flood(self.name, BANNER_MAX)
+            mark = ANSWER.encode()
+            line = self._skip_banner(read_lines(process.stdout), lambda line: line.startswith(mark))
+            if line:
+                return msgspec.json.decode(line[len(mark) :])
         except BrokenPipeError:
             raise unreached from None
         finally:
             ender.cancel()
         raise unreached
+
+    def _skip_banner(self, lines: Iterator[bytes], begins: Callable[[bytes], bool]) -> bytes:
+        """Return the first of some lines that `begins` what was asked for; empty: none does.
+
+        Raises:
+            FloodError: more than `BANNER_MAX` was said before it.
+        """
+        count = 0
+        for line in lines:
+            count += len(line)
+            if begins(line):
+                return line
+            if count > BANNER_MAX:
+                raise make_flood(self.name, BANNER_MAX)
+        return b""
 
     def stream(
         self, script: str, on_line: Callable[[str], None], *, silence_s: float | None = None
@@ -294,7 +297,7 @@ class Channel:
             FloodError: more than `BANNER_MAX` was said before the script's own first line.
             UnfinishedError: for `silence_s` nothing came, neither a byte nor the end.
         """
-        process = self._start(script, stdin=subprocess.DEVNULL)
+        process = self._start(self.command(script), stdin=subprocess.DEVNULL)
         assert process.stdout is not None
         assert process.stderr is not None
         codes: list[int] = []
@@ -303,16 +306,10 @@ class Channel:
         )
         errors.start()
         try:
-            begun, before = False, 0
-            for data in read_lines(listen(process.stdout, silence_s)):
-                line = data.decode(errors="replace")
-                if begun:
-                    on_line(line)
-                    continue
-                begun = line.rstrip("\n") == BEGIN
-                before += len(data)
-                if before > BANNER_MAX:
-                    raise make_flood(self.name, BANNER_MAX)
+            lines = read_lines(listen(process.stdout, silence_s))
+            self._skip_banner(lines, lambda line: line.rstrip(b"\n") == BEGIN.encode())
+            for data in lines:
+                on_line(data.decode(errors="replace"))
             process.wait(silence_s)
         except subprocess.TimeoutExpired:
             raise UnfinishedError(
@@ -355,6 +352,11 @@ class Channel:
             words = [*self.ssh(), "-O", "exit", self.host]
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(words, capture_output=True, timeout=10)
+
+
+def list_config(section: LaunchSection) -> list[str]:
+    """Return the option of ssh that names another configuration than the user's own."""
+    return ["-F", os.path.expanduser(section.ssh_config)] if section.ssh_config else []
 
 
 def wrap(script: str) -> str:

@@ -49,22 +49,25 @@ class AssignNodes(Action, frozen=True, kw_only=True):
         return f"#{a.number} {a.phase} generation {a.generation}{where}, nodes {self.nodes}"
 
 
-class RestoreNode(Action, frozen=True, kw_only=True):
-    """Journal `NodeRestored`: `node` may run ranks again."""
+class NodeAction(Action, frozen=True, kw_only=True):
+    """Base of what takes a node out of the job, or back into it."""
 
     node: int
     who: str = ""
+    """Empty: the policy did it."""
 
     def describe(self) -> str:
         """Return which node."""
         return f"node {self.node}"
 
 
-class NoteDraining(Action, frozen=True, kw_only=True):
+class RestoreNode(NodeAction, frozen=True, kw_only=True):
+    """Journal `NodeRestored`: `node` may run ranks again."""
+
+
+class NoteDraining(NodeAction, frozen=True, kw_only=True):
     """Journal `NodeDraining`: `node` is about to be left, or (`over`) stays after all."""
 
-    node: int
-    who: str = ""
     over: bool = False
 
     def describe(self) -> str:
@@ -83,16 +86,8 @@ class NoteFinding(Action, frozen=True, kw_only=True):
         return f"{self.id}: {self.finding.kind}"
 
 
-class CordonNode(Action, frozen=True, kw_only=True):
+class CordonNode(NodeAction, frozen=True, kw_only=True):
     """Journal `NodeCordoned`: `node` runs nothing any more while another can."""
-
-    node: int
-    who: str = ""
-    """Empty: the policy did it."""
-
-    def describe(self) -> str:
-        """Return which node."""
-        return f"node {self.node}"
 
 
 class AnswerCommand(Action, frozen=True, kw_only=True):

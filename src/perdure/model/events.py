@@ -398,8 +398,8 @@ class WorldReformed(Event, frozen=True, kw_only=True):
     """Of an interleaved one: the rank's other runs."""
 
 
-class NodeCordoned(Event, frozen=True, kw_only=True):
-    """No rank is placed on this node any more, until it is restored."""
+class NodeMoved(Event, frozen=True, kw_only=True):
+    """Base of what takes a node out of the job, or back into it."""
 
     node: int
     at_s: float
@@ -408,22 +408,17 @@ class NodeCordoned(Event, frozen=True, kw_only=True):
     """Empty: the policy did it."""
 
 
-class NodeRestored(Event, frozen=True, kw_only=True):
+class NodeCordoned(NodeMoved, frozen=True, kw_only=True):
+    """No rank is placed on this node any more, until it is restored."""
+
+
+class NodeRestored(NodeMoved, frozen=True, kw_only=True):
     """The node may run ranks again."""
 
-    node: int
-    at_s: float
-    reason: str
-    who: str = ""
 
-
-class NodeDraining(Event, frozen=True, kw_only=True):
+class NodeDraining(NodeMoved, frozen=True, kw_only=True):
     """The node's ranks are about to move elsewhere; or (`over`) they stay after all."""
 
-    node: int
-    at_s: float
-    reason: str
-    who: str = ""
     over: bool = False
 
 
@@ -630,24 +625,22 @@ class SettingsChanged(Event, frozen=True, kw_only=True):
     change: Change
 
 
-class JobPaused(Event, frozen=True, kw_only=True):
+class PauseEvent(Event, frozen=True, kw_only=True):
+    """Base of the beginning and the end of the pause `id`."""
+
+    id: str
+    step: int
+    at_s: float
+    who: str = ""
+    reason: str = ""
+
+
+class JobPaused(PauseEvent, frozen=True, kw_only=True):
     """All ranks have promised to stand still before `step`."""
 
-    id: str
-    step: int
-    at_s: float
-    who: str = ""
-    reason: str = ""
 
-
-class JobResumed(Event, frozen=True, kw_only=True):
+class JobResumed(PauseEvent, frozen=True, kw_only=True):
     """The pause `id` is over."""
-
-    id: str
-    step: int
-    at_s: float
-    who: str = ""
-    reason: str = ""
 
 
 class QuorumFormed(Event, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ have to say, so their middle is left out, and the place says so.
 
 from typing import Any, TypeVar, cast
 
-import msgspec
+from msgspec.structs import replace
 
 from perdure.model.codec import decode, encode, make_encodable
 from perdure.model.errors import ProtocolError
@@ -43,14 +43,9 @@ def cut_text(text: str, limit: int) -> str:
     return make_encodable(f"{text[: room // 4]}{mark}{text[len(text) - room + room // 4 :]}")
 
 
-def count_values(event: MetricsLogged) -> int:
-    """Return how many values `event` holds."""
-    return sum(len(values) for _, values in event.rows)
-
-
 def drop_values(event: MetricsLogged) -> MetricsLogged:
     """Return `event` with its values counted in the place of told."""
-    dropped = event.dropped + count_values(event)
+    dropped = event.dropped + sum(len(values) for _, values in event.rows)
     return MetricsLogged(generation=event.generation, rows=(), dropped=dropped)
 
 
@@ -82,39 +77,22 @@ def fit_beat(beat: NodeBeat, bytes_max: int) -> NodeBeat:
     That a node and its ranks live, and in what phase, is worth most; a heartbeat that is too large
     would not arrive at all, and its node would be taken for lost.
     """
-    for thin in (_drop_sweeps, _drop_spans, _drop_stages, _drop_members, _drop_comms):
+    for dropped in ("sweep", "spans", "stages", "members", "comms"):
         if len(encode(beat)) <= bytes_max:
             break
-        beat = thin(beat)
+        beat = _drop(beat, dropped)
     return beat
 
 
-def _drop_sweeps(beat: NodeBeat) -> NodeBeat:
-    return msgspec.structs.replace(beat, sweep=None, nics=(), devices=())
-
-
-def _drop_spans(beat: NodeBeat) -> NodeBeat:
-    ranks = tuple(msgspec.structs.replace(rank, spans=()) for rank in beat.ranks)
-    return msgspec.structs.replace(beat, ranks=ranks)
-
-
-def _drop_stages(beat: NodeBeat) -> NodeBeat:
-    ranks = tuple(msgspec.structs.replace(rank, stages=()) for rank in beat.ranks)
-    return msgspec.structs.replace(beat, ranks=ranks)
-
-
-def _drop_members(beat: NodeBeat) -> NodeBeat:
-    """Leave out which ranks each communicator has."""
-    ranks = []
-    for rank in beat.ranks:
-        comms = tuple(msgspec.structs.replace(comm, ranks=()) for comm in rank.comms)
-        ranks.append(msgspec.structs.replace(rank, comms=comms))
-    return msgspec.structs.replace(beat, ranks=tuple(ranks))
-
-
-def _drop_comms(beat: NodeBeat) -> NodeBeat:
-    ranks = tuple(msgspec.structs.replace(rank, comms=()) for rank in beat.ranks)
-    return msgspec.structs.replace(beat, ranks=ranks)
+def _drop(beat: NodeBeat, what: str) -> NodeBeat:
+    """Leave out looks at links, which ranks each communicator has, or a field of the ranks."""
+    if what == "sweep":
+        return replace(beat, sweep=None, nics=(), devices=())
+    if what == "members":
+        thin = [replace(r, comms=tuple(replace(c, ranks=()) for c in r.comms)) for r in beat.ranks]
+    else:
+        thin = [replace(rank, **{what: ()}) for rank in beat.ranks]
+    return replace(beat, ranks=tuple(thin))
 
 
 def _cut(value: Any, limit: int, *, free: bool) -> Any:

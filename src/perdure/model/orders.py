@@ -6,6 +6,7 @@ book, the bus, the agents) looks only at what `Order` and `RankOrder` say of all
 order is its class here, with its name in `AnyOrder`; who decides it; and who carries it out.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
     CollectivesInterrupted,
+    Event,
     FaultInjected,
     MemberReady,
     ProbeEnded,
@@ -84,6 +86,10 @@ class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
 
     for_all_nodes: ClassVar[bool] = False
     """Each node hears it the first time, whoever the recipients are; they hear it again."""
+    about: ClassVar[str] = ""
+    """Its level, with its own fields to fill in; empty: its type, of which only one is in force."""
+    worth: ClassVar[int] = 600
+    """How often it is worth saying, where nothing else says so."""
 
     reason: str
 
@@ -95,12 +101,12 @@ class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
     @property
     def level(self) -> str:
         """Return what it is about: a newer order of the same level takes its place."""
-        return type(self).__name__
+        return self.about.format(self) or type(self).__name__
 
     @property
     def sent_max(self) -> int:
         """Return how often it is sent until all have answered; 1: once, and nobody answers."""
-        return 600
+        return self.worth
 
     def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
         """Return which of the recipients have nothing to answer any more, by `event`."""
@@ -120,6 +126,8 @@ class RankOrder(Order, frozen=True, kw_only=True):
 
     is_retold: ClassVar[bool] = False
     """A rank hears the newest of this kind when it says hello, and if it asks."""
+    done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {}
+    """What a rank tells once it has done it -> the fields in which that is equal to the order."""
 
     generation: int
 
@@ -146,7 +154,11 @@ class RankOrder(Order, frozen=True, kw_only=True):
 
     def find_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return the ranks that have done what they were told, by `event`."""
-        return ()
+        told: Any = event
+        fields = self.done_by.get(type(event))
+        if fields is None or any(getattr(told, name) != getattr(self, name) for name in fields):
+            return ()
+        return (told.rank,)
 
     def is_for(self, generation: int, rank: int) -> bool:
         """Return whether `rank` of `generation` is one of its ranks."""
@@ -159,6 +171,9 @@ class RankOrder(Order, frozen=True, kw_only=True):
 
 class SendBoundary(RankOrder, frozen=True, kw_only=True):
     """One step of a boundary agreement, to `ranks`."""
+
+    about: ClassVar[str] = "boundary {0.id}"
+    """A decision takes the place of what was asked before."""
 
     id: str
     move: Literal["prepare", "commit", "abort"]
@@ -175,11 +190,6 @@ class SendBoundary(RankOrder, frozen=True, kw_only=True):
     checkpoint."""
     epoch: int = 0
     """In an elastic world: a rank takes this once it has the order of that epoch."""
-
-    @property
-    def level(self) -> str:
-        """Return its id: a decision takes the place of what was asked before."""
-        return f"boundary {self.id}"
 
     @property
     def sent_max(self) -> int:
@@ -209,15 +219,11 @@ class ResumeRanks(RankOrder, frozen=True, kw_only=True):
 
     is_retold: ClassVar[bool] = True
     """A rank asks what became of the agreement that it stands in."""
+    about: ClassVar[str] = "resume {0.id}"
 
     ranks: tuple[int, ...]
     id: str = ""
     """Of the pause: a rank that has not come to it skips it."""
-
-    @property
-    def level(self) -> str:
-        """Return its pause."""
-        return f"resume {self.id}"
 
     def find_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return who goes on."""
@@ -235,18 +241,10 @@ class TakeStacks(RankOrder, frozen=True, kw_only=True):
 
     for_all_nodes: ClassVar[bool] = True
     """Ranks elsewhere write their traces."""
+    about: ClassVar[str] = "stacks {0.generation}"
+    worth: ClassVar[int] = 5
 
     ranks: tuple[int, ...]
-
-    @property
-    def level(self) -> str:
-        """Return its generation."""
-        return f"stacks {self.generation}"
-
-    @property
-    def sent_max(self) -> int:
-        """Return how often it is worth saying."""
-        return 5
 
     def find_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return whose stacks were taken."""
@@ -266,6 +264,10 @@ class TakeStacks(RankOrder, frozen=True, kw_only=True):
 class InjectFault(RankOrder, frozen=True, kw_only=True):
     """Do harm on purpose, to `rank`, now or when it begins `at_step`."""
 
+    about: ClassVar[str] = "inject {0.id}"
+    done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {FaultInjected: ("id",)}
+    """Of one that cannot be harmed as well."""
+
     id: str
     rank: int
     kind: str
@@ -277,17 +279,6 @@ class InjectFault(RankOrder, frozen=True, kw_only=True):
         """Return its one rank."""
         return (self.rank,)
 
-    @property
-    def level(self) -> str:
-        """Return its id."""
-        return f"inject {self.id}"
-
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
-        """Return the rank, once it is harmed or cannot be."""
-        if isinstance(event, FaultInjected) and event.id == self.id:
-            return (event.rank,)
-        return ()
-
     def describe(self) -> str:
         """Return what is done to whom."""
         when = f"at step {self.at_step}" if self.at_step >= 0 else "now"
@@ -297,25 +288,18 @@ class InjectFault(RankOrder, frozen=True, kw_only=True):
 class InterruptCollectives(RankOrder, frozen=True, kw_only=True):
     """Have the control threads of `ranks` break the collective in flight (their own sockets)."""
 
+    about: ClassVar[str] = "interrupt {0.generation}"
+    """A newer interruption is of what hangs now."""
+    worth: ClassVar[int] = 3
+    """What hangs is soon ended otherwise."""
+    done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {
+        CollectivesInterrupted: ("generation",)
+    }
+    """Of one that could not break out as well."""
+
     ranks: tuple[int, ...]
     id: str = ""
     """A rank carries out each id once a generation, however often it is repeated."""
-
-    @property
-    def level(self) -> str:
-        """Return its generation: a newer interruption is of what hangs now."""
-        return f"interrupt {self.generation}"
-
-    @property
-    def sent_max(self) -> int:
-        """Return how often it is worth saying: what hangs is soon ended otherwise."""
-        return 3
-
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
-        """Return who has broken out, or could not."""
-        if isinstance(event, CollectivesInterrupted) and event.generation == self.generation:
-            return (event.rank,)
-        return ()
 
 
 class ReformWorld(RankOrder, frozen=True, kw_only=True):
@@ -326,6 +310,10 @@ class ReformWorld(RankOrder, frozen=True, kw_only=True):
 
     is_retold: ClassVar[bool] = True
     """Nobody but the controller tells a rank who its peers are."""
+    about: ClassVar[str] = "reform {0.generation}"
+    done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {
+        WorldReformed: ("generation", "epoch")
+    }
 
     epoch: int
     ranks: tuple[int, ...]
@@ -337,21 +325,9 @@ class ReformWorld(RankOrder, frozen=True, kw_only=True):
     """Changes and a pause that a rank has to know of which was asked about none of them."""
 
     @property
-    def level(self) -> str:
-        """Return its generation."""
-        return f"reform {self.generation}"
-
-    @property
     def version(self) -> int:
         """Return its epoch."""
         return self.epoch
-
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
-        """Return who is in the world of this epoch."""
-        match event:
-            case WorldReformed(generation=self.generation, epoch=self.epoch, rank=rank):
-                return (rank,)
-        return ()
 
     def describe(self) -> str:
         """Return which world is formed of whom."""
@@ -363,6 +339,14 @@ class FollowWorld(RankOrder, frozen=True, kw_only=True):
 
     A level: a newer epoch replaces an older one. Answered by `MemberReady`.
     """
+
+    about: ClassVar[str] = "follow {0.generation} {0.rank}"
+    """Each follows by itself."""
+    done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {
+        MemberReady: ("generation",),
+        WorldReformed: ("generation",),
+    }
+    """It is ready, or a member."""
 
     epoch: int
     rank: int
@@ -376,17 +360,6 @@ class FollowWorld(RankOrder, frozen=True, kw_only=True):
         """Return its one rank."""
         return (self.rank,)
 
-    @property
-    def level(self) -> str:
-        """Return its rank: each follows by itself."""
-        return f"follow {self.generation} {self.rank}"
-
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
-        """Return the rank, once it is ready or a member."""
-        if isinstance(event, MemberReady | WorldReformed) and event.generation == self.generation:
-            return (event.rank,)
-        return ()
-
     def describe(self) -> str:
         """Return who takes the state of whom."""
         return f"rank {self.rank} follows ranks {sorted(self.donors)}"
@@ -395,6 +368,9 @@ class FollowWorld(RankOrder, frozen=True, kw_only=True):
 class WatchClosely(Order, frozen=True, kw_only=True):
     """Have `nodes` sweep sockets and rings at the suspicious rate until job time `until_s`."""
 
+    worth: ClassVar[int] = 1
+    """It is said again while the suspicion lasts."""
+
     nodes: tuple[int, ...]
     until_s: float
 
@@ -402,11 +378,6 @@ class WatchClosely(Order, frozen=True, kw_only=True):
     def recipients(self) -> tuple[int | str, ...]:
         """Return the nodes."""
         return self.nodes
-
-    @property
-    def sent_max(self) -> int:
-        """Return 1: it is said again while the suspicion lasts."""
-        return 1
 
     def describe(self) -> str:
         """Return who looks more often, and until when."""
@@ -432,16 +403,6 @@ class RunProbe(Order, frozen=True, kw_only=True):
         """Return the nodes of the pairs, and the hosts."""
         return tuple(sorted({node for pair in self.pairs for node in pair} | set(self.hosts)))
 
-    @property
-    def level(self) -> str:
-        """Return its round."""
-        return f"probe {self.id} {self.round}"
-
-    @property
-    def sent_max(self) -> int:
-        """Return how often it is worth saying: the round has a deadline."""
-        return 5
-
     def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
         """Return the node that has told of its part."""
         match event:
@@ -460,6 +421,9 @@ class FenceAbort(Order, frozen=True, kw_only=True):
     Fenced: a rank whose group belongs to another quorum by then ignores it.
     """
 
+    worth: ClassVar[int] = 1
+    """A rank that does not hear it is freed by its own time-out."""
+
     quorum_id: int
     groups: tuple[int, ...]
     """Replica groups that survive and may hang on the dead one."""
@@ -468,11 +432,6 @@ class FenceAbort(Order, frozen=True, kw_only=True):
     def recipients(self) -> tuple[int | str, ...]:
         """Return the groups: each is the node of its number."""
         return self.groups
-
-    @property
-    def sent_max(self) -> int:
-        """Return 1: a rank that does not hear it is freed by its own time-out."""
-        return 1
 
     def is_for(self, generation: int, rank: int) -> bool:
         """Return true: a rank looks at the quorum that it is in."""
@@ -501,6 +460,9 @@ class HoldReplicas(Order, frozen=True, kw_only=True):
     A level: a newer list replaces an older one.
     """
 
+    worth: ClassVar[int] = _FOR_EVER
+    """The lighthouse answers nothing."""
+
     replicas: tuple[str, ...]
     number: int
     groups: tuple[ReplicaGroup, ...] = ()
@@ -515,11 +477,6 @@ class HoldReplicas(Order, frozen=True, kw_only=True):
         """Return the lighthouse."""
         return (LIGHTHOUSE,)
 
-    @property
-    def sent_max(self) -> int:
-        """Return that it is said for ever: the lighthouse answers nothing."""
-        return _FOR_EVER
-
     def describe(self) -> str:
         """Return who is held."""
         return f"#{self.number}: {', '.join(self.replicas) or 'none'}"
@@ -527,6 +484,9 @@ class HoldReplicas(Order, frozen=True, kw_only=True):
 
 class EvictReplica(Order, frozen=True, kw_only=True):
     """Have the lighthouse forget a replica id at once and for ever (torchft)."""
+
+    worth: ClassVar[int] = 1
+    """Should it be lost, the next list of the groups says who is gone."""
 
     replica: str
     generation: int = -1
@@ -536,11 +496,6 @@ class EvictReplica(Order, frozen=True, kw_only=True):
     def recipients(self) -> tuple[int | str, ...]:
         """Return the lighthouse."""
         return (LIGHTHOUSE,)
-
-    @property
-    def sent_max(self) -> int:
-        """Return 1: should it be lost, the next list of the groups says who is gone."""
-        return 1
 
     def describe(self) -> str:
         """Return who is forgotten."""

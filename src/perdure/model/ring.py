@@ -33,64 +33,34 @@ from perdure.model.signals.progress import (
 MAGIC = int.from_bytes(b"PERDURE\0", sys.byteorder)
 VERSION = 3
 
-# Words of the header.
-W_MAGIC = 0
-W_VERSION = 1
-W_RANK = 2
-W_GENERATION = 3
-W_PID = 4
-"""0 until the rank has claimed the ring; no other process may write it afterwards."""
-W_RECORDER = 5
-"""Index in `RECORDERS`."""
-W_PROGRESS_SEQ = 6
-W_PHASE = 7
-W_PHASE_SINCE = 8
-W_BEAT = 9
-"""Last write of the training thread."""
-W_COMM_BEAT = 10
-"""Last time the recorder saw a collective begin or end."""
-W_START_STEP = 11
-W_STEP = 12
-W_STEP_NS = 13
-W_CHECKPOINT_NS = 14
-W_BOUNDARY_NS = 15
-W_OVERHEAD_NS = 16
-W_SPAWNED = 17
-W_SCRIPT = 18
-W_INIT = 19
-W_GROUP = 20
-W_RESTORED = 21
-W_FIRST_STEP = 22
-W_LAST_STEP = 23
-W_FINISHED = 24
-W_NUM_MARKS = 25
-"""Marks ever made; the last `MARKS_MAX` are kept."""
-W_NUM_RECORDS = 26
-"""Step records ever made; the last `RECORDS_MAX` are kept."""
-W_NUM_SPANS = 27
-"""Spans ever begun; the last `SPANS_MAX` are kept. Span `n` (from 0) lies at `n % SPANS_MAX`."""
-W_COMM_SEQ = 28
-W_NUM_COMMS = 29
-W_NUM_STAGES = 30
-"""Step stages ever recorded; the last `STAGES_MAX` are kept."""
-W_PAUSED_NS = 31
-W_MARKS = 32
-"""A mark is (committed step, ns). Of a rank of a replica group, which saves nothing, the marks are
-accounts instead, `GROUP_MARKS` in the place of the step."""
+(
+    W_MAGIC, W_VERSION, W_RANK, W_GENERATION, W_PID, W_RECORDER, W_PROGRESS_SEQ, W_PHASE,
+    W_PHASE_SINCE, W_BEAT, W_COMM_BEAT, W_START_STEP, W_STEP, W_STEP_NS, W_CHECKPOINT_NS,
+    W_BOUNDARY_NS, W_OVERHEAD_NS, W_SPAWNED, W_SCRIPT, W_INIT, W_GROUP, W_RESTORED, W_FIRST_STEP,
+    W_LAST_STEP, W_FINISHED, W_NUM_MARKS, W_NUM_RECORDS, W_NUM_SPANS, W_COMM_SEQ, W_NUM_COMMS,
+    W_NUM_STAGES, W_PAUSED_NS, W_MARKS,
+) = range(33)  # fmt: skip
+"""Words of the header, in their order.
+
+`W_PID` is 0 until the rank has claimed the ring; no other process may write it afterwards.
+`W_RECORDER` is an index in `RECORDERS`. `W_BEAT` is the last write of the training thread,
+`W_COMM_BEAT` the last time the recorder saw a collective begin or end. `W_NUM_MARKS`, `_RECORDS`,
+`_SPANS` and `_STAGES` count what was ever made or begun; the last `MARKS_MAX` and so on are kept.
+Span `n` (from 0) lies at `n % SPANS_MAX`.
+
+A mark (from `W_MARKS` on) is (committed step, ns). Of a rank of a replica group, which saves
+nothing, the marks are accounts instead, `GROUP_MARKS` in the place of the step."""
 MARKS_MAX = 16
 GROUP_MARKS = (-2, -3, -4)
 """lost, reform, heal"""
-W_BUSY_SINCE = 64
-W_BUSY_UNTIL = 65
-"""When the busy phase ends that the script has declared; 0 without one. Written last."""
-W_BUSY_NAME = 66
-"""Its name, UTF-8, padded with zeros."""
+W_BUSY_SINCE, W_BUSY_UNTIL, W_BUSY_NAME = range(64, 67)
+"""The busy phase that the script has declared; its end, 0 without one, is written last. Its name is
+UTF-8, padded with zeros."""
 BUSY_NAME_BYTES = 64
 
 HEADER_BYTES = 640
 COMMS_MAX = 64
 COMM_BYTES = 320
-COMM_WORDS = COMM_BYTES // 8
 C_SIZE, C_STARTED, C_ENDED, C_SINCE, C_BYTES, C_KIND, C_TIMEOUT = range(7)
 """Words of a communicator's slot; `C_KIND` is as in a span, without the slot; `C_TIMEOUT` is the
 process group's own time-out in nanoseconds, 0 where it is not known."""
@@ -364,14 +334,7 @@ def _parse_account(words: tuple[int, ...], offset: float) -> RankAccount:
         boundary_s=words[W_BOUNDARY_NS] / 1e9,
         overhead_s=words[W_OVERHEAD_NS] / 1e9,
         paused_s=words[W_PAUSED_NS] / 1e9,
-        spawned_s=_stamp(words[W_SPAWNED], offset),
-        script_s=_stamp(words[W_SCRIPT], offset),
-        init_s=_stamp(words[W_INIT], offset),
-        group_s=_stamp(words[W_GROUP], offset),
-        restored_s=_stamp(words[W_RESTORED], offset),
-        first_step_s=_stamp(words[W_FIRST_STEP], offset),
-        last_step_s=_stamp(words[W_LAST_STEP], offset),
-        finished_s=_stamp(words[W_FINISHED], offset),
+        **{f"{name}_s": _stamp(words[at], offset) for name, at in STAMP_WORDS.items()},
         marks=tuple(mark for mark in marks if mark[0] >= 0),
         lost_s=lost_s,
         reform_s=reform_s,

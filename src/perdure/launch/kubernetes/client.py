@@ -208,7 +208,7 @@ class PodChannel(Channel):
         target = (*options, self._pod, "-c", self._container)
         return list(self._client.command("exec", *target, "--", *words))
 
-    def command(self, script: str) -> list[str]:
+    def command(self, script: str, *, shared: bool = False) -> list[str]:
         """Return the command of this machine that runs the shell script `script` there."""
         return self.enter("sh", "-c", wrap(script))
 

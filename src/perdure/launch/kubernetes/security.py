@@ -92,48 +92,52 @@ def find_violations(pod: Object) -> list[str]:
 
 def _find_in_container(container: Object, pod: Object) -> Iterator[str]:
     at, own = f"container {container.get('name', '?')}", _map(container, "securityContext")
+    capabilities, hooks = _map(own, "capabilities"), _map(container, "lifecycle")
+    seccomp = _map(own if "seccompProfile" in own else pod, "seccompProfile").get("type")
+    rows = {
+        "privileged: true": own.get("privileged"),
+        "allowPrivilegeEscalation is not false": own.get("allowPrivilegeEscalation") is not False,
+        f"procMount: {own.get('procMount')}": own.get("procMount", "Default") != "Default",
+        "capabilities.drop has no ALL": "ALL" not in (capabilities.get("drop") or ()),
+        **{
+            f"capabilities.add: {name}": name != "NET_BIND_SERVICE"
+            for name in capabilities.get("add") or ()
+        },
+        "runAsNonRoot is not true": own.get("runAsNonRoot", pod.get("runAsNonRoot")) is not True,
+        "seccompProfile.type is not RuntimeDefault": seccomp not in _SECCOMP,
+        **{
+            f"hostPort: {port.get('hostPort')}": port.get("hostPort")
+            for port in _list(container, "ports")
+        },
+        **{
+            f"{way}.host: {host}": host
+            for hook in (
+                *(_map(container, name) for name in _PROBES),
+                *(_map(hooks, name) for name in ("postStart", "preStop")),
+            )
+            for way in ("httpGet", "tcpSocket")
+            if (host := _map(hook, way).get("host"))
+        },
+    }
     yield from _find_in_context(own, at)
-    if own.get("privileged"):
-        yield f"{at}: privileged: true"
-    if own.get("allowPrivilegeEscalation") is not False:
-        yield f"{at}: allowPrivilegeEscalation is not false"
-    if own.get("procMount", "Default") != "Default":
-        yield f"{at}: procMount: {own['procMount']}"
-    capabilities = _map(own, "capabilities")
-    if "ALL" not in (capabilities.get("drop") or ()):
-        yield f"{at}: capabilities.drop has no ALL"
-    for name in capabilities.get("add") or ():
-        if name != "NET_BIND_SERVICE":
-            yield f"{at}: capabilities.add: {name}"
-    if own.get("runAsNonRoot", pod.get("runAsNonRoot")) is not True:
-        yield f"{at}: runAsNonRoot is not true"
-    if _map(own if "seccompProfile" in own else pod, "seccompProfile").get("type") not in _SECCOMP:
-        yield f"{at}: seccompProfile.type is not RuntimeDefault"
-    for port in _list(container, "ports"):
-        if port.get("hostPort"):
-            yield f"{at}: hostPort: {port['hostPort']}"
-    hooks = _map(container, "lifecycle")
-    probes = [_map(container, name) for name in _PROBES]
-    for hook in (*probes, _map(hooks, "postStart"), _map(hooks, "preStop")):
-        for way in ("httpGet", "tcpSocket"):
-            if host := _map(hook, way).get("host"):
-                yield f"{at}: {way}.host: {host}"
+    yield from (f"{at}: {text}" for text, refused in rows.items() if refused)
 
 
 def _find_in_context(context: Object, at: str) -> Iterator[str]:
     """Yield what is refused in a securityContext, of a pod as of a container."""
-    if context.get("runAsUser") == 0:
-        yield f"{at}: runAsUser: 0"
-    if _map(context, "windowsOptions").get("hostProcess"):
-        yield f"{at}: windowsOptions.hostProcess: true"
-    if _map(context, "seccompProfile").get("type", "RuntimeDefault") not in _SECCOMP:
-        yield f"{at}: seccompProfile.type: {context['seccompProfile']['type']}"
-    profile = _map(context, "appArmorProfile").get("type", "RuntimeDefault")
-    if profile not in _SECCOMP:
-        yield f"{at}: appArmorProfile.type: {profile}"
+    kinds = {
+        name: _map(context, name).get("type", "RuntimeDefault")
+        for name in ("seccompProfile", "appArmorProfile")
+    }
     selinux = _map(context, "seLinuxOptions")
-    if selinux.get("type", "") not in _SELINUX or selinux.get("user") or selinux.get("role"):
-        yield f"{at}: seLinuxOptions"
+    role = selinux.get("user") or selinux.get("role")
+    rows = {
+        "runAsUser: 0": context.get("runAsUser") == 0,
+        "windowsOptions.hostProcess: true": _map(context, "windowsOptions").get("hostProcess"),
+        **{f"{name}.type: {kind}": kind not in _SECCOMP for name, kind in kinds.items()},
+        "seLinuxOptions": role or selinux.get("type", "") not in _SELINUX,
+    }
+    yield from (f"{at}: {text}" for text, refused in rows.items() if refused)
 
 
 def _list_containers(pod: Object) -> list[Object]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.channel import Channel
+from perdure.launch.channel import Channel, list_config
+from perdure.launch.placing import expand_tilde
 from perdure.launch.platforms import Here
 from perdure.launch.ssh.programs import ASK, read_program
 from perdure.model.errors import ConfigError
@@ -135,7 +136,7 @@ def probe(plan: Plan) -> dict[str, Any]:
         "folder": plan.place,
     }
     argument = shlex.quote(msgspec.json.encode(wanted).decode())
-    names = f"DATA_DIR={_quote(overrides.DATA_DIR)}; export DATA_DIR; "
+    names = f'DATA_DIR="{expand_tilde(overrides.DATA_DIR)}"; export DATA_DIR; '
     script = f"{ASK}{names}exec python3 - probe {argument}"
     return Channel(profile.launch).query(
         script, dict[str, Any], stdin=read_program("box.py").encode(), timeout_s=120
@@ -155,9 +156,8 @@ def refuse_proxy(section: LaunchSection) -> None:
         return
     names = [host]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        config = ["-F", os.path.expanduser(section.ssh_config)] if section.ssh_config else []
-        done = subprocess.run(["ssh", *config, "-G", host], capture_output=True, text=True,
-                              timeout=10, stdin=subprocess.DEVNULL)  # fmt: skip
+        done = subprocess.run(["ssh", *list_config(section), "-G", host], capture_output=True,
+                              text=True, timeout=10, stdin=subprocess.DEVNULL)  # fmt: skip
         names += [
             line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")
         ]
@@ -167,11 +167,6 @@ def refuse_proxy(section: LaunchSection) -> None:
             "no commands",
             hint="SSH over exposed TCP: the pod's public IP and port of 22, in ~/.ssh/config",
         )
-
-
-def _quote(place: str) -> str:
-    """Return a place for the shell: its variables are expanded there, nothing else is."""
-    return '"' + ("$HOME" + place[1:] if place.startswith("~") else place) + '"'
 
 
 def check_places(told: dict[str, Any]) -> list[Finding]:

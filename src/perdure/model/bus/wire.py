@@ -288,10 +288,15 @@ class RankLaunch(msgspec.Struct, frozen=True):
     """Path of its ring; made by the keeper before the rank starts."""
 
 
-class KeeperSpawn(msgspec.Struct, frozen=True, tag=True):
-    """Start ranks; answered by `KeeperSpawned`. Idempotent by generation, and beside by rank."""
+class OfGeneration(msgspec.Struct, frozen=True, tag=True):
+    """Base of what a keeper is told, or tells, of one generation."""
 
     generation: int
+
+
+class KeeperSpawn(OfGeneration, frozen=True):
+    """Start ranks; answered by `KeeperSpawned`. Idempotent by generation, and beside by rank."""
+
     ranks: tuple[RankLaunch, ...]
     script: str
     args: tuple[str, ...]
@@ -303,28 +308,25 @@ class KeeperSpawn(msgspec.Struct, frozen=True, tag=True):
     """Its ranks join those of the same generation that live."""
 
 
-class KeeperStore(msgspec.Struct, frozen=True, tag=True):
+class KeeperStore(OfGeneration, frozen=True):
     """Serve a TCPStore for `generation`; answered by `KeeperStoreReady`."""
 
-    generation: int
     world_size: int
     bind: str = "127.0.0.1"
 
 
-class KeeperKill(msgspec.Struct, frozen=True, tag=True):
+class KeeperKill(OfGeneration, frozen=True):
     """End every process of generations up to `generation` with all descendants.
 
     Answered by `KeeperStopped` when none is left. `grace_s` lies between SIGTERM and SIGKILL.
     """
 
-    generation: int
     grace_s: float = 0.0
 
 
-class KeeperSignal(msgspec.Struct, frozen=True, tag=True):
+class KeeperSignal(OfGeneration, frozen=True):
     """Send a signal to one rank."""
 
-    generation: int
     rank: int
     signal: int
 
@@ -356,10 +358,9 @@ class KeeperState(msgspec.Struct, frozen=True, tag=True):
     why_cold: str = ""
 
 
-class KeeperSpawned(msgspec.Struct, frozen=True, tag=True):
+class KeeperSpawned(OfGeneration, frozen=True):
     """The ranks run."""
 
-    generation: int
     pids: dict[int, int]
     at_s: float
     warm: bool
@@ -367,10 +368,9 @@ class KeeperSpawned(msgspec.Struct, frozen=True, tag=True):
     beside: bool = False
 
 
-class KeeperStoreReady(msgspec.Struct, frozen=True, tag=True):
+class KeeperStoreReady(OfGeneration, frozen=True):
     """The store serves `port`; 0 with `why_not` where a keeper cannot (cold: rank 0 will)."""
 
-    generation: int
     port: int
     why_not: str = ""
 
@@ -381,10 +381,8 @@ class KeeperExited(msgspec.Struct, frozen=True, tag=True):
     record: ExitRecord
 
 
-class KeeperStopped(msgspec.Struct, frozen=True, tag=True):
+class KeeperStopped(OfGeneration, frozen=True):
     """Nothing of generations up to this one is left."""
-
-    generation: int
 
 
 FromKeeper = KeeperState | KeeperSpawned | KeeperStoreReady | KeeperExited | KeeperStopped
