@@ -11,9 +11,7 @@ import typer
 
 from perdure.adapters.storage import list_stored, read_room
 from perdure.cli.jobs import find_job
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, note, print_json
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.plan.storage import plan_pruning
 

@@ -7,8 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import keep_given, note, print_json, render_table
+from perdure.cli.speech.say import Json, keep_given, note, print_json, render_table
 from perdure.dash.shape import render_span
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import HINT, CostProfile, read_profile

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.speech.say import Json, note, print_json, render_table
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.planning.costs import CostProfile, read_profile

@@ -12,8 +12,7 @@ from msgspec import structs
 
 from perdure.adapters.devices import list_gpus
 from perdure.cli.running.jobspec import read_job_file, validate
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, keep_given, note, print_json, render_table
+from perdure.cli.speech.say import Json, answer, keep_given, note, print_json, render_table
 from perdure.control.queue import Book, Line, explain, find_oversized
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.numbers import NUMBER_HINT, find_number

@@ -7,8 +7,7 @@ import msgspec
 import typer
 from msgspec import json as msgspec_json
 
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, keep_given, note, print_json, write_asked
+from perdure.cli.speech.say import Json, Width, answer, keep_given, note, print_json, write_asked
 from perdure.dash.terminal import print_exact
 from perdure.lab.policies.policies import (
     POLICIES,
@@ -71,7 +70,6 @@ Coalesce = Annotated[
 ]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also draw it there.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")]
-Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
 
 
 def load_trace(

@@ -32,9 +32,7 @@ import typer
 from perdure.adapters.nats.server import find_binary
 from perdure.cli.jobs import find_here
 from perdure.cli.looking.redaction import SECRET_NAME, Redactor, find_secrets_in_args
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, answer
 from perdure.launch.records import read_remote
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, SafetyError
 from perdure.model.paths import JobPaths

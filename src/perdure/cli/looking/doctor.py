@@ -14,8 +14,7 @@ from perdure.adapters.health import check_machine
 from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.platforms.profiles import choose_profile
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.speech.say import Json, note, print_json, render_table
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.platforms.traps import Check, Scope, Trap
 from perdure.service.jobfiles import load_endpoint, resolve_home

@@ -22,9 +22,7 @@ from perdure.adapters.exporters import (
 )
 from perdure.cli.jobs import Job, find_job
 from perdure.cli.looking.watch import look_again
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, note, print_json
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, answer, note, print_json
 from perdure.model.bus.access import ROLES, find_access
 from perdure.model.bus.asyncapi import make_asyncapi
 from perdure.model.events import JournalEntry, MetricsLogged

@@ -17,10 +17,17 @@ import typer
 from perdure.adapters.host import kill_process
 from perdure.adapters.stacks import dump_stack
 from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
-from perdure.cli.platforms.boxes import list_reminders
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, note, print_json, render_table, write_asked
-from perdure.cli.steering.act import JobName
+from perdure.cli.platforms.remote import list_reminders
+from perdure.cli.speech.say import (
+    JobName,
+    Json,
+    Width,
+    answer,
+    note,
+    print_json,
+    render_table,
+    write_asked,
+)
 from perdure.dash.links import render_links
 from perdure.dash.shape import render_shape
 from perdure.dash.verdicts import (
@@ -51,8 +58,6 @@ from perdure.traps import find_trap, name_symptoms
 
 _NATIVE_TIMEOUT_S = 30.0
 """Symbols of torch's libraries are read from disk at first."""
-
-Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
 
 
 def ps(

@@ -13,9 +13,7 @@ import msgspec
 import typer
 
 from perdure.cli.jobs import Job, find_job, find_start
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, print_json
 from perdure.launch.output import print_output
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, ProtocolError

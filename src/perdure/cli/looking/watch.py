@@ -21,9 +21,7 @@ from typing import Annotated
 import typer
 
 from perdure.cli.jobs import ENDED, LOST, Job, find_job
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, note, print_json
 from perdure.dash.live import render_status
 from perdure.dash.watch import Line, render_clock, render_watch
 from perdure.model.plain import REASON_MAX, shorten_line

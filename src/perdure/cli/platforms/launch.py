@@ -15,8 +15,7 @@ from perdure.cli.platforms.profiles import Host, choose_profile, here, render_da
 from perdure.cli.platforms.remote import attach
 from perdure.cli.running.checks import check_environment, check_module, check_script, choose_name
 from perdure.cli.running.jobspec import read_job_file, validate
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json
+from perdure.cli.speech.say import Json, note, print_json
 from perdure.dash.terminal import print_exact
 from perdure.launch.catalog import Resolved, overlay
 from perdure.launch.placing import write_files
@@ -72,8 +71,8 @@ def launch(
     as_json: Json = False,
 ) -> int:
     """Render a job for a platform, check it, submit it and leave it: it outlives this machine."""
-    home = resolve_home()
-    place = here(home)
+    place = here()
+    home = place.home
     spec = make_launch_spec(job_file, home)
     plan = make_plan(spec, choose_profile(on, host, home).profile)
     stop = _hear_stop() if follow else []

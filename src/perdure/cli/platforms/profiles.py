@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, note, print_json, read_meanings, render_table
+from perdure.cli.speech.say import Json, answer, note, print_json, read_meanings, render_table
 from perdure.launch.catalog import (
     SECTIONS,
     Resolved,
@@ -50,7 +49,7 @@ def profiles(
         return
     resolved = choose_profile(name, host, home)
     if measure:
-        resolved = measure_profile(resolved, here(home))
+        resolved = measure_profile(resolved, here())
     profile = resolved.profile
     if as_json:
         values = {
@@ -70,9 +69,9 @@ def profiles(
     print("\n\n".join(part for part in parts if part))
 
 
-def here(home: str) -> Here:
+def here() -> Here:
     """Return this machine, as launchers meet it; progress goes to standard error."""
-    return Here(home, dict(os.environ), note)
+    return Here(resolve_home(), dict(os.environ), note)
 
 
 def choose_profile(name: str, host: str | None, home: str) -> Resolved:

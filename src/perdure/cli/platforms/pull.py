@@ -11,9 +11,7 @@ import typer
 
 from perdure.cli.jobs import ENDED, find_here
 from perdure.cli.platforms.profiles import ask_person, here
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, print_json
 from perdure.launch.output import name_first
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.records import read_record, write_record
@@ -37,7 +35,6 @@ from perdure.model.platforms.launching import (
     PulledFile,
     PullManifest,
 )
-from perdure.service.jobfiles import resolve_home
 
 _LEAVE_S = 20.0
 """Given to further boxes to leave a job that has ended on its first."""
@@ -84,8 +81,8 @@ def pull(
     So is every file of the project and the data folders there that is not here as it was sent, but
     for caches and environments. What has arrived stays: the same command goes on from there.
     """
-    home = resolve_home()
-    place, record = here(home), mark_gone(find_record(home, job), gone or [])
+    place = here()
+    record = mark_gone(find_record(place.home, job), gone or [])
     for box in record.boxes:
         state = wait_over(box, place, 0.0 if live or box is record else _LEAVE_S)
         if not state.over and not live:
@@ -107,7 +104,9 @@ def pull(
     if manifest.changed:
         place.tell(f"{describe_changed(manifest.changed)} while the job runs: here as they arrived")
     if not dry_run:
-        write_record(home, msgspec.structs.replace(record, pulled_to=str(directory.resolve())))
+        write_record(
+            place.home, msgspec.structs.replace(record, pulled_to=str(directory.resolve()))
+        )
     if as_json:
         print_json({"job": job, "dir": str(directory), "files": len(manifest.files), "bytes": size,
                     "roots": manifest.roots, "dry_run": dry_run, "sent": manifest.sent,

@@ -1,35 +1,209 @@
-"""Jobs on other machines: commands carried there, `perdure attach`, `tunnel` and `scale`."""
+"""Jobs on other machines: commands carried there, `perdure attach`, `tunnel` and `scale`.
 
+How each box of such a job is, is told with when it was last seen from here. `perdure remind` says
+what they cost that nobody looks after; so do lines of `ps` and `status`.
+"""
+
+import asyncio
 import contextlib
+import io
+import json
 import time
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_job
-from perdure.cli.platforms.boxes import (
-    describe_row,
-    find_box,
-    list_reminders,
-    print_status,
-    tell_boxes,
-)
+from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_elsewhere, find_job
 from perdure.cli.platforms.profiles import here
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, note
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, answer, note, print_json
 from perdure.launch.platforms import Here, find_platform
+from perdure.launch.reminding import find_reminders
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.platforms.launching import BoxRow, BoxState, LaunchRecord
-from perdure.service.jobfiles import resolve_home
+from perdure.model.platforms.launching import BoxRow, BoxState, LaunchRecord, Reminder
+from perdure.service.controller.alerts import Alerter
+from perdure.service.jobfiles import read_document, write_document
+from perdure.telemetry.alerts import Alert
+
+
+def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
+    """Return how a job's part on each box is; all are asked at once.
+
+    What was seen is remembered, beside the job's record: of a box that does not answer it is told
+    when it last did, and as which boot.
+    """
+    platform = find_platform(record.profile.kind)
+    path = _find_seen(place.home, record.job)
+    seen = {row.host: row for row in read_seen(place.home, record.job)}
+
+    def look(box: LaunchRecord) -> BoxRow:
+        try:
+            return _describe(box, platform.find_state(box, place))
+        except PlatformError as error:
+            known = seen.get(box.box) or _describe_launch(box)
+            return msgspec.structs.replace(known, state="unreached", reason=str(error))
+
+    with ThreadPoolExecutor(len(record.boxes)) as pool:
+        rows = list(pool.map(look, record.boxes))
+    with contextlib.suppress(PlatformError):  # A full disk here hides no box.
+        write_document(str(path), rows)
+    return rows
+
+
+def read_seen(home: str, job: str) -> list[BoxRow]:
+    """Return how a job's boxes were when they were last asked."""
+    return read_document(str(_find_seen(home, job)), list[BoxRow]) or []
+
+
+def _find_seen(home: str, job: str) -> Path:
+    return Path(home, "launches", "seen", f"{job}.json")
+
+
+def _describe(box: LaunchRecord, state: BoxState) -> BoxRow:
+    return BoxRow(
+        host=box.box,
+        state=state.state,
+        reason=state.reason,
+        boot_id=state.boot_id,
+        seen_s=time.time(),
+        started_s=state.started_s,
+        attempt=state.attempt,
+        address=box.address,
+        ended_s=state.ended_s,
+        load=state.load,
+    )
+
+
+def _describe_launch(box: LaunchRecord) -> BoxRow:
+    """Return what is known of a box that has not answered since the launch."""
+    return BoxRow(
+        host=box.box,
+        state="unreached",
+        boot_id=box.boot_id,
+        seen_s=box.launched_s,
+        started_s=box.launched_s,
+        address=box.address,
+    )
+
+
+def tell_boxes(record: LaunchRecord, place: Here) -> None:
+    """Say how each box is."""
+    for row in look_at_boxes(record, place):
+        note(describe_row(row))
+
+
+def describe_row(row: BoxRow) -> str:
+    """Return in one sentence how a job's part on a box is."""
+    if row.state == "unreached":
+        ago_s = max(0.0, time.time() - row.seen_s)
+        boot = f", boot {row.boot_id[:8]}" if row.boot_id else ""
+        return f"{row.reason}; last seen {ago_s:.0f} s ago{boot}"
+    more = "; the same `perdure launch` resumes it" if row.state in ("rebooted", "killed") else ""
+    return f"{row.host}: {row.state}: {row.reason}{more}"
+
+
+def print_status(record: LaunchRecord, place: Here, run: Callable[[], int]) -> int:
+    """Print one document: what `run` prints of the job's own, and every box; return `run`'s code.
+
+    Where the job's own box does not answer, the others are told all the same, with exit code 3.
+    """
+    printed, code = io.StringIO(), PlatformError.exit_code
+    document: dict[str, Any] = {"job": record.job}
+    try:
+        with contextlib.redirect_stdout(printed):
+            code = run()
+        document = json.loads(printed.getvalue())
+    except PlatformError as error:
+        document |= {"state": "unreached", "reason": error.message, "hint": error.hint}
+    except json.JSONDecodeError:
+        document |= {"state": "unknown", "reason": printed.getvalue().strip()}
+    print_json({**document, "boxes": look_at_boxes(record, place)})
+    return code
+
+
+def find_box(record: LaunchRecord, host: str | None) -> LaunchRecord:
+    """Return the job's box of that name; its first one without a name.
+
+    Raises:
+        ConfigError: none of them is called so.
+    """
+    if host is None:
+        return record
+    names = {box.box: box for box in record.boxes}
+    if host not in names:
+        raise ConfigError(f"--host {host}: not a box of {record.job}", hint=", ".join(names))
+    return names[host]
+
+
+AGAIN_S = 24 * 3600.0
+"""An alert of the same kind for the same job is sent again after this."""
+
+
+def list_reminders(record: LaunchRecord, home: str) -> list[Reminder]:
+    """Return what a person should look after, by what was last seen; nobody is asked."""
+    return find_reminders(record, read_seen(home, record.job), time.time())
+
+
+def remind(as_json: Json = False) -> int:
+    """Ask every box of a launched job, and say what costs money that nobody looks after.
+
+    Each reminder goes to the job's own [alerts] too, once a day: cron may run this. Nothing is
+    ever stopped by it.
+    """
+    place = here()
+    found: list[Reminder] = []
+    undelivered = 0
+    for record in find_elsewhere():
+        if not record.profile.ends_by_itself:
+            look_at_boxes(record, place)
+        mine = list_reminders(record, place.home)
+        found += mine
+        undelivered += _send(record, mine, place)
+    if as_json:
+        print_json({"reminders": found, "undelivered": undelivered})
+    else:
+        for reminder in found:
+            print(f"{reminder.job}: {reminder.text}")
+        if not found:
+            print("nothing to look after")
+    return 3 if undelivered else 0
+
+
+def _send(record: LaunchRecord, reminders: list[Reminder], place: Here) -> int:
+    """Send each reminder to the job's alerts, unless it was a day ago or less; return the lost."""
+    alerter = Alerter(record.job, record.alerts)
+    path = Path(place.home, "launches", "seen", f"{record.job}.reminded.json")
+    sent = read_document(str(path), dict[str, float]) or {}
+    now_s = time.time()
+    due = [r for r in reminders if now_s - sent.get(r.kind, 0.0) > AGAIN_S]
+    if not alerter.wanted or "meter" not in record.alerts.events or not due:
+        return 0
+
+    async def deliver() -> None:
+        for reminder in due:
+            before = alerter.dropped
+            text = reminder.text
+            await alerter.send(Alert(job=record.job, kind="meter", summary=text, at_s=now_s))
+            if alerter.dropped == before:
+                sent[reminder.kind] = now_s
+            else:
+                place.tell(f"{record.job}: the alert was not delivered: {text}")
+
+    asyncio.run(deliver())
+    with contextlib.suppress(PlatformError):  # A full disk here hides no reminder.
+        write_document(str(path), sent)
+    return alerter.dropped
+
 
 _POLL_S = 0.5
 
 
 def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
     """Run a command line where its job is; return its exit code."""
-    platform, place = find_platform(record.profile.kind), here(resolve_home())
+    platform, place = find_platform(record.profile.kind), here()
     pods = record.profile.kind == "kubernetes"
     if argv[0] == "status" and "--json" in argv and record.profile.kind == "ssh":
         return print_status(record, place, lambda: platform.run(record, argv, place))
@@ -88,7 +262,7 @@ def _attach_here(found: Job, as_json: bool) -> int:
 
 
 def _attach_there(record: LaunchRecord, as_json: bool) -> int:
-    platform, place = find_platform(record.profile.kind), here(resolve_home())
+    platform, place = find_platform(record.profile.kind), here()
     words = ["logs", record.job, "-f", *(["--json"] if as_json else [])]
     state = platform.find_state(record, place)
     while True:
@@ -168,7 +342,7 @@ def scale(
         raise ConfigError(f"nothing to scale on a platform of kind {record.profile.kind}")
     from perdure.launch.kubernetes.scaling import scale as scale_pods
 
-    done = scale_pods(record, pods, here(resolve_home()))
+    done = scale_pods(record, pods, here())
     changes = [f"{name} added" for name in done.added] + [f"{name} left" for name in done.removed]
     text = "; ".join([f"{job}: {done.pods} pods, {done.before} before", *changes])
     answer(done, text, as_json=as_json)

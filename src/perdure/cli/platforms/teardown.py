@@ -18,9 +18,7 @@ import typer
 from perdure.cli.platforms.launch import render_finding
 from perdure.cli.platforms.profiles import ask_person, here, is_terminal
 from perdure.cli.platforms.pull import DryRun, Leave, find_record, find_state
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, keep_given, note, print_json
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, answer, keep_given, note, print_json
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnfinishedError, UnreachedError
 from perdure.launch.output import name_first
@@ -52,7 +50,6 @@ from perdure.model.platforms.launching import (
     PullManifest,
 )
 from perdure.model.platforms.profile import TeardownSection
-from perdure.service.jobfiles import resolve_home
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +103,12 @@ def teardown(
     as_json: Json = False,
 ) -> int:
     """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
-    home = resolve_home()
-    place, record = here(home), name_boxes(find_record(home, job), ids or [])
+    place = here()
+    record = name_boxes(find_record(place.home, job), ids or [])
     if with_volume and record.profile.kind != "kubernetes":
         raise ConfigError("--with-volume is for jobs on Kubernetes")
     if not dry_run and _is_gone(record):
-        return _close(home, record, {"job": job}, as_json=as_json)
+        return _close(place.home, record, {"job": job}, as_json=as_json)
     waived = Waived(tuple(leave or ()), nothing_to_keep, others_agree, box_is_gone)
     look = check_gate(record, place, waived)
     obstacles = look.obstacles
@@ -143,7 +140,7 @@ def teardown(
     _ask_name(job, confirm, record)
     record = _stop_under_lock(record, place, waived, look, deletion, by_hand=by_hand)
     _await_end(record, place, by_hand=by_hand)
-    return _close(home, record, told, as_json=as_json)
+    return _close(place.home, record, told, as_json=as_json)
 
 
 def name_boxes(record: LaunchRecord, ids: list[str]) -> LaunchRecord:
@@ -224,8 +221,8 @@ def forget(
 
     Nothing is stopped by it. The record is set aside, and the name is free again.
     """
-    home = resolve_home()
-    place, record = here(home), find_record(home, job)
+    place = here()
+    record = find_record(place.home, job)
     if record.profile.kind == "local":
         raise ConfigError(f"job `{job}` is on this machine, which answers")
     for box in record.boxes:
@@ -261,8 +258,8 @@ def forget(
         raise SafetyError(f"job `{job}` was not forgotten: {lines[0]}", hint="--yes")
     at_s = time.time()
     said = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(at_s))} forget"
-    write_record(home, msgspec.structs.replace(record, notes=(*record.notes, said)))
-    aside = forget_record(home, job, at_s)
+    write_record(place.home, msgspec.structs.replace(record, notes=(*record.notes, said)))
+    aside = forget_record(place.home, job, at_s)
     document = {"job": job, "lost": lines, "remains": remains, "record": str(aside)}
     answer(document, f"{job}: forgotten; its record is {aside}", as_json=as_json)
     return 0

@@ -11,6 +11,8 @@ from typing import Annotated, Any, get_origin
 
 import typer
 
+from perdure.cli.speech.say import Json
+
 _TORCHRUN = "torchrun's options"
 
 
@@ -35,9 +37,6 @@ def take_options(options: type) -> Callable[[Callable[..., int]], Callable[..., 
         return command
 
     return take
-
-
-Json = Annotated[bool, _option("--json", help="The answer as JSON.")]
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """How the command line speaks: errors in two lines or as JSON, documents, and perdure's notes.
 
+The options that many commands share are here as well, since they choose how is spoken.
 What a person asked for goes to standard output; what perdure has to add goes to standard error.
 """
 
@@ -11,12 +12,21 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from perdure.dash.shape import align
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
 from perdure.model.plain import show_controls
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
+Json = Annotated[bool, typer.Option("--json", help="The answer as JSON.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout-s", min=0.1, help="How long to wait for the answer.")
+]
+Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
 
 
 def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> int:

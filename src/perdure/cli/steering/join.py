@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from perdure.cli.jobs import Job, find_job, send_command
-from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, note, print_json, render_table
-from perdure.cli.steering.act import JobName
+from perdure.cli.speech.say import JobName, Json, answer, note, print_json, render_table
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError
 from perdure.model.events import EXPIRES_S
