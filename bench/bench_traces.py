@@ -14,8 +14,9 @@ import sys
 import time
 from pathlib import Path
 
+from blind_plan import find_blind_plan
+
 from perdure.cli.trace import SWEEP_S, load_costs, load_throughput, load_trace
-from perdure.lab.policies.oracle import find_blind_plan
 from perdure.lab.policies.policies import POLICIES, Policy, apply_costs, change_policy
 from perdure.lab.policies.throughput import Throughput
 from perdure.lab.report import Physics

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.traces import traces
 
-from perdure.lab.simulation.schedule import Schedule, plan_schedule
+from perdure.lab.live.live import Schedule, plan_schedule
 from perdure.lab.traces import AvailabilityTrace, find_intervals
 from perdure.lab.traces.transform import speed_up
 from perdure.sim import Scenario, Weather

@@ -8,19 +8,20 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
+from bench.blind_plan import find_blind_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.traces import traces
 
-from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan, find_blind_plan
+from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan
 from perdure.lab.policies.policies import POLICIES, Phases
 from perdure.lab.policies.throughput import Shape, Throughput, make_linear, make_pipeline
 from perdure.lab.report import Physics
 from perdure.lab.simulation.compare import compare, find_online_costs
 from perdure.lab.simulation.engine import Replay
 from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
-from perdure.lab.traces.build import Builder
+from perdure.lab.traces.nouns import Builder
 from perdure.lab.traces.transform import announce
 
 ALL = list(POLICIES.values())

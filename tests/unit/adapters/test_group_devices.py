@@ -12,7 +12,7 @@ from tests.unit.adapters.fake_nvml import FakeNvml
 from perdure.adapters import devices
 from perdure.adapters.devices import find_group_devices
 from perdure.cli.app import run_command
-from perdure.cli.running import checks
+from perdure.cli.running import jobspec
 from perdure.launch import lint
 from perdure.launch.catalog import load_profile
 from perdure.launch.environment import GROUP_DEVICES, rank_environment
@@ -122,8 +122,8 @@ def test_p2_too_few_devices_are_an_error_before_anything_is_sent(name: str) -> N
 
 
 def test_p2_sharing_is_said_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_gpus", lambda env: ("a", "b"))
-    notes = checks.check_devices(make(3, nproc=1), {})
+    monkeypatch.setattr(jobspec, "find_gpus", lambda env: ("a", "b"))
+    notes = jobspec.check_devices(make(3, nproc=1), {})
     assert notes == ["3 replica groups of 1 share 2 visible GPUs"]
 
 

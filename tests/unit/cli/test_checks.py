@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from perdure.cli.platforms.launch import make_launch_spec
-from perdure.cli.running import checks
+from perdure.cli.running import jobspec
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.service.jobfiles import JobLock, paths_of
@@ -23,13 +23,13 @@ def job(folder: Path, script: str, **more: object) -> JobSpec:
 
 def test_a_good_script_passes_and_is_not_executed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('executed')\n")
-    assert checks.check_job(job(tmp_path, "train.py"), str(tmp_path / "home"), {}) == []
+    assert jobspec.check_job(job(tmp_path, "train.py"), str(tmp_path / "home"), {}) == []
 
 
 def test_a_missing_script_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     with pytest.raises(ConfigError) as caught:
-        checks.check_script(job(tmp_path, "trian.py"))
+        jobspec.check_script(job(tmp_path, "trian.py"))
     assert caught.value.message == "no such script: trian.py"
     assert caught.value.hint == "did you mean train.py?"
 
@@ -37,29 +37,29 @@ def test_a_missing_script_names_its_neighbours(tmp_path: Path) -> None:
 def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = 1\nfor x in\n")
     with pytest.raises(ConfigError, match=r"bad\.py, line 2: .*: for x in"):
-        checks.check_script(job(tmp_path, "bad.py"))
+        jobspec.check_script(job(tmp_path, "bad.py"))
 
 
 @pytest.mark.parametrize("content", [b"\0\0", b"\xff\xfe\x00"])
 def test_what_is_no_source_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.bin").write_bytes(content)
     with pytest.raises(ConfigError, match=r"x\.bin"):
-        checks.check_script(job(tmp_path, "x.bin"))
+        jobspec.check_script(job(tmp_path, "x.bin"))
 
 
 def test_a_directory_is_no_script(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a directory"):
-        checks.check_script(job(tmp_path, "."))
+        jobspec.check_script(job(tmp_path, "."))
 
 
 def test_programs(tmp_path: Path) -> None:
-    checks.check_program(job(tmp_path, "sh", no_python=True))
+    jobspec.check_program(job(tmp_path, "sh", no_python=True))
     program = tmp_path / "p"
     program.write_text("#!/bin/sh\n")
     with pytest.raises(ConfigError, match="no such program"):
-        checks.check_program(job(tmp_path, "./p", no_python=True))
+        jobspec.check_program(job(tmp_path, "./p", no_python=True))
     program.chmod(0o755)
-    checks.check_program(job(tmp_path, "./p", no_python=True))
+    jobspec.check_program(job(tmp_path, "./p", no_python=True))
 
 
 def test_modules_are_found_without_importing_their_packages(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_modules_are_found_without_importing_their_packages(tmp_path: Path) -> N
     for name in ("__init__.py", "one.py", "sub/__init__.py", "sub/__main__.py"):
         (package / name).write_text("raise SystemExit('imported')\n")
     for module in ("a_package_of_ours.one", "a_package_of_ours.sub", "json.tool"):
-        checks.check_module(job(tmp_path, module, module=True))
+        jobspec.check_module(job(tmp_path, module, module=True))
     assert "a_package_of_ours" not in sys.modules
     for module, part in (
         ("a_package_of_ours.two", r"a_package_of_ours\.two$"),
@@ -77,20 +77,20 @@ def test_modules_are_found_without_importing_their_packages(tmp_path: Path) -> N
         ("json..tool", r"json\.$"),
     ):
         with pytest.raises(ConfigError, match=part):
-            checks.check_module(job(tmp_path, module, module=True))
+            jobspec.check_module(job(tmp_path, module, module=True))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlatformError, match="cannot write to"):
-        checks.check_folder(str(tmp_path / "file" / "home"))
+        jobspec.check_folder(str(tmp_path / "file" / "home"))
 
 
 def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10 << 30, 10 << 30, 5 << 20))
     with pytest.raises(PlatformError, match="no space left: 5 MiB free"):
-        checks.check_folder(str(tmp_path))
+        jobspec.check_folder(str(tmp_path))
 
 
 def run_with(spec: JobSpec, environ: dict[str, str]) -> None:
@@ -120,7 +120,7 @@ def test_what_linux_hands_to_no_program_is_named_before_anything_starts(
     with pytest.raises(OSError, match="Argument list too long"):
         run_with(spec, around)
     with pytest.raises(ConfigError, match=named) as caught:
-        checks.check_job(spec, str(tmp_path / "home"), around)
+        jobspec.check_job(spec, str(tmp_path / "home"), around)
     assert "file" in caught.value.hint
     with pytest.raises(ConfigError, match=named.partition("largest")[0]):
         make_launch_spec(str(tmp_path / "job.toml"), str(tmp_path / "home"))
@@ -130,33 +130,33 @@ def test_what_is_just_not_too_large_is_run(tmp_path: Path) -> None:
     one = job(tmp_path, "train.py", env={"BIG": "x" * ((128 << 10) - 5)})
     many = job(tmp_path, "train.py", env={f"V{n:02}": "x" * 100_000 for n in range(20)})
     for spec in (one, many):
-        checks.check_environment(spec, {"HOST": "y" * 8_999})
+        jobspec.check_environment(spec, {"HOST": "y" * 8_999})
         run_with(spec, {"HOST": "y" * 8_999})
 
 
 def test_devices_and_default_threads_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_gpus", lambda env: ("GPU-a",))
-    threads, devices = checks.check_devices(JobSpec(script="x", nproc=2), {})
+    monkeypatch.setattr(jobspec, "find_gpus", lambda env: ("GPU-a",))
+    threads, devices = jobspec.check_devices(JobSpec(script="x", nproc=2), {})
     assert threads.startswith("OMP_NUM_THREADS=1 for each of the 2 ranks")
     assert "2 ranks and 1 visible GPUs" in devices
-    assert checks.check_devices(JobSpec(script="x", nproc=1), {}) == []
-    monkeypatch.setattr(checks, "find_gpus", lambda env: ())
-    monkeypatch.setattr(checks, "count_cpus", lambda: 2)
+    assert jobspec.check_devices(JobSpec(script="x", nproc=1), {}) == []
+    monkeypatch.setattr(jobspec, "find_gpus", lambda env: ())
+    monkeypatch.setattr(jobspec, "count_cpus", lambda: 2)
     several = {"OMP_NUM_THREADS": "2"}
-    assert checks.check_devices(JobSpec(script="x", nproc=2), several) == []
-    (shared,) = checks.check_devices(JobSpec(script="x", nproc=3), several)
+    assert jobspec.check_devices(JobSpec(script="x", nproc=2), several) == []
+    (shared,) = jobspec.check_devices(JobSpec(script="x", nproc=3), several)
     assert "3 ranks share 2 cores" in shared
 
 
 def test_names(tmp_path: Path) -> None:
     home = str(tmp_path)
-    assert checks.choose_name(JobSpec(script="a/My train.py"), home).name == "My-train"
-    assert checks.choose_name(JobSpec(script="p.q.train", module=True), home).name == "train"
-    assert checks.choose_name(JobSpec(script="..."), home).name == "job"
+    assert jobspec.choose_name(JobSpec(script="a/My train.py"), home).name == "My-train"
+    assert jobspec.choose_name(JobSpec(script="p.q.train", module=True), home).name == "train"
+    assert jobspec.choose_name(JobSpec(script="..."), home).name == "job"
     lock = JobLock(paths_of(home, "train"))
     try:
-        assert checks.choose_name(JobSpec(script="train.py"), home).name == "train-2"
+        assert jobspec.choose_name(JobSpec(script="train.py"), home).name == "train-2"
     finally:
         lock.release()
-    assert checks.choose_name(JobSpec(script="train.py"), home).name == "train"
+    assert jobspec.choose_name(JobSpec(script="train.py"), home).name == "train"
     assert os.path.isdir(tmp_path / "jobs" / "train")

@@ -3,9 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from perdure.lab.live.live import play
+from perdure.lab.live.live import Act, Schedule, play
 from perdure.lab.report import MadeStep
-from perdure.lab.simulation.schedule import Act, Schedule
 
 
 class Trail:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from tests.traces import traces
 
-from perdure.lab.simulation.schedule import Act, plan_schedule
+from perdure.lab.live.live import Act, plan_schedule
 from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
 
 

@@ -13,8 +13,14 @@ import typer
 
 from perdure.cli.platforms.profiles import Host, choose_profile, here, render_danger
 from perdure.cli.platforms.remote import attach
-from perdure.cli.running.checks import check_environment, check_module, check_script, choose_name
-from perdure.cli.running.jobspec import read_job_file, validate
+from perdure.cli.running.jobspec import (
+    check_environment,
+    check_module,
+    check_script,
+    choose_name,
+    read_job_file,
+    validate,
+)
 from perdure.cli.speech.say import Json, note, print_json
 from perdure.dash.terminal import print_exact
 from perdure.launch.catalog import Resolved, overlay

@@ -10,8 +10,7 @@ import msgspec
 from perdure.adapters.notices import open_sources
 from perdure.cli.jobs import find_here
 from perdure.cli.running import options as o
-from perdure.cli.running.checks import check_job, choose_name
-from perdure.cli.running.jobspec import make_spec
+from perdure.cli.running.jobspec import check_job, choose_name, make_spec
 from perdure.cli.running.torchrun import parse_ranks, parse_streams
 from perdure.cli.speech.say import answer, note, print_json
 from perdure.cli.speech.unread import UnreadStream

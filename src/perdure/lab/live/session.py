@@ -25,13 +25,12 @@ from perdure.lab.live.ledger import (
     measure_costs,
     refresh_rates,
 )
-from perdure.lab.live.live import Played, play, wait_ready
+from perdure.lab.live.live import Played, Schedule, plan_schedule, play, wait_ready
 from perdure.lab.live.systems import MICRO_BATCHES, Perdure, System, Torchft, Torchrun
 from perdure.lab.policies.policies import POLICIES, apply_costs, pick_names
 from perdure.lab.policies.throughput import Shape, Throughput, read_throughput
 from perdure.lab.report import Comparison, Physics, ReplayResult, ReplayRow
 from perdure.lab.simulation.compare import compare
-from perdure.lab.simulation.schedule import Schedule, plan_schedule
 from perdure.lab.traces import AvailabilityTrace, find_intervals
 from perdure.lab.traces.transform import cut
 from perdure.model.codec import encode

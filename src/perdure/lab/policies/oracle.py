@@ -3,7 +3,6 @@
     U1   the area: the fastest shape at every moment, at no cost
     U2   clairvoyant: the best sequence of shapes, each change at its least physical cost
     U2'  the same sequence search, each change at what a given system was measured to take
-    U2"  the same of who knows everything but which nodes leave: a mean over who does
 
 For every change of who is there, V_k(c) = max over c' of V_{k-1}(c') + what c earns until the
 next change, coming from c'. The search is exact: what it forgets cannot win. Each bound errs
@@ -12,7 +11,6 @@ leaves room for that, and while state moves those that have it train in their fa
 """
 
 from collections.abc import Callable, Sequence
-from math import comb
 
 import msgspec
 
@@ -34,8 +32,8 @@ class ChangeCosts(msgspec.Struct, frozen=True):
     """Of a node's link."""
 
 
-_NEVER, _STOPPED = "never", "stopped"
-_State = Shape | str
+NEVER, STOPPED = "never", "stopped"
+State = Shape | str
 """A shape; or nothing yet, whose first start is free; or nothing any more."""
 
 
@@ -62,7 +60,7 @@ def find_best_plan(
         costs: Of changes.
         progress: Called with the share that is done.
     """
-    values: dict[_State, float] = {_NEVER: 0.0}
+    values: dict[State, float] = {NEVER: 0.0}
     before = 0
     # Whatever plan is behind by more than any change costs can be overtaken by changing to it.
     widest = max(find_move_s(table, None, s, 1, costs.bytes_per_s) for s in table.rates)
@@ -72,12 +70,12 @@ def find_best_plan(
     for number, interval in enumerate(intervals):
         floor = max(values.values()) - bound
         values = {c: v for c, v in values.items() if v >= floor}
-        step = _Step(table, costs, interval, before)
-        best: dict[_State, float] = {}
+        step = Step(table, costs, interval, before)
+        best: dict[State, float] = {}
         fitting, top = table.find_fitting(len(interval.living)), 0.0
         fitting.sort(key=lambda shape: -table.rates[shape])
         for old, value in values.items():
-            idle = old if old == _NEVER else _STOPPED
+            idle = old if old == NEVER else STOPPED
             best[idle] = max(best.get(idle, 0.0), value)
             for new in fitting:
                 limit = value + table.rates[new] * interval.length_s + widest * fastest
@@ -92,80 +90,39 @@ def find_best_plan(
     return max(values.values())
 
 
-def find_blind_plan(intervals: Sequence[Interval], table: Throughput, costs: ChangeCosts) -> float:
-    """Return the samples to be expected of who knows everything but which nodes leave (U2").
-
-    In the mean over them, each node that is there being as likely to leave as any other, no
-    policy with these costs has more: it would have to know what nobody told it. From the end,
-
-        W_k(c) = mean over whether c loses a node of max over c' of (c' from c until the next
-                 change) + W_{k+1}(c')
-
-    A loss takes as few of the active nodes as it can. Who leaves with notice is known.
-    """
-    steps: list[tuple[_Step, Interval, int]] = []
-    before = 0
-    for interval in intervals:
-        steps.append((_Step(table, costs, interval, before), interval, before))
-        before = len(interval.living)
-    after: dict[_State, float] = {}
-    for step, interval, nodes in reversed(steps):
-        fitting = table.find_fitting(len(interval.living))
-        now: dict[_State, float] = {}
-        states: list[_State] = [_NEVER, _STOPPED, *table.find_fitting(nodes)]
-        for old in states:
-            value = 0.0
-            for chance, lost in step.find_losses(old, nodes):
-                ways = (step.earn(old, new, lost) + after.get(new, 0.0) for new in fitting)
-                idle = after.get(old if old == _NEVER else _STOPPED, 0.0)
-                value += chance * max(idle, *ways) if fitting else chance * idle
-            now[old] = value
-        after = now
-    return after[_NEVER]
-
-
-class _Step:
+class Step:
     """The change that an interval begins with, `before` nodes being there, and its time."""
 
     def __init__(
         self, table: Throughput, costs: ChangeCosts, interval: Interval, before: int
     ) -> None:
+        """Look at what `interval` begins with."""
         self._table, self._costs, self._length_s = table, costs, interval.length_s
         notices = [departure.notice_s for departure in interval.change.left]
-        self._survivors, self._left = before - len(notices), len(notices)
-        self._announced = sum(notice > 0 for notice in notices)
+        self.survivors, self.left = before - len(notices), len(notices)
+        self.announced = sum(notice > 0 for notice in notices)
         self._notice_s = max(notices, default=0.0)
 
-    def find_losses(self, old: _State, nodes: int) -> list[tuple[float, int | None]]:
-        """Return (chance, active nodes lost at the least), if any of `nodes` is as likely to go."""
-        if isinstance(old, str) or self._announced or not self._left:
-            return [(1.0, None)]
-        spared = comb(nodes - old.nodes, self._left) / comb(nodes, self._left)
-        found: list[tuple[float, int | None]] = [
-            (1.0 - spared, max(1, old.nodes - self._survivors))
-        ]
-        return found + ([(spared, 0)] if spared else [])
-
-    def earn(self, old: _State, new: Shape, lost: int | None = None) -> float:
+    def earn(self, old: State, new: Shape, lost: int | None = None) -> float:
         """Return the samples of `new` until the next change, coming from `old`.
 
         `lost` of its nodes have left; None: as few as can be.
         """
         costs, rates, length_s = self._costs, self._table.rates, self._length_s
-        if old == _NEVER:
+        if old == NEVER:
             return rates[new] * length_s
         if isinstance(old, str):
             pause_s = costs.voluntary_s + self._move_s(None, new, new.nodes)
             return rates[new] * max(0.0, length_s - pause_s)
         if lost is None:
-            lost = max(0, old.nodes - self._survivors)
+            lost = max(0, old.nodes - self.survivors)
         if lost == 0 and old == new:
             return rates[new] * length_s
         move_s = self._move_s(old, new, max(0, new.nodes - (old.nodes - lost)))
         if lost == 0:
             return self._turn(old, new, length_s, move_s)
         pause_s = costs.loss_s
-        if lost <= self._announced:
+        if lost <= self.announced:
             pause_s, move_s = costs.announced_s, max(0.0, move_s - self._notice_s)
         rest_s = max(0.0, length_s - pause_s)
         at_once = rates[new] * max(0.0, rest_s - move_s)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from perdure.lab.traces import AvailabilityTrace, find_intervals
-from perdure.lab.traces.build import Builder
+from perdure.lab.traces.nouns import Builder
 
 
 class Availability(msgspec.Struct, frozen=True):

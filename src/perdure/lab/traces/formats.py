@@ -15,13 +15,15 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from perdure.lab.traces.build import Builder, Misfit, from_counts
 from perdure.lab.traces.nouns import (
     AvailabilityTrace,
+    Builder,
+    Misfit,
     Stay,
     TraceNode,
     find_changes,
     find_intervals,
+    from_counts,
     guess_end,
 )
 from perdure.model.errors import ConfigError

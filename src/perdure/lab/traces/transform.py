@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from perdure.lab.traces.build import Builder
 from perdure.lab.traces.nouns import (
     AvailabilityTrace,
+    Builder,
     Change,
     Stay,
     find_changes,
