@@ -88,7 +88,7 @@ def _list_invitations(state: JobState, now: float) -> list[dict[str, Any]]:
 
 
 def note_invitation(
-    state: JobState, event: InvitationMade | InvitationUsed | InvitationRevoked
+    state: JobState, now: float, event: InvitationMade | InvitationUsed | InvitationRevoked
 ) -> list[AnyAction]:
     """Remember what has become of an invitation; nothing follows from it."""
     known = state.invitations.get(event.id)

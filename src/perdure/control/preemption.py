@@ -7,16 +7,21 @@ Notices are kept by node, source and id, so that one that comes again changes no
 end has come nearer. What is decided is one move of all nodes that are noticed together
 (`steering.moves`), which ends at the smallest deadline. A node that dies with a notice was taken
 away: that is no failure, and counts against nobody.
+
+A replica group whose machine goes away leaves the quorum before it does: nothing is lost by that,
+and a group is a node of its own, so that nothing is gained by waiting for what comes with it.
 """
 
 import math
 
 from perdure.control.agreement.boundary import open_boundary
 from perdure.control.job import JobState, OpenMove, OpenNotice
+from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import is_elastic
 from perdure.control.membership.members import fill_slots, find_living, find_spares
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.placement import cordon, release
+from perdure.control.steering.group_moves import count_left, take_back
 from perdure.control.steering.leaving import end_spares, find_leavers
 from perdure.control.steering.moves import restore_move
 from perdure.model.actions import AnyAction, NoteDraining
@@ -47,19 +52,19 @@ def take_notice(
     state: JobState, now: float, event: PreemptionNoticed | PreemptionWithdrawn
 ) -> list[AnyAction]:
     """Keep a notice, to be acted upon in its time, or forget it."""
+    groups = membership_of(state).kind == "replica groups"
     if isinstance(event, PreemptionWithdrawn):
-        return _withdraw(state, now, event)
-    _note(state, now, event)
-    return []
+        return (_withdraw_group if groups else _withdraw)(state, now, event)
+    return (_note_group if groups else _note)(state, now, event)
 
 
-def _note(state: JobState, now: float, event: PreemptionNoticed) -> None:
+def _note(state: JobState, now: float, event: PreemptionNoticed) -> list[AnyAction]:
     if state.over or not 0 <= event.node < state.the_spec().num_nodes:
-        return
+        return []
     key, gone_s = f"{event.node} {event.source} {event.id}", event.at_s + event.grace_s
     known = state.notices.get(key)
     if known is not None and gone_s > known.gone_s - _EARLIER_S:
-        return
+        return []
     there = state.nodes.get(event.node)
     state.notices[key] = OpenNotice(
         node=event.node,
@@ -75,6 +80,7 @@ def _note(state: JobState, now: float, event: PreemptionNoticed) -> None:
     if event.certain and gone_s - state.the_spec().preemption.lead_s <= now:
         state.going.add(event.node)  # From this moment on, and not from the decision on.
     _plan(state, now)
+    return []
 
 
 def _withdraw(state: JobState, now: float, event: PreemptionWithdrawn) -> list[AnyAction]:
@@ -331,3 +337,64 @@ def _free(state: JobState, node: int, source: str, why: str) -> list[AnyAction]:
     if node in state.cordoned and node not in state.barred:
         actions += release(state, node, source, why)
     return actions + (fill_slots(state, why) if is_elastic(state) else [])
+
+
+# --- replica groups ------------------------------------------------------------------------------
+
+
+def _note_group(state: JobState, now: float, event: PreemptionNoticed) -> list[AnyAction]:
+    """Have the group of a noticed node leave, where others go on without it."""
+    gone_s = event.at_s + event.grace_s
+    group, id_ = state.worlds.get(event.node), f"preemption-{event.node}"
+    if group is None or not group.alive or state.phase != "running" or group.leaving:
+        return []
+    if any(event.node in move.nodes for move in state.moves.values()):
+        return []
+    members, left = count_left(state, {event.node})
+    outlook = Outlook(
+        depth="torchft",
+        nodes=(event.node,),
+        grace_s=max(0.0, gone_s - now),
+        certain=event.certain,
+        spares=max(0, left - members),
+        short=1,
+        left=members,
+    )
+    decided = decide_hand_over(outlook, state.the_spec().preemption)
+    if decided.way not in ("drain", "evict"):
+        return []  # The groups save by themselves, as often as pays.
+    source = f"{event.source}: {event.reason}" if event.reason else event.source
+    why = f"node {event.node} goes away ({source}); {decided.reason}"
+    if is_observed(state):
+        would, node = "had its group leave the quorum", f"node {event.node}"
+        return note_withheld(
+            state,
+            group,
+            now,
+            cause="Preemption",
+            culprit=node,
+            reason=why,
+            would=would,
+            first_seen_s=event.at_s,
+        )
+    state.moves[id_] = OpenMove(
+        id=id_,
+        kind="drain" if decided.way == "drain" else "evict",
+        nodes=[event.node],
+        who=event.source,
+        why=why,
+        at_s=now,
+        deadline_s=max(now, gone_s - min(_MARGIN_S_MAX, _MARGIN * (gone_s - now))),
+    )
+    return [NoteDraining(node=event.node, who=event.source, reason=why)]
+
+
+def _withdraw_group(state: JobState, now: float, event: PreemptionWithdrawn) -> list[AnyAction]:
+    """Take the leaving back, as far as its processes are not being ended yet.
+
+    After that an operator's `restore` starts the group again.
+    """
+    move = state.moves.get(f"preemption-{event.node}")
+    if move is None or move.stage == "ending":
+        return []
+    return take_back(state, now, move, f"{event.source}: withdrawn")

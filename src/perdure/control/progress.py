@@ -1,9 +1,9 @@
 """How far training is, and when the next checkpoint of the controller's own is due."""
 
 from perdure.control.agreement.boundary import (
+    answer_boundary,
     close_boundary,
     commit_boundary,
-    open_boundary,
     reach_boundary,
     release_boundary,
     send_boundary,
@@ -27,21 +27,19 @@ from perdure.control.job import JobState
 from perdure.control.membership.elastic import admit, note_ready
 from perdure.control.steering.commands import inject_again, start_waiting_command
 from perdure.control.steering.leaving import leave_together
-from perdure.control.steering.moves import note_held, note_saved
+from perdure.control.steering.moves import note_held
+from perdure.control.steering.saving import plan_checkpoint
 from perdure.model.actions import AnyAction
 from perdure.model.events import (
+    BoundaryAnswered,
     BoundaryReached,
-    CheckpointFailed,
     CheckpointRestored,
-    CheckpointSaved,
     GenerationStepping,
     KeysDeclared,
     ProgressNoted,
     RankJoined,
 )
 from perdure.model.orders import SendBoundary
-from perdure.plan.interval import daly
-from perdure.policy import decide_checkpoint_interval
 
 
 def note_progress(
@@ -76,53 +74,6 @@ def note_progress(
             actions = settle_resume(state) + start_waiting_command(state, now)
             reason = f"generation {state.world.generation} is stepping"
             return actions + inject_again(state, reason)
-
-
-def plan_checkpoint(state: JobState, now: float) -> None:
-    """Set when the next checkpoint of the controller's own is due."""
-    state.world.checkpoint_due_s = None
-    if not state.agrees:
-        return
-    if state.world.elastic.members:
-        return  # Its first member saves at the same intervals, and needs nobody for it.
-    if state.steering.pause is not None:
-        return  # Nothing new comes about while all stand still.
-    interval_s = decide_checkpoint_interval(
-        state.the_spec().checkpoint,
-        stall_s=state.stall_s,
-        failures=len(state.failures),
-        elapsed_s=now - state.submitted_s,
-        optimum=daly,
-    )
-    state.world.checkpoint_due_s = None if interval_s is None else now + interval_s
-
-
-def save_if_due(state: JobState, now: float) -> list[AnyAction]:
-    """Begin the controller's own checkpoint if it is time for it."""
-    due_s = state.world.checkpoint_due_s
-    if due_s is None or now < due_s:
-        return []
-    state.world.checkpoint_due_s = None
-    return open_boundary(state, now, "checkpoint", reason="the interval has passed")
-
-
-def note_checkpoint(
-    state: JobState, now: float, event: CheckpointSaved | CheckpointFailed
-) -> list[AnyAction]:
-    """Take what became of a checkpoint, and answer who asked for it."""
-    if isinstance(event, CheckpointSaved):
-        state.stall_s, state.saved_s = event.stall_s, now
-    actions = note_saved(state, now, event)
-    if event.generation == state.world.generation and state.world.checkpoint_due_s is not None:
-        plan_checkpoint(state, now)
-    for command in sorted(state.commands.values(), key=lambda c: c.id):
-        if command.kind == "checkpoint" and command.args.get("at_step") == event.step:
-            if isinstance(event, CheckpointSaved):
-                result = {"step": event.step, "path": event.path, "bytes": event.bytes}
-                actions += state.answer(command.id, True, "saved and verified", result)
-            else:
-                actions += state.answer(command.id, False, event.error, {"step": event.step})
-    return actions
 
 
 def reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
@@ -192,6 +143,11 @@ def settle_members(state: JobState, now: float, before: tuple[int, ...]) -> list
         actions += _finish_boundary(state, now, done, done.step if done is not None else 0)
     actions += [*close_changes(state), *answer_pause(state), *close_resume(state)]
     return actions + start_waiting_command(state, now)
+
+
+def note_answer(state: JobState, now: float, event: BoundaryAnswered) -> list[AnyAction]:
+    """Take one rank's answer to what is to be agreed upon."""
+    return after_boundary(state, now, answer_boundary(state, now, event))
 
 
 def after_boundary(state: JobState, now: float, actions: list[AnyAction]) -> list[AnyAction]:

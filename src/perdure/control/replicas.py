@@ -9,6 +9,9 @@ A spare group runs the script up to its first quorum and is held there. When a g
 is lost, the spare is released in its place, and the lost one becomes the spare once it is back.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from msgspec import structs
 
 from perdure.control.agreement.boundary import (
@@ -33,14 +36,11 @@ from perdure.control.recovery.groups import (
     withhold_eviction,
 )
 from perdure.control.steering.commands import start_waiting_command
-from perdure.control.steering.group_notices import take_group_notice
-from perdure.control.steering.group_saving import (
-    find_save_deadline,
-    note_group_checkpoint,
+from perdure.control.steering.moves import advance_moves
+from perdure.control.steering.saving import (
     open_due_checkpoint,
     reopen_lost,
 )
-from perdure.control.steering.moves import advance_moves, moves_deadline
 from perdure.control.world import WorldState
 from perdure.detect.certainty import TIMEOUT_S
 from perdure.model.actions import AnyAction, AssignNodes
@@ -48,15 +48,11 @@ from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
     BoundaryReached,
-    CheckpointFailed,
     CheckpointRestored,
-    CheckpointSaved,
     KeeperLost,
     KeysDeclared,
     NodeLost,
     NodeRegistered,
-    PreemptionNoticed,
-    PreemptionWithdrawn,
     QuorumFormed,
     RankExited,
     ReplicaSeen,
@@ -72,52 +68,6 @@ def advance_groups(state: JobState, now: float) -> list[AnyAction]:
     reopen_lost(state)
     actions += start_waiting_command(state, now)
     return [*actions, *advance_moves(state, now), *answer_pause(state)]
-
-
-def react_to_groups(state: JobState, now: float, event: AnyEvent) -> list[AnyAction]:
-    """Return what to do about an event that concerns replica groups in a way of their own."""
-    match event:
-        case NodeRegistered():
-            return _register(state, now, event)
-        case RankExited():
-            return _note_exit(state, now, event)
-        case KeeperLost():
-            return _lose_keeper(state, now, event)
-        case NodeLost():
-            group = state.worlds.get(event.node)
-            return [] if group is None else fail_group(state, now, group, event.reason, silent=True)
-        case QuorumFormed():
-            return _note_quorum(state, event)
-        case ReplicaSeen():
-            return _note_replica(state, now, event)
-        case TimerFired():
-            return _fire(state, now)
-        case BoundaryAnswered():
-            return answer_boundary(state, now, event)
-        case BoundaryReached():
-            state.step = max(state.step, event.step)
-            reach_boundary(state, event)
-            return reach_change(state, event)
-        case KeysDeclared():
-            return _declare(state, event)
-        case CheckpointRestored():
-            state.saved_step = max(state.saved_step, event.step)  # There is one.
-            return []
-        case CheckpointSaved() | CheckpointFailed():
-            return note_group_checkpoint(state, now, event)
-        case PreemptionNoticed() | PreemptionWithdrawn():
-            return take_group_notice(state, now, event)
-        case _:
-            return []
-
-
-def find_group_deadline(state: JobState) -> float | None:
-    """Return the job time at which `TimerFired` is wanted."""
-    times = [group.deadline_s for group in state.worlds.values()]
-    times += [state.deadline_s, moves_deadline(state), find_save_deadline(state)]
-    if state.boundary is not None and state.boundary.move == "prepare":
-        times.append(state.boundary.deadline_s)
-    return min((time for time in times if time is not None), default=None)
 
 
 # --- starting ------------------------------------------------------------------------------------
@@ -193,7 +143,23 @@ def _lose_keeper(state: JobState, now: float, event: KeeperLost) -> list[AnyActi
     return [] if group is None else fail_group(state, now, group, cause, found=found)
 
 
-def _note_quorum(state: JobState, event: QuorumFormed) -> list[AnyAction]:
+def _lose_node(state: JobState, now: float, event: NodeLost) -> list[AnyAction]:
+    group = state.worlds.get(event.node)
+    return [] if group is None else fail_group(state, now, group, event.reason, silent=True)
+
+
+def _reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
+    state.step = max(state.step, event.step)
+    reach_boundary(state, event)
+    return reach_change(state, event)
+
+
+def _note_restored(state: JobState, now: float, event: CheckpointRestored) -> list[AnyAction]:
+    state.saved_step = max(state.saved_step, event.step)  # There is one.
+    return []
+
+
+def _note_quorum(state: JobState, now: float, event: QuorumFormed) -> list[AnyAction]:
     state.quorum.quorum_id, state.quorum.members = event.quorum_id, event.members
     state.step = max(state.step, event.step)
     state.mark = max(state.mark, event.step)
@@ -230,7 +196,7 @@ def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAc
     return [*noted, *promote(state, f"group {group.number} was left out: {event.reason}")]
 
 
-def _declare(state: JobState, event: KeysDeclared) -> list[AnyAction]:
+def _declare(state: JobState, now: float, event: KeysDeclared) -> list[AnyAction]:
     """Take over the keys of the newest group that has trained."""
     for group in state.worlds.values():
         group.trained |= group.generation == event.generation
@@ -243,7 +209,7 @@ def _declare(state: JobState, event: KeysDeclared) -> list[AnyAction]:
 # --- time ----------------------------------------------------------------------------------------
 
 
-def _fire(state: JobState, now: float) -> list[AnyAction]:
+def _fire(state: JobState, now: float, event: TimerFired) -> list[AnyAction]:
     if state.phase == "ending":
         return advance_end(state, now)
     if state.phase == "pending" and state.deadline_s is not None:
@@ -264,3 +230,19 @@ def _fire(state: JobState, now: float) -> list[AnyAction]:
         found = explain_node(number, cause, state.step, since_s, since_s, cause)
         actions += fail_group(state, now, group, cause, silent=silent, found=found)
     return actions
+
+
+OF_GROUPS: dict[type[AnyEvent], Callable[[JobState, float, Any], list[AnyAction]]] = {
+    NodeRegistered: _register,
+    RankExited: _note_exit,
+    KeeperLost: _lose_keeper,
+    NodeLost: _lose_node,
+    QuorumFormed: _note_quorum,
+    ReplicaSeen: _note_replica,
+    TimerFired: _fire,
+    BoundaryAnswered: answer_boundary,
+    BoundaryReached: _reach,
+    KeysDeclared: _declare,
+    CheckpointRestored: _note_restored,
+}
+"""What reacts to an event that concerns replica groups in a way of their own."""

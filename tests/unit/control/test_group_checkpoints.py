@@ -6,7 +6,7 @@ import msgspec
 from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_group_settings import reach, say, sent
 
-from perdure.control.steering.group_saving import find_save_deadline
+from perdure.control.steering.saving import find_save_deadline
 from perdure.model.actions import AnswerCommand
 from perdure.model.events import (
     BoundaryAnswered,

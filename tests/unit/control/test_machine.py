@@ -1,10 +1,14 @@
 """The controller read as prose: events in, actions out, no clock and no process."""
 
+import typing
+
 from tests.unit.control.driver import Driver, agree, one, started, verdict
 
 from perdure.control import Controller
+from perdure.control.machine import HANDLERS
 from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import (
+    AnyEvent,
     BoundaryAnswered,
     BoundaryReached,
     CheckpointSaved,
@@ -20,6 +24,23 @@ from perdure.model.events import (
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import SendBoundary, TakeStacks
 from perdure.model.signals.progress import RankAccount
+
+NOTHING_FOLLOWS = {
+    "MetricsLogged", "ControllerLost", "NodeDraining", "LinksNoted", "RoomNoted", "ProbeJudged",
+    "MessagesSetAside", "CollectivesInterrupted", "MachineReported", "ActionWithheld",
+    "QuorumIdsReserved", "ReplicaWaiting", "ReplicaLate", "OperatorNoted",
+}  # fmt: skip
+"""Events that are told to others: the detector, the folds, whoever reads."""
+FIRST = {"JobSubmitted", "FailureDecided"}
+
+
+def test_every_event_is_reacted_to_or_declared_to_be_for_others() -> None:
+    known = {type_.__name__ for type_ in typing.get_args(AnyEvent)}
+    handled = {kind: {each.__name__ for each in table} for kind, table in HANDLERS.items()}
+    assert handled["one world"] | handled["replica groups"] | NOTHING_FOLLOWS | FIRST == known
+    assert not (handled["one world"] | handled["replica groups"]) & (NOTHING_FOLLOWS | FIRST)
+    alone = {"QuorumFormed", "ReplicaSeen"}
+    assert handled["replica groups"] - handled["one world"] == alone
 
 
 def test_world_forms_once_all_nodes_are_there() -> None:

@@ -258,6 +258,8 @@ def advance_agreement(state: JobState, now: float) -> list[AnyAction]:
             actions += drop_boundary(state, "one who was asked is gone")  # Begun again without it.
         elif now >= boundary.deadline_s:
             actions += retry_boundary(state, now, f"ranks {sorted(silent)} did not answer")
+    elif boundary is not None and now >= boundary.deadline_s:
+        state.boundary = None  # Who has not come to the step is waited for no longer.
     return [*actions, *close_changes(state), *answer_early(state)]
 
 

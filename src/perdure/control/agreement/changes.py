@@ -222,7 +222,7 @@ def restart_changes(state: JobState) -> None:
         open_.reached.clear()
 
 
-def note_change(state: JobState, event: SettingsChanged) -> list[AnyAction]:
+def note_change(state: JobState, now: float, event: SettingsChanged) -> list[AnyAction]:
     """`event` is in the journal."""
     state.steering.noted = max(state.steering.noted, event.change.epoch)
     return []

@@ -165,7 +165,7 @@ def settle_resume(state: JobState) -> list[AnyAction]:
     return finish_resume(state, "by the world that began meanwhile")
 
 
-def note_pause(state: JobState, event: JobPaused | JobResumed) -> list[AnyAction]:
+def note_pause(state: JobState, now: float, event: JobPaused | JobResumed) -> list[AnyAction]:
     """`event` is in the journal."""
     pause, resume = state.steering.pause, state.steering.resume
     if isinstance(event, JobPaused):

@@ -54,6 +54,16 @@ class Fixed:
             return "the script does not call perdure.init(), so no step can be agreed upon"
         return ""
 
+    def refuse_saving(self, state: JobState) -> str:
+        """Return why no checkpoint can be made; empty where one can, or will."""
+        if state.world.stepping and not state.world.joined:
+            return "the script does not call perdure.init(), so perdure cannot save its state"
+        return ""
+
+    def can_save(self, state: JobState) -> bool:
+        """Return whether all whom a checkpoint takes can be asked now."""
+        return state.agrees
+
     def sets_at_once(self, state: JobState) -> bool:
         """Return whether what only perdure's own parts look at is set without a step.
 

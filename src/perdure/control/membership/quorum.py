@@ -45,6 +45,18 @@ class Quorum(Fixed):
         """Groups have generations of their own; their pace is told of none."""
         return True
 
+    def refuse_saving(self, state: JobState) -> str:
+        """Only perdure's own lighthouse knows who has the state."""
+        if state.the_spec().torchft.lighthouse != "perdure":
+            return (
+                "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
+            )
+        return ""
+
+    def can_save(self, state: JobState) -> bool:
+        """Keys have no part in it."""
+        return self.is_whole(state)
+
     def can_ask(self, state: JobState) -> bool:
         """The keys are known, and whom to ask."""
         return self.has_declared(state) and self.is_whole(state)

@@ -16,7 +16,7 @@ from perdure.control.membership import membership_of
 from perdure.control.recovery.placement import place_nodes
 from perdure.control.world import WorldState
 from perdure.model.actions import AnyAction, AssignNodes, EndJob
-from perdure.model.events import GenerationStopped, JobSubmitted, RanksStarted, StoreReady
+from perdure.model.events import GenerationStopped, JobEnded, JobSubmitted, RanksStarted, StoreReady
 from perdure.model.orders import Assignment
 from perdure.model.steering import Steering
 
@@ -245,7 +245,7 @@ def close_job(state: JobState) -> list[AnyAction]:
     return [EndJob(status=ending.status, exit_code=ending.exit_code, reason=ending.reason)]
 
 
-def note_end(state: JobState) -> list[AnyAction]:
+def note_end(state: JobState, now: float, event: JobEnded) -> list[AnyAction]:
     """Know that `JobEnded` is in the journal: nothing is due any more."""
     if not state.over:
         state.enter("it is done, stopped or given up")

@@ -156,7 +156,7 @@ def cordon_again(state: JobState) -> list[AnyAction]:
     return actions
 
 
-def note_cordon(state: JobState, event: NodeCordoned | NodeRestored) -> list[AnyAction]:
+def note_cordon(state: JobState, now: float, event: NodeCordoned | NodeRestored) -> list[AnyAction]:
     """Take an operator's word, or the record of our own."""
     if isinstance(event, NodeCordoned):
         state.cordoned.setdefault(event.node, event.reason)

@@ -186,7 +186,7 @@ def note_stacks(state: JobState, event: StacksTaken) -> Verdict | None:
     return None if request.missing else request.held
 
 
-def withdraw(state: JobState, event: VerdictWithdrawn) -> list[AnyAction]:
+def withdraw(state: JobState, now: float, event: VerdictWithdrawn) -> list[AnyAction]:
     """Act no more upon a suspect that has moved again; nothing else is to be done."""
     request, gone = state.world.stacks, event.verdict
     state.world.standing.pop(f"{gone.kind} {gone.culprit}", None)

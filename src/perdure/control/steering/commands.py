@@ -9,7 +9,7 @@ from perdure.control.membership import membership_of
 from perdure.control.recovery.formation import end_job
 from perdure.control.recovery.notices import receive_notice
 from perdure.control.recovery.probing import receive_probe
-from perdure.control.steering.group_saving import start_group_checkpoint
+from perdure.control.steering.saving import start_checkpoint
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
 from perdure.model.actions import AnyAction, RecordEvent
@@ -169,7 +169,7 @@ def inject_again(state: JobState, reason: str) -> list[AnyAction]:
     return [inject_action(c, world.generation, reason) for c, world in homes if world is not None]
 
 
-def note_fault(state: JobState, event: FaultInjected) -> list[AnyAction]:
+def note_fault(state: JobState, now: float, event: FaultInjected) -> list[AnyAction]:
     """An injected fault has taken place, or could not."""
     state.injects.pop(event.id, None)
     result = {"rank": event.rank, "kind": event.kind}
@@ -189,18 +189,6 @@ def start_waiting_command(state: JobState, now: float) -> list[AnyAction]:
     return actions
 
 
-def _start_checkpoint(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
-    if state.of_replicas:
-        return start_group_checkpoint(state, now, command)
-    if state.agrees:
-        reason = f"asked for by {command.who or 'an operator'}"
-        return open_boundary(state, now, "checkpoint", reason=reason, command=command.id)
-    if state.world.stepping and not state.world.joined:
-        why = "the script does not call perdure.init(), so perdure cannot save its state"
-        return state.answer(command.id, False, why, {})
-    return []
-
-
 def _start_stop(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a stop. One that no agreement can carry (the script does not take part, or no step
     was made yet) ends the ranks with SIGTERM and the configured grace.
@@ -217,7 +205,7 @@ def _start_stop(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
 
 _START: dict[str, Callable[[JobState, float, OpenCommand], list[AnyAction]]] = {
     "stop": _start_stop,
-    "checkpoint": _start_checkpoint,
+    "checkpoint": start_checkpoint,
     "set": start_set,
     "pause": start_pause,
 }

@@ -69,13 +69,12 @@ def note_saved(
 ) -> list[AnyAction]:
     """Take what became of the checkpoint that the ranks hold for."""
     if isinstance(event, CheckpointSaved):
-        state.saved_step = event.step
+        known = state.saved_step if state.quorum.members else -1  # Groups tell of theirs late.
+        state.saved_step = max(event.step, known)
     for move in state.moves.values():
-        mine = (
-            event.generation == state.world.generation == move.generation
-            and event.step == move.step
-        )
-        if not mine or move.stage not in ("agreeing", "held"):
+        if move.stage not in ("agreeing", "held") or event.step != move.step:
+            continue
+        if not event.generation == state.world.generation == move.generation:
             continue
         if isinstance(event, CheckpointFailed):
             return _take_back(state, now, move, f"the checkpoint failed: {event.error}")

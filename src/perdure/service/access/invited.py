@@ -44,4 +44,4 @@ def _note(state: JobState, line: bytes) -> None:
     except ProtocolError:
         return  # Cut short by a loss of power.
     if isinstance(entry.body, InvitationMade | InvitationUsed | InvitationRevoked):
-        note_invitation(state, entry.body)
+        note_invitation(state, entry.at_s, entry.body)
