@@ -9,7 +9,7 @@ import sys
 
 from perdure.adapters.shared_folder import open_journal, open_lease
 from perdure.model.errors import FencedError, PlatformError
-from perdure.service.controller.lease import LeaseLoop
+from perdure.service.controller.leading import LeaseLoop
 
 LEASE_S = 0.6
 

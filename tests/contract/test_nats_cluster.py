@@ -12,7 +12,7 @@ from perdure.model.errors import FencedError, PlatformError
 from perdure.model.job import BusConfig, JobSpec
 from perdure.model.paths import JobPaths, job_paths
 from perdure.service.access.credentials import make_servers, set_certificates, write_credentials
-from perdure.service.controller.lease import LeaseLoop
+from perdure.service.controller.leading import LeaseLoop
 from perdure.service.controller.process import restart_server
 from perdure.service.jobfiles import load_endpoint, make_folders, remove_folders
 from perdure.service.placement import HERE

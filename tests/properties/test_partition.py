@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tests.profiles import make_block
 
 from perdure.model.planning.costs import CostProfile
-from perdure.plan.worlds.chain import Chain
-from perdure.plan.worlds.partition import Cutter
+from perdure.plan.worlds.chain import Chain, Cutter
 
 times = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 

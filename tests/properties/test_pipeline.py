@@ -10,17 +10,15 @@ from tests.gpipe import order_gpipe
 
 from perdure.model.errors import SafetyError
 from perdure.model.planning.pipeline import Action, Executed, Orders, Timeline
-from perdure.plan.pipeline.greedy import (
-    order_greedily,
-    reroute,
-    route_spread,
-    route_straight,
-)
 from perdure.plan.pipeline.orders import (
     join_replicas,
     order_1f1b,
+    order_greedily,
     order_interleaved,
     order_zero_bubble,
+    reroute,
+    route_spread,
+    route_straight,
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe, simulate
 from perdure.plan.worlds.chain import StageCost

@@ -8,7 +8,7 @@ from pathlib import Path
 from perdure.model.checkpoints import MANIFEST, Manifest, parse_checkpoint_name
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
-from perdure.plan.storage import Load, Room, Stored
+from perdure.plan.checkpoints import Load, Room, Stored
 
 
 def read_room(place: str) -> Room:

@@ -13,7 +13,7 @@ from perdure.adapters.storage import list_stored, read_room
 from perdure.cli.jobs import find_job
 from perdure.cli.speech.say import JobName, Json, note, print_json
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.plan.storage import plan_pruning
+from perdure.plan.checkpoints import plan_pruning
 
 
 def verify(

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 import msgspec
 
 from perdure.detect.collectives import CollectiveWatch, Comm, find_peers
-from perdure.detect.hosts import HostWatch
+from perdure.detect.hosts import STARVED, HostWatch, Neighbours
 from perdure.detect.links import LinkWatch, Place
-from perdure.detect.neighbours import STARVED, Neighbours
 from perdure.detect.persistence import Persistence
 from perdure.detect.stages import StageWatch, make_slowness
 from perdure.detect.watch import RankWatch

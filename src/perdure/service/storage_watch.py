@@ -10,7 +10,7 @@ from perdure.adapters.storage import find_load, list_stored, read_room
 from perdure.model.events import Grade, RoomNoted
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.plan.storage import Budget, plan_budget
+from perdure.plan.checkpoints import Budget, plan_budget
 
 LOOK_S = 10.0
 _ORDER = ("ok", "low", "short")

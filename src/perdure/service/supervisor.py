@@ -35,8 +35,8 @@ from perdure.service.cluster import (
     list_parts,
     make_parts,
 )
-from perdure.service.controller.arbiter import prepare_arbiter
 from perdure.service.controller.journal import clear_stream, read_end
+from perdure.service.controller.leading import prepare_arbiter
 from perdure.service.jobfiles import (
     JobLock,
     check_space,

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
-from perdure.detect.neighbours import Neighbours
+from perdure.detect.hosts import Neighbours
 from perdure.model.events import ProbeJudged, VerdictReached, VerdictWithdrawn
 from perdure.model.signals.links import ProbeFinding
 from perdure.sim.collectives import Layout, Noise, Training

@@ -1,6 +1,6 @@
 import pytest
 
-from perdure.plan.interval import daly, young
+from perdure.plan.checkpoints import daly, young
 
 
 def lost_fraction(interval_s: float, cost_s: float, mtbf_s: float) -> float:

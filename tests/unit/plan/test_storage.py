@@ -1,8 +1,8 @@
 """Room for checkpoints: budgets in bytes and inodes, and what may go."""
 
 from perdure.model.job import CheckpointConfig
-from perdure.plan.storage import RESERVE_BYTES, RESERVE_INODES, Load, Room, Stored, plan_budget
-from perdure.plan.storage import plan_pruning as prune
+from perdure.plan.checkpoints import RESERVE_BYTES, RESERVE_INODES, Load, Room, Stored, plan_budget
+from perdure.plan.checkpoints import plan_pruning as prune
 
 GB = 10**9
 LOAD = Load(bytes=GB, files=10)

@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 
 from perdure.model.job import CheckpointConfig, RestartConfig
-from perdure.plan.interval import young
+from perdure.plan.checkpoints import young
 from perdure.policy import Failure, decide_checkpoint_interval, decide_recovery
 
 decide_interval = partial(decide_checkpoint_interval, optimum=young)

@@ -9,7 +9,7 @@ import pytest
 from perdure.model.orders import WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import NodeBeat
-from perdure.service.agent.links import LinkTelemetry, Ranks
+from perdure.service.agent.sweeps import LinkTelemetry, Ranks
 from perdure.worker.recording.groups import SUFFIX
 
 

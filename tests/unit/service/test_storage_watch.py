@@ -14,7 +14,7 @@ from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
 from perdure.model.codec import encode
 from perdure.model.events import RoomNoted
 from perdure.model.job import CheckpointConfig, JobSpec
-from perdure.plan.storage import RESERVE_BYTES, Room
+from perdure.plan.checkpoints import RESERVE_BYTES, Room
 from perdure.service import storage_watch
 from perdure.service.jobfiles import paths_of, write_document
 

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.planning.pipeline import Action, Orders
 from perdure.plan.elastic.microbatches import find_root
-from perdure.plan.pipeline.greedy import order_greedily, reroute, route_spread, route_straight
 from perdure.plan.pipeline.orders import (
     join_replicas,
     order_1f1b,
+    order_greedily,
     order_interleaved,
     order_zero_bubble,
+    reroute,
+    route_spread,
+    route_straight,
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe
 from perdure.plan.worlds.chain import StageCost

@@ -13,8 +13,12 @@ if "aiohttp" not in sys.modules:
         del sys.modules["aiohttp"]
 
 from perdure.adapters.nats.bus import NatsBus
-from perdure.adapters.nats.certificates import make_certificate, read_pem
-from perdure.adapters.nats.credentials import choose_file, read_credentials
+from perdure.adapters.nats.credentials import (
+    choose_file,
+    make_certificate,
+    read_credentials,
+    read_pem,
+)
 from perdure.adapters.nats.lease import ElectionWatch, NatsLease
 from perdure.adapters.nats.server import (
     SYSTEM,

@@ -14,7 +14,7 @@ from perdure.control.membership import membership_of
 from perdure.control.steering.moves import note_saved
 from perdure.model.actions import AnyAction
 from perdure.model.events import CheckpointFailed, CheckpointSaved
-from perdure.plan.interval import daly
+from perdure.plan.checkpoints import daly
 from perdure.policy import decide_checkpoint_interval
 
 _OWN = "own-checkpoint"

@@ -20,7 +20,7 @@ from perdure.lab.simulation.ledger import Ledger, Work
 from perdure.lab.simulation.respond import Responder, Target
 from perdure.lab.traces import AvailabilityTrace, Departure, Interval, find_intervals
 from perdure.lab.traces.transform import delay
-from perdure.plan.interval import daly
+from perdure.plan.checkpoints import daly
 
 _EPSILON_S = 1e-9
 _Copies = Literal["whole", "snapshot", "none"]

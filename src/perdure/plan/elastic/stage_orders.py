@@ -19,13 +19,15 @@ from perdure.model.errors import ConfigError
 from perdure.model.planning.pipeline import Orders, Routes
 from perdure.plan.elastic.microbatches import assign
 from perdure.plan.elastic.stages import Layout
-from perdure.plan.pipeline.greedy import order_greedily, route_spread, route_straight
 from perdure.plan.pipeline.orders import (
     Ranks,
     join_replicas,
     order_1f1b,
+    order_greedily,
     order_interleaved,
     order_zero_bubble,
+    route_spread,
+    route_straight,
 )
 from perdure.plan.pipeline.simulate import FREE, Pipe
 from perdure.plan.worlds.chain import StageCost

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from perdure.plan.worlds.chain import Cutter
 from perdure.plan.worlds.measures import StageTimes
-from perdure.plan.worlds.partition import Cutter
 
 TOLERANCE = 1.5
 """How many times as long as in the best layout the busiest stage may work before state moves."""

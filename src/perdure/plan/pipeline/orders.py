@@ -1,13 +1,24 @@
-"""Action lists of the published schedules, for one replica of a pipeline.
+"""Action lists of one replica of a pipeline: the published schedules, and one for any routes.
 
-Each function returns, for every rank of one replica, the order of its actions. Micro-batches are
+Each `order_` returns, for every rank of one replica, the order of its actions. Micro-batches are
 given by their numbers in the step, so that replicas may have different ones, and unequally many.
+
+The published schedules assume that all stages have the same copies. After a loss they have not:
+the micro-batches of the lost cell are done by the other copies of its stage, in the gaps of their
+own schedule. The idea is that of ReCycle (S. Gandhi et al., SOSP 2024); `order_greedily` is a list
+scheduler: what a cell does next is the best of what it could do by then, backwards before forwards,
+older micro-batches first, and no more in flight in a stage of a cell than 1F1B allows. It never
+deadlocks: what the last stage holds it can finish, and so, by induction towards the first, can
+every other.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
-from perdure.model.errors import ConfigError
-from perdure.model.planning.pipeline import Action, Orders
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.planning.pipeline import Action, Orders, Routes
+from perdure.plan.pipeline.simulate import Pipe
 
 Ranks = list[list[Action]]
 
@@ -102,3 +113,125 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
     for index, forward in enumerate(forwards[ahead:]):
         mine += [forward, backwards[index]]
     return mine + backwards[len(forwards) - ahead :]
+
+
+def route_straight(ranks: int, shares: Sequence[Sequence[int]], chunks: int = 1) -> Routes:
+    """Return routes that stay in a replica: cell = replica * ranks + rank.
+
+    `shares` are the micro-batches of each replica, together the numbers from 0 on.
+    """
+    replica_of = {m: replica for replica, mine in enumerate(shares) for m in mine}
+    return tuple(
+        tuple(replica_of[m] * ranks + rank for m in range(len(replica_of)))
+        for _ in range(chunks)
+        for rank in range(ranks)
+    )
+
+
+def route_spread(copies: Sequence[Sequence[int]], count: int) -> Routes:
+    """Return routes over stages with different copies: each stage's cells take turns.
+
+    `copies` are the cells of each stage.
+    """
+    return tuple(tuple(cells[m % len(cells)] for m in range(count)) for cells in copies)
+
+
+def reroute(routes: Routes, lost: Sequence[int]) -> Routes:
+    """Return routes around the cells that are lost; each micro-batch elsewhere stays.
+
+    What a lost cell had goes to the living copies of its stage, in order, to whoever then has
+    least.
+
+    Raises:
+        SafetyError: A stage has no living copy.
+    """
+    gone = set(lost)
+    found = []
+    for stage, cells in enumerate(routes):
+        load = {cell: cells.count(cell) for cell in sorted(set(cells) - gone)}
+        if not load and cells:
+            raise SafetyError(
+                f"stage {stage} has no living copy: its micro-batches cannot be rerouted",
+                hint="its state must come from a checkpoint, into a world of another shape",
+            )
+        mine = list(cells)
+        for micro_batch, cell in enumerate(cells):
+            if cell in gone:
+                mine[micro_batch] = min(load, key=lambda c: load[c])
+                load[mine[micro_batch]] += 1
+        found.append(tuple(mine))
+    return tuple(found)
+
+
+class _Cell:
+    """What a cell could do: forwards by stage in the order of their arrival, and backwards."""
+
+    def __init__(self) -> None:
+        self.forwards: dict[int, deque[int]] = {}
+        self.backwards: list[tuple[int, int]] = []
+        self.in_flight: dict[int, int] = {}
+        self.busy = False
+        self.done: list[Action] = []
+
+    def choose(self, caps: Sequence[int]) -> Action | None:
+        """Return what to do now: the oldest backward, else a forward of the latest stage."""
+        if self.backwards:
+            micro_batch, stage = heappop(self.backwards)
+            return Action("B", stage, micro_batch)
+        for stage in sorted(self.forwards, reverse=True):
+            if self.forwards[stage] and self.in_flight.get(stage, 0) < caps[stage]:
+                return Action("F", stage, self.forwards[stage].popleft())
+        return None
+
+
+def order_greedily(routes: Routes, cells: int, pipe: Pipe, caps: Sequence[int]) -> Orders:
+    """Return orders for `routes`; `caps` are the micro-batches in flight by stage of a cell."""
+    states = [_Cell() for _ in range(cells)]
+    last = len(routes) - 1
+    for micro_batch, cell in enumerate(routes[0]):
+        states[cell].forwards.setdefault(0, deque()).append(micro_batch)
+    events: list[tuple[float, int, int, Action]] = []
+    """(when, 0 arrival or 1 end, cell, the action that may begin, or that has ended)"""
+
+    def begin(now_s: float, cell: int) -> None:
+        state = states[cell]
+        action = None if state.busy else state.choose(caps)
+        if action is None:
+            return
+        change = 1 if action.kind == "F" else -1
+        state.in_flight[action.stage] = state.in_flight.get(action.stage, 0) + change
+        state.busy = True
+        state.done.append(action)
+        heappush(events, (now_s + pipe.work_s(action, cell), 1, cell, action))
+
+    def send(now_s: float, cell: int, action: Action) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
+        if action.kind == "F" and stage == last:
+            following = Action("B", last, micro_batch)
+        elif action.kind == "F":
+            following = Action("F", stage + 1, micro_batch)
+        elif stage:
+            following = Action("B", stage - 1, micro_batch)
+        else:
+            return
+        target = routes[following.stage][micro_batch]
+        cost = (0.0, 0.0)
+        if target != cell:
+            cost = pipe.hop(max(stage, following.stage), cell, target)
+        heappush(events, (now_s + sum(cost), 0, target, following))
+
+    for cell in range(cells):
+        begin(0.0, cell)
+    while events:
+        now_s, ended, cell, action = heappop(events)
+        state = states[cell]
+        if ended:
+            state.busy = False
+            send(now_s, cell, action)
+        elif action.kind == "B":
+            heappush(state.backwards, (action.micro_batch, action.stage))
+        else:
+            state.forwards.setdefault(action.stage, deque()).append(action.micro_batch)
+        if not events or events[0][0] > now_s or events[0][2] != cell:
+            begin(now_s, cell)
+    return tuple(tuple(state.done) for state in states)

@@ -1,19 +1,27 @@
-"""The worlds that a planner looks at, each family from its best case downwards.
+"""The worlds that a planner looks at: families, best case first, whose members are cut and placed.
 
 A *family* is all that stays when the number of devices changes: micro-batch size, ranks of the
 pipeline, schedule, placement. Its members are visited from most devices to fewest, and no member
 is faster than its `bound`, which rises from one to the next. That is what lets a search stop.
+
+A candidate becomes a world as its blocks are cut into stages and its devices placed. Cutting says
+already what it cannot be faster than; the world is only made if that is worth a simulation.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
 
+from perdure.model.planning.costs import Place
 from perdure.model.planning.world import Device, ScheduleName, Stage, World
-from perdure.plan.worlds.chain import Chain
+from perdure.plan.pipeline.orders import find_groups, order_interleaved, order_zero_bubble
+from perdure.plan.worlds.chain import Chain, Cutter
+from perdure.plan.worlds.score import Scorer
 
 Layout = Literal["replica", "stage"]
 """Neighbours in the order of nodes are of one replica, or of one stage."""
@@ -126,3 +134,210 @@ def make_world(
         ),
         shares=share_out(count, slow) if even else (),
     )
+
+
+Recompute = Literal["auto", "never", "always"]
+WAYS: dict[Recompute, tuple[bool, ...]] = {
+    "auto": (False, True),
+    "never": (False,),
+    "always": (True,),
+}
+NO_LIMIT = -1
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """A member of a family, cut into stages."""
+
+    family: Family
+    size: int
+    """Devices."""
+    cuts: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    extras: tuple[bool, ...]
+    """Which ranks have a copy more than the others."""
+    bound_s: float
+    """It is not faster than this."""
+
+
+class Shaper:
+    """Cuts and places the candidates of one search."""
+
+    def __init__(
+        self, scorer: Scorer, devices: Sequence[Device], global_batch: int, recompute: Recompute
+    ) -> None:
+        """Shape worlds on the first of `devices`, as many as a candidate has."""
+        self.scorer, self.global_batch = scorer, global_batch
+        self.ways = WAYS[recompute]
+        ranked = sorted(
+            range(len(devices)), key=lambda i: (devices[i].slowdown, -devices[i].memory_bytes, i)
+        )
+        self.equal = len({(d.slowdown, d.memory_bytes) for d in devices}) == 1
+        self._devices, self._ranked = devices, ranked
+        self._memory = list(accumulate((devices[i].memory_bytes for i in ranked), min))
+        self._cutters: dict[object, Cutter] = {}
+        self._weigh = cache(self._weigh_stages)
+
+    def count(self, family: Family) -> int:
+        """Return the micro-batches of a step."""
+        return self.global_batch // family.micro_batch
+
+    def memory(self, size: int) -> int:
+        """Return the memory of the smallest of the best `size` devices."""
+        return self._memory[size - 1]
+
+    def choose(self, size: int) -> Sequence[Device]:
+        """Return the best `size` devices, neighbours beside each other.
+
+        Slow ones are left out first, then those with little memory, then the last.
+        """
+        if self.equal:
+            return self._devices[:size]
+        return [self._devices[i] for i in sorted(self._ranked[:size])]
+
+    def shape(self, family: Family, size: int) -> Shape | None:
+        """Return the best cut; None where none fits the memory, as far as the cut can know.
+
+        Raises:
+            MeasureError: A link that it needs was not measured.
+            ConfigError: Its schedule cannot have so many micro-batches.
+        """
+        count, ranks = self.count(family), family.ranks
+        copies, extra = divmod(size, ranks)
+        share = -(-count // copies)
+        if family.schedule == "interleaved":
+            for each in {share, count // copies}:
+                find_groups(ranks, each)
+        chain = self.scorer.chain(family.micro_batch)
+        limited = family.schedule in ("1f1b", "rerouted")
+        chosen = self.choose(size)
+        loads = (float(share), float(-(-count // (copies + 1)))) if extra else (1.0, 1.0)
+        flight = len(chain) if extra else share
+        cutter = self._find_cutter(
+            chain,
+            self.memory(size) if limited else NO_LIMIT,
+            flight if flight < ranks else len(chain),
+            self._find_link(family, chosen),
+            self.ways if limited else self.ways[:1],
+            loads,
+        )
+        found = cutter.cut(ranks * family.chunks, extra)
+        if found is None:
+            return None
+        _, cuts, extras = found
+        again, works = self._weigh(
+            family.micro_batch, cuts, self.memory(size), min(flight, len(cuts)), limited
+        )
+        bound_s = self._bound(family, copies, works, extras)
+        bound_s += self._find_reduce(family, chosen, cuts, extras[0])
+        return Shape(family, size, cuts, again, extras[:ranks], bound_s)
+
+    def build(self, shape: Shape) -> World | None:
+        """Return the world; None where it does not fit the memory after all.
+
+        Raises:
+            ConfigError: Its schedule cannot have the micro-batches of some replica.
+        """
+        family, chosen = shape.family, self.choose(shape.size)
+        if any(shape.extras):
+            rest = iter(chosen)
+            copies = shape.size // family.ranks
+            columns = [[next(rest) for _ in range(copies + more)] for more in shape.extras]
+        else:
+            columns = place(chosen, family.ranks, family.layout)
+        for way in (shape.recompute, (self.ways[-1],) * len(shape.recompute)):
+            world = make_world(family, self.count(family), columns, shape.cuts, way)
+            if self._fits(world, self.memory(shape.size)):
+                return world
+        return None
+
+    def _fits(self, world: World, memory: int) -> bool:
+        share = max(world.shares, default=0)
+        match world.schedule:
+            case "1f1b" | "rerouted":
+                return True  # cut so that it does
+            case "interleaved":
+                for each in set(world.shares):
+                    find_groups(world.ranks, each)
+                lists = order_interleaved(world.ranks, world.chunks, range(share))
+            case "zero-bubble":
+                lists = order_zero_bubble(world.ranks, range(share))
+        return self.scorer.find_peak(world, tuple(map(tuple, lists))) <= memory
+
+    def _find_link(self, family: Family, chosen: Sequence[Device]) -> float:
+        """Return the seconds a byte occupies the link between neighbours of a pipeline."""
+        size = len(chosen)
+        if family.ranks == 1:
+            return 0.0
+        if family.layout == "replica" and size % family.ranks == 0:
+            row = chosen[: family.ranks]
+        else:
+            row = chosen[:: size // family.ranks]
+        where: Place = "node" if len({device.node for device in row}) == 1 else "cluster"
+        return 1.0 / self.scorer.profile.find_transfer(where).bytes_per_s
+
+    def _find_reduce(
+        self, family: Family, chosen: Sequence[Device], cuts: Sequence[int], more: bool
+    ) -> float:
+        """Return what is left of the first rank's all-reduce, which begins as all else ends."""
+        size, chain = len(chosen), self.scorer.chain(family.micro_batch)
+        if family.layout == "replica" and size % family.ranks == 0:
+            column = chosen[:: family.ranks]
+        else:
+            column = chosen[: size // family.ranks + more]
+        if len(column) == 1:
+            return 0.0
+        gradient_bytes = chain.stage(cuts[0], cuts[1], False).gradient_bytes
+        return self.scorer.find_reduce(column, gradient_bytes) * (1.0 - self.scorer.overlap)
+
+    def _find_cutter(
+        self,
+        chain: Chain,
+        memory: int,
+        flight: int,
+        link_s: float,
+        ways: tuple[bool, ...],
+        loads: tuple[float, float],
+    ) -> Cutter:
+        """Return the cutter of a chain, at most `flight` micro-batches being in flight."""
+        key = (chain.micro_batch, memory, flight, link_s, loads)
+        if key not in self._cutters:
+
+            def cost(first: int, stop: int, at: int) -> float:
+                way: bool | None = ways[0]
+                if memory != NO_LIMIT:
+                    way = chain.find_recompute(first, stop, min(at, flight), memory, ways)
+                if way is None:
+                    return math.inf
+                sent_s = chain.costs[first].input_bytes * link_s if first else 0.0
+                return max(chain.work(first, stop, way), sent_s)
+
+            self._cutters[key] = Cutter(len(chain), cost, loads)
+        return self._cutters[key]
+
+    def _weigh_stages(
+        self, micro_batch: int, cuts: tuple[int, ...], memory: int, flight: int, limited: bool
+    ) -> tuple[tuple[bool, ...], tuple[float, ...]]:
+        """Return which stages recompute, and the work of each; many members are cut alike."""
+        chain, stages = self.scorer.chain(micro_batch), len(cuts) - 1
+        again = (self.ways[0],) * stages
+        if limited:
+            again = tuple(
+                bool(chain.find_recompute(first, stop, min(stages - at, flight), memory, self.ways))
+                for at, (first, stop) in enumerate(pairwise(cuts))
+            )
+        pairs = zip(pairwise(cuts), again, strict=True)
+        return again, tuple(chain.work(first, stop, way) for (first, stop), way in pairs)
+
+    def _bound(
+        self, family: Family, copies: int, works: Sequence[float], extras: Sequence[bool]
+    ) -> float:
+        """Return what a world is not faster than, its stages known (`find_bound` says why)."""
+        shares = [self.count(family) / (copies + more) for more in (False, True)]
+        if self.equal:
+            shares = [math.ceil(share) for share in shares]
+        bound_s = before_s = 0.0
+        for rank in range(family.ranks):
+            mine_s = works[rank] if family.chunks == 1 else sum(works[rank :: family.ranks])
+            bound_s = max(bound_s, before_s + shares[extras[rank]] * mine_s)
+            before_s += works[rank]
+        return max(bound_s, sum(works))

@@ -17,9 +17,16 @@ import msgspec
 from perdure.model.errors import ConfigError, MeasureError
 from perdure.model.planning.costs import CostProfile, Place
 from perdure.model.planning.world import Device, ScheduleName, World
-from perdure.plan.worlds.candidates import Family, find_bound, list_replicas, list_uneven
+from perdure.plan.worlds.candidates import (
+    Family,
+    Recompute,
+    Shape,
+    Shaper,
+    find_bound,
+    list_replicas,
+    list_uneven,
+)
 from perdure.plan.worlds.score import Scorer
-from perdure.plan.worlds.shaping import Recompute, Shape, Shaper
 
 EFFORT_MAX = 400_000
 """Actions simulated and devices placed, about a second's worth: then the search is given up."""

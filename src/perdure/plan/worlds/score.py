@@ -14,13 +14,14 @@ import msgspec
 from perdure.model.planning.costs import CostProfile, Place
 from perdure.model.planning.pipeline import Orders, Timeline
 from perdure.model.planning.world import Device, World
-from perdure.plan.pipeline.greedy import order_greedily, route_spread
 from perdure.plan.pipeline.orders import (
     Ranks,
     join_replicas,
     order_1f1b,
+    order_greedily,
     order_interleaved,
     order_zero_bubble,
+    route_spread,
 )
 from perdure.plan.pipeline.simulate import Hop, Pipe, simulate
 from perdure.plan.worlds.chain import Chain

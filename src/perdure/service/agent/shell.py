@@ -66,13 +66,12 @@ from perdure.model.job import JobSpec
 from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
-from perdure.service.agent.devices import DeviceTelemetry
 from perdure.service.agent.keeper import KeeperLink, keeper_command
-from perdure.service.agent.links import LinkTelemetry, Ranks
 from perdure.service.agent.notices import NoticeWatch, may_acknowledge, wait_to_leave
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
+from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
 from perdure.service.aside import Asides
 from perdure.service.jobfiles import (
     load_endpoint,

@@ -26,9 +26,8 @@ from perdure.model.report import Snapshot
 from perdure.service.access.credentials import is_loopback, make_token
 from perdure.service.access.joining import find_admission
 from perdure.service.controller.alerts import Alerter
-from perdure.service.controller.arbiter import open_stream
 from perdure.service.controller.journal import Journal, Mirror
-from perdure.service.controller.leading import lead, run_while
+from perdure.service.controller.leading import lead, open_stream, run_while
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.pod_watch import open_watch
 from perdure.service.controller.snapshots import SnapshotFiles

@@ -1,15 +1,46 @@
-"""Room for checkpoints: how much a job will need, how long it lasts, and what may go first.
+"""Checkpoints: how often to save, how much room they will need, and what may go first.
 
-Bytes and inodes are two limits, and the second is the one that is not looked at. Large periodic
-checkpoints go first; the best and the newest stay, and so does everything that is none.
+The interval that loses least follows from the cost of a save and from failures that come at random
+(exponentially). Of room, bytes and inodes are two limits, and the second is the one that is not
+looked at. Large periodic checkpoints go first; the best and the newest stay, and so does everything
+that is none.
 """
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
 from perdure.model.events import Grade
 from perdure.model.job import CheckpointConfig
+
+
+def young(cost_s: float, mtbf_s: float) -> float:
+    """Return Young's first-order optimum sqrt(2 C M), seconds of training between saves.
+
+    Source: J. W. Young, Communications of the ACM 17(9), 1974.
+
+    >>> round(young(30.0, 10800.0))
+    805
+    """
+    return math.sqrt(2.0 * cost_s * mtbf_s)
+
+
+def daly(cost_s: float, mtbf_s: float) -> float:
+    """Return Daly's higher-order optimum, seconds of training between saves.
+
+    It corrects Young's where a save is not short against the time between failures, and is the
+    latter itself once a save costs twice that.
+    Source: J. T. Daly, Future Generation Computer Systems 22(3), 2006, equation 37.
+
+    >>> round(daly(30.0, 10800.0))
+    785
+    """
+    if cost_s >= 2.0 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2.0 * mtbf_s)
+    return young(cost_s, mtbf_s) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - cost_s
+
 
 RESERVE_BYTES = 1 << 30
 """For the journal, logs, and others on the disk."""

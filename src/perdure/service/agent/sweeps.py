@@ -1,18 +1,22 @@
-"""The agent's sweeps over its ranks' connections: once a second, five times while suspicious.
+"""The agent's looks beside its loop: at its GPUs, and at its ranks' connections.
 
-A sweep is taken in a thread beside the loop (most of it is the kernel's own work), and goes out
-with the next heartbeat. However many connections there are, sweeps may use only their share of a
-core: where they would need more, they come less often.
+GPUs are looked at every few seconds; without any, never. Connections are swept once a second, five
+times while suspicious. A sweep is taken in a thread (most of it is the kernel's own work), and goes
+out with the next heartbeat. However many connections there are, sweeps may use only their share of
+a core: where they would need more, they come less often.
 """
 
 import asyncio
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
+from perdure.adapters.devices import Nvml
+from perdure.adapters.host import find_parents
 from perdure.adapters.links import LinkReader
 from perdure.adapters.netlink import list_interfaces
 from perdure.adapters.nics import NicReader
@@ -20,9 +24,48 @@ from perdure.adapters.rings import open_regular
 from perdure.model.errors import PlatformError
 from perdure.model.orders import WatchClosely
 from perdure.model.paths import JobPaths
+from perdure.model.signals.devices import DeviceSample
 from perdure.model.signals.links import LinkSweep, NicSample
 from perdure.model.signals.progress import NodeBeat
 from perdure.worker.recording.groups import SUFFIX
+
+log = logging.getLogger("perdure.agent")
+
+LOOK_S = 5.0
+
+
+class DeviceTelemetry:
+    """The newest look at a node's devices."""
+
+    def __init__(self, clock_offset_s: float, nvml: Nvml | None) -> None:
+        """Look through `nvml`."""
+        self._offset_s, self._nvml = clock_offset_s, nvml
+        self._taken: tuple[DeviceSample, ...] = ()
+
+    async def run(self, ranks: Callable[[], Mapping[int, int]]) -> None:
+        """Look until cancelled; `ranks` is rank -> pid."""
+        nvml = self._nvml
+        while nvml is not None:
+            pids = dict(ranks())
+            try:
+                looks = await asyncio.to_thread(nvml.sample, find_parents, pids, self._offset_s)
+                self._taken = looks
+            except Exception:  # A driver in trouble may say anything; training is not in it.
+                log.exception("no look at the devices")
+            await asyncio.sleep(LOOK_S)
+
+    def join(self, beat: NodeBeat) -> NodeBeat:
+        """Return `beat` with the newest look, if no heartbeat has carried it yet."""
+        if not self._taken:
+            return beat
+        taken, self._taken = self._taken, ()
+        return msgspec.structs.replace(beat, devices=taken)
+
+    def close(self) -> None:
+        """End the line to NVML."""
+        if self._nvml is not None:
+            self._nvml.close()
+
 
 QUIET_S, WATCH_S = 1.0, 0.2
 QUIET_SHARE, WATCH_SHARE = 0.01, 0.05
