@@ -22,7 +22,6 @@ import msgspec
 
 from perdure.control import Controller
 from perdure.detect import Detector
-from perdure.model.actions import AnyAction, AssignNodes, CordonNode, RecordEvent
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
@@ -43,6 +42,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, PolicyConfig, RestartConfig
+from perdure.model.orders import AnyAction, AssignNodes, CordonNode, RecordEvent
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.sim.collectives import Fault, Layout, Noise, Training

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import typer
 
-import perdure.model.actions as actions
 import perdure.model.bus.wire as wire
 import perdure.model.events as events
 import perdure.model.job as job
@@ -114,7 +113,7 @@ def test_every_setting_is_documented_where_it_is_defined(config: str) -> None:
     assert fields - field_docs(job)[config] - sections == set()
 
 
-@pytest.mark.parametrize("module", [events, actions, orders, wire], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [events, orders, wire], ids=lambda m: m.__name__)
 def test_every_event_action_and_message_is_documented(module: typing.Any) -> None:
     types = [
         value

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer
-from perdure.model.actions import AnswerCommand
 from perdure.model.bus.wire import Command, CommandReply, Endpoint, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, Decision, JobEnded, JournalEntry
+from perdure.model.orders import AnswerCommand
 from perdure.model.paths import JobPaths, job_paths
 from perdure.service.commands import ask_controller
 from perdure.service.ports import Reply

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, AssignNodes, EndJob
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -35,7 +34,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.orders import Assignment, SendBoundary
+from perdure.model.orders import AnswerCommand, Assignment, AssignNodes, EndJob, SendBoundary
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 

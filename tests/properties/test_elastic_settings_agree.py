@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, AssignNodes
 from perdure.model.events import (
     AnyEvent,
     CheckpointSaved,
@@ -34,7 +33,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
-from perdure.model.orders import ReformWorld, ResumeRanks, SendBoundary
+from perdure.model.orders import AnswerCommand, AssignNodes, ReformWorld, ResumeRanks, SendBoundary
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 from perdure.model.steering import Steering as Past

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.control.groups_lab import Lab
 
-from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import BoundaryAnswered, QuorumFormed
-from perdure.model.orders import SendBoundary
+from perdure.model.orders import AnyAction, AssignNodes, SendBoundary
 from perdure.model.steering import Pace, Steering
 from perdure.worker.torchft.settings import STATE_KEY, ReplicaConfig
 

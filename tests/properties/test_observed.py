@@ -20,9 +20,8 @@ from tests.unit.control.test_placement import start
 from perdure.agent import Agent, NodeIdentity
 from perdure.agent import messages as m
 from perdure.control import Controller
-from perdure.model import actions as a
 from perdure.model import events as e
-from perdure.model import orders as o
+from perdure.model import orders as a
 from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.events import (
     InvitationMade,
@@ -37,12 +36,12 @@ from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import RankAccount
 
 ACTS = {
-    o.SendBoundary, o.ResumeRanks, a.RestoreNode, a.NoteDraining, o.EvictReplica, o.FenceAbort,
-    o.RunProbe, a.CordonNode, o.InterruptCollectives, o.ReformWorld, o.FollowWorld, o.InjectFault,
+    a.SendBoundary, a.ResumeRanks, a.RestoreNode, a.NoteDraining, a.EvictReplica, a.FenceAbort,
+    a.RunProbe, a.CordonNode, a.InterruptCollectives, a.ReformWorld, a.FollowWorld, a.InjectFault,
 }  # fmt: skip
 """What is never done to a job that is only observed, unless a person asks for it."""
 LOOKS = {
-    o.TakeStacks, o.WatchClosely, a.NoteFinding, a.AnswerCommand, a.RecordEvent, o.HoldReplicas,
+    a.TakeStacks, a.WatchClosely, a.NoteFinding, a.AnswerCommand, a.RecordEvent, a.HoldReplicas,
 }  # fmt: skip
 """What looks, tells or records; `HoldReplicas` says to perdure's own lighthouse who is who."""
 RUNS = {a.AssignNodes, a.EndJob}
@@ -239,7 +238,7 @@ def play(depth: str, seed: int, *, observe: bool, steps: int = 30) -> list[tuple
     return told
 
 
-def judge(depth: str, event: Any, action: Any, told: dict[int, o.Assignment]) -> None:
+def judge(depth: str, event: Any, action: Any, told: dict[int, a.Assignment]) -> None:
     """Fail where `action` may not follow `event` in a job that is only observed."""
     assert type(action) not in ACTS, (event, action)
     if isinstance(action, a.AssignNodes):
@@ -262,14 +261,14 @@ DEPTHS = ("supervised", "resumable", "elastic", "torchft")
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_nothing_that_acts_leaves_the_controller(depth: str, seed: int) -> None:
-    told: dict[int, o.Assignment] = {}
+    told: dict[int, a.Assignment] = {}
     for event, action in play(depth, seed, observe=True):
         judge(depth, event, action, told)
 
 
 def test_the_same_plays_act_where_the_job_is_not_only_observed() -> None:
     """The property above is worth something: its events lead to all that it forbids."""
-    missing = {*ACTS, "again"} - {o.ResumeRanks}  # That ends a pause, which is a person's.
+    missing = {*ACTS, "again"} - {a.ResumeRanks}  # That ends a pause, which is a person's.
     for seed in range(200):
         for depth in DEPTHS:
             for _, action in play(depth, seed, observe=False):
@@ -293,7 +292,7 @@ def test_by_itself_an_agent_ends_and_asks_for_nothing(seed: int) -> None:
     agent = Agent(spec, NodeIdentity(node=0, incarnation="a"))
     held = KeeperState(pid=7, generation=0, running={0: 10, 1: 11}, exits=())
     agent.handle(0.0, m.KeeperUp(state=held))
-    run = o.Assignment(number=1, generation=0, phase="run")
+    run = a.Assignment(number=1, generation=0, phase="run")
     agent.handle(0.0, m.OrderReceived(order=NodeOrder("c1", assignment=run)))
     now = 0.0
     for _ in range(20):

@@ -14,7 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, AssignNodes
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,
@@ -31,7 +30,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.orders import ResumeRanks, SendBoundary
+from perdure.model.orders import AnswerCommand, AssignNodes, ResumeRanks, SendBoundary
 from perdure.model.signals.progress import Phase, RankAccount
 from perdure.model.steering import Pace, Steering
 from perdure.worker.boundary import Agreed, Interrupted

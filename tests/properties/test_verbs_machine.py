@@ -18,7 +18,6 @@ from perdure.control import Controller
 from perdure.control.job import JobState
 from perdure.control.records import find_record
 from perdure.control.steering.verbs import preview_verb
-from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -43,7 +42,15 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.orders import Assignment, ResumeRanks, SendBoundary
+from perdure.model.orders import (
+    AnswerCommand,
+    AnyAction,
+    Assignment,
+    AssignNodes,
+    EndJob,
+    ResumeRanks,
+    SendBoundary,
+)
 from perdure.model.signals.progress import RankAccount
 
 SPEC = JobSpec(

@@ -14,8 +14,13 @@ import typer
 from perdure.cli.speech.say import Json, note, print_json, render_table
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError
-from perdure.model.planning.costs import CostProfile, read_profile
-from perdure.model.planning.profiling import ASK, ProfileReport, ProfileRequest
+from perdure.model.planning.costs import (
+    ASK,
+    CostProfile,
+    ProfileReport,
+    ProfileRequest,
+    read_profile,
+)
 from perdure.service.jobfiles import resolve_home
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}

@@ -10,10 +10,9 @@ from typing import Any, Literal, NamedTuple
 from perdure.control.agreements import OpenBoundary, SteeringState
 from perdure.control.failures import FailureBook
 from perdure.control.world import WorldState
-from perdure.model.actions import AnswerCommand, AnyAction
 from perdure.model.events import NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.model.orders import Assignment, ResumeRanks, SendBoundary
+from perdure.model.orders import AnswerCommand, AnyAction, Assignment, ResumeRanks, SendBoundary
 from perdure.plan.probe import ProbeSession
 from perdure.policy import Failure
 

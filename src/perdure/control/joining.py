@@ -14,8 +14,8 @@ import math
 from typing import Any
 
 from perdure.control.job import Answer, Invited, JobState, OpenCommand
-from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import KEPT_MAX, InvitationMade, InvitationRevoked, InvitationUsed
+from perdure.model.orders import AnyAction, RecordEvent
 
 FINAL = {"final": True}
 """In the answer to a request that will be refused whenever it is made again."""

@@ -96,7 +96,6 @@ from perdure.control.steering.saving import (
     plan_checkpoint,
     save_if_due,
 )
-from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -150,7 +149,7 @@ from perdure.model.failures import (
     find_early,
     name_preemption,
 )
-from perdure.model.orders import InterruptCollectives
+from perdure.model.orders import AnyAction, AssignNodes, InterruptCollectives
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from perdure.control.job import JobState
 from perdure.control.machine import Controller
-from perdure.model.actions import AnyAction
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
@@ -48,6 +47,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import AnyAction
 from perdure.telemetry.snapshot import Certain, SnapshotFold
 
 _GENERATIONS = 2

@@ -7,8 +7,8 @@ operator's own. A world that cannot go on without an action ends, as torchrun wo
 
 from perdure.control.job import JobState
 from perdure.control.world import WorldState
-from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import ActionWithheld
+from perdure.model.orders import AnyAction, RecordEvent
 from perdure.model.verdicts import Verdict
 
 _WITHHELD_MAX = 1024

@@ -10,11 +10,10 @@ its replay says is open.
 from dataclasses import dataclass
 from typing import Any
 
-from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.bus.wire import NodeOrder
 from perdure.model.events import AnyEvent, NodeLost, NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.model.orders import Assignment, Order, RankOrder
+from perdure.model.orders import AnyAction, Assignment, AssignNodes, Order, RankOrder
 
 Sending = tuple[int | str, NodeOrder]
 """To a node, to `all`, or to the lighthouse."""

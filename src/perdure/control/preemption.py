@@ -24,9 +24,9 @@ from perdure.control.recovery.placement import cordon, release
 from perdure.control.steering.group_moves import count_left, take_back
 from perdure.control.steering.leaving import end_spares, find_leavers
 from perdure.control.steering.moves import restore_move
-from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.events import NodeRegistered, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.failures import ExitRecord, is_explained
+from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S
 from perdure.policy import HandOver, Outlook, decide_hand_over
 

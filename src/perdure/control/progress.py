@@ -29,7 +29,6 @@ from perdure.control.steering.commands import inject_again, start_waiting_comman
 from perdure.control.steering.leaving import leave_together
 from perdure.control.steering.moves import note_held
 from perdure.control.steering.saving import plan_checkpoint
-from perdure.model.actions import AnyAction
 from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
@@ -39,7 +38,7 @@ from perdure.model.events import (
     ProgressNoted,
     RankJoined,
 )
-from perdure.model.orders import SendBoundary
+from perdure.model.orders import AnyAction, SendBoundary
 
 
 def note_progress(

@@ -1,6 +1,7 @@
 """What a decision of the controller's own adds to the journal: facts that only it can know."""
 
-from perdure.model.actions import (
+from perdure.model.events import AnyEvent, NodeCordoned, NodeDraining, NodeRestored, ProbeJudged
+from perdure.model.orders import (
     AnyAction,
     CordonNode,
     NoteDraining,
@@ -8,7 +9,6 @@ from perdure.model.actions import (
     RecordEvent,
     RestoreNode,
 )
-from perdure.model.events import AnyEvent, NodeCordoned, NodeDraining, NodeRestored, ProbeJudged
 
 
 def find_record(now: float, action: AnyAction) -> AnyEvent | None:

@@ -43,7 +43,6 @@ from perdure.control.steering.saving import (
 )
 from perdure.control.world import WorldState
 from perdure.detect.certainty import TIMEOUT_S
-from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -59,6 +58,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.failures import explain_exit, explain_node
+from perdure.model.orders import AnyAction, AssignNodes
 
 
 def advance_groups(state: JobState, now: float) -> list[AnyAction]:

@@ -201,6 +201,19 @@ class Channel:
                 time.sleep(2.0**attempt)
         raise AssertionError
 
+    def must(self, script: str, *, hint: str, stdin: bytes = b"", timeout_s: float = 60.0) -> str:
+        """Return the output of what may be run twice and has to succeed.
+
+        Raises:
+            UnreachedError: no connection.
+            PlatformError: it fails; its last line is told.
+        """
+        done = self.ask(script, stdin=stdin, timeout_s=timeout_s)
+        if done.code:
+            last = last_line(done.err or done.out, "it said nothing")
+            raise PlatformError(f"{self.name}: {last}", hint=hint)
+        return done.out.strip()
+
     def query(
         self,
         script: str,

@@ -10,8 +10,7 @@ import msgspec
 
 from perdure.launch import local
 from perdure.launch.lint import check_plan
-from perdure.launch.placing import locate_in_project, read_secrets, render_job
-from perdure.launch.platforms import Here
+from perdure.launch.platforms import Here, locate_in_project, read_secrets, render_job
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.paths import job_paths

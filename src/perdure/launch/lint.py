@@ -75,7 +75,7 @@ def _check_room(spec: JobSpec, profile: Profile) -> list[Finding]:
 
 def _check_groups(spec: JobSpec, profile: Profile) -> list[Finding]:
     """Return what torchft's groups need: one machine, and devices for each of them."""
-    if not spec.torchft.replicas:
+    if not spec.groups:
         return []
     machines = {"slurm": spec.nodes, "kubernetes": spec.num_nodes}.get(profile.kind, 1)
     gpus, wanted = spec.launch.gpus, spec.machine_ranks

@@ -1,13 +1,17 @@
-"""A wheel of this very installation of perdure, so that the box runs the same code.
+"""What of perdure itself goes to a box: a wheel of this very installation, extras, programs.
 
 A wheel is a zip file with the package, its metadata and a list of hashes; nothing has to be built.
+The programs are asked of any Python from 3.6 on: RHEL 8 and its kin have that as `python3`, which
+perdure itself does not run on; but the box has to be asked before that can be said.
 """
 
+import ast
 import base64
 import hashlib
 import os
 import re
 import zipfile
+from functools import cache
 from importlib.metadata import Distribution, distribution, version
 from pathlib import Path
 
@@ -86,7 +90,7 @@ def choose_extras(spec: JobSpec) -> tuple[str, ...]:
     `launch.packages` or `launch.requirements`.
     """
     wanted = set()
-    if spec.torchft.replicas:
+    if spec.groups:
         wanted.add("torchft")
     if spec.metrics.prometheus_port:
         wanted.add("metrics")
@@ -97,3 +101,48 @@ def choose_extras(spec: JobSpec) -> tuple[str, ...]:
         text = ""
     wanted |= {name for found in _USES.findall(text) for name in found if name in MODULES}
     return tuple(sorted(wanted))
+
+
+_PROGRAMS = Path(__file__).resolve().parent / "ssh"
+OLDEST = (3, 6)
+ASK = (
+    "command -v python3 >/dev/null 2>&1 || "
+    "{{ echo 'there is no python3 on the box' >&2; exit 127; }}; "
+    "python3 -c 'import sys; sys.exit(sys.version_info < ({0}, {1}))' || "
+    '{{ echo "python3 on the box is $(python3 -V 2>&1): {0}.{1} or newer is needed" >&2; '
+    "exit 69; }}; "
+).format(*OLDEST)
+"""Shell that ends with one clear line where no Python there could read a program of ours."""
+
+
+@cache
+def read_program(name: str) -> str:
+    """Return the source of `box.py` or `results.py`, without its annotations.
+
+    What 3.6 cannot read is annotations, and nobody needs them there.
+    """
+    tree = _Plain().visit(ast.parse((_PROGRAMS / name).read_text(encoding="utf-8")))
+    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+class _Plain(ast.NodeTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Take the types of arguments and of the answer away."""
+        self.generic_visit(node)
+        node.returns = None
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        """Take an argument's type away."""
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        """Make a plain assignment of it; without a value it says nothing."""
+        if node.value is None:
+            return None
+        return ast.Assign(targets=[node.target], value=node.value, type_comment=None)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        """Leave out what only annotations need."""
+        return None if node.module in ("__future__", "typing", "collections.abc") else node

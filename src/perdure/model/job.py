@@ -448,6 +448,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.nproc * self.nodes
 
     @property
+    def node_ranks(self) -> int:
+        """Ranks of a machine that is one node of several; of torchft, of that with all groups."""
+        return self.machine_ranks if self.groups else self.nproc
+
+    @property
     def groups(self) -> int:
         """Replica groups of a torchft job, spare ones among them."""
         return self.num_nodes if self.torchft.replicas else 0

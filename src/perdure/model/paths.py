@@ -26,6 +26,16 @@ LOCK = "run.lock"
 """Held (flock) by `perdure run` as long as it lives, so that no pid needs to be trusted."""
 
 
+class _Below:
+    """A place in the job's own directory, by its name there."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+
+    def __get__(self, paths: "JobPaths", kind: type) -> str:
+        return str(PurePosixPath(paths.root, *self.parts))
+
+
 class JobPaths(msgspec.Struct, frozen=True):
     """Paths of one job, as strings, under `root` (its directory), `sockets` and `memory`."""
 
@@ -37,74 +47,48 @@ class JobPaths(msgspec.Struct, frozen=True):
     def _at(self, *parts: str) -> str:
         return str(PurePosixPath(self.root, *parts))
 
-    @property
-    def lock(self) -> str:
-        """Locked while the job runs."""
-        return self._at(LOCK)
+    lock = _Below(LOCK)
+    """Locked while the job runs."""
 
-    @property
-    def spec(self) -> str:
-        """The JobSpec."""
-        return self._at("job.json")
+    spec = _Below("job.json")
+    """The JobSpec."""
 
-    @property
-    def endpoint(self) -> str:
-        """NATS URL and the operator's password."""
-        return self._at("endpoint.json")
+    endpoint = _Below("endpoint.json")
+    """NATS URL and the operator's password."""
 
     def credential(self, user: str) -> str:
         """NATS URL and password of `user`, such as `agent-0`."""
         return self._at("credentials", f"{user}.json")
 
-    @property
-    def webhook_token(self) -> str:
-        """What the webhook for notices asks for, where the user named no file of his own."""
-        return self._at("credentials", "webhook.token")
+    webhook_token = _Below("credentials", "webhook.token")
+    """What the webhook for notices asks for, where the user named no file of his own."""
 
-    @property
-    def parts(self) -> str:
-        """Pids of the parts."""
-        return self._at("parts.json")
+    parts = _Below("parts.json")
+    """Pids of the parts."""
 
-    @property
-    def snapshot(self) -> str:
-        """The newest Snapshot."""
-        return self._at("state.json")
+    snapshot = _Below("state.json")
+    """The newest Snapshot."""
 
-    @property
-    def journal(self) -> str:
-        """The mirror of the journal."""
-        return self._at("journal.jsonl")
+    journal = _Below("journal.jsonl")
+    """The mirror of the journal."""
 
-    @property
-    def snapshots(self) -> str:
-        """What controllers knew at some entries of the journal."""
-        return self._at("snapshots")
+    snapshots = _Below("snapshots")
+    """What controllers knew at some entries of the journal."""
 
-    @property
-    def imports(self) -> str:
-        """Names of the modules that ranks imported."""
-        return self._at("imports.json")
+    imports = _Below("imports.json")
+    """Names of the modules that ranks imported."""
 
-    @property
-    def lighthouse(self) -> str:
-        """Port and last quorum of the lighthouse (torchft)."""
-        return self._at("lighthouse.json")
+    lighthouse = _Below("lighthouse.json")
+    """Port and last quorum of the lighthouse (torchft)."""
 
-    @property
-    def nats(self) -> str:
-        """The NATS server's directory."""
-        return self._at("nats")
+    nats = _Below("nats")
+    """The NATS server's directory."""
 
-    @property
-    def checkpoints(self) -> str:
-        """Default place of checkpoints."""
-        return self._at("checkpoints")
+    checkpoints = _Below("checkpoints")
+    """Default place of checkpoints."""
 
-    @property
-    def logs(self) -> str:
-        """Logs of the parts."""
-        return self._at("logs")
+    logs = _Below("logs")
+    """Logs of the parts."""
 
     def log(self, part: str) -> str:
         """Log of a part, such as `controller` or `agent-0`."""

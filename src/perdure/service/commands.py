@@ -9,11 +9,11 @@ import contextlib
 import time
 
 from perdure.adapters.nats import NatsBus
-from perdure.model.actions import AnswerCommand
 from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError, RequestError
 from perdure.model.events import Decision
+from perdure.model.orders import AnswerCommand
 from perdure.model.paths import JobPaths
 from perdure.service.jobfiles import is_alive, load_endpoint, read_last_entries
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from perdure.launch.ssh.door import list_interfaces
+from perdure.launch.ssh.box import list_interfaces
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 

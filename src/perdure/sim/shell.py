@@ -14,7 +14,6 @@ from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import find_record
 from perdure.control.senders import find_untrue
 from perdure.detect import Detector
-from perdure.model.actions import AnswerCommand, AnyAction, EndJob
 from perdure.model.bus.access import BROUGHT_BY
 from perdure.model.bus.wire import Command, CommandReply, EventAck, EventMessage
 from perdure.model.codec import encode
@@ -28,6 +27,7 @@ from perdure.model.events import (
     JournalEntry,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import AnswerCommand, AnyAction, EndJob
 from perdure.model.signals.progress import NodeBeat
 from perdure.sim.clock import VirtualClock
 

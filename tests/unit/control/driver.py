@@ -5,7 +5,6 @@ from typing import Any
 from msgspec import convert
 
 from perdure.control import Controller
-from perdure.model.actions import AnyAction
 from perdure.model.events import (
     BoundaryAnswered,
     ControllerStarted,
@@ -21,7 +20,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
-from perdure.model.orders import SendBoundary
+from perdure.model.orders import AnyAction, SendBoundary
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, AnyAction
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,
@@ -18,6 +17,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.orders import AnswerCommand, AnyAction
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 

@@ -2,7 +2,6 @@
 
 from perdure.control import Controller
 from perdure.control.membership.elastic import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
-from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     ControllerStarted,
     GenerationStopped,
@@ -19,7 +18,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.orders import InjectFault, ReformWorld
+from perdure.model.orders import AnyAction, AssignNodes, InjectFault, ReformWorld
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from tests.unit.control.test_elastic_spares import Lab, order_of, started
 
-from perdure.model.actions import AnswerCommand, AnyAction
 from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
@@ -12,7 +11,7 @@ from perdure.model.events import (
     GenerationStepping,
     KeysDeclared,
 )
-from perdure.model.orders import InjectFault, ReformWorld, SendBoundary
+from perdure.model.orders import AnswerCommand, AnyAction, InjectFault, ReformWorld, SendBoundary
 from perdure.model.steering import KeySpec
 
 

@@ -4,7 +4,6 @@ import pytest
 from tests.slowness import find_slowness, move_verdict
 
 from perdure.control import Controller
-from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     ControllerStarted,
     GenerationStopped,
@@ -24,7 +23,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
-from perdure.model.orders import FollowWorld, InjectFault, ReformWorld
+from perdure.model.orders import AnyAction, AssignNodes, FollowWorld, InjectFault, ReformWorld
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit
 

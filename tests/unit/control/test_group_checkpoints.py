@@ -7,7 +7,6 @@ from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_group_settings import reach, say, sent
 
 from perdure.control.steering.saving import find_save_deadline
-from perdure.model.actions import AnswerCommand
 from perdure.model.events import (
     BoundaryAnswered,
     CheckpointFailed,
@@ -17,7 +16,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import CheckpointConfig
-from perdure.model.orders import SendBoundary
+from perdure.model.orders import AnswerCommand, SendBoundary
 
 
 def saving(lighthouse: str = "perdure", spares: int = 0, **config: Any) -> Lab:

@@ -5,7 +5,6 @@ from typing import Any
 from tests.unit.control.groups_lab import Lab
 
 from perdure.control.job import JobState
-from perdure.model.actions import AnyAction, AssignNodes, RecordEvent
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     BoundaryAnswered,
@@ -17,7 +16,7 @@ from perdure.model.events import (
     SettingsChanged,
     TimerFired,
 )
-from perdure.model.orders import HoldReplicas, SendBoundary
+from perdure.model.orders import AnyAction, AssignNodes, HoldReplicas, RecordEvent, SendBoundary
 from perdure.model.steering import KeySpec, Pace
 
 LR = KeySpec(name="lr", type="float", default=0.1, min=0.0, max=1.0)

@@ -6,10 +6,18 @@ from tests.unit.control.groups_lab import Lab
 
 from perdure.control.job import JobState
 from perdure.control.steering.verbs import preview_verb
-from perdure.model.actions import AssignNodes, CordonNode, NoteDraining, RecordEvent, RestoreNode
 from perdure.model.codec import decode, encode
 from perdure.model.events import ControllerStarted, JobPaused, NodeCordoned, TimerFired
-from perdure.model.orders import EvictReplica, FenceAbort, HoldReplicas
+from perdure.model.orders import (
+    AssignNodes,
+    CordonNode,
+    EvictReplica,
+    FenceAbort,
+    HoldReplicas,
+    NoteDraining,
+    RecordEvent,
+    RestoreNode,
+)
 
 
 def held(lab: Lab) -> dict[int, tuple[bool, bool]]:

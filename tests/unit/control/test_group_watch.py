@@ -6,7 +6,6 @@ import pytest
 from tests.unit.control.groups_lab import Lab
 
 from perdure.control.lighthouse.watch import ReplicaWatch
-from perdure.model.actions import AnyAction, AssignNodes, RecordEvent
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
@@ -17,7 +16,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import DetectConfig, JobSpec, TorchftConfig
-from perdure.model.orders import EvictReplica, FenceAbort
+from perdure.model.orders import AnyAction, AssignNodes, EvictReplica, FenceAbort, RecordEvent
 from perdure.model.signals.progress import (
     BusyPhase,
     NodeBeat,

@@ -7,9 +7,9 @@ from typing import Any
 from tests.unit.control.driver import Driver, one
 
 from perdure.control.joining import preview_invitations
-from perdure.model.actions import AnswerCommand, RecordEvent
 from perdure.model.codec import encode
 from perdure.model.events import CommandReceived, JournalEntry, NodeLost
+from perdure.model.orders import AnswerCommand, RecordEvent
 from perdure.service.access.invited import find_invitations
 
 DIGEST = sha256(b"secret").hexdigest()

@@ -3,7 +3,6 @@
 from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_elastic_spares import Lab, started
 
-from perdure.model.actions import AnswerCommand, AssignNodes
 from perdure.model.events import (
     CommandReceived,
     NodeCordoned,
@@ -12,6 +11,7 @@ from perdure.model.events import (
     PreemptionNoticed,
     TimerFired,
 )
+from perdure.model.orders import AnswerCommand, AssignNodes
 
 
 def ask(driver: Driver, machine: str) -> AnswerCommand:

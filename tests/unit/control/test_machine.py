@@ -6,7 +6,6 @@ from tests.unit.control.driver import Driver, agree, one, started, verdict
 
 from perdure.control import Controller
 from perdure.control.machine import HANDLERS
-from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -22,7 +21,14 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.failures import ExitRecord
-from perdure.model.orders import SendBoundary, TakeStacks
+from perdure.model.orders import (
+    AnswerCommand,
+    AnyAction,
+    AssignNodes,
+    EndJob,
+    SendBoundary,
+    TakeStacks,
+)
 from perdure.model.signals.progress import RankAccount
 
 NOTHING_FOLLOWS = {

@@ -7,8 +7,8 @@ from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_placement import start
 
 from perdure.control.records import find_record
-from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, CordonNode, RecordEvent
 from perdure.model.events import CommandReceived, DeviceReported, PreemptionNoticed, VerdictReached
+from perdure.model.orders import AnswerCommand, AnyAction, AssignNodes, CordonNode, RecordEvent
 
 
 def notify(driver: Driver, **args: Any) -> tuple[AnswerCommand, list[AnyAction]]:

@@ -9,7 +9,6 @@ from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_outstanding import replayed
 from tests.unit.control.test_placement import run, start
 
-from perdure.model.actions import AnyAction, AssignNodes, CordonNode, EndJob, RecordEvent
 from perdure.model.events import (
     ActionWithheld,
     BoundaryAnswered,
@@ -33,10 +32,15 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import (
+    AnyAction,
+    AssignNodes,
+    CordonNode,
+    EndJob,
     EvictReplica,
     FenceAbort,
     InjectFault,
     InterruptCollectives,
+    RecordEvent,
     ReformWorld,
     RunProbe,
     SendBoundary,

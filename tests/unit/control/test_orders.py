@@ -1,5 +1,4 @@
 from perdure.control.orders import REPEAT_S, OrderBook, Sending
-from perdure.model.actions import AssignNodes
 from perdure.model.events import (
     BoundaryReached,
     FaultInjected,
@@ -8,7 +7,14 @@ from perdure.model.events import (
     StacksTaken,
 )
 from perdure.model.job import JobSpec
-from perdure.model.orders import AnyOrder, Assignment, InjectFault, SendBoundary, TakeStacks
+from perdure.model.orders import (
+    AnyOrder,
+    Assignment,
+    AssignNodes,
+    InjectFault,
+    SendBoundary,
+    TakeStacks,
+)
 
 
 def book(nodes: int = 2) -> OrderBook:

@@ -3,7 +3,6 @@
 from tests.unit.control.driver import Driver, agree, one, started, verdict
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, AssignNodes, EndJob
 from perdure.model.events import (
     BoundaryReached,
     CheckpointSaved,
@@ -16,7 +15,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.failures import ExitRecord
-from perdure.model.orders import SendBoundary, TakeStacks
+from perdure.model.orders import AnswerCommand, AssignNodes, EndJob, SendBoundary, TakeStacks
 from perdure.model.signals.progress import RankAccount
 
 

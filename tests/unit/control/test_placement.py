@@ -5,7 +5,6 @@ from typing import Any
 from tests.slowness import find_slowness, move_verdict
 from tests.unit.control.driver import Driver, one
 
-from perdure.model.actions import AssignNodes, CordonNode, EndJob
 from perdure.model.events import (
     GenerationStepping,
     GenerationStopped,
@@ -18,7 +17,7 @@ from perdure.model.events import (
     TimerFired,
     VerdictReached,
 )
-from perdure.model.orders import Assignment, InterruptCollectives
+from perdure.model.orders import Assignment, AssignNodes, CordonNode, EndJob, InterruptCollectives
 from perdure.model.verdicts import Culprit, Verdict
 
 

@@ -11,7 +11,6 @@ from tests.unit.control.test_placement import start as start_placed
 from tests.unit.control.test_verbs import agree, ask, hold, save
 
 from perdure.control import Controller
-from perdure.model.actions import AnyAction, AssignNodes, CordonNode, EndJob, RestoreNode
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     ControllerStarted,
@@ -24,7 +23,14 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.failures import ExitRecord
-from perdure.model.orders import SendBoundary
+from perdure.model.orders import (
+    AnyAction,
+    AssignNodes,
+    CordonNode,
+    EndJob,
+    RestoreNode,
+    SendBoundary,
+)
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 

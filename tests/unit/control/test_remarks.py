@@ -5,9 +5,9 @@ from tests.unit.control.driver import Driver
 from tests.unit.control.groups_lab import Lab
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, AnyAction, RecordEvent
 from perdure.model.events import CommandReceived, JobSubmitted, OperatorNoted
 from perdure.model.job import JobSpec
+from perdure.model.orders import AnswerCommand, AnyAction, RecordEvent
 from perdure.model.steering import Pace
 
 

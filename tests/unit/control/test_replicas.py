@@ -2,7 +2,6 @@
 
 from tests.unit.control.groups_lab import Lab
 
-from perdure.model.actions import AssignNodes, EndJob
 from perdure.model.events import (
     CommandReceived,
     ControllerStarted,
@@ -10,7 +9,14 @@ from perdure.model.events import (
     KeysDeclared,
     TimerFired,
 )
-from perdure.model.orders import EvictReplica, FenceAbort, HoldReplicas, InjectFault
+from perdure.model.orders import (
+    AssignNodes,
+    EndJob,
+    EvictReplica,
+    FenceAbort,
+    HoldReplicas,
+    InjectFault,
+)
 
 
 def test_each_group_has_a_generation_and_a_store_of_its_own() -> None:

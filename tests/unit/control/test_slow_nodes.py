@@ -7,7 +7,6 @@ from tests.unit.control.driver import one
 from tests.unit.control.test_placement import run, start
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Noise, Run
 
-from perdure.model.actions import AnyAction, AssignNodes, RecordEvent
 from perdure.model.events import (
     ActionWithheld,
     CheckpointSaved,
@@ -22,6 +21,7 @@ from perdure.model.events import (
     VerdictReached,
     VerdictWithdrawn,
 )
+from perdure.model.orders import AnyAction, AssignNodes, RecordEvent
 
 
 class Watched:

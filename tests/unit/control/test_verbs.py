@@ -7,14 +7,6 @@ from tests.unit.control.test_placement import start
 
 from perdure.control.job import JobState
 from perdure.control.steering.verbs import preview_verb
-from perdure.model.actions import (
-    AnswerCommand,
-    AnyAction,
-    AssignNodes,
-    CordonNode,
-    NoteDraining,
-    RestoreNode,
-)
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     BoundaryAnswered,
@@ -36,7 +28,16 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
-from perdure.model.orders import ResumeRanks, SendBoundary
+from perdure.model.orders import (
+    AnswerCommand,
+    AnyAction,
+    AssignNodes,
+    CordonNode,
+    NoteDraining,
+    RestoreNode,
+    ResumeRanks,
+    SendBoundary,
+)
 
 
 def ask(driver: Driver, kind: str, *targets: str, id_: str = "", **args: Any) -> list[AnyAction]:

@@ -8,7 +8,7 @@ import pytest
 from perdure.cli.platforms.profiles import find_meanings, render_danger
 from perdure.launch.catalog import flatten, list_profiles, load_profile, overlay
 from perdure.launch.lint import check_plan, find_tier
-from perdure.launch.placing import render_job
+from perdure.launch.platforms import render_job
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec, LaunchConfig
 from perdure.model.platforms.profile import find_unmeasured

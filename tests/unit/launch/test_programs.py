@@ -13,12 +13,11 @@ from msgspec import structs
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.ssh.check import check_torch
-from perdure.launch.ssh.programs import ASK, OLDEST, read_program
 from perdure.launch.ssh.render import _render_setup
-from perdure.launch.wheel import choose_extras
+from perdure.launch.wheel import ASK, OLDEST, choose_extras, read_program
 from perdure.model.job import JobSpec, LaunchConfig, MetricsConfig, TorchftConfig
 
-PROGRAMS = ("box.py", "door.py", "results.py")
+PROGRAMS = ("box.py", "results.py")
 
 
 def find_python(version: str) -> str:

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from perdure.launch.catalog import load_profile, overlay
-from perdure.launch.placing import place_job
+from perdure.launch.platforms import place_job
 from perdure.launch.results.pulling import find_owners
-from perdure.launch.ssh import box, boxes, door, render
+from perdure.launch.ssh import box, boxes, render
 from perdure.launch.ssh.submit import find_roots
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
@@ -154,8 +154,8 @@ def test_files_of_a_further_box_are_pulled_under_its_name() -> None:
 
 
 def test_a_box_listens_for_a_while_and_is_reached() -> None:
-    command = [sys.executable, str(Path(door.__file__)), "5"]
+    command = [sys.executable, str(Path(box.__file__)), "listen", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    told = json.loads(done.stdout.removeprefix(door.ANSWER))
+    told = json.loads(done.stdout.removeprefix(box.ANSWER))
     assert ["lo", "127.0.0.1"] in told["interfaces"]
     assert box.reach(f"127.0.0.1:{told['port']}")

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from perdure.model.codec import encode
-from perdure.model.planning.profiling import ProfileRequest
+from perdure.model.planning.costs import ProfileRequest
 from perdure.worker.profiling import read_kept
 from perdure.worker.profiling.links import LinkFigures
 

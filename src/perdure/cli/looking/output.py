@@ -14,7 +14,7 @@ import typer
 
 from perdure.cli.jobs import Job, find_job, find_start
 from perdure.cli.speech.say import JobName, Json, print_json
-from perdure.launch.output import print_output
+from perdure.launch.exchange import print_output
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.events import Decision, JobEnded, JournalEntry

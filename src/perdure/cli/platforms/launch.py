@@ -24,8 +24,7 @@ from perdure.cli.running.jobspec import (
 from perdure.cli.speech.say import Json, note, print_json
 from perdure.dash.terminal import print_exact
 from perdure.launch.catalog import Resolved, overlay
-from perdure.launch.placing import write_files
-from perdure.launch.platforms import Here, Platform, find_platform
+from perdure.launch.platforms import Here, Platform, find_platform, write_files
 from perdure.launch.records import read_record, read_remote, write_record
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.job import JobSpec

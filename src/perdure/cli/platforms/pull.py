@@ -12,7 +12,7 @@ import typer
 from perdure.cli.jobs import ENDED, find_here
 from perdure.cli.platforms.profiles import ask_person, here
 from perdure.cli.speech.say import JobName, Json, print_json
-from perdure.launch.output import name_first
+from perdure.launch.exchange import name_first
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.records import read_record, write_record
 from perdure.launch.results.pulling import (

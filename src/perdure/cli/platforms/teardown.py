@@ -20,8 +20,7 @@ from perdure.cli.platforms.profiles import ask_person, here, is_terminal
 from perdure.cli.platforms.pull import DryRun, Leave, find_record, find_state
 from perdure.cli.speech.say import JobName, Json, answer, keep_given, note, print_json
 from perdure.launch.channel import Channel
-from perdure.launch.exchange import UnfinishedError, UnreachedError
-from perdure.launch.output import name_first
+from perdure.launch.exchange import UnfinishedError, UnreachedError, name_first
 from perdure.launch.platforms import Here
 from perdure.launch.records import forget_record, list_records, write_record
 from perdure.launch.results import gone
@@ -41,7 +40,7 @@ from perdure.launch.results.pulling import (
     read_manifest,
     read_verified,
 )
-from perdure.launch.ssh.programs import read_program
+from perdure.launch.wheel import read_program
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.platforms.launching import (
     BoxState,

@@ -40,9 +40,8 @@ from perdure.control.agreement.pauses import commit_pause
 from perdure.control.agreements import ANSWER_TIMEOUT_S, TRIES_MAX, OpenBoundary
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
-from perdure.model.actions import AnyAction
 from perdure.model.events import BoundaryAnswered, BoundaryReached
-from perdure.model.orders import SendBoundary
+from perdure.model.orders import AnyAction, SendBoundary
 from perdure.model.steering import Change, Pace
 
 _REACH_TIMEOUT_S = 600.0

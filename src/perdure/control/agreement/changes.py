@@ -21,9 +21,9 @@ import msgspec
 from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
-from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryReached, KeysDeclared, SettingsChanged
+from perdure.model.orders import AnyAction, RecordEvent
 from perdure.model.steering import Change, KeySpec, Value, is_kept_elsewhere
 from perdure.plan.settings import apply_spec, find_own_keys
 

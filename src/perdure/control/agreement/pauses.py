@@ -8,9 +8,8 @@ agreements go on in a pause, at its step: the ranks that stand there carry them 
 from perdure.control.agreements import OpenBoundary, Pause, Resume
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.lighthouse.holds import hold_groups
-from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import BoundaryReached, JobPaused, JobResumed
-from perdure.model.orders import ResumeRanks
+from perdure.model.orders import AnyAction, RecordEvent, ResumeRanks
 from perdure.model.steering import RESUMED
 
 

@@ -27,7 +27,6 @@ from perdure.control.membership.members import (
     split_called,
 )
 from perdure.control.observing import is_observed
-from perdure.model.actions import AnyAction
 from perdure.model.events import (
     MemberReady,
     NodeRegistered,
@@ -37,7 +36,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.failures import explain_break
-from perdure.model.orders import ReformWorld
+from perdure.model.orders import AnyAction, ReformWorld
 from perdure.model.verdicts import Verdict
 
 REFORM_TIMEOUT_S = 30.0

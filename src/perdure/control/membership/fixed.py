@@ -10,9 +10,8 @@ from typing import Literal
 from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
 from perdure.control.world import WorldState
-from perdure.model.actions import AnyAction
 from perdure.model.events import NodeRegistered, RankExited
-from perdure.model.orders import Assignment
+from perdure.model.orders import AnyAction, Assignment
 from perdure.model.verdicts import Verdict
 
 GONE = "its ranks are gone, keeper and all"

@@ -11,8 +11,7 @@ from collections.abc import Collection
 from msgspec import structs
 
 from perdure.control.job import JobState
-from perdure.model.actions import AnyAction, AssignNodes
-from perdure.model.orders import FollowWorld, InjectFault
+from perdure.model.orders import AnyAction, AssignNodes, FollowWorld, InjectFault
 
 DIRECT_BYTES_MAX = 16 << 20
 """Up to this much state is sent within the join."""

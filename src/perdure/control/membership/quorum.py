@@ -13,8 +13,7 @@ from perdure.control.job import JobState
 from perdure.control.lighthouse.holds import hold_groups
 from perdure.control.membership.fixed import Addressed, Fixed
 from perdure.control.world import WorldState
-from perdure.model.actions import AnyAction
-from perdure.model.orders import Assignment
+from perdure.model.orders import AnyAction, Assignment
 
 _OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
 

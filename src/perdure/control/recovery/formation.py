@@ -15,9 +15,8 @@ from perdure.control.job import Ending, JobState
 from perdure.control.membership import membership_of
 from perdure.control.recovery.placement import place_nodes
 from perdure.control.world import WorldState
-from perdure.model.actions import AnyAction, AssignNodes, EndJob
 from perdure.model.events import GenerationStopped, JobEnded, JobSubmitted, RanksStarted, StoreReady
-from perdure.model.orders import Assignment
+from perdure.model.orders import AnyAction, Assignment, AssignNodes, EndJob
 from perdure.model.steering import Steering
 
 REGISTER_TIMEOUT_S = 180.0

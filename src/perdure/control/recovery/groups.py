@@ -7,9 +7,8 @@ from perdure.control.lighthouse.holds import hold_groups
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.formation import FORM_TIMEOUT_S, assign, end_job
 from perdure.control.world import WorldState
-from perdure.model.actions import AnyAction
 from perdure.model.failures import Cause, Rung
-from perdure.model.orders import EvictReplica, FenceAbort
+from perdure.model.orders import AnyAction, EvictReplica, FenceAbort
 from perdure.policy import Failure, decide_recovery
 
 

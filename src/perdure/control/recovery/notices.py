@@ -13,7 +13,6 @@ from perdure.control.job import JobState, OpenCommand
 from perdure.control.recovery.placement import cordon
 from perdure.control.recovery.response import weigh_verdict
 from perdure.control.targets import UnknownTargetError, find_nodes
-from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.bus.wire import Notice
 from perdure.model.events import (
     DeviceReported,
@@ -22,6 +21,7 @@ from perdure.model.events import (
     PreemptionWithdrawn,
     VerdictReached,
 )
+from perdure.model.orders import AnyAction, RecordEvent
 from perdure.model.verdicts import Culprit, Verdict
 
 _GRACE_S_MAX = 7 * 86400.0

@@ -9,9 +9,9 @@ from typing import Any
 from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.membership.members import find_home
 from perdure.control.observing import is_observed
-from perdure.model.actions import AnyAction, CordonNode, NoteDraining, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored
 from perdure.model.failures import LATE_S
+from perdure.model.orders import AnyAction, CordonNode, NoteDraining, RestoreNode
 from perdure.model.verdicts import Verdict
 
 

@@ -7,9 +7,8 @@ the journal (`ProbeJudged`), where the detector hears of it as of every other ev
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership.members import find_home
 from perdure.control.observing import is_observed, withhold_verdict
-from perdure.model.actions import AnyAction, NoteFinding
 from perdure.model.events import ProbeEnded
-from perdure.model.orders import RunProbe
+from perdure.model.orders import AnyAction, NoteFinding, RunProbe
 from perdure.model.signals.links import ProbeFinding
 from perdure.model.verdicts import Verdict
 from perdure.plan.probe import ProbeSession

@@ -12,10 +12,9 @@ from perdure.control.job import JobState
 from perdure.control.membership.members import find_home, find_spares
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.control.world import StackRequest
-from perdure.model.actions import AnyAction
 from perdure.model.events import StacksTaken, VerdictWithdrawn
 from perdure.model.failures import ExitRecord
-from perdure.model.orders import TakeStacks
+from perdure.model.orders import AnyAction, TakeStacks
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.policy import Reaction, Situation, find_device_error, find_restart_cost_s, react
 

@@ -12,9 +12,8 @@ from perdure.control.recovery.probing import receive_probe
 from perdure.control.steering.saving import start_checkpoint
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
-from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import CommandReceived, FaultInjected, NodeAsked, OperatorNoted
-from perdure.model.orders import InjectFault
+from perdure.model.orders import AnyAction, InjectFault, RecordEvent
 from perdure.model.steering import find_note_fault
 
 _STOP_TIMEOUT_S = 30.0

@@ -17,7 +17,7 @@ from perdure.control.lighthouse.holds import hold_groups
 from perdure.control.recovery.groups import find_spares, park_group, promote
 from perdure.control.recovery.placement import bar, keep_nodes
 from perdure.control.world import WorldState
-from perdure.model.actions import AnyAction
+from perdure.model.orders import AnyAction
 
 
 def take_back(

@@ -12,7 +12,7 @@ from perdure.control.job import JobState, OpenMove
 from perdure.control.recovery.groups import find_spares, start_group
 from perdure.control.recovery.placement import release
 from perdure.control.steering.group_moves import count_left, name_replicas, take_back
-from perdure.model.actions import AnyAction
+from perdure.model.orders import AnyAction
 from perdure.model.steering import PlaceVerb
 
 

@@ -24,8 +24,8 @@ from perdure.control.membership.members import (
     split_called,
 )
 from perdure.control.recovery.placement import bar_left, find_notice, keep_nodes
-from perdure.model.actions import AnyAction
 from perdure.model.failures import Cause
+from perdure.model.orders import AnyAction
 
 
 def find_leavers(state: JobState, nodes: Collection[int]) -> tuple[int, ...]:

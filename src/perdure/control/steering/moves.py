@@ -21,9 +21,8 @@ from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar_left, find_shortage, keep_nodes
 from perdure.control.steering.group_moves import advance_group_move
 from perdure.control.steering.leaving import advance_leaving, guard, note_move, restore_leaving
-from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.events import BoundaryReached, CheckpointFailed, CheckpointSaved, RankExited
-from perdure.model.orders import ResumeRanks
+from perdure.model.orders import AnyAction, NoteDraining, ResumeRanks
 
 _ALIVE = ("forming", "starting", "running")
 

@@ -12,8 +12,8 @@ from perdure.control.agreement.boundary import open_boundary
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership import membership_of
 from perdure.control.steering.moves import note_saved
-from perdure.model.actions import AnyAction
 from perdure.model.events import CheckpointFailed, CheckpointSaved
+from perdure.model.orders import AnyAction
 from perdure.plan.checkpoints import daly
 from perdure.policy import decide_checkpoint_interval
 

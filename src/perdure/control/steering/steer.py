@@ -16,8 +16,8 @@ from perdure.control.agreement.changes import (
 from perdure.control.agreement.pauses import answer_all, answer_pause, begin_resume, hold_all
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership import membership_of
-from perdure.model.actions import AnyAction
 from perdure.model.errors import ConfigError
+from perdure.model.orders import AnyAction
 from perdure.model.steering import Change, Value, find_fault, find_product_fault, is_kept_elsewhere
 from perdure.plan.settings import apply_spec
 

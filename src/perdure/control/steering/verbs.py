@@ -26,7 +26,7 @@ from perdure.control.steering.group_verbs import (
 from perdure.control.steering.leaving import find_leavers, find_objection
 from perdure.control.steering.moves import restore_move
 from perdure.control.targets import UnknownTargetError, find_nodes
-from perdure.model.actions import AnyAction, NoteDraining
+from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
 from perdure.policy import find_restart_cost_s
 

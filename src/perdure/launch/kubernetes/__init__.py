@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from perdure.launch.channel import ATTEMPTS, LASTED_S
-from perdure.launch.kubernetes.client import Client, find_container, open_pod
+from perdure.launch.exchange import FOLLOWS, SILENCE_S, make_lines, show_lines
+from perdure.launch.kubernetes.client import Client, find_container, list_words, open_pod
 from perdure.launch.kubernetes.linter import check_profile, lint_manifests
 from perdure.launch.kubernetes.manifest import (
     ADDED_LABEL,
@@ -25,7 +26,6 @@ from perdure.launch.kubernetes.manifest import (
 )
 from perdure.launch.kubernetes.project import PACKED, pack
 from perdure.launch.lint import check_plan
-from perdure.launch.output import FOLLOWS, SILENCE_S, make_lines, show_lines
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.model.errors import ConfigError, PlatformError
@@ -272,8 +272,7 @@ def _run_once(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
             hint="what it wrote is on its volume",
         )
     with open_pod(record, here) as there:
-        words = ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure"]
-        command = there.enter(*words, *argv, stdin=False)
+        command = there.enter(*list_words(record, argv), stdin=False)
         if argv[0] in ("logs", "events"):
             return show_lines(command, SILENCE_S)
         return subprocess.run(command, check=False).returncode
@@ -284,8 +283,7 @@ def _follow(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     client = Client(record.profile.kubernetes)
     show, told = make_lines(argv), ""
     as_json = ["--json"] if argv[0] == "logs" and "--json" not in argv else []
-    words = ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure"]
-    script = shlex.join([*words, *argv, *as_json])
+    script = shlex.join(list_words(record, [*argv, *as_json]))
     while True:
         job, _ = client.look(record.id)
         if job.state != "waiting":

@@ -130,9 +130,19 @@ class Client:
         Raises:
             PlatformError: the server refuses one; the message has its reason.
         """
-        code, _, err = self.call("create", "-f", "-", stdin=manifest)
+        self.act("create", "-f", "-", stdin=manifest, hint="perdure render shows it")
+
+    def act(
+        self, *words: str, stdin: str | None = None, timeout_s: float | None = None, hint: str
+    ) -> None:
+        """Have the server do something.
+
+        Raises:
+            PlatformError: it does not; the message has its reason.
+        """
+        code, _, err = self.call(*words, stdin=stdin, timeout_s=timeout_s)
         if code:
-            raise PlatformError(f"kubectl create: {last_line(err)}", hint="perdure render shows it")
+            raise PlatformError(f"kubectl {words[0]}: {last_line(err)}", hint=hint)
 
     def delete(self, manifest: str) -> None:
         """Delete the objects of a manifest and wait until their pods are gone.
@@ -147,10 +157,8 @@ class Client:
         self._delete(kind, "-l", label)
 
     def _delete(self, *words: str, stdin: str | None = None) -> None:
-        how = ("--ignore-not-found", "--cascade=foreground", "--wait")
-        code, _, err = self.call("delete", *how, *words, stdin=stdin, timeout_s=DELETE_S)
-        if code:
-            raise PlatformError(f"kubectl delete: {last_line(err)}", hint="kubectl get pods")
+        how = ("delete", "--ignore-not-found", "--cascade=foreground", "--wait")
+        self.act(*how, *words, stdin=stdin, timeout_s=DELETE_S, hint="kubectl get pods")
 
     def look(self, name: str) -> tuple[PodOutcome, Sequence[Object]]:
         """Return how the job `name` is, and its pods.
@@ -252,6 +260,12 @@ def _delete(client: Client, name: str, here: Here) -> None:
         code, error = 1, str(lost)
     if code:
         here.tell(f"pod {name} is left ({error}): it ends by itself within a day")
+
+
+def list_words(record: LaunchRecord, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs a perdure command line in a pod of a job."""
+    python = (record.python, "-P", "-m", "perdure")
+    return ["env", f"PERDURE_HOME={record.home}", *python, *argv]
 
 
 def find_container(section: KubernetesSection) -> str:

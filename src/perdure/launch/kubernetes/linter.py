@@ -9,10 +9,10 @@ it runs and may lose what it did.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from perdure.launch.exchange import name_first
 from perdure.launch.kubernetes import shapes
 from perdure.launch.kubernetes.manifest import find_mode
 from perdure.launch.kubernetes.security import explain_security, find_violations
-from perdure.launch.output import name_first
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import FAILURE_POLICY, parse_version
 from perdure.model.platforms.launching import Finding

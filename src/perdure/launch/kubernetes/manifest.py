@@ -8,7 +8,7 @@ import msgspec
 
 from perdure.launch.kubernetes import shapes
 from perdure.launch.kubernetes.security import secure_container, secure_pod
-from perdure.launch.placing import locate_in_project, render_job
+from perdure.launch.platforms import locate_in_project, render_job
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import (
@@ -367,11 +367,10 @@ def _make_resources(spec: JobSpec, section: KubernetesSection) -> Document:
 
     Cores are requested and not limited: a quota would throttle ranks in the middle of a step.
     """
-    ranks = spec.machine_ranks if spec.torchft.replicas else spec.nproc
     gpus = str(spec.launch.gpus) if spec.launch.gpus else ""
     limits = {"memory": section.memory, section.gpu_resource: gpus}
     return {
-        "requests": {"cpu": section.cpu or str(ranks)},
+        "requests": {"cpu": section.cpu or str(spec.node_ranks)},
         "limits": {"ephemeral-storage": section.ephemeral_storage, **_fill(**limits)},
     }
 

@@ -12,7 +12,13 @@ from typing import Any
 import msgspec
 import yaml
 
-from perdure.launch.kubernetes.client import DELETE_S, Client, PodChannel, find_container
+from perdure.launch.kubernetes.client import (
+    DELETE_S,
+    Client,
+    PodChannel,
+    find_container,
+    list_words,
+)
 from perdure.launch.kubernetes.manifest import ADDED_LABEL, find_added, make_added
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
@@ -24,6 +30,7 @@ from perdure.model.report import Snapshot
 SOURCE = "perdure scale"
 _CALL_S = 240.0
 """A command in a pod of a busy node; twice told is once told, but no sooner."""
+_HINT = "kubectl get jobs,pods"
 _GRACE = 0.8
 """Of a pod's grace: the scale-down is over before its SIGTERM is."""
 
@@ -119,9 +126,7 @@ class _Scaler:
         """Return what a perdure command prints in the first pod."""
         container = find_container(self.record.profile.kubernetes)
         channel = PodChannel(self.client, self.first, container, self.record.python)
-        words = ["env", f"PERDURE_HOME={self.record.home}", self.record.python, "-P", "-m",
-                 "perdure", *argv]  # fmt: skip
-        return channel.run(shlex.join(words), timeout_s=_CALL_S).out
+        return channel.run(shlex.join(list_words(self.record, argv)), timeout_s=_CALL_S).out
 
     def set_first(self, pods: int | None) -> None:
         """Have the Jobs that the job began with run `pods` pods; None: all of theirs."""
@@ -130,7 +135,7 @@ class _Scaler:
             if name in self.added or int(job["spec"].get("parallelism", 1)) == wanted:
                 continue
             patch = json.dumps({"spec": {"parallelism": wanted}})
-            self.act("patch", "job", name, "-p", patch)
+            self.client.act("patch", "job", name, "-p", patch, hint=_HINT)
 
     def remove(self, names: tuple[str, ...], before: int, after: int) -> None:
         """Have the pods of Jobs leave, and delete the Jobs."""
@@ -145,11 +150,5 @@ class _Scaler:
                     "--reason", f"from {before} to {after} pods",
                 )  # fmt: skip
         self.here.tell(f"{', '.join(names)}: left at an agreed step, and deleted")
-        self.act("delete", "job", *names, "--cascade=foreground", "--wait", "--ignore-not-found",
-                 timeout_s=DELETE_S)  # fmt: skip
-
-    def act(self, *words: str, timeout_s: float | None = None) -> None:
-        """Have the server do something."""
-        code, _, err = self.client.call(*words, timeout_s=timeout_s)
-        if code:
-            raise PlatformError(f"kubectl {words[0]}: {err}", hint="kubectl get jobs,pods")
+        how = ("--cascade=foreground", "--wait", "--ignore-not-found")
+        self.client.act("delete", "job", *names, *how, timeout_s=DELETE_S, hint=_HINT)

@@ -14,8 +14,7 @@ import msgspec
 from perdure.launch.lint import check_plan
 from perdure.launch.notebook import kaggle
 from perdure.launch.notebook.cells import check_notebook, render_notebook
-from perdure.launch.placing import write_files
-from perdure.launch.platforms import Here
+from perdure.launch.platforms import Here, write_files
 from perdure.launch.records import write_record
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.placing import locate_in_project, place_job, render_job
+from perdure.launch.platforms import locate_in_project, place_job, render_job
 from perdure.launch.transfer import list_files
 from perdure.launch.wheel import name_wheel, write_wheel
 from perdure.model.errors import ConfigError

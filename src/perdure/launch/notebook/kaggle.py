@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.exchange import last_line, run_bounded
-from perdure.launch.output import FOLLOWS, print_output, show_lines
+from perdure.launch.exchange import FOLLOWS, last_line, print_output, run_bounded, show_lines
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec

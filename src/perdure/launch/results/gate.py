@@ -5,7 +5,7 @@ Pure: what is known goes in, obstacles come out. While there is one, no stop ver
 
 from collections.abc import Iterable, Sequence
 
-from perdure.launch.output import name_first
+from perdure.launch.exchange import name_first
 from perdure.model.platforms.launching import (
     BoxState,
     Finding,

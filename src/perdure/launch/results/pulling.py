@@ -21,8 +21,7 @@ import msgspec
 
 from perdure.files import replace_file
 from perdure.launch.channel import Channel
-from perdure.launch.exchange import last_line
-from perdure.launch.output import name_first
+from perdure.launch.exchange import last_line, name_first
 from perdure.launch.platforms import Here
 from perdure.launch.results.tensorfiles import (
     INDICES,
@@ -40,8 +39,8 @@ from perdure.launch.roster import (
     hash_file,
     is_whole,
 )
-from perdure.launch.ssh.programs import read_program
 from perdure.launch.transfer import PARTIAL, find_final, pull
+from perdure.launch.wheel import read_program
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.launching import (
     PULL_MANIFEST,

@@ -144,7 +144,7 @@ def requeue(job: str) -> int:
 
 def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list[str]:
     """Return the option of `perdure run` that puts an agent on each node of the allocation."""
-    if spec.num_nodes < 2 or spec.torchft.replicas:
+    if spec.num_nodes < 2 or spec.groups:
         return []
     listed = os.environ["SLURM_JOB_NODELIST"]
     hosts = subprocess.run(

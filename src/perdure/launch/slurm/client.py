@@ -13,8 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from perdure.launch.channel import Channel, Done
-from perdure.launch.exchange import UnreachedError
-from perdure.launch.output import make_lines
+from perdure.launch.exchange import UnreachedError, make_lines
 from perdure.launch.platforms import Here
 from perdure.launch.runs import RUNS, Run
 from perdure.launch.ssh import ask

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from perdure.launch.lint import check_plan
-from perdure.launch.placing import expand_tilde, locate_in_project, place_job, render_job
+from perdure.launch.platforms import expand_tilde, locate_in_project, place_job, render_job
 from perdure.launch.slurm.batch import Chain
 from perdure.launch.ssh.render import render as render_ssh
 from perdure.model.errors import ConfigError
@@ -134,7 +134,7 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
     """Return the options of sbatch, without `#SBATCH`."""
     lines = [
         f"--job-name={spec.name}",
-        f"--nodes={1 if spec.torchft.replicas else spec.local_nodes}",
+        f"--nodes={1 if spec.groups else spec.local_nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={find_cpus(spec, section)}",
         f"--time={section.time_limit}",
@@ -160,8 +160,7 @@ def find_python(profile: Profile) -> str:
 
 def find_cpus(spec: JobSpec, section: SlurmSection) -> int:
     """Return the cores of a node."""
-    ranks = spec.machine_ranks if spec.torchft.replicas else spec.nproc
-    return section.cpus_per_task or max(1, ranks)
+    return section.cpus_per_task or spec.node_ranks
 
 
 def find_gres(spec: JobSpec, section: SlurmSection) -> str:

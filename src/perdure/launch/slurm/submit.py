@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.placing import expand_tilde, write_files
-from perdure.launch.platforms import Here
+from perdure.launch.platforms import Here, expand_tilde, write_files
 from perdure.launch.records import write_record
 from perdure.launch.slurm.client import Slurm
 from perdure.launch.slurm.render import check_cluster, find_home

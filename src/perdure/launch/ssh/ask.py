@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from perdure.launch.channel import ATTEMPTS, Channel
-from perdure.launch.exchange import UnreachedError
-from perdure.launch.output import FOLLOWS, SILENCE_S, Lines, make_lines
+from perdure.launch.exchange import FOLLOWS, SILENCE_S, Lines, UnreachedError, make_lines
 from perdure.launch.platforms import Here
 from perdure.model.errors import PerdureError
 from perdure.model.platforms.launching import BoxState, LaunchRecord

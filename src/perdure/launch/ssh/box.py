@@ -4,6 +4,7 @@
     python3 box.py supervise FOLDER    start the job, wait for it, write down how it ended
     python3 box.py state FOLDER        how it is, by what was written down
     python3 box.py end FOLDER          the same, once its supervisor was told to end it
+    python3 box.py listen SECONDS      be reachable for so long, in the background; say where
     python3 box.py reach JSON          which addresses of others can be connected to
     python3 box.py others FOLDER       who else is on this machine
     python3 box.py hold FOLDER         let nothing start here until standard input ends
@@ -23,6 +24,7 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -46,6 +48,7 @@ def main(argv: list[str]) -> int:
         "probe": lambda text: probe(json.loads(text)),
         "state": find_state,
         "end": tell_end,
+        "listen": lambda text: listen(float(text)),
         "reach": lambda text: {address: reach(address) for address in json.loads(text)},
         "others": lambda text: {"others": find_others()},
     }
@@ -553,6 +556,44 @@ def find_starters() -> list[str]:
     names = {first_line(f"/proc/{pid}/comm") for pid in os.listdir("/proc") if pid.isdigit()}
     if shutil.which("crontab") and names & {"cron", "crond"}:
         found.append("cron")
+    return found
+
+
+# --- a port of the box that others try to reach
+
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface."""
+
+
+def listen(for_s: float) -> dict[str, Any]:
+    """Accept connections on a port for so long, in a process of its own; return port and addresses.
+
+    What answers here would answer a rank as well: any port of any interface.
+    """
+    door = socket.socket()
+    door.bind(("", 0))
+    door.listen(64)
+    port = door.getsockname()[1]
+    if os.fork() == 0:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)
+        signal.alarm(max(1, int(for_s)))
+        while True:
+            door.accept()[0].close()
+    return {"port": port, "interfaces": list_interfaces()}
+
+
+def list_interfaces() -> list[tuple[str, str]]:
+    """Return name and IPv4 address of each interface that has one."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                told = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)
+                found.append((name, socket.inet_ntoa(told[20:24])))
     return found
 
 

@@ -25,9 +25,9 @@ from perdure.launch.exchange import last_line
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import ask_state, in_job
-from perdure.launch.ssh.programs import ASK, read_program
 from perdure.launch.ssh.render import DOOR, INVITATION, NETWORK
 from perdure.launch.ssh.submit import find_record, must, prepare, start, wait_endpoint
+from perdure.launch.wheel import ASK, read_program
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.launching import BoxState, LaunchRecord, Plan
 
@@ -50,7 +50,7 @@ class Network:
 
 
 class Listening(msgspec.Struct, frozen=True):
-    """What `door.py` tells."""
+    """What `box.py listen` tells."""
 
     port: int
     interfaces: list[tuple[str, str]]
@@ -66,7 +66,7 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
     channels = [Channel(plan.profile.launch) for plan in plans]
 
     def listen(channel: Channel) -> Listening:
-        script, source = f"{ASK}python3 - {_LISTEN_S}", read_program("door.py").encode()
+        script, source = f"{ASK}python3 - listen {_LISTEN_S}", read_program("box.py").encode()
         return channel.query(script, Listening, stdin=source)
 
     with ThreadPoolExecutor(len(plans)) as pool:

@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from perdure.launch.channel import Channel, list_config
-from perdure.launch.placing import expand_tilde
-from perdure.launch.platforms import Here
-from perdure.launch.ssh.programs import ASK, read_program
+from perdure.launch.platforms import Here, expand_tilde
+from perdure.launch.wheel import ASK, read_program
 from perdure.model.errors import ConfigError
 from perdure.model.platforms.box import TESTED_TORCH, read_version
 from perdure.model.platforms.launching import Finding, Plan

@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 
 from perdure.launch.lint import check_plan
-from perdure.launch.placing import expand_tilde, locate_in_project, place_job, render_job
-from perdure.launch.ssh.programs import read_program
-from perdure.launch.wheel import MODULES, choose_extras, find_digest, name_wheel
+from perdure.launch.platforms import expand_tilde, locate_in_project, place_job, render_job
+from perdure.launch.wheel import MODULES, choose_extras, find_digest, name_wheel, read_program
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, Plan, Step
@@ -117,7 +116,7 @@ def _check_hosts(spec: JobSpec, profile: Profile) -> None:
             f"launch.hosts names {count} boxes, and the job has {spec.num_nodes} nodes",
             hint=f"nodes = {count}, or fewer and whole nodes of spares",
         )
-    if spec.torchft.replicas or spec.bus.replicas > 1:
+    if spec.groups or spec.bus.replicas > 1:
         raise ConfigError(
             "launch.hosts: torchft's groups and bus.replicas are on one box only",
             hint="their lighthouse and servers are reached by nobody else: name one box",

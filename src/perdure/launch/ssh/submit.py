@@ -13,8 +13,7 @@ import msgspec
 
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import last_line, run_bounded
-from perdure.launch.placing import read_secrets, write_files
-from perdure.launch.platforms import Here
+from perdure.launch.platforms import Here, read_secrets, write_files
 from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import ask_state, in_job
 from perdure.launch.transfer import PARTIAL, push
@@ -114,13 +113,8 @@ def find_roots(plan: Plan, folder: str, home: str, durable: str) -> dict[str, st
 
 def _make_folder(channel: Channel, plan: Plan) -> str:
     """Return the absolute path of the job's folder on the box, made where it was missing."""
-    done = channel.ask(
-        f'mkdir -p "{plan.place}/launch" "{plan.place}/project" && cd "{plan.place}" && pwd'
-    )
-    if done.code:
-        last = last_line(done.err, "it said nothing")
-        raise PlatformError(f"{channel.name}: {last}", hint="overrides.DATA_DIR")
-    return done.out.strip()
+    script = f'mkdir -p "{plan.place}/launch" "{plan.place}/project" && cd "{plan.place}" && pwd'
+    return channel.must(script, hint="overrides.DATA_DIR")
 
 
 def _send_files(channel: Channel, plan: Plan, folder: str, here: Here) -> None:
@@ -199,11 +193,8 @@ def must(
     channel: Channel, plan: Plan, script: str, timeout_s: float = 120.0, stdin: bytes = b""
 ) -> str:
     """Return the output of a step that can be repeated and must succeed."""
-    done = channel.ask(in_job(plan.place, script), timeout_s=timeout_s, stdin=stdin)
-    if done.code:
-        last = last_line(done.err or done.out, "it said nothing")
-        raise PlatformError(f"{channel.name}: {last}", hint=f"the step was: {script}")
-    return done.out.strip()
+    inside, hint = in_job(plan.place, script), f"the step was: {script}"
+    return channel.must(inside, hint=hint, timeout_s=timeout_s, stdin=stdin)
 
 
 def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:

@@ -7,6 +7,7 @@ controller ── NATS publish ──> agent        NodeOrder                  (
 agent <── unix socket, JSON lines ──> worker, keeper
 """
 
+from functools import partial
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -21,51 +22,34 @@ from perdure.model.orders import AnyOrder, Assignment
 from perdure.model.steering import Verb
 
 
-def subject_events(job: str, node: int | str) -> str:
-    """Requests of one who has events to tell: an `EventMessage`, answered by `EventAck`.
-
-    `node` is the number of the agent's node, `lighthouse` or `run`; `*` is anybody.
-    """
-    return f"perdure.{job.replace('.', '_')}.events.{node}"
+def _name(kind: str, job: str, *node: int | str) -> str:
+    """Return the subject of one kind of message of a job, from or to one of its nodes."""
+    return ".".join(("perdure", job.replace(".", "_"), kind, *map(str, node)))
 
 
-def subject_beats(job: str, node: int | str) -> str:
-    """Heartbeats of the agent of `node`, `NodeBeat`; `*` is any node's."""
-    return f"perdure.{job.replace('.', '_')}.beats.{node}"
+subject_events = partial(_name, "events")
+"""Requests of one who has events to tell: an `EventMessage`, answered by `EventAck`.
 
-
-def subject_orders(job: str, node: int | str) -> str:
-    """Orders to the agent of `node`, `NodeOrder`; `all` reaches every agent."""
-    return f"perdure.{job.replace('.', '_')}.orders.{node}"
-
-
+`node` is the number of the agent's node, `lighthouse` or `run`; `*` is anybody.
+"""
+subject_beats = partial(_name, "beats")
+"""Heartbeats of the agent of `node`, `NodeBeat`; `*` is any node's."""
+subject_orders = partial(_name, "orders")
+"""Orders to the agent of `node`, `NodeOrder`; `all` reaches every agent."""
 RUN = "run"
 """Address of `perdure run` among the nodes, where it tells of something."""
 
 
-def subject_commands(job: str) -> str:
-    """Requests of operators: a `Command`, answered by `CommandReply` when it is finished."""
-    return f"perdure.{job.replace('.', '_')}.commands"
-
-
-def subject_queries(job: str) -> str:
-    """Requests of those who may only look: a `Command` of kind ping or status."""
-    return f"perdure.{job.replace('.', '_')}.queries"
-
-
-def subject_notices(job: str) -> str:
-    """What a cluster's own monitor knows: a `Notice`, answered by `CommandReply` if asked to."""
-    return f"perdure.{job.replace('.', '_')}.notices"
-
-
-def subject_joins(job: str) -> str:
-    """Requests of nodes from elsewhere for a place: a `JoinRequest`, answered by `CommandReply`."""
-    return f"perdure.{job.replace('.', '_')}.joins"
-
-
-def subject_journal(job: str) -> str:
-    """The journal's subject inside its JetStream stream."""
-    return f"perdure.{job.replace('.', '_')}.journal"
+subject_commands = partial(_name, "commands")
+"""Requests of operators: a `Command`, answered by `CommandReply` when it is finished."""
+subject_queries = partial(_name, "queries")
+"""Requests of those who may only look: a `Command` of kind ping or status."""
+subject_notices = partial(_name, "notices")
+"""What a cluster's own monitor knows: a `Notice`, answered by `CommandReply` if asked to."""
+subject_joins = partial(_name, "joins")
+"""Requests of nodes from elsewhere for a place: a `JoinRequest`, answered by `CommandReply`."""
+subject_journal = partial(_name, "journal")
+"""The journal's subject inside its JetStream stream."""
 
 
 def stream_journal(job: str) -> str:

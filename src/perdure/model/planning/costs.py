@@ -182,11 +182,51 @@ def read_profile(text: str, name: str) -> CostProfile:
             if cost.weight_s is not None and cost.weight_s > cost.backward_s:
                 path: list[str | int] = ["blocks", at, "costs", str(size), "weight_s"]
                 source.fail_in(path, f"expected a part of backward_s, {cost.backward_s:g} s")
-    fields = {field: getattr(document, field) for field in CostProfile.__struct_fields__}
-    return CostProfile(**fields)
+    return msgspec.convert(document, CostProfile, from_attributes=True)
 
 
 def write_profile(profile: CostProfile) -> str:
     """Return the file that `read_profile` reads."""
     document = {"perdure_profile": VERSION, **msgspec.to_builtins(profile, str_keys=True)}
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
+ASK = "PERDURE_PROFILE"
+"""Environment variable with a `ProfileRequest`: `perdure.elastic.train` measures, and ends."""
+
+
+class ProfileRequest(msgspec.Struct, frozen=True):
+    """What to measure."""
+
+    folder: str
+    """Where profiles are kept."""
+    report: str
+    """File for the `ProfileReport`."""
+    model: str
+    """What to call it."""
+    micro_batches: tuple[int, ...] = ()
+    """Sizes, samples; none: the script's own, its half and its double."""
+    ranks: int = 8
+    """Devices of the largest group whose all-reduce is measured."""
+    seconds: float = 2.0
+    """At least so long for each micro-batch size."""
+    again: bool = False
+    """Measure also what was measured before."""
+
+
+class ProfileReport(msgspec.Struct, frozen=True):
+    """What was found."""
+
+    path: str = ""
+    """The cost profile's."""
+    measured: tuple[str, ...] = ()
+    """What was measured for it, `blocks` and `links`; the rest was kept from before."""
+    spread: float = 0.0
+    """Half of the measurements of a figure lie within this share of it: the worst figure's."""
+    spread_of: str = ""
+    """Which figure that is."""
+    notes: tuple[str, ...] = ()
+    error: str = ""
+    """Why there is no profile."""
+    hint: str = ""
+    exit_code: int = 0

@@ -58,11 +58,9 @@ class NcclComm(msgspec.Struct, frozen=True):
     rank: int
     api: int
     """Version of the interface that NCCL chose."""
-    opened_s: float
     closed_s: float
     colls: int
     p2ps: int
-    last_op_s: float
 
 
 class NcclOp(msgspec.Struct, frozen=True):
@@ -95,7 +93,6 @@ class NcclOp(msgspec.Struct, frozen=True):
     gpu_stop_ns: int
     proxies_started: int
     proxies_stopped: int
-    last_proxy_s: float
 
     @property
     def ended(self) -> bool:
@@ -194,7 +191,6 @@ class NcclLink(msgspec.Struct, frozen=True):
     ops_stopped: int
     steps: int
     bytes: int
-    last_s: float
     waits_s: tuple[float, ...]
 
 
@@ -228,12 +224,18 @@ class _Reader:
         return ns / 1e9 + self.offset_s if ns else 0.0
 
     def comm(self, index: int, w: tuple[int, ...]) -> NcclComm:
-        opened, closed = self.at(w[5]), self.at(w[6])
-        hash_, name = w[1] % 2**64, _text(w[12:20])
-        ranks, nodes, rank = w[2], w[3], w[4]
-        last = self.at(w[10])
         return NcclComm(
-            index, w[0], hash_, name, ranks, nodes, rank, w[7], opened, closed, w[8], w[9], last
+            index=index,
+            serial=w[0],
+            hash=w[1] % 2**64,
+            name=_text(w[12:20]),
+            num_ranks=w[2],
+            num_nodes=w[3],
+            rank=w[4],
+            api=w[7],
+            closed_s=self.at(w[6]),
+            colls=w[8],
+            p2ps=w[9],
         )
 
     def op(self, w: tuple[int, ...]) -> NcclOp:
@@ -260,7 +262,6 @@ class _Reader:
             gpu_stop_ns=w[15],
             proxies_started=w[16],
             proxies_stopped=w[17],
-            last_proxy_s=self.at(w[18]),
         )
 
     def proxy(self, w: tuple[int, ...]) -> NcclProxy:
@@ -314,7 +315,7 @@ class _Reader:
 
     def link(self, w: tuple[int, ...]) -> NcclLink:
         waits = tuple(ns / 1e9 for ns in w[9:15])
-        return NcclLink(w[1], w[2], bool(w[3]), w[4], w[5], w[6], w[7], self.at(w[8]), waits)
+        return NcclLink(w[1], w[2], bool(w[3]), w[4], w[5], w[6], w[7], waits)
 
 
 def parse_nccl(data: bytes, again: bytes, clock_offset_s: float) -> NcclReading:

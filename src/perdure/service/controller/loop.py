@@ -29,7 +29,6 @@ from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector
 from perdure.detect.devices import DeviceJudge
 from perdure.detect.unwatched import Unwatched
-from perdure.model.actions import AnswerCommand, EndJob
 from perdure.model.bus.version import can_talk
 from perdure.model.bus.wire import (
     Command,
@@ -54,7 +53,7 @@ from perdure.model.events import (
 )
 from perdure.model.fitting import fit_event
 from perdure.model.job import JobSpec
-from perdure.model.orders import Assignment, WatchClosely
+from perdure.model.orders import AnswerCommand, Assignment, EndJob, WatchClosely
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.controller.inbox import Inbox

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from perdure.model.errors import ConfigError
-from perdure.model.planning.costs import read_profile
-from perdure.model.planning.profiling import ASK
+from perdure.model.planning.costs import ASK, read_profile
 from perdure.plan.elastic.microbatches import BatchPlan, plan_batches
 from perdure.plan.elastic.stage_orders import INTERLEAVED_RUNS, SCHEDULES, StageSchedule
 from perdure.plan.elastic.stages import Choose, Model, choose_balanced

@@ -20,8 +20,13 @@ from torch import nn
 from perdure.files import replace_file
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, ProtocolError
-from perdure.model.planning.costs import CostProfile, write_profile
-from perdure.model.planning.profiling import ASK, ProfileReport, ProfileRequest
+from perdure.model.planning.costs import (
+    ASK,
+    CostProfile,
+    ProfileReport,
+    ProfileRequest,
+    write_profile,
+)
 from perdure.plan.elastic.microbatches import plan_batches
 from perdure.worker.elastic import list_blocks
 from perdure.worker.elastic.moving import map_tensors
