@@ -284,6 +284,13 @@ class JobState:
         """Close a command if it is still open; otherwise do nothing."""
         return self.answer(id_, ok, reason, result) if id_ in self.commands else []
 
+    def answer_all(
+        self, kind: str, ok: bool, reason: str, result: dict[str, Any]
+    ) -> list[AnyAction]:
+        """Answer all open commands of a kind alike."""
+        open_ = sorted(command.id for command in self.commands.values() if command.kind == kind)
+        return [done for id_ in open_ for done in self.answer(id_, ok, reason, dict(result))]
+
     def enter(self, on: JobStep) -> None:
         """Take the one step of `PHASES` that `on` leads to from here."""
         self.phase = PHASES[self.phase, on]

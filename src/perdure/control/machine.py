@@ -9,6 +9,7 @@ from typing import Any
 
 from perdure.control import preemption
 from perdure.control.agreement.boundary import (
+    advance_agreement,
     drop_boundary,
     note_pace,
     retry_boundary,
@@ -16,7 +17,7 @@ from perdure.control.agreement.boundary import (
     send_boundary_again,
 )
 from perdure.control.agreement.changes import changes_again, note_change, note_high
-from perdure.control.agreement.pauses import note_pause, pauses_again
+from perdure.control.agreement.pauses import answer_pause, note_pause, pauses_again
 from perdure.control.job import JobState, OpenNotice
 from perdure.control.joining import note_invitation
 from perdure.control.membership import membership_of
@@ -52,6 +53,7 @@ from perdure.control.recovery.formation import (
     note_submission,
     wait_for_nodes,
 )
+from perdure.control.recovery.groups import OF_GROUPS
 from perdure.control.recovery.notices import note_device
 from perdure.control.recovery.placement import cordon_again, find_notice, note_cordon
 from perdure.control.recovery.probing import (
@@ -73,7 +75,6 @@ from perdure.control.recovery.response import (
     weigh_verdict,
     withdraw,
 )
-from perdure.control.replicas import OF_GROUPS, advance_groups
 from perdure.control.steering.commands import (
     find_reached_stop,
     finish_job,
@@ -93,7 +94,9 @@ from perdure.control.steering.moves import (
 from perdure.control.steering.saving import (
     find_save_deadline,
     note_checkpoint,
+    open_due_checkpoint,
     plan_checkpoint,
+    reopen_lost,
     save_if_due,
 )
 from perdure.model.events import (
@@ -198,7 +201,7 @@ class Controller:
         handler = HANDLERS[kind].get(type(event))
         actions = handler(state, now, event) if handler is not None else []
         if kind == "replica groups":
-            return actions + advance_groups(state, now)
+            return actions + _advance_groups(state, now)
         return actions + _advance(state, now, event, before)
 
     def facts(self, now: float) -> list[AnyEvent]:
@@ -223,6 +226,15 @@ def _advance(
         actions += advance_moves(state, now)
         if _find_members(state) == before:
             return actions
+
+
+def _advance_groups(state: JobState, now: float) -> list[AnyAction]:
+    """Do what has become possible, after any event."""
+    actions = advance_agreement(state, now)
+    open_due_checkpoint(state, now)
+    reopen_lost(state)
+    actions += start_waiting_command(state, now)
+    return [*actions, *advance_moves(state, now), *answer_pause(state)]
 
 
 def _issue_again(state: JobState, now: float, event: ControllerStarted) -> list[AnyAction]:

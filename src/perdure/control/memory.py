@@ -54,8 +54,18 @@ _GENERATIONS = 2
 _UNHEARD = Decision | FailureDecided | MetricsLogged | MessagesSetAside | OperatorNoted | TimerFired
 _OF_A_KIND = 16
 """Events kept of one kind, of those that may come without end."""
-_NOTES = 4
-"""Of those that carry something of every rank."""
+_KEPT: dict[type[AnyEvent], int] = {LinksNoted: 1, ProgressNoted: 4, StacksTaken: 4}
+"""Of those that carry something of every rank, or of all nodes."""
+_NEWEST_OF: dict[type[AnyEvent], str] = {
+    NodeRegistered: "node",
+    NodeLost: "node",
+    NodeCordoned: "node",
+    NodeRestored: "node",
+    DeviceReported: "device",
+    ReplicaSeen: "group",
+    ReplicaLate: "group",
+}
+"""Of these the newest of each."""
 _PRUNE_EVERY = 1000
 SOURCES_MAX = 4096
 """Sources of events whose numbers are remembered, or 8 for each rank where those are more: who was
@@ -202,24 +212,12 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
         generation = _find_generation(event)
         if generation is not None and generation < oldest and generation not in of_groups:
             continue
-        key: tuple[type, int | str] = (type(event), 0)
-        limit = _OF_A_KIND
-        match event:
-            case NodeRegistered() | NodeLost() | NodeCordoned() | NodeRestored():
-                key, limit = (type(event), event.node), 1
-            case DeviceReported():
-                key, limit = (type(event), event.device), 1
-            case ReplicaSeen() | ReplicaLate():
-                key, limit = (type(event), event.group), 1
-            case LinksNoted():
-                limit = 1
-            case ProgressNoted() | StacksTaken():
-                limit = _NOTES
-            case RanksStarted() | RankExited():
-                kept.append(entry)
-                continue
-            case _:
-                pass
+        if isinstance(event, RanksStarted | RankExited):
+            kept.append(entry)
+            continue
+        name = _NEWEST_OF.get(type(event))
+        key = (type(event), getattr(event, name) if name else 0)
+        limit = 1 if name else _KEPT.get(type(event), _OF_A_KIND)
         counts[key] = counts.get(key, 0) + 1
         if counts[key] <= limit:
             kept.append(entry)

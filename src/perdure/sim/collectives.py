@@ -111,26 +111,24 @@ class Training:
         self._ranks = [_Rank(r, begin_s) for r in range(layout.size)]
         self._step = 0
         self._hog: tuple[int, float, float] = (-1, 0.0, 1.0)
-        self._next = {"hog": 0.0, "gc": 0.0, "save": 0.0, "resize": 0.0, "silent": 0.0}
-        for key, every_s in self._periods().items():
-            self._next[key] = begin_s + every_s * (0.5 + self._rng.random())
-        self._batch, self._save_s = 1.0, 0.0
+        every = {
+            "hog": self.noise.hog_every_s,
+            "gc": self.noise.gc_every_s,
+            "save": self.noise.checkpoint_every_s,
+            "resize": self.noise.resize_every_s,
+            "silent": self.noise.silent_every_s,
+        }
+        self._next = {
+            what: begin_s + (every_s or NEVER) * (0.5 + self._rng.random())
+            for what, every_s in every.items()
+        }
+        self._batch = 1.0
         self._seq = 0
         self._swept: dict[int, float] = {}
         self._moved: dict[int, deque[tuple[float, float, int, int, str, int]]] = {}
         self.close: frozenset[int] = frozenset()
         """Nodes that are swept at the suspicious rate."""
         self._build()
-
-    def _periods(self) -> dict[str, float]:
-        n = self.noise
-        return {
-            "hog": n.hog_every_s or NEVER,
-            "gc": n.gc_every_s or NEVER,
-            "save": n.checkpoint_every_s or NEVER,
-            "resize": n.resize_every_s or NEVER,
-            "silent": n.silent_every_s or NEVER,
-        }
 
     def _build(self) -> None:
         lay = self.layout

@@ -35,7 +35,7 @@ def reach_pause(state: JobState, event: BoundaryReached) -> list[AnyAction]:
         return []
     if event.error:
         state.steering.pause = None
-        return answer_all(state, "pause", False, f"rank {event.rank}: {event.error}", {})
+        return state.answer_all("pause", False, f"rank {event.rank}: {event.error}", {})
     pause.reached.add(event.rank)
     return answer_pause(state)
 
@@ -101,7 +101,7 @@ def begin_resume(state: JobState, now: float, who: str) -> list[AnyAction]:
     resume = Resume(pause.id, step, state.generation, state.asked, who, "")
     state.steering.resume = resume
     words = f"resumed by {who or 'an operator'}"
-    early = answer_all(state, "pause", False, words, {})
+    early = state.answer_all("pause", False, words, {})
     if not state.of_replicas:
         return [*early, _note_resume(resume, now), *send_resume(state)]
     for world in state.worlds.values():
@@ -147,7 +147,7 @@ def finish_resume(state: JobState, reason: str) -> list[AnyAction]:
     if resume.noted:
         state.steering.resume = None
     result = {"step": resume.step, "ranks": list(state.asked), "paused": False}
-    return answer_all(state, "resume", True, reason, result)
+    return state.answer_all("resume", True, reason, result)
 
 
 def restart_pause(state: JobState) -> None:
@@ -197,13 +197,3 @@ def _note_pause(pause: Pause, now: float) -> RecordEvent:
 def _note_resume(resume: Resume, now: float) -> RecordEvent:
     event = JobResumed(id=resume.id, step=resume.step, at_s=now, who=resume.who)
     return RecordEvent(event=event, reason=f"resumed by {resume.who or 'an operator'}")
-
-
-def answer_all(
-    state: JobState, kind: str, ok: bool, reason: str, result: dict[str, object]
-) -> list[AnyAction]:
-    """Answer all open commands of a kind alike."""
-    actions: list[AnyAction] = []
-    for id_ in sorted(c.id for c in state.commands.values() if c.kind == kind):
-        actions += state.answer_open(id_, ok, reason, dict(result))
-    return actions

@@ -25,6 +25,7 @@ from perdure.model.orders import AnyAction, RecordEvent
 from perdure.model.verdicts import Culprit, Verdict
 
 _GRACE_S_MAX = 7 * 86400.0
+_Told = PreemptionNoticed | PreemptionWithdrawn | MachineReported | DeviceReported
 
 
 def receive_notice(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
@@ -37,60 +38,56 @@ def receive_notice(state: JobState, now: float, command: OpenCommand) -> list[An
         node = _find_node(state, notice)
     except UnknownTargetError as error:
         return state.answer(command.id, False, str(error), {})
+    if notice.kind == "preemption" and not 0 <= notice.grace_s <= _GRACE_S_MAX:
+        return state.answer(command.id, False, f"grace_s of {notice.grace_s:g} s", {})
     source = notice.source or command.who or "notify"
+    event, told = _tell(notice, node, source, now)
     result: dict[str, Any] = {"node": node, "kind": notice.kind}
-    if notice.kind == "preemption":
-        if not 0 <= notice.grace_s <= _GRACE_S_MAX:
-            return state.answer(command.id, False, f"grace_s of {notice.grace_s:g} s", {})
-        noticed = PreemptionNoticed(
-            node=node,
-            at_s=now,
-            grace_s=notice.grace_s,
-            source=source,
-            reason=notice.reason,
-            waits=notice.waits,
-        )
-        told = f"node {node} goes away in {notice.grace_s:g} s"
-        record = RecordEvent(event=noticed, reason=f"told by {source}")
-        return [record, *state.answer(command.id, True, told, result)]
-    if notice.kind == "preemption-withdrawn":
-        withdrawn = PreemptionWithdrawn(
-            node=node, at_s=now, source=source, reason=notice.reason or "not going away after all"
-        )
-        record = RecordEvent(event=withdrawn, reason=f"told by {source}")
-        return [record, *state.answer(command.id, True, f"node {node} stays", result)]
-    if notice.kind == "machine":
-        reported = MachineReported(
-            node=node,
-            at_s=now,
-            reason=notice.reason or "gone",
-            source=source,
-            machine=notice.machine,
-            ended_s=notice.ended_s,
-        )
-        record = RecordEvent(event=reported, reason=f"told by {source}")
-        return [record, *state.answer(command.id, True, f"node {node}: {reported.reason}", result)]
-    return _report_device(state, now, command, notice, node)
+    if isinstance(event, DeviceReported):
+        result["device"] = event.device
+    record = RecordEvent(event=event, reason=f"told by {source}")
+    return [record, *state.answer(command.id, True, told, result)]
 
 
-def _report_device(
-    state: JobState, now: float, command: OpenCommand, notice: Notice, node: int
-) -> list[AnyAction]:
-    source = notice.source or command.who or "notify"
-    result: dict[str, Any] = {"node": node, "kind": notice.kind}
-    device = notice.device or f"node {node}"  # All of it: its id is not known.
-    healthy = notice.kind == "device-ok"
-    reported = DeviceReported(
-        device=device,
-        node=node,
-        at_s=now,
-        healthy=healthy,
-        reason=notice.reason or ("healthy again" if healthy else "said to have failed"),
-        source=source,
-    )
-    told = f"{name_device(reported)} is {'healthy' if healthy else 'unhealthy'}"
-    record = RecordEvent(event=reported, reason=f"told by {source}")
-    return [record, *state.answer(command.id, True, told, result | {"device": device})]
+def _tell(notice: Notice, node: int, source: str, now: float) -> tuple[_Told, str]:
+    """Return what a notice is as an event, and in words."""
+    match notice.kind:
+        case "preemption":
+            noticed = PreemptionNoticed(
+                node=node,
+                at_s=now,
+                grace_s=notice.grace_s,
+                source=source,
+                reason=notice.reason,
+                waits=notice.waits,
+            )
+            return noticed, f"node {node} goes away in {notice.grace_s:g} s"
+        case "preemption-withdrawn":
+            why = notice.reason or "not going away after all"
+            withdrawn = PreemptionWithdrawn(node=node, at_s=now, source=source, reason=why)
+            return withdrawn, f"node {node} stays"
+        case "machine":
+            why = notice.reason or "gone"
+            reported = MachineReported(
+                node=node,
+                at_s=now,
+                reason=why,
+                source=source,
+                machine=notice.machine,
+                ended_s=notice.ended_s,
+            )
+            return reported, f"node {node}: {why}"
+        case _:
+            healthy = notice.kind == "device-ok"
+            device = DeviceReported(
+                device=notice.device or f"node {node}",  # All of it: its id is not known.
+                node=node,
+                at_s=now,
+                healthy=healthy,
+                reason=notice.reason or ("healthy again" if healthy else "said to have failed"),
+                source=source,
+            )
+            return device, f"{name_device(device)} is {'healthy' if healthy else 'unhealthy'}"
 
 
 def _find_node(state: JobState, notice: Notice) -> int:

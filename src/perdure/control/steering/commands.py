@@ -52,12 +52,9 @@ def finish_job(state: JobState, now: float) -> list[AnyAction]:
 def give_up_stop(state: JobState, now: float) -> list[AnyAction]:
     """End the ranks with SIGTERM and the configured grace: they did not agree in time."""
     reason = f"the ranks did not agree on a step to stop at within {_STOP_TIMEOUT_S:g} s"
-    actions: list[AnyAction] = []
-    for command in sorted(state.commands.values(), key=lambda c: c.id):
-        if command.kind == "stop":
-            actions += state.answer(command.id, True, reason, {"step": state.step})
+    done = state.answer_all("stop", True, reason, {"step": state.step})
     grace_s = state.the_spec().restart.grace_s
-    return [*actions, *end_job(state, now, "stopped", 1, reason, grace_s=grace_s)]
+    return [*done, *end_job(state, now, "stopped", 1, reason, grace_s=grace_s)]
 
 
 def receive_command(
@@ -85,40 +82,26 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
         return state.answer(event.id, event.kind in ("stop", "kill"), "the job is ending", {})
     note_pace(state, event.pace)
     command = OpenCommand(event.id, event.kind, dict(event.args), event.who, now)
-    membership = membership_of(state)
-    why = membership.refuse(event.kind)
+    why = membership_of(state).refuse(event.kind)
     if why:
         return state.answer(event.id, False, why, {})
-    match event.kind:
-        case "kill":
-            done = state.answer(event.id, True, "killed", {})
-            reason = f"killed by {event.who or 'an operator'}"
-            return [*done, *end_job(state, now, "stopped", 1, reason)]
-        case "inject":
-            return _receive_inject(state, command)
-        case "probe":
-            return receive_probe(state, now, command)
-        case "drain" | "cordon" | "evict" | "restore":
-            return receive_verb(state, now, command)
-        case "note":
-            return _note_remark(state, now, command)
-        case "notify":
-            return receive_notice(state, now, command)
-        case "join":
-            return receive_join(state, now, command)
-        case "invite":
-            return receive_invite(state, now, command)
-        case "revoke":
-            return receive_revoke(state, now, command)
-        case "resume":
-            return receive_resume(state, now, command)
-        case "stop" | "checkpoint" | "set" | "pause":
-            state.commands[event.id] = command
-            if not membership.needs_agreement(event.kind):
-                return _START[event.kind](state, now, command)
-            return start_waiting_command(state, now)
-        case _:
-            return state.answer(event.id, False, f"{event.kind} is not known here", {})
+    receive = _RECEIVE.get(event.kind)
+    if receive is None:
+        return state.answer(event.id, False, f"{event.kind} is not known here", {})
+    return receive(state, now, command)
+
+
+def _kill(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    done = state.answer(command.id, True, "killed", {})
+    return [*done, *end_job(state, now, "stopped", 1, f"killed by {command.who or 'an operator'}")]
+
+
+def _receive_start(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Begin what has to be agreed upon, or have it wait until it can be."""
+    state.commands[command.id] = command
+    if membership_of(state).needs_agreement(command.kind):
+        return start_waiting_command(state, now)
+    return _START[command.kind](state, now, command)
 
 
 def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
@@ -134,7 +117,7 @@ def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     return [record, *state.answer(command.id, True, "", {"step": step})]
 
 
-def _receive_inject(state: JobState, command: OpenCommand) -> list[AnyAction]:
+def _receive_inject(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     rank = int(command.args.get("rank", -1))
     world = state.find_home(rank)
     if world is None:
@@ -202,10 +185,24 @@ def _start_stop(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
     return [*done, *end_job(state, now, "stopped", 0, reason, grace_s=grace_s)]
 
 
-_START: dict[str, Callable[[JobState, float, OpenCommand], list[AnyAction]]] = {
+Receiver = Callable[[JobState, float, OpenCommand], list[AnyAction]]
+_START: dict[str, Receiver] = {
     "stop": _start_stop,
     "checkpoint": start_checkpoint,
     "set": start_set,
     "pause": start_pause,
 }
 """What waits until it can be agreed upon."""
+_RECEIVE: dict[str, Receiver] = {
+    "kill": _kill,
+    "inject": _receive_inject,
+    "probe": receive_probe,
+    **dict.fromkeys(("drain", "cordon", "evict", "restore"), receive_verb),
+    "note": _note_remark,
+    "notify": receive_notice,
+    "join": receive_join,
+    "invite": receive_invite,
+    "revoke": receive_revoke,
+    "resume": receive_resume,
+    **dict.fromkeys(_START, _receive_start),
+}

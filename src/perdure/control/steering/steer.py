@@ -13,7 +13,7 @@ from perdure.control.agreement.changes import (
     note_high,
     tell_lighthouse,
 )
-from perdure.control.agreement.pauses import answer_all, answer_pause, begin_resume, hold_all
+from perdure.control.agreement.pauses import answer_pause, begin_resume, hold_all
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership import membership_of
 from perdure.model.errors import ConfigError
@@ -151,7 +151,7 @@ def receive_resume(state: JobState, now: float, command: OpenCommand) -> list[An
     if state.of_replicas and state.phase != "running":
         return state.answer(command.id, False, f"the job is {state.phase}", {})
     who = command.who or "an operator"
-    actions = answer_all(state, "pause", False, f"resumed by {who} before it began", {})
+    actions = state.answer_all("pause", False, f"resumed by {who} before it began", {})
     if state.boundary is not None and state.boundary.kind == "pause":
         actions += drop_boundary(state, f"resumed by {who}")
     done = {"step": max(state.step, 0), "ranks": list(state.asked), "paused": False}
