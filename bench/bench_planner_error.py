@@ -31,7 +31,7 @@ from perdure.model.planning.world import make_devices
 from perdure.plan.worlds.measures import settle
 from perdure.plan.worlds.planner import Request, find_plan
 from perdure.plan.worlds.score import Scorer
-from perdure.worker.profiling.blocks import BlockMeter
+from perdure.worker.profiling import BlockMeter
 from perdure.worker.profiling.links import measure_links
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "rerouted")

@@ -31,8 +31,7 @@ from perdure.model.events import (  # noqa: E402
 )
 from perdure.model.job import CheckpointConfig  # noqa: E402
 from perdure.worker.checkpoint import Checkpointer, writing  # noqa: E402
-from perdure.worker.checkpoint.ddp import read_bucket_order  # noqa: E402
-from perdure.worker.checkpoint.registry import Registry  # noqa: E402
+from perdure.worker.checkpoint.registry import Registry, read_bucket_order  # noqa: E402
 
 pytestmark = pytest.mark.torch
 STEPS = 6

@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Generator, Iterator
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import torch
@@ -94,12 +95,8 @@ def _stream(batches: Iterator[Any], accumulate: int) -> Generator[Any, None, Non
     if accumulate == 1:
         yield from batches
         return
-    micro_batches = []
-    for batch in batches:
-        micro_batches.append(batch)
-        if len(micro_batches) == accumulate:
-            yield micro_batches
-            micro_batches = []
+    while len(micro_batches := list(islice(batches, accumulate))) == accumulate:
+        yield micro_batches
 
 
 def _check(dataset: Any, loader: dict[str, Any], batch_size: int, accumulate: int) -> None:

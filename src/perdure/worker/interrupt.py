@@ -24,7 +24,7 @@ from typing import Any
 
 from perdure.model.events import CollectivesInterrupted
 from perdure.model.orders import InterruptCollectives
-from perdure.worker.sockets import borrow, is_listener, is_tcp, list_links
+from perdure.worker.sockets import borrow, is_listener, is_tcp, list_links, shut_down
 from perdure.worker.stderr import say
 
 _TIMEVAL = struct.Struct("@ll")
@@ -77,12 +77,7 @@ class Interrupter:
 
 def shut_down_gloo() -> int:
     """Shut down every connection of this process's gloo pairs; return how many there were."""
-    count = 0
-    for fd in find_gloo_sockets():
-        with contextlib.suppress(OSError), borrow(fd) as pair:
-            pair.shutdown(socket.SHUT_RDWR)
-            count += 1
-    return count
+    return sum(map(shut_down, find_gloo_sockets()))
 
 
 def find_gloo_sockets() -> list[int]:

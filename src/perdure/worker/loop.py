@@ -42,6 +42,7 @@ class StepLoop(Depth):
         )
         self._gate = self._executor.gate
         attachment.obey(self._gate.handle, SendBoundary, ResumeRanks)
+        self._executor.forward_signals()  # They count once the loop runs.
         self.every_steps = 0
         self.save_at_end = False
         self.committed = 0
@@ -52,10 +53,6 @@ class StepLoop(Depth):
         self._gate_s = 0.0
         """Seconds that steps up to this one have waited for checkpoints."""
         self._saved_step = -1
-
-    def install_signals(self) -> None:
-        """Take over SIGTERM and SIGUSR1; they count once the loop runs."""
-        self._executor.forward_signals()
 
     def find(self) -> tuple[int, dict[str, Any]]:
         """Return what `begin` will restore: its step (0 for none), the states of its objects.

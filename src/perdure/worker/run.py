@@ -211,7 +211,6 @@ class Run:
         self._loop.every_steps = checkpoint.every_steps
         declare_own_keys(self.config, checkpoint, self._loop)
         self._loop.save_at_end = bool(checkpoint.every_steps or checkpoint.every_s)
-        self._loop.install_signals()
         attachment.faults.step = 0  # There will be steps: a fault may wait for one.
         attachment.emit(RankJoined(generation=ring.generation, rank=self.rank))
 

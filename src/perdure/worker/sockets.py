@@ -56,6 +56,15 @@ def borrow(fd: int, *, blocking: bool = False) -> Iterator[socket.socket]:
         yield borrowed
 
 
+def shut_down(fd: int, *, blocking: bool = False) -> int:
+    """Shut a connection down; return how many that were: none where it is gone by now."""
+    with contextlib.suppress(OSError), borrow(fd, blocking=blocking) as found:
+        found.getpeername()
+        found.shutdown(socket.SHUT_RDWR)
+        return 1
+    return 0
+
+
 def is_tcp(sock: socket.socket) -> bool:
     """Return whether a socket speaks TCP."""
     return (

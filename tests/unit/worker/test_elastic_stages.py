@@ -11,8 +11,8 @@ from torch import nn
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.stages import Model, choose_balanced
 from perdure.worker.elastic import open_pipeline_trainer, train
-from perdure.worker.elastic.joining.wire import At
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.state import At
 from perdure.worker.elastic.state.blocks import StagedReplica
 from perdure.worker.elastic.state.staged import StagedState
 from perdure.worker.elastic.trainer import Trainer

@@ -7,8 +7,8 @@ import pytest
 
 from perdure.adapters.rings import read_ring
 from perdure.worker.ring import RingWriter
-from perdure.worker.torchft import account as replica_account
-from perdure.worker.torchft.account import ReplicaAccount
+from perdure.worker.torchft import manager as replica_account
+from perdure.worker.torchft.manager import ReplicaAccount
 
 
 class Rank:

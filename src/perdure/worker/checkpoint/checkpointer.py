@@ -213,9 +213,7 @@ class Checkpointer:
             ConfigError: it holds pickles, and `checkpoint.allow_pickle` is off.
         """
         if self._found is None:
-            step, folder, skipped = self._choose()
-            own = self._read_own(folder) if folder is not None else {}
-            self._found = _Found(step, folder, skipped, own)
+            self._found = self._choose()
         return self._found.step, self._found.own.get("objects", {})
 
     def restore(self, extra: dict[str, Any]) -> int:
@@ -252,7 +250,7 @@ class Checkpointer:
         )
         return step
 
-    def _choose(self) -> tuple[int, Path | None, list[str]]:
+    def _choose(self) -> _Found:
         if self._rank == 0:
             remove_temporaries(self._root)
         group = in_group()
@@ -260,11 +258,12 @@ class Checkpointer:
         for name in self._agree_on(self._list_names() if self._rank == 0 or not group else []):
             problem = self._check(name, group)
             if not problem:
-                return int(name.rsplit("-", 1)[1]), self._root / name, skipped
+                folder = self._root / name
+                return _Found(int(name.rsplit("-", 1)[1]), folder, skipped, self._read_own(folder))
             skipped.append(f"{self._root / name}: {problem}")
             if self._rank == 0:
                 say(f"checkpoint skipped: {skipped[-1]}")
-        return 0, None, skipped
+        return _Found(0, None, skipped, {})
 
     def _agree_on(self, value: Any) -> Any:
         if not in_group():

@@ -101,7 +101,9 @@ def train(
     """
     settings.declare_all(config or {})
     if ASK in os.environ:
-        _measure(locals())
+        from perdure.worker.profiling import measure_call
+
+        measure_call(locals())
     model = make_model(blocks).to(device)
     plan = plan_batches(global_batch, micro_batch)
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
@@ -167,13 +169,6 @@ def _open(
     stepped = scheduler(made) if scheduler is not None else None
     compute = functools.partial(run, model)
     return open_trainer(model, made, compute, scheduler=stepped, scaler=scaler, **common)
-
-
-def _measure(call: Mapping[str, Any]) -> None:
-    """Under `perdure profile`: measure what `train` was called with, and end the process."""
-    from perdure.worker.profiling import Script, find_request, measure_script
-
-    measure_script(find_request(), Script(**{name: call[name] for name in Script.__annotations__}))
 
 
 def open_trainer(

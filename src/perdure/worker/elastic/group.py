@@ -149,16 +149,12 @@ class Group:
         Raises:
             Broken: it failed. The others may still be under way: `give_up` ends them.
         """
-        self.waits_since_s = time.monotonic()
-        mine = [pair for pair in self._works if pair[0] is work]
-        self._works = [pair for pair in self._works if pair[0] is not work]
+        others = [pair for pair in self._works if pair[0] is not work]
+        self._works = [pair for pair in self._works if pair[0] is work]
         try:
-            for _, kind in mine:
-                self._end(work, kind)
-        except (RuntimeError, Broken) as error:
-            self.interrupt()
-            raise Broken(str(error).splitlines()[0]) from None
-        self.waits_since_s = 0.0
+            self.wait()
+        finally:
+            self._works = others
 
     def interrupt(self) -> None:
         """Shut the connections: our peers wait for us as we have waited for a lost one.

@@ -41,8 +41,7 @@ from perdure.worker.elastic.group import (
     reaching_store,
     read_standings,
 )
-from perdure.worker.elastic.joining.donor import Donor
-from perdure.worker.elastic.joining.follower import CatchUp
+from perdure.worker.elastic.joining import CatchUp, Donor
 from perdure.worker.elastic.membership import Membership, find_host
 from perdure.worker.elastic.state import Plan, Source, State
 from perdure.worker.elastic.steering import Steering

@@ -36,20 +36,26 @@ def note_groups(ring_path: str) -> bool:
         return False
     if hasattr(form, "_perdure_note"):
         return True
-    note = _Note(ring_path + SUFFIX)
+    pid = os.getpid()
+    ports: dict[int, str] = {}
 
     @functools.wraps(form)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        before = note.begin()
+        mine = os.getpid() == pid  # The file belongs to the process that made it, and to no fork.
+        before = list_listening() if mine else set()
         result = form(*args, **kwargs)
         with contextlib.suppress(Exception):  # Whatever is wrong with a note: the group is formed.
             group = result[0] if isinstance(result, tuple) else result
             name = c10d._world.pg_names.get(group, "")
-            if name:
-                note.add(name, before)
+            if name and mine:
+                listening = list_listening()
+                for port in set(ports) - listening:
+                    del ports[port]
+                ports.update(dict.fromkeys(listening - before, name))
+                replace_file(ring_path + SUFFIX, json.dumps(ports).encode())
         return result
 
-    noting._perdure_note = note  # type: ignore[attr-defined]
+    noting._perdure_note = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = noting
     return True
 
@@ -106,27 +112,6 @@ def _read_timeout_s(backend: Any) -> float:
     if timeout is None:
         return _DEFAULT_S.get(str(backend.name()).lower(), 0.0)
     return min(max(float(timeout.total_seconds()), 0.0), _LONGEST_S)
-
-
-class _Note:
-    """The note of one process. A fork starts its own: the file belongs to the pid that made it."""
-
-    def __init__(self, path: str) -> None:
-        self._path, self._pid = path, os.getpid()
-        self._ports: dict[int, str] = {}
-
-    def begin(self) -> frozenset[int]:
-        """Return the ports that are listened on before the group is formed."""
-        return frozenset(list_listening()) if os.getpid() == self._pid else frozenset()
-
-    def add(self, name: str, before: frozenset[int]) -> None:
-        """Write down the ports that were added."""
-        if os.getpid() != self._pid:
-            return
-        listening = list_listening()
-        new = {port: name for port in listening if port not in before}
-        self._ports = {p: n for p, n in self._ports.items() if p in listening} | new
-        replace_file(self._path, json.dumps(self._ports).encode())
 
 
 def list_listening() -> set[int]:

@@ -200,10 +200,7 @@ def _is_over(work: Any) -> bool:
 def _measure(argument: Any) -> tuple[int, int]:
     """Return bytes and number of the dtype of a tensor or a list of them."""
     tensors = argument if isinstance(argument, (list, tuple)) else (argument,)
-    dtype = 0
-    for tensor in tensors:
-        dtype = _DTYPES.get(tensor.dtype, 0)
-        break
+    dtype = _DTYPES.get(tensors[0].dtype, 0) if tensors else 0
     return sum(tensor.nbytes for tensor in tensors), dtype
 
 

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from perdure.worker.interrupt import find_gloo_sockets
-from perdure.worker.sockets import borrow, list_sockets
+from perdure.worker.sockets import borrow, list_sockets, shut_down
 
 _SLICE = timedelta(seconds=0.25)
 """How often a collective that is waited for is asked whether its group was broken; and how long
@@ -83,7 +83,7 @@ class Fences:
                     held.broken = True
                     links = list_sockets()
                     same = [fd for fd, name in held.sockets.items() if links.get(fd) == name]
-                    count += sum(_shut(fd) for fd in same)
+                    count += sum(shut_down(fd, blocking=True) for fd in same)
                     count += _abort_device(group)
         return count
 
@@ -115,7 +115,7 @@ def _shut_forming(held: Connections) -> int:
     new = {fd for fd, name in links.items() if held.before.get(fd) != name}
     pairs = new.intersection(find_gloo_sockets())
     stores = {fd for fd in new - pairs if held.store and _port_of(fd) == held.store}
-    return sum(_shut(fd) for fd in sorted(pairs | stores))
+    return sum(shut_down(fd, blocking=True) for fd in sorted(pairs | stores))
 
 
 def _abort_device(group: Any) -> int:
@@ -124,15 +124,6 @@ def _abort_device(group: Any) -> int:
         return 0
     threading.Thread(target=group.abort, name="perdure-abort", daemon=True).start()
     return 1
-
-
-def _shut(fd: int) -> int:
-    """Shut a connection down; return how many that were: none where it is gone by now."""
-    with contextlib.suppress(OSError), borrow(fd, blocking=True) as found:
-        found.getpeername()
-        found.shutdown(socket.SHUT_RDWR)
-        return 1
-    return 0
 
 
 def _port_of(fd: int) -> int:

@@ -10,16 +10,18 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from perdure.model.errors import PlatformError
-from perdure.plan.elastic.commit import FRESH
-from perdure.plan.elastic.shards import NO_LINE
+from perdure.plan.elastic.commit import FRESH, Reformation
+from perdure.plan.elastic.shards import NO_LINE, ShardReformation
+from perdure.plan.elastic.stage_commit import StageReformation
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.gradients import Buckets, Tally
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.joining.wire import At, hash_settings
 from perdure.worker.elastic.snapshots import Snapshots
 
 Source = Literal["reduced", "sent", "followed"]
@@ -27,32 +29,21 @@ Source = Literal["reduced", "sent", "followed"]
 has applied, and so clipped, them before; or sent to a rank that follows the members."""
 
 
-class Plan(Protocol):
-    """What the members of a new world do before they go on: the same on every one of them."""
+Plan = Reformation | ShardReformation | StageReformation
+"""What the members of a new world do before they go on: the same on every one of them."""
 
-    @property
-    def step(self) -> int:
-        """Return how many steps every member's state contains afterwards."""
 
-    @property
-    def forward(self) -> tuple[int, ...]:
-        """Return the members one step behind, which apply that step first."""
+class At(msgspec.Struct, frozen=True, tag=True):
+    """From the donor: steps applied by now. To a `Take`: it came too late."""
 
-    @property
-    def holder(self) -> int:
-        """Return who has applied it, and sends what they lack; -1 where nobody needs it."""
+    step: int
+    node: str = ""
+    runs: tuple[tuple[int, int], ...] = ()
+    """Where the model is cut into stages: its runs of blocks, each the first and the one behind."""
 
-    @property
-    def todo(self) -> dict[int, tuple[int, ...]]:
-        """Return what each member has to compute of the next step."""
 
-    @property
-    def redone(self) -> int:
-        """Return how much of it was given out before."""
-
-    @property
-    def reason(self) -> str:
-        """Return why."""
+class Lost(Exception):
+    """The members cannot be followed any further this time."""
 
 
 class Taken(NamedTuple):
@@ -298,3 +289,9 @@ def load_settings(
         group.update(saved)
     if scheduler is not None and "scheduler" in settings:
         scheduler.load_state_dict(settings["scheduler"])
+
+
+def hash_settings(optimizer: torch.optim.Optimizer) -> str:
+    """Return a hash of all that an update depends on beside gradients and state."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return xxhash.xxh3_64(repr(groups).encode()).hexdigest()

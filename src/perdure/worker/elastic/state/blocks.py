@@ -216,10 +216,6 @@ class StageRegistry(Registry):
                 for key, value in values.items():
                     yield f"{block}.{name}{_SEPARATOR}{key}", value
 
-    def gated(self, tensors: Iterable[str]) -> set[str]:
-        """Return all of them: nothing but the optimizer's step changes any."""
-        return set(tensors)
-
     def own(self) -> dict[str, Any]:
         """Return the rest of its state, and what the tensors are."""
         kinds = {key: (list(t.shape), t.dtype) for key, t in self.tensors().items()}

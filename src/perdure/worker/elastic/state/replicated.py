@@ -12,10 +12,9 @@ from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
 from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.joining.wire import At
 from perdure.worker.elastic.moving import move_blocks, open_state, pack_state
 from perdure.worker.elastic.snapshots import Snapshots
-from perdure.worker.elastic.state import Followed, Source, Taken
+from perdure.worker.elastic.state import At, Followed, Source, Taken
 
 
 class Replica:

@@ -35,11 +35,10 @@ from perdure.plan.elastic.stage_orders import StageSchedule
 from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, find_rest, list_blocks
 from perdure.worker.elastic.gradients import BUCKET_BYTES
 from perdure.worker.elastic.group import Broken, Group
-from perdure.worker.elastic.joining.wire import At, Lost
 from perdure.worker.elastic.membership import find_node
 from perdure.worker.elastic.moving import count_bytes, map_tensors, move_blocks, share_plain
 from perdure.worker.elastic.snapshots import Snapshots
-from perdure.worker.elastic.state import Followed, PartState, Source, Taken
+from perdure.worker.elastic.state import At, Followed, Lost, PartState, Source, Taken
 from perdure.worker.elastic.state.blocks import BlockState, StagedReplica, StageRegistry
 from perdure.worker.elastic.state.passing import Passing
 
