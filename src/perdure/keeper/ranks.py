@@ -310,7 +310,7 @@ class Ranks:
             return
         self._start_fork(order, image)
         image.lines.send(
-            ForkStore(self._job, order.generation, order.world_size, order.bind, os.getpid())
+            ForkStore(**msgspec.structs.asdict(order), job=self._job, keeper=os.getpid())
         )
 
     def _begin_spawn(self, order: KeeperSpawn) -> None:
@@ -330,13 +330,8 @@ class Ranks:
         self._start_fork(order, image)
         image.lines.send(
             ForkRanks(
+                **msgspec.structs.asdict(order) | {"ranks": self._mark_launches(order)},
                 job=self._job,
-                generation=order.generation,
-                ranks=self._mark_launches(order),
-                script=order.script,
-                args=order.args,
-                module=order.module,
-                cwd=order.cwd,
                 keeper=os.getpid(),
                 traceback_files={rank: e.traceback_file for rank, e in self._evidence.items()},
                 imports=self._paths.imports,

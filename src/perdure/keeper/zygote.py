@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from perdure.model.bus.wire import RankLaunch
+from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
 from perdure.worker.process import set_title
 from perdure.worker.start.streams import survive_full_disks
@@ -61,29 +61,20 @@ class Preload(msgspec.Struct, frozen=True, tag=True):
     names: tuple[str, ...]
 
 
-class ForkRanks(msgspec.Struct, frozen=True, tag=True):
-    """Fork the ranks of a generation."""
+class ForkRanks(KeeperSpawn, frozen=True, kw_only=True, tag=True):
+    """Fork the ranks of a generation, as the keeper was told to start them."""
 
     job: str
-    generation: int
-    ranks: tuple[RankLaunch, ...]
-    script: str
-    args: tuple[str, ...]
-    module: bool
-    cwd: str
     keeper: int
     traceback_files: dict[int, str]
     imports: str
     """Where the first of `ranks` writes what it imported."""
 
 
-class ForkStore(msgspec.Struct, frozen=True, tag=True):
+class ForkStore(KeeperStore, frozen=True, kw_only=True, tag=True):
     """Fork a store."""
 
     job: str
-    generation: int
-    world_size: int
-    bind: str
     keeper: int
 
 

@@ -136,8 +136,8 @@ def test_its_time_is_no_part_of_a_step(ring, monkeypatch):
     attachment.stages.begin_declared(time.monotonic_ns())
     with declare_busy("evaluate", at_most_s=5), declare_busy("save", at_most_s=5):
         later_ns[0] += 200_000_000
-        attachment.stages.enter(0)  # Its data is no step's either.
-        attachment.stages.leave(0)
+        attachment.stages.mark(0)  # Its data is no step's either.
+        attachment.stages.mark(0)
     attachment.stages.end_declared(1, time.monotonic_ns(), 0)
     (stages,) = read_stages(attachment.ring.path, 0.0)
     assert stages.end_s - stages.begin_s < 0.15

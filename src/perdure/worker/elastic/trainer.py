@@ -114,10 +114,6 @@ class Trainer:
         """
         return declare_busy(name, at_most_s=at_most_s)
 
-    def start_at(self, step: int) -> None:
-        """The state was restored from a checkpoint of `step`."""
-        self.state.start_at(step)
-
     def steps(self, total: int) -> Iterator[Step]:
         """Yield each step once it is committed, up to `total` steps.
 
@@ -133,7 +129,7 @@ class Trainer:
             restored = self._saving.restore(extra)
             if restored:
                 self._steering.load(extra)
-                self.start_at(restored)
+                self.state.start_at(restored)
         self._announce()
         if self._membership.joins:
             self._progress.hold()

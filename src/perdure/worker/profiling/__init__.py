@@ -38,7 +38,7 @@ from perdure.model.planning.costs import (
     write_profile,
 )
 from perdure.plan.elastic.microbatches import plan_batches
-from perdure.plan.worlds.measures import Figure, settle
+from perdure.plan.worlds.measures import settle
 from perdure.worker.elastic import list_blocks
 from perdure.worker.elastic.moving import map_tensors
 from perdure.worker.elastic.samples import MicroBatches
@@ -88,8 +88,8 @@ class BlockMeter:
         self.seconds, self.say = seconds, say
         self.notes: list[str] = []
         self._splits = [True] * len(self.parts)
-        self._worst = Figure(0.0, 0.0)
-        self._worst_of = ""
+        self._spreads = [(0.0, "")]
+        """Of each figure, and what it is of."""
 
     def measure(
         self,
@@ -113,7 +113,7 @@ class BlockMeter:
         blocks = tuple(
             Block(name, *state[index], costs=found[index]) for index, name in enumerate(self.names)
         )
-        return Figures(blocks, base_bytes, self._worst.spread, self._worst_of, tuple(self.notes))
+        return Figures(blocks, base_bytes, *max(self._spreads), tuple(self.notes))
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -177,8 +177,7 @@ class BlockMeter:
         def figure(kind: str) -> float:
             what = f"{kind} of block {name}, micro-batch {size}"
             found = settle(getattr(samples, kind), what)
-            if found.spread > self._worst.spread:
-                self._worst, self._worst_of = found, what
+            self._spreads.append((found.spread, what))
             return found.value
 
         backward_s = figure("backward")

@@ -95,15 +95,15 @@ def measure_links(ranks: int, say: Callable[[str], object]) -> LinkFigures:
 
 
 def _fit(found: Found) -> LinkFigures:
-    worst, worst_of = 0.0, ""
+    spreads = [(0.0, "")]
     lines: dict[str, tuple[float, float]] = {}
     for name, sizes in found.items():
         points = []
         for size, samples in sizes:
-            figure = settle(samples, f"{name} of {size} bytes")
+            what = f"{name} of {size} bytes"
+            figure = settle(samples, what)
             points.append((float(size), figure.value))
-            if figure.spread > worst:
-                worst, worst_of = figure.spread, f"{name} of {size} bytes"
+            spreads.append((figure.spread, what))
         lines[name] = fit_line(points, name)
     sums = [
         AllReduce("node", int(name.rpartition(" ")[2]), *line)
@@ -112,7 +112,7 @@ def _fit(found: Found) -> LinkFigures:
     ]
     if "message" not in lines:
         raise MeasureError("links: no message was measured")
-    return LinkFigures((Transfer("node", *lines["message"]),), tuple(sums), worst, worst_of)
+    return LinkFigures((Transfer("node", *lines["message"]),), tuple(sums), *max(spreads))
 
 
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)

@@ -102,12 +102,8 @@ class StepStamps:
             self._begin += now - since if self._begin else 0
             self._mark, self._blocked = now, self._blocked_ns()
 
-    def enter(self, before: int) -> None:
-        """A stage begins; what was since the last one ended belongs to `before`."""
-        self._advance(before, time.monotonic_ns())
-
-    def leave(self, stage: int) -> None:
-        """It ends."""
+    def mark(self, stage: int) -> None:
+        """A stage begins or ends here; what was since the last mark belongs to `stage`."""
         self._advance(stage, time.monotonic_ns())
 
     def run_backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -234,10 +230,10 @@ def _stamp_loader(module: Any, stamps: StepStamps) -> None:
     def fetch_next(self: Any) -> Any:
         if not stamps.here:
             return fetch(self)
-        stamps.enter(OTHER)
+        stamps.mark(OTHER)
         try:
             return fetch(self)
         finally:
-            stamps.leave(DATA)
+            stamps.mark(DATA)
 
     iterator.__next__ = fetch_next
