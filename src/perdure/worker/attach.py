@@ -51,7 +51,6 @@ class Attachment:
         self.recorder: Any = None
         self.stages: StepStamps | None = None
         """Where steps go, where that is stamped."""
-        self._traces: TraceWriter | None = None
         self._phase: Phase = "spawned"
         self._entered: set[str] = set()
         self.faults = Faults(
@@ -106,13 +105,22 @@ class Attachment:
         self.control = Control(path, hello)
         self.obey(self.faults.handle, InjectFault)
         self.obey(self.interrupter.handle, InterruptCollectives)
-        self.obey(self._write_trace, TakeStacks)
         self.control.start()
 
     def start_recorder(self) -> None:
         """Watch collectives, by the means that `PERDURE_RECORDER` names (default `auto`)."""
         if self.recorder is not None or not _has_distributed():
             return
+        home = os.environ.get("PERDURE_HOME", "")
+        if home:
+            traces = TraceWriter(
+                rank=self.ring.rank,
+                generation=self.ring.generation,
+                directory=job_paths(home, self.job, os.getuid()).traces(self.ring.generation),
+                dumps=find_dumps(),
+                groups=find_groups,
+            )
+            self.obey(traces.handle, TakeStacks)
         self.recorder = make_recorder(self.ring, find_members, find_dumps("_json"), self.faults)
         if self.recorder is None:
             return
@@ -138,20 +146,6 @@ class Attachment:
             self.recorder.stop()
         if self.control is not None:
             self.control.close(_DRAIN_AT_EXIT_S)
-
-    def _write_trace(self, order: TakeStacks) -> None:
-        home = os.environ.get("PERDURE_HOME", "")
-        if self._traces is None and home and _has_distributed():
-            paths = job_paths(home, self.job, os.getuid())
-            self._traces = TraceWriter(
-                rank=self.ring.rank,
-                generation=self.ring.generation,
-                directory=paths.traces(self.ring.generation),
-                dumps=find_dumps(),
-                groups=find_groups,
-            )
-        if self._traces is not None:
-            self._traces.handle(order)
 
 
 def stand_alone() -> Attachment:

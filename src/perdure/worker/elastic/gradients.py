@@ -24,6 +24,7 @@ next attempt. Members that gather parameters from each other run as many micro-b
 who has fewer runs one that does not count.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -79,9 +80,8 @@ class GradientTree:
         """
         total = GradientTree(self._count)
         for node, rank in plan_sends(owner, self._count):
-            value = [
-                t.clone() if rank == me else torch.empty_like(t) for t in self._find(node, out)
-            ]
+            held = self._sums.get(node, out)
+            value = [t.clone() if rank == me else torch.empty_like(t) for t in held]
             for tensor in value:
                 group.broadcast(tensor, rank)
             group.wait()
@@ -92,9 +92,6 @@ class GradientTree:
     def clear(self) -> None:
         """Hold nothing any more."""
         self._sums.clear()
-
-    def _find(self, node: Node, like: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self._sums.get(node, like)
 
 
 def plan_sends(owner: Mapping[int, int], count: int) -> list[tuple[Node, int]]:
@@ -346,8 +343,42 @@ Compute = Callable[[int, int], Tensor]
 """(step, micro-batch) -> the loss"""
 
 
-class Accumulation:
-    """One rank's part of the step under way."""
+class Work(ABC):
+    """One member's part of the step under way."""
+
+    def __init__(self, buckets: Buckets, tally: Tally, trees: dict[int, GradientTree]) -> None:
+        """Have done nothing yet; `trees` are where gradients go in one order, if they do."""
+        self.buckets, self.tally, self._trees = buckets, tally, trees
+        self.done: list[int] = []
+        """What the gradients contain."""
+
+    @abstractmethod
+    def reduce(self, step: int, group: Group, note_work: Callable[[], object]) -> None:
+        """Compute what is missing of `step`, and reduce it; `note_work` hears of progress.
+
+        Raises:
+            Broken: the world has changed; what was finished is kept.
+        """
+
+    @abstractmethod
+    def give_out(self, members: tuple[int, ...]) -> None:
+        """Take this member's share of an undisturbed step."""
+
+    @abstractmethod
+    def drop_unfinished(self) -> None:
+        """Keep what was finished of an attempt, and nothing else."""
+
+    def clear(self) -> None:
+        """Begin a step of which nothing is done."""
+        self.buckets.drop()
+        self.done.clear()
+        self.tally.clear()
+        for tree in self._trees.values():
+            tree.clear()
+
+
+class Accumulation(Work):
+    """One rank's micro-batches of the step under way."""
 
     def __init__(
         self,
@@ -364,13 +395,12 @@ class Accumulation:
 
         Where everyone has the `whole` state, this rank's numbers are sent before its gradients.
         """
-        self.buckets = buckets
-        self.tally = Tally(1, count, riders=buckets.riders) if whole else Tally(1, count, votes=2)
+        tally = Tally(1, count, riders=buckets.riders) if whole else Tally(1, count, votes=2)
+        super().__init__(buckets, tally, {0: GradientTree(count)} if exact else {})
+        self._tree = self._trees.get(0)
         self._compute, self._backward = compute, backward
         self._count, self._seed, self._counts_first = count, seed, whole
-        self._tree = GradientTree(count) if exact else None
         self._me, self._beside = -1, tuple[int, ...]()
-        self.done: list[int] = []
         self._todo: list[int] = []
         self._owner: dict[int, int] = {}
         self._rounds = 0
@@ -461,11 +491,3 @@ class Accumulation:
             if micro_batch not in self.done:
                 self.tally.mine.counts[0, micro_batch] = 0.0
                 self.tally.mine.losses[micro_batch] = 0.0
-
-    def clear(self) -> None:
-        """Begin a step of which nothing is done."""
-        self.buckets.drop()
-        self.done.clear()
-        self.tally.clear()
-        if self._tree is not None:
-            self._tree.clear()

@@ -106,9 +106,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return _change(value, lambda one: change(one) if isinstance(one, Tensor) else one)
 
 
-def count_bytes(state: Any) -> int:
-    """Return the bytes of a state's tensors."""
-    return sum(tensor.nbytes for tensor in pack_state(state)[1])
+def find_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a collection."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
 
 
 def view_bytes(blob: Tensor) -> memoryview:

@@ -67,7 +67,7 @@ class StageBlocks:
     def forward(self, value: Any, kept: Pass, *, grads: bool) -> Any:
         """Return what the blocks make of `value`; with `grads`, it is leaves of a graph."""
         for at, piece in enumerate(self._pieces()):
-            leaves = _make_leaves(value, kept.trained) if grads else value
+            leaves = make_leaves(value, trained=kept.trained) if grads else value
             grads = True
             run = _Run(leaves)
             kept.trained |= any(leaf.requires_grad for leaf in _leaves(leaves))
@@ -131,7 +131,7 @@ class StageBlocks:
         seed_all(derive_seed(self.seed, "block", kept.step, kept.micro_batch, block))
 
 
-def _make_leaves(value: Any, trained: bool) -> Any:
+def make_leaves(value: Any, *, trained: bool = False) -> Any:
     """Return `value` cut off its graph; what took part in it takes part in the next.
 
     What was made without a graph takes part if anything before it is `trained`.

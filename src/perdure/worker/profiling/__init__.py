@@ -40,11 +40,11 @@ from perdure.model.planning.costs import (
 from perdure.plan.elastic.microbatches import plan_batches
 from perdure.plan.worlds.measures import settle
 from perdure.worker.elastic import list_blocks
-from perdure.worker.elastic.moving import map_tensors
+from perdure.worker.elastic.moving import find_tensors, map_tensors
 from perdure.worker.elastic.samples import MicroBatches
 from perdure.worker.elastic.state.replicated import make_model
 from perdure.worker.pipeline.messages import list_tensors
-from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks
+from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks, make_leaves
 from perdure.worker.profiling.links import LinkFigures, measure_links
 from perdure.worker.rng import take_fingerprint
 
@@ -150,7 +150,7 @@ class BlockMeter:
             if self._splits[index]:
                 self._split(index, grads, again, samples[index])
             if index + 1 < len(self.parts):
-                value = _detach(made)
+                value = make_leaves(made)
 
     def _split(self, index: int, grads: Any, kept: Pass, samples: Samples) -> None:
         part = self.parts[index]
@@ -206,7 +206,7 @@ class BlockMeter:
                 made = part.forward(value, Pass(0, 0, targets), grads=index > 0)
             found.append((sum(t.nbytes for t in taken), sum(saved.values())))
             if index + 1 < len(self.parts):
-                value = _detach(made)
+                value = make_leaves(made)
         return found
 
     # --- state ----------------------------------------------------------------------------------
@@ -240,22 +240,10 @@ class BlockMeter:
         return [(*sizes, whole_s * t / total) for sizes, t in zip(found, touched, strict=True)]
 
 
-def find_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a collection."""
-    found: list[Tensor] = []
-    map_tensors(value, found.append)
-    return found
-
-
 def _note(saved: dict[int, int], known: set[int], tensor: Tensor) -> Tensor:
     if _place(tensor) not in known:
         saved[_place(tensor)] = _size(tensor)
     return tensor
-
-
-def _detach(value: Any) -> Any:
-    kept = [t.detach().requires_grad_(t.requires_grad) for t in list_tensors(value)]
-    return kept[0] if isinstance(value, Tensor) else tuple(kept)
 
 
 def _place(tensor: Tensor) -> int:

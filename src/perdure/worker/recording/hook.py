@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from perdure.model import ring as layout
 from perdure.worker.native.recorder import find_operators
 from perdure.worker.recording.groups import find_timeout_s
-from perdure.worker.recording.recorder import Dump, Members, Recorder, is_idle
+from perdure.worker.recording.recorder import Comm, Dump, Members, Recorder, is_idle
 from perdure.worker.ring import RingWriter
 
 _POLL_S = 0.1
@@ -27,22 +27,10 @@ _NO_COMM = 0xFFFF
 """Slot of a span whose communicator has none."""
 
 
-class _Comm:
-    """Counters of one communicator; guarded by the recorder's lock."""
-
-    __slots__ = ("done", "ended", "since", "slot", "started")
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.started = self.ended = self.since = 0
-        self.done: set[int] = set()
-        """Ended before an earlier one did; gloo ends DDP's buckets in any order."""
-
-
 class _Span(NamedTuple):
     """One collective that was begun."""
 
-    comm: _Comm
+    comm: Comm
     seq: int
     number: int
 
@@ -64,7 +52,7 @@ class HookRecorder(Recorder):
         super().__init__(ring, members)
         self._dumps = dumps
         self._lock = threading.Lock()
-        self._comms: dict[str, _Comm] = {}
+        self._comms: dict[str, Comm] = {}
         self._library: torch.library.Library | None = None
         self._without_future: set[str] = set()
         self._pending: list[tuple[_Span, Any]] = []
@@ -137,10 +125,10 @@ class HookRecorder(Recorder):
             number = self._ring.begin_span(comm.started, kind, nbytes, now, state)
             return _Span(comm, comm.started, number)
 
-    def _make_comm(self, name: str, p2p: bool) -> _Comm:
+    def _make_comm(self, name: str, p2p: bool) -> Comm:
         # Two ranks' counts of sends and receives need not agree: nobody may compare them.
         size, ranks = self._members(name.removesuffix(layout.P2P_SUFFIX) if p2p else name)
-        comm = _Comm(self._ring.add_comm(name, 1 if p2p else size, ranks))
+        comm = Comm(name, slot=self._ring.add_comm(name, 1 if p2p else size, ranks))
         comm.ended = -1 if p2p else 0
         if comm.slot >= 0:
             self._ring.set_comm_timeout(comm.slot, find_timeout_s(name))

@@ -83,17 +83,20 @@ class _Trace(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Trace)
 
 
-class _Comm(msgspec.Struct):
-    """What was last written into a slot."""
+class Comm(msgspec.Struct, eq=False):
+    """A communicator, and what was last written into its slot."""
 
-    source: str
     name: str
+    source: str = ""
+    """Backend of the Flight Recorder that tells of it."""
     slot: int = -1
     started: int = 0
     ended: int = 0
     since: int = 0
     looked_at: int = 0
     """The collective that a dump was asked about."""
+    done: set[int] = msgspec.field(default_factory=set)
+    """Ended before an earlier one did; gloo ends DDP's buckets in any order."""
 
 
 def find_dumps(form: Literal["", "_json"] = "") -> dict[str, Dump]:
@@ -154,7 +157,7 @@ class StatusRecorder(Recorder):
         super().__init__(ring, members)
         self._dumps = dumps
         self._raw: dict[str, bytes] = {}
-        self._comms: dict[tuple[str, str], _Comm] = {}
+        self._comms: dict[tuple[str, str], Comm] = {}
         self._moved_ns = 0
         self._dump_after_ns = 0
 
@@ -207,7 +210,7 @@ class StatusRecorder(Recorder):
             return False
         return True
 
-    def _update(self, comm: _Comm, state: _Status, now: int) -> None:
+    def _update(self, comm: Comm, state: _Status, now: int) -> None:
         started, ended = int(state.last_enqueued_collective), int(state.last_completed_collective)
         if (started, ended) == (comm.started, comm.ended):
             return
@@ -226,7 +229,7 @@ class StatusRecorder(Recorder):
         for entry in self._dump(source, now) or ():
             key = (source, str(entry.pg_id))
             if key not in self._comms and entry.process_group:
-                self._comms[key] = _Comm(source, entry.process_group[0])
+                self._comms[key] = Comm(entry.process_group[0], source)
 
     def _slot_for(self, name: str) -> int:
         """Return a slot for a communicator: a free one, or that of the longest idle; or -1."""
@@ -242,7 +245,7 @@ class StatusRecorder(Recorder):
             self._ring.set_comm_timeout(slot, find_timeout_s(name))
         return slot
 
-    def _look_closer(self, comm: _Comm, now: int) -> None:
+    def _look_closer(self, comm: Comm, now: int) -> None:
         """Learn about a collective that seems to stay pending: its operation, when it was entered.
 
         And whether it really is pending: gloo ends the buckets of DDP in any order and the status

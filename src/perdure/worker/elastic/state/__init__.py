@@ -7,7 +7,7 @@ When any of it happens is the loop's to say.
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -20,7 +20,7 @@ from perdure.plan.elastic.commit import FRESH, Reformation
 from perdure.plan.elastic.shards import NO_LINE, ShardReformation
 from perdure.plan.elastic.stage_commit import StageReformation
 from perdure.worker.checkpoint.registry import Registry
-from perdure.worker.elastic.gradients import Buckets, Tally
+from perdure.worker.elastic.gradients import Work
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.snapshots import Snapshots
 
@@ -53,29 +53,6 @@ class Taken(NamedTuple):
     """What all have alike, where this member's state is of another step or history than it was."""
     changed: bool = False
     """Whoever follows this member has something else now."""
-
-
-class Work(Protocol):
-    """One member's part of the step under way."""
-
-    tally: Tally
-    buckets: Buckets
-
-    def reduce(self, step: int, group: Group, note_work: Callable[[], object]) -> None:
-        """Compute what is missing of `step`, and reduce it; `note_work` hears of progress.
-
-        Raises:
-            Broken: the world has changed; what was finished is kept.
-        """
-
-    def give_out(self, members: tuple[int, ...]) -> None:
-        """Take this member's share of an undisturbed step."""
-
-    def drop_unfinished(self) -> None:
-        """Keep what was finished of an attempt, and nothing else."""
-
-    def clear(self) -> None:
-        """Begin a step of which nothing is done."""
 
 
 class State(Protocol):

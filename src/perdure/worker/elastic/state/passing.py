@@ -16,7 +16,7 @@ from perdure.plan.elastic.stage_commit import StageReformation
 from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.elastic.stages import Layout, Runs, Section
 from perdure.plan.worlds.measures import StageTimes, collect_times
-from perdure.worker.elastic.gradients import Buckets, GradientTree, Tally
+from perdure.worker.elastic.gradients import Buckets, GradientTree, Tally, Work
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.state.blocks import StagedReplica, find_norms
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
@@ -24,7 +24,7 @@ from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 _EXECUTED_MAX = 64
 
 
-class Passing:
+class Passing(Work):
     """The passes of one member's blocks in a world, and the gradients that they leave."""
 
     def __init__(
@@ -42,17 +42,15 @@ class Passing:
         device: str | torch.device,
     ) -> None:
         """Have no blocks yet, and nothing to do."""
-        self.buckets = Buckets((), bucket_bytes, sets=1)
         more = len(replica.parameters)  # Norms of reduced gradients, in the model's order.
-        self.tally = Tally(len(replica.blocks), count, votes=2, more=more)
-        self.done: list[int] = []
+        tally = Tally(len(replica.blocks), count, votes=2, more=more)
+        super().__init__(Buckets((), bucket_bytes, sets=1), tally, {})
         self.layout = Layout((), ())
         """Who has which blocks in the newest world."""
         self._replica, self._load, self._loss = replica, load, loss
         self._count, self._seed, self._exact = count, seed, exact
         self._bucket_bytes, self._recompute = bucket_bytes, recompute
         self._schedule, self._device = schedule, device
-        self._trees: dict[int, GradientTree] = {}
         self._fitted: Runs = ()
         """What buckets and trees are for."""
         self._world: Group
@@ -207,14 +205,6 @@ class Passing:
         self.buckets.disarm()
         if self._runner is not None:
             self._take_done(self._runner)
-
-    def clear(self) -> None:
-        """Begin a step of which nothing is done."""
-        self.buckets.drop()
-        self.done.clear()
-        self.tally.clear()
-        for tree in self._trees.values():
-            tree.clear()
 
     def tell_times(self) -> tuple[StageTimes, ...]:
         """Return how long the newest micro-batches took here."""

@@ -36,7 +36,7 @@ from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, find_rest
 from perdure.worker.elastic.gradients import BUCKET_BYTES
 from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.elastic.membership import find_node
-from perdure.worker.elastic.moving import count_bytes, map_tensors, move_blocks, share_plain
+from perdure.worker.elastic.moving import find_tensors, map_tensors, move_blocks, share_plain
 from perdure.worker.elastic.snapshots import Snapshots
 from perdure.worker.elastic.state import At, Followed, Lost, PartState, Source, Taken
 from perdure.worker.elastic.state.blocks import BlockState, StagedReplica, StageRegistry
@@ -200,7 +200,7 @@ class StagedState(PartState, Followed):
         plain = share_plain(group, teller.member, tell)
         states = move_blocks(group, plan.moves, read)
         remote = {m.block for m in plan.moves if m.to == me != m.holders[0].member}
-        self._moved = sum(count_bytes(states[block]) for block in remote)
+        self._moved = sum(t.nbytes for block in remote for t in find_tensors(states[block]))
         return states, plain
 
     def enter(
