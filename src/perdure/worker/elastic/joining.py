@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -89,6 +89,7 @@ class Part(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = Ask | At | Take | Part
+AnyMessage = TypeVar("AnyMessage", Ask, At, Take, Part)
 
 
 class Connection:
@@ -110,17 +111,17 @@ class Connection:
         for blob in blobs:
             self.sock.sendall(blob)
 
-    def read(self) -> Message:
-        """Return the next message.
+    def read(self, kind: type[AnyMessage]) -> AnyMessage:
+        """Return the next message, which is to be of this kind.
 
         Raises:
             OSError: the other end is gone.
-            ProtocolError: it says what cannot be understood.
+            ProtocolError: it says something else, or what cannot be understood.
         """
         line = self._file.readline(_HEADER_BYTES_MAX)
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the other end has closed")
-        message: Message = decode(line, Message)
+        message: AnyMessage = decode(line, kind)
         return message
 
     def read_bytes(self, part: Part) -> tuple[bytes, list[Tensor]]:
@@ -284,14 +285,11 @@ class Donor:
 
     def _agree(self, session: _Session) -> None:
         """Agree on a step that is still to come; the follower compares the answers of all."""
-        message = session.connection.read()
-        if not isinstance(message, Ask) or message.generation != self._generation:
+        if session.connection.read(Ask).generation != self._generation:
             raise ProtocolError("a follower of another world")
         assert self._state is not None
         session.connection.send(At(self._applied, self._state.node, self._state.runs))
-        take = session.connection.read()
-        if not isinstance(take, Take):
-            raise ProtocolError("no step was named")
+        take = session.connection.read(Take)
         with self._changed:
             session.take, applied = take, self._applied
             if take.step > applied:
@@ -394,7 +392,7 @@ class Follower:
             sock = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
             self._connections[donor] = Connection(sock)
             self._connections[donor].send(Ask(order.generation, order.rank))
-        answers = {donor: _read_at(connection) for donor, connection in self._connections.items()}
+        answers = {donor: one.read(At) for donor, one in self._connections.items()}
         self.donors = self._choose(answers, order.ahead)
         for donor in set(answers) - set(self.donors):
             self._connections.pop(donor).close()
@@ -402,7 +400,7 @@ class Follower:
         step = max(answers[donor].step for donor in self.donors) + ahead
         for share, connection in enumerate(connections):
             connection.send(Take(step, share, len(connections)))
-        agreed = all([_read_at(connection).step < step for connection in connections])
+        agreed = all([connection.read(At).step < step for connection in connections])
         for connection in connections:
             connection.sock.settimeout(None)
         return agreed
@@ -473,17 +471,8 @@ class Follower:
 
 
 def _read_piece(connection: Connection) -> Piece:
-    part = connection.read()
-    if not isinstance(part, Part):
-        raise ProtocolError(f"{type(part).__name__} is no part")
+    part = connection.read(Part)
     return (part, *connection.read_bytes(part))
-
-
-def _read_at(connection: Connection) -> At:
-    answer = connection.read()
-    if not isinstance(answer, At):
-        raise ProtocolError(f"{type(answer).__name__} is no answer")
-    return answer
 
 
 class CatchUp:

@@ -71,17 +71,15 @@ class Replica:
         if done:
             self.scaler.load_state_dict(kept)
 
+    def parts(self) -> dict[str, Any]:
+        """Return the objects that have the state, by name."""
+        parts = {"model": self.model, "optimizer": self.optimizer}
+        parts |= {"scheduler": self.scheduler, "scaler": self.scaler}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def state(self) -> dict[str, Any]:
         """Return all of it; tensors are not copied."""
-        state: dict[str, Any] = {
-            "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        if self.scheduler is not None:
-            state["scheduler"] = self.scheduler.state_dict()
-        if self.scaler is not None:
-            state["scaler"] = self.scaler.state_dict()
-        return state
+        return {name: part.state_dict() for name, part in self.parts().items()}
 
     @property
     def nbytes(self) -> int:
@@ -90,12 +88,8 @@ class Replica:
 
     def load(self, state: dict[str, Any]) -> None:
         """Become `state`."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        for name, part in self.parts().items():
+            part.load_state_dict(state[name])
         self.guard = BufferGuard(self.model)
 
     def tensors(self) -> list[Tensor]:
@@ -239,10 +233,7 @@ class ReplicatedState(Followed):
 
     def list_saved(self) -> dict[str, Any]:
         """Return the objects that have the state."""
-        replica = self.replica
-        saved = {"model": replica.model, "optimizer": replica.optimizer}
-        saved |= {"scheduler": replica.scheduler, "scaler": replica.scaler}
-        return {name: value for name, value in saved.items() if value is not None}
+        return self.replica.parts()
 
     # --- what a newcomer follows --------------------------------------------------------------
 
