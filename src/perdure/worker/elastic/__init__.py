@@ -12,6 +12,7 @@ how many ranks there are.
 
 import contextlib
 import functools
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -101,9 +102,7 @@ def train(
     """
     settings.declare_all(config or {})
     if ASK in os.environ:
-        from perdure.worker.profiling import measure_call
-
-        measure_call(locals())
+        importlib.import_module("perdure.worker.profiling").measure_call(locals())
     model = make_model(blocks).to(device)
     plan = plan_batches(global_batch, micro_batch)
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
@@ -111,8 +110,7 @@ def train(
         trainer = _open(
             model, ahead.load, optimizer, loss, device=device, shard=shard,
             pipeline=_choose_by(pipeline, plan, recompute=recompute), recompute=recompute,
-        schedule=schedule,
-            scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
+            schedule=schedule, scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
             common={
                 "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
             },
