@@ -11,7 +11,7 @@ import typer
 
 from perdure.adapters.storage import list_stored, read_room
 from perdure.cli.jobs import find_job
-from perdure.cli.speech.say import JobName, Json, note, print_json
+from perdure.cli.speech.say import JobName, Json, answer, note, print_json
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.plan.checkpoints import plan_pruning
 
@@ -62,13 +62,13 @@ def verify(
         raise ConfigError(
             f"no checkpoints in {directory}", hint="name a directory of step-*, or of a pull"
         )
-    if as_json:
-        print_json({"dir": directory, "checkpoints": results})
-    else:
-        for result in results:
-            size = f"{result.bytes / 1e6:.1f} MB in {result.files} files"
-            word = "ok" if result.ok else "DAMAGED: " + "; ".join(result.problems)
-            print(f"step {result.step}: {word} ({size}) {result.path}")
+    words = {True: "ok", False: "DAMAGED: "}
+    lines = [
+        f"step {r.step}: {words[r.ok]}{'; '.join(r.problems)} "
+        f"({r.bytes / 1e6:.1f} MB in {r.files} files) {r.path}"
+        for r in results
+    ]
+    answer({"dir": directory, "checkpoints": results}, "\n".join(lines), as_json=as_json)
     return 0 if all(result.ok for result in results) else 3
 
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from perdure.adapters.devices import list_gpus
 from perdure.cli.running.jobspec import read_job_file, validate
-from perdure.cli.speech.say import Json, answer, keep_given, note, print_json, render_table
+from perdure.cli.speech.say import Json, answer, keep_given, note, render_table
 from perdure.control.queue import Book, Line, explain, find_oversized
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.numbers import NUMBER_HINT, find_number
@@ -223,19 +223,13 @@ def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
     store = QueueStore(resolve_home(), queue)
     book, pid, now = store.read(), find_runner(store), time.time()
     rows = [_describe(store, book, line, now) for line in _sort(book)]
-    if as_json:
-        print_json({"queue": queue, "runner": pid or None, "items": rows})
-        return
-    if not rows:
-        print(f"queue {queue} is empty; `perdure queue add` fills it")
-        return
-    print(
-        render_table(
-            ("item", "state", "attempts", "priority", "why"),
-            [(r["name"], r["state"], r["attempts"], r["priority"], r["reason"]) for r in rows],
-        )
+    table = render_table(
+        ("item", "state", "attempts", "priority", "why"),
+        [(r["name"], r["state"], r["attempts"], r["priority"], r["reason"]) for r in rows],
     )
-    print(f"run by pid {pid}" if pid else "not being run; `perdure queue run` does")
+    runs = f"run by pid {pid}" if pid else "not being run; `perdure queue run` does"
+    text = f"{table}\n{runs}" if rows else f"queue {queue} is empty; `perdure queue add` fills it"
+    answer({"queue": queue, "runner": pid or None, "items": rows}, text, as_json=as_json)
 
 
 def _sort(book: Book) -> list[Line]:
@@ -334,13 +328,10 @@ def run_queue(
     for line in find_oversized(book, chosen):
         note(f"{line.item.name} needs {line.item.gpus} slots; there are {len(chosen)}")
     done = sum(row["state"] == "done" for row in rows)
-    if as_json:
-        print_json({"queue": queue, "done": done, "left": len(rows) - done, "items": rows})
-    else:
-        print(f"queue {queue}: {done} of {len(rows)} done")
-        for row in rows:
-            if row["state"] != "done":
-                print(f"  {row['name']}: {row['state']}: {row['reason']}")
+    left = [row for row in rows if row["state"] != "done"]
+    lines = (f"\n  {row['name']}: {row['state']}: {row['reason']}" for row in left)
+    text = f"queue {queue}: {done} of {len(rows)} done{''.join(lines)}"
+    answer({"queue": queue, "done": done, "left": len(left), "items": rows}, text, as_json=as_json)
     return 0 if done == len(rows) else 1
 
 

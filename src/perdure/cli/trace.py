@@ -15,6 +15,7 @@ from perdure.lab.policies.policies import (
     apply_costs,
     change_policy,
     find_policies,
+    pick_names,
 )
 from perdure.lab.policies.throughput import MODELS, Throughput, read_throughput
 from perdure.lab.report import MeasuredCosts, Physics
@@ -550,7 +551,7 @@ def replay(
     from perdure.lab.live import session
     from perdure.lab.screens import draw_replay, render_replay, render_replay_page
 
-    systems = session.find_systems(policy)
+    systems = pick_names(policy, session.SYSTEMS, "no system `{}` to replay against")
     trace = load_trace(file, format_name, duration, nodes=nodes)
     trace = cut(trace, until) if until is not None else trace
     drawn = seed if draw or not trace.named else None

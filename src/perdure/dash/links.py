@@ -135,18 +135,16 @@ def _render_worst(matrix: DelayMatrix, usual: float) -> str:
 
 def _describe(s: LinkSample, usual: float) -> str:
     times = f" ({s.busy_ms_per_mb / usual:.1f}x)" if usual and s.busy_ms_per_mb else ""
-    words = [
+    words = (
         f"rank {s.src} to rank {s.dst}" + (f" in {s.comm}" if s.comm else ""),
         f"{s.busy_ms_per_mb:.2f} ms/MB{times}",
         f"{s.bytes_acked / 1e6:.1f} MB",
         f"rtt {s.rtt_s * 1e3:.2f} ms",
         f"{s.retrans} sent again",
-    ]
-    if s.backoff:
-        words.append(f"unanswered for {s.last_ack_s:.1f} s (backoff {s.backoff})")
-    if s.unsent_bytes:
-        words.append(f"{s.unsent_bytes} bytes unsent")
-    return ", ".join(words)
+        f"unanswered for {s.last_ack_s:.1f} s (backoff {s.backoff})" if s.backoff else "",
+        f"{s.unsent_bytes} bytes unsent" if s.unsent_bytes else "",
+    )
+    return ", ".join(word for word in words if word)
 
 
 def _color(s: LinkSample, usual: float) -> str:

@@ -27,25 +27,21 @@ def render_status(snapshot: Snapshot, *, incident: bool = True) -> str:
     >>> render_status(Snapshot(1, "demo", "running", 9, 0, 1, 1, 120, 8.06, 2, "resumable", "r"))
     'demo running  step 120  8.1 steps/s  2 ranks  1 restart'
     """
-    parts = [f"{snapshot.job} {snapshot.state}"]
-    if snapshot.observed:
-        parts.append("observed only")
-    if snapshot.step >= 0:
-        parts.append(f"step {snapshot.step}")
-    if snapshot.steps_per_s > 0:
-        parts.append(f"{snapshot.steps_per_s:.1f} steps/s")
-    parts += [f"{name} {value:.4g}" for name, value in sorted(snapshot.metrics.items())[:2]]
-    parts.append(render_count(snapshot.world_size, "rank"))
-    if snapshot.restarts:
-        parts.append(render_count(snapshot.restarts, "restart"))
     busy = sorted({row.busy_phase.name for row in snapshot.ranks if row.busy_phase is not None})
-    if busy:
-        parts.append(f"busy: {', '.join(busy[:2])}")
-    if incident and snapshot.verdicts:
-        newest = max(snapshot.verdicts, key=lambda verdict: verdict.confirmed_s)
-        if "withdrawn" not in newest.evidence:
-            parts.append(f"last incident: {newest.kind} of {newest.culprit}")
-    return "  ".join(parts)
+    newest = max(snapshot.verdicts, key=lambda verdict: verdict.confirmed_s, default=None)
+    told = newest if newest and incident and "withdrawn" not in newest.evidence else None
+    parts = (
+        f"{snapshot.job} {snapshot.state}",
+        "observed only" if snapshot.observed else "",
+        f"step {snapshot.step}" if snapshot.step >= 0 else "",
+        f"{snapshot.steps_per_s:.1f} steps/s" if snapshot.steps_per_s > 0 else "",
+        *(f"{name} {value:.4g}" for name, value in sorted(snapshot.metrics.items())[:2]),
+        render_count(snapshot.world_size, "rank"),
+        render_count(snapshot.restarts, "restart") if snapshot.restarts else "",
+        f"busy: {', '.join(busy[:2])}" if busy else "",
+        f"last incident: {told.kind} of {told.culprit}" if told else "",
+    )
+    return "  ".join(part for part in parts if part)
 
 
 def render_count(number: int, noun: str) -> str:

@@ -13,10 +13,10 @@ from perdure.dash.svg import (
     render_stack,
     render_timeline,
 )
-from perdure.dash.text import PHASES, name_step
+from perdure.dash.text import PHASES, describe_note
 from perdure.dash.verdicts import describe_grounds, render_waits
 from perdure.model.plain import show_controls
-from perdure.model.report import NoteRow, Recovery, Report, Snapshot
+from perdure.model.report import Recovery, Report, Snapshot
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.links import DelayMatrix
 from perdure.telemetry.series import Series
@@ -140,7 +140,7 @@ def _render_curves(report: Report, series: Series) -> str:
         for r in report.recoveries
         if r.at_step >= 0 and r.failed
     ]
-    marks += [Mark(n.step, _describe_note(n), _NOTE) for n in report.notes if n.step >= 0]
+    marks += [Mark(n.step, describe_note(n), _NOTE) for n in report.notes if n.step >= 0]
     names = sorted(series.metrics, key=lambda name: ("loss" not in name, name))
     plots = []
     for name in names[:6]:
@@ -154,14 +154,10 @@ def _render_curves(report: Report, series: Series) -> str:
             Mark(r.at_s - series.start_s, f"{r.culprit}: {r.cause}", _FAILURE)
             for r in report.recoveries
         ]
-        times += [Mark(n.at_s - series.start_s, _describe_note(n), _NOTE) for n in report.notes]
+        times += [Mark(n.at_s - series.start_s, describe_note(n), _NOTE) for n in report.notes]
         plot = render_curve(rows, x_label="seconds", y_label="steps", marks=times)
         plots += [f"<p><b>steps committed</b></p>{plot}"] if plot else []
     return "".join(plots)
-
-
-def _describe_note(note: NoteRow) -> str:
-    return f"{note.who or 'an operator'}{name_step(note.step)}: {note.text}"
 
 
 def _render_notes(report: Report, series: Series) -> str:

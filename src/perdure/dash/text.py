@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
 from perdure.model.plain import REASON_MAX, shorten_line, show_controls
-from perdure.model.report import Recovery, Report
+from perdure.model.report import NoteRow, Recovery, Report
 from perdure.telemetry.series import Series
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -60,11 +60,14 @@ def _render_notes(report: Report, series: Series | None, width: int) -> str:
     start_s = series.start_s if series is not None else min(n.at_s for n in report.notes)
     lines = ["Remarks"]
     for note in report.notes:
-        what = f"{note.who or 'an operator'}{name_step(note.step)}: {note.text}"
-        lines.append(
-            _clip(f"     {note.at_s - start_s:7.1f} s  {shorten_line(show_controls(what))}", width)
-        )
+        what = shorten_line(show_controls(describe_note(note)))
+        lines.append(_clip(f"     {note.at_s - start_s:7.1f} s  {what}", width))
     return "\n".join(lines)
+
+
+def describe_note(note: NoteRow) -> str:
+    """Return who has remarked what, and at which step."""
+    return f"{note.who or 'an operator'}{name_step(note.step)}: {note.text}"
 
 
 def name_step(step: int) -> str:

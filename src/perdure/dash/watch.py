@@ -75,18 +75,13 @@ def render_ranks(ranks: Sequence[RankRow], rows: int, width: int = 1000) -> list
     """
     if not ranks:
         return []
-    if len(ranks) + 1 <= rows:
-        cells = [_rank_cells((row,)) for row in ranks]
-        return _table(cells, [_STYLES.get(row.state, "") for row in ranks], width)
-    alone = [row for row in ranks if row.state in _TROUBLE]
-    groups = [(row,) for row in alone] if len(alone) <= rows // 2 else []
-    rest = [row for row in ranks if not groups or row.state not in _TROUBLE]
-    together = [*groups, *_fold(rest, max(1, rows - 1 - len(groups)))]
-    return _table(
-        [_rank_cells(group) for group in together],
-        [_STYLES.get(group[0].state, "") for group in together],
-        width,
-    )
+    together: list[tuple[RankRow, ...]] = [(row,) for row in ranks]
+    if len(ranks) >= rows:
+        alone = [row for row in ranks if row.state in _TROUBLE]
+        groups = [(row,) for row in alone] if len(alone) <= rows // 2 else []
+        rest = [row for row in ranks if not groups or row.state not in _TROUBLE]
+        together = [*groups, *_fold(rest, max(1, rows - 1 - len(groups)))]
+    return _table(together, width)
 
 
 def _fold(ranks: Sequence[RankRow], most: int) -> list[tuple[RankRow, ...]]:
@@ -136,8 +131,9 @@ def _rank_cells(group: Sequence[RankRow]) -> tuple[str, ...]:
     )
 
 
-def _table(cells: list[tuple[str, ...]], styles: list[str], width: int) -> list[Line]:
-    everything = [_HEAD, *cells]
+def _table(groups: Sequence[Sequence[RankRow]], width: int) -> list[Line]:
+    everything = [_HEAD, *map(_rank_cells, groups)]
+    styles = ["bold", *(_STYLES.get(group[0].state, "") for group in groups)]
     widths = [max(len(row[i]) for row in everything) for i in range(len(_HEAD))]
     columns = list(range(len(_HEAD)))
     for column in _LEAST:
@@ -147,28 +143,28 @@ def _table(cells: list[tuple[str, ...]], styles: list[str], width: int) -> list[
         columns.remove(column)
     right = [place for place, i in enumerate(columns) if i in _RIGHT]
     lines = align([[row[i] for i in columns] for row in everything], right)
-    return [Line(*row) for row in zip(lines, ["bold", *styles], strict=True)]
+    return [Line(*row) for row in zip(lines, styles, strict=True)]
 
 
 def _render_head(
     snapshot: Snapshot, width: int, height: int, speeds: Sequence[float]
 ) -> list[Line]:
     first = render_status(snapshot, incident=len(snapshot.ranks) + 8 > height)
-    rest = [f"generation {snapshot.generation}", snapshot.depth]
-    if snapshot.incidents:
-        rest.append(render_count(snapshot.incidents, "incident"))
-    if snapshot.checkpoints:
-        rest.append(f"checkpoint of step {snapshot.checkpoints[-1].get('step')}")
-    if snapshot.cordoned:
-        rest.append(f"cordoned: node {render_span(snapshot.cordoned)}")
-    if snapshot.started_s > 0:
-        rest.append(f"for {_render_duration(snapshot.at_s - snapshot.started_s)}")
+    saved = snapshot.checkpoints[-1].get("step") if snapshot.checkpoints else None
+    since_s = snapshot.at_s - snapshot.started_s
+    rest = (
+        f"generation {snapshot.generation}",
+        snapshot.depth,
+        render_count(snapshot.incidents, "incident") if snapshot.incidents else "",
+        f"checkpoint of step {saved}" if snapshot.checkpoints else "",
+        f"cordoned: node {render_span(snapshot.cordoned)}" if snapshot.cordoned else "",
+        f"for {_render_duration(since_s)}" if snapshot.started_s > 0 else "",
+    )
     lines = [
         Line(first, _STATE_STYLES.get(snapshot.state, "bold")),
         Line("  ".join(part for part in rest if part)),
+        *([Line(snapshot.reason, "dim")] if snapshot.reason else []),
     ]
-    if snapshot.reason:
-        lines.append(Line(snapshot.reason, "dim"))
     lines += [Line(text, "cyan") for text in render_busy(snapshot)[:2]]
     curve = render_curve(speeds, max(8, width - 26))
     if curve:

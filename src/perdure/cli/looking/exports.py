@@ -20,7 +20,7 @@ from perdure.adapters.exporters import (
     write_tensorboard,
     write_wandb,
 )
-from perdure.cli.jobs import Job, find_job
+from perdure.cli.jobs import find_job
 from perdure.cli.looking.watch import look_again
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
 from perdure.model.bus.access import ROLES, find_access
@@ -73,22 +73,18 @@ def metrics(
             done["wandb_folder"] = folder
         answer(done, "  ".join(f"{name} {value}" for name, value in done.items()), as_json=as_json)
     elif port is not None:
-        _serve(found, host, port, ranks_max)
+        server = PrometheusServer(found.snapshot, host, port, ranks_max)
+        try:
+            note(f"serving http://{host}:{server.port}/metrics until {job} has ended")
+            for _ in look_again(found, 1.0):
+                pass
+        finally:
+            server.close()
     elif as_json:
         listed = find_metrics(found.snapshot(), ranks_max)
         print_json({"metrics": [metric._asdict() for metric in listed]})
     else:
         print(render_prometheus(found.snapshot(), ranks_max), end="")
-
-
-def _serve(job: Job, host: str, port: int, ranks_max: int) -> None:
-    server = PrometheusServer(job.snapshot, host, port, ranks_max)
-    try:
-        note(f"serving http://{host}:{server.port}/metrics until {job.name} has ended")
-        for _ in look_again(job, 1.0):
-            pass
-    finally:
-        server.close()
 
 
 def _find_rows(entries: list[JournalEntry]) -> list[Row]:

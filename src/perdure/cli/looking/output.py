@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.jobs import Job, find_job, find_start
+from perdure.cli.jobs import find_job, find_start
 from perdure.cli.speech.say import JobName, Json, print_json
 from perdure.launch.exchange import print_output
 from perdure.model.codec import decode, encode
@@ -131,7 +131,11 @@ def logs(
             for line in stream.read(last=last):
                 _print_line(stream, line, rank is None and part is None, as_json)
 
-    _follow(found, poll, follow)
+    while follow and found.alive:
+        poll(False)
+        sys.stdout.flush()
+        time.sleep(POLL_S)
+    poll(True)
 
 
 def _print_line(stream: Stream, line: str, prefixed: bool, as_json: bool) -> None:
@@ -146,15 +150,6 @@ def _print_line(stream: Stream, line: str, prefixed: bool, as_json: bool) -> Non
         )
     else:
         print_output(line, f"[rank {stream.rank}] " if prefixed else "")
-
-
-def _follow(job: Job, poll: Callable[[bool], None], follow: bool) -> None:
-    """Call `poll` once, or until the job has ended."""
-    while follow and job.alive:
-        poll(False)
-        sys.stdout.flush()
-        time.sleep(POLL_S)
-    poll(True)
 
 
 def events(

@@ -111,23 +111,19 @@ class Redactor:
         """Text -> what stands in its place."""
         self._names: dict[str, dict[str, str]] = {}
         """Kind -> name -> pseudonym."""
-        self._known: re.Pattern[str] | None = None
         self._words: dict[str, tuple[str, str]] = {}
         """Name of a host or a person, in small letters -> kind and pseudonym."""
-        self._word: re.Pattern[str] | None = None
 
     def add_secret(self, value: str, label: str = "<secret>") -> None:
         """Take `value` out wherever it stands, as it is or as JSON, a URL or base64 write it."""
         for text in {value, value.strip(), *_long_lines(value)}:
             if len(text) >= VALUE_LEAST:
                 self._values |= dict.fromkeys(_ways_to_write(text), label)
-        self._known = None
 
     def add_path(self, path: str, label: str) -> None:
         """Write `path` as `label`."""
         if len(path) > 1:
             self._values.setdefault(path.rstrip("/"), label)
-            self._known = None
 
     def add_host(self, name: str) -> None:
         """Give a host its pseudonym, by its whole and by its short name."""
@@ -144,7 +140,6 @@ class Redactor:
     def _add_word(self, word: str, kind: str, stand_in: str) -> None:
         if word.lower() not in self._words and not self._is_full:
             self._words[word.lower()] = (kind, stand_in)
-            self._word = None
 
     def redact(self, text: str) -> str:
         """Return `text` without all that; no control characters are left in it either."""
@@ -172,26 +167,18 @@ class Redactor:
     # --- one at a time ------------------------------------------------------------------------
 
     def _sub_known(self, text: str) -> str:
-        if self._known is None and self._values:
-            longest_first = sorted(self._values, key=lambda value: (-len(value), value))
-            self._known = re.compile("|".join(map(re.escape, longest_first)))
-        if self._known is None:
-            return text
-        return self._sub(self._known, "known secret or path", text, lambda m: self._values[m[0]])
+        known = re.compile(_match_any(self._values))  # Which `re` keeps, until more is known.
+        return self._sub(known, "known secret or path", text, lambda m: self._values[m[0]])
 
     def _sub_words(self, text: str) -> str:
-        if self._word is None and self._words:
-            words = "|".join(map(re.escape, sorted(self._words, key=lambda w: (-len(w), w))))
-            self._word = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])", re.IGNORECASE)
-        if self._word is None:
-            return text
+        any_word = rf"(?<![A-Za-z0-9])(?:{_match_any(self._words)})(?![A-Za-z0-9])"
 
         def replace(match: re.Match[str]) -> str:
             kind, stand_in = self._words[match[0].lower()]
             self._count(kind, 1)
             return stand_in
 
-        return self._word.sub(replace, text)
+        return re.compile(any_word, re.IGNORECASE).sub(replace, text)
 
     def _sub(
         self,
@@ -276,6 +263,12 @@ def _hide_if(pattern: re.Pattern[str]) -> Callable[[re.Match[str]], str]:
         return f"{match['name']}{match['quote'] or ''}<secret>" if found else match[0]
 
     return hide
+
+
+def _match_any(texts: Iterable[str]) -> str:
+    """Return a pattern of any of `texts`, the longest first; of none, what matches nothing."""
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
+    return "|".join(map(re.escape, longest_first)) or r"(?!)"
 
 
 def _is_address(name: str) -> bool:

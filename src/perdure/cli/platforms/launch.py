@@ -21,7 +21,7 @@ from perdure.cli.running.jobspec import (
     read_job_file,
     validate,
 )
-from perdure.cli.speech.say import Json, note, print_json
+from perdure.cli.speech.say import Json, answer, note, print_json
 from perdure.dash.terminal import print_exact
 from perdure.launch.catalog import Resolved, overlay
 from perdure.launch.platforms import Here, Platform, find_platform, write_files
@@ -94,12 +94,13 @@ def launch(
     if errors:
         raise SafetyError(f"not launched: {errors[0].text}", hint=errors[0].hint)
     if dry_run:
-        if as_json:
-            print_json({"dry_run": True, **describe_plan(plan)})
-        else:
-            for step in (*plan.steps, *(step for other in plan.others for step in other.steps)):
-                stdin = f" < {step.stdin}" if step.stdin else ""
-                print(f"would {step.what}: {shlex.join(step.command)}{stdin}")
+        lines = [
+            f"would {step.what}: {shlex.join(step.command)}"
+            + (f" < {step.stdin}" if step.stdin else "")
+            for part in (plan, *plan.others)
+            for step in part.steps
+        ]
+        answer({"dry_run": True, **describe_plan(plan)}, "\n".join(lines), as_json=as_json)
         return 0
     if stop:
         return 128 + signal.SIGTERM
@@ -107,11 +108,10 @@ def launch(
     write_record(home, record)
     if plan.kind == "local":
         wait_for_start(paths_of(home, plan.job), int(record.id))
-    if as_json:
-        print_json({"job": plan.job, "id": record.id, "attach": plan.attach, "record": record})
-    else:
-        how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
-        print("; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach)))
+    how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
+    text = "; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach))
+    document = {"job": plan.job, "id": record.id, "attach": plan.attach, "record": record}
+    answer(document, text, as_json=as_json)
     return _follow(plan.job, stop) if follow else 0
 
 

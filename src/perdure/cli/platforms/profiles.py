@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.speech.say import Json, answer, note, print_json, read_meanings, render_table
+from perdure.cli.speech.say import Json, answer, note, read_meanings, render_table
 from perdure.launch.catalog import (
     SECTIONS,
     Resolved,
@@ -51,22 +51,21 @@ def profiles(
     if measure:
         resolved = measure_profile(resolved, here())
     profile = resolved.profile
-    if as_json:
-        values = {
-            key: {
-                "value": value,
-                "from": resolved.origins.get(key, "default"),
-                "source": find_source(resolved, key),
-            }
-            for key, value in flatten(msgspec.to_builtins(profile)).items()
-            if key != "sources"
+    values = {
+        key: {
+            "value": value,
+            "from": resolved.origins.get(key, "default"),
+            "source": find_source(resolved, key),
         }
-        print_json(
-            {"profile": profile.platform, "values": values, "unmeasured": find_unmeasured(profile)}
-        )
-        return
+        for key, value in flatten(msgspec.to_builtins(profile)).items()
+        if key != "sources"
+    }
     parts = (render_profile(resolved), render_danger(profile), render_sources(resolved))
-    print("\n\n".join(part for part in parts if part))
+    answer(
+        {"profile": profile.platform, "values": values, "unmeasured": find_unmeasured(profile)},
+        "\n\n".join(part for part in parts if part),
+        as_json=as_json,
+    )
 
 
 def here() -> Here:
@@ -106,36 +105,36 @@ def measure_profile(resolved: Resolved, on: Here) -> Resolved:
 
 def render_danger(profile: Profile) -> str:
     """Return what has to be known before money is spent: the danger clock, the survival matrix."""
-    teardown = profile.teardown
-    lines = [f"DANGER  {profile.danger}"] if profile.danger else []
+    teardown, grace = profile.teardown, profile.spot_grace
     undo = "it deletes the disk" if profile.meter_stop_irreversible else "the disk stays"
-    if not profile.ends_by_itself:
-        price = (
-            f"; {teardown.price_per_hour:g} {teardown.currency} an hour, "
-            f"{teardown.price_per_hour * 24:.2f} a day"
-            if teardown.price_per_hour
-            else ""
-        )
-        lines.append(f"METER   stopped by: {profile.meter_stop_verb} ({undo}){price}")
-    if teardown.keeps_billing:
-        lines.append(f"        still billed then: {teardown.keeps_billing}")
-    if profile.free_egress is False:
-        lines.append("EGRESS  bytes that leave the platform cost extra: pull from the same zone")
-    if profile.spot_available:
-        grace = profile.spot_grace
-        words = f"{grace:g} s after a notice" if isinstance(grace, float) and grace else "at once"
-        lines.append(f"SPOT    may be taken away, {words}; checkpoints are what is left")
-    if profile.interruption.session_max_s:
-        lines.append(f"ENDS    after {profile.interruption.session_max_s / 3600:g} h at most")
-    if profile.storage.tiers:
-        head = ("place", "path", "after a stop", "after a destroy", "cap")
-        fate = {"yes": "stays", "no": "GONE", "provider": "ask the provider"}
-        rows: list[tuple[Any, ...]] = [
-            (t.name, t.path, fate[t.survives_stop], fate[t.survives_destroy], t.cap)
-            for t in profile.storage.tiers
-        ]
-        lines += ["", render_table(head, rows)]
-    return "\n".join(lines)
+    hourly, session_max_s = teardown.price_per_hour, profile.interruption.session_max_s
+    day = f"; {hourly:g} {teardown.currency} an hour, {hourly * 24:.2f} a day" if hourly else ""
+    words = f"{grace:g} s after a notice" if isinstance(grace, float) and grace else "at once"
+    lines = (
+        (profile.danger, f"DANGER  {profile.danger}"),
+        (
+            not profile.ends_by_itself,
+            f"METER   stopped by: {profile.meter_stop_verb} ({undo}){day}",
+        ),
+        (teardown.keeps_billing, f"        still billed then: {teardown.keeps_billing}"),
+        (
+            profile.free_egress is False,
+            "EGRESS  bytes that leave the platform cost extra: pull from the same zone",
+        ),
+        (
+            profile.spot_available,
+            f"SPOT    may be taken away, {words}; checkpoints are what is left",
+        ),
+        (session_max_s, f"ENDS    after {session_max_s / 3600:g} h at most"),
+    )
+    head = ("place", "path", "after a stop", "after a destroy", "cap")
+    fate = {"yes": "stays", "no": "GONE", "provider": "ask the provider"}
+    rows = [
+        (t.name, t.path, fate[t.survives_stop], fate[t.survives_destroy], t.cap)
+        for t in profile.storage.tiers
+    ]
+    told = [line for holds, line in lines if holds]
+    return "\n".join([*told, *(["", render_table(head, rows)] if rows else [])])
 
 
 def render_profile(resolved: Resolved) -> str:
@@ -156,7 +155,7 @@ def render_sources(resolved: Resolved) -> str:
     for key in flatten(msgspec.to_builtins(resolved.profile)):
         if source := find_source(resolved, key):
             facts.setdefault(source, []).append(key)
-    rows: list[tuple[Any, ...]] = [(", ".join(keys), source) for source, keys in facts.items()]
+    rows = [(", ".join(keys), source) for source, keys in facts.items()]
     return render_table(("fact", "read"), rows) if rows else ""
 
 

@@ -3,6 +3,7 @@
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 
 from perdure.cli.jobs import ENDED, find_here
 from perdure.cli.platforms.profiles import ask_person, here
-from perdure.cli.speech.say import JobName, Json, print_json
+from perdure.cli.speech.say import JobName, Json, answer, print_json
 from perdure.launch.exchange import name_first
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.records import read_record, write_record
@@ -38,6 +39,8 @@ from perdure.model.platforms.launching import (
 
 _LEAVE_S = 20.0
 """Given to further boxes to leave a job that has ended on its first."""
+_TOLD = ("roots", "sent", "unread", "excluded", "others", "changed")
+"""Of a roster, what --json tells as it is."""
 _SHOWN_MAX = 8
 """Of folders with files that nobody named so many are shown, the largest first."""
 
@@ -99,24 +102,30 @@ def pull(
         _ask_size(record, manifest, up_to_gb, yes=yes or dry_run)
         if not dry_run:
             manifest = pull_files(record, manifest, directory, sources, place.tell, live=live)
-    size = sum(file.bytes for file in manifest.files)
-    text = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, from {manifest.host}"
     if manifest.changed:
         place.tell(f"{describe_changed(manifest.changed)} while the job runs: here as they arrived")
     if not dry_run:
         write_record(
             place.home, msgspec.structs.replace(record, pulled_to=str(directory.resolve()))
         )
-    if as_json:
-        print_json({"job": job, "dir": str(directory), "files": len(manifest.files), "bytes": size,
-                    "roots": manifest.roots, "dry_run": dry_run, "sent": manifest.sent,
-                    "left": [file.path for file in manifest.left], "unread": manifest.unread,
-                    "excluded": manifest.excluded, "others": manifest.others,
-                    "changed": manifest.changed})  # fmt: skip
-    else:
-        verb = "would pull" if dry_run else "pulled"
-        print(f"{verb} {text}; next: perdure verify {directory}")
+    document = {
+        "job": job,
+        "dir": str(directory),
+        "files": len(manifest.files),
+        "bytes": sum(file.bytes for file in manifest.files),
+        "dry_run": dry_run,
+        "left": [file.path for file in manifest.left],
+        **{name: getattr(manifest, name) for name in _TOLD},
+    }
+    what = f"{describe_files(manifest.files)}, from {manifest.host}"
+    verb = "would pull" if dry_run else "pulled"
+    answer(document, f"{verb} {what}; next: perdure verify {directory}", as_json=as_json)
     return 0
+
+
+def describe_files(files: Sequence[PulledFile]) -> str:
+    """Return how many files they are, and how large together."""
+    return f"{len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB"
 
 
 def _make_roster(
@@ -156,8 +165,7 @@ def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
     if manifest.sent:
         lines.append(f"{manifest.sent} files of the project are here as they are there")
     if manifest.left:
-        size = sum(file.bytes for file in manifest.left)
-        lines.append(f"left there as you say: {len(manifest.left)} files, {size / 1e6:.1f} MB")
+        lines.append(f"left there as you say: {describe_files(manifest.left)}")
     if manifest.excluded:
         some = name_first(manifest.excluded)
         lines.append(f"not looked into (caches, environments, secrets): {some}")
@@ -242,14 +250,21 @@ def verify_pulled(
         )  # fmt: skip
     else:
         (directory / PULL_VERIFIED).unlink(missing_ok=True)
-    size = sum(file.bytes for file in manifest.files)
     if as_json:
-        print_json({"dir": str(directory), "job": manifest.job, "ok": not problems,
-                    "files": len(manifest.files), "bytes": size,
-                    "loaded": found.loaded if found else 0,
-                    "tensors": found.tensors if found else 0,
-                    "unknown": found.unknown if found else (), "changed": manifest.changed,
-                    "problems": problems, "verified": proof})  # fmt: skip
+        document = {
+            "dir": str(directory),
+            "job": manifest.job,
+            "ok": not problems,
+            "files": len(manifest.files),
+            "bytes": sum(file.bytes for file in manifest.files),
+            "loaded": found.loaded if found else 0,
+            "tensors": found.tensors if found else 0,
+            "unknown": found.unknown if found else (),
+            "changed": manifest.changed,
+            "problems": problems,
+            "verified": proof,
+        }
+        print_json(document)
         return 3 if problems else 0
     if found is not None and found.unknown:
         print(f"not understood, compared by SHA-256 only: {name_first(found.unknown)}")
@@ -259,7 +274,7 @@ def verify_pulled(
         if manifest.changed:
             print(f"{describe_changed(manifest.changed)} while the job ran: here as they arrived")
         print(
-            f"ok: {len(manifest.files)} files, {size / 1e6:.1f} MB, none missing and none too "
+            f"ok: {describe_files(manifest.files)}, none missing and none too "
             f"many, SHA-256 equal; {found.tensors} tensors in {found.loaded} files and "
             "checkpoints load with weights_only"
         )

@@ -162,13 +162,9 @@ def remind(as_json: Json = False) -> int:
         mine = list_reminders(record, place.home)
         found += mine
         undelivered += _send(record, mine, place)
-    if as_json:
-        print_json({"reminders": found, "undelivered": undelivered})
-    else:
-        for reminder in found:
-            print(f"{reminder.job}: {reminder.text}")
-        if not found:
-            print("nothing to look after")
+    lines = [f"{reminder.job}: {reminder.text}" for reminder in found] or ["nothing to look after"]
+    document = {"reminders": found, "undelivered": undelivered}
+    answer(document, "\n".join(lines), as_json=as_json)
     return 3 if undelivered else 0
 
 

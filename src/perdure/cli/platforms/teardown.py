@@ -17,7 +17,7 @@ import typer
 
 from perdure.cli.platforms.launch import render_finding
 from perdure.cli.platforms.profiles import ask_person, here, is_terminal
-from perdure.cli.platforms.pull import DryRun, Leave, find_record, find_state
+from perdure.cli.platforms.pull import DryRun, Leave, describe_files, find_record, find_state
 from perdure.cli.speech.say import JobName, Json, answer, keep_given, note, print_json
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnfinishedError, UnreachedError, name_first
@@ -286,16 +286,14 @@ def describe_lost(record: LaunchRecord) -> list[str]:
     if pulled is None:
         lines = ["nothing of it was ever brought home"]
     else:
-        size = sum(file.bytes for file in pulled.files)
         at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(pulled.pulled_s))
         proof = "verified" if read_verified(Path(record.pulled_to)) else "never verified"
         lines = [
             f"whatever was written after the pull of {at} is lost; in {record.pulled_to} are "
-            f"{len(pulled.files)} files, {size / 1e6:.1f} MB, {proof}"
+            f"{describe_files(pulled.files)}, {proof}"
         ]
         if pulled.left:
-            size = sum(file.bytes for file in pulled.left)
-            lines.append(f"left there were {len(pulled.left)} files, {size / 1e6:.1f} MB")
+            lines.append(f"left there were {describe_files(pulled.left)}")
     if not record.profile.ends_by_itself:
         lines.append(
             f"this stops no meter: {_how(record)}; still billed, if you have any: {_left(record)}"

@@ -16,7 +16,6 @@ from perdure.cli.speech.say import (
     Timeout,
     answer,
     keep_given,
-    print_json,
     read_meanings,
     render_table,
 )
@@ -385,18 +384,16 @@ def _list(job: str, keys: dict[str, KeySpec], snapshot: Snapshot, as_json: bool)
     }
     notes = {s.name: s.note or meanings.get(s.name, "") for s in keys.values()}
     order = sorted(keys.values(), key=lambda spec: (spec.owner != "script", spec.name))
-    if as_json:
-        rows = [
-            {
-                **msgspec.to_builtins(s),
-                "value": values[s.name],
-                "range": s.range,
-                "note": notes[s.name],
-                "owner": s.owner,
-            }
-            for s in order
-        ]
-        print_json({"job": job, "epoch": snapshot.epoch, "settings": rows})
-        return
-    table = [(s.name, s.type, render_value(values[s.name]), s.range, notes[s.name]) for s in order]
-    print(render_table(("key", "type", "value", "range", "note"), table))
+    rows = [
+        {
+            **msgspec.to_builtins(s),
+            "value": values[s.name],
+            "range": s.range,
+            "note": notes[s.name],
+            "owner": s.owner,
+        }
+        for s in order
+    ]
+    cells = [(s.name, s.type, render_value(values[s.name]), s.range, notes[s.name]) for s in order]
+    table = render_table(("key", "type", "value", "range", "note"), cells)
+    answer({"job": job, "epoch": snapshot.epoch, "settings": rows}, table, as_json=as_json)

@@ -91,12 +91,6 @@ def parse_time(text: str) -> float:
 
 def _list(found: Job, as_json: bool) -> None:
     rows = send_command(found, "invite", {"list": True}, timeout_s=_ANSWER_S)["invitations"]
-    if as_json:
-        print_json({"job": found.name, "invitations": rows})
-        return
-    if not rows:
-        print(f"{found.name}: nobody is invited")
-        return
     cells = [
         (
             row["id"],
@@ -109,7 +103,9 @@ def _list(found: Job, as_json: bool) -> None:
         )
         for row in rows
     ]
-    print(render_table(("id", "state", "until", "uses", "machines", "nodes", "by"), cells))
+    table = render_table(("id", "state", "until", "uses", "machines", "nodes", "by"), cells)
+    text = table if rows else f"{found.name}: nobody is invited"
+    answer({"job": found.name, "invitations": rows}, text, as_json=as_json)
 
 
 def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:

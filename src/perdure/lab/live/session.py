@@ -27,7 +27,7 @@ from perdure.lab.live.ledger import (
 )
 from perdure.lab.live.live import Played, Schedule, plan_schedule, play, wait_ready
 from perdure.lab.live.systems import MICRO_BATCHES, Perdure, System, Torchft, Torchrun
-from perdure.lab.policies.policies import POLICIES, apply_costs, pick_names
+from perdure.lab.policies.policies import POLICIES, apply_costs
 from perdure.lab.policies.throughput import Shape, Throughput, read_throughput
 from perdure.lab.report import Comparison, Physics, ReplayResult, ReplayRow
 from perdure.lab.simulation.compare import compare
@@ -131,11 +131,6 @@ class Wish(NamedTuple):
     seed: int | None
 
 
-def find_systems(names: str) -> list[str]:
-    """Return the systems in `names`, separated by commas; `all` is every one."""
-    return pick_names(names, SYSTEMS, "no system `{}` to replay against")
-
-
 def check_trace(trace: AvailabilityTrace) -> int:
     """Return the most nodes that there are at once.
 
@@ -162,30 +157,26 @@ def replay(wish: Wish, say: Say) -> ReplayResult:
         SafetyError: throughput does not rise with the number of nodes, or the trace has none.
         PlatformError: a system does not run here.
     """
-    with guarded("PERDURE_REPLAY"):
-        return _replay(wish, say)
-
-
-def _replay(wish: Wish, say: Say) -> ReplayResult:
-    count = check_trace(wish.trace)
-    schedule = plan_schedule(wish.trace)
-    Path(wish.home, "replay").mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(wish.home, "replay")))
+    count, schedule = check_trace(wish.trace), plan_schedule(wish.trace)
+    replays = Path(wish.home, "replay")
+    replays.mkdir(parents=True, exist_ok=True)
     played: dict[str, Played] = {}
-    table, running = _find_table(wish, count, folder, say)
-    try:
-        check_rising(table)
-        for name in wish.systems:
-            known = running if name == "perdure" else None
-            system: System = known or _make_system(name, wish, count, folder)
-            played[name] = _play_one(name, system, schedule, wish, table, say)
-            if not played[name].complete:
-                break
-    finally:
-        if running is not None:
-            running.end()
-    shutil.rmtree(folder, ignore_errors=True)
-    return _compare(wish, table, played)
+    with guarded("PERDURE_REPLAY"):
+        folder = Path(tempfile.mkdtemp(prefix="run-", dir=replays))
+        table, running = _find_table(wish, count, folder, say)
+        try:
+            check_rising(table)
+            for name in wish.systems:
+                known = running if name == "perdure" else None
+                system: System = known or _make_system(name, wish, count, folder)
+                played[name] = _play_one(name, system, schedule, wish, table, say)
+                if not played[name].complete:
+                    break
+        finally:
+            if running is not None:
+                running.end()
+        shutil.rmtree(folder, ignore_errors=True)
+        return _compare(wish, table, played)
 
 
 def _find_table(
@@ -196,7 +187,7 @@ def _find_table(
     table = None if wish.measure else load_throughput(path)
     if table is not None:
         return table, None
-    system = Perdure(_make(folder, "perdure"), wish.home, count, wish.pace_s, wish.stages)
+    system = Perdure(folder / "perdure", wish.home, count, wish.pace_s, wish.stages)
     try:
         say("start", 0.0, f"{count} nodes")
         system.start(range(count))
@@ -209,14 +200,8 @@ def _find_table(
     return table, system
 
 
-def _make(folder: Path, name: str) -> Path:
-    where = folder / name
-    where.mkdir(exist_ok=True)
-    return where
-
-
 def _make_system(name: str, wish: Wish, count: int, folder: Path) -> System:
-    where = _make(folder, name)
+    where = folder / name
     if name == "perdure":
         return Perdure(where, wish.home, count, wish.pace_s, wish.stages)
     if name == "torchrun":

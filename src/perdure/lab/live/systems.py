@@ -106,7 +106,8 @@ class Trail:
     """What ranks have noted in a folder, read as it grows."""
 
     def __init__(self, folder: Path) -> None:
-        """Read all of it from the beginning."""
+        """Read all of it from the beginning; the folder is made."""
+        folder.mkdir(exist_ok=True)
         self._folder, self._at = folder, dict[Path, int]()
         self.rows: list[MadeStep] = []
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from perdure.lab.policies.grid import find_move_s
-from perdure.lab.policies.throughput import Shape, Throughput
+from perdure.lab.policies.throughput import Shape, Throughput, find_move_s
 from perdure.lab.traces import Interval
 
 
@@ -39,11 +38,8 @@ State = Shape | str
 
 def find_area(intervals: Sequence[Interval], table: Throughput) -> float:
     """Return U1, samples."""
-    total = 0.0
-    for interval in intervals:
-        shape = table.find_best(len(interval.living))
-        total += table.rates[shape] * interval.length_s if shape else 0.0
-    return total
+    best = ((table.find_best(len(i.living)), i.length_s) for i in intervals)
+    return sum((table.rates[shape] * length_s for shape, length_s in best if shape), 0.0)
 
 
 def find_best_plan(

@@ -12,9 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from perdure.lab.policies.grid import Grid, find_neighbours_lost
 from perdure.lab.policies.policies import Policy
-from perdure.lab.policies.throughput import Shape, Throughput
+from perdure.lab.policies.throughput import Grid, Shape, Throughput, find_neighbours_lost
 from perdure.lab.report import PHASES, Phases, Physics
 from perdure.lab.simulation.ledger import Ledger, Work
 from perdure.lab.simulation.respond import Responder, Target

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from perdure.lab.policies.grid import Grid, fill, find_move_s, place
 from perdure.lab.policies.policies import Policy
-from perdure.lab.policies.throughput import Shape, Throughput
+from perdure.lab.policies.throughput import Grid, Shape, Throughput, fill, find_move_s, place
 
 REPLAN_FACTOR = 1.1
 """A policy that reroutes plans anew where that is so much faster."""

@@ -152,11 +152,10 @@ def read_parcae(source: Source) -> AvailabilityTrace:
 
 def write_parcae(trace: AvailabilityTrace, _gap_s: float) -> str:
     """Return it as Parcae's lines: notice and slots are lost."""
-    changes = find_changes(trace)
-    ends = [change.at_s for change in changes[1:]] + [trace.duration_s]
     rows = []
-    for change, end_s in zip(changes, ends, strict=True):
-        lasts = round((end_s - change.at_s) * 1000)
+    for interval in find_intervals(trace):
+        change = interval.change
+        lasts = round(interval.length_s * 1000)
         gone = [departure.node for departure in change.left]
         if gone:
             detail = {"nodes": gone, "duration": 0 if change.joined else lasts}
