@@ -110,13 +110,9 @@ def _global(
     pass
 
 
+@plain_streams()
 def run_command(args: Sequence[str]) -> int:
     """Run one command line, on plain streams; return the exit code. All errors are printed here."""
-    with plain_streams():
-        return _run_command(args)
-
-
-def _run_command(args: Sequence[str]) -> int:
     as_json = "--json" in _own_args(args)
     try:
         try:

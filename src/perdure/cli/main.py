@@ -62,5 +62,4 @@ def run_part(part: str, args: Sequence[str]) -> int:
         print(f"perdure: error: usage: perdure {part} {usage}", file=sys.stderr)
         print("hint: `perdure run` starts it; it is not meant for people", file=sys.stderr)
         return 2
-    main_of_part = import_module(f"perdure.{module}").main
-    return main_of_part(args[0], *map(int, args[1:])) or 0
+    return import_module(f"perdure.{module}").main(args[0], *map(int, args[1:])) or 0

@@ -66,10 +66,9 @@ def profile(
     report = _run(script, args or [], tuple(sorted(set(micro_batch or ()))), ranks, seconds, again)
     for text in report.notes:
         note(text)
-    text = Path(report.path).read_text(encoding="utf-8")
     if out is not None:
         copyfile(report.path, out)
-    found = read_profile(text, report.path)
+    found = read_profile(Path(report.path).read_text(encoding="utf-8"), report.path)
     if as_json:
         costs = {**msgspec.to_builtins(report), "fingerprint": found.fingerprint}
         print_json({name: costs[name] for name in costs if name not in ("error", "hint")})

@@ -126,7 +126,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a trace: how many nodes were there when, how often that changed, and how."""
-    from perdure.lab.screens import render_page, render_plot, render_summary
+    from perdure.dash.svg import stand_alone
+    from perdure.lab.screens import draw_nodes, render_page, render_summary
 
     trace = load_trace(
         file,
@@ -140,7 +141,7 @@ def show(
     figures = describe_availability(trace)
     counts = [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
     if svg is not None:
-        write_asked(svg, render_plot(counts, trace.duration_s))
+        write_asked(svg, stand_alone(draw_nodes(counts, trace.duration_s)))
     if html is not None:
         write_asked(html, render_page(figures, counts))
     samples = [{"at_s": at_s, "nodes": count} for at_s, count in counts]

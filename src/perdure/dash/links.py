@@ -47,8 +47,8 @@ def _render_table(links: Iterable[LinkSample], ranks: list[int], usual: float) -
     cells = {(s.src, s.dst): s for s in links}
     lines = ["  to".rjust(8) + "".join(f"{rank:>8}" for rank in ranks)]
     for src in ranks:
-        row = "".join(_render_cell(cells.get((src, dst)), src == dst, usual) for dst in ranks)
-        lines.append(f"{src:>6} {row}".rstrip())
+        row = [_render_cell(cells.get((src, dst)), src == dst, usual) for dst in ranks]
+        lines.append(f"{src:>6} {''.join(row)}".rstrip())
     lines.append("  * at least 3 times the median, or sent again, unanswered or stuck")
     return lines
 

@@ -94,8 +94,7 @@ def render_curve(
         return bottom - (y - low) / (high - low) * (bottom - _TOP)
 
     out = [begin_plot(height, f"{y_label} by {x_label}"), *draw_grid(low, high, at_y)]
-    ticks = find_ticks(x0, x1, 8)
-    out += [draw_text(at_x(x), bottom + 16, f"{x:g}", "middle") for x in ticks]
+    out += [draw_text(at_x(x), bottom + 16, f"{x:g}", "middle") for x in find_ticks(x0, x1, 8)]
     for mark in marks:
         x = at_x(mark.x)
         out.append(
@@ -318,8 +317,7 @@ def make_stairs(
     if len(rows) > STEPS_MAX:
         means = find_means(rows, end_s, STEPS_MAX)
         rows = [(end_s * index / STEPS_MAX, mean) for index, mean in enumerate(means)]
-    ends = [*rows[1:], (end_s, 0.0)]
-    stairs = zip(rows, ends, strict=True)
+    stairs = zip(rows, [*rows[1:], (end_s, 0.0)], strict=True)
     return [(at_s / unit_s, y) for (begin_s, y), (end, _) in stairs for at_s in (begin_s, end)]
 
 

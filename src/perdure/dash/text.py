@@ -24,11 +24,8 @@ def render_text(report: Report, series: Series | None = None, width: int = 100) 
 
 
 def _render_head(report: Report) -> str:
-    steps = ""
-    if report.steps_committed is not None:
-        steps = f", {report.steps_committed} steps"
-        if report.step_s is not None:
-            steps += f" of {report.step_s * 1000:.0f} ms"
+    pace = "" if report.step_s is None else f" of {report.step_s * 1000:.0f} ms"
+    steps = "" if report.steps_committed is None else f", {report.steps_committed} steps{pace}"
     line = (
         f"{report.job}: {report.state} after {report.wall_s:.1f} s on {report.ranks} ranks{steps}; "
         f"goodput {report.goodput:.1%}"

@@ -28,10 +28,8 @@ def render_verdict(verdict: Verdict, start_s: float) -> str:
         f"{INDENT}confirmed after {verdict.confirmed_s - verdict.first_seen_s:.2f} s, "
         f"confidence {verdict.confidence:.0%}, generation {verdict.generation}",
     ]
-    grounds = describe_grounds(verdict)
-    lines += [f"{INDENT}{grounds}"] if grounds else []
-    if verdict.slowness is not None:
-        lines.append(f"{INDENT}costs {describe_slowness(verdict.slowness)}")
+    costs = f"costs {describe_slowness(verdict.slowness)}" if verdict.slowness else ""
+    lines += [f"{INDENT}{text}" for text in (describe_grounds(verdict), costs) if text]
     for name, value in verdict.evidence.items():
         lines += render_evidence(name, value)
     return "\n".join(lines)

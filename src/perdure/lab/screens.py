@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import accumulate
 
 from perdure.dash.page import render_document
 from perdure.dash.shape import align
@@ -12,7 +13,6 @@ from perdure.dash.svg import (
     render_legend,
     render_lines,
     render_stack,
-    stand_alone,
 )
 from perdure.dash.text import render_chart
 from perdure.lab.report import Comparison, ReplayResult, ReplayRow, Share
@@ -24,8 +24,7 @@ Counts = Sequence[tuple[float, int]]
 
 def render_summary(figures: Availability, counts: Counts, width: int) -> str:
     """Return a trace's figures and its plot as text."""
-    rows = [(name, value) for name, value in describe(figures) if value]
-    table = "\n".join(align(rows, ()))
+    table = "\n".join(align([row for row in describe(figures) if row[1]], ()))
     return f"{table}\n\n{render_nodes(figures, counts, width)}"
 
 
@@ -91,11 +90,6 @@ def render_curve(
 def draw_nodes(counts: Counts, end_s: float) -> str:
     """Return nodes over time as SVG."""
     return render_lines([("nodes", make_stairs(counts, end_s))], x_label="hours", y_label="nodes")
-
-
-def render_plot(counts: Counts, end_s: float) -> str:
-    """Return nodes over time as an SVG file."""
-    return stand_alone(draw_nodes(counts, end_s))
 
 
 def render_page(figures: Availability, counts: Counts) -> str:
@@ -172,14 +166,11 @@ def _render_ledgers(rows: Sequence[tuple[str, str, Share]]) -> str:
 
 
 def _list_sweep(c: Comparison) -> list[str]:
-    if not c.sweep:
-        return []
-    lines = ["", "communicator_s  perdure of U2  U2' of U2"]
-    lines += [
+    lines = [
         f"{row.communicator_s:>14g}  {row.fraction_of_u2:>13.4f}  {row.u2_online_of_u2:>9.4f}"
         for row in c.sweep
     ]
-    return lines
+    return ["", "communicator_s  perdure of U2  U2' of U2", *lines] if lines else []
 
 
 def render_share(part: float, whole: float) -> str:
@@ -203,12 +194,10 @@ def draw_committed(comparison: Comparison, rates: Rates) -> str:
     """Return the samples that each policy has made by then as SVG, lost ones not taken off."""
     lines = []
     for name, rows in rates.items():
-        done, points = 0.0, [(0.0, 0.0)]
         ends = [*(at_s for at_s, _ in rows[1:]), comparison.duration_s]
-        for (begin_s, rate), end_s in zip(rows, ends, strict=True):
-            done += rate * (end_s - begin_s)
-            points.append((end_s / 3600.0, done))
-        lines.append((name, points))
+        made = (rate * (end - begin) for (begin, rate), end in zip(rows, ends, strict=True))
+        times = [0.0, *(end_s / 3600.0 for end_s in ends)]
+        lines.append((name, list(zip(times, accumulate(made, initial=0.0), strict=True))))
     return render_lines(lines, x_label="hours", y_label="samples") if lines else ""
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def start(job: str, **marks: str) -> subprocess.Popen[bytes]:
         env = dict(os.environ, PERDURE_JOB=job, **marks)
         started.append(subprocess.Popen(["sleep", "1000"], env=env, start_new_session=True))
+        words = Path(f"/proc/{started[-1].pid}/cmdline")
+        deadline = time.monotonic() + 10.0
+        while not words.read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.01)  # In the midst of its exec it has none.
         return started[-1]
 
     yield start

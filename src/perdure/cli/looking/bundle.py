@@ -316,8 +316,7 @@ def answer_all(job: str) -> None:
 def _run(command: list[str], timeout_s: float) -> str:
     """Return what `command` has printed, also where it did not end in time."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
-        output = done.stdout
+        output = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False).stdout
     except subprocess.TimeoutExpired as error:
         output = error.stdout or b""
     except OSError as error:

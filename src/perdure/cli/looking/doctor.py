@@ -14,7 +14,7 @@ from perdure.adapters.health import check_machine
 from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.platforms.profiles import choose_profile
-from perdure.cli.speech.say import Json, note, print_json, render_table
+from perdure.cli.speech.say import Json, answer, note, render_table
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.platforms.traps import Check, Scope, Trap
 from perdure.service.jobfiles import load_endpoint, resolve_home
@@ -69,14 +69,11 @@ def doctor(
         machine = check_machine(resolve_home())
         checks = (*machine, check_recorder(), check_nccl_plugin(), check_exporters())
     traps = look_for_traps(found, on, project)
-    if as_json:
-        rows = [_describe(trap, check) for trap, check in traps]
-        print_json({"job": job, "checks": checks, "traps": rows, "mended": mended})
-    else:
-        for line in mended:
-            print(f"mended: {line}")
-        print(render_checks(checks))
-        print("\n" + render_traps(traps, every=every))
+    rows = [_describe(trap, check) for trap, check in traps]
+    document = {"job": job, "checks": checks, "traps": rows, "mended": mended}
+    lines = [f"mended: {line}" for line in mended]
+    text = "\n".join([*lines, render_checks(checks), "", render_traps(traps, every=every)])
+    answer(document, text, as_json=as_json)
     if any(check.state == "missing" for check in checks):
         raise typer.Exit(PlatformError.exit_code)
 

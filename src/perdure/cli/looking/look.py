@@ -252,8 +252,7 @@ def render_devices(devices: Sequence[DeviceRow]) -> str:
         )
         for d in devices
     ]
-    head = ("device", "node", "slots", "ranks", "replicas", "state", "health")
-    return render_table(head, rows)
+    return render_table(("device", "node", "slots", "ranks", "replicas", "state", "health"), rows)
 
 
 def _find_urgency(row: DeviceRow) -> int:
@@ -280,18 +279,13 @@ def show_map(job: Job, *, as_json: bool) -> None:
     if sys.stdout.isatty() and not as_json:
         show(job, draw, 0.5)
         return
-    shown = ""
-    before: Sequence[DeviceRow] | None = None
+    shown: object = None
     for snapshot in look_again(job, 0.5):
-        if as_json:
-            if snapshot.devices != before:
-                before = snapshot.devices
-                print_json({"devices": before})
-            continue
         text = "\n".join(line.text for line in draw(snapshot, 0, 1 << 20))
-        if text != shown:
-            shown = text
-            print(text + "\n", flush=True)
+        told = snapshot.devices if as_json else text
+        if told != shown:
+            shown = told
+            answer({"devices": snapshot.devices}, f"{text}\n", as_json=as_json)
 
 
 def diagnose(
@@ -324,8 +318,8 @@ def diagnose(
             "observed": snapshot.observed,
             "withheld": snapshot.withheld,
         }
-        told = {k: v for k, v in more.items() if v}
-        print_json({"verdicts": verdicts, "fate": fate, "set_aside": asides, **told})
+        document = {"verdicts": verdicts, "fate": fate, "set_aside": asides}
+        print_json(document | {k: v for k, v in more.items() if v})
         return
     if fate.state in ("dead", "stalled"):
         print(f"{job} is {fate.state}: {fate.reason}\n")
@@ -386,22 +380,18 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Print the goodput ledger: where every paid second went, and each recovery by phase."""
+    from perdure.dash import render_html, render_text
+
     found = find_job(job)
     entries = found.entries()
     now = found.now(entries)
-    result = make_report(entries, now)
+    result, series = make_report(entries, now), make_series(entries, now)
     if html is not None:
-        from perdure.dash import render_html
-
         matrix = find_delay_matrix(entries)
-        page = render_html(result, found.snapshot(), make_series(entries, now), matrix)
+        page = render_html(result, found.snapshot(), series, matrix)
         write_asked(html, page, hint="--html FILE")
-    if as_json:
-        print_json(result)
-    else:
-        from perdure.dash import render_text
-
-        print(render_text(result, make_series(entries, now), width=width), end="")
+    text = render_text(result, series, width=width)
+    answer(result, text.removesuffix("\n"), as_json=as_json)
 
 
 def _render_time(at_s: float) -> str:

@@ -107,6 +107,7 @@ def logs(
         )
     folder = found.spec.log_dir or os.path.join(found.paths.logs, "ranks")
     known: dict[str, Stream] = {}
+    prefixed = rank is None and part is None
 
     def poll(last: bool) -> None:
         if part is not None:
@@ -129,27 +130,23 @@ def logs(
         for fresh in streams:
             stream = known.setdefault(fresh.path, fresh)
             for line in stream.read(last=last):
-                _print_line(stream, line, rank is None and part is None, as_json)
+                if as_json:
+                    print_json(
+                        {
+                            "generation": stream.generation,
+                            "rank": stream.rank,
+                            "stream": stream.name,
+                            "text": line,
+                        }
+                    )
+                else:
+                    print_output(line, f"[rank {stream.rank}] " if prefixed else "")
 
     while follow and found.alive:
         poll(False)
         sys.stdout.flush()
         time.sleep(POLL_S)
     poll(True)
-
-
-def _print_line(stream: Stream, line: str, prefixed: bool, as_json: bool) -> None:
-    if as_json:
-        print_json(
-            {
-                "generation": stream.generation,
-                "rank": stream.rank,
-                "stream": stream.name,
-                "text": line,
-            }
-        )
-    else:
-        print_output(line, f"[rank {stream.rank}] " if prefixed else "")
 
 
 def events(

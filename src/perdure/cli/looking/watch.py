@@ -71,7 +71,7 @@ def show(job: Job, draw: Screen, every: float, *, once: bool = False) -> None:
 
 
 def look_again(
-    job: Job, every: float, *, once: bool = False, pause: Callable[[float], bool] | None = None
+    job: Job, every: float, *, once: bool = False, pause: Callable[[float], object] = time.sleep
 ) -> Iterator[Snapshot]:
     """Yield snapshots until the job has ended, or `pause` says that nobody looks any more."""
     while True:
@@ -79,9 +79,7 @@ def look_again(
         yield snapshot
         if once or snapshot.state in ENDED or snapshot.state == LOST:
             return
-        if pause is None:
-            time.sleep(every)
-        elif pause(every):
+        if pause(every):
             return
 
 
@@ -125,11 +123,6 @@ def _show_in_place(job: Job, draw: Screen, every: float) -> None:
             live.update(text, refresh=True)
     for line in last:  # What was last seen stays, with the job's end in it.
         console.print(Text(line.text, style=line.style), overflow="crop", no_wrap=True, crop=True)
-    _say_more(job, snapshot)
-
-
-def _say_more(job: Job, snapshot: Snapshot) -> None:
-    """Say where to look on, once there is nothing left to watch."""
     if snapshot.state in ("failed", LOST):
         note(f"why: perdure diagnose {job.name}")
     elif snapshot.state in ENDED:

@@ -160,19 +160,18 @@ def render_sources(resolved: Resolved) -> str:
 
 
 def _list(home: str, as_json: bool) -> None:
-    rows = []
-    for name in list_profiles(home):
-        profile = load_profile(name, home).profile
-        rows.append(
-            {
-                "profile": name,
-                "kind": profile.kind,
-                "base": profile.base,
-                "meter_stop_verb": profile.meter_stop_verb,
-                "spot_grace": profile.spot_grace if profile.spot_available else "n/a",
-                "danger": profile.danger,
-            }
-        )
+    known = {name: load_profile(name, home).profile for name in list_profiles(home)}
+    rows = [
+        {
+            "profile": name,
+            "kind": profile.kind,
+            "base": profile.base,
+            "meter_stop_verb": profile.meter_stop_verb,
+            "spot_grace": profile.spot_grace if profile.spot_available else "n/a",
+            "danger": profile.danger,
+        }
+        for name, profile in known.items()
+    ]
     table = render_table(
         ("profile", "kind", "meter", "spot, s", "danger"),
         [

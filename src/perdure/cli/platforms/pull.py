@@ -12,7 +12,7 @@ import typer
 
 from perdure.cli.jobs import ENDED, find_here
 from perdure.cli.platforms.profiles import ask_person, here
-from perdure.cli.speech.say import JobName, Json, answer, print_json
+from perdure.cli.speech.say import JobName, Json, answer
 from perdure.launch.exchange import name_first
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.records import read_record, write_record
@@ -250,34 +250,31 @@ def verify_pulled(
         )  # fmt: skip
     else:
         (directory / PULL_VERIFIED).unlink(missing_ok=True)
-    if as_json:
-        document = {
-            "dir": str(directory),
-            "job": manifest.job,
-            "ok": not problems,
-            "files": len(manifest.files),
-            "bytes": sum(file.bytes for file in manifest.files),
-            "loaded": found.loaded if found else 0,
-            "tensors": found.tensors if found else 0,
-            "unknown": found.unknown if found else (),
-            "changed": manifest.changed,
-            "problems": problems,
-            "verified": proof,
-        }
-        print_json(document)
-        return 3 if problems else 0
+    document = {
+        "dir": str(directory),
+        "job": manifest.job,
+        "ok": not problems,
+        "files": len(manifest.files),
+        "bytes": sum(file.bytes for file in manifest.files),
+        "loaded": found.loaded if found else 0,
+        "tensors": found.tensors if found else 0,
+        "unknown": found.unknown if found else (),
+        "changed": manifest.changed,
+        "problems": problems,
+        "verified": proof,
+    }
+    lines = [f"DAMAGED: {problem}" for problem in problems]
     if found is not None and found.unknown:
-        print(f"not understood, compared by SHA-256 only: {name_first(found.unknown)}")
-    if problems:
-        print("\n".join(f"DAMAGED: {problem}" for problem in problems))
-    elif found is not None:
-        if manifest.changed:
-            print(f"{describe_changed(manifest.changed)} while the job ran: here as they arrived")
-        print(
-            f"ok: {describe_files(manifest.files)}, none missing and none too "
-            f"many, SHA-256 equal; {found.tensors} tensors in {found.loaded} files and "
-            "checkpoints load with weights_only"
+        lines = [f"not understood, compared by SHA-256 only: {name_first(found.unknown)}", *lines]
+    if found is not None and not problems:
+        moved = f"{describe_changed(manifest.changed)} while the job ran: here as they arrived"
+        lines += [moved] if manifest.changed else []
+        lines.append(
+            f"ok: {describe_files(manifest.files)}, none missing and none too many, SHA-256 "
+            f"equal; {found.tensors} tensors in {found.loaded} files and checkpoints load with "
+            "weights_only"
         )
+    answer(document, "\n".join(lines), as_json=as_json)
     return 3 if problems else 0
 
 

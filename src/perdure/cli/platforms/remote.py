@@ -41,10 +41,22 @@ def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
 
     def look(box: LaunchRecord) -> BoxRow:
         try:
-            return _describe(box, platform.find_state(box, place))
+            state = platform.find_state(box, place)
         except PlatformError as error:
             known = seen.get(box.box) or _describe_launch(box)
             return msgspec.structs.replace(known, state="unreached", reason=str(error))
+        return BoxRow(
+            host=box.box,
+            state=state.state,
+            reason=state.reason,
+            boot_id=state.boot_id,
+            seen_s=time.time(),
+            started_s=state.started_s,
+            attempt=state.attempt,
+            address=box.address,
+            ended_s=state.ended_s,
+            load=state.load,
+        )
 
     with ThreadPoolExecutor(len(record.boxes)) as pool:
         rows = list(pool.map(look, record.boxes))
@@ -60,21 +72,6 @@ def read_seen(home: str, job: str) -> list[BoxRow]:
 
 def _find_seen(home: str, job: str) -> Path:
     return Path(home, "launches", "seen", f"{job}.json")
-
-
-def _describe(box: LaunchRecord, state: BoxState) -> BoxRow:
-    return BoxRow(
-        host=box.box,
-        state=state.state,
-        reason=state.reason,
-        boot_id=state.boot_id,
-        seen_s=time.time(),
-        started_s=state.started_s,
-        attempt=state.attempt,
-        address=box.address,
-        ended_s=state.ended_s,
-        load=state.load,
-    )
 
 
 def _describe_launch(box: LaunchRecord) -> BoxRow:
@@ -163,8 +160,7 @@ def remind(as_json: Json = False) -> int:
         found += mine
         undelivered += _send(record, mine, place)
     lines = [f"{reminder.job}: {reminder.text}" for reminder in found] or ["nothing to look after"]
-    document = {"reminders": found, "undelivered": undelivered}
-    answer(document, "\n".join(lines), as_json=as_json)
+    answer({"reminders": found, "undelivered": undelivered}, "\n".join(lines), as_json=as_json)
     return 3 if undelivered else 0
 
 
@@ -220,8 +216,7 @@ def _tell_pods(record: LaunchRecord, place: Here) -> None:
     """Say how a job's pods are, and what happened to them and their nodes before."""
     from perdure.launch.kubernetes import find_past, find_state
 
-    note(describe_state(record, find_state(record, place)))
-    for line in find_past(record):
+    for line in (describe_state(record, find_state(record, place)), *find_past(record)):
         note(line)
 
 

@@ -276,8 +276,8 @@ def validate(document: dict[str, Any], source: str) -> JobSpec:
     """
     keys, why = find_number(document)
     if why:
-        line, at = _find_line(source, keys), ".".join(keys)
-        raise ConfigError(f"{source}{line}: {at}: {why}", hint=NUMBER_HINT)
+        place = f"{source}{_find_line(source, keys)}: {'.'.join(keys)}"
+        raise ConfigError(f"{place}: {why}", hint=NUMBER_HINT)
     try:
         return msgspec.convert(document, JobSpec)
     except msgspec.ValidationError as error:
@@ -320,13 +320,18 @@ def _find_notes(options: RunOptions, spec: JobSpec) -> list[str]:
             "--node-rank": options.node_rank,
         }
     )
-    if spec.observe:
-        notes.append("observed only: nothing is acted upon; a rank that fails ends the job")
-    if options.monitor_interval is not None:
-        notes.append("--monitor-interval ignored: the kernel tells of every exit at once")
-    if options.start_method is not None:
-        notes.append("--start-method ignored: ranks are forked from a warm image; --cold executes")
-    return notes
+    more = (
+        (spec.observe, "observed only: nothing is acted upon; a rank that fails ends the job"),
+        (
+            options.monitor_interval is not None,
+            "--monitor-interval ignored: the kernel tells of every exit at once",
+        ),
+        (
+            options.start_method is not None,
+            "--start-method ignored: ranks are forked from a warm image; --cold executes",
+        ),
+    )
+    return [*notes, *(text for given, text in more if given)]
 
 
 FREE_BYTES_MIN = 64 << 20

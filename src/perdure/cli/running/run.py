@@ -12,7 +12,7 @@ from perdure.cli.jobs import find_here
 from perdure.cli.running import options as o
 from perdure.cli.running.jobspec import check_job, choose_name, make_spec
 from perdure.cli.running.torchrun import parse_ranks, parse_streams
-from perdure.cli.speech.say import answer, note, print_json
+from perdure.cli.speech.say import answer, note
 from perdure.cli.speech.unread import UnreadStream
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.job import JobSpec
@@ -146,7 +146,5 @@ def _summarize(name: str, code: int, as_json: bool) -> None:
     except PerdureError as error:
         note(f"no report: {error}")
         return
-    if as_json:
-        print_json({"exit_code": code, **msgspec.to_builtins(result)})
-    else:
-        print(render_text(result, make_series(entries, now)), end="")
+    text = render_text(result, make_series(entries, now)).removesuffix("\n")
+    answer({"exit_code": code, **msgspec.to_builtins(result)}, text, as_json=as_json)

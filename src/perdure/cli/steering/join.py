@@ -113,17 +113,16 @@ def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:
     ended = result["served"] if end_login else []
     if ended:
         end_logins(found.paths, ended)
-    if as_json:
-        print_json({"job": found.name, **result, "logins_ended": ended})
-        return
-    print(f"{found.name}: nobody comes by invitation {id_} any more")
-    if end_login:
-        for node in ended:
-            there = node in result["nodes"]
-            other = "" if there else "; a machine that came to it later asks for its place again"
-            print(f"{found.name}: the login of node {node} was ended{other}")
-        return
-    for node in result["nodes"]:
+    late = "; a machine that came to it later asks for its place again"
+    lines = [f"{found.name}: nobody comes by invitation {id_} any more"]
+    lines += [
+        f"{found.name}: the login of node {node} was ended"
+        + ("" if node in result["nodes"] else late)
+        for node in ended
+    ]
+    document = {"job": found.name, **result, "logins_ended": ended}
+    answer(document, "\n".join(lines), as_json=as_json)
+    for node in () if as_json or end_login else result["nodes"]:
         note(
             f"node {node} came by it and is there, with its login: perdure evict {found.name} "
             f"{node} moves its ranks; --revoke {id_} --end-login cuts it off"

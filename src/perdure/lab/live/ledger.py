@@ -6,9 +6,10 @@ recoveries only tells in which phases a step was late.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Literal
 
 from perdure.lab.report import PHASES, MadeStep, MeasuredCosts, Phases
 from perdure.lab.simulation.ledger import Ledger
@@ -161,12 +162,8 @@ def _cut(
     return [(b, e, here) for b, e, here in pieces if e > b]
 
 
-@dataclass(slots=True)
-class _Times:
-    loss_s: list[float] = field(default_factory=list)
-    told_s: list[float] = field(default_factory=list)
-    join_s: list[float] = field(default_factory=list)
-    start_s: list[float] = field(default_factory=list)
+Times = dict[Literal["loss", "told", "join", "start"], list[float]]
+"""Seconds that changes took, by what they were."""
 
 
 def measure_costs(run: Run, source: str) -> MeasuredCosts:
@@ -180,18 +177,18 @@ def measure_costs(run: Run, source: str) -> MeasuredCosts:
     joins = [r for r in run.recoveries if r.rung == "join"]
     return MeasuredCosts(
         source=source,
-        losses=len(times.loss_s),
-        joins=len(times.join_s),
-        loss=_split(_median(times.loss_s), known),
-        join=_split(_median(times.join_s), joins),
-        announced=_split(_median(times.told_s) if times.told_s else _median(times.join_s), joins),
-        start_s=_median(times.start_s),
+        losses=len(times["loss"]),
+        joins=len(times["join"]),
+        loss=_split(_median(times["loss"]), known),
+        join=_split(_median(times["join"]), joins),
+        announced=_split(_median(times["told"] or times["join"]), joins),
+        start_s=_median(times["start"]),
         steady=_find_steady(run),
     )
 
 
-def _time_changes(run: Run) -> _Times:
-    times = _Times()
+def _time_changes(run: Run) -> Times:
+    times: Times = {"loss": [], "told": [], "join": [], "start": []}
     changes = [
         (at_s, before - after, after - before)
         for (_, before), (at_s, after) in pairwise(run.present)
@@ -201,7 +198,7 @@ def _time_changes(run: Run) -> _Times:
             # Who leaves again, or sees the end, before it was ready has needed at least so long.
             left = (a for a, gone, _ in changes if a > at_s and place in gone)
             firsts = (s.at_s for s in run.steps if s.at_s > at_s and place in s.places)
-            times.start_s.append(min(next(firsts, run.end_s), next(left, run.end_s)) - at_s)
+            times["start"].append(min(next(firsts, run.end_s), next(left, run.end_s)) - at_s)
     for old, new in pairwise(run.steps):
         if not 0 < new.at_s <= run.end_s or new.places == old.places:
             continue
@@ -209,14 +206,14 @@ def _time_changes(run: Run) -> _Times:
         told = {place for place, a, b in run.told if a <= new.at_s and old.at_s <= b}
         wall_s, new_s = new.at_s - old.at_s, run.find_step_s(new)
         if joined and not lost:
-            times.join_s.append(max(0.0, wall_s - (run.find_step_s(old) + new_s) / 2))
+            times["join"].append(max(0.0, wall_s - (run.find_step_s(old) + new_s) / 2))
         elif lost and not joined and lost <= told:
-            times.told_s.append(max(0.0, wall_s - new_s))
+            times["told"].append(max(0.0, wall_s - new_s))
         elif lost and not joined and not lost & told:
             kills = (at_s for at_s, gone, _ in reversed(changes) if at_s < new.at_s and gone & lost)
             killed_s = next(kills, None)
             if killed_s is not None:
-                times.loss_s.append(_find_loss_s(run, old, new, killed_s, len(lost)))
+                times["loss"].append(_find_loss_s(run, old, new, killed_s, len(lost)))
     return times
 
 
@@ -260,4 +257,4 @@ def count_changes(run: Run) -> tuple[int, int, float]:
     """Return losses, joins, and the longest time between two commits, seconds."""
     times = _time_changes(run)
     stamps = [0.0, *(step.at_s for step in run.steps if step.at_s > 0), run.end_s]
-    return len(times.loss_s), len(times.join_s), max(b - a for a, b in pairwise(stamps))
+    return len(times["loss"]), len(times["join"]), max(b - a for a, b in pairwise(stamps))

@@ -265,8 +265,7 @@ def fill(old: Grid, living: Sequence[str]) -> tuple[Grid, int]:
     spare = iter([node for node in living if node not in set(old.members)])
     rows = [[next(spare, None) if n is None else n for n in row] for row in old.rows]
     taken = sum(n is None for row in old.rows for n in row)
-    left = sum(n is None for row in rows for n in row)
-    return Grid(tuple(map(tuple, rows))), taken - left
+    return Grid(tuple(map(tuple, rows))), taken - sum(n is None for row in rows for n in row)
 
 
 def find_neighbours_lost(grid: Grid, lost: Collection[str]) -> bool:
