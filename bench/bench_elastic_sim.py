@@ -14,7 +14,7 @@ import time
 from collections import Counter
 
 from perdure.sim import Scenario, Weather
-from perdure.sim.elastic_job import ElasticSimulation
+from perdure.sim.elastic import ElasticSimulation
 
 KINDS = ("crash", "crash", "crash", "agent", "keeper", "controller", "halfway", "outage")
 STEPS = 200

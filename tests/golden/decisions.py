@@ -17,7 +17,7 @@ from perdure.control import Memory
 from perdure.model.events import Decision, JournalEntry
 from perdure.service.jobfiles import parse_journal
 from perdure.sim import Scenario, Simulation, Weather
-from perdure.sim.elastic_job import ElasticSimulation
+from perdure.sim.elastic import ElasticSimulation
 from perdure.telemetry import LedgerFold
 from tests import older
 

@@ -15,7 +15,7 @@ from perdure.control import Memory
 from perdure.model.codec import decode, encode
 from perdure.model.events import ControllerStarted, Decision, FailureDecided, JournalEntry
 from perdure.sim import Scenario, Simulation
-from perdure.sim.elastic_job import ElasticSimulation
+from perdure.sim.elastic import ElasticSimulation
 from tests import older
 from tests.golden.decisions import FAMILIES, find_recorded, read_recorded, report_again
 

@@ -13,7 +13,7 @@ from perdure.lab.live.live import Schedule, plan_schedule
 from perdure.lab.traces import AvailabilityTrace, find_intervals
 from perdure.lab.traces.transform import speed_up
 from perdure.sim import Scenario, Weather
-from perdure.sim.elastic_job import ElasticSimulation
+from perdure.sim.elastic import ElasticSimulation
 
 STEPS = 200
 _TRAINS_S = 3.0

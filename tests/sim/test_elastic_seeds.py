@@ -4,7 +4,7 @@ import pytest
 
 from perdure.plan.elastic.commit import decide_reformation
 from perdure.sim import InvariantViolated, Scenario, Weather, elastic
-from perdure.sim.elastic_job import ElasticSimulation
+from perdure.sim.elastic import ElasticSimulation
 
 KINDS = ("crash", "crash", "crash", "agent", "keeper", "controller", "halfway", "outage")
 

@@ -12,7 +12,14 @@ from perdure.control.failures import FailureBook
 from perdure.control.world import WorldState
 from perdure.model.events import NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.model.orders import AnswerCommand, AnyAction, Assignment, ResumeRanks, SendBoundary
+from perdure.model.orders import (
+    AnswerCommand,
+    AnyAction,
+    Assignment,
+    EndJob,
+    ResumeRanks,
+    SendBoundary,
+)
 from perdure.plan.probe import ProbeSession
 from perdure.policy import Failure
 
@@ -147,15 +154,6 @@ class Invited:
 
 
 @dataclass(slots=True)
-class Ending:
-    """How the job will have ended once every node is empty."""
-
-    status: Literal["done", "failed", "stopped"]
-    exit_code: int
-    reason: str
-
-
-@dataclass(slots=True)
 class QuorumState:
     """The newest quorum, as the lighthouse has told of it, and what it was ordered."""
 
@@ -192,7 +190,8 @@ class JobState:
     """The last assignment, which ends all there is on every node."""
     worlds: dict[int, WorldState] = field(default_factory=lambda: {0: WorldState()})
     """The job's only world under 0; of a torchft job its replica groups, by their number."""
-    ending: Ending | None = None
+    ending: EndJob | None = None
+    """How it will have ended once every node is empty."""
     closed: bool = False
     """`JobEnded` is in the journal."""
 

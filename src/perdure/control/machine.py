@@ -37,7 +37,6 @@ from perdure.control.progress import (
     reach,
     settle_members,
 )
-from perdure.control.recovery.culprits import correct_culprit
 from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
@@ -70,6 +69,7 @@ from perdure.control.recovery.response import (
     ask_stacks_again,
     blame,
     blame_device,
+    correct_culprit,
     hold_action,
     note_stacks,
     weigh_verdict,
@@ -246,13 +246,8 @@ def _issue_again(state: JobState, now: float, event: ControllerStarted) -> list[
     reason = f"controller {event.incarnation} took over"
     if state.phase == "ended":
         return close_job(state)
-    actions = assign_again(state, reason)
-    if not actions and not state.of_replicas:
-        return actions
-    actions += send_boundary_again(state, reason)
-    if not state.of_replicas:
-        actions += ask_stacks_again(state, reason)
-    actions += [*cordon_again(state), *moves_again(state)]
+    actions = [*assign_again(state, reason), *send_boundary_again(state, reason)]
+    actions += [*ask_stacks_again(state, reason), *cordon_again(state), *moves_again(state)]
     actions += [*changes_again(state), *pauses_again(state, now), *probe_again(state)]
     actions += membership_of(state).again(state, reason)
     return actions + inject_again(state, reason)
@@ -262,10 +257,8 @@ def _issue_again(state: JobState, now: float, event: ControllerStarted) -> list[
 
 
 def _register(state: JobState, now: float, event: NodeRegistered) -> list[AnyAction]:
-    taken, freed = (
-        find_notice(state, now, event.node),
-        preemption.note_return(state, now, event),
-    )
+    taken = find_notice(state, now, event.node)
+    freed = preemption.note_return(state, now, event)
     state.nodes[event.node] = event
     state.lost.pop(event.node, None)
     if state.phase == "pending":

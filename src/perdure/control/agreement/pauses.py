@@ -7,7 +7,7 @@ agreements go on in a pause, at its step: the ranks that stand there carry them 
 
 from perdure.control.agreements import OpenBoundary, Pause, Resume
 from perdure.control.job import JobState, OpenCommand
-from perdure.control.lighthouse.holds import hold_groups
+from perdure.control.membership.quorum import hold_groups
 from perdure.model.events import BoundaryReached, JobPaused, JobResumed
 from perdure.model.orders import AnyAction, RecordEvent, ResumeRanks
 from perdure.model.steering import RESUMED
@@ -68,7 +68,7 @@ def answer_pause(state: JobState) -> list[AnyAction]:
     if pause is None or not waiting or not stands(state):
         return []
     reason = ""
-    if state.of_replicas:
+    if pause.hold:
         steps = [world.stands for world in state.list_members() if world.stands is not None]
         reason = "" if steps else "no replica trains yet, and none will begin"
         pause.step = min(steps, default=max(state.step, 0))
@@ -84,8 +84,8 @@ def answer_pause(state: JobState) -> list[AnyAction]:
 def stands(state: JobState) -> bool:
     """Whether all ranks of this generation, or all members of the quorum, stand still."""
     pause = state.steering.pause
-    if state.of_replicas:
-        return pause is not None and all(w.stands is not None for w in state.list_members())
+    if pause is not None and pause.hold:
+        return all(world.stands is not None for world in state.list_members())
     return pause is not None and bool(pause.reached) and pause.reached >= set(state.asked)
 
 
@@ -97,12 +97,12 @@ def begin_resume(state: JobState, now: float, who: str) -> list[AnyAction]:
     boundary = state.boundary
     if boundary is not None and boundary.kind == "pause":
         state.boundary = None  # Committed, or there would be no pause: those who come to it pass.
-    step = max(state.step, 0) if state.of_replicas else pause.step
+    step = max(state.step, 0) if pause.hold else pause.step
     resume = Resume(pause.id, step, state.generation, state.asked, who, "")
     state.steering.resume = resume
     words = f"resumed by {who or 'an operator'}"
     early = state.answer_all("pause", False, words, {})
-    if not state.of_replicas:
+    if not pause.hold:
         return [*early, _note_resume(resume, now), *send_resume(state)]
     for world in state.worlds.values():
         world.stands = None

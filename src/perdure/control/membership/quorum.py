@@ -10,10 +10,43 @@ from msgspec import structs
 
 from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
-from perdure.control.lighthouse.holds import hold_groups
+from perdure.control.lighthouse.outputs import make_quorum_config
 from perdure.control.membership.fixed import Addressed, Fixed
 from perdure.control.world import WorldState
-from perdure.model.orders import AnyAction, Assignment
+from perdure.model.orders import AnyAction, Assignment, HoldReplicas, ReplicaGroup
+
+
+def hold_groups(state: JobState, reason: str) -> HoldReplicas:
+    """Return the newest word: which store is whose, and who gets no quorum for now.
+
+    Its patience, of which `perdure set` may have changed a part, goes with it.
+    """
+    state.quorum.holds += 1
+    paused = state.steering.pause is not None
+    groups = []
+    for number, group in sorted(state.worlds.items()):
+        if group.store is None or not group.alive:
+            continue
+        held = not group.active or bool(group.leaving) or paused
+        store = f"{group.store.host}:{group.store.port}"
+        ready = not group.active and not group.leaving and number not in state.barred
+        spare = ready and not paused
+        groups.append(ReplicaGroup(number, group.generation, store, held, spare))
+    held_names = tuple(
+        g.replica
+        for _, g in sorted(state.worlds.items())
+        if g.replica and (not g.active or g.leaving or paused)
+    )
+    patience = make_quorum_config(state.the_spec())
+    return HoldReplicas(
+        replicas=held_names,
+        number=state.quorum.holds,
+        groups=tuple(groups),
+        startup_s=patience.startup_s,
+        alone_s=patience.alone_s,
+        reason=reason,
+    )
+
 
 _OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
 

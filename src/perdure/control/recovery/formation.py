@@ -11,7 +11,7 @@ from msgspec import structs
 from perdure.control.agreement.changes import note_high, restart_changes
 from perdure.control.agreement.pauses import restart_pause
 from perdure.control.agreements import find_steering
-from perdure.control.job import Ending, JobState
+from perdure.control.job import JobState
 from perdure.control.membership import membership_of
 from perdure.control.recovery.placement import place_nodes
 from perdure.control.world import WorldState
@@ -205,7 +205,7 @@ def end_job(
         return []
     state.enter("it is done, stopped or given up")
     state.deadline_s = now + _END_TIMEOUT_S + grace_s
-    state.ending = Ending(status, exit_code, reason)
+    state.ending = EndJob(status=status, exit_code=exit_code, reason=reason)
     state.boundary = None
     why, answers = f"the job has ended: {reason}", list[AnyAction]()
     for id_, command in sorted(state.commands.items()):  # The end is all that can become of it.
@@ -238,10 +238,8 @@ def advance_end(state: JobState, now: float) -> list[AnyAction]:
 
 def close_job(state: JobState) -> list[AnyAction]:
     """Return the job's last action, again where `JobEnded` did not reach the journal."""
-    ending = state.ending
-    if state.phase != "ended" or state.closed or ending is None:
-        return []
-    return [EndJob(status=ending.status, exit_code=ending.exit_code, reason=ending.reason)]
+    open_ = state.phase == "ended" and not state.closed and state.ending is not None
+    return [state.ending] if open_ and state.ending is not None else []
 
 
 def note_end(state: JobState, now: float, event: JobEnded) -> list[AnyAction]:

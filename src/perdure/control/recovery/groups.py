@@ -17,7 +17,7 @@ from msgspec import structs
 from perdure.control.agreement.boundary import answer_boundary, reach_boundary
 from perdure.control.agreement.changes import declare_keys, note_high, reach_change
 from perdure.control.job import JobState
-from perdure.control.lighthouse.holds import hold_groups
+from perdure.control.membership.quorum import hold_groups
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.formation import (
     FORM_TIMEOUT_S,

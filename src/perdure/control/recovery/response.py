@@ -8,11 +8,13 @@ be taken must not hold up everybody's recovery.
 
 import math
 
+from msgspec import structs
+
 from perdure.control.job import JobState
 from perdure.control.membership.members import find_home, find_spares
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.control.world import StackRequest
-from perdure.model.events import StacksTaken, VerdictWithdrawn
+from perdure.model.events import RankExited, StacksTaken, VerdictWithdrawn
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import AnyAction, TakeStacks
 from perdure.model.verdicts import Culprit, Verdict
@@ -138,6 +140,37 @@ def blame_device(state: JobState, record: ExitRecord) -> tuple[list[AnyAction], 
     return actions, node, f"{verdict.reason}; {reaction.reason}"
 
 
+def correct_culprit(state: JobState, event: RankExited) -> None:
+    """Blame who died first, should that be heard of only now: news of others can be faster.
+
+    The decision stands; what changes is the history that later ones are made from, and how
+    the job is said to have ended.
+    """
+    record = event.record
+    known = state.failures[-1] if state.failures else None
+    if known is None or state.world.first_exit_s is None or known.generation != record.generation:
+        return
+    if not record.failed or record.asked or record.at_s >= state.world.first_exit_s:
+        return
+    state.world.first_exit_s = record.at_s
+    code = record.code or 128 + record.signal
+    state.failures[-1] = state.world.failures[-1] = structs.replace(
+        known,
+        cause=record.cause,
+        culprit=f"rank {record.rank}",
+        error=record.error,
+        code=code,
+        signal=record.signal,
+    )
+    ending = state.ending
+    if ending is not None and ending.status == "failed":
+        first = f"rank {record.rank} had ended first: {record.cause}"
+        state.ending = structs.replace(ending, exit_code=code, reason=f"{ending.reason}; {first}")
+
+
+# --- stacks --------------------------------------------------------------------------------------
+
+
 def ask_stacks(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
     """Ask for the stacks of the culprit and of one rank that waits for it.
 
@@ -170,10 +203,12 @@ def hold_action(state: JobState, now: float, verdict: Verdict) -> bool:
 
 def ask_stacks_again(state: JobState, reason: str) -> list[AnyAction]:
     """Return the request that is open, once more."""
-    if state.world.stacks is None or not state.world.stacks.missing:
-        return []
-    ranks = tuple(sorted(state.world.stacks.missing))
-    return [TakeStacks(generation=state.world.generation, ranks=ranks, reason=reason)]
+    asked = ((w.generation, w.stacks.missing) for w in state.worlds.values() if w.stacks)
+    return [
+        TakeStacks(generation=generation, ranks=tuple(sorted(missing)), reason=reason)
+        for generation, missing in asked
+        if missing
+    ]
 
 
 def note_stacks(state: JobState, event: StacksTaken) -> Verdict | None:

@@ -13,7 +13,7 @@ As in `moves`, levels only are looked at after every event; a replay leads to th
 from typing import Any
 
 from perdure.control.job import JobState, OpenMove
-from perdure.control.lighthouse.holds import hold_groups
+from perdure.control.membership.quorum import hold_groups
 from perdure.control.recovery.groups import find_spares, park_group, promote
 from perdure.control.recovery.placement import bar, keep_nodes
 from perdure.control.world import WorldState
