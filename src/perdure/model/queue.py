@@ -5,6 +5,7 @@ decided; what became of an attempt is in the attempt's own directory, written by
 """
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -237,19 +238,17 @@ def expand_entry(entry: Entry, defaults: Defaults) -> tuple[Planned, ...]:
         ConfigError: it cannot be; the message names it.
     """
     place = f"item `{entry.name}`"
-    if bool(entry.command) == bool(entry.job):
-        raise ConfigError(f"{place}: either `command` or `job`", hint="one of them, not both")
-    if "name" in entry.grid:
-        raise ConfigError(f"{place}: no key of a grid is called `name`", hint="that is the item's")
-    if entry.on and not entry.job:
-        raise ConfigError(f"{place}: `on` is for a job", hint="job = 'job.toml'")
-    if entry.set and not entry.job:
-        raise ConfigError(f"{place}: `set` changes fields of a job", hint="job = 'job.toml'")
-    total = 1
-    for values in entry.grid.values():
-        total *= len(values)
-    if not 0 < total <= GRID_MAX:
-        raise ConfigError(f"{place}: the grid has {total} points", hint=f"1 to {GRID_MAX}")
+    total, a_job = math.prod(map(len, entry.grid.values())), "job = 'job.toml'"
+    both, grid = bool(entry.command) == bool(entry.job), not 0 < total <= GRID_MAX
+    for wrong, what, hint in (
+        (both, "either `command` or `job`", "one of them, not both"),
+        ("name" in entry.grid, "no key of a grid is called `name`", "that is the item's"),
+        (entry.on and not entry.job, "`on` is for a job", a_job),
+        (entry.set and not entry.job, "`set` changes fields of a job", a_job),
+        (grid, f"the grid has {total} points", f"1 to {GRID_MAX}"),
+    ):
+        if wrong:
+            raise ConfigError(f"{place}: {what}", hint=hint)
     named = {found for pair in _HOLE.findall(entry.name) if (found := pair[1])}
     suffix = "".join(f"-{{{key}}}" for key in entry.grid if key not in named)
     rows = itertools.product(*entry.grid.values())

@@ -130,23 +130,8 @@ STAMP_WORDS = {
 
 _HEADER = struct.Struct(f"={HEADER_BYTES // 8}q")
 _COMM_HEAD = struct.Struct("=7q")
-_RECORD = struct.Struct("=8q")
 _SPAN = struct.Struct("=6q2Q")
 _STAGES = struct.Struct("=10q")
-
-
-class StepRecord(msgspec.Struct, frozen=True):
-    """One committed step. Seconds; `begin_s` and `end_s` in job time."""
-
-    step: int
-    """Committed steps after it."""
-    begin_s: float
-    end_s: float
-    step_s: float
-    checkpoint_s: float
-    """Of the boundary before it and of gates inside it."""
-    boundary_s: float
-    overhead_s: float
 
 
 class RingReading(msgspec.Struct, frozen=True):
@@ -226,22 +211,6 @@ def parse_ring(data: bytes, clock_offset_s: float, *, torn: bool = False) -> Rin
         num_stages=words[W_NUM_STAGES],
         busy_phase=_parse_busy(data, words, clock_offset_s),
     )
-
-
-def parse_records(data: bytes, clock_offset_s: float) -> tuple[StepRecord, ...]:
-    """Return the step records of a whole ring, oldest first; empty ones are left out."""
-    total = _HEADER.unpack_from(data)[W_NUM_RECORDS]
-    records = []
-    for number in range(max(0, total - RECORDS_MAX), total):
-        at = RECORDS_AT + (number % RECORDS_MAX) * RECORD_BYTES
-        if at + RECORD_BYTES > len(data):
-            break
-        index, step, begin, end, *spent = _RECORD.unpack_from(data, at)
-        if index != number:  # Overwritten while it was copied.
-            continue
-        begin_s, end_s = _stamp(begin, clock_offset_s), _stamp(end, clock_offset_s)
-        records.append(StepRecord(step, begin_s, end_s, *(ns / 1e9 for ns in spent)))
-    return tuple(records)
 
 
 def span_at(number: int) -> int:

@@ -82,7 +82,7 @@ def prepare(plan: Plan, folder: Path, here: Here) -> str:
     """
     document = json.loads((folder / METADATA).read_text(encoding="utf-8"))
     identity = str(document["id"])
-    status = ask_status(identity, here)
+    status, _ = _ask(identity, here)
     if status in (*_WAITING, *_RUNNING):
         raise ConfigError(f"a session of {identity} is {status}", hint=f"perdure status {plan.job}")
     if not status:  # The first session has nothing to go on from.
@@ -109,15 +109,6 @@ def push(plan: Plan, identity: str, folder: Path, here: Here) -> None:
             hint="stop it on kaggle.com; add that output under Input, and save a version there",
         )
     here.tell(last_line(out, "it said nothing"))
-
-
-def ask_status(identity: str, here: Here) -> str:
-    """Return Kaggle's word for the newest session, small letters; empty: there is no such notebook.
-
-    Raises:
-        PlatformError: nobody answered.
-    """
-    return _ask(identity, here)[0]
 
 
 def find_state(record: LaunchRecord, here: Here) -> BoxState:
@@ -212,6 +203,13 @@ def call(here: Here, *words: str, timeout_s: float = _CALL_S) -> tuple[int, str]
 
 
 def _ask(identity: str, here: Here) -> tuple[str, str]:
+    """Return Kaggle's word for the newest session, small letters, and its message of a failure.
+
+    Both are empty where there is no such notebook.
+
+    Raises:
+        PlatformError: nobody answered.
+    """
     code, out = call(here, "status", identity)
     match, message = _STATUS.search(out), _MESSAGE.search(out)
     if match:

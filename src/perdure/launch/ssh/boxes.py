@@ -141,7 +141,9 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     for each, network in zip(plans, networks, strict=True):
         here.tell(f"{each.profile.launch.host} is {network.address} to the others")
     if not runs[0]:  # Whoever still waits for a bus that is gone has to ask for a place anew.
-        _end_leftovers([each for each, lives in zip(plans, runs, strict=True) if lives], here)
+        for each in (each for each, lives in zip(plans, runs, strict=True) if lives):
+            here.tell(f"{each.profile.launch.host}: ending what is left of the run before")
+            _end(each)
         runs = [False] * len(plans)
     absent = [node for node, lives in enumerate(runs) if not lives]
 
@@ -177,14 +179,6 @@ def _find_state(plan: Plan, command: str = "state") -> BoxState:
         BoxState,
         stdin=read_program("box.py").encode(),
     )
-
-
-def _end_leftovers(plans: Sequence[Plan], here: Here) -> None:
-    """End `perdure join` on boxes whose job's first box has lost it."""
-    for plan in plans:
-        host = plan.profile.launch.host
-        here.tell(f"{host}: ending what is left of the run before")
-        _end(plan)
 
 
 def _end(plan: Plan) -> None:

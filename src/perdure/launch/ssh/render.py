@@ -99,28 +99,38 @@ def _place_profile(profile: Profile, host: str) -> Profile:
 
 
 def _check_hosts(spec: JobSpec, profile: Profile) -> None:
-    launch = profile.launch
+    launch, ids = profile.launch, profile.teardown.ids
     count = len(launch.hosts)
-    if launch.host not in ("", launch.hosts[0]):
-        raise ConfigError(
-            f"launch.host = {launch.host} is not the first of launch.hosts", hint="leave it out"
-        )
-    if len({name_box(host) for host in launch.hosts}) < count:
-        raise ConfigError("launch.hosts names a box twice", hint="a node is a box of its own")
-    if launch.addresses and len(launch.addresses) != count:
-        raise ConfigError(f"launch.addresses: {len(launch.addresses)} for {count} boxes")
-    if profile.teardown.ids and len(profile.teardown.ids) != count:
-        raise ConfigError(f"teardown.ids: {len(profile.teardown.ids)} for {count} boxes")
-    if spec.num_nodes != count:
-        raise ConfigError(
+    for wrong, text, hint in (
+        (
+            launch.host not in ("", launch.hosts[0]),
+            f"launch.host = {launch.host} is not the first of launch.hosts",
+            "leave it out",
+        ),
+        (
+            len({name_box(host) for host in launch.hosts}) < count,
+            "launch.hosts names a box twice",
+            "a node is a box of its own",
+        ),
+        (
+            len(launch.addresses) not in (0, count),
+            f"launch.addresses: {len(launch.addresses)} for {count} boxes",
+            "",
+        ),
+        (len(ids) not in (0, count), f"teardown.ids: {len(ids)} for {count} boxes", ""),
+        (
+            spec.num_nodes != count,
             f"launch.hosts names {count} boxes, and the job has {spec.num_nodes} nodes",
-            hint=f"nodes = {count}, or fewer and whole nodes of spares",
-        )
-    if spec.groups or spec.bus.replicas > 1:
-        raise ConfigError(
+            f"nodes = {count}, or fewer and whole nodes of spares",
+        ),
+        (
+            spec.groups or spec.bus.replicas > 1,
             "launch.hosts: torchft's groups and bus.replicas are on one box only",
-            hint="their lighthouse and servers are reached by nobody else: name one box",
-        )
+            "their lighthouse and servers are reached by nobody else: name one box",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(text, hint=hint)
 
 
 def _list_run() -> list[str]:

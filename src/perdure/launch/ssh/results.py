@@ -24,14 +24,12 @@ ANSWER = "@@perdure-json "
 def main(argv: list[str]) -> int:
     """Run one of the commands above; return the exit code."""
     command, argument = argv
-    answer: Any
-    if command == "repair":
-        answer = repair(argument)
-    elif command == "manifest":
-        answer = make_manifest(json.loads(argument))
-    else:
-        answer = digest_package(argument)
-    print(ANSWER + json.dumps(answer))
+    answers: dict[str, Callable[[str], Any]] = {
+        "repair": repair,
+        "manifest": lambda text: make_manifest(json.loads(text)),
+        "digest": digest_package,
+    }
+    print(ANSWER + json.dumps(answers[command](argument)))
     return 0
 
 
@@ -51,10 +49,9 @@ def repair(folder: str) -> dict[str, Any]:
             continue
         with open(path, "rb") as file:
             head = file.read(2)
-        if head != b"#!" and not path.endswith(".sh"):
-            continue
-        with open(path, "rb") as file:
-            data = file.read()
+            if head != b"#!" and not path.endswith(".sh"):
+                continue
+            data = head + file.read()
         mode = os.stat(path).st_mode
         if b"\r\n" in data:
             with open(path + ".perdure", "wb") as file:

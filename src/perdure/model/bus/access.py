@@ -51,17 +51,7 @@ from perdure.model.steering import Verb
 Role = Literal[
     "controller", "run", "operator", "agent", "lighthouse", "viewer", "worker", "monitor", "joiner"
 ]
-ROLES: tuple[Role, ...] = (
-    "controller",
-    "run",
-    "operator",
-    "agent",
-    "lighthouse",
-    "viewer",
-    "worker",
-    "monitor",
-    "joiner",
-)
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 Sender = Literal["controller", "run", "agent", "rank", "lighthouse"]
@@ -171,9 +161,9 @@ def user_name(role: Role, node: int | None = None) -> str:
 
 def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
     """Return what `role` may do; `node` is that of an agent, `*` that of any."""
-    user = f"{role}-{node}" if isinstance(node, int) else role
-    inbox = (f"{inbox_prefix(user)}.>",)
-    api, stream = "$JS.API", stream_journal(job)
+    user = user_name(role, node if isinstance(node, int) else None)
+    me = "*" if node is None else node
+    api, stream, lease = "$JS.API", stream_journal(job), bucket_lease(job)
     info, direct = f"{api}.STREAM.INFO.{stream}", f"{api}.DIRECT.GET.{stream}"
     last = (info, f"{api}.STREAM.MSG.GET.{stream}", direct, f"{direct}.>")
     replay = (
@@ -182,48 +172,41 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
         f"{api}.CONSUMER.INFO.{stream}.>",
         f"{api}.CONSUMER.MSG.NEXT.{stream}.>",
     )
-    live = (subject_journal(job),)
-    ask = subject_queries(job)
-    match role:
-        case "controller":
-            orders = (subject_orders(job, "*"), subject_journal(job))
-            make = (f"{api}.STREAM.CREATE.{stream}", f"{api}.STREAM.DELETE.{stream}")
-            bucket = bucket_lease(job)
-            lease = (
-                f"{api}.STREAM.CREATE.KV_{bucket}",
-                f"{api}.STREAM.INFO.KV_{bucket}",
-                f"{api}.DIRECT.GET.KV_{bucket}.>",
-                f"$KV.{bucket}.>",
-            )
-            told = (subject_events(job, "*"), subject_beats(job, "*"), subject_commands(job), ask)
-            return Access(
-                publish=(*orders, "_INBOX.>", *make, *last, *replay, *lease),
-                subscribe=(*told, subject_notices(job), subject_joins(job), *inbox),
-            )
-        case "run":
-            said = (subject_events(job, RUN), subject_commands(job))
-            return Access(publish=(*said, *last), subscribe=inbox)
-        case "operator":
-            asked = (subject_commands(job), ask, subject_notices(job))
-            return Access(publish=(*asked, *last, *replay), subscribe=(*live, *inbox))
-        case "agent":
-            probes = f"perdure.{job.replace('.', '_')}.probe.*"
-            me: int | str = "*" if node is None else node
-            own = probes if me == "*" else subject_probe(job, int(me))
-            return Access(
-                publish=(subject_events(job, me), subject_beats(job, me), probes),
-                subscribe=(subject_orders(job, me), subject_orders(job, "all"), own, *inbox),
-                answers=True,
-            )
-        case "lighthouse":
-            heard = (subject_orders(job, role), subject_events(job, "*"), subject_beats(job, "*"))
-            said = (subject_events(job, LIGHTHOUSE), subject_orders(job, "*"))
-            return Access(publish=said, subscribe=(*heard, *inbox))
-        case "viewer":
-            return Access(publish=(ask, info, direct, f"{direct}.>"), subscribe=(*live, *inbox))
-        case "worker":
-            return Access(publish=(ask,), subscribe=inbox)
-        case "monitor":
-            return Access(publish=(subject_notices(job),), subscribe=inbox)
-        case "joiner":
-            return Access(publish=(subject_joins(job),), subscribe=inbox)
+    events_, beats, orders = subject_events(job, "*"), subject_beats(job, "*"), subject_orders
+    commands, ask, notices = subject_commands(job), subject_queries(job), subject_notices(job)
+    journal = subject_journal(job)
+    said_and_heard: dict[Role, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        "controller": (
+            (
+                orders(job, "*"),
+                journal,
+                "_INBOX.>",
+                f"{api}.STREAM.CREATE.{stream}",
+                f"{api}.STREAM.DELETE.{stream}",
+                *last,
+                *replay,
+                f"{api}.STREAM.CREATE.KV_{lease}",
+                f"{api}.STREAM.INFO.KV_{lease}",
+                f"{api}.DIRECT.GET.KV_{lease}.>",
+                f"$KV.{lease}.>",
+            ),
+            (events_, beats, commands, ask, notices, subject_joins(job)),
+        ),
+        "run": ((subject_events(job, RUN), commands, *last), ()),
+        "operator": ((commands, ask, notices, *last, *replay), (journal,)),
+        "agent": (
+            (subject_events(job, me), subject_beats(job, me), subject_probe(job, "*")),
+            (orders(job, me), orders(job, "all"), subject_probe(job, me)),
+        ),
+        "lighthouse": (
+            (subject_events(job, LIGHTHOUSE), orders(job, "*")),
+            (orders(job, LIGHTHOUSE), events_, beats),
+        ),
+        "viewer": ((ask, info, direct, f"{direct}.>"), (journal,)),
+        "worker": ((ask,), ()),
+        "monitor": ((notices,), ()),
+        "joiner": ((subject_joins(job),), ()),
+    }
+    said, heard = said_and_heard[role]
+    inbox = f"{inbox_prefix(user)}.>"
+    return Access(publish=said, subscribe=(*heard, inbox), answers=role == "agent")

@@ -131,7 +131,7 @@ class ProbeFinding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, Any] = {}
 
 
-def subject_probe(job: str, node: int) -> str:
+def subject_probe(job: str, node: int | str) -> str:
     """Requests to the agent of `node`: a `ProbeAsk`, answered by `ProbeDoor`."""
     return f"perdure.{job.replace('.', '_')}.probe.{node}"
 
