@@ -56,33 +56,37 @@ def decide_recovery(
     if failure.preempted:
         return Decision("restart", f"{failure.culprit}: {failure.cause}; it counts as no failure")
     earlier = tuple(one for one in earlier if not one.preempted)
-    if failure.signal == _SIGINT:
-        return Decision("give up", f"{failure.culprit} was interrupted (SIGINT)")
-    if failure.mark <= 0 and failure.error.split(":")[0].split(".")[-1] in _USERS_ERRORS:
-        return Decision(
-            "give up", f"{failure.culprit}: {failure.error}: a restart would meet it again"
-        )
-    if failure.mark <= 0 and failure.code == _EXIT_USAGE and not failure.error:
-        return Decision("give up", f"{failure.culprit} ended with exit code 2 (usage) at its start")
+    error = failure.error.split(":")[0].split(".")[-1]
     same = 1 + _count_same(failure, earlier)
-    if same >= config.same_fault_max and failure.step >= 0:
-        return Decision(
-            "give up",
+    recent = 1 + sum(failure.at_s - one.at_s <= config.window_s for one in earlier)
+    against = (
+        (failure.signal == _SIGINT, f"{failure.culprit} was interrupted (SIGINT)"),
+        (
+            failure.mark <= 0 and error in _USERS_ERRORS,
+            f"{failure.culprit}: {failure.error}: a restart would meet it again",
+        ),
+        (
+            failure.mark <= 0 and failure.code == _EXIT_USAGE and not failure.error,
+            f"{failure.culprit} ended with exit code 2 (usage) at its start",
+        ),
+        (
+            same >= config.same_fault_max and failure.step >= 0,
             f"the same fault {same} times at step {failure.step}: {failure.culprit}, "
             f"{failure.cause}",
-        )
-    fruitless = _count_fruitless(failure, earlier)
-    if fruitless > config.max_restarts:
-        return Decision(
-            "give up",
+        ),
+        (
+            _count_fruitless(failure, earlier) > config.max_restarts,
             f"{failure.culprit}: {failure.cause}; {config.max_restarts} restarts in a row "
             "without progress are used up",
-        )
-    recent = 1 + sum(failure.at_s - one.at_s <= config.window_s for one in earlier)
-    if recent > config.window_max:
-        return Decision(
-            "give up", f"{recent} failures within {config.window_s:g} s: {failure.cause}"
-        )
+        ),
+        (
+            recent > config.window_max,
+            f"{recent} failures within {config.window_s:g} s: {failure.cause}",
+        ),
+    )
+    for holds, why in against:
+        if holds:
+            return Decision("give up", why)
     return Decision("restart", f"{failure.culprit}: {failure.cause}; restart {len(earlier) + 1}")
 
 

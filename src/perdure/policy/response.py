@@ -128,26 +128,35 @@ def _weigh(verdict: Verdict, config: PolicyConfig, situation: Situation) -> Reac
     slow = verdict.slowness
     assert slow is not None, "what could not be measured is not weighed"
     factor = slow.step_ratio_low
-    if factor < config.evict_factor:
-        why = f"{factor:.2f}x of the step is below policy.evict_factor = {config.evict_factor:g}"
-        return Reaction("none", why, "factor")
     worth = f"{factor:.2f}x of the step would be worth a replacement, but"
-    if verdict.confidence < _SURE:
-        why = f"{worth} who it is is {verdict.confidence:.0%} sure, and {_SURE:.0%} is wanted"
-        return Reaction("none", why, "confidence")
-    if situation.node is None:
-        return Reaction("none", f"{worth} nobody is to blame for certain", "culprit")
-    if not situation.spares:
-        return Reaction("none", f"{worth} there is no spare node", "spare")
-    if situation.replaced:
-        why = f"{worth} its ranks were as slow on another node: it is their work"
-        return Reaction("none", why, "work")
-    if situation.replaced_s < config.payback_s:
-        why = (
+    against = (
+        (
+            factor < config.evict_factor,
+            "factor",
+            f"{factor:.2f}x of the step is below policy.evict_factor = {config.evict_factor:g}",
+        ),
+        (
+            verdict.confidence < _SURE,
+            "confidence",
+            f"{worth} who it is is {verdict.confidence:.0%} sure, and {_SURE:.0%} is wanted",
+        ),
+        (situation.node is None, "culprit", f"{worth} nobody is to blame for certain"),
+        (not situation.spares, "spare", f"{worth} there is no spare node"),
+        (
+            situation.replaced,
+            "work",
+            f"{worth} its ranks were as slow on another node: it is their work",
+        ),
+        (
+            situation.replaced_s < config.payback_s,
+            "moved",
             f"{worth} another was replaced {situation.replaced_s:.0f} s ago: slowness that moves "
-            f"about is the job's work, so policy.payback_s = {config.payback_s:g} must pass first"
-        )
-        return Reaction("none", why, "moved")
+            f"about is the job's work, so policy.payback_s = {config.payback_s:g} must pass first",
+        ),
+    )
+    for holds, ground, why in against:
+        if holds:
+            return Reaction("none", why, ground)
     repaid_s = (situation.restart_s + situation.lost_s) / slow.share_low
     lost = f" and {situation.lost_s:.0f} s of work that is in no checkpoint"
     lost = lost if situation.lost_s else ""

@@ -292,35 +292,44 @@ class Training:
             self._collective(group, int(group.bytes * scale) + 1024 * which)
 
     def _collective(self, group: Group, size: int) -> None:
-        ranks = self._ranks
-        arrived = max(ranks[r].t for r in group.ranks)
-        fault = self.fault
-        seconds = group.base_s * size / group.bytes * max(0.5, self._rng.gauss(1.0, 0.05))
-        stuck = False
-        if fault is not None and fault.at_s <= arrived < fault.until_s:
-            hit = [link for link in group.links if self._is_hit(link)]
-            if hit:
-                stuck = fault.kind in ("drop-link", "drop-nic")
-                seconds *= fault.factor
-        end_s = NEVER if arrived == NEVER or stuck else arrived + seconds
+        ranks, fault = [self._ranks[r] for r in group.ranks], self.fault
+        arrived = max(rank.t for rank in ranks)
+        seconds, end_s = self._time(group, size, arrived, group.links)
         wrong = self._find_wrong(group, arrived)
-        for r in group.ranks:
-            rank = ranks[r]
-            seq = group.seq[r] = group.seq.get(r, 0) + (0 if rank.t == NEVER else 1)
-            if rank.t == NEVER:
-                continue
-            if wrong and fault is not None:
-                end_s = NEVER
+        end_s = NEVER if wrong else end_s
+        for rank in ranks:
             op, n = "allreduce", size
-            if wrong and fault is not None and r == fault.rank:
+            if wrong and fault is not None and rank.rank == fault.rank:
                 op = "broadcast" if fault.kind == "other-op" else op
                 n = size * 2 if fault.kind == "other-bytes" else n
-            rank.ops.append(_Op(group, seq, op, n, rank.t, end_s))
-            if end_s < NEVER:
-                rank.wait_s += end_s - rank.t
-            rank.t = end_s
+            self._take_part(rank, group, op, n, end_s)
         if end_s < NEVER and self._links:
             self._move(group.links, group.name, arrived, seconds, size)
+
+    def _time(
+        self, group: Group, size: int, arrived: float, links: Iterable[tuple[int, int]]
+    ) -> tuple[float, float]:
+        """Return how long a collective takes once all have arrived, and when it ends."""
+        fault, stuck = self.fault, False
+        seconds = group.base_s * size / group.bytes * max(0.5, self._rng.gauss(1.0, 0.05))
+        struck = fault is not None and fault.at_s <= arrived < fault.until_s
+        if fault is not None and struck and any(self._is_hit(link) for link in links):
+            stuck = fault.kind in ("drop-link", "drop-nic")
+            seconds *= fault.factor
+        return seconds, NEVER if arrived == NEVER or stuck else arrived + seconds
+
+    @staticmethod
+    def _take_part(
+        rank: _Rank, group: Group, op: str, size: int, end_s: float, peer: int = -1
+    ) -> None:
+        """Let a rank that gets so far wait for the end of a collective."""
+        if rank.t == NEVER:
+            return
+        seq = group.seq[rank.rank] = group.seq.get(rank.rank, 0) + 1
+        rank.ops.append(_Op(group, seq, op, size, rank.t, end_s, peer))
+        if end_s < NEVER:
+            rank.wait_s += end_s - rank.t
+        rank.t = end_s
 
     def _find_wrong(self, group: Group, arrived: float) -> bool:
         fault = self.fault
@@ -347,20 +356,9 @@ class Training:
             src, dst = self._ranks[src_stage * per + i], self._ranks[dst_stage * per + i]
             link = (src.rank, dst.rank)
             arrived = max(src.t, dst.t)
-            seconds = group.base_s * max(0.5, self._rng.gauss(1.0, 0.05))
-            fault, stuck = self.fault, False
-            if fault is not None and fault.at_s <= arrived and self._is_hit(link):
-                stuck = fault.kind in ("drop-link", "drop-nic")
-                seconds *= fault.factor
-            end_s = NEVER if stuck or arrived == NEVER else arrived + seconds
-            for me, other, op in ((src, dst, "send"), (dst, src, "recv")):
-                if me.t == NEVER:
-                    continue
-                seq = group.seq[me.rank] = group.seq.get(me.rank, 0) + 1
-                me.ops.append(_Op(group, seq, op, group.bytes, me.t, end_s, other.rank))
-                if end_s < NEVER:
-                    me.wait_s += end_s - me.t
-                me.t = end_s
+            seconds, end_s = self._time(group, group.bytes, arrived, (link,))
+            self._take_part(src, group, "send", group.bytes, end_s, dst.rank)
+            self._take_part(dst, group, "recv", group.bytes, end_s, src.rank)
             if end_s < NEVER and self._links:
                 self._move((link,), group.name, arrived, seconds, group.bytes)
 

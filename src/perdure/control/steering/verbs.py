@@ -136,8 +136,6 @@ def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
     held = {node for move in state.moves.values() for node in move.nodes}
     todo = [node for node in nodes if node in state.cordoned or node in held]
     already = [f"node {n} may run ranks already" for n in nodes if n not in todo]
-    if not todo:
-        return WorldPlan(verb="restore", already=already, words="; ".join(already))
     parts = []
     for node in todo:
         kept = node in state.world.placement
@@ -146,7 +144,7 @@ def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
             what = "is filled with new members"
         parts.append(f"node {node} {what}")
     return WorldPlan(
-        verb="restore", way="restore", nodes=todo, already=already,
+        verb="restore", way="restore" if todo else "nothing", nodes=todo, already=already,
         words="; ".join([*parts, *already]),
     )  # fmt: skip
 
@@ -154,8 +152,6 @@ def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
 def _plan_cordon(state: JobState, nodes: tuple[int, ...]) -> Plan:
     todo = [node for node in nodes if node not in state.barred]
     already = [f"node {n} is cordoned already" for n in nodes if n not in todo]
-    if not todo:
-        return WorldPlan(verb="cordon", already=already, words="; ".join(already))
     refusal = "" if is_elastic(state) else _find_refusal(state, set(todo))
     moves = _plan_moves(state, todo)
     parts = []
@@ -164,8 +160,8 @@ def _plan_cordon(state: JobState, nodes: tuple[int, ...]) -> Plan:
         stay = f"; {_name_ranks(ranks)} stay until the next world" if ranks else ""
         parts.append(f"node {node} takes no new ranks{stay}")
     return WorldPlan(
-        verb="cordon", way="cordon", nodes=todo, moves=moves, already=already, refusal=refusal,
-        words="; ".join([*parts, *already]),
+        verb="cordon", way="cordon" if todo else "nothing", nodes=todo, moves=moves,
+        already=already, refusal=refusal, words="; ".join([*parts, *already]),
     )  # fmt: skip
 
 
