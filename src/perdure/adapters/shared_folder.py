@@ -45,7 +45,6 @@ class Numbers(Protocol):
         Raises:
             PlatformError: no answer; it may be claimed all the same, also later.
         """
-        ...
 
     async def find(self) -> list[int]:
         """Return the numbers that are taken, ascending.
@@ -53,7 +52,6 @@ class Numbers(Protocol):
         Raises:
             PlatformError: no answer.
         """
-        ...
 
     async def read(self, numbers: Iterable[int]) -> list[bytes]:
         """Return their contents.
@@ -61,7 +59,6 @@ class Numbers(Protocol):
         Raises:
             PlatformError: no answer, or one of them is free.
         """
-        ...
 
     async def drop(self, numbers: Iterable[int]) -> None:
         """Free them, if they are taken.
@@ -69,7 +66,6 @@ class Numbers(Protocol):
         Raises:
             PlatformError: no answer.
         """
-        ...
 
 
 class NumberedFiles:

@@ -169,8 +169,6 @@ class Detector:
                 self._note_stacks(now, event)
             case ProbeJudged():
                 return self._note_probe(now, event)
-            case _:
-                pass
         return []
 
     def tick(self, now: float) -> list[AnyEvent]:

@@ -123,8 +123,6 @@ class DeviceJudge:
                 self._restore(event.node, event.at_s)
             case NodeRegistered():
                 self._forget(event.node, event.device_ids)
-            case _:
-                pass
 
     def _note_report(self, event: DeviceReported) -> None:
         health = self._devices.setdefault(event.device, _Health())

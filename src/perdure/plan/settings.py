@@ -84,8 +84,6 @@ def _describe(name: str, type_: inspect.Type, default: Any) -> KeySpec:
             low = type_.gt if type_.ge is None else type_.ge
         case inspect.LiteralType():
             choices = tuple(type_.values)
-        case _:
-            pass
     return msgspec.convert(
         {
             "name": name,

@@ -206,8 +206,6 @@ class LighthouseService:
                 case EvictReplica():
                     self._do(self.machine.evict(now, order.replica, order.reason))
                     self._do(self.machine.end(now, order.generation, order.reason, fence=True))
-                case _:
-                    pass
 
     def _take_groups(self, now: float, hold: HoldReplicas) -> None:
         log.info("hold #%d: %s", hold.number, hold.groups)
@@ -243,8 +241,6 @@ class LighthouseService:
                         over=event.over,
                     )
                     self._do(waits)
-                case _:
-                    pass
 
     def _is_home(self, generation: int, sender: str) -> bool:
         """Return whether a generation is of the group that the node `sender` runs."""

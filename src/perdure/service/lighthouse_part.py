@@ -35,7 +35,7 @@ class LighthouseFile(msgspec.Struct, frozen=True):
 
 def needs_lighthouse(spec: JobSpec) -> bool:
     """Whether a lighthouse is a part of this job."""
-    return spec.torchft.replicas > 0 and spec.torchft.lighthouse in ("perdure", "stock")
+    return spec.groups > 0 and spec.torchft.lighthouse in ("perdure", "stock")
 
 
 async def find_torchft(
@@ -48,7 +48,7 @@ async def find_torchft(
     Raises:
         PlatformError: there is no lighthouse in time.
     """
-    if not spec.torchft.replicas:
+    if not spec.groups:
         return {}
     url = await _wait_url(spec, paths)
     return {LIGHTHOUSE_URL: url, "RUST_LOG": environ.get("RUST_LOG", "warn")}

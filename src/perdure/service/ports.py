@@ -27,26 +27,21 @@ class Bus(Protocol):
     @property
     def connected(self) -> bool:
         """Whether the server can be reached at this moment."""
-        ...
 
     @property
     def refused(self) -> bool:
         """Whether the connection is lost and a server does not take this login any more."""
-        ...
 
     @property
     def reconnects(self) -> int:
         """How many times the connection was lost and came back."""
-        ...
 
     @property
     def payload_max(self) -> int:
         """How many bytes a message may have, by the word of the server."""
-        ...
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Send `data` to whoever listens. Dropped without an error while not connected."""
-        ...
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """Return the answer of whoever serves `subject`.
@@ -54,26 +49,21 @@ class Bus(Protocol):
         Raises:
             RequestError: no answer in `timeout_s`, or (at once) nobody serves the subject.
         """
-        ...
 
     async def subscribe(self, subject: str, handler: OnMessage) -> None:
         """Call `handler` with each message, in the order of each sender."""
-        ...
 
     async def serve(self, subject: str, handler: OnRequest) -> None:
         """Call `handler` with each request and the means to answer it."""
-        ...
 
     async def serve_each(self, subject: str, handler: OnEach) -> None:
         """Call `handler` with each message whose subject fits `subject`, which ends in `.*`.
 
         Of several that listen to such a subject each hears everything, and any may answer.
         """
-        ...
 
     async def close(self) -> None:
         """Disconnect; nothing is called afterwards."""
-        ...
 
 
 STUCK_S = 8.0
@@ -86,15 +76,12 @@ class JournalStream(Protocol):
     @property
     def bytes_max(self) -> int:
         """How many bytes a message may have now."""
-        ...
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return every message from number `first` on, oldest first."""
-        ...
 
     async def read_last(self) -> bytes | None:
         """Return the newest message; None where there is none."""
-        ...
 
     async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
         """Return the number of the message, once it is on disk.
@@ -105,7 +92,6 @@ class JournalStream(Protocol):
             FencedError: the log's last number is not `expected_last`.
             PlatformError: it could not be written, or nobody answered; it may be on disk or not.
         """
-        ...
 
 
 class NoticeSource(Protocol):
@@ -114,12 +100,10 @@ class NoticeSource(Protocol):
     @property
     def name(self) -> str:
         """Which one, in a word."""
-        ...
 
     @property
     def pause_s(self) -> float:
         """How long to wait between two looks; 0 where `read` itself waits for news."""
-        ...
 
     async def read(self) -> tuple[Announced, ...]:
         """Return all that is announced at the moment.
@@ -127,7 +111,6 @@ class NoticeSource(Protocol):
         Raises:
             PlatformError: it cannot be told.
         """
-        ...
 
     async def acknowledge(self, id_: str) -> None:
         """Say that nothing runs here any more, where the platform wants to know.
@@ -135,4 +118,3 @@ class NoticeSource(Protocol):
         Raises:
             PlatformError: it does not take the answer.
         """
-        ...

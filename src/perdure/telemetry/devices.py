@@ -59,8 +59,6 @@ class DeviceFold:
                 gone = [d for d, f in self.faults.items() if f.node == event.node]
                 for device in gone:
                     del self.faults[device]
-            case _:
-                pass
 
 
 @dataclass(slots=True)
@@ -196,12 +194,11 @@ class DeviceView:
         elif look is not None:
             why = find_warning(look)
             health = "warn" if why else "ok"
-        grouped = self._spec.torchft.replicas > 0
         return DeviceRow(
             device=device,
             node=node,
             ranks=tuple(sorted(placed)),
-            replicas=tuple(sorted({r // nproc for r in placed})) if grouped else (),
+            replicas=tuple(sorted({r // nproc for r in placed})) if self._spec.groups else (),
             state=find_device_state(node, placed, states),
             slots=tuple(name_slot(node, slot) for slot in slots),
             kind=look.kind if look is not None else "cpu" if device.startswith("cpu-") else "",

@@ -232,8 +232,6 @@ class History:
                 generation.rank(event.rank)
                 generation.ready.setdefault(event.rank, entry.at_s)
                 self.elastic |= event.depth == "elastic"
-            case _:
-                pass
 
     def condense(self, before: int, checkpoints: int) -> None:
         """Keep of generations older than `before` only how far they came.

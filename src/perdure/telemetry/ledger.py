@@ -53,16 +53,15 @@ class LedgerFold:
         for segment in self.segments(now):
             for account, seconds in segment.seconds:
                 sums[account] += seconds
-        of_groups = spec.torchft.replicas > 0
         unused = range(spec.spares % spec.nproc)
-        if not of_groups:
+        if not spec.groups:
             unused = range(self._find_slots(), spec.slots)
         sums["idle"] += sum(wall_s - unpaid_s.get(spec.node_of(slot), 0.0) for slot in unused)
         sums["unattributed"] = max(0.0, slot_s - sum(sums.values()))
         fraction = 1.0 / slot_s if slot_s > 0 else 0.0
         steps, times = find_committed(history), history.step_times_s
         recoveries = find_recoveries(history, end_s)
-        if of_groups:
+        if spec.groups:
             steps, times = max(self.lives.step, 0), self.lives.step_times_s()
             recoveries = (*find_parts(history), *find_group_recoveries(self.lives, end_s))
         step_s = sorted(times)[len(times) // 2] if times else None
@@ -89,7 +88,7 @@ class LedgerFold:
         assert history.spec is not None, "a journal begins with JobSubmitted"
         end_s = history.ended.at_s if history.ended else max(now, history.last_s)
         spec, start_s, found = history.spec, history.start_s, list[Segment]()
-        if spec.torchft.replicas:
+        if spec.groups:
             for rank in range(spec.groups * spec.nproc):
                 lives = self.lives.of_group(rank // spec.nproc)
                 found += GroupTimeline(rank=rank, end_s=end_s, cursor=start_s, lives=lives).build()

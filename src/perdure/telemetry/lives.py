@@ -152,8 +152,6 @@ class LifeFold:
                 self._end_standing(list(self.lives.values()), event.at_s)
             case JobEnded() as event:
                 self._end_standing(list(self.lives.values()), event.at_s)
-            case _:
-                pass
 
     def _newest(self, group: int) -> Life | None:
         return next(iter(self.of_group(group)[::-1]), None)

@@ -108,8 +108,6 @@ class ReplicaFold:
                 self.cordoned.discard(node)
             case JobEnded():
                 self.over = True
-            case _:
-                pass
 
     def _note_replica(self, event: ReplicaSeen) -> None:
         view = self.groups.get(event.group)
@@ -128,7 +126,7 @@ class ReplicaFold:
 
     def complete(self, spec: JobSpec, picture: Snapshot) -> Snapshot:
         """Return `picture` with the replica groups in it; unchanged where there are none."""
-        if not spec.torchft.replicas:
+        if not spec.groups:
             return picture
         steps: dict[int, int] = {}
         for row in picture.ranks:

@@ -160,8 +160,6 @@ class RankRows:
                 self._newest |= {} if self._spec.groups else later
             case ProgressNoted() as event:
                 self._changed.update(event.accounts)
-            case _:
-                pass
 
     def make(
         self,

@@ -95,8 +95,6 @@ class Presence:
                 self.come(event.node, entry.at_s)
             case NodeLost() as event:
                 self.go(event.node, event.last_seen_s or event.at_s)
-            case _:
-                pass
 
     def come(self, node: int, at_s: float) -> None:
         """A node has registered, perhaps anew."""

@@ -56,8 +56,6 @@ class SeriesFold:
                 self._saved.append(event)
             case CheckpointFailed() as event:
                 self._failed.append(event)
-            case _:
-                pass
 
     def series(self, now: float) -> Series:
         """Return what the entries so far show."""

@@ -122,8 +122,6 @@ class SnapshotFold:
                     certain.metrics |= values
             case CommandReceived() | NodeAsked() as event if event.kind in ("stop", "kill"):
                 certain.stopping = True
-            case _:
-                pass
         certain.history.step_times_s.clear()  # A ledger's, and there would be no end of them.
         if certain.entries % CONDENSE_EVERY == 0:
             self._condense(certain.generation)
@@ -137,22 +135,20 @@ class SnapshotFold:
     def observe(self, now: float, beat: NodeBeat) -> None:
         """Take a heartbeat."""
         self._devices.observe(beat)
-        apart = self._spec.torchft.replicas > 0  # Each group has a generation of its own.
-        if not beat.ranks or (beat.generation < self._beat_generation and not apart):
+        if not beat.ranks or (beat.generation < self._beat_generation and not self._spec.groups):
             return
         self._beats += 1
         self._begin(beat.generation)
         self._rows.observe(beat)
 
     def _begin(self, generation: int) -> None:
-        if generation > self._beat_generation and not self._spec.torchft.replicas:
+        if generation > self._beat_generation and not self._spec.groups:  # Each has its own.
             self._beat_generation = generation
             self._rows.begin()
 
     def find_pace(self) -> Pace | None:
         """Return how far and fast the newest generation's ranks are; None where none moves."""
-        apart = self._spec.torchft.replicas > 0
-        return self._rows.find_pace(-1 if apart else self._beat_generation)
+        return self._rows.find_pace(-1 if self._spec.groups else self._beat_generation)
 
     def find_busy(self) -> tuple[int, ...]:
         """Return the ranks whose declared busy phase is in force."""
@@ -183,7 +179,7 @@ class SnapshotFold:
         if step < 0:
             committed = find_committed(history)
             step = -1 if committed is None else committed
-        if self._spec.torchft.replicas:
+        if self._spec.groups:
             step = max([self.certain.replicas.step, *steps])
         steering = self.certain.steering
         settings, epoch = steering.find_settings(step)

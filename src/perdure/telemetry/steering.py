@@ -54,8 +54,6 @@ class SteeringFold:
                 self.paused = event.id
             case JobResumed() if event.id == self.paused:
                 self.paused = ""
-            case _:
-                pass
 
     def find_settings(self, step: int) -> tuple[dict[str, object], int]:
         """Return the values in force at `step`, and the epoch of the newest of them."""

@@ -115,8 +115,6 @@ class VerdictFold:
                 self.machines.take(event)
             case PreemptionNoticed() | PreemptionWithdrawn() as event:
                 self._note_preemption(entry.at_s, event)
-            case _:
-                pass
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what was found so far, by time."""

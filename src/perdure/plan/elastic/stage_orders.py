@@ -6,7 +6,7 @@ the micro-batch.
 
 Where all places have equally many copies, replicas work side by side, in 1F1B, interleaved, or a
 schedule that puts off gradients of weights. Where they have not, each stage's copies take turns,
-and a list scheduler finds the order (`pipeline.greedy`); as it does where what a replica of an
+and a list scheduler finds the order (`order_greedily`); as it does where what a replica of an
 interleaved world has to pass is no whole number of equal groups.
 """
 

@@ -54,7 +54,6 @@ class LeaseRegister(Protocol):
         Raises:
             PlatformError: no answer.
         """
-        ...
 
     async def write(self, holder: str, expected: int) -> int | None:
         """Return the new revision; None where the register does not hold `expected`.
@@ -62,7 +61,6 @@ class LeaseRegister(Protocol):
         Raises:
             PlatformError: no answer; it may have been written all the same.
         """
-        ...
 
 
 def make_times(lease_s: float) -> LeaseTimes:

@@ -98,7 +98,7 @@ def _find_strange_version(event: AnyEvent) -> str:
 
 def make_detector(spec: JobSpec) -> Detector | Unwatched:
     """Return what finds who hangs, is slow or stopped: perdure's lighthouse has its own eyes."""
-    if not spec.torchft.replicas:
+    if not spec.groups:
         return Detector(spec)
     return Unwatched() if spec.torchft.lighthouse == "perdure" else ReplicaWatch(spec)
 

@@ -32,11 +32,9 @@ class PodSource(Protocol):
 
     async def read(self) -> Sequence[Any]:
         """Return the pods of the job."""
-        ...
 
     async def read_events(self, pod: str) -> Sequence[Any]:
         """Return the events about one pod."""
-        ...
 
 
 class PodWatch:
