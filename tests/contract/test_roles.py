@@ -58,8 +58,12 @@ from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Change
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.service.access.credentials import make_server, set_certificate, write_credentials
-from perdure.service.access.logins import renew_logins
+from perdure.service.access.credentials import (
+    make_server,
+    renew_logins,
+    set_certificate,
+    write_credentials,
+)
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import load_endpoint, paths_of

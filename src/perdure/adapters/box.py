@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from perdure.adapters.devices import load_nvml
 from perdure.adapters.health import find_filesystem
-from perdure.adapters.host import list_parents, read_state
+from perdure.adapters.host import find_cgroups, list_parents, read_state
 from perdure.files import replace_file
 from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
 
@@ -169,7 +169,7 @@ def read_memory(
     with open("/proc/meminfo") as file:
         info = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
     limit, used = info["MemTotal"], info["MemTotal"] - info["MemAvailable"]
-    for folder, names in _find_cgroups(own, root, "memory"):
+    for folder, names in find_cgroups(own, root, "memory"):
         with contextlib.suppress(OSError, ValueError):
             kills = _read_counter(folder / names[2])
             own_limit = (folder / names[0]).read_text().strip()
@@ -183,20 +183,6 @@ def read_memory(
     return limit, used, None
 
 
-def _find_cgroups(own: str, root: str, controller: str) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    with open(own) as file:
-        rows = [line.rstrip("\n").split(":", 2) for line in file]
-    one = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
-    two = ("memory.max", "memory.current", "memory.events")
-    for number, controllers, path in rows:
-        if number != "0" and controller in controllers.split(","):
-            # Inside a container the path may be the host's, while the mount shows only ours.
-            yield from ((Path(root, controllers, p), one) for p in (path.lstrip("/"), ""))
-            yield from ((Path(root, controller, p), one) for p in (path.lstrip("/"), ""))
-        elif number == "0":
-            yield from ((Path(root, p), two) for p in (path.lstrip("/"), ""))
-
-
 def _read_counter(path: Path) -> int | None:
     for line in path.read_text().splitlines():
         if line.startswith("oom_kill "):
@@ -206,7 +192,7 @@ def _read_counter(path: Path) -> int | None:
 
 def read_cpu_quota(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
     """Return the cores that the cgroup grants; None without a quota."""
-    for folder, _ in _find_cgroups(own, root, "cpu"):
+    for folder, _ in find_cgroups(own, root, "cpu"):
         with contextlib.suppress(OSError, ValueError):
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()

@@ -416,3 +416,21 @@ def read_kernel_kills(since_s: float = 0.0, limit: int = 50) -> tuple[tuple[str,
     finally:
         os.close(fd)
     return tuple(lines[-limit:]), True
+
+
+def find_cgroups(own: str, root: str, controller: str) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield where `controller` may account for a process, likeliest first; and its files there.
+
+    `own` is the process's list of cgroups. The files are those of limit, use and kills of memory.
+    """
+    one = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+    two = ("memory.max", "memory.current", "memory.events")
+    for number, controllers, path in (line.split(":", 2) for line in read_text(own).splitlines()):
+        # Inside a container the path may be the host's, while the mount shows only ours.
+        paths = (path.lstrip("/"), "")
+        if number != "0" and controller in controllers.split(","):
+            yield from (
+                (Path(root, name, p), one) for name in (controllers, controller) for p in paths
+            )
+        elif number == "0":
+            yield from ((Path(root, p), two) for p in paths)

@@ -1,19 +1,29 @@
-"""The parts of which a job has several where no node may stop its decisions.
+"""The parts of which a job has several, or only some jobs have one: nats-servers, lighthouses.
 
-A part of a node is named after it: `nats-server 1`, `controller 1`. Where there is one of each,
-which no node owns, it is `nats-server` and `controller`.
+Where no node may stop a job's decisions it has several servers and controllers. A part of a node is
+named after it: `nats-server 1`, `controller 1`. Where there is one of each, which no node owns, it
+is `nats-server` and `controller`. A torchft job's lighthouse is its own, the stock one, or a URL.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
+from perdure.launch.environment import LIGHTHOUSE_URL
+from perdure.model.bus.lighthouse import Member
+from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
+from perdure.model.orders import ReplicaGroup
+from perdure.model.paths import JobPaths
 from perdure.model.platforms.slurm import read_allocation
-from perdure.service.jobfiles import Parts
+from perdure.service.jobfiles import Parts, read_document
 from perdure.service.processes import Child
 
 _CLOSE_S = 3.0
@@ -71,3 +81,54 @@ def make_parts(children: Mapping[str, Child], started_s: float) -> Parts:
         slurm=read_allocation(os.environ),
         host=socket.gethostname(),
     )
+
+
+_READY_S = 20.0
+
+
+class LighthouseFile(msgspec.Struct, frozen=True):
+    """`lighthouse.json`: what the next lighthouse has to know."""
+
+    port: int
+    ids_until: int = 0
+    quorum_id: int = 0
+    members: tuple[Member, ...] = ()
+    homes: dict[str, tuple[int, int]] = {}
+    """Member -> its group, and the generation of its processes."""
+    groups: tuple[ReplicaGroup, ...] = ()
+    """The controller's newest word on who is held, so that no spare slips in meanwhile."""
+    silences: tuple[float, ...] = ()
+    """How long members were late so far, seconds: what is patience for."""
+
+
+def needs_lighthouse(spec: JobSpec) -> bool:
+    """Whether a lighthouse is a part of this job."""
+    return spec.groups > 0 and spec.torchft.lighthouse in ("perdure", "stock")
+
+
+async def find_torchft(
+    spec: JobSpec, paths: JobPaths, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what the agents of a torchft job find in their environment, once it is known.
+
+    torchft's manager logs several lines a step unless it is asked not to.
+
+    Raises:
+        PlatformError: there is no lighthouse in time.
+    """
+    if not spec.groups:
+        return {}
+    url = await _wait_url(spec, paths)
+    return {LIGHTHOUSE_URL: url, "RUST_LOG": environ.get("RUST_LOG", "warn")}
+
+
+async def _wait_url(spec: JobSpec, paths: JobPaths) -> str:
+    if not needs_lighthouse(spec):
+        return spec.torchft.lighthouse
+    deadline_s = time.monotonic() + _READY_S
+    while (known := read_document(paths.lighthouse, LighthouseFile)) is None:
+        if time.monotonic() > deadline_s:
+            hint = f"see {paths.log('lighthouse')}"
+            raise PlatformError(f"no lighthouse after {_READY_S:g} s", hint=hint)
+        await asyncio.sleep(0.01)
+    return f"http://127.0.0.1:{known.port}"

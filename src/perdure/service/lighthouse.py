@@ -64,6 +64,7 @@ from perdure.model.job import JobSpec
 from perdure.model.orders import LIGHTHOUSE, EvictReplica, FenceAbort, HoldReplicas
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.outbox import Outbox
+from perdure.service.cluster import LighthouseFile
 from perdure.service.jobfiles import (
     load_endpoint,
     load_spec,
@@ -72,7 +73,6 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_document,
 )
-from perdure.service.lighthouse_part import LighthouseFile
 from perdure.service.part import Tasks, find_run_pid, run_part, set_up_log, watch_process
 from perdure.service.ports import Bus, Reply
 from perdure.worker.process import set_death_signal

@@ -24,16 +24,22 @@ from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import ControllerLost, JobEnded
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
-from perdure.service.access.credentials import make_servers, set_certificates, write_credentials
+from perdure.service.access.credentials import (
+    end_asked,
+    make_servers,
+    set_certificates,
+    write_credentials,
+)
 from perdure.service.access.invited import find_invitations
-from perdure.service.access.logins import end_asked
 from perdure.service.agent.outbox import Outbox
 from perdure.service.cluster import (
     end_servers,
     end_standbys,
     find_servers,
+    find_torchft,
     list_parts,
     make_parts,
+    needs_lighthouse,
 )
 from perdure.service.controller.journal import clear_stream, read_end
 from perdure.service.controller.leading import prepare_arbiter
@@ -47,7 +53,6 @@ from perdure.service.jobfiles import (
     set_previous_aside,
     write_document,
 )
-from perdure.service.lighthouse_part import find_torchft, needs_lighthouse
 from perdure.service.part import Tasks
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (

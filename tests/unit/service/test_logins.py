@@ -25,9 +25,14 @@ from perdure.model.errors import PlatformError
 from perdure.model.events import digest_secret
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.service.access import logins
-from perdure.service.access.credentials import make_server, write_credentials
-from perdure.service.access.logins import end_asked, end_logins, renew_logins
+from perdure.service.access import credentials
+from perdure.service.access.credentials import (
+    end_asked,
+    end_logins,
+    make_server,
+    renew_logins,
+    write_credentials,
+)
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import load_endpoint, paths_of, write_document
@@ -209,7 +214,7 @@ def test_what_cannot_be_removed_ends_nothing_else(site: Site) -> None:
 
 
 def test_who_asks_in_vain_leaves_no_request(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logins, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(credentials, "_ANSWER_S", 0.0)
     with pytest.raises(PlatformError, match="in time"):
         end_logins(site.paths, [1])
     assert not site.asked.exists()
@@ -244,7 +249,7 @@ def test_credentials_that_cannot_be_written_leave_the_old_login_ended(
     before = site.find_token(1)
     write_document(str(site.asked), [1], mode=0o600)
     with monkeypatch.context() as full:
-        full.setattr(logins, "write_document", fail)
+        full.setattr(credentials, "write_document", fail)
         assert "cannot write" in site.look()
     assert site.reloads == 1
     (server,) = site.servers

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from perdure.adapters.host import read_text
-from perdure.adapters.notices.aws import AwsNotices
-from perdure.adapters.notices.azure import AzureNotices
+from perdure.adapters.notices.clouds import AwsNotices, AzureNotices, GcpMaintenance, GcpPreempted
 from perdure.adapters.notices.file import FileNotices
-from perdure.adapters.notices.gcp import GcpMaintenance, GcpPreempted
 from perdure.adapters.notices.kubernetes import KubernetesNode, is_pod
 from perdure.model.job import PreemptionConfig
 

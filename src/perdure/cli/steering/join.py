@@ -12,9 +12,9 @@ from perdure.cli.speech.say import JobName, Json, answer, note, print_json, rend
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError
 from perdure.model.events import EXPIRES_S
+from perdure.service.access.credentials import end_logins
 from perdure.service.access.joining import join as join_job
 from perdure.service.access.joining import make_invitation, read_invitation, read_source
-from perdure.service.access.logins import end_logins
 from perdure.service.jobfiles import resolve_home, write_atomic
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
