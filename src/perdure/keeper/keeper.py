@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from perdure.keeper import reaping as reap
@@ -333,8 +334,7 @@ def _listen(path: str) -> socket.socket:
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return Path(path).read_bytes()
     except OSError:
         return encode({})
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from glob import escape, glob
+from pathlib import Path
 from typing import NamedTuple
 
 ROOT = "/sys/fs/cgroup"
@@ -43,13 +44,11 @@ class Place(NamedTuple):
 
 def find_places(own: str = OWN, root: str = ROOT) -> list[Place]:
     """Return where this process's memory may be accounted for, likeliest first."""
-    try:
-        with open(own) as file:
-            lines = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path(own).read_text().splitlines()
     places = []
-    for number, controllers, path in lines:
+    for number, controllers, path in (line.split(":", 2) for line in lines):
         path = path.lstrip("/")
         if number == "0":
             places += [Place(os.path.join(base, path), 2) for base in (root, f"{root}/unified")]
@@ -73,14 +72,9 @@ def read_oom_kills(own: str = OWN, root: str = ROOT) -> int:
 
 def read_counter(path: str) -> int | None:
     """Return `oom_kill` in the file `path`; None where it does not say."""
-    try:
-        with open(path) as file:
-            for line in file:
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE)
+        return int(found[1]) if found else None
     return None
 
 
@@ -166,13 +160,10 @@ class OomKills:
 
 
 def _gives_memory(place: Place) -> bool:
-    try:
-        with open(os.path.join(place.path, "cgroup.subtree_control")) as file:
-            return "memory" in file.read().split()
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        return "memory" in Path(place.path, "cgroup.subtree_control").read_text().split()
+    return False
 
 
 def _write(path: str, value: int) -> None:
-    with open(path, "w") as file:
-        file.write(str(value))
+    Path(path).write_text(str(value))

@@ -124,12 +124,9 @@ def _abort_all(backends: list[Any]) -> None:
 
 def _read_watched(epoll_fd: int) -> list[int]:
     """Return the descriptors that an epoll instance watches."""
-    watched = []
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{epoll_fd}") as file:
-        for line in file:
-            if line.startswith("tfd:"):
-                watched.append(int(line.split()[1]))
-    return watched
+        return [int(line.split()[1]) for line in file if line.startswith("tfd:")]
+    return []
 
 
 def _is_listener(fd: int) -> bool:

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from perdure.model.events import AnyEvent, FaultInjected
@@ -372,8 +373,7 @@ def exhaust_memory(limit_mb: int) -> None:
         MemoryError: always.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used + limit_mb * _MIB
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)

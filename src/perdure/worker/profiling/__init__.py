@@ -404,9 +404,7 @@ def _find_base(device: Any) -> int:
         torch.zeros(1, device=device)
         free, total = torch.cuda.mem_get_info(device)
         return int(total - free - torch.cuda.memory_reserved(device))
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _say(text: str) -> None:

@@ -34,6 +34,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -404,8 +405,7 @@ class TraceWriter:
         # Outside the directory that the analyzer walks through.
         temporary = os.path.join(self._directory, f".{backend}-{self._rank}.tmp")
         try:
-            with open(temporary, "wb") as file:
-                file.write(data)
+            Path(temporary).write_bytes(data)
             os.replace(temporary, path)
         except OSError:
             with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 import perdure
 from perdure.files import replace_file
@@ -101,8 +102,7 @@ def write_imports(path: str, names: list[str]) -> None:
 def read_imports(path: str) -> tuple[str, ...]:
     """Return the names at `path`; none where there is no such list."""
     try:
-        with open(path) as file:
-            names = json.load(file)
+        names = json.loads(Path(path).read_bytes())
     except (OSError, ValueError):
         return ()
     if not isinstance(names, list):
