@@ -26,6 +26,7 @@ from perdure.worker.process import set_death_signal, set_title
 from perdure.worker.start.cold import attach
 from perdure.worker.start.failure import save_failure
 from perdure.worker.start.imports import record_imports
+from perdure.worker.start.streams import open_streams
 
 _REPARENT_S = 20.0
 
@@ -74,13 +75,7 @@ def leave_image(go: int, keeper: int) -> None:
 
 def redirect_streams(stdout: str, stderr: str) -> None:
     """Append both streams to their files, a line at a time; read nothing."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    for path, number in ((stdout, 1), (stderr, 2)):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, number)
-        os.close(fd)
+    open_streams(stdout, stderr)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -11,6 +11,7 @@ import perdure
 from perdure.model.bus.wire import KeeperSpawn, RankLaunch
 from perdure.worker.process import set_death_signal
 from perdure.worker.start.failure import ENV as TRACEBACK
+from perdure.worker.start.streams import open_streams
 
 INJECT = os.path.join(os.path.dirname(os.path.abspath(perdure.__file__)), "worker/start/inject")
 
@@ -99,11 +100,7 @@ def start_cold(
 
     def prepare() -> None:
         os.setsid()
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        for path, number in ((launch.stdout, 1), (launch.stderr, 2)):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(fd, number)
+        open_streams(launch.stdout, launch.stderr)
         os.chdir(spawn.cwd)
         set_death_signal(signal.SIGKILL)
         if os.getppid() != keeper:

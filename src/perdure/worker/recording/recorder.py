@@ -41,7 +41,7 @@ import msgspec
 
 from perdure.model.orders import TakeStacks
 from perdure.worker.harm.faults import Faults
-from perdure.worker.native.build import read_mode
+from perdure.worker.native.build import build_command, explain_missing, read_mode
 from perdure.worker.recording.groups import find_timeout_s
 from perdure.worker.ring import RingWriter
 from perdure.worker.stderr import say
@@ -302,12 +302,17 @@ def make_recorder(
     if mode == "off":
         return None
     if mode in ("auto", "compiled"):
-        recorder = _make_compiled(ring, members)
-        if recorder is not None:
-            faults.arm_collectives = recorder.set_before
-            return recorder
+        from perdure.worker.native.recorder import CompiledRecorder, load_library, why_not_loaded
+
+        library = load_library()
+        with contextlib.suppress(OSError):
+            if library is not None:
+                recorder = CompiledRecorder(ring, members, library)
+                faults.arm_collectives = recorder.set_before
+                return recorder
         if mode == "compiled":
-            _say_why_not()
+            why = why_not_loaded() or f"{explain_missing()}; {build_command()} builds it"
+            say(f"the compiled recorder is not used: {why}")
     if mode == "python" or not dumps:
         from perdure.worker.recording.hook import HookRecorder
 
@@ -315,26 +320,6 @@ def make_recorder(
         faults.arm_collectives = lambda before: setattr(hook, "before", before)
         return hook
     return StatusRecorder(ring, dict(dumps), members)
-
-
-def _make_compiled(ring: RingWriter, members: Members) -> Any:
-    from perdure.worker.native.recorder import CompiledRecorder, load_library
-
-    library = load_library()
-    if library is None:
-        return None
-    try:
-        return CompiledRecorder(ring, members, library)
-    except OSError:
-        return None
-
-
-def _say_why_not() -> None:
-    from perdure.worker.native.build import build_command, explain_missing
-    from perdure.worker.native.recorder import why_not_loaded
-
-    reason = why_not_loaded() or f"{explain_missing()}; {build_command()} builds it"
-    say(f"the compiled recorder is not used: {reason}")
 
 
 BYTES_MAX = 32 << 20

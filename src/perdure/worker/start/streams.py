@@ -56,6 +56,15 @@ class LossyFile(io.FileIO):
         return size
 
 
+def open_streams(stdout: str, stderr: str) -> None:
+    """Have a process append both streams to their files, and read nothing."""
+    for path, number in ((os.devnull, 0), (stdout, 1), (stderr, 2)):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY
+        fd = os.open(path, flags, 0o644)
+        os.dup2(fd, number)
+        os.close(fd)
+
+
 def survive_full_disks() -> None:
     """Put streams that survive a full disk in the place of standard output and error."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
