@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ from perdure.launch.exchange import (
     read_lines,
 )
 from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.platforms.launching import PulledFile
 from perdure.model.platforms.profile import LaunchSection
 
 T = TypeVar("T")
@@ -65,7 +67,10 @@ class Done:
 
 
 class Channel:
-    """How commands get to one box."""
+    """How commands get to one box, and files come from it."""
+
+    python = "python3"
+    """The Python there."""
 
     def __init__(self, section: LaunchSection) -> None:
         """Connect to nothing yet: each command makes, or shares, a connection of its own."""
@@ -335,6 +340,19 @@ class Channel:
             errors.join()
             close_pipes(process)
         return codes[-1] if codes else None
+
+    def bring(
+        self,
+        source: str,
+        target: Path,
+        files: Sequence[PulledFile],
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Bring `files`, named relative to the absolute folder `source` there, into `target`."""
+        from perdure.launch import transfer  # Which goes over a channel.
+
+        transfer.pull(self, source, target, [file.path for file in files], tell=tell)
 
     def attend(self, script: str) -> int:
         """Run `script` with this terminal as its own; return ssh's exit code."""

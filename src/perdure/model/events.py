@@ -23,6 +23,25 @@ class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
     """Base of all events."""
 
 
+class NodeEvent(Event, frozen=True, kw_only=True):
+    """Base of what befalls a node."""
+
+    node: int
+
+
+class GenerationEvent(Event, frozen=True, kw_only=True):
+    """Base of what belongs to one generation."""
+
+    generation: int
+
+
+class RankEvent(GenerationEvent, frozen=True, kw_only=True):
+    """Base of what a rank of a generation does, or what becomes of it."""
+
+    rank: int
+    """Global."""
+
+
 class JobSubmitted(Event, frozen=True, kw_only=True):
     """The first event of every journal."""
 
@@ -43,10 +62,9 @@ class ControllerStarted(Event, frozen=True, kw_only=True):
     """It journals what it decides about failures (`FailureDecided`); an older perdure did not."""
 
 
-class NodeRegistered(Event, frozen=True, kw_only=True):
+class NodeRegistered(NodeEvent, frozen=True, kw_only=True):
     """An agent says hello, for the first time or after it was replaced."""
 
-    node: int
     incarnation: str
     host: str
     boot_id: str
@@ -61,20 +79,18 @@ class NodeRegistered(Event, frozen=True, kw_only=True):
     """What the agent speaks; a controller that cannot talk to it gives it nothing to do."""
 
 
-class StoreReady(Event, frozen=True, kw_only=True):
+class StoreReady(GenerationEvent, frozen=True, kw_only=True):
     """Node 0 serves the rendezvous store of a generation."""
 
-    generation: int
     host: str
     port: int
     agent_store: bool
     """Whether a process of the keeper serves it; otherwise rank 0 will (cold start)."""
 
 
-class RanksStarted(Event, frozen=True, kw_only=True):
+class RanksStarted(NodeEvent, frozen=True, kw_only=True):
     """A node has started its ranks of a generation."""
 
-    node: int
     generation: int
     pids: dict[int, int]
     """Global rank -> pid."""
@@ -83,10 +99,9 @@ class RanksStarted(Event, frozen=True, kw_only=True):
     why_cold: str = ""
 
 
-class RankExited(Event, frozen=True, kw_only=True):
+class RankExited(NodeEvent, frozen=True, kw_only=True):
     """A rank ended. Idempotent by (generation, rank)."""
 
-    node: int
     record: ExitRecord
     account: RankAccount
     """Read from its ring after its end, so nothing it stamped is lost."""
@@ -96,18 +111,16 @@ class RankExited(Event, frozen=True, kw_only=True):
     """Its last collectives, from the same ring: whether others still wait for it."""
 
 
-class GenerationStopped(Event, frozen=True, kw_only=True):
+class GenerationStopped(NodeEvent, frozen=True, kw_only=True):
     """No process of this generation or an older one is left on the node."""
 
-    node: int
     generation: int
     at_s: float
 
 
-class KeeperLost(Event, frozen=True, kw_only=True):
+class KeeperLost(NodeEvent, frozen=True, kw_only=True):
     """The node's keeper died; its ranks died with it and a new one is up."""
 
-    node: int
     generation: int
     at_s: float
     cause: str = ""
@@ -116,21 +129,18 @@ class KeeperLost(Event, frozen=True, kw_only=True):
     """Ranks of the generation that this machine had started until then, other nodes' among them."""
 
 
-class NodeLost(Event, frozen=True, kw_only=True):
+class NodeLost(NodeEvent, frozen=True, kw_only=True):
     """The node has been silent for too long."""
 
-    node: int
     at_s: float
     reason: str
     last_seen_s: float = 0.0
     """When it was last heard of."""
 
 
-class RankJoined(Event, frozen=True, kw_only=True):
+class RankJoined(RankEvent, frozen=True, kw_only=True):
     """A rank's script called `perdure.init`: its depth is resumable."""
 
-    generation: int
-    rank: int
     start_step: int = 0
     depth: str = "resumable"
     """Or `elastic`: it can be a member of a world that is formed again in place."""
@@ -141,10 +151,9 @@ class RankJoined(Event, frozen=True, kw_only=True):
     """About what its replica has; 0: a state that cannot be followed."""
 
 
-class ProgressNoted(Event, frozen=True, kw_only=True):
+class ProgressNoted(GenerationEvent, frozen=True, kw_only=True):
     """A fold of heartbeats: every few seconds, at a generation's first step, and at its end."""
 
-    generation: int
     at_s: float
     step: int
     """Steps committed by every rank; -1 where unknown."""
@@ -156,10 +165,9 @@ class ProgressNoted(Event, frozen=True, kw_only=True):
     """What is usual for the job, over all of its generations."""
 
 
-class GenerationStepping(Event, frozen=True, kw_only=True):
+class GenerationStepping(GenerationEvent, frozen=True, kw_only=True):
     """Every rank of the generation makes progress again: recovery is over."""
 
-    generation: int
     at_s: float
     """When the last rank began its first step (or ended its first collective)."""
     step: int = -1
@@ -167,20 +175,18 @@ class GenerationStepping(Event, frozen=True, kw_only=True):
     """Latest over the ranks: spawned, script, init, group, restored, first_step."""
 
 
-class MetricsLogged(Event, frozen=True, kw_only=True):
+class MetricsLogged(GenerationEvent, frozen=True, kw_only=True):
     """Values of `run.log` of rank 0, a batch of steps at a time."""
 
-    generation: int
     rows: tuple[tuple[int, dict[str, float]], ...]
     """(step, values); a step logged again after a restart replaces the older row."""
     dropped: int = 0
     """Values that are not told: no numbers, or too many, or too large for the way here."""
 
 
-class CheckpointSaved(Event, frozen=True, kw_only=True):
+class CheckpointSaved(GenerationEvent, frozen=True, kw_only=True):
     """A checkpoint was written, verified by load, and tagged."""
 
-    generation: int
     step: int
     path: str
     bytes: int
@@ -191,20 +197,17 @@ class CheckpointSaved(Event, frozen=True, kw_only=True):
     reason: str = "interval"
 
 
-class CheckpointFailed(Event, frozen=True, kw_only=True):
+class CheckpointFailed(GenerationEvent, frozen=True, kw_only=True):
     """A checkpoint could not be written, or did not verify. The previous one stays `latest`."""
 
-    generation: int
     step: int
     error: str
     at_s: float
 
 
-class CheckpointRestored(Event, frozen=True, kw_only=True):
+class CheckpointRestored(RankEvent, frozen=True, kw_only=True):
     """A rank resumed from a checkpoint (or from nothing: step 0, empty path)."""
 
-    generation: int
-    rank: int
     step: int
     path: str
     skipped: tuple[str, ...] = ()
@@ -272,10 +275,9 @@ class ActionWithheld(Event, frozen=True, kw_only=True):
     """Of the verdict; with generation, kind and culprit it says which."""
 
 
-class StacksTaken(Event, frozen=True, kw_only=True):
+class StacksTaken(GenerationEvent, frozen=True, kw_only=True):
     """Python stacks of suspects and of one waiting rank."""
 
-    generation: int
     at_s: float
     stacks: dict[int, str]
     """Global rank -> text, or the reason why there is none."""
@@ -283,10 +285,9 @@ class StacksTaken(Event, frozen=True, kw_only=True):
     """Directory of the Flight Recorder traces that living ranks wrote meanwhile."""
 
 
-class LinksNoted(Event, frozen=True, kw_only=True):
+class LinksNoted(GenerationEvent, frozen=True, kw_only=True):
     """A fold of link sweeps worth keeping: every minute, and with each verdict about a link."""
 
-    generation: int
     at_s: float
     window_s: float
     links: tuple[LinkSample, ...]
@@ -314,11 +315,9 @@ class ProbeJudged(Event, frozen=True, kw_only=True):
     finding: ProbeFinding
 
 
-class CollectivesInterrupted(Event, frozen=True, kw_only=True):
+class CollectivesInterrupted(RankEvent, frozen=True, kw_only=True):
     """A rank's control thread broke its collective in flight."""
 
-    generation: int
-    rank: int
     at_s: float
     sockets: int
     """Connections that were shut down."""
@@ -329,10 +328,9 @@ _NOBODY_THERE = ("Connection refused", "Connection was likely closed", "Broken p
 """What sockets and stores say where the process at the other end has ended."""
 
 
-class WorldBroken(Event, frozen=True, kw_only=True):
+class WorldBroken(GenerationEvent, frozen=True, kw_only=True):
     """A rank has left its epoch because a collective failed, and waits for the next one."""
 
-    generation: int
     epoch: int
     rank: int
     at_s: float
@@ -344,11 +342,9 @@ class WorldBroken(Event, frozen=True, kw_only=True):
         return names_lost_peer(self.error) or any(words in self.error for words in _NOBODY_THERE)
 
 
-class MemberReady(Event, frozen=True, kw_only=True):
+class MemberReady(RankEvent, frozen=True, kw_only=True):
     """A rank that follows the world has nothing left to catch up on, or has given it up."""
 
-    generation: int
-    rank: int
     at_s: float
     step: int
     """Steps applied; -1: it could not follow, and gets the state within the join."""
@@ -360,10 +356,9 @@ class MemberReady(Event, frozen=True, kw_only=True):
     """Why it could not."""
 
 
-class WorldReformed(Event, frozen=True, kw_only=True):
+class WorldReformed(GenerationEvent, frozen=True, kw_only=True):
     """A rank is a member of an epoch: connected, at the same step as all, with their state."""
 
-    generation: int
     epoch: int
     rank: int
     step: int
@@ -398,10 +393,9 @@ class WorldReformed(Event, frozen=True, kw_only=True):
     """Of an interleaved one: the rank's other runs."""
 
 
-class NodeMoved(Event, frozen=True, kw_only=True):
+class NodeMoved(NodeEvent, frozen=True, kw_only=True):
     """Base of what takes a node out of the job, or back into it."""
 
-    node: int
     at_s: float
     reason: str
     who: str = ""
@@ -482,10 +476,9 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     """The machine goes away sooner where it is left sooner: whoever takes it waits for that."""
 
 
-class PreemptionNoticed(Event, frozen=True, kw_only=True):
+class PreemptionNoticed(NodeEvent, frozen=True, kw_only=True):
     """The platform will take the machine away."""
 
-    node: int
     at_s: float
     grace_s: float
     """From `at_s` on; 0 where it is unknown, or over."""
@@ -501,20 +494,18 @@ class PreemptionNoticed(Event, frozen=True, kw_only=True):
     """Whoever takes the machine waits until it is left, so that it is left at once."""
 
 
-class PreemptionWithdrawn(Event, frozen=True, kw_only=True):
+class PreemptionWithdrawn(NodeEvent, frozen=True, kw_only=True):
     """What was announced is not any more: the machine stays."""
 
-    node: int
     at_s: float
     source: str
     id: str = ""
     reason: str = ""
 
 
-class MachineReported(Event, frozen=True, kw_only=True):
+class MachineReported(NodeEvent, frozen=True, kw_only=True):
     """The platform says what has become of a node's machine, such as a pod that was OOMKilled."""
 
-    node: int
     at_s: float
     reason: str
     """In perdure's words and the platform's, such as `out of memory: OOMKilled`."""
@@ -606,10 +597,9 @@ class OperatorNoted(Event, frozen=True, kw_only=True):
     who: str = ""
 
 
-class KeysDeclared(Event, frozen=True, kw_only=True):
+class KeysDeclared(GenerationEvent, frozen=True, kw_only=True):
     """Rank 0's script has declared its keys; those of the newest generation count."""
 
-    generation: int
     keys: tuple[KeySpec, ...]
     epoch: int = 0
     """The change in force when the generation began, from its checkpoint."""
@@ -680,12 +670,9 @@ class ReplicaSeen(Event, frozen=True, kw_only=True):
     """With `gone` the last step that the members had committed."""
 
 
-class ReplicaWaiting(Event, frozen=True, kw_only=True):
+class ReplicaWaiting(RankEvent, frozen=True, kw_only=True):
     """A replica group has waited for others in a collective of this quorum for too long."""
 
-    generation: int
-    rank: int
-    """Global rank that waits."""
     quorum_id: int
     step: int
     since_s: float

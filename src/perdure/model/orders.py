@@ -105,6 +105,8 @@ class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
     """Each node hears it the first time, whoever the recipients are; they hear it again."""
     about: ClassVar[str] = ""
     """Its level, with its own fields to fill in; empty: its type, of which only one is in force."""
+    says: ClassVar[str] = ""
+    """What the journal keeps of it, likewise."""
     worth: ClassVar[int] = 600
     """How often it is worth saying, where nothing else says so."""
 
@@ -135,12 +137,13 @@ class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
 
     def describe(self) -> str:
         """Return the line that the journal keeps of it."""
-        return ", ".join(str(recipient) for recipient in self.recipients)
+        return self.says.format(self) or ", ".join(map(str, self.recipients))
 
 
 class RankOrder(Order, frozen=True, kw_only=True):
     """Base of orders to ranks of one generation, by way of their agents."""
 
+    says: ClassVar[str] = "generation {0.generation}, ranks {0.ranks}"
     is_retold: ClassVar[bool] = False
     """A rank hears the newest of this kind when it says hello, and if it asks."""
     done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {}
@@ -180,10 +183,6 @@ class RankOrder(Order, frozen=True, kw_only=True):
     def is_for(self, generation: int, rank: int) -> bool:
         """Return whether `rank` of `generation` is one of its ranks."""
         return generation == self.generation and rank in self.ranks
-
-    def describe(self) -> str:
-        """Return whom it is for."""
-        return f"generation {self.generation}, ranks {self.ranks}"
 
 
 class SendBoundary(RankOrder, frozen=True, kw_only=True):
@@ -256,6 +255,7 @@ class TakeStacks(RankOrder, frozen=True, kw_only=True):
     `traces/gN/BACKEND/rank_R`, and says most where all ranks have written theirs.
     """
 
+    says: ClassVar[str] = "stacks of ranks {0.ranks}"
     for_all_nodes: ClassVar[bool] = True
     """Ranks elsewhere write their traces."""
     about: ClassVar[str] = "stacks {0.generation}"
@@ -272,10 +272,6 @@ class TakeStacks(RankOrder, frozen=True, kw_only=True):
     def is_for(self, generation: int, rank: int) -> bool:
         """Return whether `rank` is of the generation: each writes its trace."""
         return generation == self.generation
-
-    def describe(self) -> str:
-        """Return whose stacks are taken."""
-        return f"stacks of ranks {self.ranks}"
 
 
 class InjectFault(RankOrder, frozen=True, kw_only=True):
@@ -325,6 +321,7 @@ class ReformWorld(RankOrder, frozen=True, kw_only=True):
     A level: a newer epoch replaces an older one. Answered by `WorldReformed` of each rank.
     """
 
+    says: ClassVar[str] = "epoch {0.epoch} of generation {0.generation}, ranks {0.ranks}"
     is_retold: ClassVar[bool] = True
     """Nobody but the controller tells a rank who its peers are."""
     about: ClassVar[str] = "reform {0.generation}"
@@ -345,10 +342,6 @@ class ReformWorld(RankOrder, frozen=True, kw_only=True):
     def version(self) -> int:
         """Return its epoch."""
         return self.epoch
-
-    def describe(self) -> str:
-        """Return which world is formed of whom."""
-        return f"epoch {self.epoch} of generation {self.generation}, ranks {self.ranks}"
 
 
 class FollowWorld(RankOrder, frozen=True, kw_only=True):
@@ -385,6 +378,7 @@ class FollowWorld(RankOrder, frozen=True, kw_only=True):
 class WatchClosely(Order, frozen=True, kw_only=True):
     """Have `nodes` sweep sockets and rings at the suspicious rate until job time `until_s`."""
 
+    says: ClassVar[str] = "nodes {0.nodes} until {0.until_s:.1f}"
     worth: ClassVar[int] = 1
     """It is said again while the suspicion lasts."""
 
@@ -396,10 +390,6 @@ class WatchClosely(Order, frozen=True, kw_only=True):
         """Return the nodes."""
         return self.nodes
 
-    def describe(self) -> str:
-        """Return who looks more often, and until when."""
-        return f"nodes {self.nodes} until {self.until_s:.1f}"
-
 
 class RunProbe(Order, frozen=True, kw_only=True):
     """Have agents of `pairs` transfer data, and those of `hosts` compute; see `ProbeEnded`.
@@ -407,6 +397,8 @@ class RunProbe(Order, frozen=True, kw_only=True):
     Bounded by `deadline_s` seconds; each pair is (source node, destination node), and no node is
     in two pairs of one round.
     """
+
+    says: ClassVar[str] = "{0.id} round {0.round}: pairs {0.pairs}, hosts {0.hosts}"
 
     id: str
     round: int
@@ -427,10 +419,6 @@ class RunProbe(Order, frozen=True, kw_only=True):
                 return (node,)
         return ()
 
-    def describe(self) -> str:
-        """Return who measures what."""
-        return f"{self.id} round {self.round}: pairs {self.pairs}, hosts {self.hosts}"
-
 
 class FenceAbort(Order, frozen=True, kw_only=True):
     """Have `ranks` of replica group `group` break their process group of quorum `quorum_id`.
@@ -438,6 +426,7 @@ class FenceAbort(Order, frozen=True, kw_only=True):
     Fenced: a rank whose group belongs to another quorum by then ignores it.
     """
 
+    says: ClassVar[str] = "quorum {0.quorum_id}, groups {0.groups}"
     worth: ClassVar[int] = 1
     """A rank that does not hear it is freed by its own time-out."""
 
@@ -453,10 +442,6 @@ class FenceAbort(Order, frozen=True, kw_only=True):
     def is_for(self, generation: int, rank: int) -> bool:
         """Return true: a rank looks at the quorum that it is in."""
         return True
-
-    def describe(self) -> str:
-        """Return which quorum is broken for whom."""
-        return f"quorum {self.quorum_id}, groups {self.groups}"
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True):
@@ -502,6 +487,7 @@ class HoldReplicas(Order, frozen=True, kw_only=True):
 class EvictReplica(Order, frozen=True, kw_only=True):
     """Have the lighthouse forget a replica id at once and for ever (torchft)."""
 
+    says: ClassVar[str] = "replica {0.replica}"
     worth: ClassVar[int] = 1
     """Should it be lost, the next list of the groups says who is gone."""
 
@@ -513,10 +499,6 @@ class EvictReplica(Order, frozen=True, kw_only=True):
     def recipients(self) -> tuple[int | str, ...]:
         """Return the lighthouse."""
         return (LIGHTHOUSE,)
-
-    def describe(self) -> str:
-        """Return who is forgotten."""
-        return f"replica {self.replica}"
 
 
 AnyOrder = (
@@ -538,11 +520,14 @@ AnyOrder = (
 class Action(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """Base of all actions that are no orders."""
 
+    says: ClassVar[str] = ""
+    """What the journal keeps of it, with its own fields to fill in."""
+
     reason: str
 
     def describe(self) -> str:
         """Return the line that the journal keeps of it."""
-        return ""
+        return self.says.format(self)
 
 
 class AssignNodes(Action, frozen=True, kw_only=True):
@@ -561,13 +546,11 @@ class AssignNodes(Action, frozen=True, kw_only=True):
 class NodeAction(Action, frozen=True, kw_only=True):
     """Base of what takes a node out of the job, or back into it."""
 
+    says: ClassVar[str] = "node {0.node}"
+
     node: int
     who: str = ""
     """Empty: the policy did it."""
-
-    def describe(self) -> str:
-        """Return which node."""
-        return f"node {self.node}"
 
 
 class RestoreNode(NodeAction, frozen=True, kw_only=True):
@@ -587,12 +570,10 @@ class NoteDraining(NodeAction, frozen=True, kw_only=True):
 class NoteFinding(Action, frozen=True, kw_only=True):
     """Journal `ProbeJudged`: what an active probe has found."""
 
+    says: ClassVar[str] = "{0.id}: {0.finding.kind}"
+
     id: str
     finding: ProbeFinding
-
-    def describe(self) -> str:
-        """Return what was found."""
-        return f"{self.id}: {self.finding.kind}"
 
 
 class CordonNode(NodeAction, frozen=True, kw_only=True):
@@ -638,12 +619,10 @@ class RecordEvent(Action, frozen=True, kw_only=True):
 class EndJob(Action, frozen=True, kw_only=True):
     """Everything is down: journal `JobEnded` and leave."""
 
+    says: ClassVar[str] = "{0.status}, exit code {0.exit_code}"
+
     status: Literal["done", "failed", "stopped"]
     exit_code: int
-
-    def describe(self) -> str:
-        """Return how it ended."""
-        return f"{self.status}, exit code {self.exit_code}"
 
 
 AnyAction = (

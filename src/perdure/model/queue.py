@@ -89,25 +89,24 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     item: Item
 
 
-class Removed(msgspec.Struct, frozen=True, tag=True):
+class ItemRecord(msgspec.Struct, frozen=True, tag=True):
+    """Base of what befalls an item, by its name."""
+
+    at_s: float
+    name: str
+
+
+class Removed(ItemRecord, frozen=True):
     """An item was taken out; an attempt that runs is stopped by its runner."""
 
-    at_s: float
-    name: str
 
-
-class Again(msgspec.Struct, frozen=True, tag=True):
+class Again(ItemRecord, frozen=True):
     """A person wants an item run again, whatever became of it."""
 
-    at_s: float
-    name: str
 
-
-class Started(msgspec.Struct, frozen=True, tag=True):
+class Started(ItemRecord, frozen=True):
     """An attempt is to be started; written before it is."""
 
-    at_s: float
-    name: str
     attempt: int
     slots: tuple[str, ...]
 
@@ -120,11 +119,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     ending: Ending
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
+class Found(ItemRecord, frozen=True):
     """An item needs no run: its files are there."""
-
-    at_s: float
-    name: str
 
 
 Record = Put | Removed | Again | Started | Ended | Found

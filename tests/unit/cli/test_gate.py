@@ -18,10 +18,11 @@ import pytest
 from tests.gate_site import Site, make_site, write_tensors
 
 from perdure.cli.platforms import teardown as command
+from perdure.launch import transfer
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
 from perdure.launch.records import write_record
-from perdure.launch.results import gone, pulling
+from perdure.launch.results import gone
 from perdure.launch.results.pulling import find_areas
 from perdure.launch.ssh import box as box_program
 from perdure.launch.ssh.render import fill
@@ -480,13 +481,13 @@ def test_thousands_of_folders_are_brought_in_few_transfers(
     for number in range(100):
         write_tensors(site.job / "project" / f"step-{number}" / "a.safetensors")
     brought: list[int] = []
-    real = pulling.pull
+    real = transfer.pull
 
     def count(channel: Channel, source: str, target: Path, names: list[str], **more: Any) -> None:
         brought.append(len(names))
         real(channel, source, target, names, **more)
 
-    monkeypatch.setattr(pulling, "pull", count)
+    monkeypatch.setattr(transfer, "pull", count)
     site.pull()
     assert max(brought) == 100
     assert len(brought) < 10

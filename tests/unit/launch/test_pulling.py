@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.results.gate import find_neighbours, find_obstacles
 from perdure.launch.results.pulling import (
-    Source,
-    _pull_by_rsync,
     compare_files,
     find_loadable,
     group_files,
@@ -272,7 +269,8 @@ def test_a_pull_that_broke_off_is_gone_on_from_after_the_box_has_changed(tmp_pat
         python="python3",
         roots=dict(manifest.roots),
     )
-    there = Source(Channel(LaunchSection()), bring)
+    there: Any = Channel(LaunchSection())
+    there.bring = bring
     pull_files(record, manifest, here, {record.box: there}, lambda text: None)
     assert compare_files(here, manifest) == []
     assert set(list(left)[2:]) <= set(found)  # What has arrived of a file is not sent again.
@@ -325,8 +323,7 @@ def test_files_that_are_rotated_away_while_they_are_pulled_stop_nothing(
         home=str(tmp_path), python="python3", roots={"job": str(there)},
     )  # fmt: skip
     channel = Channel(LaunchSection()) if way == "rsync" else _Pod()
-    bring: Any = _pull_by_rsync if way == "rsync" else fetch
-    sources = {record.box: Source(channel, partial(bring, channel))}
+    sources = {record.box: channel}
     manifest = PullManifest(
         job="gpt", host="box", roots={"job": str(there)}, pulled_s=1.0, files=tuple(files)
     )

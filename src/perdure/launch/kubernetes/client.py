@@ -10,8 +10,9 @@ import secrets
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
@@ -31,7 +32,7 @@ from perdure.model.platforms.kubernetes import (
     explain_job,
     explain_pod,
 )
-from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.platforms.launching import LaunchRecord, PulledFile
 from perdure.model.platforms.outcome import PodOutcome
 
 Object = Mapping[str, Any]
@@ -219,6 +220,19 @@ class PodChannel(Channel):
     def command(self, script: str, *, shared: bool = False) -> list[str]:
         """Return the command of this machine that runs the shell script `script` there."""
         return self.enter("sh", "-c", wrap(script))
+
+    def bring(
+        self,
+        source: str,
+        target: Path,
+        files: Sequence[PulledFile],
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Bring `files`, named relative to the absolute folder `source` there, into `target`."""
+        from perdure.launch.kubernetes.fetching import fetch  # Which goes over a channel.
+
+        fetch(self, source, target, files, tell=tell)
 
     def disconnect(self) -> None:
         """Do nothing: each command has a connection of its own."""

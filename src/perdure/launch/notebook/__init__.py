@@ -5,7 +5,6 @@ mounting Drive asks for their consent.
 """
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ import msgspec
 from perdure.launch.lint import check_plan
 from perdure.launch.notebook import kaggle
 from perdure.launch.notebook.cells import check_notebook, render_notebook
+from perdure.launch.notebook.kaggle import fetch, find_state, run
 from perdure.launch.platforms import Here, write_files
 from perdure.launch.records import write_record
-from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan, Step
+from perdure.model.platforms.launching import Finding, LaunchRecord, Plan, Step
 from perdure.model.platforms.profile import Profile
+
+__all__ = ["check", "fetch", "find_state", "render", "run", "submit"]
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:
@@ -81,31 +82,3 @@ def describe_hand(plan: Plan, folder: Path) -> list[str]:
         "3. Runtime > Run all; say yes to Drive",
         f"4. when the session has ended, Run all again; {plan.place}/status.json says how it is",
     ]
-
-
-def find_state(record: LaunchRecord, here: Here) -> BoxState:
-    """Return how the newest session is, by Kaggle and by the status that it left."""
-    if not record.id:
-        raise PlatformError(
-            "nobody can be asked about a session of Colab",
-            hint=f"{record.place}/status.json in Drive, once a session has ended",
-        )
-    return kaggle.find_state(record, here)
-
-
-def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
-    """Show what Kaggle shows of a session; there is no way into one."""
-    if not record.id:
-        find_state(record, here)
-    return kaggle.run(record, argv, here)
-
-
-def fetch(record: LaunchRecord, here: Here) -> None:
-    """Bring all output of the newest session to the record's own folder here.
-
-    Raises:
-        PlatformError: there is none, or it is in Drive.
-    """
-    if not record.id:
-        find_state(record, here)
-    kaggle.fetch(record, here)

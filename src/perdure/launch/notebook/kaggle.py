@@ -111,12 +111,26 @@ def push(plan: Plan, identity: str, folder: Path, here: Here) -> None:
     here.tell(last_line(out, "it said nothing"))
 
 
+def identify(record: LaunchRecord) -> str:
+    """Return what Kaggle calls a job's notebook.
+
+    Raises:
+        PlatformError: its sessions are Colab's.
+    """
+    if not record.id:
+        raise PlatformError(
+            "nobody can be asked about a session of Colab",
+            hint=f"{record.place}/status.json in Drive, once a session has ended",
+        )
+    return record.id
+
+
 def find_state(record: LaunchRecord, here: Here) -> BoxState:
     """Return how the newest session is; how it ended is said by the status that it left.
 
     Kaggle calls a version complete whose job has failed, since the notebook's cells never do.
     """
-    word, message = _ask(record.id, here)
+    word, message = _ask(identify(record), here)
     if word in _WAITING:
         return BoxState(state="waiting", reason=f"Kaggle: {word}")
     if word in _RUNNING:
@@ -150,9 +164,10 @@ def fetch(record: LaunchRecord, here: Here) -> None:
     """Bring all output of the newest version to the record's own folder here.
 
     Raises:
-        PlatformError: Kaggle gives nothing.
+        PlatformError: Kaggle gives nothing, or it is in Drive.
     """
-    code, out = call(here, "output", record.id, "-p", record.home, "-o", timeout_s=_FETCH_S)
+    words = ("output", identify(record), "-p", record.home, "-o")
+    code, out = call(here, *words, timeout_s=_FETCH_S)
     if code or not os.path.isdir(os.path.join(record.home, record.job)):
         raise PlatformError(
             f"kaggle kernels output: {last_line(out, 'it said nothing')}", hint="ask again later"
@@ -165,14 +180,15 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     Raises:
         ConfigError: another command.
     """
+    identity = identify(record)
     if argv[0] == "status":
         if "--json" in argv:
             print(msgspec.json.encode(find_state(record, here)).decode())
         return 0  # The caller says in words how the job is.
     if argv[0] == "logs" and FOLLOWS & set(argv):  # For as long as the session lasts.
-        return show_lines(("kaggle", "kernels", "logs", record.id, "--follow"), None, here.environ)
+        return show_lines(("kaggle", "kernels", "logs", identity, "--follow"), None, here.environ)
     if argv[0] == "logs":
-        code, out = call(here, "logs", record.id)
+        code, out = call(here, "logs", identity)
         for line in out.splitlines():
             print_output(line)
         return code

@@ -12,10 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 import msgspec
 
@@ -39,7 +36,7 @@ from perdure.launch.roster import (
     hash_file,
     is_whole,
 )
-from perdure.launch.transfer import PARTIAL, find_final, pull
+from perdure.launch.transfer import PARTIAL, find_final
 from perdure.launch.wheel import read_program
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.launching import (
@@ -51,32 +48,7 @@ from perdure.model.platforms.launching import (
     PullVerified,
 )
 
-
-class Bring(Protocol):
-    """How files get here."""
-
-    def __call__(
-        self,
-        source: str,
-        target: Path,
-        files: Sequence[PulledFile],
-        *,
-        tell: Callable[[str], None],
-    ) -> None:
-        """Bring `files`, named relative to the absolute folder `source` there, into `target`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A place that can be asked, and that files come from."""
-
-    channel: Channel
-    bring: Bring
-    python: str = "python3"
-    """The Python there."""
-
-
-Sources = Mapping[str, Source]
+Sources = Mapping[str, Channel]
 """Name of a box -> where its results are read."""
 
 
@@ -88,25 +60,12 @@ def open_sources(record: LaunchRecord, here: Here) -> Iterator[Sources]:
         PlatformError: a pod for it cannot be made.
     """
     if record.profile.kind != "kubernetes":
-        channels = {box.box: Channel(box.profile.launch) for box in record.boxes}
-        yield {name: Source(one, partial(_pull_by_rsync, one)) for name, one in channels.items()}
+        yield {box.box: Channel(box.profile.launch) for box in record.boxes}
         return
     from perdure.launch.kubernetes.client import open_pod
-    from perdure.launch.kubernetes.fetching import fetch
 
     with open_pod(record, here) as pod:
-        yield {record.box: Source(pod, partial(fetch, pod), record.python)}
-
-
-def _pull_by_rsync(
-    channel: Channel,
-    source: str,
-    target: Path,
-    files: Sequence[PulledFile],
-    *,
-    tell: Callable[[str], None],
-) -> None:
-    pull(channel, source, target, [file.path for file in files], tell=tell)
+        yield {record.box: pod}
 
 
 SKIPPED = (
@@ -165,7 +124,7 @@ def find_roster(
         job=record.job,
         pulled_s=time.time(),
         leave=tuple(leave),
-        host=", ".join(sources[box.box].channel.name for box in record.boxes),
+        host=", ".join(sources[box.box].name for box in record.boxes),
     )
     for box in record.boxes:
         mine = {label: name for label, (owner, name) in owners.items() if owner is box}
@@ -255,7 +214,7 @@ def _list_files(
     box: LaunchRecord,
     roots: dict[str, str],
     areas: dict[str, str],
-    there: Source,
+    there: Channel,
     leave: Sequence[str],
     hashes: bool,
 ) -> Roster:
@@ -284,14 +243,14 @@ def _list_files(
             "hash": hashes,
         }
     ).decode()
-    told = there.channel.query(
+    told = there.query(
         f"{shlex.quote(there.python)} - manifest {shlex.quote(wanted)}",
         Roster,
         stdin=read_program("results.py").encode(),
         timeout_s=_ROSTER_S,
         bytes_max=_ROSTER_BYTES,
     )
-    check_roster(told, roots | areas, there.channel.name)
+    check_roster(told, roots | areas, there.name)
     if told.links:
         raise PlatformError(
             f"{told.links[0]} is a link: what it points to would not be pulled",

@@ -63,11 +63,16 @@ class NcclComm(msgspec.Struct, frozen=True):
     p2ps: int
 
 
-class NcclOp(msgspec.Struct, frozen=True):
-    """One collective, send or receive of one rank."""
+class NcclRecord(msgspec.Struct, frozen=True):
+    """Base of what is numbered, and belongs to a communicator."""
 
     number: int
     comm: int
+
+
+class NcclOp(NcclRecord, frozen=True):
+    """One collective, send or receive of one rank."""
+
     kind: str
     """`collective`, `p2p`, or `ce` (by the copy engines)."""
     op: str
@@ -104,11 +109,9 @@ class NcclOp(msgspec.Struct, frozen=True):
         )
 
 
-class NcclProxy(msgspec.Struct, frozen=True):
+class NcclProxy(NcclRecord, frozen=True):
     """One channel of one operation in one direction, as the proxy thread serves it."""
 
-    number: int
-    comm: int
     op: int
     """Number of its `NcclOp`; 0 where that is another process's (PXN)."""
     channel: int
@@ -132,11 +135,9 @@ class NcclProxy(msgspec.Struct, frozen=True):
     """Spent in each of `WAITS`, over all of its transfers."""
 
 
-class NcclStep(msgspec.Struct, frozen=True):
+class NcclStep(NcclRecord, frozen=True):
     """One network transfer."""
 
-    number: int
-    comm: int
     proxy: int
     step: int
     start_s: float
@@ -147,11 +148,9 @@ class NcclStep(msgspec.Struct, frozen=True):
     waits_s: tuple[float, ...]
 
 
-class NcclKernel(msgspec.Struct, frozen=True):
+class NcclKernel(NcclRecord, frozen=True):
     """One channel of an operation on the GPU; host times are when the proxy thread saw it."""
 
-    number: int
-    comm: int
     op: int
     channel: int
     start_s: float
@@ -160,11 +159,9 @@ class NcclKernel(msgspec.Struct, frozen=True):
     gpu_stop_ns: int
 
 
-class NcclNet(msgspec.Struct, frozen=True):
+class NcclNet(NcclRecord, frozen=True):
     """One event of the network plugin: a work request or a socket operation."""
 
-    number: int
-    comm: int
     step: int
     plugin: int
     """1 InfiniBand, 2 sockets; others' data is not read."""
