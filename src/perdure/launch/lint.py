@@ -21,7 +21,11 @@ def check_plan(spec: JobSpec, profile: Profile) -> tuple[Finding, ...]:
         *_check_secrets(spec),
         *_check_durable(spec, profile),
         *_check_meter(profile),
-        *_check_room(spec, profile),
+        *error(
+            spec.room and profile.kind not in ("kubernetes", "local"),
+            f"nodes_max: nothing brings nodes to a job on {profile.kind} while it runs",
+            "nodes alone, or spares",
+        ),
         *_check_groups(spec, profile),
     )
 
@@ -58,19 +62,8 @@ def _check_durable(spec: JobSpec, profile: Profile) -> list[Finding]:
 
 def find_tier(profile: Profile, place: str) -> Tier | None:
     """Return the tier that `place` is on: the one with the longest path above it."""
-    best, length = None, -1
-    for tier in profile.storage.tiers:
-        root = tier.path.rstrip("/")
-        inside = place == tier.path or place.startswith(f"{root}/")
-        if inside and len(root) > length:
-            best, length = tier, len(root)
-    return best
-
-
-def _check_room(spec: JobSpec, profile: Profile) -> list[Finding]:
-    lacks = spec.room and profile.kind not in ("kubernetes", "local")
-    text = f"nodes_max: nothing brings nodes to a job on {profile.kind} while it runs"
-    return error(lacks, text, "nodes alone, or spares")
+    above = [tier for tier in profile.storage.tiers if is_below(place, [tier.path])]
+    return max(above, key=lambda tier: len(tier.path.rstrip("/")), default=None)
 
 
 def _check_groups(spec: JobSpec, profile: Profile) -> list[Finding]:

@@ -155,7 +155,7 @@ def _repeat(
     command += ["--info=progress2", "--no-human-readable", "--outbuf=L"]
     if channel.host:
         command += ["-e", shlex.join(channel.ssh(shared=shared))]
-    fruitless = attempt = changed = 0
+    fruitless = changed = 0
     while True:
         if prepare is not None:
             prepare()
@@ -174,7 +174,6 @@ def _repeat(
                 f"{what}: nothing more arrives: {last}",
                 hint="what has arrived is kept: the same command goes on from there",
             )
-        attempt += 1
         tell(f"{what}: broke after {time.monotonic() - began:.0f} s ({last}); going on")
         time.sleep(min(2.0**fruitless / 2, 10.0))
 

@@ -205,7 +205,7 @@ SLURM: tuple[Row, ...] = (
     _row("SLURM2", "the warning comes too late, or before its handler stands",
         "time limit > warning + 60 s + start-up + checkpoint; USR1 to the batch shell",
         c.check_slurm_signal, scope="slurm",
-        prevented="perdure.launch.slurm.render:check_walltime", diagnosed=_SYMPTOMS),
+        prevented="perdure.launch.slurm.render:check_job", diagnosed=_SYMPTOMS),
     _row("SLURM2b", "the cluster allows no requeue", "ask the site for JobRequeue=1",
         c.check_slurm_requeue, scope="slurm"),
     _row("SLURM3", "srun inside sbatch does not inherit --cpus-per-task",

@@ -183,8 +183,8 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     if project := plan.settings["project"]:
         packed = pack(Path(project), plan.settings["exclude"])
         here.tell(f"sends {project}: {len(packed) / 1e3:.1f} kB, packed")
-    client.delete(plan.files[JOB])
-    client.delete_all("job", f"{JOB_LABEL}={name},{ADDED_LABEL}")
+    client.delete("-f", "-", stdin=plan.files[JOB])
+    client.delete("job", "-l", f"{JOB_LABEL}={name},{ADDED_LABEL}")
     exists = client.get("pvc", plan.settings["claim"])
     if CLAIM in plan.files and not exists:
         client.create(plan.files[CLAIM])

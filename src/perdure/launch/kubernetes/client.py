@@ -145,19 +145,12 @@ class Client:
         if code:
             raise PlatformError(f"kubectl {words[0]}: {last_line(err)}", hint=hint)
 
-    def delete(self, manifest: str) -> None:
-        """Delete the objects of a manifest and wait until their pods are gone.
+    def delete(self, *words: str, stdin: str | None = None) -> None:
+        """Delete the objects that `words` name, and wait until their pods are gone.
 
         Raises:
             PlatformError: they cannot be deleted, or a pod does not go.
         """
-        self._delete("-f", "-", stdin=manifest)
-
-    def delete_all(self, kind: str, label: str) -> None:
-        """Delete the objects of a kind with a label, as `delete` does."""
-        self._delete(kind, "-l", label)
-
-    def _delete(self, *words: str, stdin: str | None = None) -> None:
         how = ("delete", "--ignore-not-found", "--cascade=foreground", "--wait")
         self.act(*how, *words, stdin=stdin, timeout_s=DELETE_S, hint="kubectl get pods")
 

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,8 +27,13 @@ _CALL_S = 120.0
 _FETCH_S = 3600.0
 _STATUS = re.compile(r'has status "(?:\w+\.)?(\w+)"')
 _MESSAGE = re.compile(r'Failure message: "(.*)"', re.S)
-_WAITING = ("queued", "new_script")
-_RUNNING = ("running", "cancel_requested")
+_LIVING: dict[str, Literal["waiting", "running"]] = {
+    "queued": "waiting",
+    "new_script": "waiting",
+    "running": "running",
+    "cancel_requested": "running",
+}
+"""Kaggle's word for a session that is not over -> perdure's."""
 _NOTHING_SAID = "this says nothing about the job"
 
 
@@ -83,7 +88,7 @@ def prepare(plan: Plan, folder: Path, here: Here) -> str:
     document = json.loads((folder / METADATA).read_text(encoding="utf-8"))
     identity = str(document["id"])
     status, _ = _ask(identity, here)
-    if status in (*_WAITING, *_RUNNING):
+    if status in _LIVING:
         raise ConfigError(f"a session of {identity} is {status}", hint=f"perdure status {plan.job}")
     if not status:  # The first session has nothing to go on from.
         document["kernel_sources"] = []
@@ -131,10 +136,8 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
     Kaggle calls a version complete whose job has failed, since the notebook's cells never do.
     """
     word, message = _ask(identify(record), here)
-    if word in _WAITING:
-        return BoxState(state="waiting", reason=f"Kaggle: {word}")
-    if word in _RUNNING:
-        return BoxState(state="running", reason=f"Kaggle: {word}")
+    if word in _LIVING:
+        return BoxState(state=_LIVING[word], reason=f"Kaggle: {word}")
     if not word:
         return BoxState(state="not-started", reason=f"Kaggle knows no {record.id}")
     pattern = f"^{re.escape(record.job)}/status\\.json$"

@@ -81,12 +81,7 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         profile=profile,
         files=files,
         steps=steps,
-        findings=(
-            *check_plan(spec, profile),
-            *check_walltime(profile),
-            *check_nodes(spec, profile),
-            *check_array(spec, profile),
-        ),
+        findings=(*check_plan(spec, profile), *check_job(spec, profile)),
         attach=(f"perdure attach {spec.name}", f"perdure watch {spec.name}"),
         place=os.path.dirname(place) if host else place,
         settings=settings,
@@ -186,9 +181,13 @@ def quote(path: str) -> str:
     return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'
 
 
-def check_walltime(profile: Profile) -> list[Finding]:
-    """Return whether the walltime leaves room for warning, jitter, start-up and a checkpoint."""
-    section = profile.slurm
+def check_job(spec: JobSpec, profile: Profile) -> list[Finding]:
+    """Return what is wrong with a job and a profile under Slurm, before sbatch is asked.
+
+    The walltime has to leave room for warning, jitter, start-up and a checkpoint; several nodes
+    have to see the same files; and tasks of an array must not write over one another.
+    """
+    section, url = profile.slurm, spec.checkpoint.url
     warn_s, startup_s = section.warn_s, section.startup_s
     limit_s = parse_time_limit(section.time_limit)
     needed_s = warn_s + JITTER_S + startup_s
@@ -208,28 +207,19 @@ def check_walltime(profile: Profile) -> list[Finding]:
             f"slurm.warn_s of {section.checkpoint_s + JITTER_S} or more",
             "SLURM2",
         ),
+        *finding(
+            "error" if profile.shared_fs is False else "warning",
+            spec.num_nodes > 1 and profile.shared_fs is not True,
+            f"{spec.num_nodes} nodes, and DURABLE_DIR is not known to be on a shared file system",
+            "shared_fs = true in the profile, once you have looked",
+            "SLURM5",
+        ),
+        *error(
+            section.array and url and "SLURM_ARRAY_TASK_ID" not in url,
+            "all tasks of the array would write their checkpoints to one place",
+            "leave checkpoint.url out: each task has a place of its own",
+        ),
     ]
-
-
-def check_nodes(spec: JobSpec, profile: Profile) -> list[Finding]:
-    """Return whether several nodes see the same files."""
-    return finding(
-        "error" if profile.shared_fs is False else "warning",
-        spec.num_nodes > 1 and profile.shared_fs is not True,
-        f"{spec.num_nodes} nodes, and DURABLE_DIR is not known to be on a shared file system",
-        "shared_fs = true in the profile, once you have looked",
-        "SLURM5",
-    )
-
-
-def check_array(spec: JobSpec, profile: Profile) -> list[Finding]:
-    """Return whether array tasks would write over one another."""
-    url = spec.checkpoint.url
-    return error(
-        profile.slurm.array and url and "SLURM_ARRAY_TASK_ID" not in url,
-        "all tasks of the array would write their checkpoints to one place",
-        "leave checkpoint.url out: each task has a place of its own",
-    )
 
 
 def check_cluster(config: Mapping[str, str]) -> list[Finding]:

@@ -349,7 +349,8 @@ def find_others() -> list[str]:
     for gpu in list_gpus():
         for pid in gpu["pids"]:
             found[pid] = f"process {pid}{describe_process(pid)} computes on GPU {gpu['index']}"
-    parents = {pid: read_parent(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+    pids = [pid for pid in os.listdir("/proc") if pid.isdigit()]
+    parents = {pid: "".join(read_stat(pid)[1:2]) for pid in pids}  # None of one that is gone.
     mine = set()
     pid = str(os.getpid())
     while pid in parents and pid not in mine:
@@ -403,11 +404,6 @@ def has_torch(pid: str) -> bool:
         return spent / os.sysconf("SC_CLK_TCK") > _TRAINED_S
     except OSError:
         return False
-
-
-def read_parent(pid: str) -> str:
-    """Return the parent of a process; empty where it is gone."""
-    return "".join(read_stat(pid)[1:2])
 
 
 def read_stat(pid: str | int) -> list[str]:
