@@ -23,7 +23,6 @@ from perdure.control.joining import note_invitation
 from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import (
     free_slot,
-    is_elastic,
     is_outside,
     leave_outside,
     note_world,
@@ -332,22 +331,22 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
     return finish_job(state, now)
 
 
-def _lose_node(state: JobState, now: float, event: KeeperLost | NodeLost) -> list[AnyAction]:
-    taken = find_notice(state, now, event.node)
-    if isinstance(event, KeeperLost):
-        reason = "its keeper died, and its ranks with it"
-        reason += f": it {event.cause}" if event.cause else ""
-        found = explain_node(event.node, "keeper lost", -1, event.at_s, now, reason)
-        state.book.correct(found, event.generation)
-        if event.generation != state.world.generation or not state.world.has_ranks:
-            return []
-        why = f"keeper died: it {event.cause}" if event.cause else "keeper died"
-        lost = membership_of(state).lose(state, event.node, why, event.begun)
-        if not lost.broken:
-            return lost.actions
-        return _fail(
-            state, now, f"node {event.node}", lost.broken, code=1, taken=taken, found=found
-        )
+def _lose_keeper(state: JobState, now: float, event: KeeperLost) -> list[AnyAction]:
+    reason = "its keeper died, and its ranks with it"
+    reason += f": it {event.cause}" if event.cause else ""
+    found = explain_node(event.node, "keeper lost", -1, event.at_s, now, reason)
+    state.book.correct(found, event.generation)
+    if event.generation != state.world.generation or not state.world.has_ranks:
+        return []
+    why = f"keeper died: it {event.cause}" if event.cause else "keeper died"
+    lost = membership_of(state).lose(state, event.node, why, event.begun)
+    if not lost.broken:
+        return lost.actions
+    taken, node = find_notice(state, now, event.node), f"node {event.node}"
+    return _fail(state, now, node, lost.broken, code=1, taken=taken, found=found)
+
+
+def _lose_node(state: JobState, now: float, event: NodeLost) -> list[AnyAction]:
     seen_s = event.last_seen_s or event.at_s
     found = explain_node(event.node, "NodeLost", -1, seen_s, now, event.reason)
     late = state.phase == "ending" or state.world.phase == "forming"
@@ -374,8 +373,9 @@ def _lose_node(state: JobState, now: float, event: KeeperLost | NodeLost) -> lis
     lost = membership_of(state).lose(state, event.node, why)
     if not lost.broken:
         return lost.actions
-    if event.node not in state.world.placement and not is_elastic(state):
+    if event.node not in state.world.placement and not membership_of(state).goes_on(state):
         return []
+    taken = find_notice(state, now, event.node)
     if taken is None:
         state.blames[event.node] = state.blames.get(event.node, 0) + 1
     if state.world.phase == "forming" and state.spares:
@@ -665,7 +665,7 @@ _ALIKE: dict[type[AnyEvent], Handler] = {
 _OF_ONE_WORLD: dict[type[AnyEvent], Handler] = {
     NodeRegistered: _register,
     RankExited: _note_exit,
-    KeeperLost: _lose_node,
+    KeeperLost: _lose_keeper,
     NodeLost: _lose_node,
     VerdictReached: _judge,
     VerdictWithdrawn: withdraw,

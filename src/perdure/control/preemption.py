@@ -17,8 +17,7 @@ import math
 from perdure.control.agreement.boundary import open_boundary
 from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.membership import membership_of
-from perdure.control.membership.elastic import is_elastic
-from perdure.control.membership.members import fill_slots, find_living, find_spares
+from perdure.control.membership.members import find_living, find_spares
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.placement import cordon, release
 from perdure.control.steering.group_moves import count_left, take_back
@@ -183,7 +182,7 @@ def _serves_to_the_end(state: JobState, notices: list[OpenNotice]) -> bool:
     late costs it no more than a loss without notice. Where spares stand in, where nobody is left
     and the state has to be saved, or where somebody waits for the nodes, they are left at once.
     """
-    if not is_elastic(state) or any(n.waits for n in notices):
+    if not membership_of(state).goes_on(state) or any(n.waits for n in notices):
         return False
     nodes = {n.node for n in notices}
     noticed = {n.node for n in state.notices.values() if n.certain} | nodes
@@ -287,7 +286,8 @@ def _hasten(state: JobState, now: float, notice: OpenNotice) -> bool:
 def _look(state: JobState, now: float, nodes: list[int], notices: list[OpenNotice]) -> Outlook:
     """Return what the policy has to know."""
     certain = notices[0].certain
-    if is_elastic(state):
+    in_place = membership_of(state).goes_on(state)
+    if in_place:
         leavers = find_leavers(state, nodes)
         spares, short = len([m for m in find_spares(state) if m not in leavers]), len(leavers)
         left = len(find_living(state)) - short
@@ -296,7 +296,7 @@ def _look(state: JobState, now: float, nodes: list[int], notices: list[OpenNotic
         short, left = sum(node in nodes for node in state.world.placement), 0
     supervised = state.world.stepping and not state.world.joined
     return Outlook(
-        depth="elastic" if is_elastic(state) else "supervised" if supervised else "resumable",
+        depth="elastic" if in_place else "supervised" if supervised else "resumable",
         nodes=tuple(nodes),
         grace_s=max(0.0, min(n.gone_s for n in notices) - now),
         certain=certain,
@@ -308,7 +308,7 @@ def _look(state: JobState, now: float, nodes: list[int], notices: list[OpenNotic
 
 def _runs(state: JobState, node: int) -> bool:
     """Return whether `node` runs ranks of the world, or members of it."""
-    if is_elastic(state):
+    if membership_of(state).goes_on(state):
         return bool(find_leavers(state, (node,)))
     return node in state.world.placement
 
@@ -325,7 +325,8 @@ def _cordon(state: JobState, node: int, why: str) -> list[AnyAction]:
     if node in state.cordoned:
         return []
     state.going.add(node)
-    return cordon(state, node, why) + (end_spares(state, (node,), why) if is_elastic(state) else [])
+    spares = end_spares(state, (node,), why) if membership_of(state).goes_on(state) else []
+    return cordon(state, node, why) + spares
 
 
 def _free(state: JobState, node: int, source: str, why: str) -> list[AnyAction]:
@@ -336,7 +337,7 @@ def _free(state: JobState, node: int, source: str, why: str) -> list[AnyAction]:
     actions: list[AnyAction] = []
     if node in state.cordoned and node not in state.barred:
         actions += release(state, node, source, why)
-    return actions + (fill_slots(state, why) if is_elastic(state) else [])
+    return actions + membership_of(state).fill(state, why)
 
 
 # --- replica groups ------------------------------------------------------------------------------

@@ -219,6 +219,14 @@ class Elastic(Fixed):
     promised = ("set", "pause", "checkpoint")
     """The first member saves for all."""
 
+    def goes_on(self, state: JobState) -> bool:
+        """For as long as this generation can be formed again in place."""
+        return is_elastic(state)
+
+    def fill(self, state: JobState, reason: str) -> list[AnyAction]:
+        """Fill each slot that has nobody."""
+        return fill_slots(state, reason) if is_elastic(state) else []
+
     def deadline(self, state: JobState) -> float | None:
         """Return when something of this is due."""
         if state.world.phase != "running":

@@ -149,6 +149,14 @@ class Fixed:
 
     # --- what becomes of it ------------------------------------------------------------------
 
+    def goes_on(self, state: JobState) -> bool:
+        """Return whether the others go on in place without who is lost, or leaves."""
+        return False
+
+    def fill(self, state: JobState, reason: str) -> list[AnyAction]:
+        """Return the order that starts new members where there are none."""
+        return []
+
     def deadline(self, state: JobState) -> float | None:
         """Return when something of the membership is due: here, nothing ever is."""
         return None

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreements import OpenBoundary
 from perdure.control.job import JobState, OpenMove
-from perdure.control.membership.elastic import is_elastic, order_world
+from perdure.control.membership import membership_of
+from perdure.control.membership.elastic import order_world
 from perdure.control.membership.members import (
     call_spares,
     end_rank,
@@ -117,7 +118,7 @@ def leave_together(state: JobState, now: float, done: OpenBoundary) -> list[AnyA
     elastic = state.world.elastic
     gone = [rank for rank in done.leaves if rank in elastic.members]
     state.step = max(state.step, done.step)
-    if not gone or not is_elastic(state):
+    if not gone or not membership_of(state).goes_on(state):
         return []
     if not set(find_living(state)) - set(gone):
         elastic.leaving |= set(gone)

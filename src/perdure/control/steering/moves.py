@@ -16,7 +16,6 @@ from perdure.control.agreement.pauses import stands
 from perdure.control.agreements import OpenBoundary
 from perdure.control.job import LEFT, JobState, OpenMove
 from perdure.control.membership import membership_of
-from perdure.control.membership.elastic import is_elastic
 from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar_left, find_shortage, keep_nodes
 from perdure.control.steering.group_moves import advance_group_move
@@ -94,7 +93,7 @@ def restore_move(state: JobState, now: float, node: int, why: str) -> list[AnyAc
     for move in list(state.moves.values()):
         if node not in move.nodes:
             continue
-        if is_elastic(state):
+        if membership_of(state).goes_on(state):
             actions += restore_leaving(state, now, move, why)
         elif move.stage == "moved":
             actions += _finish(state, now, move, f"node {node} is free again: {why}")
@@ -124,7 +123,7 @@ def _advance_one_world(state: JobState, now: float, move: OpenMove) -> list[AnyA
     actions = _settle(state, now)
     if move.late_s is not None and now >= move.late_s:
         move.late_s, move.guarded = None, False  # Saved once more, so that little is lost with it.
-    advance = advance_leaving if is_elastic(state) else _advance
+    advance = advance_leaving if membership_of(state).goes_on(state) else _advance
     return [*actions, *advance(state, now, move), *_settle(state, now)]
 
 
@@ -195,7 +194,7 @@ def _settle(state: JobState, now: float) -> list[AnyAction]:
     actions: list[AnyAction] = []
     for move in state.moves.values():
         if (
-            is_elastic(state)
+            membership_of(state).goes_on(state)
             or move.stage == "moved"
             or set(move.nodes) & set(state.world.placement)
         ):

@@ -12,8 +12,6 @@ import msgspec
 
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
 from perdure.control.membership import membership_of
-from perdure.control.membership.elastic import is_elastic
-from perdure.control.membership.members import fill_slots
 from perdure.control.recovery.placement import bar, find_shortage, release
 from perdure.control.steering.group_verbs import (
     GroupPlan,
@@ -129,7 +127,7 @@ def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) 
 def _restore(state: JobState, now: float, node: int, who: str, reason: str) -> list[AnyAction]:
     actions = restore_move(state, now, node, reason)
     actions += release(state, node, who, reason) if node in state.cordoned else []
-    return actions + (fill_slots(state, reason) if is_elastic(state) else [])
+    return actions + membership_of(state).fill(state, reason)
 
 
 def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
@@ -140,7 +138,7 @@ def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
     for node in todo:
         kept = node in state.world.placement
         what = "keeps its ranks" if kept else "stands ready as a spare node"
-        if is_elastic(state) and not find_leavers(state, (node,)):
+        if membership_of(state).goes_on(state) and not find_leavers(state, (node,)):
             what = "is filled with new members"
         parts.append(f"node {node} {what}")
     return WorldPlan(
@@ -152,7 +150,7 @@ def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
 def _plan_cordon(state: JobState, nodes: tuple[int, ...]) -> Plan:
     todo = [node for node in nodes if node not in state.barred]
     already = [f"node {n} is cordoned already" for n in nodes if n not in todo]
-    refusal = "" if is_elastic(state) else _find_refusal(state, set(todo))
+    refusal = "" if membership_of(state).goes_on(state) else _find_refusal(state, set(todo))
     moves = _plan_moves(state, todo)
     parts = []
     for node in todo:
@@ -180,7 +178,7 @@ def _plan_leave(
             todo.append(node)
     if not todo:
         return WorldPlan(verb=verb, already=already, words="; ".join(already))
-    if is_elastic(state):
+    if membership_of(state).goes_on(state):
         return _plan_elastic_leave(state, verb, todo, already)
     moves = _plan_moves(state, todo)
     if not moves:
