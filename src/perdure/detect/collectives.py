@@ -85,7 +85,8 @@ class CollectiveWatch:
 
     def __init__(self, config: DetectConfig, world_size: int) -> None:
         """Begin a generation."""
-        self._config = config
+        self.config = config
+        """What is judged by; it may change while a job runs."""
         self._world_size = world_size
         self._comms: dict[tuple[str, int, int, int], Comm] = {}
         self._sorted: list[Comm] = []
@@ -102,10 +103,6 @@ class CollectiveWatch:
         """Learned step time of the job; 0 where it declares no steps."""
         self.grown = 0
         """Counts new communicators and senders, so that what is derived from them is renewed."""
-
-    def reconfigure(self, config: DetectConfig) -> None:
-        """Judge by `config` from now on."""
-        self._config = config
 
     def comms(self) -> list[Comm]:
         """Return the communicators by name."""
@@ -200,7 +197,7 @@ class CollectiveWatch:
                 del comm.baselines[next(iter(comm.baselines))]
             base = comm.baselines[(row.op, row.bytes)] = Baseline()
         each_s = self._follow_pace(now, comm, seq, row)
-        tolerance = self._config.comm_slow_ratio
+        tolerance = self.config.comm_slow_ratio
         comm.judged_s = now
         slow = False
         if base.known:
@@ -209,14 +206,14 @@ class CollectiveWatch:
             paces = [p for p in (comm.find_pace(), pace) if p]
             lost = 1.0 - 1.0 / max(paces) if paces and max(paces) > 1.0 else 0.0
             # What a collective takes longer must account for what training loses.
-            share = max(self._config.slow_impact, ACCOUNTED * lost)
-            heavy = extra_s >= self._config.comm_slow_floor_s and (
+            share = max(self.config.slow_impact, ACCOUNTED * lost)
+            heavy = extra_s >= self.config.comm_slow_floor_s and (
                 not each_s or extra_s >= share * each_s
             )
             slower = not paces or max(paces) >= PACE_RATIO
             slow = excess >= tolerance - 1.0 and heavy and slower
             if slow and comm.slow is None:
-                scale_s, every_s = self._config.slow_confirm_s, max(self.step_s, comm.pace.value)
+                scale_s, every_s = self.config.slow_confirm_s, max(self.step_s, comm.pace.value)
                 comm.slow = Persistence(now, scale_s, tolerance - 1.0, every_s)
             if comm.slow is not None and (slow or excess < (tolerance - 1.0) / 2 or not slower):
                 comm.slow.add(now, excess if slow else 0.0)
@@ -272,11 +269,11 @@ class CollectiveWatch:
             # Without steps, a step is taken for two collectives.
             step_s = self.step_s or 2 * (comm.pace.value or each_s)
             excess = (late_s - usual_s) / step_s if step_s > 0 and mine.base.known else 0.0
-            if late_s - usual_s < self._config.straggler_floor_s:
+            if late_s - usual_s < self.config.straggler_floor_s:
                 excess = 0.0
-            least = self._config.straggler_ratio - 1.0
+            least = self.config.straggler_ratio - 1.0
             if mine.late is None and excess >= least:
-                mine.late = Persistence(now, self._config.slow_confirm_s, least, step_s)
+                mine.late = Persistence(now, self.config.slow_confirm_s, least, step_s)
             if mine.late is not None:
                 mine.late.add(now, excess)
                 if mine.late.is_over(now, 30.0):

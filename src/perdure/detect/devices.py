@@ -84,12 +84,9 @@ class DeviceJudge:
 
     def __init__(self, config: DetectConfig) -> None:
         """Judge slow clocks by `config`."""
-        self._config = config
+        self.config = config
+        """What is judged by; it may change while a job runs."""
         self._devices: dict[str, _Health] = {}
-
-    def reconfigure(self, config: DetectConfig) -> None:
-        """Judge by `config` from now on."""
-        self._config = config
 
     def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
         """Take a heartbeat's look at a node's devices; return whose health has changed."""
@@ -182,7 +179,7 @@ class DeviceJudge:
 
     def _weigh_clock(self, health: _Health, sample: DeviceSample) -> tuple[bool, str] | None:
         why, now = self._find_slow(sample), sample.at_s
-        limit_s = self._config.device_slow_s
+        limit_s = self.config.device_slow_s
         if not why:
             health.slow_since_s = None
             if not health.slow:

@@ -102,7 +102,8 @@ class LinkWatch:
 
     def __init__(self, config: DetectConfig, node_of: Callable[[int], int]) -> None:
         """Begin a generation."""
-        self._config = config
+        self.config = config
+        """What is judged by; it may change while a job runs."""
         self._node_of = node_of
         self.links: dict[tuple[int, int], Link] = {}
         self.swept_s = -1e9
@@ -112,10 +113,6 @@ class LinkWatch:
         self._window_s = 0.0
         self._deaf: set[tuple[int, int]] = set()
         """Links whose way back is the one that loses."""
-
-    def reconfigure(self, config: DetectConfig) -> None:
-        """Judge by `config` from now on."""
-        self._config = config
 
     def take(self, now: float, sweep: LinkSweep) -> None:
         """Take a sweep of one node."""
@@ -148,7 +145,7 @@ class LinkWatch:
             return
         cell = link.cell = busy_s * 1e9 / acked
         link.moved_s = now
-        config = self._config
+        config = self.config
         calm = cell <= config.link_floor_ms_per_mb or cell <= CALM * link.base.value
         excess = 0.0 if calm and link.retrans < LOST_MIN else self._find_excess(link)
         if link.slow is None and excess > 0.0:
@@ -176,7 +173,7 @@ class LinkWatch:
 
     def _find_excess(self, link: Link) -> float:
         """Return the excess of a link's busy time or loss over what is usual; 0 within it."""
-        config = self._config
+        config = self.config
         cells = self._usual.get(link.near, [])
         others = cells[(len(cells) - 1) // 2] if len(cells) > 1 else 0.0
         usual = max(others, link.base.value)
@@ -201,7 +198,7 @@ class LinkWatch:
 
         `fused`: there is other evidence that communication is slow, so that less is enough.
         """
-        least = self._config.link_fused_ratio if fused else self._config.link_slow_ratio
+        least = self.config.link_fused_ratio if fused else self.config.link_slow_ratio
         slow = [
             link
             for link in self.links.values()
@@ -223,7 +220,7 @@ class LinkWatch:
         link = self.links.get(ends)
         if link is None or link.slow is None or not link.base.known:
             return False
-        if link.slow.lasting(now, FRESH_S) < self._config.link_slow_ratio - 1.0:
+        if link.slow.lasting(now, FRESH_S) < self.config.link_slow_ratio - 1.0:
             return False
         extra = MINOR * (link.cell - link.base.value)
         others = [
@@ -241,7 +238,7 @@ class LinkWatch:
             for link in self.links.values()
             if now - link.seen_s <= FRESH_S
             and link.backoff > 0
-            and link.last_ack_s >= self._config.link_stuck_s
+            and link.last_ack_s >= self.config.link_stuck_s
             and not self.is_unread(link)
         ]
 

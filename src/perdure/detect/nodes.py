@@ -68,7 +68,8 @@ class NodeWatch:
         """When it was heard last that an elastic world has broken as connections ended."""
         self._ended_s = -math.inf
         """When it was heard last that a rank had failed because its connection to another ended."""
-        self._due_s: float | None = None
+        self.due_s: float | None = None
+        """When to look next; heartbeats since then only make it later."""
 
     def take_beat(self, now: float, beat: NodeBeat) -> bool:
         """Return whether the heartbeat is news: not a duplicate, not overtaken by another.
@@ -116,7 +117,7 @@ class NodeWatch:
 
     def _expect(self, now: float, node: int) -> None:
         """Look again no later than when `node` would have been silent for too long."""
-        self._due_s = min(self._due_s or math.inf, now + self._find_look_s(node))
+        self.due_s = min(self.due_s or math.inf, now + self._find_look_s(node))
 
     def restart(self, now: float) -> None:
         """A controller has just started: no silence before now counts."""
@@ -138,7 +139,7 @@ class NodeWatch:
     def doubt(self, now: float) -> None:
         """An elastic world has broken as connections ended, and waits to know who is lost."""
         self._broken_s = now
-        self._due_s = min(self._due_s or math.inf, now + self._find_doubt_look_s())
+        self.due_s = min(self.due_s or math.inf, now + self._find_doubt_look_s())
 
     def note_exit(self, now: float, *, lost_peer: bool) -> None:
         """A rank has failed, because its connection to another one had ended or of itself.
@@ -146,7 +147,7 @@ class NodeWatch:
         One that failed of itself explains why the others' connections ended.
         """
         self._ended_s = now if lost_peer else -math.inf
-        self._due_s = min(self._due_s or math.inf, now + _ANY_S / 5)
+        self.due_s = min(self.due_s or math.inf, now + _ANY_S / 5)
 
     def _find_doubt_look_s(self) -> float:
         """Return how often to look while in doubt."""
@@ -156,7 +157,7 @@ class NodeWatch:
         """Its platform says that the machine of `node` has ended."""
         if node in self._nodes:
             self._nodes[node].ended = words
-            self._due_s = min(self._due_s or math.inf, now + _ENDED_S)
+            self.due_s = min(self.due_s or math.inf, now + _ENDED_S)
 
     def trust(self) -> None:
         """It is whole again, or who has ended is known: whoever is silent is so by chance."""
@@ -166,11 +167,6 @@ class NodeWatch:
         """It is in the journal that this node was lost."""
         if node in self._nodes:
             self._nodes[node].lost = True
-
-    @property
-    def due_s(self) -> float | None:
-        """Return when to look next; heartbeats since then only make it later."""
-        return self._due_s
 
     def find_lost(
         self,
@@ -183,12 +179,12 @@ class NodeWatch:
         as seen by their peers on other nodes, and how long a step takes them: for so long after
         it their silence there says nothing.
         """
-        if self._due_s is None or now < self._due_s:
+        if self.due_s is None or now < self.due_s:
             return []
         lost: list[NodeLost] = []
         all_silent_s = now - self._heard_s if self._heard_s is not None else 0.0
         if self._quiet_s <= all_silent_s < self._all_lost_s:
-            self._due_s = now + self._quiet_s
+            self.due_s = now + self._quiet_s
             return lost
         later: list[float] = []
         for number, node in sorted(self._nodes.items()):
@@ -212,7 +208,7 @@ class NodeWatch:
             due_s = node.received_s + look_s
             if not node.lost:
                 later.append(due_s if due_s > now else now + look_s / 5)
-        self._due_s = min(later, default=None)
+        self.due_s = min(later, default=None)
         if self._broken_s > -math.inf:
-            self._due_s = min(self._due_s or math.inf, now + self._find_doubt_look_s())
+            self.due_s = min(self.due_s or math.inf, now + self._find_doubt_look_s())
         return lost

@@ -88,7 +88,7 @@ class SlowWatch:
         self._config = config
         self._spec = msgspec.structs.replace(self._spec, detect=config)
         for part in (self.stages, self.collectives, self.links):
-            part.reconfigure(config)
+            part.config = config
 
     def take(self, now: float, beat: NodeBeat) -> None:
         """Take what a heartbeat says of collectives, steps and links."""

@@ -114,7 +114,8 @@ class StageWatch:
         self, config: DetectConfig, home: Callable[[int], int] = lambda rank: rank
     ) -> None:
         """Begin a generation; `home` is what is replaced with a rank: its node."""
-        self._config = config
+        self.config = config
+        """What is judged by; it may change while a job runs."""
         self._home = home
         self._rows: dict[int, dict[int, Row]] = {}
         self._since: dict[int, float] = {}
@@ -142,10 +143,6 @@ class StageWatch:
         self._noise_alone = _Noise()
         """Of all ranks that have no peers."""
         self.suspects: dict[int, Persistence] = {}
-
-    def reconfigure(self, config: DetectConfig) -> None:
-        """Judge by `config` from now on."""
-        self._config = config
 
     @property
     def seen(self) -> bool:
@@ -250,7 +247,7 @@ class StageWatch:
             self._learned_s = now
             self._turn += 1
         turn = self._turn % turns
-        calm = 1.0 + (self._config.straggler_ratio - 1.0) / 2
+        calm = 1.0 + (self.config.straggler_ratio - 1.0) / 2
         suspected = {self._peers.get(rank, -1) for rank in self.suspects}
         everybody: list[float] = []
         groups = self._find_groups(row)
@@ -354,11 +351,9 @@ class StageWatch:
         if alike:
             # Whoever does no more than its peers holds nobody up, whatever it did before.
             excess = max(min(excess, share - 1.0), FROM_START * (share - 1.0))
-        least = self._config.straggler_ratio - 1.0
+        least = self.config.straggler_ratio - 1.0
         extra_s = excess * usual_s
-        if extra_s < self._config.straggler_floor_s or extra_s < (
-            self._config.slow_impact * mine[5]
-        ):
+        if extra_s < self.config.straggler_floor_s or extra_s < (self.config.slow_impact * mine[5]):
             excess = min(excess, 0.0)
         if excess >= least:
             self._noise[self._peers.get(rank, -1)][0].add_odd(rank)
@@ -367,7 +362,7 @@ class StageWatch:
             began_s = now - min(mine[5], max(BACK_S_MAX, self.step_s))
             # From the first step on no step is usual yet: this one says how far apart they are.
             every_s = self.step_s or mine[5]
-            suspect = Persistence(began_s, self._config.slow_confirm_s, least, every_s)
+            suspect = Persistence(began_s, self.config.slow_confirm_s, least, every_s)
             self.suspects[rank] = suspect
         if suspect is not None:
             suspect.add(now, excess)

@@ -203,7 +203,9 @@ class SnapshotFold:
             ranks=rows,
             devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
             verdicts=verdicts[-VERDICTS_SHOWN:],
-            checkpoints=tuple(_describe_checkpoint(c) for c in self._find_checkpoints()),
+            checkpoints=tuple(
+                _describe_checkpoint(c) for c in history.checkpoints[-CHECKPOINTS_SHOWN:]
+            ),
             metrics=dict(sorted(self.certain.metrics.items())),
             incidents=sum(g.incident is not None for g in history.generations.values())
             + len(history.lost_parts),
@@ -226,9 +228,6 @@ class SnapshotFold:
             return "elastic"
         resumable = self._rows.joined or any(g.resumable for g in generations)
         return "resumable" if resumable else "supervised"
-
-    def _find_checkpoints(self) -> list[CheckpointSaved]:
-        return self._history.checkpoints[-CHECKPOINTS_SHOWN:]
 
 
 def _find_present(rows: Sequence[RankRow], newest: Generation | None) -> list[RankRow]:

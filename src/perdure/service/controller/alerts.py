@@ -92,7 +92,7 @@ class Alerter:
         """Send, until cancelled."""
         while True:
             while self._queue:
-                await self._deliver(self._queue[0])
+                await self.send(self._queue[0])
                 self._queue.popleft()
             self._idle.set()
             self._wake.clear()
@@ -113,10 +113,7 @@ class Alerter:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def send(self, alert: Alert) -> None:
-        """Deliver one alert that is not of the journal; `dropped` counts those that were lost."""
-        await self._deliver(alert)
-
-    async def _deliver(self, alert: Alert) -> None:
+        """Deliver one alert, of the journal or not; `dropped` counts those that were lost."""
         data = encode(alert)
         if self._config.command:
             await self._try(f"command {self._config.command[0]}", self._call, data)

@@ -206,7 +206,7 @@ class ControllerService:
         if spec is not None and spec is not self._judged:
             self._judged = spec
             self._detector.reconfigure(spec.detect)
-            self._devices.reconfigure(spec.detect)
+            self._devices.config = spec.detect
 
     async def _begin(self, *, first: bool) -> None:
         turn = _Turn(self._clock())
