@@ -1,9 +1,9 @@
 """An elastic world breaks under one of its members: what the loop still knows afterwards."""
 
-import gc
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,28 +91,13 @@ class Sharded:
         self.trainer._saving = self.trainer._steering._saving = disk  # type: ignore[assignment]
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("PERDURE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()  # What is left of gloo must not be collected in a fork of a later test.
-
-
-def test_a_sharded_world_that_breaks_before_it_has_read_its_checkpoint_reads_it_in_the_next() -> (
-    None
-):
+def a_world_that_breaks_before_it_has_read_its_checkpoint_reads_it_in_the_next() -> None:
     world = Sharded(Disk("Connection reset by peer", newest=4))
     assert [step.step for step in world.trainer.steps(6)] == [4, 5]
     assert world.membership.epoch == 1
-    world.trainer._leave()
 
 
-def test_who_rolls_forward_saves_the_checkpoint_that_the_votes_of_that_step_asked_for() -> None:
+def who_rolls_forward_saves_the_checkpoint_that_the_votes_of_that_step_asked_for() -> None:
     world = Sharded(Disk())
     steps = world.trainer.steps(9)
     next(steps)
@@ -129,10 +114,9 @@ def test_who_rolls_forward_saves_the_checkpoint_that_the_votes_of_that_step_aske
         trainer._bring_together(plan, group)
         assert trainer.applied == applied + 1
     assert world.disk.saved == [(applied, "interval")]
-    trainer._leave()
 
 
-def test_who_waited_within_its_copy_says_since_when() -> None:
+def who_waited_within_its_copy_says_since_when() -> None:
     world = Sharded(Disk())
     since: list[float] = []
 
@@ -146,7 +130,24 @@ def test_who_waited_within_its_copy_says_since_when() -> None:
     assert len(list(world.trainer.steps(2))) == 2
     formed = [e for e in world.membership.told if isinstance(e, WorldReformed)]
     assert [e.waited_s for e in formed] == [0.0, pytest.approx(since[0], abs=0.1), 0.0]
-    world.trainer._leave()
+
+
+SCENARIOS = (
+    a_world_that_breaks_before_it_has_read_its_checkpoint_reads_it_in_the_next,
+    who_rolls_forward_saves_the_checkpoint_that_the_votes_of_that_step_asked_for,
+    who_waited_within_its_copy_says_since_when,
+)
+
+
+@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[one.__name__ for one in SCENARIOS])
+def test_in_a_sharded_world(number: int) -> None:
+    """In a process of its own: a fork of a later test must not collect what is left of gloo."""
+    env = {n: v for n, v in os.environ.items() if not n.startswith("PERDURE_")}
+    done = subprocess.run(
+        [sys.executable, __file__, str(number)], env=env | {"RANK": "0", "WORLD_SIZE": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("who", [(2, 3), (3, 2)])
@@ -169,3 +170,7 @@ def test_a_newcomer_takes_settings_from_who_is_there_whatever_their_numbers(
     there.share(store, members)
     comes.share(store, members)
     assert (comes.config.lr, there.config.lr) == (0.5, 0.5)
+
+
+if __name__ == "__main__":
+    SCENARIOS[int(sys.argv[1])]()
