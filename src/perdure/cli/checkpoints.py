@@ -11,7 +11,7 @@ import typer
 
 from perdure.adapters.storage import list_stored, read_room
 from perdure.cli.jobs import find_job
-from perdure.cli.speech.say import JobName, Json, answer, note, print_json
+from perdure.cli.speech.say import JobName, Json, answer, note
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.plan.checkpoints import plan_pruning
 
@@ -93,27 +93,29 @@ def prune(
         raise ConfigError(
             f"{url} is not a directory", hint="remove what lies there by its own tool"
         )
-    wanted = int(free_gb * 1e9)
-    room = read_room(url)
     stored = list_stored(Path(url), found.spec.checkpoint.keep_best)
-    chosen, lack = plan_pruning(stored, room.bytes, wanted)
+    chosen, lack = plan_pruning(stored, read_room(url).bytes, int(free_gb * 1e9))
     for one in chosen if apply else ():
         remove(Path(url) / f"step-{one.step:08d}")
     freed = sum(one.bytes for one in chosen)
-    if as_json:
-        steps = [one.step for one in chosen]
-        print_json(
-            {"job": job, "dir": url, "applied": apply, "steps": steps, "bytes": freed, "lack": lack}
-        )
-        return
+    document = {
+        "job": job,
+        "dir": url,
+        "applied": apply,
+        "steps": [one.step for one in chosen],
+        "bytes": freed,
+        "lack": lack,
+    }
     word = "removed" if apply else "would remove"
-    for one in chosen:
-        damaged = "" if one.whole else ", damaged"
-        print(f"{word} step {one.step} ({one.bytes / 1e9:.2f} GB{damaged})")
-    print(f"{word} {len(chosen)} of {len(stored)} checkpoints, {freed / 1e9:.2f} GB")
-    if lack:
+    lines = [
+        f"{word} step {o.step} ({o.bytes / 1e9:.2f} GB{'' if o.whole else ', damaged'})"
+        for o in chosen
+    ]
+    lines.append(f"{word} {len(chosen)} of {len(stored)} checkpoints, {freed / 1e9:.2f} GB")
+    answer(document, "\n".join(lines), as_json=as_json)
+    if lack and not as_json:
         note(lack)
-    if chosen and not apply:
+    if chosen and not apply and not as_json:
         note("--yes removes them")
 
 

@@ -108,7 +108,9 @@ def plan(
             f"no world fits {devices} devices of {memory}",
             hint=_explain(reasons[0]) if reasons else "fewer ranks than blocks and devices",
         )
-    _show(found)
+    print(_render(found))
+    for text in found.notes:
+        note(text)
     if timeline:
         from perdure.dash.timeline import LEGEND, render_timeline
 
@@ -155,18 +157,14 @@ def _read_slow(given: list[str] | None) -> list[tuple[str, float]]:
     return found
 
 
-def _show(found: Plan) -> None:
+def _render(found: Plan) -> str:
     best = found.options[0]
-    world = best.world
-    print(f"world        {world.shape}: {_describe(best)}")
-    print(f"step         {best.step_s:.4f} s, {best.samples_per_s:.1f} samples/s")
-    print(f"bubble       {best.bubble:.1%}, {best.idle} devices idle")
-    print(f"memory       {best.memory_bytes / 1e9:.2f} GB on the fullest device")
-    for number, stage in enumerate(world.stages):
-        again = ", recompute" if stage.recompute else ""
-        names = ", ".join(stage.devices[:4]) + (", ..." if len(stage.devices) > 4 else "")
-        print(f"stage {number:<6} blocks {stage.first}-{stage.stop - 1}{again}: {names}")
-    print()
+    stages = [
+        f"stage {number:<6} blocks {stage.first}-{stage.stop - 1}"
+        f"{', recompute' if stage.recompute else ''}: {', '.join(stage.devices[:4])}"
+        f"{', ...' if len(stage.devices) > 4 else ''}"
+        for number, stage in enumerate(best.world.stages)
+    ]
     rows = [
         (
             o.world.shape,
@@ -178,13 +176,19 @@ def _show(found: Plan) -> None:
         )
         for o in found.options[1:]
     ]
-    if rows:
-        print(render_table(("runner-up", "how", "step s", "slower", "bubble", "idle"), rows))
-    for entry in found.excluded:
-        print(f"not possible: {_explain(entry)}")
-    print(f"{found.simulated} worlds simulated; {found.slower} kinds of worlds cannot be faster")
-    for text in found.notes:
-        note(text)
+    head = ("runner-up", "how", "step s", "slower", "bubble", "idle")
+    lines = [
+        f"world        {best.world.shape}: {_describe(best)}",
+        f"step         {best.step_s:.4f} s, {best.samples_per_s:.1f} samples/s",
+        f"bubble       {best.bubble:.1%}, {best.idle} devices idle",
+        f"memory       {best.memory_bytes / 1e9:.2f} GB on the fullest device",
+        *stages,
+        "",
+        *([render_table(head, rows)] if rows else []),
+        *(f"not possible: {_explain(entry)}" for entry in found.excluded),
+        f"{found.simulated} worlds simulated; {found.slower} kinds of worlds cannot be faster",
+    ]
+    return "\n".join(lines)
 
 
 def _describe(option: Option) -> str:

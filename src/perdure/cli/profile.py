@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.speech.say import Json, note, print_json, render_table
+from perdure.cli.speech.say import Json, answer, note, render_table
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.planning.costs import (
@@ -69,11 +69,9 @@ def profile(
     if out is not None:
         copyfile(report.path, out)
     found = read_profile(Path(report.path).read_text(encoding="utf-8"), report.path)
-    if as_json:
-        costs = {**msgspec.to_builtins(report), "fingerprint": found.fingerprint}
-        print_json({name: costs[name] for name in costs if name not in ("error", "hint")})
-        return
-    _show(found, report)
+    costs = {**msgspec.to_builtins(report), "fingerprint": found.fingerprint}
+    document = {name: costs[name] for name in costs if name not in ("error", "hint")}
+    answer(document, _render(found, report), as_json=as_json)
 
 
 def _run(
@@ -110,7 +108,7 @@ def _run(
     return found
 
 
-def _show(found: CostProfile, report: ProfileReport) -> None:
+def _render(found: CostProfile, report: ProfileReport) -> str:
     size = found.micro_batches[-1]
     costs = [(block, block.costs[size]) for block in found.blocks]
     rows = [
@@ -125,16 +123,22 @@ def _show(found: CostProfile, report: ProfileReport) -> None:
         )
         for block, cost in costs
     ]
-    print(f"profile      {report.path}")
-    print(f"machine      {found.machine}")
     what = ", ".join(report.measured) or "nothing: all was kept from before"
-    print(f"measured     {what}; worst spread {report.spread:.0%} ({report.spread_of})")
-    print(f"micro-batch  {', '.join(map(str, found.micro_batches))}; below: {size}\n")
     head = ("block", "forward ms", "backward ms", "weights ms", "input B", "stored B", "state B")
-    print(render_table(head, rows))
-    for transfer in found.transfers:
-        rate = transfer.bytes_per_s / 1e9
-        print(f"\nmessage      {1e6 * transfer.latency_s:.0f} us + bytes at {rate:.2f} GB/s")
-    for total in found.all_reduces:
-        words = f"{1e6 * total.latency_s:.0f} us + bytes at {total.bytes_per_s / 1e9:.2f} GB/s"
-        print(f"all-reduce   over {total.group_size}: {words}")
+    lines = [
+        f"profile      {report.path}",
+        f"machine      {found.machine}",
+        f"measured     {what}; worst spread {report.spread:.0%} ({report.spread_of})",
+        f"micro-batch  {', '.join(map(str, found.micro_batches))}; below: {size}\n",
+        render_table(head, rows),
+    ]
+    lines += [
+        f"\nmessage      {1e6 * t.latency_s:.0f} us + bytes at {t.bytes_per_s / 1e9:.2f} GB/s"
+        for t in found.transfers
+    ]
+    lines += [
+        f"all-reduce   over {a.group_size}: {1e6 * a.latency_s:.0f} us + bytes at "
+        f"{a.bytes_per_s / 1e9:.2f} GB/s"
+        for a in found.all_reduces
+    ]
+    return "\n".join(lines)

@@ -94,12 +94,6 @@ def ps(
     home = resolve_home()
     left = find_leftovers(home, lambda job: is_alive(paths_of(home, job)))
     ended = {one.pid for one in left if clean and kill_process(one.pid, one.start)}
-    if as_json:
-        gone = [msgspec.to_builtins(one) | {"ended": one.pid in ended} for one in left]
-        print_json({"jobs": rows, "launched": launched, "left_behind": gone})
-        return
-    if not rows and not launched and not left:
-        print("no jobs; `perdure run SCRIPT` starts one")
     cells = [
         (
             r["job"],
@@ -111,32 +105,38 @@ def ps(
         )
         for r in rows
     ]
-    if rows:
-        print(render_table(("job", "state", "step", "ranks", "restarts", "started"), cells))
+    head = ("job", "state", "step", "ranks", "restarts", "started")
+    lines = [render_table(head, cells)] if rows else []
     for row in launched:
         cost = f", {row['cost']:.2f} {row['currency']}" if row["cost"] else ""
-        print(
+        lines += [
             f"{row['job']}: launched to {row['where']} ({row['profile']}) "
-            f"{row['hours']:.1f} h ago{cost}; perdure status {row['job']}"
-        )
-        for reminder in row["reminders"]:
-            print(f"  {reminder.text}")
-
-    _print_left(left, ended)
-
-
-def _print_left(left: list[Leftover], ended: set[int]) -> None:
-    """Say what was left behind, and why it is known to be that job's."""
-    for job, group in itertools.groupby(left, key=lambda one: one.job):
-        print(
-            f"left behind by {job}, which nobody watches over (PERDURE_JOB={job} and this "
-            "PERDURE_HOME are in their environment):"
-        )
-        for one in group:
-            verb = "ended" if one.pid in ended else "lives"
-            print(f"  pid {one.pid}, {verb}, {_render_age(one.age_s)} old: {one.command[:80]}")
-    if left and not ended:
+            f"{row['hours']:.1f} h ago{cost}; perdure status {row['job']}",
+            *(f"  {reminder.text}" for reminder in row["reminders"]),
+        ]
+    lines += _render_left(left, ended)
+    gone = [msgspec.to_builtins(one) | {"ended": one.pid in ended} for one in left]
+    document = {"jobs": rows, "launched": launched, "left_behind": gone}
+    text = "\n".join(lines) or "no jobs; `perdure run SCRIPT` starts one"
+    answer(document, text, as_json=as_json)
+    if left and not ended and not as_json:
         note("perdure ps --clean ends what was left behind")
+
+
+def _render_left(left: list[Leftover], ended: set[int]) -> list[str]:
+    """Return what was left behind, and why it is known to be that job's."""
+    lines = []
+    for job, group in itertools.groupby(left, key=lambda one: one.job):
+        lines += [
+            f"left behind by {job}, which nobody watches over (PERDURE_JOB={job} and this "
+            "PERDURE_HOME are in their environment):",
+            *(
+                f"  pid {one.pid}, {'ended' if one.pid in ended else 'lives'}, "
+                f"{_render_age(one.age_s)} old: {one.command[:80]}"
+                for one in group
+            ),
+        ]
+    return lines
 
 
 def _render_age(age_s: float) -> str:

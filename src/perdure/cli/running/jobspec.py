@@ -137,13 +137,14 @@ def lay_out(spec: JobSpec) -> JobSpec:
     Raises:
         ConfigError: nodes, groups, replicas of the bus and --observe do not go together.
     """
-    groups, observed = spec.torchft.replicas, spec.observe
+    torchft, observed = spec.torchft, spec.observe
+    groups, held = torchft.replicas, torchft.lighthouse == "perdure" and not observed
     placed = msgspec.structs.replace(spec, nodes=groups or spec.nodes)
-    if observed and spec.torchft.lighthouse == "perdure":
+    if groups and observed and torchft.lighthouse == "perdure":
         # Perdure's own holds and evicts; torchft's does what it would do without perdure.
-        stock = msgspec.structs.replace(spec.torchft, lighthouse="stock")
+        stock = msgspec.structs.replace(torchft, lighthouse="stock")
         placed = msgspec.structs.replace(placed, torchft=stock)
-    of_groups = _check_groups(placed, groups, spec.nodes, observed) if groups else ()
+    of_groups = _check_groups(placed, groups, spec.nodes, held) if groups else ()
     for wrong, message, hint in (*of_groups, *_check_nodes(placed, observed)):
         if wrong:
             raise ConfigError(message, hint=hint)
@@ -153,10 +154,12 @@ def lay_out(spec: JobSpec) -> JobSpec:
 _LAST = "they are the last of the nodes: --nodes K --remote R with R up to K"
 
 
-def _check_groups(spec: JobSpec, groups: int, nodes: int, observed: bool) -> Faults:
-    """Return what replica groups of torchft, for which `nodes` were given, do not go with."""
-    held = spec.torchft.lighthouse == "perdure"
-    own = "no --observe" if observed else 'torchft.lighthouse = "perdure"'
+def _check_groups(spec: JobSpec, groups: int, nodes: int, held: bool) -> Faults:
+    """Return what replica groups of torchft, for which `nodes` were given, do not go with.
+
+    They are `held` where the lighthouse is perdure's own.
+    """
+    own = "no --observe" if spec.observe else 'torchft.lighthouse = "perdure"'
     timed = next((n for n in ("every_steps", "every_s") if getattr(spec.checkpoint, n)), "")
     return (
         (
