@@ -33,7 +33,8 @@ class Bar:
 
     def __exit__(self, *_: object) -> None:
         """Leave the terminal as it was."""
-        self._bar.stop()
+        if self._shown:
+            self._bar.stop()
 
     def say(self, what: str, share: float, more: str = "") -> None:
         """Show that `share` of `what` is done."""
