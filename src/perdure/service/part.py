@@ -1,6 +1,7 @@
-"""What the parts of a job have in common as processes: log, signals, exit code, tasks.
+"""What the parts of a job have in common as processes: log, signals, exit code, tasks, lines.
 
-A part is cancelled by SIGTERM, and told when the `perdure run` that it belongs to is gone.
+A part is cancelled by SIGTERM, and told when the `perdure run` that it belongs to is gone. Lines of
+a socket may be of whatever length the other side makes them.
 """
 
 import asyncio
@@ -93,3 +94,19 @@ def watch_process(pid: int, gone: Callable[[], object]) -> Iterator[None]:
         if fd >= 0:
             loop.remove_reader(fd)
             os.close(fd)
+
+
+LINE_MAX = 16 << 20
+"""Bytes of a line, as the limit of its reader."""
+
+
+async def read_line(reader: asyncio.StreamReader) -> bytes:
+    """Return the next line, and nothing at the end.
+
+    In the place of one that is longer than the reader's limit stands the reason, which no decoder
+    takes for a message; what follows of that line is another one, or several.
+    """
+    try:
+        return await reader.readline()
+    except ValueError as error:
+        return f"a line is too long: {error}\n".encode()

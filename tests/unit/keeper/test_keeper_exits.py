@@ -15,7 +15,7 @@ from perdure.keeper import exits
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import decode, encode
 from perdure.model.failures import ExitRecord
-from perdure.service.agent.line_server import LINE_MAX
+from perdure.service.part import LINE_MAX
 from perdure.worker.start.failure import RESERVED_BYTES, save_failure
 
 USAGE = resource.getrusage(resource.RUSAGE_SELF)

@@ -31,8 +31,8 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.service.agent.line_server import LINE_MAX, read_line
 from perdure.service.aside import Asides
+from perdure.service.part import LINE_MAX, read_line
 
 log = logging.getLogger("perdure.agent")
 

@@ -23,9 +23,9 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import MessagesSetAside
 from perdure.model.orders import Order
-from perdure.service.agent.line_server import LINE_MAX, read_line
 from perdure.service.agent.outbox import Outbox
 from perdure.service.aside import Asides
+from perdure.service.part import LINE_MAX, read_line
 
 log = logging.getLogger("perdure.agent")
 
