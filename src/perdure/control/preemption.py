@@ -286,18 +286,17 @@ def _hasten(state: JobState, now: float, notice: OpenNotice) -> bool:
 def _look(state: JobState, now: float, nodes: list[int], notices: list[OpenNotice]) -> Outlook:
     """Return what the policy has to know."""
     certain = notices[0].certain
-    in_place = membership_of(state).goes_on(state)
-    if in_place:
+    left = None
+    if membership_of(state).goes_on(state):
         leavers = find_leavers(state, nodes)
         spares, short = len([m for m in find_spares(state) if m not in leavers]), len(leavers)
         left = len(find_living(state)) - short
     else:
         spares = len([node for node in state.spares if node not in nodes])
-        short, left = sum(node in nodes for node in state.world.placement), 0
+        short = sum(node in nodes for node in state.world.placement)
     supervised = state.world.stepping and not state.world.joined
     return Outlook(
-        depth="elastic" if in_place else "supervised" if supervised else "resumable",
-        nodes=tuple(nodes),
+        saves=left is not None or not supervised,
         grace_s=max(0.0, min(n.gone_s for n in notices) - now),
         certain=certain,
         spares=spares,
@@ -353,8 +352,6 @@ def _note_group(state: JobState, now: float, event: PreemptionNoticed) -> list[A
         return []
     members, left = count_left(state, {event.node})
     outlook = Outlook(
-        depth="torchft",
-        nodes=(event.node,),
         grace_s=max(0.0, gone_s - now),
         certain=event.certain,
         spares=max(0, left - members),

@@ -10,23 +10,21 @@ import msgspec
 
 from perdure.model.job import PreemptionConfig
 
-Depth = Literal["supervised", "resumable", "torchft", "elastic"]
-
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that are noticed together, and what the job could do without them."""
 
-    depth: Depth
-    nodes: tuple[int, ...]
     grace_s: float
     """Of the one that goes first."""
+    saves: bool = True
+    """The script calls `perdure.init`, so that its state can be saved."""
     certain: bool = True
     spares: int = 0
     """Nodes, or in an elastic world members, that can stand in at once."""
     short: int = 0
     """How many are needed for the world to stay as large as it is."""
-    left: int = 0
-    """Members, or replica groups, that would go on."""
+    left: int | None = None
+    """Members, or replica groups, that would go on; None where the world is formed anew."""
 
 
 class HandOver(msgspec.Struct, frozen=True):
@@ -41,25 +39,24 @@ def decide_hand_over(outlook: Outlook, config: PreemptionConfig) -> HandOver:
     """Return what is done about `outlook`."""
     if not outlook.certain:
         return _weigh_risk(outlook, config)
-    match outlook.depth:
-        case "supervised" if outlook.spares >= outlook.short > 0:
-            return HandOver("evict", "the script cannot be saved; a spare node makes up for it")
-        case "supervised":
-            return HandOver("mark", "the script cannot be saved, and nobody can stand in")
-        case "elastic" | "torchft" if not outlook.left:
-            return HandOver("checkpoint", "nobody would be left who has the state")
-        case "resumable" if outlook.spares < outlook.short:
-            return HandOver("checkpoint", "no spare node stands ready: saved now and once more")
-        case _ if outlook.grace_s <= 0:
-            return HandOver("evict", "left out at once, for there is no grace")
-        case _:
-            return HandOver("drain", "left at a step that all agree on")
+    ready = outlook.spares >= outlook.short
+    if not outlook.saves and ready and outlook.short:
+        return HandOver("evict", "the script cannot be saved; a spare node makes up for it")
+    if not outlook.saves:
+        return HandOver("mark", "the script cannot be saved, and nobody can stand in")
+    if outlook.left == 0:
+        return HandOver("checkpoint", "nobody would be left who has the state")
+    if outlook.left is None and not ready:
+        return HandOver("checkpoint", "no spare node stands ready: saved now and once more")
+    if outlook.grace_s <= 0:
+        return HandOver("evict", "left out at once, for there is no grace")
+    return HandOver("drain", "left at a step that all agree on")
 
 
 def _weigh_risk(outlook: Outlook, config: PreemptionConfig) -> HandOver:
     """A risk is worth what costs little: no smaller world, and no restart without a spare node."""
     risk = "a higher risk is no notice yet"
-    if config.rebalance == "report" or outlook.depth == "supervised":
+    if config.rebalance == "report" or not outlook.saves:
         return HandOver("mark", f"{risk}: it is only reported")
     if config.rebalance == "drain" and outlook.spares >= outlook.short > 0:
         return HandOver("drain", f"{risk}, and spares can stand in")

@@ -11,18 +11,18 @@ from perdure.policy import Outlook, decide_hand_over
 @pytest.mark.parametrize(
     ("way", "outlook"),
     [
-        ("drain", {"depth": "resumable", "spares": 1, "short": 1}),
-        ("evict", {"depth": "resumable", "spares": 1, "short": 1, "grace_s": 0.0}),
-        ("checkpoint", {"depth": "resumable", "spares": 0, "short": 1}),
-        ("evict", {"depth": "supervised", "spares": 1, "short": 1}),
-        ("mark", {"depth": "supervised", "spares": 0, "short": 1}),
-        ("drain", {"depth": "elastic", "spares": 0, "short": 1, "left": 3}),
-        ("checkpoint", {"depth": "elastic", "spares": 0, "short": 1, "left": 0}),
-        ("drain", {"depth": "torchft", "short": 1, "left": 1}),
+        ("drain", {"spares": 1, "short": 1}),
+        ("evict", {"spares": 1, "short": 1, "grace_s": 0.0}),
+        ("checkpoint", {"spares": 0, "short": 1}),
+        ("evict", {"saves": False, "spares": 1, "short": 1}),
+        ("mark", {"saves": False, "spares": 0, "short": 1}),
+        ("drain", {"spares": 0, "short": 1, "left": 3}),
+        ("checkpoint", {"spares": 0, "short": 1, "left": 0}),
+        ("drain", {"short": 1, "left": 1}),
     ],
 )
 def test_what_is_certain_is_left_wherever_it_can_be(way: str, outlook: dict[str, Any]) -> None:
-    known: dict[str, Any] = {"nodes": (1,), "grace_s": 30.0}
+    known: dict[str, Any] = {"grace_s": 30.0}
     assert decide_hand_over(Outlook(**(known | outlook)), PreemptionConfig()).way == way
 
 
@@ -33,10 +33,10 @@ def test_what_is_certain_is_left_wherever_it_can_be(way: str, outlook: dict[str,
         ("checkpoint", "drain", {"spares": 0, "short": 1}),
         ("checkpoint", "checkpoint", {"spares": 1, "short": 1}),
         ("mark", "report", {"spares": 1, "short": 1}),
-        ("mark", "drain", {"spares": 1, "short": 1, "depth": "supervised"}),
+        ("mark", "drain", {"spares": 1, "short": 1, "left": None, "saves": False}),
     ],
 )
 def test_a_risk_is_worth_no_smaller_world(way: str, rebalance: Any, outlook: Any) -> None:
-    known = {"depth": "elastic", "nodes": (1,), "grace_s": 0.0, "certain": False, "left": 3}
+    known = {"grace_s": 0.0, "certain": False, "left": 3}
     config = PreemptionConfig(rebalance=rebalance)
     assert decide_hand_over(Outlook(**(known | outlook)), config).way == way

@@ -189,10 +189,12 @@ def retry_boundary(state: JobState, now: float, reason: str) -> list[AnyAction]:
         return actions
     passed = boundary.at_step is not None and state.step >= boundary.at_step
     if boundary.tries >= TRIES_MAX or passed:
-        if boundary.kind in ("stop", "drain"):
-            return actions
-        why = f"the ranks could not agree on a step: {reason}"
-        return actions + state.answer_open(boundary.command, False, why, {})
+        if (
+            boundary.kind in ("set", "pause") or state.quorum.asked
+        ):  # Others are by `after_boundary`.
+            why = f"the ranks could not agree on a step: {reason}"
+            actions += state.answer_open(boundary.command, False, why, {})
+        return actions
     state.boundary = boundary
     if boundary.change is not None:  # An epoch that was sent once is never used again.
         state.steering.epoch += 1
