@@ -210,6 +210,19 @@ def find_job(name: str) -> Job:
         raise ConfigError(f"job `{name}` was torn down{results}", hint=error.hint) from None
 
 
+def find_launched(job: str, hint: str) -> LaunchRecord:
+    """Return what is remembered of a job that runs elsewhere.
+
+    Raises:
+        ConfigError: it is on this machine, or there is none; of the former, `hint` says more.
+    """
+    try:
+        find_job(job)
+    except ElsewhereError as elsewhere:
+        return elsewhere.record
+    raise ConfigError(f"job `{job}` is on this machine", hint=hint)
+
+
 def find_here(name: str, home: str) -> Job:
     """Return the job `name` below `home`, whatever of that name was launched elsewhere.
 

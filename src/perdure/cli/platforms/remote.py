@@ -1,4 +1,4 @@
-"""Jobs on other machines: commands carried there, `perdure attach`, `tunnel` and `scale`.
+"""Jobs on other machines: commands carried there, `perdure attach` and `tunnel`.
 
 How each box of such a job is, is told with when it was last seen from here. `perdure remind` says
 what they cost that nobody looks after; so do lines of `ps` and `status`.
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_elsewhere, find_job
+from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_elsewhere, find_job, find_launched
 from perdure.cli.platforms.profiles import here
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
 from perdure.launch.platforms import Here, find_platform
@@ -276,19 +276,6 @@ def _attach_there(record: LaunchRecord, as_json: bool) -> int:
     return 128 + state.signal if state.signal else state.code
 
 
-def _find_launched(job: str, hint: str) -> LaunchRecord:
-    """Return what is remembered of a job that runs elsewhere.
-
-    Raises:
-        ConfigError: it is on this machine, or there is none; of the former, `hint` says more.
-    """
-    try:
-        find_job(job)
-    except ElsewhereError as elsewhere:
-        return elsewhere.record
-    raise ConfigError(f"job `{job}` is on this machine", hint=hint)
-
-
 def tunnel(
     job: JobName,
     port: Annotated[
@@ -301,7 +288,7 @@ def tunnel(
     as_json: Json = False,
 ) -> int:
     """Make ports of the box reachable here, on loopback, until Ctrl-C; made again when broken."""
-    record = _find_launched(job, f"http://127.0.0.1:{port[0]}")
+    record = find_launched(job, f"http://127.0.0.1:{port[0]}")
     from perdure.launch import kubernetes
     from perdure.launch.channel import Channel
 
@@ -316,24 +303,3 @@ def tunnel(
         return Channel(box.profile.launch).forward(port)
     except KeyboardInterrupt:
         return 0
-
-
-def scale(
-    job: JobName,
-    pods: Annotated[int, typer.Argument(min=0, metavar="PODS", help="0 has it save and wait.")],
-    as_json: Json = False,
-) -> None:
-    """Give a job on Kubernetes more or fewer pods while it trains on.
-
-    An elastic job grows up to `nodes_max` and shrinks to `nodes`. Pods that go leave at a step that
-    all agree on: nothing is made again.
-    """
-    record = _find_launched(job, "perdure join brings others")
-    if record.profile.kind != "kubernetes":
-        raise ConfigError(f"nothing to scale on a platform of kind {record.profile.kind}")
-    from perdure.launch.kubernetes.scaling import scale as scale_pods
-
-    done = scale_pods(record, pods, here())
-    changes = [f"{name} added" for name in done.added] + [f"{name} left" for name in done.removed]
-    text = "; ".join([f"{job}: {done.pods} pods, {done.before} before", *changes])
-    answer(done, text, as_json=as_json)

@@ -1,16 +1,10 @@
-"""For other programs: `perdure metrics` and `perdure schema`.
-
-The first gives a job's figures to the monitoring that is there already, the second says what goes
-over the bus, for programs that perdure did not write.
-"""
+"""`perdure metrics`: a job's figures for the monitoring that is there already."""
 
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-import perdure
 from perdure.adapters.exporters import (
     PrometheusServer,
     Row,
@@ -23,8 +17,6 @@ from perdure.adapters.exporters import (
 from perdure.cli.jobs import find_job
 from perdure.cli.looking.watch import look_again
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
-from perdure.model.bus.access import ROLES, find_access
-from perdure.model.bus.asyncapi import make_asyncapi
 from perdure.model.events import JournalEntry, MetricsLogged
 from perdure.telemetry import make_report
 from perdure.telemetry.monitoring import RANKS_MAX, find_metrics, find_spans
@@ -96,23 +88,3 @@ def _find_rows(entries: list[JournalEntry]) -> list[Row]:
                 before = rows[step][1] if step in rows else {}
                 rows[step] = (step, before | values, entry.at_s)
     return [rows[step] for step in sorted(rows)]
-
-
-def schema(
-    permissions: Annotated[
-        str | None,
-        typer.Option(
-            "--permissions", metavar="JOB", help="Instead: permissions by role, for your own NATS."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Print the AsyncAPI document of all messages, or the permissions that each role needs.
-
-    Both are JSON, with or without --json.
-    """
-    if permissions is None:
-        document = make_asyncapi(perdure.__version__)
-    else:
-        document = {role: msgspec.to_builtins(find_access(role, permissions)) for role in ROLES}
-    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
