@@ -442,8 +442,9 @@ def _act_upon(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
     cause = f"{verdict.kind} ({verdict.activity})"
     ended = membership_of(state).end_hung(state, verdict)
     if ended:
-        if verdict.culprit.rank in state.world.elastic.members:
-            found, epoch = explain_verdict(verdict), state.world.elastic.epoch + 1
+        elastic = state.world.elastic
+        if verdict.culprit.rank in elastic.members:
+            found, epoch = explain_verdict(verdict), elastic.epoch + 1
             state.book.decide(
                 found, "reform", state.world.generation, state.world.placement, epoch=epoch
             )

@@ -334,7 +334,7 @@ def _free(state: JobState, node: int, source: str, why: str) -> list[AnyAction]:
         return []
     state.going.discard(node)
     actions: list[AnyAction] = []
-    if node in state.cordoned and node not in state.barred:
+    if node in state.cordoned and node not in state.barred and not is_observed(state):
         actions += release(state, node, source, why)
     return actions + membership_of(state).fill(state, why)
 
