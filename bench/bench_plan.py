@@ -10,7 +10,7 @@ import time
 from perdure.model.planning.costs import AllReduce, Block, BlockCost, CostProfile, Transfer
 from perdure.model.planning.world import make_devices
 from perdure.plan.elastic.stage_choice import PlannedChoice
-from perdure.plan.worlds.planner import Request, find_plan
+from perdure.plan.worlds.planner import Request, plan_worlds
 
 MB, GB = 10**6, 10**9
 CASES = [
@@ -53,7 +53,7 @@ def main() -> None:
     for nodes, per_node, batch, blocks, sizes, memory in CASES:
         profile, there = make_profile(blocks, sizes), make_devices(nodes, per_node, memory)
         began_s = time.process_time()
-        plan = find_plan(profile, there, Request(batch))
+        plan = plan_worlds(profile, there, Request(batch))
         took_s = time.process_time() - began_s
         note = next((text for text in plan.notes if "early" in text), "")
         best = plan.options[0].world

@@ -29,7 +29,7 @@ from perdure.model.errors import PerdureError
 from perdure.model.planning.costs import CostProfile, read_profile, write_profile
 from perdure.model.planning.world import make_devices
 from perdure.plan.worlds.measures import settle
-from perdure.plan.worlds.planner import Request, find_plan
+from perdure.plan.worlds.planner import Request, plan_worlds
 from perdure.plan.worlds.score import Scorer
 from perdure.worker.profiling import BlockMeter
 from perdure.worker.profiling.links import measure_links
@@ -62,7 +62,7 @@ def list_worlds(profile: CostProfile, args: argparse.Namespace) -> list[dict[str
                 for schedule in SCHEDULES:
                     request = Request(args.global_batch, (size,), (ranks,), schedules=(schedule,))
                     try:
-                        options = find_plan(profile, there, request).options
+                        options = plan_worlds(profile, there, request).options
                     except PerdureError:
                         continue
                     for option in options[:1]:

@@ -20,8 +20,8 @@ from perdure.cli.trace import SWEEP_S, load_costs, load_throughput, load_trace
 from perdure.lab.policies.policies import POLICIES, Policy, apply_costs, change_policy
 from perdure.lab.policies.throughput import Throughput
 from perdure.lab.report import Physics
-from perdure.lab.simulation.compare import compare, find_online_costs, sweep_communicator
-from perdure.lab.traces import AvailabilityTrace, find_intervals
+from perdure.lab.simulation.compare import compare, derive_online_costs, sweep_communicator
+from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.figures import draw_victims
 from perdure.lab.traces.formats import add_quiet
 from perdure.lab.traces.transform import announce, delay, scale_to, speed_up
@@ -45,14 +45,14 @@ def find_traces(folder: Path) -> list[tuple[str, AvailabilityTrace]]:
 
 def fit(trace: AvailabilityTrace, table: Throughput) -> AvailabilityTrace:
     """Return `trace` on no more nodes than the table knows."""
-    peak = max(len(i.living) for i in find_intervals(trace))
+    peak = max(len(i.living) for i in list_intervals(trace))
     return scale_to(trace, table.nodes_max) if peak > table.nodes_max else trace
 
 
 def find_blind(trace: AvailabilityTrace, table: Throughput, perdure: Policy) -> float:
     """Return what can be expected of who knows all but who leaves, in samples."""
-    late = find_intervals(delay(trace, perdure.start_s))
-    return find_blind_plan(late, table, find_online_costs(perdure, Physics()))
+    late = list_intervals(delay(trace, perdure.start_s))
+    return find_blind_plan(late, table, derive_online_costs(perdure, Physics()))
 
 
 def main() -> int:

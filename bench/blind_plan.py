@@ -30,9 +30,9 @@ def find_blind_plan(intervals: Sequence[Interval], table: Throughput, costs: Cha
         before = len(interval.living)
     after: dict[State, float] = {}
     for step, interval, nodes in reversed(steps):
-        fitting = table.find_fitting(len(interval.living))
+        fitting = table.list_fitting_shapes(len(interval.living))
         now: dict[State, float] = {}
-        states: list[State] = [NEVER, STOPPED, *table.find_fitting(nodes)]
+        states: list[State] = [NEVER, STOPPED, *table.list_fitting_shapes(nodes)]
         for old in states:
             value = 0.0
             for chance, lost in find_losses(step, old, nodes):

@@ -18,7 +18,7 @@ import nkeys
 
 from perdure.adapters.nats import NatsServer, make_certificate
 from perdure.adapters.nats.server import find_binary
-from perdure.model.bus.access import ROLES, Access, find_access
+from perdure.model.bus.access import ROLES, Access, build_access
 
 _CREDS = """\
 -----BEGIN NATS USER JWT-----
@@ -75,7 +75,7 @@ class JwtCluster:
         self.creds = folder / "creds"
         self.creds.mkdir()
         for role in ROLES:
-            self.write_creds(self.creds / f"{role}.creds", role, find_access(role, job))
+            self.write_creds(self.creds / f"{role}.creds", role, build_access(role, job))
         self.port, self.process = -1, None
         self._start(jetstream)
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from perdure.adapters.devices import Nvml, list_gpus
-from perdure.adapters.host import find_parents
+from perdure.adapters.host import list_ancestors
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ def nvml():
 
 
 def test_real_counters(nvml):
-    looks = nvml.sample(find_parents, {0: os.getpid()})
+    looks = nvml.sample(list_ancestors, {0: os.getpid()})
     assert [look.device for look in looks] == list(list_gpus({}))
     for look in looks:
         assert look.device.startswith(("GPU-", "MIG-"))

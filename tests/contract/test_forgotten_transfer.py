@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from perdure.worker.torchft import fence as replica_fence
 
-replica_fence.find_gloo_sockets = lambda: []  # The blow that gloo does not pass on.
+replica_fence.list_gloo_sockets = lambda: []  # The blow that gloo does not pass on.
 
 class ProcessGroupGloo:  # torchft's, which holds torch's.
     def form(self, store, rank):

@@ -125,7 +125,7 @@ async def test_of_three_servers_the_one_that_keeps_the_stuck_journal_is_started_
     stream = await insist(NatsStream.open, buses[0], SPEC.name, replicas=3)
     assert isinstance(stream, NatsStream)
     await insist(stream.append, b"0", expected_last=0, message_id="m0")
-    leader = await stream.find_leader()
+    leader = await stream.read_leader()
     await restart_server(SPEC, cluster.paths, stream)
     async with asyncio.timeout(10):
         while all(process.poll() is None for process in cluster.processes):  # noqa: ASYNC110
@@ -135,4 +135,4 @@ async def test_of_three_servers_the_one_that_keeps_the_stuck_journal_is_started_
     assert f"{cluster.paths.nats}/{ended[0]} is started anew" in caplog.text
     other = NatsStream(buses[(ended[0] + 1) % 3], SPEC.name, direct=True)
     assert await insist(other.append, b"1", expected_last=1, message_id="m1") == 2
-    assert await other.find_leader() != leader
+    assert await other.read_leader() != leader

@@ -19,7 +19,7 @@ pytest.importorskip("nkeys", reason="nkeys is not installed")
 import nkeys
 
 from perdure.adapters.nats import NatsBus
-from perdure.model.bus.access import ROLES, find_access
+from perdure.model.bus.access import ROLES, build_access
 from perdure.model.bus.wire import Endpoint
 from tests.contract.jwt_cluster import JwtCluster, Signer
 from tests.e2e.conftest import start  # noqa: F401
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, cluster: JwtCluster) ->
     foreign.mkdir()
     stranger = Signer(nkeys.PREFIX_BYTE_ACCOUNT)
     for role in ROLES:
-        cluster.write_creds(foreign / f"{role}.creds", role, find_access(role, JOB), by=stranger)
+        cluster.write_creds(foreign / f"{role}.creds", role, build_access(role, JOB), by=stranger)
     other = JwtCluster(tmp_path / "other", JOB, jetstream=False)
     trust, creds = ("--nats-tls-ca", cluster.ca), ("--nats-creds", str(cluster.creds))
     wrong = ("--nats-creds", str(foreign))
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, cluster: JwtCluster) ->
 
 @pytest.mark.serial  # It has to be connected before they expire.
 async def test_credentials_that_expire_are_read_anew(tmp_path: Path, cluster: JwtCluster) -> None:
-    access = find_access("operator", JOB)
+    access = build_access("operator", JOB)
     path = cluster.creds / "operator.creds"
     cluster.write_creds(path, "operator", access, expires_s=time.time() + 3)
     ca = Path(cluster.ca).read_text()

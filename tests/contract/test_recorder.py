@@ -214,7 +214,7 @@ dist.init_process_group(backend, store=store, rank=0, world_size=1)
 t = torch.ones(4)
 if sys.argv[1] == "fork":
     dist.all_reduce(t)
-    while attachment.ring.find_unnamed():
+    while attachment.ring.list_unnamed_communicators():
         time.sleep(0.01)
     before = open(os.environ["PERDURE_RING"], "rb").read()
     pid = os.fork()

@@ -139,7 +139,7 @@ async def test_a_call_that_does_not_return_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(PlatformError, match="does not answer"):
         await files.read([1])
     with pytest.raises(PlatformError, match="does not answer"):
-        await files.find()
+        await files.list_taken()
     fd = os.open(tmp_path / "1", os.O_WRONLY)
     os.close(fd)
     files.close()

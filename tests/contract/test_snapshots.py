@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure.control import Memory
-from perdure.control.memory import decode_memory, encode_memory, find_recent
+from perdure.control.memory import decode_memory, encode_memory, prune_entries
 from perdure.detect import Detector
 from perdure.model.codec import decode, encode
 from perdure.model.events import JournalEntry, MetricsLogged, ProgressNoted, VerdictReached
@@ -154,9 +154,9 @@ def test_a_detector_hears_the_same_from_any_part_of_the_past() -> None:
     simulation = Simulation(Scenario(seed=3, nodes=2, nproc=2, faults=12))
     simulation.run()
     entries = simulation.journal
-    whole = find_recent(entries)
+    whole = prune_entries(entries)
     for cut in range(0, len(entries), 9):
-        assert find_recent([*find_recent(entries[:cut]), *entries[cut:]]) == whole
+        assert prune_entries([*prune_entries(entries[:cut]), *entries[cut:]]) == whole
     detector = Detector(simulation.spec)
     for entry in whole:
         detector.note(entry.at_s, entry.body)  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     killer.wrap(group_module.Group, "wait", "reduce", "reduced")
     killer.wrap(replica, "update", "optimizer", "applied")
     killer.wrap(trainer, "_form", "form")
-    killer.wrap(sys.modules[type(trainer).__module__], "exchange_standings", "", "agreed")
+    killer.wrap(sys.modules[type(trainer).__module__], "exchange_progress", "", "agreed")
     killer.wrap(group_module, "_connect", "connecting")
     killer.wrap(trainer, "_bring_together", "connect", "bring")
     with open(scenario["out"].format(me), "w") as out:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.worker.cgroups import Place, find_parents
+from perdure.worker.cgroups import Place, list_parent_cgroups
 from tests.e2e.harness import SCRIPTS, Job
 
 Start = Callable[..., Job]
@@ -27,14 +27,14 @@ dist.destroy_process_group()
 """
 
 pytestmark = pytest.mark.skipif(
-    not find_parents(), reason="no memory cgroup that this process may make a child of"
+    not list_parent_cgroups(), reason="no memory cgroup that this process may make a child of"
 )
 
 
 @pytest.fixture
 def limited() -> Iterator[Place]:
     """A cgroup with a limit, removed afterwards."""
-    parent = find_parents()[0]
+    parent = list_parent_cgroups()[0]
     place = Place(os.path.join(parent.path, f"test-oom-{os.getpid()}"), parent.version)
     os.mkdir(place.path)
     try:
@@ -83,5 +83,5 @@ def test_injected_on_a_script_that_declares_no_steps(
     hurry.touch()
     assert job.wait() == 0, job.text()
     check(job)
-    for parent in find_parents():
+    for parent in list_parent_cgroups():
         assert list(Path(parent.path).glob(f"perdure-{keeper}-*")) == []

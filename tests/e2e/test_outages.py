@@ -13,7 +13,7 @@ import nats.js.errors
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer, User
-from perdure.model.bus.access import ROLES, Access, find_access
+from perdure.model.bus.access import ROLES, Access, build_access
 from perdure.model.bus.wire import Endpoint
 from tests.e2e.harness import SCRIPTS, Job
 from tests.lab.network import Lab, sh, why_not
@@ -27,7 +27,7 @@ class Cluster:
     """A user's own NATS server, with a user a role and one who may do everything."""
 
     def __init__(self, folder: Path) -> None:
-        users = [User(r, f"secret-of-{r}", find_access(r, JOB)) for r in ROLES]
+        users = [User(r, f"secret-of-{r}", build_access(r, JOB)) for r in ROLES]
         users.append(User("admin", "secret-of-admin", Access(publish=(">",), subscribe=(">",))))
         self.files = NatsServer(
             folder=str(folder / "own"), token="", users=tuple(users), max_bytes=40_000_000

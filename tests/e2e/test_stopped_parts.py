@@ -11,7 +11,7 @@ import pytest
 
 from perdure.model.verdicts import Verdict
 from perdure.service.jobfiles import paths_of, read_mirror
-from perdure.telemetry import find_verdicts
+from perdure.telemetry import list_verdicts
 from tests.e2e.harness import SCRIPTS, Job
 
 Start = Callable[..., Job]
@@ -54,7 +54,7 @@ def finish(job: Job, step: int) -> None:
 def verdicts(job: Job, kind: str) -> list[Verdict]:
     """Return what `perdure diagnose` would say, without the time that a command takes to start."""
     entries = read_mirror(paths_of(str(job.home / "state"), job.name)) or []
-    return [verdict for verdict in find_verdicts(entries) if verdict.kind == kind]
+    return [verdict for verdict in list_verdicts(entries) if verdict.kind == kind]
 
 
 def test_a_stopped_keeper_is_named_and_replaced_unless_it_goes_on_in_time(

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from perdure.service.jobfiles import paths_of, read_mirror
-from perdure.telemetry.verdicts import find_verdicts
+from perdure.telemetry.verdicts import list_verdicts
 from tests.lab.job import LabJob, Row
 
 HANGS = ("stop", "spin", "sleep", "gil")
@@ -196,7 +196,7 @@ def _collect(job: LabJob, fault: Fault, at_s: float, since: int, outcome: Outcom
 def _find_derived(job: LabJob, since: int) -> list[Row]:
     """Return crashes and lost nodes, which no detector says: they are folded from the journal."""
     entries = read_mirror(paths_of(job.env["PERDURE_HOME"], job.name)) or []
-    found = find_verdicts(entries[since:])
+    found = list_verdicts(entries[since:])
     return [
         {
             "kind": v.kind,

@@ -10,7 +10,7 @@ from typing import Any
 
 from perdure.launch.platforms import Here
 from perdure.launch.records import read_record
-from perdure.launch.slurm import find_state
+from perdure.launch.slurm import query_state
 from tests.e2e.harness import SCRIPTS, read_trail
 from tests.platforms.slurm_cluster import Cluster
 
@@ -87,7 +87,7 @@ class Site:
         here = Here(home=self.env["PERDURE_HOME"], environ=self.env, tell=lambda text: None)
         record = read_record(here.home, name)
         assert record is not None
-        return find_state(record, here)
+        return query_state(record, here)
 
     def check_equal(self, steps: int, ranks: int = 2) -> None:
         """Compare the trail with one of a run that nothing interrupted."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from perdure.worker.cgroups import Place, find_parents
+from perdure.worker.cgroups import Place, list_parent_cgroups
 from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json, wait_until
 from tests.e2e.harness import SCRIPTS
 
@@ -57,7 +57,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Laptop]]:
 @pytest.fixture
 def limited() -> Iterator[Place]:
     """Return a memory cgroup with a limit, empty and removed afterwards."""
-    parents = find_parents()
+    parents = list_parent_cgroups()
     if not parents:
         pytest.skip("no memory cgroup that this process may make a child of")
     place = Place(os.path.join(parents[0].path, f"test-box-{os.getpid()}"), parents[0].version)

@@ -178,9 +178,9 @@ class Notebook:
 
     def interrupt(self) -> None:
         version = self.find_newest()
-        words = ("-m", "perdure.launch.notebook.sitting")
-        (sitting,) = find_processes("MACHINE", str(version / "machine"), *words)
-        sitting.send_signal(signal.SIGALRM)
+        words = ("-m", "perdure.launch.notebook.runner")
+        (program,) = find_processes("MACHINE", str(version / "machine"), *words)
+        program.send_signal(signal.SIGALRM)
         wait_until((version / "code").exists, "end of the session", 120)
         self.person.launch()
 

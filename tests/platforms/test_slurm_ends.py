@@ -53,7 +53,7 @@ def test_ends_of_attempts_are_told_apart(cluster: Cluster, place: Path, accounti
         assert found == {name: name for name in ENDS} | {"hidden": "out of memory"}
         assert wait_end(cluster, urgent) == "done"
         cluster.wait(lambda: cluster.job(back)["Restarts"] == "1", "a job put back", 60)
-        end = Slurm().find_end(Allocation(back))
+        end = Slurm().query_end(Allocation(back))
         if accounting:
             assert (end.state, end.nodes) == ("node failed", second)
         else:

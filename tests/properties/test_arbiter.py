@@ -87,7 +87,7 @@ class View:
         self.changed_s = self.shelf.world.now
         self.shelf.note()
 
-    async def find(self) -> list[int]:
+    async def list_taken(self) -> list[int]:
         return list(await Call(lambda: self.shelf.look(self.changed_s)))
 
     async def read(self, numbers: Iterable[int]) -> list[bytes]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.traces import traces
 
 from perdure.lab.live.live import Schedule, plan_schedule
-from perdure.lab.traces import AvailabilityTrace, find_intervals
+from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.transform import speed_up
 from perdure.sim import Scenario, Weather
 from perdure.sim.elastic import ElasticSimulation
@@ -64,7 +64,7 @@ class TracedSimulation(ElasticSimulation):
 
 
 def play(trace: AvailabilityTrace, seed: int, speed: float) -> TracedSimulation:
-    nodes = max(len(i.living) for i in find_intervals(trace))
+    nodes = max(len(i.living) for i in list_intervals(trace))
     scenario = Scenario(
         seed=seed, nodes=nodes, nproc=1, steps=STEPS, step_s=0.05, faults=0, kinds=("crash",),
         weather=Weather(0.003, loss=0.02, duplicate=0.02), end_s=2000.0,

@@ -37,7 +37,7 @@ from perdure.model.orders import AnswerCommand, AssignNodes, ReformWorld, Resume
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 from perdure.model.steering import Steering as Past
-from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.plan.elastic.commit import FRESH, MemberProgress, Reformation, decide_reformation
 from perdure.worker.attach import stand_alone
 from perdure.worker.boundary import Agreed, Interrupted
 from perdure.worker.config import Config
@@ -194,7 +194,7 @@ class Member:
         self.cluster.epochs[epoch] = ranks
         there = self.cluster.standings.setdefault(epoch, {})
         applied = FRESH if self.fresh else self.applied
-        there.setdefault(self.me, Standing(applied, (), self.holds))
+        there.setdefault(self.me, MemberProgress(applied, (), self.holds))
         if set(there) < set(ranks):
             return
         plan, state = self.cluster.plan(epoch, ranks)
@@ -296,7 +296,7 @@ class Cluster:
         """Start the next generation, from the newest checkpoint."""
         self.generation = self.machine.state.generation
         self.epochs: dict[int, tuple[int, ...]] = {}
-        self.standings: dict[int, dict[int, Standing]] = {}
+        self.standings: dict[int, dict[int, MemberProgress]] = {}
         self.plans: dict[int, tuple[Reformation, Any]] = {}
         self.begun: dict[tuple[int, int], Any] = {}
         """(epoch, member) -> the newest step that it has begun there, and the value then."""

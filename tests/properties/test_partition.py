@@ -29,7 +29,7 @@ def cost_of(
     chain: Chain, room: int, allowed: tuple[bool, ...], first: int, stop: int, place: int
 ) -> float:
     """What sending a stage's input takes does not fall where the stage begins later."""
-    recompute = chain.find_recompute(first, stop, place, room, allowed)
+    recompute = chain.decide_recompute(first, stop, place, room, allowed)
     if recompute is None:
         return math.inf
     return max(chain.work(first, stop, recompute), 3.0 * chain.costs[first].input_bytes)

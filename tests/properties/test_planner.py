@@ -9,8 +9,8 @@ from perdure.model.errors import ConfigError, MeasureError
 from perdure.model.planning.costs import CostProfile
 from perdure.model.planning.world import World, make_devices
 from perdure.plan.pipeline.simulate import simulate
-from perdure.plan.worlds.moves import decide_change, find_missing
-from perdure.plan.worlds.planner import Option, Request, find_plan
+from perdure.plan.worlds.moves import compute_missing_bytes, decide_change
+from perdure.plan.worlds.planner import Option, Request, plan_worlds
 from perdure.plan.worlds.score import Scorer
 
 ALL = ("1f1b", "interleaved", "rerouted", "zero-bubble")
@@ -63,7 +63,7 @@ def test_no_device_holds_more_than_it_has(
 ) -> None:
     there = make_devices(-(-devices // per_node), per_node, memory * MB)[:devices]
     request = Request(24, schedules=(schedule,))  # type: ignore[arg-type]
-    plan = find_plan(profile, there, request)
+    plan = plan_worlds(profile, there, request)
     scorer = Scorer(profile, there)
     for option in plan.options:
         world = option.world
@@ -82,7 +82,7 @@ def test_more_devices_are_never_slower(profile: CostProfile, memory: int) -> Non
     before = None
     for devices in range(1, 9):
         there = make_devices(devices, 1, memory * MB)
-        plan = find_plan(profile, there, Request(24, options=1))
+        plan = plan_worlds(profile, there, Request(24, options=1))
         assert plan.options or before is None
         if plan.options:
             assert before is None or plan.options[0].step_s <= before * (1 + 1e-9)
@@ -94,8 +94,8 @@ def test_more_devices_are_never_slower(profile: CostProfile, memory: int) -> Non
 def test_what_is_left_out_is_not_faster(profile: CostProfile, devices: int, memory: int) -> None:
     """The search that stops early finds what one that is asked for every family finds."""
     there = make_devices(devices, 1, memory * MB)
-    few = find_plan(profile, there, Request(24, options=1)).options
-    every = find_plan(profile, there, Request(24, options=1000))
+    few = plan_worlds(profile, there, Request(24, options=1)).options
+    every = plan_worlds(profile, there, Request(24, options=1000))
     assert every.slower == 0
     assert [o.step_s for o in few] == pytest.approx([o.step_s for o in every.options[:1]])
 
@@ -109,7 +109,7 @@ def test_scores_are_those_of_the_whole_world(
     names = [(f"n{i}/0", factor) for i, factor in enumerate(slow)]
     there = make_devices(devices, 1, 100 * GB, slow=names)
     scorer = Scorer(profile, there)
-    for option in find_plan(profile, there, Request(120, micro_batches=(1,))).options:
+    for option in plan_worlds(profile, there, Request(120, micro_batches=(1,))).options:
         orders, pipe, _ = scorer.lay_out(option.world)
         line = simulate(orders, pipe)
         assert option.step_s == pytest.approx(line.step_s)
@@ -121,14 +121,14 @@ def test_scores_are_those_of_the_whole_world(
 def test_repetition_need_not_be_simulated(profile: CostProfile, devices: int) -> None:
     there = make_devices(devices, 1, 100 * GB)
     scorer = Scorer(profile, there)
-    for option in find_plan(profile, there, Request(1500, micro_batches=(1,), options=3)).options:
+    for option in plan_worlds(profile, there, Request(1500, micro_batches=(1,), options=3)).options:
         orders, pipe, _ = scorer.lay_out(option.world)
         assert option.step_s == pytest.approx(simulate(orders, pipe).step_s, rel=0.02)
 
 
 def test_the_same_again() -> None:
     profile = make_profile([0.003, 0.001, 0.002, 0.004], (1, 2), state=200 * MB, stored=20 * MB)
-    plans = [find_plan(profile, make_devices(3, 2, GB), Request(32)) for _ in range(2)]
+    plans = [plan_worlds(profile, make_devices(3, 2, GB), Request(32)) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
@@ -136,9 +136,9 @@ def test_a_remainder_is_used_where_it_pays() -> None:
     """Three blocks, the first twice as long, five micro-batches in flight: two copies of it."""
     profile = make_profile([0.2, 0.1, 0.1], state=GB)
     there = make_devices(4, 1, 3 * GB // 2)
-    best = find_plan(profile, there, Request(64)).options[0]
+    best = plan_worlds(profile, there, Request(64)).options[0]
     assert (best.world.shape, best.world.schedule, best.idle) == ("(2,1,1)", "rerouted", 0)
-    only = find_plan(profile, there, Request(64, schedules=("1f1b",))).options[0]
+    only = plan_worlds(profile, there, Request(64, schedules=("1f1b",))).options[0]
     assert (only.world.shape, only.idle) == ("1x3", 1)
     assert best.step_s < 0.6 * only.step_s
 
@@ -146,7 +146,7 @@ def test_a_remainder_is_used_where_it_pays() -> None:
 def test_a_straggler_gets_less() -> None:
     profile = make_profile([0.01], state=MB)
     there = make_devices(3, 1, GB, slow=[("n1/0", 2.0)])
-    plan = find_plan(profile, there, Request(25))
+    plan = plan_worlds(profile, there, Request(25))
     assert plan.options[0].world.shares == (10, 5, 10)
     assert plan.notes == ("devices differ: those that are slow or small are left idle first",)
 
@@ -155,16 +155,16 @@ def test_recompute_only_where_memory_asks_for_it() -> None:
     profile = make_profile([0.01] * 4, state=100 * MB, stored=100 * MB, inputs=10 * MB)
     request = Request(16, ranks=(2,), schedules=("1f1b",))
     there = make_devices(2, 1, 450 * MB)
-    world = find_plan(profile, there, request).options[0].world
+    world = plan_worlds(profile, there, request).options[0].world
     assert [stage.recompute for stage in world.stages] == [True, False]
     there = make_devices(2, 1, 650 * MB)
-    world = find_plan(profile, there, request).options[0].world
+    world = plan_worlds(profile, there, request).options[0].world
     assert [stage.recompute for stage in world.stages] == [False, False]
 
 
 def test_what_cannot_be_says_why() -> None:
     profile = make_profile([0.01] * 2, (1, 3), state=GB)
-    plan = find_plan(profile, make_devices(2, 1, GB // 2), Request(8))
+    plan = plan_worlds(profile, make_devices(2, 1, GB // 2), Request(8))
     assert plan.options == ()
     found = {(entry.kind, entry.what): entry for entry in plan.excluded}
     assert found["batch", "micro-batch 3"].reason == "8 samples are no whole number of them"
@@ -175,7 +175,7 @@ def test_what_cannot_be_says_why() -> None:
 
 def test_links_that_were_not_measured_exclude_worlds_that_need_them() -> None:
     profile = make_profile([0.01] * 2, links=False)
-    plan = find_plan(profile, make_devices(2, 1, GB), Request(8))
+    plan = plan_worlds(profile, make_devices(2, 1, GB), Request(8))
     assert [option.world.shape for option in plan.options] == ["1x1"]
     reasons = {entry.reason for entry in plan.excluded if entry.kind == "measure"}
     assert reasons == {
@@ -187,9 +187,9 @@ def test_links_that_were_not_measured_exclude_worlds_that_need_them() -> None:
 def test_requests_that_cannot_be_are_errors() -> None:
     profile = make_profile([0.01], (2, 4))
     with pytest.raises(MeasureError, match="micro-batches of 3 were not measured"):
-        find_plan(profile, make_devices(1, 1, GB), Request(12, micro_batches=(3,)))
+        plan_worlds(profile, make_devices(1, 1, GB), Request(12, micro_batches=(3,)))
     with pytest.raises(ConfigError, match="batch 7 is not a whole number of micro-batches of 2 or"):
-        find_plan(profile, make_devices(1, 1, GB), Request(7))
+        plan_worlds(profile, make_devices(1, 1, GB), Request(7))
 
 
 # --- changing the world --------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_requests_that_cannot_be_are_errors() -> None:
 def options(count: int) -> tuple[CostProfile, Option, Option]:
     profile = make_profile([0.01] * 4, state=400 * MB)
     request = Request(32, ranks=(2,), schedules=("1f1b",))
-    small, large = (find_plan(profile, make_devices(n, 1, GB), request) for n in (2, count))
+    small, large = (plan_worlds(profile, make_devices(n, 1, GB), request) for n in (2, count))
     return profile, small.options[0], large.options[0]
 
 
@@ -206,10 +206,10 @@ def test_only_what_a_device_lacks_is_moved() -> None:
     """Two of four devices have the same stages as before; parameters and optimizer are 3/4."""
     profile, small, large = options(4)
     assert small.world.stages[0].devices == ("n0/0",)
-    missing = find_missing(small.world, large.world, profile)
+    missing = compute_missing_bytes(small.world, large.world, profile)
     held = {name: size for name, size in missing.items() if size}
     assert held == {"n2/0": 600 * MB, "n3/0": 600 * MB}
-    assert not any(find_missing(large.world, large.world, profile).values())
+    assert not any(compute_missing_bytes(large.world, large.world, profile).values())
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
 from perdure.model.events import AnyEvent, JournalEntry, RankJoined
 from perdure.model.signals.progress import NodeBeat
-from perdure.telemetry import LedgerFold, find_delay_matrix, find_verdicts, make_series
-from perdure.telemetry.asides import find_asides
+from perdure.telemetry import LedgerFold, list_verdicts, make_series, read_delay_matrix
+from perdure.telemetry.asides import list_asides
 
 FACT = RankJoined(generation=0, rank=1, start_step=7)
 
@@ -67,11 +67,11 @@ def read_everything(entries: list[JournalEntry]) -> None:
         memory.replay(entry)
         fold.add(entry)
     now = entries[-1].at_s + 1
-    report, series, matrix = fold.report(now), make_series(entries, now), find_delay_matrix(entries)
+    report, series, matrix = fold.report(now), make_series(entries, now), read_delay_matrix(entries)
     snapshot = memory.fold.snapshot(now)
     render_text(report, series, width=100)
     render_html(report, snapshot, series, matrix)
-    for shown in (report, snapshot, find_verdicts(entries), find_asides(entries)):
+    for shown in (report, snapshot, list_verdicts(entries), list_asides(entries)):
         json.loads(encode(shown), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 

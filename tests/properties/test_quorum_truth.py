@@ -153,7 +153,7 @@ class World:
     def restart(self) -> None:
         """The lighthouse dies; the next one knows the last quorum, and everybody asks again."""
         waiting = [(t, p) for t, (p, _, _) in self.asked.items() if p.token == t]
-        homes = self.machine.find_homes()
+        homes = self.machine.map_members()
         self.machine = Quorums(self.config)
         if self.kept is not None:
             members: tuple[Member, ...] = tuple(

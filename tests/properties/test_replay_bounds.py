@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.traces import traces
 
-from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan
+from perdure.lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
 from perdure.lab.policies.policies import POLICIES, Phases
 from perdure.lab.policies.throughput import Shape, Throughput, make_linear, make_pipeline
 from perdure.lab.report import Physics
-from perdure.lab.simulation.compare import compare, find_online_costs
+from perdure.lab.simulation.compare import compare, derive_online_costs
 from perdure.lab.simulation.engine import Replay
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
+from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
 from perdure.lab.traces.nouns import Builder
 from perdure.lab.traces.transform import announce
 
@@ -47,7 +47,7 @@ def tables(draw: st.DrawFn) -> Throughput:
 
 def total(trace: AvailabilityTrace) -> float:
     slots = trace.slots
-    return sum(i.length_s * sum(slots[n] for n in i.living) for i in find_intervals(trace))
+    return sum(i.length_s * sum(slots[n] for n in i.living) for i in list_intervals(trace))
 
 
 @settings(max_examples=80, deadline=None)
@@ -88,7 +88,7 @@ def test_without_a_change_all_are_equal_but_for_their_steady_costs(
 
 
 def used(table: Throughput, nodes: int) -> int:
-    best = table.find_best(nodes)
+    best = table.choose_fastest(nodes)
     return best.nodes if best else 1
 
 
@@ -103,10 +103,10 @@ def test_changes_that_cost_nothing_leave_the_whole_area(
     policy = replace(
         POLICIES["perdure"], loss=Phases(), join=Phases(), announced=Phases(), save_s=0.0
     )
-    intervals = find_intervals(trace)
-    area = find_area(intervals, short)
+    intervals = list_intervals(trace)
+    area = compute_area(intervals, short)
     assert Replay(policy, trace, short, free).run().committed == pytest.approx(area)
-    assert find_best_plan(intervals, short, ChangeCosts(0.0, bytes_per_s=1e30)) == (
+    assert score_best_plan(intervals, short, ChangeCosts(0.0, bytes_per_s=1e30)) == (
         pytest.approx(area)
     )
 
@@ -158,20 +158,20 @@ def test_nobody_has_more_in_the_mean_than_who_knows_all_but_who_leaves(
 ) -> None:
     loss = replace(POLICIES["perdure"].loss, detect_s=detect_s)
     policy = replace(POLICIES["perdure"], loss=loss)
-    costs = find_online_costs(policy, Physics())
+    costs = derive_online_costs(policy, Physics())
     choices = each_choice(counts, gap_s)
     made = [Replay(policy, trace, table, Physics()).run().committed for trace in choices]
-    bound = find_blind_plan(find_intervals(choices[0]), table, costs)
+    bound = find_blind_plan(list_intervals(choices[0]), table, costs)
     assert sum(made) / len(made) <= bound * (1 + 1e-9) + 1e-6
-    assert bound <= find_best_plan(find_intervals(choices[0]), table, costs) * (1 + 1e-9)
+    assert bound <= score_best_plan(list_intervals(choices[0]), table, costs) * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
 @given(traces(nodes_max=8), tables())
 def test_a_dearer_oracle_has_no_more(trace: AvailabilityTrace, table: Throughput) -> None:
-    intervals = find_intervals(trace)
+    intervals = list_intervals(trace)
     plans = [
-        find_best_plan(intervals, table, ChangeCosts(loss_s, loss_s / 2, loss_s / 2))
+        score_best_plan(intervals, table, ChangeCosts(loss_s, loss_s / 2, loss_s / 2))
         for loss_s in (0.0, 0.1, 2.0, 30.0)
     ]
     assert plans == sorted(plans, reverse=True)

@@ -17,9 +17,9 @@ from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.shards import NO_LINE
 from perdure.plan.elastic.stage_commit import (
     Holder,
+    StageProgress,
     StageReformation,
     StageSnapshot,
-    StageStanding,
     decide_stages,
 )
 from perdure.plan.elastic.stage_orders import StageSchedule, plan_passes
@@ -49,8 +49,8 @@ class Member:
     """Of the world that it has formed."""
     todo: set[int] = field(default_factory=set)
 
-    def stand(self, memory: dict[StageSnapshot, dict[int, Content]]) -> StageStanding:
-        return StageStanding(
+    def stand(self, memory: dict[StageSnapshot, dict[int, Content]]) -> StageProgress:
+        return StageProgress(
             "a", self.applied, self.line, self.runs, tuple(sorted(self.blocks | self.old)),
             tuple(sorted(self.done)), self.ready, tuple(sorted(memory)),
         )  # fmt: skip
@@ -102,7 +102,7 @@ class Job:
                        for m, o in self.alive.items()}  # fmt: skip
         self.whole = {m for m, o in self.alive.items() if not o.runs}
 
-    def check_newest(self, standings: dict[int, StageStanding]) -> None:
+    def check_newest(self, standings: dict[int, StageProgress]) -> None:
         """No state that somebody lives to tell of is left for an older one."""
         assert self.plan is not None
         for step, line in {(s.applied, s.line) for s in standings.values() if s.held}:
@@ -143,7 +143,7 @@ class Job:
             self.apply(member)
         at_step = bool(member.blocks) and not plan.fresh
         at_step = at_step and (member.applied, member.line) == (plan.step, plan.line)
-        runs = self.layout.runs[self.layout.find_place(member.number)]
+        runs = self.layout.runs[self.layout.place_of(member.number)]
         mine = list_blocks(runs)
         held = member.blocks | member.old if at_step else {}
         if plan.fresh and member.number == plan.plain.member:
@@ -174,7 +174,7 @@ class Job:
         """Send its gradients; it has the sum once all copies of its place have."""
         if member.epoch != self.epoch or member.todo or member.ready != NO_LINE:
             return
-        place = self.layout.find_place(member.number)
+        place = self.layout.place_of(member.number)
         sent = self.reduced.setdefault((place, member.applied), set())
         sent.add(member.number)
         if sent < set(self.layout.copies[place]):
@@ -195,7 +195,7 @@ class Job:
             self.apply(member)
             member.epoch = self.epoch
             passes = plan_passes(self.layout, COUNT, {}, schedule=self.schedule)
-            member.todo = set(passes.find_todo(member.number))
+            member.todo = set(passes.list_todo(member.number))
 
     def apply(self, member: Member) -> None:
         member.blocks = {b: (*c, member.ready) for b, c in member.blocks.items()}

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from perdure.control import Controller
 from perdure.control.job import JobState
-from perdure.control.records import find_record
+from perdure.control.records import make_journal_event
 from perdure.control.steering.verbs import preview_verb
 from perdure.model.events import (
     AnyEvent,
@@ -101,7 +101,7 @@ class VerbsMachine(RuleBasedStateMachine):
         for action in actions:
             assert action.reason, action
             self.judge(action)
-            record = find_record(self.now, action)
+            record = make_journal_event(self.now, action)
             if record is not None:
                 self.do(record)
         return actions

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from perdure.adapters.devices import load_nvml
 from perdure.adapters.health import find_filesystem
-from perdure.adapters.host import find_cgroups, list_parents, read_state
+from perdure.adapters.host import list_cgroups, list_parents, read_state
 from perdure.files import replace_file
 from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
 
@@ -110,7 +110,7 @@ def read_box(home: str, project: str, checkpoints: str = "") -> BoxFacts:
         crlf=scripts,
         project_files=count,
         lock_file=next((n for n in LOCKS if os.path.exists(os.path.join(project, n))), ""),
-        readable_secrets=tuple(find_readable_secrets(os.path.expanduser("~"))),
+        readable_secrets=tuple(list_readable_secrets(os.path.expanduser("~"))),
         zombies=sum(read_state(pid) == "Z" for pid in parents),
         slurm=_try(read_slurm, {}),
     )
@@ -169,7 +169,7 @@ def read_memory(
     with open("/proc/meminfo") as file:
         info = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
     limit, used = info["MemTotal"], info["MemTotal"] - info["MemAvailable"]
-    for folder, names in find_cgroups(own, root, "memory"):
+    for folder, names in list_cgroups(own, root, "memory"):
         with contextlib.suppress(OSError, ValueError):
             kills = _read_counter(folder / names[2])
             own_limit = (folder / names[0]).read_text().strip()
@@ -192,7 +192,7 @@ def _read_counter(path: Path) -> int | None:
 
 def read_cpu_quota(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
     """Return the cores that the cgroup grants; None without a quota."""
-    for folder, _ in find_cgroups(own, root, "cpu"):
+    for folder, _ in list_cgroups(own, root, "cpu"):
         with contextlib.suppress(OSError, ValueError):
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -349,7 +349,7 @@ def has_windows_lines(path: str) -> bool:
         return False
 
 
-def find_readable_secrets(home: str) -> Iterator[str]:
+def list_readable_secrets(home: str) -> Iterator[str]:
     """Yield the files of credentials under `home` that others may read."""
     for name in CREDENTIALS:
         path = os.path.join(home, name)
@@ -384,7 +384,7 @@ def mend_line_ends(project: str) -> list[str]:
 
 def mend_secrets(home: str) -> list[str]:
     """Take the right to read credentials from others; return which files were changed."""
-    found = list(find_readable_secrets(home))
+    found = list(list_readable_secrets(home))
     for path in found:
         os.chmod(path, os.stat(path).st_mode & ~0o077)
     return found

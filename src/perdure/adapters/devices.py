@@ -160,7 +160,7 @@ class Nvml:
             kind="mig" if kind == "mig" else "gpu",
             index=index,
             name=_text(ask(lambda: nvml.nvmlDeviceGetName(handle))),
-            ranks=self._find_ranks(handle, parents, ranks),
+            ranks=self._list_device_ranks(handle, parents, ranks),
             xids=xids,
             ecc_uncorrected=self._count_ecc(whole, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             ecc_corrected=self._count_ecc(whole, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
@@ -178,10 +178,10 @@ class Nvml:
             temperature_c=ask(lambda: nvml.nvmlDeviceGetTemperature(whole, 0), -1),
             memory_bytes=int(memory.used) if memory else -1,
             memory_total_bytes=int(memory.total) if memory else -1,
-            error=self._find_error(index),
+            error=self._explain_error(index),
         )
 
-    def _find_ranks(
+    def _list_device_ranks(
         self, handle: Any, parents: Callable[[int], Iterable[int]], ranks: Mapping[int, int]
     ) -> tuple[int, ...]:
         """Return the ranks whose processes hold memory on the device."""
@@ -212,7 +212,7 @@ class Nvml:
         pages = self._ask(lambda: nvml.nvmlDeviceGetRetiredPages(handle, cause))
         return len(pages) if pages is not None else -1
 
-    def _find_error(self, index: int) -> str:
+    def _explain_error(self, index: int) -> str:
         """Return why the device cannot be asked; `lost` first where it has left the bus."""
         nvml = self._nvml
         try:
@@ -275,14 +275,14 @@ def list_device_ids(
     before them ends. What a script really uses, NVML tells later (`DeviceSample.ranks`).
     """
     found = list_gpus() if gpus is None else gpus
-    first, machine = node * spec.nproc, find_machine_id()
+    first, machine = node * spec.nproc, read_machine_id()
     return tuple(
         found[(first + slot) % len(found)] if found else f"cpu-{machine}-{node}-{slot}"
         for slot in range(spec.nproc)
     )
 
 
-def find_group_devices(spec: JobSpec, node: int, environ: Mapping[str, str]) -> str:
+def choose_group_devices(spec: JobSpec, node: int, environ: Mapping[str, str]) -> str:
     """Return CUDA_VISIBLE_DEVICES of the replica group on `node`; empty where nothing is divided.
 
     All groups of a torchft job are on one machine. What the environment, or the job's own, says
@@ -311,7 +311,7 @@ def _list_nodes(folder: str = "/dev") -> list[str]:
         return []
 
 
-def find_machine_id() -> str:
+def read_machine_id() -> str:
     """Return eight digits that stay the same for this machine, through reboots where it can."""
     paths = ("/etc/machine-id", "/var/lib/dbus/machine-id", "/proc/sys/kernel/random/boot_id")
     text = next((text for path in paths if (text := read_text(path).strip())), "")

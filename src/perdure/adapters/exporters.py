@@ -14,7 +14,7 @@ from typing import Any
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.traps import Check
 from perdure.model.report import Snapshot
-from perdure.telemetry.monitoring import RANKS_MAX, IncidentSpan, find_metrics
+from perdure.telemetry.monitoring import RANKS_MAX, IncidentSpan, list_metrics
 
 PACKAGES = {
     "prometheus-client": "a Prometheus endpoint",
@@ -65,7 +65,7 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         snapshot = self._look()
-        for metric in find_metrics(snapshot, self._ranks_max) if snapshot is not None else ():
+        for metric in list_metrics(snapshot, self._ranks_max) if snapshot is not None else ():
             kind = "Counter" if metric.kind == "counter" else "Gauge"
             make = getattr(self._families, f"{kind}MetricFamily")
             family = make(metric.name, metric.help, labels=metric.labels)

@@ -11,7 +11,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 
 from perdure.adapters.devices import list_gpus
-from perdure.adapters.host import find_cgroups, read_text
+from perdure.adapters.host import list_cgroups, read_text
 from perdure.adapters.stacks import find_py_spy
 from perdure.model.platforms.box import TESTED_TORCH, read_version
 from perdure.model.platforms.traps import Check
@@ -183,7 +183,7 @@ def check_links() -> Check:
 
 def check_oom() -> Check:
     """Return whether a kill by the kernel for lack of memory can be told from another SIGKILL."""
-    for folder, (_, _, counter) in find_cgroups("/proc/self/cgroup", "/sys/fs/cgroup", "memory"):
+    for folder, (_, _, counter) in list_cgroups("/proc/self/cgroup", "/sys/fs/cgroup", "memory"):
         if os.access(folder / counter, os.R_OK):
             return Check(name="out of memory", state="ok", evidence=str(folder / counter))
     return Check(

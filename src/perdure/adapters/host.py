@@ -74,7 +74,7 @@ class ProcStat:
         self._stat = self._io = -1
         self._threads.clear()
 
-    def find_threads(self) -> None:
+    def follow_threads(self) -> None:
         """Follow the threads that there are now."""
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{self.pid}/task"):
@@ -198,9 +198,9 @@ class ProcSampler:
             return watched.newest
         if now - self._tree_s >= TREE_S:
             self._tree_s = now
-            self._find_descendants()
+            self._follow_descendants()
             for other in self._watched.values():
-                other.root.find_threads()
+                other.root.follow_threads()
         own = watched.root.sample()
         cpu_s, io_bytes, rss, threads = own.cpu_s, own.io_bytes, own.rss_bytes, own.num_threads
         blocked = int(own.state == "D")
@@ -224,7 +224,7 @@ class ProcSampler:
         )
         return watched.newest
 
-    def _find_descendants(self) -> None:
+    def _follow_descendants(self) -> None:
         below = list_descendants(self._watched)
         for root, watched in self._watched.items():
             for pid in below[root] - set(watched.below):
@@ -253,7 +253,7 @@ def list_parents() -> dict[int, int]:
     return {pid: parent for pid, (_, parent) in read_stats().items()}
 
 
-def find_parents(pid: int) -> list[int]:
+def list_ancestors(pid: int) -> list[int]:
     """Return the ancestors of a process, nearest first."""
     found: list[int] = []
     while pid > 1 and (stat := _read_stat(pid)):
@@ -329,7 +329,7 @@ def find_marked(marks: Mapping[str, str]) -> dict[int, int]:
 
 
 def kill_process(pid: int, start: int) -> bool:
-    """SIGKILL `pid` if it is still the process that started at `start`; return whether it was."""
+    """Kill `pid` if it is still the process that started at `start`; return whether it was."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
@@ -418,7 +418,7 @@ def read_kernel_kills(since_s: float = 0.0, limit: int = 50) -> tuple[tuple[str,
     return tuple(lines[-limit:]), True
 
 
-def find_cgroups(own: str, root: str, controller: str) -> Iterator[tuple[Path, tuple[str, ...]]]:
+def list_cgroups(own: str, root: str, controller: str) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Yield where `controller` may account for a process, likeliest first; and its files there.
 
     `own` is the process's list of cgroups. The files are those of limit, use and kills of memory.

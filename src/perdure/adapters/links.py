@@ -51,7 +51,7 @@ class _Socket:
     rank: int
     address: Address
     numbers: Numbers
-    """Of the sweep before."""
+    """The numbers of the sweep before."""
     sweep: int
     dst: int = -1
     comm: str = ""
@@ -156,7 +156,7 @@ class LinkReader:
             note="; ".join(note for _, note in sorted(self._notes.items())),
         )
 
-    def find_address(self) -> str:
+    def choose_address(self) -> str:
         """Return the address of this node by which most connections between ranks run; or ''."""
         return max(self.hosts, key=lambda host: (self.hosts[host], host)) if self.hosts else ""
 

@@ -45,7 +45,7 @@ Numbers = tuple[int, ...]
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a connection runs: `address:port` of both ends."""
+    """The two ends of a connection, each as `address:port`."""
 
     local: str
     remote: str

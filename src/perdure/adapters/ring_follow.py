@@ -41,7 +41,7 @@ PENDING_S = 0.25
 """What is under way for longer is reported in each heartbeat until it ends: sends and receives,
 and collectives behind which others of their communicator were begun."""
 PENDING_MAX = 16
-"""Of one rank, the oldest."""
+"""The most pending collectives of one rank in a heartbeat; the oldest go first."""
 _EASE_BEATS = 10
 """After so many heartbeats with less to say, twice as much is kept again."""
 _RUN_GAP = 32
@@ -151,7 +151,7 @@ class RingFollower:
     ) -> list[tuple[int, SpanReading | None]]:
         """Read `numbers` (ascending); what was overwritten meanwhile is left out."""
         found = []
-        for run in _find_runs(numbers):
+        for run in _split_runs(numbers):
             data = os.pread(fd, (run[-1] - run[0] + 1) * SPAN_BYTES, span_at(run[0]))
             for number in run:
                 at = (number - run[0]) * SPAN_BYTES
@@ -184,7 +184,7 @@ def _is_late(span: CollectiveSpan, reading: RingReading, now: float) -> bool:
     return comm.name.endswith(P2P_SUFFIX) or span.seq < comm.started_seq
 
 
-def _find_runs(numbers: Iterable[int]) -> list[list[int]]:
+def _split_runs(numbers: Iterable[int]) -> list[list[int]]:
     """Return `numbers` in runs that lie close together and do not go round the ring's end."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -67,7 +67,7 @@ def open_regular(path: str, flags: int = 0) -> int:
     return fd
 
 
-def find_foreign(path: str) -> str:
+def name_foreign(path: str) -> str:
     """Return what lies at `path` where it is no file, such as `a FIFO`; empty otherwise."""
     try:
         mode = os.lstat(path).st_mode

@@ -46,7 +46,7 @@ class Numbers(Protocol):
             PlatformError: no answer; it may be claimed all the same, also later.
         """
 
-    async def find(self) -> list[int]:
+    async def list_taken(self) -> list[int]:
         """Return the numbers that are taken, ascending.
 
         Raises:
@@ -124,7 +124,7 @@ class NumberedFiles:
                 temporary.unlink()
         return True
 
-    async def find(self) -> list[int]:
+    async def list_taken(self) -> list[int]:
         """Return the numbers that are taken."""
         return await self._call(
             lambda: sorted(int(name) for name in os.listdir(self.folder) if name.isdigit())
@@ -157,7 +157,7 @@ class FolderLease:
 
     async def read(self) -> tuple[int, str]:
         """Return revision and holder; (0, "") where nothing was ever written."""
-        taken = await self._numbers.find()
+        taken = await self._numbers.list_taken()
         if not taken:
             return 0, ""
         [data] = await self._numbers.read(taken[-1:])
@@ -169,7 +169,7 @@ class FolderLease:
         data = f"{holder}\n{token_hex(8)}".encode()  # No two writes are alike.
         if not await self._numbers.claim(revision, data):
             return None
-        taken = await self._numbers.find()
+        taken = await self._numbers.list_taken()
         if taken[-1:] != [revision]:  # One that was dropped long ago, and is free since.
             await self._numbers.drop([revision])
             return None
@@ -190,7 +190,7 @@ class FolderStream:
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return every message from number `first` on, oldest first."""
-        taken = set(await self._numbers.find())
+        taken = set(await self._numbers.list_taken())
         end = next(number for number in count(first) if number not in taken)
         found: list[bytes] = []
         for start in range(first, end, _BATCH):
@@ -199,7 +199,7 @@ class FolderStream:
 
     async def read_last(self) -> bytes | None:
         """Return the newest message; None where there is none."""
-        taken = await self._numbers.find()
+        taken = await self._numbers.list_taken()
         found = await self._numbers.read(taken[-1:]) if taken else []
         return found[0].partition(b"\n")[2] if found else None
 

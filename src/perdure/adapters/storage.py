@@ -8,10 +8,10 @@ from pathlib import Path
 from perdure.model.checkpoints import MANIFEST, Manifest, parse_checkpoint_name
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
-from perdure.plan.checkpoints import Load, Room, Stored
+from perdure.plan.checkpoints import FreeSpace, Load, Stored
 
 
-def read_room(place: str) -> Room:
+def read_free_space(place: str) -> FreeSpace:
     """Return what is free at `place`, or at its nearest parent that exists.
 
     Raises:
@@ -21,7 +21,9 @@ def read_room(place: str) -> Room:
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     stat = os.statvfs(path)
-    return Room(bytes=stat.f_bavail * stat.f_frsize, inodes=stat.f_favail if stat.f_files else -1)
+    return FreeSpace(
+        bytes=stat.f_bavail * stat.f_frsize, inodes=stat.f_favail if stat.f_files else -1
+    )
 
 
 def list_stored(root: Path, keep_best: str = "") -> list[Stored]:
@@ -54,7 +56,7 @@ def list_stored(root: Path, keep_best: str = "") -> list[Stored]:
     ]
 
 
-def find_load(stored: list[Stored]) -> Load | None:
+def estimate_load(stored: list[Stored]) -> Load | None:
     """Return how large the next checkpoint will be, by the newest whole one; None without one."""
     whole = [one for one in stored if one.whole]
     return Load(bytes=whole[-1].bytes, files=whole[-1].files) if whole else None

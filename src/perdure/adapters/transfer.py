@@ -53,7 +53,7 @@ class Transfer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Door:
+class Listener:
     """A listening socket for one transfer."""
 
     def __init__(self, host: str) -> None:
@@ -101,10 +101,10 @@ class Door:
 def run_transfer(
     host: str, port: int, token: str, *, source: str, size: int, deadline_s: float
 ) -> Transfer:
-    """Send `size` bytes through a door and have as many sent back, within `deadline_s` seconds.
+    """Send `size` bytes through a listener and have as many sent back, within `deadline_s` seconds.
 
     `source` is the address to use at this end, of the interface that the ranks use; empty, or one
-    from which the door cannot be reached, leaves it to the kernel.
+    from which the listener cannot be reached, leaves it to the kernel.
     """
     begin_s = time.monotonic()
     end_s, again_s = begin_s + deadline_s, begin_s + _REPEAT_SHARE * deadline_s

@@ -68,7 +68,7 @@ from perdure.model.orders import (
 END_TIMEOUT_S = 20.0
 """Beyond its grace, how long the end of the job may take before the agent leaves anyhow."""
 _REGISTER_AGAIN_S = 5.0
-"""Who is asked again so long after a registration has been counted as lost meanwhile."""
+"""An agent that is asked to register again does so once its last registration is this old."""
 
 ORPHANED_TIMEOUT_S = 8.0
 """The same after the death of `perdure run`: the keeper gives its ranks two seconds."""
@@ -229,7 +229,7 @@ class Agent:
         if keeper.generation > generation or keeper.spawn_asked >= generation:
             return []
         store = (keeper.store_generation, keeper.store_port)
-        group, members = wanted.group_of(self.identity.node), self._find_missing(keeper, wanted)
+        group, members = wanted.group_of(self.identity.node), self._list_unstarted(keeper, wanted)
         placed = 0 <= group < self.spec.nodes
         if not placed and not wanted.extra_of(self.identity.node):
             return []  # A spare node stands ready, its image warm.
@@ -263,11 +263,11 @@ class Agent:
 
     def _add_members(self, keeper: KeeperView, wanted: Assignment) -> list[Request]:
         """Start the members that the world was given beside its first ranks, each once."""
-        missing = self._find_missing(keeper, wanted)
+        missing = self._list_unstarted(keeper, wanted)
         keeper.members_asked |= set(missing)
         return [SpawnRanks(wanted, missing, beside=True)] if missing else []
 
-    def _find_missing(self, keeper: KeeperView, wanted: Assignment) -> tuple[int, ...]:
+    def _list_unstarted(self, keeper: KeeperView, wanted: Assignment) -> tuple[int, ...]:
         """Return the newest member of each slot here that was never started."""
         newest = {self.spec.slot_of(m): m for m in wanted.extra_of(self.identity.node)}
         return tuple(

@@ -15,7 +15,7 @@ _KEPT = 32
 
 
 class ProbePart(msgspec.Struct, frozen=True):
-    """What one node does in one round. A node that only receives waits to be asked."""
+    """One node's part in one round of a probe; a node that only receives waits to be asked."""
 
     order: RunProbe
     node: int

@@ -56,7 +56,7 @@ class Silence:
 
 @dataclass(slots=True)
 class AgentState:
-    """All of it."""
+    """What the agent's machine remembers."""
 
     assignment: Assignment | None = None
     keeper: KeeperView | None = None

@@ -17,10 +17,10 @@ from perdure.cli.running.torchrun import REFUSED
 from perdure.cli.speech.say import print_error
 from perdure.dash.terminal import plain_streams
 from perdure.model.errors import PerdureError
-from perdure.model.numbers import find_number
+from perdure.model.numbers import find_bad_number
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
-"""Of the click that Typer uses, which newer versions of Typer carry inside themselves."""
+"""The class of the click that Typer uses; newer versions of Typer carry their own."""
 
 COMMANDS = {
     "ps": "looking.look",
@@ -70,7 +70,7 @@ COMMANDS = {
 """The module of each command, in the order of the help."""
 
 _FUNCTIONS = {"map": "map_devices", "set": "set_"}
-"""Of commands that cannot be called what they are called."""
+"""Names of the functions behind commands whose own name Python does not allow."""
 
 
 def make_app(names: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
@@ -164,7 +164,7 @@ def _check_numbers(command: Any) -> None:
 
     def check(context: Any) -> Any:
         for param in command.params:
-            _, why = find_number(context.params.get(param.name))
+            _, why = find_bad_number(context.params.get(param.name))
             if why:
                 raise typer.BadParameter(why, ctx=context, param=param)
         return invoke(context)

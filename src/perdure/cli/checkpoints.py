@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from perdure.adapters.storage import list_stored, read_room
+from perdure.adapters.storage import list_stored, read_free_space
 from perdure.cli.jobs import find_job
 from perdure.cli.speech.say import JobName, Json, answer, note
 from perdure.model.errors import ConfigError, PlatformError
@@ -94,7 +94,7 @@ def prune(
             f"{url} is not a directory", hint="remove what lies there by its own tool"
         )
     stored = list_stored(Path(url), found.spec.checkpoint.keep_best)
-    chosen, lack = plan_pruning(stored, read_room(url).bytes, int(free_gb * 1e9))
+    chosen, lack = plan_pruning(stored, read_free_space(url).bytes, int(free_gb * 1e9))
     for one in chosen if apply else ():
         remove(Path(url) / f"step-{one.step:08d}")
     freed = sum(one.bytes for one in chosen)

@@ -38,13 +38,13 @@ from perdure.service.jobfiles import (
     resolve_home,
 )
 from perdure.telemetry import SnapshotFold
-from perdure.telemetry.fate import (
-    Fate,
+from perdure.telemetry.outcome import (
     HostFacts,
+    JobOutcome,
     Signs,
     Vanishing,
     explain_vanishing,
-    tell_fate,
+    judge_outcome,
 )
 
 ENDED = ("done", "failed", "stopped")
@@ -112,7 +112,7 @@ class Job:
         from perdure.launch.slurm.client import Slurm  # As above.
 
         try:
-            return Slurm().find_end(allocation)
+            return Slurm().query_end(allocation)
         except PerdureError as error:
             return Outcome(state="unknown", reason=str(error))
 
@@ -126,7 +126,7 @@ class Job:
         except PerdureError:
             return []
 
-    def tell_fate(self, entries: list[JournalEntry]) -> Fate:
+    def judge_outcome(self, entries: list[JournalEntry]) -> JobOutcome:
         """Return whether it finished, died, stalled or runs, by what lies on the disk."""
         root = Path(self.paths.root)
         streams = Path(self.spec.log_dir or root / "logs" / "ranks").glob("g*/rank-*")
@@ -141,11 +141,11 @@ class Job:
         signs = Signs(
             now_s=time.time(),
             alive=self.alive,
-            outputs_s=_find_newest(streams),
-            checkpoints_s=_find_newest(checkpoints),
+            outputs_s=_read_newest_change_s(streams),
+            checkpoints_s=_read_newest_change_s(checkpoints),
             loops_s=max(beats, default=0.0),
         )
-        return tell_fate(entries, signs, self.spec.detect.hang_action_s or _STALLED_S)
+        return judge_outcome(entries, signs, self.spec.detect.hang_action_s or _STALLED_S)
 
     def snapshot(self) -> Snapshot:
         """Return the newest picture; from the journal where no controller has written one."""
@@ -181,7 +181,7 @@ def _is_here(record: LaunchRecord, home: str) -> bool:
     return not record.profile.launch.host and record.home == home
 
 
-def _find_newest(paths: Iterable[Path]) -> float:
+def _read_newest_change_s(paths: Iterable[Path]) -> float:
     """Return when the newest of `paths` was changed; 0 for none."""
     newest = 0.0
     for path in paths:
@@ -239,18 +239,18 @@ def find_here(name: str, home: str) -> Job:
         raise ConfigError(f"unknown job `{name}`", hint=hint) from None
 
 
-def find_start(first: JournalEntry) -> float:
+def read_start_s(first: JournalEntry) -> float:
     """Return when the job was begun, by the first entry of its journal: as `report` counts."""
     return first.body.at_s if isinstance(first.body, JobSubmitted) else first.at_s
 
 
-def find_jobs() -> list[Job]:
+def list_local_jobs() -> list[Job]:
     """Return all jobs, oldest first."""
     home = resolve_home()
     return [find_here(name, home) for name in list_jobs(home)]
 
 
-def find_elsewhere() -> list[LaunchRecord]:
+def list_jobs_elsewhere() -> list[LaunchRecord]:
     """Return the jobs that were launched to other machines and not yet torn down."""
     home = resolve_home()
     records = [r for r in list_records(home) if r.profile.kind != "local" and not r.torn_down_s]
@@ -278,14 +278,14 @@ def send_command(
         raise ConfigError(
             f"job `{job.name}` does not run: {state}", hint=f"perdure report {job.name}"
         )
-    command = Command(id=f"cli-{token_hex(6)}", kind=kind, args=args, who=_find_user())
+    command = Command(id=f"cli-{token_hex(6)}", kind=kind, args=args, who=_read_user())
     reply = ask_controller(job.name, job.paths, command, timeout_s=timeout_s)
     if not reply.ok:
         raise SafetyError(f"refused: {reply.reason}", hint=f"perdure status {job.name}")
     return {**reply.result, "reason": reply.reason} if reply.reason else dict(reply.result)
 
 
-def _find_user() -> str:
+def _read_user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -13,7 +13,7 @@ from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import HINT, CostProfile, read_profile
 from perdure.model.planning.world import make_devices
 from perdure.plan.pipeline.simulate import simulate
-from perdure.plan.worlds.planner import Excluded, Option, Plan, Request, find_plan
+from perdure.plan.worlds.planner import Excluded, Option, Plan, Request, plan_worlds
 from perdure.plan.worlds.score import Scorer
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -98,7 +98,7 @@ def plan(
         request = msgspec.convert(fields, Request)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error).lower(), hint="perdure plan --help") from None
-    found = find_plan(profile, there, request)
+    found = plan_worlds(profile, there, request)
     if as_json:
         print_json({"profile": profile.fingerprint, **msgspec.to_builtins(found)})
         return

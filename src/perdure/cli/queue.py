@@ -13,9 +13,9 @@ from msgspec import structs
 from perdure.adapters.devices import list_gpus
 from perdure.cli.running.jobspec import read_job_file, validate
 from perdure.cli.speech.say import Json, answer, keep_given, note, render_table
-from perdure.control.queue import Book, Line, explain, find_oversized
+from perdure.control.queue import Book, QueueEntry, explain, list_oversized
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.numbers import NUMBER_HINT, find_number
+from perdure.model.numbers import NUMBER_HINT, find_bad_number
 from perdure.model.queue import (
     Again,
     Item,
@@ -28,7 +28,7 @@ from perdure.model.queue import (
 )
 from perdure.service.jobfiles import resolve_home
 from perdure.service.queue.holder import CPU_SLOT
-from perdure.service.queue.store import OUTPUT, QueueStore, find_runner
+from perdure.service.queue.store import OUTPUT, QueueStore, read_runner_pid
 
 app = typer.Typer(help="Many runs, each until it is done.", no_args_is_help=True)
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
@@ -151,7 +151,7 @@ def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned
     Raises:
         ConfigError: a field is unknown or wrong, or an entry cannot be.
     """
-    keys, why = find_number(document)
+    keys, why = find_bad_number(document)
     if why:
         raise ConfigError(f"{place}: {'.'.join(keys)}: {why}", hint=NUMBER_HINT)
     try:
@@ -221,7 +221,7 @@ def _check_needs(items: list[Item], book: Book) -> None:
 def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
     """List the items of a queue, and why each is as it is."""
     store = QueueStore(resolve_home(), queue)
-    book, pid, now = store.read(), find_runner(store), time.time()
+    book, pid, now = store.read(), read_runner_pid(store), time.time()
     rows = [_describe(store, book, line, now) for line in _sort(book)]
     table = render_table(
         ("item", "state", "attempts", "priority", "why"),
@@ -232,14 +232,14 @@ def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
     answer({"queue": queue, "runner": pid or None, "items": rows}, text, as_json=as_json)
 
 
-def _sort(book: Book) -> list[Line]:
+def _sort(book: Book) -> list[QueueEntry]:
     states = ("running", "waiting", "failed", "done")
     return sorted(
         book.lines.values(), key=lambda x: (states.index(x.state), -x.item.priority, x.order)
     )
 
 
-def _describe(store: QueueStore, book: Book, line: Line, now: float) -> dict[str, Any]:
+def _describe(store: QueueStore, book: Book, line: QueueEntry, now: float) -> dict[str, Any]:
     item = line.item
     blocked = line.state == "waiting" and bool(book.find_block(line))
     log = store.attempt(item.name, line.attempts) / OUTPUT if line.attempts else ""
@@ -269,7 +269,7 @@ def remove(
     with store.writing() as writer:
         book = writer.book
         for name in names:
-            line = _find(book, name)
+            line = _find_entry(book, name)
             if line.state == "running" and not stop:
                 raise SafetyError(f"`{name}` runs", hint="--stop asks it to end")
             needed = [
@@ -283,7 +283,7 @@ def remove(
                 )
         ran = [name for name in names if book.lines[name].state == "running"]
         writer.append(*(Removed(time.time(), name) for name in names))
-    if ran and not find_runner(store):
+    if ran and not read_runner_pid(store):
         note("`perdure queue run` will stop what runs: nobody runs the queue now")
     text = f"queue {queue}: {len(names)} taken out" + (f", {len(ran)} stopping" if ran else "")
     answer({"queue": queue, "removed": names, "stopping": ran}, text, as_json=as_json)
@@ -295,7 +295,7 @@ def retry(names: Names, queue: QueueName = "default", as_json: Json = False) -> 
     store = QueueStore(resolve_home(), queue)
     with store.writing() as writer:
         for name in names:
-            if _find(writer.book, name).state == "running":
+            if _find_entry(writer.book, name).state == "running":
                 raise ConfigError(f"`{name}` runs", hint=f"perdure queue rm --stop {name}")
         writer.append(*(Again(time.time(), name) for name in names))
     text = f"queue {queue}: {len(names)} will run again"
@@ -325,7 +325,7 @@ def run_queue(
     book = Runner(store, chosen, note).run(keep=keep)
     now = time.time()
     rows = [_describe(store, book, line, now) for line in _sort(book)]
-    for line in find_oversized(book, chosen):
+    for line in list_oversized(book, chosen):
         note(f"{line.item.name} needs {line.item.gpus} slots; there are {len(chosen)}")
     done = sum(row["state"] == "done" for row in rows)
     left = [row for row in rows if row["state"] != "done"]
@@ -335,7 +335,7 @@ def run_queue(
     return 0 if done == len(rows) else 1
 
 
-def _find(book: Book, name: str) -> Line:
+def _find_entry(book: Book, name: str) -> QueueEntry:
     line = book.lines.get(name)
     if line is None:
         raise ConfigError(f"no item `{name}`", hint="perdure queue ls")

@@ -14,7 +14,7 @@ from perdure.lab.policies.policies import (
     Policy,
     apply_costs,
     change_policy,
-    find_policies,
+    parse_policies,
     pick_names,
 )
 from perdure.lab.policies.throughput import MODELS, Throughput, read_throughput
@@ -23,7 +23,7 @@ from perdure.lab.traces import (
     FORMATS,
     AvailabilityTrace,
     find_format,
-    find_intervals,
+    list_intervals,
     read_trace,
 )
 from perdure.lab.traces.figures import (
@@ -139,7 +139,7 @@ def show(
         coalesce_s=coalesce,
     )
     figures = describe_availability(trace)
-    counts = [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
+    counts = [(i.begin_s, len(i.living)) for i in list_intervals(trace)]
     if svg is not None:
         write_asked(svg, stand_alone(draw_nodes(counts, trace.duration_s)))
     if html is not None:
@@ -367,7 +367,7 @@ def simulate(
         notice_s=notice,
         coalesce_s=coalesce,
     )
-    policies = find_policies(policy)
+    policies = parse_policies(policy)
     if costs is not None:
         measured = load_costs(costs)
         policies = [apply_costs(p, measured) if p.name == "perdure" else p for p in policies]
@@ -406,7 +406,7 @@ def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) 
     """
     state_bytes = state_gb * 1e9 if state_gb is not None else None
     if tau in MODELS or tau.startswith("plan:"):
-        nodes_max = max(len(i.living) for i in find_intervals(trace))
+        nodes_max = max(len(i.living) for i in list_intervals(trace))
         table = MODELS[tau](nodes_max) if tau in MODELS else plan_throughput(tau, nodes_max)
         table.state_bytes = state_bytes or table.state_bytes
         return table
@@ -462,19 +462,21 @@ def _simulate(
             perdure = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
             rows = sweep_communicator(trace, table, perdure, physics, SWEEP_S, bar.say)
             comparison = msgspec.structs.replace(comparison, sweep=rows)
-    rates = {"U1": find_area_rates(trace, table)}
+    rates = {"U1": compute_area_rates(trace, table)}
     rates |= {name: outcome.rates for name, outcome in outcomes.items()}
     if svg is not None:
         write_asked(svg, stand_alone(draw_rates(comparison, rates)))
     if html is not None:
-        counts = [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
+        counts = [(i.begin_s, len(i.living)) for i in list_intervals(trace)]
         write_asked(html, render_simulation_page(comparison, counts, rates))
     answer(comparison, render_comparison(comparison), as_json=as_json)
 
 
-def find_area_rates(trace: AvailabilityTrace, table: Throughput) -> tuple[tuple[float, float], ...]:
+def compute_area_rates(
+    trace: AvailabilityTrace, table: Throughput
+) -> tuple[tuple[float, float], ...]:
     """Return the rate of the fastest shape over time: (seconds, samples a second)."""
-    best = ((i.begin_s, table.find_best(len(i.living))) for i in find_intervals(trace))
+    best = ((i.begin_s, table.choose_fastest(len(i.living))) for i in list_intervals(trace))
     return tuple((at_s, table.rates[shape] if shape else 0.0) for at_s, shape in best)
 
 
@@ -583,7 +585,7 @@ def prepare(
     from perdure.lab.traces.transform import scale_to
 
     trace = speed_up(trace, speed) if speed != 1.0 else trace
-    if max(len(i.living) for i in find_intervals(trace)) > nodes_max:
+    if max(len(i.living) for i in list_intervals(trace)) > nodes_max:
         trace = scale_to(trace, nodes_max)
     trace = draw_victims(trace, seed) if seed is not None else trace
     trace = announce(trace, notice_s) if notice_s else trace

@@ -25,7 +25,7 @@ class OpenBoundary:
     command: str = ""
     """Id of the operator's command behind it; empty for the controller's own."""
     change: Change | None = None
-    """Of `set`."""
+    """What a `set` changes."""
     not_before: int = 0
     """The earliest step that it may be about."""
     at_step: int | None = None
@@ -125,7 +125,7 @@ class SteeringState:
     """Steps that any generation has committed: what they ran with is never changed any more."""
     generation: int = -1
     """The newest whose keys are known."""
-    epoch: int = 0
+    settings_epoch: int = 0
     """The newest that was ever given out; one that failed is not used again."""
     changes: list[Change] = field(default_factory=list)
     """Promised by all ranks, by step and epoch; the oldest are folded into one."""
@@ -147,7 +147,7 @@ class SteeringState:
         return None if self.resume is None or self.resume.done else self.resume
 
 
-def find_steering(steering: SteeringState) -> Steering:
+def make_steering(steering: SteeringState) -> Steering:
     """Return what the ranks of the next generation have to know before their first step."""
     pause = steering.pause
     ranks = tuple(c for c in steering.changes if not all(map(is_kept_elsewhere, c.values)))

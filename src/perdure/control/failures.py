@@ -17,11 +17,11 @@ class FailureBook:
     """The newest failures, and what the journal does not have yet."""
 
     newest: dict[int, FailureDecided] = field(default_factory=dict)
-    """Of each replica group by its number; of a job's only world under -1."""
+    """The newest failure of each replica group by its number; of a job's only world under -1."""
     nodes: tuple[int, ...] = ()
     """Those of the world that failed."""
     untold: dict[str, FailureDecided] = field(default_factory=dict)
-    """By id, the oldest first."""
+    """Failures by id, the oldest first."""
     count: int = 0
     told: bool = False
     """The controller in charge writes its failures down; one of an older perdure did not."""
@@ -44,7 +44,7 @@ class FailureBook:
         saved: bool = False,
     ) -> None:
         """Keep that `world` failed and what follows: one fact, until the world is over it."""
-        known = self._find(world)
+        known = self._newest_of(world)
         if known is None:
             self.count += 1
         said = structs.asdict(cause)
@@ -60,8 +60,8 @@ class FailureBook:
         self._tell(fact)
 
     def correct(self, cause: Cause, world: int) -> None:
-        """Blame what failed first, should that be heard of only now: some news are faster."""
-        known = self._find(world)
+        """Blame what failed first, where that is heard of only now."""
+        known = self._newest_of(world)
         if known is None or cause.failure_s >= known.failure_s:
             return
         detected_s = min(cause.detected_s, known.detected_s)
@@ -69,14 +69,14 @@ class FailureBook:
         self._tell(structs.replace(known, **said))
 
     def close(self, world: int, epoch: int) -> None:
-        """A member of an elastic world trains in `epoch`: what fails now is another failure."""
-        known = self._find(world)
+        """Close the failure once a member trains in `epoch`: what fails next is another one."""
+        known = self._newest_of(world)
         if known is not None and 0 <= known.epoch <= epoch:
             del self.newest[known.group]
 
     def is_open(self, world: int) -> bool:
         """Return whether `world` has failed and is not over it."""
-        return self._find(world) is not None
+        return self._newest_of(world) is not None
 
     def take(self, event: FailureDecided) -> None:
         """Know that `event` is in the journal."""
@@ -90,7 +90,7 @@ class FailureBook:
         facts = self.untold.values()
         return [fact if fact.at_s else structs.replace(fact, at_s=now) for fact in facts]
 
-    def _find(self, world: int) -> FailureDecided | None:
+    def _newest_of(self, world: int) -> FailureDecided | None:
         return next((fact for fact in self.newest.values() if fact.world == world), None)
 
     def _tell(self, fact: FailureDecided) -> None:

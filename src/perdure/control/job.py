@@ -47,7 +47,7 @@ class OpenCommand:
 
 
 class Answer(NamedTuple):
-    """What a command was answered."""
+    """The answer to a command, kept for its repetition."""
 
     ok: bool
     reason: str
@@ -66,17 +66,17 @@ class OpenMove:
     """Of the operator's command, or of a preemption notice."""
     kind: Literal["drain", "evict"]
     nodes: list[int]
-    """All of them are left, or none; of a torchft job each is a replica group."""
+    """The nodes of which all are left, or none; of a torchft job each is a replica group."""
     who: str
     why: str
     at_s: float
     deadline_s: float
     groups: dict[int, int] = field(default_factory=dict)
-    """Those that run ranks -> their group rank, in a world that is formed anew without them."""
+    """Nodes that run ranks -> their group rank, in a world that is formed anew without them."""
     force: bool = False
     """Evict where no agreement comes about, or not in time."""
     wait: bool = False
-    """For a spare node, should none be ready; for a spare group, should too few be left without."""
+    """Whether it waits for a spare node if none is ready, for a spare group if too few are left."""
     guarded: bool = False
     """A checkpoint was agreed upon meanwhile."""
     late_s: float | None = None
@@ -93,7 +93,7 @@ class OpenMove:
     boundary: str = ""
     """Id of the agreement, its try included."""
     step: int = -1
-    """Agreed upon; its checkpoint is the state that moves. Of replica groups: committed then."""
+    """The step agreed upon, whose checkpoint is what moves. Of replica groups: committed then."""
     saved: bool = False
     from_step: int = -1
     """Committed when the ranks were ended."""
@@ -107,7 +107,7 @@ class OpenMove:
     instead: str = ""
     """What was done in place of what was asked for."""
     actives: list[int] = field(default_factory=list)
-    """Those of the replica groups that were no spares."""
+    """The replica groups among them that were no spares."""
     stand_ins: list[int] = field(default_factory=list)
     """Spare groups that were released in their place."""
 
@@ -185,7 +185,7 @@ class JobState:
     generation: int = -1
     """The newest of any world."""
     number: int = 0
-    """Of the newest assignment."""
+    """The number of the newest assignment."""
     farewell: Assignment | None = None
     """The last assignment, which ends all there is on every node."""
     worlds: dict[int, WorldState] = field(default_factory=lambda: {0: WorldState()})
@@ -231,7 +231,7 @@ class JobState:
     """Name of every machine that was ever given a place -> the node that it was."""
 
     step: int = -1
-    mark: int = 0
+    progress_max: int = 0
     """Best achievement: committed steps, or collectives of a generation."""
     stall_s: float | None = None
     """Measured cost of the newest checkpoint to training."""
@@ -240,7 +240,7 @@ class JobState:
     saved_s: float | None = None
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
     failures: list[Failure] = field(default_factory=list)
-    """Of all worlds."""
+    """The failures of all worlds."""
     book: FailureBook = field(default_factory=FailureBook)
     restarts_s: list[float] = field(default_factory=list)
     """What each recovery took, from the decision until every rank trained again."""
@@ -308,7 +308,7 @@ class JobState:
         """Return the world that is in `generation`; None where none is."""
         return next((w for w in self.worlds.values() if w.generation == generation), None)
 
-    def find_home(self, rank: int) -> WorldState | None:
+    def find_world_of(self, rank: int) -> WorldState | None:
         """Return the world that `rank` is in now; None where it is in none."""
         if self.of_replicas:
             return self.worlds.get(rank // self.the_spec().nproc)

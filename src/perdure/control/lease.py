@@ -28,7 +28,7 @@ class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseRead(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the register holds; `revision` 0 where nothing was ever written."""
+    """The register's content; `revision` is 0 where nothing was ever written."""
 
     revision: int
     holder: str

@@ -91,7 +91,7 @@ from perdure.control.steering.moves import (
     note_left,
 )
 from perdure.control.steering.saving import (
-    find_save_deadline,
+    next_save_deadline,
     note_checkpoint,
     open_due_checkpoint,
     plan_checkpoint,
@@ -173,7 +173,7 @@ class Controller:
             state.deadline_s,
             stop_deadline(state),
             moves_deadline(state),
-            find_save_deadline(state),
+            next_save_deadline(state),
             preemption.notices_deadline(state),
             membership_of(state).deadline(state),
             *(world.deadline_s for world in worlds),
@@ -196,7 +196,7 @@ class Controller:
             self.state.book.take(event)
             return []
         state, kind = self.state, membership_of(self.state).kind
-        before = _find_members(state) if kind == "one world" else ()
+        before = _list_asked(state) if kind == "one world" else ()
         handler = HANDLERS[kind].get(type(event))
         actions = handler(state, now, event) if handler is not None else []
         if kind == "replica groups":
@@ -208,7 +208,7 @@ class Controller:
         return list(self.state.book.pending(now))
 
 
-def _find_members(state: JobState) -> tuple[int, ...]:
+def _list_asked(state: JobState) -> tuple[int, ...]:
     return state.asked if state.world.elastic.members else ()
 
 
@@ -217,13 +217,13 @@ def _advance(
 ) -> list[AnyAction]:
     """Do what has become possible, after any event."""
     actions = preemption.advance_notices(state, now)
-    if isinstance(event, _CHANGES) and state.world.standing:
+    if isinstance(event, _CHANGES) and state.world.pending_verdicts:
         actions += _weigh_again(state, now)
     while True:  # An eviction takes members away as well.
         actions += settle_members(state, now, before) if before else []
-        before = _find_members(state)
+        before = _list_asked(state)
         actions += advance_moves(state, now)
-        if _find_members(state) == before:
+        if _list_asked(state) == before:
             return actions
 
 
@@ -298,7 +298,7 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
         return []
     state.world.exits[record.rank] = record
     state.step = max(state.step, event.account.step)
-    state.mark = max(state.mark, event.account.step)
+    state.progress_max = max(state.progress_max, event.account.step)
     if is_outside(state, record.rank):
         return leave_outside(state, now, record.rank)
     if record.failed and not record.asked:
@@ -398,7 +398,7 @@ def _judge(state: JobState, now: float, event: VerdictReached) -> list[AnyAction
         stacks = ask_stacks(state, now, verdict) if verdict.kind in STACKS_FOR else []
         return [*stacks, *probe_verdict(state, now, verdict)]
     if verdict.kind in SLOW:
-        state.world.standing[f"{verdict.kind} {verdict.culprit}"] = verdict
+        state.world.pending_verdicts[f"{verdict.kind} {verdict.culprit}"] = verdict
     reaction = weigh_verdict(state, verdict, now)
     if reaction.rung == "none":
         return withhold_verdict(state, now, verdict, reaction.reason, ground=reaction.ground)
@@ -417,7 +417,7 @@ def _weigh_again(state: JobState, now: float) -> list[AnyAction]:
     if state.world.phase != "running" or state.boundary is not None or state.moves:
         return []
     actions: list[AnyAction] = []
-    for verdict in list(state.world.standing.values()):
+    for verdict in list(state.world.pending_verdicts.values()):
         reaction = weigh_verdict(state, verdict, now)
         if reaction.rung != "none":
             return [*actions, *_act_upon(state, now, verdict)]
@@ -427,7 +427,7 @@ def _weigh_again(state: JobState, now: float) -> list[AnyAction]:
 
 def _act_upon(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
     """Do what the policy makes of `verdict`: the next world, or the end."""
-    state.world.standing.pop(f"{verdict.kind} {verdict.culprit}", None)
+    state.world.pending_verdicts.pop(f"{verdict.kind} {verdict.culprit}", None)
     if verdict.kind in STACKS_FOR:
         state.world.stacks = None  # Acted upon once; the next one's are taken anew.
     reaction = weigh_verdict(state, verdict, now)
@@ -504,7 +504,7 @@ def _fail(
         culprit=culprit,
         generation=state.world.generation,
         step=state.step if step is None else step,
-        mark=state.mark,
+        progress_max=state.progress_max,
         error=error,
         code=code,
         signal=signal,

@@ -8,7 +8,7 @@ the entries since, equals the fold over all of them.
 The detector's own knowledge is not written down. Most of it comes from heartbeats, which no
 journal has, and is learned again within seconds; of the journal it needs the newest two
 generations, and of a torchft job, whose groups have generations of their own, the newest one of
-each group. `find_recent` keeps those, and a detector hears exactly them after a replay, however
+each group. `prune_entries` keeps those, and a detector hears exactly them after a replay, however
 long that was: from a snapshot or from the first entry on.
 """
 
@@ -55,7 +55,7 @@ _UNHEARD = Decision | FailureDecided | MetricsLogged | MessagesSetAside | Operat
 _OF_A_KIND = 16
 """Events kept of one kind, of those that may come without end."""
 _KEPT: dict[type[AnyEvent], int] = {LinksNoted: 1, ProgressNoted: 4, StacksTaken: 4}
-"""Of those that carry something of every rank, or of all nodes."""
+"""How many are kept of a kind that carries something of every rank, or of all nodes."""
 _NEWEST_OF: dict[type[AnyEvent], str] = {
     NodeRegistered: "node",
     NodeLost: "node",
@@ -65,7 +65,7 @@ _NEWEST_OF: dict[type[AnyEvent], str] = {
     ReplicaSeen: "group",
     ReplicaLate: "group",
 }
-"""Of these the newest of each."""
+"""Events of which the newest of each is kept."""
 _PRUNE_EVERY = 1000
 SOURCES_MAX = 4096
 """Sources of events whose numbers are remembered, or 8 for each rank where those are more: who was
@@ -74,7 +74,7 @@ heard longest ago is forgotten. Should it speak again, it says which numbers wer
 
 @dataclass(slots=True)
 class Written:
-    """What is written down."""
+    """What a controller writes down of its memory."""
 
     seq: int
     """The newest entry that it knows of."""
@@ -97,7 +97,7 @@ class Memory:
         self.seq = 0
         """Number of the newest entry."""
         self.term = 0
-        """Of the newest controller that has written."""
+        """The term of the newest controller that has written."""
         self.started: dict[int, dict[int, int]] = {}
         """Generation -> rank -> the node that has started it, of the newest generations."""
         self._recent: list[JournalEntry] = []
@@ -108,7 +108,7 @@ class Memory:
             self.taken, self.seq = written.taken, written.seq
             self.term = written.term
             self._recent, certain = written.recent, written.certain
-            self._generation = _find_newest(written.recent)
+            self._generation = _newest_started(written.recent)
             for entry in written.recent:
                 self._note_start(entry.body)
         self.fold = SnapshotFold(spec, certain)
@@ -133,7 +133,7 @@ class Memory:
             self._generation = max(self._generation, event.generation)
             self._note_start(event)
         if begun or len(self._recent) >= self._prune_at:
-            self._recent = find_recent(self._recent)
+            self._recent = prune_entries(self._recent)
             self._prune_at = 2 * len(self._recent) + _PRUNE_EVERY
 
     def _note_start(self, event: AnyEvent | Decision) -> None:
@@ -160,12 +160,13 @@ class Memory:
         ends = [w.elastic.deadline_s for w in worlds if w.elastic.deadline_s is not None]
         paced, overdue = min(due, default=now + 1.0) <= now, min(ends, default=now + 1.0) <= now
         return TimerFired(
-            pace=fold.find_pace() if paced else None, busy=fold.find_busy() if overdue else ()
+            pace=fold.estimate_pace() if paced else None,
+            busy=fold.list_busy_ranks() if overdue else (),
         )
 
     def recent(self) -> list[tuple[float, AnyEvent]]:
         """Return what a new detector has to hear of, each event with its time."""
-        entries = find_recent(self._recent)
+        entries = prune_entries(self._recent)
         return [(e.at_s, e.body) for e in entries if not isinstance(e.body, Decision)]
 
     def write(self) -> Written:
@@ -175,7 +176,7 @@ class Memory:
             state=self.machine.state,
             certain=self.fold.certain,
             taken=self.taken,
-            recent=find_recent(self._recent),
+            recent=prune_entries(self._recent),
             term=self.term,
         )
 
@@ -196,20 +197,23 @@ def decode_memory(data: bytes, spec: JobSpec) -> Memory:
     return Memory(spec, decode(data, Written))
 
 
-def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
+def prune_entries(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     """Return the entries that a new detector has to hear of, oldest first.
 
     Pruning twice is pruning once: what is left of a part of the journal and the entries after it
     gives the same as all of them.
     """
-    oldest, of_groups = _find_newest(entries) - _GENERATIONS + 1, _find_of_groups(entries)
+    oldest, of_groups = (
+        _newest_started(entries) - _GENERATIONS + 1,
+        _list_group_generations(entries),
+    )
     kept: list[JournalEntry] = []
     counts: dict[tuple[type, int | str], int] = {}
     for entry in reversed(entries):
         event = entry.body
         if isinstance(event, _UNHEARD):
             continue
-        generation = _find_generation(event)
+        generation = _read_generation(event)
         if generation is not None and generation < oldest and generation not in of_groups:
             continue
         if isinstance(event, RanksStarted | RankExited):
@@ -224,12 +228,12 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     return kept[::-1]
 
 
-def _find_newest(entries: Sequence[JournalEntry]) -> int:
+def _newest_started(entries: Sequence[JournalEntry]) -> int:
     started = (e.body.generation for e in entries if isinstance(e.body, RanksStarted))
     return max(started, default=-1)
 
 
-def _find_of_groups(entries: Sequence[JournalEntry]) -> set[int]:
+def _list_group_generations(entries: Sequence[JournalEntry]) -> set[int]:
     """Return the generation that each group of a torchft job is in; of any other job, none."""
     events = [entry.body for entry in entries]
     if not any(isinstance(e, JobSubmitted) and e.spec.torchft.replicas for e in events):
@@ -237,7 +241,7 @@ def _find_of_groups(entries: Sequence[JournalEntry]) -> set[int]:
     return set({e.node: e.generation for e in events if isinstance(e, RanksStarted)}.values())
 
 
-def _find_generation(event: AnyEvent) -> int | None:
+def _read_generation(event: AnyEvent) -> int | None:
     """Return the generation that `event` is about; None where it is about none."""
     match event:
         case RankExited():

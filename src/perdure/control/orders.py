@@ -16,7 +16,7 @@ from perdure.model.job import JobSpec
 from perdure.model.orders import AnyAction, Assignment, AssignNodes, Order, RankOrder
 
 Sending = tuple[int | str, NodeOrder]
-"""To a node, to `all`, or to the lighthouse."""
+"""A message to a node, to `all`, or to the lighthouse."""
 
 REPEAT_S = 1.0
 
@@ -106,7 +106,7 @@ class OrderBook:
             case _:
                 pass
         for level, open_ in list(self._open.items()):
-            open_.waiting.difference_update(open_.order.find_answered(event))
+            open_.waiting.difference_update(open_.order.list_answered(event))
             if not open_.waiting:
                 del self._open[level]
 
@@ -141,10 +141,10 @@ class OrderBook:
         message = self._order(orders=(order,))
         if isinstance(order, RankOrder):
             ranks = (rank for rank in order.ranks if rank in open_.waiting)
-            return self._address(message, {self._find_node(rank) for rank in ranks})
+            return self._address(message, {self._locate_rank(rank) for rank in ranks})
         return [(to, message) for to in order.recipients if to in open_.waiting]
 
-    def _find_node(self, rank: int) -> int:
+    def _locate_rank(self, rank: int) -> int:
         home = self._homes.get(rank)
         return self._placement[self._spec.node_of(rank)] if home is None else home
 

@@ -17,11 +17,11 @@ import math
 from perdure.control.agreement.boundary import open_boundary
 from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.membership import membership_of
-from perdure.control.membership.members import find_living, find_spares
+from perdure.control.membership.members import list_living_members, list_spare_members
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.placement import cordon, release
 from perdure.control.steering.group_moves import count_left, take_back
-from perdure.control.steering.leaving import end_spares, find_leavers
+from perdure.control.steering.leaving import end_spares, list_leavers
 from perdure.control.steering.moves import restore_move
 from perdure.model.events import NodeRegistered, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.failures import ExitRecord, is_explained
@@ -99,7 +99,7 @@ def _withdraw(state: JobState, now: float, event: PreemptionWithdrawn) -> list[A
 
 
 def note_return(state: JobState, now: float, event: NodeRegistered) -> list[AnyAction]:
-    """A node is there: after a notice it is another machine, or the one that was away.
+    """Note that a node is there: after a notice it is another machine, or the one that was away.
 
     A place that was asked for after the notice is of somebody who has come to stay.
     """
@@ -160,18 +160,18 @@ def _opens(state: JobState, notice: OpenNotice) -> float:
     """Return when a notice is acted upon at the earliest: a far one leaves time to train."""
     if not notice.certain:
         return notice.at_s
-    return max(notice.at_s, notice.gone_s - _find_lead_s(state, notice))
+    return max(notice.at_s, notice.gone_s - _compute_lead_s(state, notice))
 
 
-def _find_lead_s(state: JobState, notice: OpenNotice) -> float:
+def _compute_lead_s(state: JobState, notice: OpenNotice) -> float:
     """Return how long before its end a node's leaving begins."""
     config, pace = state.the_spec().preemption, state.steering.pace
     if pace is None or not _serves_to_the_end(state, [notice]):
         return config.lead_s
-    return min(config.lead_s, _find_reserve_s(state) + _STEPS * pace.step_s)
+    return min(config.lead_s, _compute_reserve_s(state) + _STEPS * pace.step_s)
 
 
-def _find_reserve_s(state: JobState) -> float:
+def _compute_reserve_s(state: JobState) -> float:
     return state.the_spec().preemption.reserve_s + 2 * state.world.elastic.slowest_s
 
 
@@ -186,8 +186,8 @@ def _serves_to_the_end(state: JobState, notices: list[OpenNotice]) -> bool:
         return False
     nodes = {n.node for n in notices}
     noticed = {n.node for n in state.notices.values() if n.certain} | nodes
-    spared = len(find_spares(state, beside=noticed)) >= len(find_leavers(state, nodes))
-    return not spared and set(find_living(state)) > set(find_leavers(state, noticed))
+    spared = len(list_spare_members(state, beside=noticed)) >= len(list_leavers(state, nodes))
+    return not spared and set(list_living_members(state)) > set(list_leavers(state, noticed))
 
 
 def _plan(state: JobState, now: float) -> None:
@@ -266,7 +266,7 @@ def _begin_move(
         force=certain,
         wait=True,
         late_s=gone_s - min(_LATE_S_MAX, _LATE * left_s) if certain else None,
-        until_s=gone_s - _find_reserve_s(state) if certain and serves else 0.0,
+        until_s=gone_s - _compute_reserve_s(state) if certain and serves else 0.0,
     )
     return [NoteDraining(node=node, reason=why) for node in nodes]
 
@@ -288,9 +288,12 @@ def _look(state: JobState, now: float, nodes: list[int], notices: list[OpenNotic
     certain = notices[0].certain
     left = None
     if membership_of(state).goes_on(state):
-        leavers = find_leavers(state, nodes)
-        spares, short = len([m for m in find_spares(state) if m not in leavers]), len(leavers)
-        left = len(find_living(state)) - short
+        leavers = list_leavers(state, nodes)
+        spares, short = (
+            len([m for m in list_spare_members(state) if m not in leavers]),
+            len(leavers),
+        )
+        left = len(list_living_members(state)) - short
     else:
         spares = len([node for node in state.spares if node not in nodes])
         short = sum(node in nodes for node in state.world.placement)
@@ -308,7 +311,7 @@ def _look(state: JobState, now: float, nodes: list[int], notices: list[OpenNotic
 def _runs(state: JobState, node: int) -> bool:
     """Return whether `node` runs ranks of the world, or members of it."""
     if membership_of(state).goes_on(state):
-        return bool(find_leavers(state, (node,)))
+        return bool(list_leavers(state, (node,)))
     return node in state.world.placement
 
 

@@ -60,7 +60,7 @@ def note_progress(
             return []
         case ProgressNoted():
             state.step = max(event.step, state.step if state.world.stepping else -1)
-            state.mark = max(state.mark, event.step, event.collectives)
+            state.progress_max = max(state.progress_max, event.step, event.collectives)
             note_high(state, max((a.step for a in event.accounts.values()), default=event.step))
             return []
         case GenerationStepping():
@@ -76,7 +76,7 @@ def note_progress(
 
 
 def reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
-    """All ranks carried the agreement out: remember its step for the command behind it."""
+    """Remember an agreement that all ranks carried out, for the command behind its step."""
     done = reach_boundary(state, event)
     held = note_held(state, now, event, done)
     held += [*reach_change(state, event), *reach_pause(state, event)]
@@ -112,7 +112,7 @@ def _finish_boundary(
 
 
 def settle_members(state: JobState, now: float, before: tuple[int, ...]) -> list[AnyAction]:
-    """Members have come to an elastic world or left it: look again at what waits for them.
+    """Look again at what waits for members: some have come to an elastic world or left it.
 
     Who comes in is asked about what is not decided yet; nobody waits for who is gone.
     """

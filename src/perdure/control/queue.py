@@ -17,7 +17,7 @@ State = Literal["waiting", "running", "done", "failed"]
 
 
 @dataclass(slots=True)
-class Line:
+class QueueEntry:
     """One item, and what became of it."""
 
     item: Item
@@ -51,7 +51,7 @@ class Start:
 class Book:
     """A queue, folded from its records."""
 
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, QueueEntry] = field(default_factory=dict)
     added: int = 0
 
     @classmethod
@@ -96,7 +96,7 @@ class Book:
         line = self.lines.get(item.name)
         if line is None:
             self.added += 1
-            self.lines[item.name] = Line(item, self.added)
+            self.lines[item.name] = QueueEntry(item, self.added)
         elif line.state != "running":
             line.item = item
 
@@ -120,11 +120,11 @@ class Book:
         else:
             line.reason = f"{ending.cause}, attempt {attempt}"
 
-    def running(self) -> list[Line]:
+    def running(self) -> list[QueueEntry]:
         """Return the items that run, in the order in which they were added."""
         return [line for line in self.lines.values() if line.state == "running"]
 
-    def unfinished(self) -> list[Line]:
+    def unfinished(self) -> list[QueueEntry]:
         """Return the items that run, or may run yet."""
         return [
             line
@@ -132,7 +132,7 @@ class Book:
             if line.state == "running" or (line.state == "waiting" and not self.find_block(line))
         ]
 
-    def find_block(self, line: Line) -> str:
+    def find_block(self, line: QueueEntry) -> str:
         """Return why an item can never run as things are; empty where it can."""
         seen, path = {line.item.name}, list(line.item.after)
         while path:
@@ -150,7 +150,7 @@ class Book:
         return ""
 
 
-def find_ready_s(line: Line) -> float:
+def compute_ready_s(line: QueueEntry) -> float:
     """Return when an item may be tried next; 0: at once."""
     if line.ending is None or not line.failures:
         return 0.0
@@ -158,7 +158,7 @@ def find_ready_s(line: Line) -> float:
     return line.ending.at_s + delay_s
 
 
-def explain(book: Book, line: Line, now_s: float) -> str:
+def explain(book: Book, line: QueueEntry, now_s: float) -> str:
     """Return why an item is as it is, in one line; empty where nothing holds it up but slots."""
     if line.state != "waiting":
         return line.reason
@@ -168,13 +168,13 @@ def explain(book: Book, line: Line, now_s: float) -> str:
     waits = [n for n in line.item.after if book.lines[n].state != "done"]
     if waits:
         return f"waits for {', '.join(waits)}"
-    left_s = find_ready_s(line) - now_s
+    left_s = compute_ready_s(line) - now_s
     if left_s > 0:
         return f"{line.reason}; again in {left_s:.0f} s"
     return line.reason
 
 
-def order_ready(book: Book, now_s: float) -> list[Line]:
+def order_ready(book: Book, now_s: float) -> list[QueueEntry]:
     """Return the items that could be started now, the first to be started first."""
     ready = [
         line
@@ -182,7 +182,7 @@ def order_ready(book: Book, now_s: float) -> list[Line]:
         if line.state == "waiting"
         and all(n in book.lines and book.lines[n].state == "done" for n in line.item.after)
         # A clock that was set back must not hold an item up for longer than its backoff.
-        and not (line.ending and line.ending.at_s <= now_s < find_ready_s(line))
+        and not (line.ending and line.ending.at_s <= now_s < compute_ready_s(line))
     ]
     return sorted(ready, key=lambda line: (-line.item.priority, line.order))
 
@@ -207,7 +207,7 @@ def decide(book: Book, now_s: float, slots: Sequence[str], busy: Iterable[str] =
     return starts
 
 
-def find_oversized(book: Book, slots: Sequence[str]) -> list[Line]:
+def list_oversized(book: Book, slots: Sequence[str]) -> list[QueueEntry]:
     """Return the items that wait for more slots than there are."""
     return [
         line
@@ -218,5 +218,5 @@ def find_oversized(book: Book, slots: Sequence[str]) -> list[Line]:
 
 def next_deadline(book: Book, now_s: float) -> float | None:
     """Return when a retry falls due next; None where none is waited for."""
-    times = [find_ready_s(line) for line in book.lines.values() if line.state == "waiting"]
+    times = [compute_ready_s(line) for line in book.lines.values() if line.state == "waiting"]
     return min((at_s for at_s in times if at_s > now_s), default=None)

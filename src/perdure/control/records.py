@@ -11,7 +11,7 @@ from perdure.model.orders import (
 )
 
 
-def find_record(now: float, action: AnyAction) -> AnyEvent | None:
+def make_journal_event(now: float, action: AnyAction) -> AnyEvent | None:
     """Return the event that `action` asks to journal; None where it asks for none."""
     match action:
         case NoteFinding():

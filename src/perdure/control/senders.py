@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from perdure.control.job import JobState
-from perdure.control.membership.members import find_home
+from perdure.control.membership.members import node_of_member
 from perdure.model.bus.access import BROUGHT_BY, Sender
 from perdure.model.bus.wire import RUN
 from perdure.model.events import (
@@ -67,7 +67,7 @@ def sift_beat(state: JobState, started: Started, beat: NodeBeat) -> tuple[NodeBe
     That the node lives is taken in any case. A generation that nobody was told of would have the
     detector look at no other, and another node's rank would move by what this one says.
     """
-    if beat.generation > _find_newest(state):
+    if beat.generation > _newest_told(state):
         why = f"there is no generation {beat.generation} yet"
         return msgspec.structs.replace(beat, generation=-1, ranks=(), sweep=None), why
     homes = started.get(beat.generation, {})
@@ -111,11 +111,11 @@ def find_node(state: JobState, started: Started, generation: int, rank: int) -> 
         return rank // spec.nproc
     known = started.get(generation, {}).get(rank)
     if known is None and generation == state.generation and rank >= 0:
-        return find_home(state, rank)
+        return node_of_member(state, rank)
     return known
 
 
-def _find_newest(state: JobState) -> int:
+def _newest_told(state: JobState) -> int:
     """Return the newest generation that any node has been told of."""
     return state.generation if state.farewell is None else state.farewell.generation
 
@@ -128,7 +128,7 @@ def _judge_rank(state: JobState, started: Started, node: int, source: str, event
         return f"rank {rank} tells of another rank"
     if getattr(event, "generation", generation) != generation:
         return f"rank {rank} of generation {generation} tells of another generation"
-    if generation > _find_newest(state):
+    if generation > _newest_told(state):
         return f"there is no generation {generation} yet"
     home = find_node(state, started, generation, rank)
     if home is None:
@@ -157,7 +157,7 @@ def _judge_agent(state: JobState, started: Started, node: int, event: AnyEvent) 
         case _:
             pass
     for generation, rank in _list_ranks(event):
-        if generation > _find_newest(state):
+        if generation > _newest_told(state):
             return f"there is no generation {generation} yet"
         if rank >= 0 and find_node(state, started, generation, rank) not in (None, node):
             return f"rank {rank} of generation {generation} is not of node {node}"

@@ -13,7 +13,7 @@ class UnknownTargetError(Exception):
     """There is no such thing; the message says what there is."""
 
 
-def find_nodes(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
+def resolve_nodes(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
     """Return the nodes that `targets` name, each once, in order.
 
     `1` and `node:1` are nodes, `rank:3` is the node that runs rank 3 now, `replica:2` that of a
@@ -24,10 +24,10 @@ def find_nodes(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
     """
     if not targets:
         raise UnknownTargetError("no target: a node, a rank or a device")
-    return tuple(sorted({_find_node(state, target) for target in targets}))
+    return tuple(sorted({_resolve_target(state, target) for target in targets}))
 
 
-def _find_node(state: JobState, target: str) -> int:
+def _resolve_target(state: JobState, target: str) -> int:
     spec = state.the_spec()
     kind, _, text = target.rpartition(":")
     if kind in ("", "node") and text.isdigit():

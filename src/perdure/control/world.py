@@ -66,7 +66,7 @@ class StackRequest:
 
 @dataclass(slots=True)
 class ElasticState:
-    """Of one generation; the next one begins with a new one."""
+    """What is remembered of an elastic world, for one generation; the next begins anew."""
 
     ready: set[int] = field(default_factory=set)
     """Members that have said that they can be: of the first world, and those that came later."""
@@ -95,7 +95,7 @@ class ElasticState:
     broken_s: float | None = None
     """When a member first said that the newest epoch broke."""
     retries: int = 0
-    """So often in a row at `step`."""
+    """The number of tries in a row at `step`."""
     step: int = -1
     """Steps applied when the newest epoch was formed."""
     reforms: int = 0
@@ -112,7 +112,7 @@ class ElasticState:
     """Slots in which a member ended before it could join: nobody is started there any more."""
     stores: dict[int, str] = field(default_factory=dict)
     """Address of the store that each ready member serves."""
-    feeds: dict[int, str] = field(default_factory=dict)
+    donor_addresses: dict[int, str] = field(default_factory=dict)
     """Address at which each ready member sends its state to those who follow."""
     state_bytes: int = 0
     """About what a replica's state has."""
@@ -127,7 +127,7 @@ class WorldState:
     """One world, in its newest generation."""
 
     number: int = 0
-    """Of a replica group, and of its node; 0 of a job's only world."""
+    """The number of a replica group, and of its node; 0 for a job's only world."""
     phase: WorldPhase = "pending"
     generation: int = -1
     """Drawn from the job's one counter, so that no two worlds share one."""
@@ -149,7 +149,7 @@ class WorldState:
     """Step that it resumed from."""
     checkpoint_due_s: float | None = None
     """When a checkpoint of the controller's own is due."""
-    standing: dict[str, Verdict] = field(default_factory=dict)
+    pending_verdicts: dict[str, Verdict] = field(default_factory=dict)
     """Slowness that may be acted upon, and was not yet: it is weighed again as things change."""
     withheld: list[str] = field(default_factory=list)
     """Verdicts of this generation, each with a ground on which nothing was done about it; the
@@ -158,7 +158,7 @@ class WorldState:
     elastic: ElasticState = field(default_factory=ElasticState)
 
     failures: list[Failure] = field(default_factory=list)
-    """Of all its generations, or since an operator restored it."""
+    """The failures of all its generations, or of those since an operator restored it."""
     failed_s: float | None = None
     """When the failure that is being recovered from was decided upon."""
     first_exit_s: float | None = None
@@ -173,7 +173,7 @@ class WorldState:
     absent: str = ""
     """Why it was left out of the quorum, while it lives."""
     absent_s: float = 0.0
-    """Since when."""
+    """The time since when it is left out."""
     leaving: str = ""
     """Why it is about to be left: it gets no quorum any more."""
     stands: int | None = None

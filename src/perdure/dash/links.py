@@ -28,8 +28,8 @@ def render_links(matrix: DelayMatrix, width: int = 100) -> str:
     """Return the matrix as text; where it is empty, why."""
     if not matrix.links:
         return f"Delay matrix: empty; {matrix.note or 'nothing moved'}"
-    ranks = _find_ranks(matrix.links)
-    usual = _find_usual(matrix.links)
+    ranks = _list_link_ranks(matrix.links)
+    usual = _compute_usual(matrix.links)
     lines = [
         f"Delay matrix (busy ms/MB over the last {matrix.window_s:.0f} s; generation "
         f"{matrix.generation}; median {usual:.2f})"
@@ -80,8 +80,8 @@ def render_heat_map(matrix: DelayMatrix) -> str:
     """Return the matrix as inline SVG with what it shows in words; where it is empty, why."""
     if not matrix.links:
         return f'<p class="soft">Empty: {escape(matrix.note or "nothing moved")}.</p>'
-    usual = _find_usual(matrix.links)
-    ranks = _find_ranks(matrix.links)
+    usual = _compute_usual(matrix.links)
+    ranks = _list_link_ranks(matrix.links)
     shown = _pick_ranks(matrix, usual, ranks)
     links = [s for s in matrix.links if s.src in shown and s.dst in shown]
     at = {rank: index for index, rank in enumerate(shown)}
@@ -161,12 +161,12 @@ def _is_unusual(s: LinkSample, usual: float) -> bool:
     return bool(slow or lossy or s.backoff or stuck)
 
 
-def _find_usual(links: Iterable[LinkSample]) -> float:
+def _compute_usual(links: Iterable[LinkSample]) -> float:
     cells = [s.busy_ms_per_mb for s in links if s.busy_ms_per_mb]
     return median(cells) if cells else 0.0
 
 
-def _find_ranks(links: Iterable[LinkSample]) -> list[int]:
+def _list_link_ranks(links: Iterable[LinkSample]) -> list[int]:
     return sorted({rank for s in links for rank in (s.src, s.dst)})
 
 

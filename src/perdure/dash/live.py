@@ -7,7 +7,7 @@ written when the state changes and once in a while, so that a log stays readable
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from perdure.dash.terminal import find_stream
+from perdure.dash.terminal import unwrap_stream
 from perdure.model.plain import show_controls, show_output
 from perdure.model.report import Snapshot
 
@@ -54,7 +54,7 @@ class LiveScreen:
 
     def __init__(self, output: TextIO | None = None) -> None:
         """Write to `output`, by default the standard output of this moment."""
-        self._output = find_stream(output or sys.stdout)
+        self._output = unwrap_stream(output or sys.stdout)
         self._live: Live | None = None
         self._state = ("", 0)
         self._shown_s = 0.0

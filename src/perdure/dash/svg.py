@@ -78,7 +78,7 @@ def render_curve(
     points = thin([(x, y) for x, y in tame if y is not None])
     if len(points) < 2:
         return ""
-    gaps = _find_gaps(rows)
+    gaps = _list_gaps(rows)
     marks = [*marks, *(Mark(x, f"{y_label} is {what} from here on", _GAP) for x, what in gaps)]
     x0 = min([points[0][0], *(m.x for m in marks)])
     x1 = max([points[-1][0], *(m.x for m in marks)])
@@ -94,7 +94,7 @@ def render_curve(
         return bottom - (y - low) / (high - low) * (bottom - _TOP)
 
     out = [begin_plot(height, f"{y_label} by {x_label}"), *draw_grid(low, high, at_y)]
-    out += [draw_text(at_x(x), bottom + 16, f"{x:g}", "middle") for x in find_ticks(x0, x1, 8)]
+    out += [draw_text(at_x(x), bottom + 16, f"{x:g}", "middle") for x in choose_ticks(x0, x1, 8)]
     for mark in marks:
         x = at_x(mark.x)
         out.append(
@@ -114,7 +114,7 @@ def clip_value(value: float) -> float | None:
     return max(-_HUGE, min(_HUGE, value)) if math.isfinite(value) else None
 
 
-def _find_gaps(rows: Sequence[tuple[float, float]]) -> list[tuple[float, str]]:
+def _list_gaps(rows: Sequence[tuple[float, float]]) -> list[tuple[float, str]]:
     """Return where values cease to be finite, and what they are; the first `_GAPS_MAX`."""
     said = [(x, "" if math.isfinite(y) else f"{y:g}") for x, y in rows]
     gaps = [new for old, new in pairwise([(0.0, ""), *said]) if new[1] not in ("", old[1])]
@@ -175,7 +175,7 @@ def render_timeline(
             f'y2="{bottom}" stroke="{mark.color}" stroke-width="1.5"/>'
             f'<path d="M{x - 4:.1f} 2h8l-4 7z" fill="{mark.color}"/></g>'
         )
-    ticks = find_ticks(0.0, end_s, 10)
+    ticks = choose_ticks(0.0, end_s, 10)
     out += [draw_text(LEFT + t * scale, bottom + 16, f"{t:g} s", "middle") for t in ticks]
     return "".join([*out, "</svg>"])
 
@@ -202,7 +202,7 @@ def thin(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def find_ticks(low: float, high: float, count: int) -> list[float]:
+def choose_ticks(low: float, high: float, count: int) -> list[float]:
     """Return round numbers between `low` and `high`, about `count` of them."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
@@ -226,7 +226,7 @@ def draw_grid(low: float, high: float, at_y: Callable[[float], float]) -> list[s
     return [
         f'<line class="grid" x1="{LEFT}" y1="{at_y(y):.1f}" x2="{WIDTH - RIGHT}" '
         f'y2="{at_y(y):.1f}"/>{draw_text(LEFT - 8, at_y(y) + 4, f"{y:g}", "end")}'
-        for y in find_ticks(low, high, 5)
+        for y in choose_ticks(low, high, 5)
     ]
 
 
@@ -235,7 +235,7 @@ def draw_text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-Line = tuple[str, Sequence[tuple[float, float]]]
+Curve = tuple[str, Sequence[tuple[float, float]]]
 """A name and its (x, y), x rising."""
 
 COLORS = (
@@ -262,7 +262,7 @@ _INK = "<style>text{fill:#667;font-size:11px}.grid{stroke:#e2e2df}</style>"
 
 
 def render_lines(
-    lines: Sequence[Line],
+    lines: Sequence[Curve],
     *,
     x_label: str,
     y_label: str,
@@ -288,7 +288,7 @@ def render_lines(
         return _LINES_BOTTOM - (y - y_low) / (high - y_low) * (_LINES_BOTTOM - _LINES_TOP)
 
     out = [begin_plot(_LINES_HEIGHT, f"{y_label} by {x_label}"), *draw_grid(y_low, high, at_y)]
-    ticks = _find_log_ticks(x0, x1) if x_log else find_ticks(x0, x1, 8)
+    ticks = _list_log_ticks(x0, x1) if x_log else choose_ticks(x0, x1, 8)
     out += [draw_text(at_x(x), _LINES_BOTTOM + 16, f"{x:g}", "middle") for x in ticks]
     begin = LEFT + 40
     room = (WIDTH - begin) / len(lines)
@@ -315,13 +315,13 @@ def make_stairs(
     Where there are more steps than a plot can show, each is the mean of a stretch.
     """
     if len(rows) > STEPS_MAX:
-        means = find_means(rows, end_s, STEPS_MAX)
+        means = compute_means(rows, end_s, STEPS_MAX)
         rows = [(end_s * index / STEPS_MAX, mean) for index, mean in enumerate(means)]
     stairs = zip(rows, [*rows[1:], (end_s, 0.0)], strict=True)
     return [(at_s / unit_s, y) for (begin_s, y), (end, _) in stairs for at_s in (begin_s, end)]
 
 
-def find_means(counts: Sequence[tuple[float, float]], end_s: float, columns: int) -> list[float]:
+def compute_means(counts: Sequence[tuple[float, float]], end_s: float, columns: int) -> list[float]:
     """Return the mean of a staircase in each of `columns` equal parts of 0 to `end_s`."""
     means, at = [], 0
     for column in range(columns):
@@ -346,7 +346,7 @@ def stand_alone(svg: str) -> str:
     )
 
 
-def _find_log_ticks(low: float, high: float) -> list[float]:
+def _list_log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(low), math.ceil(high) + 1)
     ticks = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
     return [x for x in ticks if 10**low * 0.999 <= x <= 10**high * 1.001]

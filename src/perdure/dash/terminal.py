@@ -40,15 +40,15 @@ class PlainStream:
 def plain_streams() -> Iterator[None]:
     """Have both standard streams plain for as long as the context lasts."""
     before = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, PlainStream(find_stream(sys.stdout)))
-    sys.stderr = cast(TextIO, PlainStream(find_stream(sys.stderr)))
+    sys.stdout = cast(TextIO, PlainStream(unwrap_stream(sys.stdout)))
+    sys.stderr = cast(TextIO, PlainStream(unwrap_stream(sys.stderr)))
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-def find_stream(stream: TextIO) -> TextIO:
+def unwrap_stream(stream: TextIO) -> TextIO:
     """Return the stream itself, for what acts on purpose or has to be exact."""
     found: TextIO = getattr(stream, "rich_proxied_file", stream)
     return found
@@ -56,4 +56,4 @@ def find_stream(stream: TextIO) -> TextIO:
 
 def print_exact(text: str, end: str = "\n") -> None:
     """Print what may be kept as a file, such as a script, character by character."""
-    print(text, end=end, file=find_stream(sys.stdout))
+    print(text, end=end, file=unwrap_stream(sys.stdout))

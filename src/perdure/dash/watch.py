@@ -31,7 +31,7 @@ _STATE_STYLES = {
 _SPEED_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class Line(NamedTuple):
+class ScreenLine(NamedTuple):
     """One line of a screen."""
 
     text: str
@@ -40,7 +40,7 @@ class Line(NamedTuple):
 
 def render_watch(
     snapshot: Snapshot, width: int, height: int, speeds: Sequence[float] = ()
-) -> list[Line]:
+) -> list[ScreenLine]:
     """Return at most `height` lines of at most `width` columns.
 
     `speeds` are steps a second of the last looks, oldest first.
@@ -48,7 +48,7 @@ def render_watch(
     width, height = max(WIDTH_MIN, width), max(HEIGHT_MIN, height)
     head = _render_head(snapshot, width, height, speeds)
     around = [
-        _section("Verdicts", [_describe(v, snapshot) for v in find_telling(snapshot)]),
+        _section("Verdicts", [_describe(v, snapshot) for v in choose_shown_verdicts(snapshot)]),
         _section("Incidents", _render_incidents(snapshot)),
         _section("Replica groups", _render_replicas(snapshot)),
         _section("Stages", _render_stages(snapshot)),
@@ -57,18 +57,18 @@ def render_watch(
     ]
     room = height - len(head)
     ranks_min = min(4, 2 + len(snapshot.ranks))
-    below: list[Line] = []
+    below: list[ScreenLine] = []
     for section in around:  # In order of their worth, as long as there is room beside the ranks.
         left = room - ranks_min - len(below)
         if len(section) >= 2 and left >= 3:
             below += section[:left]
     rows = room - len(below) - 1
     ranks = render_ranks(snapshot.ranks, rows, width) if rows > 1 else []
-    lines = [*head, *([Line("")] if ranks else []), *ranks, *below]
-    return [Line(_clip(line.text, width), line.style) for line in lines[:height]]
+    lines = [*head, *([ScreenLine("")] if ranks else []), *ranks, *below]
+    return [ScreenLine(_clip(line.text, width), line.style) for line in lines[:height]]
 
 
-def render_ranks(ranks: Sequence[RankRow], rows: int, width: int = 1000) -> list[Line]:
+def render_ranks(ranks: Sequence[RankRow], rows: int, width: int = 1000) -> list[ScreenLine]:
     """Return a table of all ranks in at most `rows` lines, its head included.
 
     Where it is wider than `width`, columns that say least are left out.
@@ -131,7 +131,7 @@ def _rank_cells(group: Sequence[RankRow]) -> tuple[str, ...]:
     )
 
 
-def _table(groups: Sequence[Sequence[RankRow]], width: int) -> list[Line]:
+def _table(groups: Sequence[Sequence[RankRow]], width: int) -> list[ScreenLine]:
     everything = [_HEAD, *map(_rank_cells, groups)]
     styles = ["bold", *(_STYLES.get(group[0].state, "") for group in groups)]
     widths = [max(len(row[i]) for row in everything) for i in range(len(_HEAD))]
@@ -143,12 +143,12 @@ def _table(groups: Sequence[Sequence[RankRow]], width: int) -> list[Line]:
         columns.remove(column)
     right = [place for place, i in enumerate(columns) if i in _RIGHT]
     lines = align([[row[i] for i in columns] for row in everything], right)
-    return [Line(*row) for row in zip(lines, styles, strict=True)]
+    return [ScreenLine(*row) for row in zip(lines, styles, strict=True)]
 
 
 def _render_head(
     snapshot: Snapshot, width: int, height: int, speeds: Sequence[float]
-) -> list[Line]:
+) -> list[ScreenLine]:
     first = render_status(snapshot, incident=len(snapshot.ranks) + 8 > height)
     saved = snapshot.checkpoints[-1].get("step") if snapshot.checkpoints else None
     since_s = snapshot.at_s - snapshot.started_s
@@ -161,14 +161,16 @@ def _render_head(
         f"for {_render_duration(since_s)}" if snapshot.started_s > 0 else "",
     )
     lines = [
-        Line(first, _STATE_STYLES.get(snapshot.state, "bold")),
-        Line("  ".join(part for part in rest if part)),
-        *([Line(snapshot.reason, "dim")] if snapshot.reason else []),
+        ScreenLine(first, _STATE_STYLES.get(snapshot.state, "bold")),
+        ScreenLine("  ".join(part for part in rest if part)),
+        *([ScreenLine(snapshot.reason, "dim")] if snapshot.reason else []),
     ]
-    lines += [Line(text, "cyan") for text in render_busy(snapshot)[:2]]
+    lines += [ScreenLine(text, "cyan") for text in render_busy(snapshot)[:2]]
     curve = render_curve(speeds, max(8, width - 26))
     if curve:
-        lines.append(Line(f"steps/s {curve} {speeds[-1]:.1f} (max {max(speeds):.1f})", "cyan"))
+        lines.append(
+            ScreenLine(f"steps/s {curve} {speeds[-1]:.1f} (max {max(speeds):.1f})", "cyan")
+        )
     return lines
 
 
@@ -205,17 +207,17 @@ def render_curve(values: Sequence[float], columns: int) -> str:
     return "".join(_SPEED_BLOCKS[min(7, round(v / top * 7 + 1e-9))] for v in shown)
 
 
-def _render_incidents(snapshot: Snapshot) -> list[Line]:
+def _render_incidents(snapshot: Snapshot) -> list[ScreenLine]:
     lines = []
     for row in snapshot.recent[:-4:-1]:
         over = "not over yet" if row.total_s is None else f"{row.total_s:.2f} s"
         what = "training went on" if row.rung == "none" else f"{row.rung}, {over}"
         text = f"{_render_age(snapshot, row.at_s)}  {row.culprit}: {row.cause}; {what}"
-        lines.append(Line(text, "bold red" if row.total_s is None else ""))
+        lines.append(ScreenLine(text, "bold red" if row.total_s is None else ""))
     return lines
 
 
-def find_telling(snapshot: Snapshot, most: int = 3) -> list[Verdict]:
+def choose_shown_verdicts(snapshot: Snapshot, most: int = 3) -> list[Verdict]:
     """Return the verdicts to show: those that hold now, then the newest of the others."""
     newest = sorted(snapshot.verdicts, key=lambda v: v.confirmed_s, reverse=True)
     return sorted(newest, key=lambda v: not _holds(v, snapshot))[:most]
@@ -225,15 +227,15 @@ def _holds(verdict: Verdict, snapshot: Snapshot) -> bool:
     return verdict.generation == snapshot.generation and "withdrawn" not in verdict.evidence
 
 
-def _describe(verdict: Verdict, snapshot: Snapshot) -> Line:
+def _describe(verdict: Verdict, snapshot: Snapshot) -> ScreenLine:
     age = _render_age(snapshot, verdict.confirmed_s)
     style = "bold red" if _holds(verdict, snapshot) else "dim"
-    return Line(f"{age}  {describe_verdict(verdict)}", style)
+    return ScreenLine(f"{age}  {describe_verdict(verdict)}", style)
 
 
-def _render_replicas(snapshot: Snapshot) -> list[Line]:
+def _render_replicas(snapshot: Snapshot) -> list[ScreenLine]:
     return [
-        Line(
+        ScreenLine(
             f"group {r.group}  node {r.node}  {r.state:<9}step {r.step if r.step >= 0 else '-'}"
             + (f"  quorum {r.quorum_id}" if r.quorum_id >= 0 else "")
             + (f"  late: {r.late}" if r.late else ""),
@@ -243,12 +245,12 @@ def _render_replicas(snapshot: Snapshot) -> list[Line]:
     ]
 
 
-def _render_stages(snapshot: Snapshot) -> list[Line]:
+def _render_stages(snapshot: Snapshot) -> list[ScreenLine]:
     shape = render_shape(snapshot.world, snapshot.ranks) if snapshot.world else []
-    return [Line(text) for text in shape]
+    return [ScreenLine(text) for text in shape]
 
 
-def _render_settings(snapshot: Snapshot, width: int) -> list[Line]:
+def _render_settings(snapshot: Snapshot, width: int) -> list[ScreenLine]:
     """What the script has declared, what of perdure's own was changed, and what is to come."""
     own = {spec.name: spec.default for spec in snapshot.keys if spec.owner == "perdure"}
     words = [
@@ -258,25 +260,25 @@ def _render_settings(snapshot: Snapshot, width: int) -> list[Line]:
     ]
     if snapshot.epoch:
         words.insert(0, f"change {snapshot.epoch}")
-    lines: list[Line] = []
+    lines: list[ScreenLine] = []
     row = ""
     for word in words:
         if row and len(row) + 2 + len(word) > width:
-            lines.append(Line(row))
+            lines.append(ScreenLine(row))
             row = ""
         row += ("  " if row else "") + word
-    lines = [*lines, *([Line(row)] if row else [])][:4]
+    lines = [*lines, *([ScreenLine(row)] if row else [])][:4]
     for change in snapshot.coming[:2]:
         words = [f"{name}={_short(value)}" for name, value in sorted(change.values.items())]
-        lines.append(Line(f"from step {change.step} on: {'  '.join(words)}", "yellow"))
+        lines.append(ScreenLine(f"from step {change.step} on: {'  '.join(words)}", "yellow"))
     return lines
 
 
-def _render_devices(snapshot: Snapshot) -> list[Line]:
+def _render_devices(snapshot: Snapshot) -> list[ScreenLine]:
     """Only those that are not well: `perdure map` has them all."""
     bad = [d for d in snapshot.devices if d.health in ("failed", "warn") or d.state == "lost"]
     return [
-        Line(
+        ScreenLine(
             f"{d.device} on node {d.node}: {d.health or d.state} {d.why}".rstrip(),
             "bold red" if d.health == "failed" else "yellow",
         )
@@ -284,8 +286,8 @@ def _render_devices(snapshot: Snapshot) -> list[Line]:
     ]
 
 
-def _section(title: str, lines: list[Line]) -> list[Line]:
-    return [Line(""), Line(title, "bold"), *lines] if lines else []
+def _section(title: str, lines: list[ScreenLine]) -> list[ScreenLine]:
+    return [ScreenLine(""), ScreenLine(title, "bold"), *lines] if lines else []
 
 
 def _short(value: object) -> str:

@@ -15,8 +15,8 @@ from perdure.detect.links import LinkWatch, Place
 from perdure.detect.waitfor import (
     InFlight,
     WaitGraph,
+    build_wait_graph,
     find_current,
-    find_waits,
     is_inside,
     is_point_to_point,
 )
@@ -31,7 +31,7 @@ SHOWN = 16
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Why training stands still, as far as it can be told."""
+    """A reason why training stands still, as far as it can be told."""
 
     kind: VerdictKind
     rank: int | None
@@ -57,7 +57,7 @@ class Stuck(msgspec.Struct, frozen=True):
     """The record of one that waits can tell ends, and says that it is inside."""
 
 
-def find_stuck(
+def list_stuck_comms(
     watches: Mapping[int, RankWatch],
     world_size: int,
     exited: Mapping[int, tuple[CommProgress, ...]],
@@ -105,7 +105,7 @@ def find_culprit(
     """
     if not silent:
         return None
-    stuck = find_stuck(watches, world_size, exited)
+    stuck = list_stuck_comms(watches, world_size, exited)
     stopped = [w for w in silent.values() if w.stopped]
     if stopped:
         culprit = min(stopped, key=lambda w: (w.progress_s, w.rank))
@@ -119,7 +119,7 @@ def find_culprit(
         if left and any(r in silent for r in s.arrived):
             reason = f"rank {left[0]} ended with exit code 0{_describe((s,), left[0])}"
             return _blame("EarlyExit", left[0], 0.9, reason, (s,))
-    graph = find_waits(watches, world_size)
+    graph = build_wait_graph(watches, world_size)
     if graph.absent:
         return _blame_absent(graph, silent, stuck)
     if graph.edges or graph.in_flight:
@@ -140,7 +140,7 @@ def _blame_unheard(
     missed = {w.node for w in watches.values() if now - w.received_s > UNHEARD_S}
     if not missed or len(missed) == len({w.node for w in watches.values()}):
         return None
-    for link in links.find_stuck(now):
+    for link in links.list_stuck_links(now):
         there = watches.get(link.dst)
         here = watches.get(link.src)
         if there is None or here is None or there.node not in missed or here.node in missed:
@@ -225,7 +225,7 @@ def _place_hang(
     silent: Mapping[int, RankWatch],
 ) -> Finding:
     """Say where communication hangs: by the links, else by who is left inside."""
-    place = links.place(now, links.find_stuck(now), "stuck")
+    place = links.place(now, links.list_stuck_links(now), "stuck")
     if place is not None:
         return _at_place(place, reason, evidence, waiting)
     pair = next((f.link for f in whole if f.link is not None), None)
@@ -270,7 +270,7 @@ def _blame_circle(
     if len(graph.circle) <= SHOWN:
         evidence["circle"] = list(graph.circle)
     reason = f"ranks {', '.join(str(r) for r in graph.circle[:4])} wait for one another"
-    place = links.place(now, links.find_stuck(now), "stuck")
+    place = links.place(now, links.list_stuck_links(now), "stuck")
     if place is not None:
         return _at_place(place, reason, evidence, graph.circle)
     reason += " in different communicators"

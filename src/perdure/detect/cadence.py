@@ -102,7 +102,7 @@ class Habits:
                 mine[phase] = max(mine.get(phase, 0.0), duration_s)
 
     def end_silence(self, phase: str, duration_s: float) -> None:
-        """A silence of a rank that declares steps, in `phase`, ended by itself."""
+        """Learn from a silence in `phase`, of a rank that declares steps, that ended by itself."""
         if self._longest.get(phase, 0.0) < duration_s < math.inf:
             self._longest[phase] = duration_s
 
@@ -121,7 +121,7 @@ class Habits:
         return self._phases.get(phase)
 
     def end_gap(self, position: int, duration_s: float) -> None:
-        """A silence at `position` (step, or collectives so far) ended by itself."""
+        """Learn from a silence at `position` (step, or collectives so far) that ended by itself."""
         if not math.isfinite(duration_s):
             return
         self._gaps[position] = max(self._gaps.pop(position, 0.0), duration_s)

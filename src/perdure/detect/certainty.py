@@ -41,7 +41,7 @@ AGAIN = (
 
 
 class Grounds(msgspec.Struct, frozen=True):
-    """Why, and when at the earliest, a verdict may be acted upon as things look."""
+    """The ground on which, and the earliest time when, a verdict may be acted upon."""
 
     ground: Ground
     acts_s: float
@@ -51,7 +51,7 @@ class Grounds(msgspec.Struct, frozen=True):
 
 
 class Stillness(msgspec.Struct, frozen=True):
-    """Since when nothing has changed about the suspects of a verdict."""
+    """The time since when nothing has changed about a verdict's suspects, and its bounds."""
 
     since_s: float
     """Neither progress, CPU, I/O nor state D has been seen since, nor another stack."""
@@ -63,7 +63,7 @@ class Stillness(msgspec.Struct, frozen=True):
     """The collectives are an elastic world's own: nobody else ends the wait, whatever changes."""
 
 
-def find_stillness(
+def measure_stillness(
     suspects: Sequence[RankWatch],
     communicator: str,
     stack_changed_s: float,
@@ -84,7 +84,7 @@ def find_stillness(
     return Stillness(since_s, timeout_s or TIMEOUT_S, timeout_s > 0, endless)
 
 
-def find_grounds(
+def decide_grounds(
     verdict: Verdict,
     suspects: Sequence[RankWatch],
     activity: Activity,
@@ -118,10 +118,10 @@ def find_grounds(
     if fact == "ended":
         acts_s = max(since_s, verdict.first_seen_s + config.exit_skew_s)
         return Grounds("ended", acts_s, f"{who} has ended, and others wait for it", True)
-    told = _find_told(verdict, suspects, activity, config)
+    told = _decide_by_settings(verdict, suspects, activity, config)
     if told is not None:
         return told
-    learned = _find_learned(verdict, suspects, activity, still, habits)
+    learned = _decide_by_habits(verdict, suspects, activity, still, habits)
     return min((g for g in (patient, learned) if g is not None), key=lambda g: g.acts_s)
 
 
@@ -147,7 +147,7 @@ def _describe_changes(activity: Activity) -> str:
     return f"; now {changes[activity]}" if activity in changes else ""
 
 
-def _find_told(
+def _decide_by_settings(
     verdict: Verdict, suspects: Sequence[RankWatch], activity: Activity, config: DetectConfig
 ) -> Grounds | None:
     """Return what the job file's own numbers say; None where it leaves that to certainty."""
@@ -167,7 +167,7 @@ def _find_told(
     return Grounds("job file", acts_s, f"{name} = {value:g}")
 
 
-def _find_learned(
+def _decide_by_habits(
     verdict: Verdict,
     suspects: Sequence[RankWatch],
     activity: Activity,

@@ -61,13 +61,13 @@ class Comm:
         self.judged_s = 0.0
         self.passed = 0
 
-    def find_pace(self) -> float:
+    def compute_pace(self) -> float:
         """Return the time a collective over its learned value, other work included; 0: unknown."""
         return self.pace_now / self.pace.value if self.pace.known else 0.0
 
 
 class Lateness:
-    """How late one rank arrives, and how long it waits itself."""
+    """The time by which one rank arrives late, and how long it waits itself."""
 
     __slots__ = ("base", "late", "samples", "waited")
 
@@ -81,7 +81,7 @@ class Lateness:
 
 
 class CollectiveWatch:
-    """All communicators of one generation."""
+    """Watches how long the collectives of a generation's communicators take."""
 
     def __init__(self, config: DetectConfig, world_size: int) -> None:
         """Begin a generation."""
@@ -117,9 +117,9 @@ class CollectiveWatch:
         comms = progress.comms
         for index, seen in enumerate(comms):
             if index >= len(mine):
-                mine.append((seen.name, self._find(seen)))
+                mine.append((seen.name, self._open_comm(seen)))
             elif mine[index][0] != seen.name:
-                mine[index] = (seen.name, self._find(seen))
+                mine[index] = (seen.name, self._open_comm(seen))
         num = len(mine)
         for span in progress.spans:
             index = span.comm
@@ -147,7 +147,7 @@ class CollectiveWatch:
             if len(row.durations) == comm.size:
                 self._ready.append((comm, seq))
 
-    def _find(self, seen: CommProgress) -> Comm:
+    def _open_comm(self, seen: CommProgress) -> Comm:
         first, last = (seen.ranks[0], seen.ranks[-1]) if seen.ranks else (-1, -1)
         key = (seen.name, seen.size, first, last)
         comm = self._comms.get(key)
@@ -203,7 +203,7 @@ class CollectiveWatch:
         if base.known:
             excess = least_s / base.value - 1.0
             extra_s = least_s - base.value
-            paces = [p for p in (comm.find_pace(), pace) if p]
+            paces = [p for p in (comm.compute_pace(), pace) if p]
             lost = 1.0 - 1.0 / max(paces) if paces and max(paces) > 1.0 else 0.0
             # What a collective takes longer must account for what training loses.
             share = max(self.config.slow_impact, ACCOUNTED * lost)
@@ -281,7 +281,7 @@ class CollectiveWatch:
             mine.base.add(now, max(late_s, 1e-6), 1.5 if usual_s > 1e-3 else 1e3)
 
 
-def find_peers(
+def group_peers(
     comms: Sequence[Comm], apart: set[str], senders: set[int], world_size: int
 ) -> list[list[int]]:
     """Return groups of ranks whose work is alike: joined by collectives of more than a pair.

@@ -62,7 +62,7 @@ class _Comm:
 
 
 class DesyncWatch:
-    """All communicators of one generation."""
+    """Finds ranks that run different collectives in a communicator of one generation."""
 
     def __init__(self) -> None:
         """Begin a generation."""
@@ -129,7 +129,7 @@ class DesyncWatch:
             comm = self._comms[key] = _Comm()
         return comm
 
-    def find(
+    def find_disagreement(
         self, now: float, watches: Mapping[int, RankWatch], *, thorough: bool
     ) -> Finding | None:
         """Return a disagreement that is beyond doubt; `thorough` asks polled records as well."""

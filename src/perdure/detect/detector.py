@@ -14,7 +14,7 @@ import msgspec
 
 from perdure.detect.arrival import Finding, find_culprit
 from perdure.detect.cadence import Cadence, Habits
-from perdure.detect.certainty import AGAIN, SURE, Grounds, find_grounds, find_stillness
+from perdure.detect.certainty import AGAIN, SURE, Grounds, decide_grounds, measure_stillness
 from perdure.detect.clocks import NodeClocks
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.nodes import NodeWatch
@@ -129,7 +129,7 @@ class Detector:
         for progress in beat.ranks:
             watch = self._take(now, beat, progress, clock_s)
             if watch is not None and watch.silence_s > self._config.hang_floor_s:
-                suspicious |= watch.silence_s > watch.find_allowance(self._habits)[0]
+                suspicious |= watch.silence_s > watch.compute_allowance(self._habits)[0]
         out: list[AnyEvent] = [*self._notes.make(now, self._watches, self._note_habits)]
         self._slow.take(now, beat)
         if now - self._weighed_s >= self._weigh_every_s:
@@ -176,7 +176,7 @@ class Detector:
 
         Everything else is said of a rank that is still heard of, so a heartbeat brings it.
         """
-        return [*self._nodes.find_lost(now, self._find_alive_s)]
+        return [*self._nodes.detect_lost(now, self._read_peers_alive_s)]
 
     def next_deadline(self) -> float | None:
         """Return when to call `tick`."""
@@ -186,7 +186,7 @@ class Detector:
         """Return the nodes that deserve a closer look (`WatchClosely`), verdict or not."""
         return self._early | self._slow.suspects
 
-    def _find_alive_s(self, node: int) -> tuple[float, float]:
+    def _read_peers_alive_s(self, node: int) -> tuple[float, float]:
         """Return when peers of `node`'s ranks last began a collective of a group they share.
 
         Nobody gets as far without them: what a peer began, its group had finished the one before.
@@ -358,7 +358,7 @@ class Detector:
         for rank, text in event.stacks.items():
             stack = parse_threads(text)
             known = self._stacks.get(rank, ())
-            if stack and known and _find_work(stack) != _find_work(known):
+            if stack and known and _list_working_frames(stack) != _list_working_frames(known):
                 self._stack_changed_s = now
             if stack:
                 self._stacks[rank] = stack
@@ -378,7 +378,7 @@ class Detector:
             self._open = verdict
             self._closed |= verdict.actionable
             if verdict.actionable:
-                self._acted.pop(place := self._find_place(verdict), None)
+                self._acted.pop(place := self._name_verdict_place(verdict), None)
                 self._acted[place] = verdict.generation
                 while len(self._acted) > ACTED_KEPT:
                     del self._acted[next(iter(self._acted))]
@@ -402,12 +402,12 @@ class Detector:
         if self._closed:
             return out
         live = {r: w for r, w in sorted(self._watches.items()) if not w.gone}
-        silent = self._find_silent(live)
+        silent = self._list_silent(live)
         finding = find_culprit(
             now, live, silent, self._spec.world_size, self._exited, self._slow.links
         )
         if silent and finding is not None and finding.evidence:
-            finding = self._desync.find(now, live, thorough=True) or finding
+            finding = self._desync.find_disagreement(now, live, thorough=True) or finding
         if finding is not None:
             out += self._report(now, finding)
         return [*out, *self._perhaps_act(now)]
@@ -421,9 +421,9 @@ class Detector:
         verdict = self._open
         if verdict is None or verdict.actionable or self._closed:
             return []
-        suspects = self._find_suspects(verdict)
+        suspects = self._list_suspects(verdict)
         fresh = suspects and now - min(w.received_s for w in suspects) <= FRESH_S
-        grounds = self._find_grounds(now, verdict) if fresh else None
+        grounds = self._decide_grounds(now, verdict) if fresh else None
         if grounds is None or now < grounds.acts_s:
             self._second_s = None
             return []
@@ -441,7 +441,7 @@ class Detector:
         self._open = msgspec.structs.replace(
             verdict,
             actionable=True,
-            activity=self._find_activity(verdict),
+            activity=self._choose_activity(verdict),
             evidence={**verdict.evidence, "acted_after_s": round(now - verdict.confirmed_s, 3)},
         )
         self._closed = True
@@ -461,7 +461,7 @@ class Detector:
         out: list[AnyEvent] = []
         if self._open is None and not self._closed:
             out += self._slow.look(now, self._watches)
-            finding = self._desync.find(now, self._watches, thorough=False)
+            finding = self._desync.find_disagreement(now, self._watches, thorough=False)
             if finding is not None:
                 out += self._report(now, finding)
         return out
@@ -481,7 +481,7 @@ class Detector:
                 out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
             if not (known and self._is_nearby(verdict.culprit, better.culprit)):
                 better = msgspec.structs.replace(better, confirmed_s=now)
-            if verdict is self._open and (grounds := self._find_grounds(now, better)):
+            if verdict is self._open and (grounds := self._decide_grounds(now, better)):
                 better = _put(better, grounds)
             out.append(VerdictReached(verdict=better))
         for derived in out:
@@ -489,12 +489,13 @@ class Detector:
                 self._note_verdict(derived)
         return out
 
-    def _find_silent(self, live: dict[int, RankWatch]) -> dict[int, RankWatch]:
+    def _list_silent(self, live: dict[int, RankWatch]) -> dict[int, RankWatch]:
         floor_s = self._config.hang_floor_s
         return {
             rank: watch
             for rank, watch in live.items()
-            if watch.silence_s > floor_s and watch.silence_s > watch.find_allowance(self._habits)[0]
+            if watch.silence_s > floor_s
+            and watch.silence_s > watch.compute_allowance(self._habits)[0]
         }
 
     def _report(self, now: float, finding: Finding) -> list[AnyEvent]:
@@ -540,7 +541,7 @@ class Detector:
         if watch is not None:
             step = watch.account.step
             if not watch.gone:
-                allowed_s, why = watch.find_allowance(self._habits)
+                allowed_s, why = watch.compute_allowance(self._habits)
                 first_s = watch.progress_s
                 evidence |= {
                     "pid": watch.pid,
@@ -562,8 +563,8 @@ class Detector:
             step=step,
             evidence=evidence,
         )
-        verdict = msgspec.structs.replace(verdict, activity=self._find_activity(verdict))
-        grounds = self._find_grounds(now, verdict)
+        verdict = msgspec.structs.replace(verdict, activity=self._choose_activity(verdict))
+        grounds = self._decide_grounds(now, verdict)
         if grounds is None:
             return verdict
         if not grounds.certain and self._came_back(verdict):
@@ -590,31 +591,31 @@ class Detector:
         reason = f"{who} made progress again after {at_s - verdict.first_seen_s:.1f} s"
         return VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason)
 
-    def _find_suspects(self, verdict: Verdict) -> list[RankWatch]:
+    def _list_suspects(self, verdict: Verdict) -> list[RankWatch]:
         """Return the ranks whose activity decides when to act on `verdict`."""
         rank = verdict.culprit.rank
         if rank is not None and verdict.kind != "EarlyExit":
             return [w for w in (self._watches.get(rank),) if w is not None and not w.gone]
         return [w for w in self._watches.values() if not w.gone]
 
-    def _find_activity(self, verdict: Verdict) -> Activity:
+    def _choose_activity(self, verdict: Verdict) -> Activity:
         """Return what the suspects do; the busiest speaks for all."""
-        seen = {w.activity for w in self._find_suspects(verdict)}
+        seen = {w.activity for w in self._list_suspects(verdict)}
         order: tuple[Activity, ...] = ("busy", "blocked", "quiet", "stopped")
         return next((a for a in order if a in seen), "gone")
 
-    def _find_grounds(self, now: float, verdict: Verdict) -> Grounds | None:
+    def _decide_grounds(self, now: float, verdict: Verdict) -> Grounds | None:
         """Return on what `verdict` is to be acted upon, and when, as things look; None if never."""
-        suspects = self._find_suspects(verdict)
+        suspects = self._list_suspects(verdict)
         if not suspects:
             return None
         communicator = str(verdict.evidence.get("communicator", ""))
         endless = self._epoch > 0
-        return find_grounds(
+        return decide_grounds(
             verdict,
             suspects,
-            self._find_activity(verdict),
-            find_stillness(suspects, communicator, self._stack_changed_s, endless=endless),
+            self._choose_activity(verdict),
+            measure_stillness(suspects, communicator, self._stack_changed_s, endless=endless),
             self._config,
             self._habits,
             fact=self._find_fact(now, verdict),
@@ -635,14 +636,17 @@ class Detector:
         if "probed" in verdict.evidence:
             return "link"
         placed = verdict.culprit.link is not None or verdict.culprit.node is not None
-        return "link" if placed and self._slow.links.find_stuck(now) else ""
+        return "link" if placed and self._slow.links.list_stuck_links(now) else ""
 
     def _came_back(self, verdict: Verdict) -> bool:
         """Return whether it has restarted the world at this place before."""
-        return self._acted.get(self._find_place(verdict), verdict.generation) < verdict.generation
+        return (
+            self._acted.get(self._name_verdict_place(verdict), verdict.generation)
+            < verdict.generation
+        )
 
     @staticmethod
-    def _find_place(verdict: Verdict) -> str:
+    def _name_verdict_place(verdict: Verdict) -> str:
         """Return what makes it the same verdict in another generation."""
         place = f"step {verdict.step}"
         if verdict.step < 0:
@@ -662,7 +666,7 @@ def is_stuck(threads: Sequence[ThreadStack]) -> bool:
     )
 
 
-def _find_work(threads: Sequence[ThreadStack]) -> list[tuple[str, ...]]:
+def _list_working_frames(threads: Sequence[ThreadStack]) -> list[tuple[str, ...]]:
     """Return where the main thread is, and all that work: a background thread may tick for ever."""
     return [t.frames for t in threads if t.is_main or t.is_at_work]
 

@@ -52,7 +52,7 @@ FATAL_XIDS = {
 mended (63: a row was remapped; 92, 94: contained)."""
 _HELD_DOWN = HW_SLOWDOWN | SW_THERMAL | HW_THERMAL | POWER_BRAKE
 SLOW_SHARE = 0.7
-"""Of the clock it could have: below this a throttled device slows its ranks down enough to act."""
+"""Below this share of its highest clock a throttled device slows its ranks down."""
 CAPPED_SHARE = 0.6
 """Of its power limit: a device that is capped at less draws what something else allows it."""
 PEERS_MIN = 3
@@ -208,12 +208,12 @@ class DeviceJudge:
         limit = sample.power_limit_w
         if low and sample.throttle & POWER_CAP and 0 <= sample.power_w < CAPPED_SHARE * limit:
             return f"capped far below its power limit, {figures}"
-        usual = self._find_usual(sample)
+        usual = self._compute_peer_medians(sample)
         if usual is not None and clock < SLOW_SHARE * usual[0] and sample.power_w < usual[1]:
             return f"its peers run at {usual[0]} MHz, it at {figures}"
         return ""
 
-    def _find_usual(self, sample: DeviceSample) -> tuple[int, float] | None:
+    def _compute_peer_medians(self, sample: DeviceSample) -> tuple[int, float] | None:
         """Return clock and power in the middle of its peers that work; None for too few."""
         looks = (h.newest for d, h in self._devices.items() if d != sample.device and not h.failed)
         peers = [

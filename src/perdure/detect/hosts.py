@@ -62,7 +62,7 @@ class HostWatch:
             node = self._nodes[beat.node] = _Node(load, now)
             self._mates.setdefault(load.host or f"node {beat.node}", set()).add(beat.node)
         node.load, node.taken_s = load, now
-        mates = [self._nodes[mate] for mate in self.find_mates(beat.node)]
+        mates = [self._nodes[mate] for mate in self.list_nodes_beside(beat.node)]
         own = sum(mate.load.own for mate in mates if now - mate.taken_s <= FRESH_S)
         others = load.busy - own
         full = load.cores > 0 and load.busy >= FULL * load.cores
@@ -84,7 +84,7 @@ class HostWatch:
         looks = [busy for at_s, busy in known.looks if at_s > min(since_s, now - BREAK_S)]
         return bool(looks) and sum(looks) >= EXPLAINED * len(looks)
 
-    def find_confirmed(self, now: float) -> list[int]:
+    def list_busy_nodes(self, now: float) -> list[int]:
         """Return the nodes whose machines have been busy with others' work for a while."""
         return sorted(
             node
@@ -92,11 +92,11 @@ class HostWatch:
             if now - known.busy_s <= BREAK_S and known.busy_s - known.since_s >= CONFIRM_S
         )
 
-    def find_since_s(self, node: int) -> float:
+    def busy_since_s(self, node: int) -> float:
         """Return since when a node's machine is busy with others' work."""
         return self._nodes[node].since_s
 
-    def find_mates(self, node: int) -> set[int]:
+    def list_nodes_beside(self, node: int) -> set[int]:
         """Return the nodes of a node's machine, itself included."""
         return self._mates.get(self._nodes[node].load.host or f"node {node}", {node})
 

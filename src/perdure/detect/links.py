@@ -86,7 +86,7 @@ class Link:
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where in the network the trouble is."""
+    """A place in the network where the trouble is."""
 
     link: tuple[int, int] | None
     node: int | None
@@ -98,7 +98,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class LinkWatch:
-    """All links of one generation."""
+    """Judges all links of one generation by the kernel's counters of them."""
 
     def __init__(self, config: DetectConfig, node_of: Callable[[int], int]) -> None:
         """Begin a generation."""
@@ -123,7 +123,7 @@ class LinkWatch:
             by_ends.setdefault((sample.src, sample.dst), []).append(sample)
         if now - self._usual_s > max(0.5, len(self.links) / LINKS_A_S):
             self._usual_s = now
-            self._find_usual(now)
+            self._sort_cells(now)
         for key, samples in by_ends.items():
             link = self.links.get(key)
             if link is None:
@@ -147,7 +147,7 @@ class LinkWatch:
         link.moved_s = now
         config = self.config
         calm = cell <= config.link_floor_ms_per_mb or cell <= CALM * link.base.value
-        excess = 0.0 if calm and link.retrans < LOST_MIN else self._find_excess(link)
+        excess = 0.0 if calm and link.retrans < LOST_MIN else self._compute_excess(link)
         if link.slow is None and excess > 0.0:
             link.slow = Persistence(now, config.slow_confirm_s, 0.1)
         if link.slow is not None:
@@ -161,7 +161,7 @@ class LinkWatch:
             link.learned_s = now
             link.base.add(now, max(cell, 1e-3), config.link_slow_ratio / 2)
 
-    def _find_usual(self, now: float) -> None:
+    def _sort_cells(self, now: float) -> None:
         """Keep the cells of each class sorted: what the others are like (of many, some)."""
         self._usual = {}
         every = max(1, len(self.links) // LINKS_COMPARED)
@@ -171,7 +171,7 @@ class LinkWatch:
         for cells in self._usual.values():
             cells.sort()
 
-    def _find_excess(self, link: Link) -> float:
+    def _compute_excess(self, link: Link) -> float:
         """Return the excess of a link's busy time or loss over what is usual; 0 within it."""
         config = self.config
         cells = self._usual.get(link.near, [])
@@ -193,7 +193,7 @@ class LinkWatch:
             return False  # A look long ago: what is still unread is told of in every sweep.
         return back.unread >= UNREAD_MIN
 
-    def find_slow(self, now: float, *, fused: bool) -> list[Link]:
+    def list_slow_links(self, now: float, *, fused: bool) -> list[Link]:
         """Return links under suspicion now, the worst first.
 
         `fused`: there is other evidence that communication is slow, so that less is enough.
@@ -232,7 +232,7 @@ class LinkWatch:
         ]
         return len(others) >= OTHERS and all(others)
 
-    def _find_unanswered(self, now: float) -> list[Link]:
+    def _list_unanswered(self, now: float) -> list[Link]:
         return [
             link
             for link in self.links.values()
@@ -248,14 +248,14 @@ class LinkWatch:
         It waits twice as long each time before it sends again, and a link that has come back
         meanwhile looks as dead as before. Where no link is stuck, there is nothing to wait for.
         """
-        stuck = self._find_unanswered(now)
+        stuck = self._list_unanswered(now)
         return not stuck or any(
             x.tried_s >= since_s and x.swept_s - x.tried_s >= ANSWER_S for x in stuck
         )
 
-    def find_stuck(self, now: float) -> list[Link]:
+    def list_stuck_links(self, now: float) -> list[Link]:
         """Return links that have something to send and get no answer, the worst first."""
-        stuck = self._find_unanswered(now)
+        stuck = self._list_unanswered(now)
         self._deaf = {(x.src, x.dst) for x in stuck if self._is_deaf(now, x)}
         turned = {(x.src, x.dst): self._turn(x) for x in stuck}
         guilty = {(x.src, x.dst): x for x in turned.values()}.values()

@@ -91,13 +91,13 @@ class NodeWatch:
         self._remote_lost_s = config.remote_lost_s
 
     def register(self, now: float, node: int) -> None:
-        """An agent said hello."""
+        """Begin to watch a node whose agent has said hello."""
         self._hear(now)
         known = self._nodes.setdefault(node, _Node(now))
         known.received_s, known.lost, known.ended = now, False, ""
         self._expect(now, node)
 
-    def _find_limit_s(self, number: int, all_silent_s: float) -> tuple[float, str]:
+    def _choose_limit_s(self, number: int, all_silent_s: float) -> tuple[float, str]:
         """Return how long a node may be silent, and who else speaks for its loss."""
         node = self._nodes[number]
         if node.ended:
@@ -111,16 +111,16 @@ class NodeWatch:
             limit_s, why = self._remote_lost_s, why or "its peers' connections have ended"
         return limit_s, why
 
-    def _find_look_s(self, node: int) -> float:
+    def _choose_look_s(self, node: int) -> float:
         """Return after what silence to look at a node, should anything else speak for its loss."""
         return self._node_lost_s if node < self._local_nodes else self._remote_lost_s
 
     def _expect(self, now: float, node: int) -> None:
         """Look again no later than when `node` would have been silent for too long."""
-        self.due_s = min(self.due_s or math.inf, now + self._find_look_s(node))
+        self.due_s = min(self.due_s or math.inf, now + self._choose_look_s(node))
 
     def restart(self, now: float) -> None:
-        """A controller has just started: no silence before now counts."""
+        """Count no silence before now: a controller has just started."""
         self._heard_s = now
         for node in self._nodes.values():
             node.received_s = max(node.received_s, now)
@@ -137,45 +137,45 @@ class NodeWatch:
         self._heard_s = now
 
     def doubt(self, now: float) -> None:
-        """An elastic world has broken as connections ended, and waits to know who is lost."""
+        """Doubt all nodes: an elastic world broke as connections ended, and waits to know why."""
         self._broken_s = now
-        self.due_s = min(self.due_s or math.inf, now + self._find_doubt_look_s())
+        self.due_s = min(self.due_s or math.inf, now + self._compute_doubt_look_s())
 
     def note_exit(self, now: float, *, lost_peer: bool) -> None:
-        """A rank has failed, because its connection to another one had ended or of itself.
+        """Note that a rank has failed, by itself or as its connection to another one had ended.
 
         One that failed of itself explains why the others' connections ended.
         """
         self._ended_s = now if lost_peer else -math.inf
         self.due_s = min(self.due_s or math.inf, now + _ANY_S / 5)
 
-    def _find_doubt_look_s(self) -> float:
+    def _compute_doubt_look_s(self) -> float:
         """Return how often to look while in doubt."""
         return min(_ANY_S, self._doubt_s / 5)
 
     def note_end(self, now: float, node: int, words: str) -> None:
-        """Its platform says that the machine of `node` has ended."""
+        """Note that the platform has said that the machine of `node` has ended."""
         if node in self._nodes:
             self._nodes[node].ended = words
             self.due_s = min(self.due_s or math.inf, now + _ENDED_S)
 
     def trust(self) -> None:
-        """It is whole again, or who has ended is known: whoever is silent is so by chance."""
+        """Take silence for chance again: the world is whole, or it is known who has ended."""
         self._broken_s = -math.inf
 
     def mark_lost(self, node: int) -> None:
-        """It is in the journal that this node was lost."""
+        """Take note that `node` was lost: that is in the journal."""
         if node in self._nodes:
             self._nodes[node].lost = True
 
-    def find_lost(
+    def detect_lost(
         self,
         now: float,
-        find_alive_s: Callable[[int], tuple[float, float]] = lambda node: (0.0, 0.0),
+        alive_s_of: Callable[[int], tuple[float, float]] = lambda node: (0.0, 0.0),
     ) -> list[NodeLost]:
         """Return the nodes that have just fallen silent for too long.
 
-        `find_alive_s` says until when the ranks of a node have surely taken part in collectives,
+        `alive_s_of` says until when the ranks of a node have surely taken part in collectives,
         as seen by their peers on other nodes, and how long a step takes them: for so long after
         it their silence there says nothing.
         """
@@ -189,9 +189,9 @@ class NodeWatch:
         later: list[float] = []
         for number, node in sorted(self._nodes.items()):
             silence_s = now - node.received_s
-            limit_s, why = self._find_limit_s(number, all_silent_s)
+            limit_s, why = self._choose_limit_s(number, all_silent_s)
             if not node.lost and silence_s >= limit_s:
-                alive_s, step_s = find_alive_s(number)
+                alive_s, step_s = alive_s_of(number)
                 # A collective that ended before the connections did says nothing of the step after.
                 allowed_s = limit_s if why else limit_s + step_s
                 if now - alive_s < allowed_s:
@@ -204,11 +204,11 @@ class NodeWatch:
                 last_s = node.sent_s if agree else node.received_s
                 lost.append(NodeLost(node=number, at_s=now, reason=reason, last_seen_s=last_s))
         for number, node in self._nodes.items():
-            look_s = self._find_look_s(number)
+            look_s = self._choose_look_s(number)
             due_s = node.received_s + look_s
             if not node.lost:
                 later.append(due_s if due_s > now else now + look_s / 5)
         self.due_s = min(later, default=None)
         if self._broken_s > -math.inf:
-            self.due_s = min(self.due_s or math.inf, now + self._find_doubt_look_s())
+            self.due_s = min(self.due_s or math.inf, now + self._compute_doubt_look_s())
         return lost

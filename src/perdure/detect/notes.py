@@ -38,7 +38,7 @@ class ProgressNotes:
         """The newest epoch of each member of an elastic world."""
 
     def begin(self, generation: int, now: float) -> None:
-        """A new generation starts."""
+        """Begin a new generation."""
         self._generation, self._noted_s = generation, now
         self._moved = self._stepping = False
         self._ready, self._epochs = {}, {}
@@ -52,7 +52,7 @@ class ProgressNotes:
         self._stepping = True
 
     def mark_ended(self, rank: int, at_s: float) -> None:
-        """A rank ended well: nobody waits for its first step any more."""
+        """Note that a rank ended well: nobody waits for its first step any more."""
         self._ready.setdefault(rank, at_s)
 
     def mark_formed(self, rank: int, epoch: int) -> None:
@@ -63,7 +63,7 @@ class ProgressNotes:
         """Look at one rank's newest heartbeat."""
         self._moved |= moved
         if not self._stepping and watch.rank not in self._ready:
-            at_s = self._find_first(watch)
+            at_s = self._read_first_step_s(watch)
             if at_s:
                 self._ready[watch.rank] = at_s
 
@@ -81,7 +81,7 @@ class ProgressNotes:
             return [self._note(now, watches, habits())]
         return []
 
-    def _find_first(self, watch: RankWatch) -> float:
+    def _read_first_step_s(self, watch: RankWatch) -> float:
         """Return when the rank began its first step, as well as can be told; 0 if not yet."""
         account = watch.account
         if account.first_step_s > 0:

@@ -50,7 +50,7 @@ class Persistence:
         A sample is expected every `every_s`.
         """
         self.unit = max(1.0, every_s)
-        """By what all times are longer."""
+        """The factor by which all times are longer."""
         self.began_s = self.seen_s = now
         self.scale_s = scale_s
         self.least = least
@@ -144,7 +144,7 @@ class Persistence:
     ) -> tuple[float, float, float] | None:
         """Return the median excess of the last `window_s` between the ends of its interval."""
         since_s = now - window_s
-        return find_interval((e for at_s, e in self._samples if at_s > since_s), sure=sure)
+        return compute_interval((e for at_s, e in self._samples if at_s > since_s), sure=sure)
 
     def is_over(self, now: float, clear_s: float) -> bool:
         """Return whether little unusual was seen for `clear_s`: noise has odd samples as well."""
@@ -192,7 +192,7 @@ def is_exceptional(num_odd: int, num: int, usual: float) -> bool:
     return num * nats >= -math.log(CHANCE)
 
 
-def find_interval(
+def compute_interval(
     samples: Iterable[float], *, sure: bool = False
 ) -> tuple[float, float, float] | None:
     """Return low end, median and high end: in 95 of 100 cases the median lies between the ends.
@@ -202,19 +202,19 @@ def find_interval(
     truth is below the low end once in 2,000 times, samples in the order of time may depend on one
     another, and too few of them are None as well.
 
-    >>> find_interval([1.0, 2.0, 9.0])
+    >>> compute_interval([1.0, 2.0, 9.0])
     (1.0, 2.0, 9.0)
     """
     series = list(samples)
     ordered, n = sorted(series), len(series)
     if not n or (sure and n < SURE_SIGMAS**2):
         return None
-    reach = 0.5 * (SURE_SIGMAS * _find_dependence(series) if sure else SIGMAS) * n**0.5
+    reach = 0.5 * (SURE_SIGMAS * _compute_dependence(series) if sure else SIGMAS) * n**0.5
     low, high = max(0, int(n / 2 - reach)), min(n - 1, int(n / 2 + reach))
     return ordered[low], ordered[n // 2], ordered[high]
 
 
-def _find_dependence(series: list[float]) -> float:
+def _compute_dependence(series: list[float]) -> float:
     """Return how much wider an interval is because each sample resembles the one before.
 
     Work that changes slowly makes one rank slow for many steps: they are one event.
@@ -230,7 +230,7 @@ def _find_dependence(series: list[float]) -> float:
 
 
 class Baseline:
-    """What a duration usually is, learned from this generation and following slow drift.
+    """Learns what a duration usually is in this generation, and follows slow drift.
 
     The first samples of a thing (first steps, a bucket just rebuilt) are not its usual ones: two
     are left out and the median of the next few is the start.

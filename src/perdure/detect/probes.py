@@ -23,7 +23,7 @@ def settle_verdict(
         return None
     kind, culprit = verdict.kind, verdict.culprit
     if finding.kind == "slow link" and finding.link is not None:
-        culprit = Culprit(link=_find_ranks(verdict, finding.link, nodes))
+        culprit = Culprit(link=_choose_link_ranks(verdict, finding.link, nodes))
     elif finding.kind == "slow host" and verdict.kind == "CommSlow":
         kind, culprit = "Straggler", Culprit(node=finding.node)
     else:
@@ -39,7 +39,7 @@ def settle_verdict(
     )
 
 
-def _find_ranks(
+def _choose_link_ranks(
     verdict: Verdict, link: tuple[int, int], nodes: Mapping[int, int]
 ) -> tuple[int, int]:
     """Return the verdict's own ranks where they lie at the link's ends, else each node's first."""

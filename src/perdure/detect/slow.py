@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from perdure.detect.collectives import CollectiveWatch, Comm, find_peers
+from perdure.detect.collectives import CollectiveWatch, Comm, group_peers
 from perdure.detect.hosts import STARVED, HostWatch, Neighbours
 from perdure.detect.links import LinkWatch, Place
 from perdure.detect.persistence import Persistence
@@ -53,7 +53,7 @@ PROBED_MAX = 8
 
 
 class SlowWatch:
-    """What is slow in one generation."""
+    """Finds what is slow in one generation: a rank, a node, a link or a communicator."""
 
     def __init__(self, spec: JobSpec, generation: int) -> None:
         """Begin a generation: every baseline is learned anew."""
@@ -115,17 +115,17 @@ class SlowWatch:
         """Return what is replaced with a rank: its node, where there are several."""
         return self._node_of(rank) if self._spec.num_nodes > 1 else rank
 
-    def _find_ranks(self, node: int) -> tuple[int, ...]:
+    def _list_housed_ranks(self, node: int) -> tuple[int, ...]:
         return tuple(self._housed.get(node, ()))
 
     def _list_culprits(self, culprit: Culprit) -> tuple[int, ...]:
         """Return the rank that is to blame, or those of the node that is."""
         if culprit.rank is not None:
             return (culprit.rank,)
-        return () if culprit.node is None else self._find_ranks(culprit.node)
+        return () if culprit.node is None else self._list_housed_ranks(culprit.node)
 
     def note(self, event: VerdictReached | VerdictWithdrawn) -> None:
-        """A verdict about slowness is in the journal (perhaps an earlier controller's)."""
+        """Note that a verdict about slowness is in the journal, perhaps an earlier controller's."""
         verdict = event.verdict
         key = (verdict.kind, str(verdict.culprit))
         if isinstance(event, VerdictReached):
@@ -157,13 +157,13 @@ class SlowWatch:
         if comm is not None:
             out += self._report(now, comm)
         if comm is None or comm.confidence < 0.7:
-            for verdict in self._find_stragglers(now, watches):
+            for verdict in self._blame_stragglers(now, watches):
                 if not self._is_hosts(now, verdict, self._config.slow_clear_s):
                     out += self._report(now, verdict)
         out += self._judge_hosts(now)
         out += self._escalate(now)
         out += self._tell_again(now)
-        self.suspects = self._find_suspects(now)
+        self.suspects = self._list_suspect_nodes(now)
         return out
 
     def _prepare(self, watches: Mapping[int, RankWatch]) -> None:
@@ -176,7 +176,7 @@ class SlowWatch:
         if collectives.grown != self._grown:
             self._grown = collectives.grown
             comms, apart = collectives.comms(), collectives.point_to_point
-            peers = find_peers(comms, apart, collectives.senders, self._spec.world_size)
+            peers = group_peers(comms, apart, collectives.senders, self._spec.world_size)
             self.stages.set_peers(peers)
 
     def _report(self, now: float, verdict: Verdict) -> list[VerdictReached | VerdictWithdrawn]:
@@ -223,7 +223,7 @@ class SlowWatch:
     def _lasts(self, now: float, verdict: Verdict) -> bool:
         clear_s = self._config.slow_clear_s
         if verdict.kind == "HostBusy":
-            nodes = self._find_nodes(verdict)
+            nodes = self._list_verdict_nodes(verdict)
             return any(self._hosts.explains(now, node, now - clear_s) for node in nodes)
 
         def on(watch: Persistence | None) -> bool:
@@ -326,9 +326,9 @@ class SlowWatch:
         if not spans:
             return None
         excess = max(spans, key=lambda x: x[1])
-        waits = self.stages.find_waits(now, window_s, sure=sure)
+        waits = self.stages.estimate_exposed(now, window_s, sure=sure)
         if waits is None:
-            return _make_slowness(excess, self._find_loss(slow))
+            return _make_slowness(excess, self._compute_loss(slow))
         return _make_slowness(excess, waits[1], waits[0])
 
     def _make(
@@ -359,7 +359,7 @@ class SlowWatch:
 
     # --- hosts --------------------------------------------------------------------------------
 
-    def _find_nodes(self, verdict: Verdict) -> set[int]:
+    def _list_verdict_nodes(self, verdict: Verdict) -> set[int]:
         """Return the nodes that a verdict is about: the culprit's, or all of what is slow."""
         culprit = verdict.culprit
         if culprit.node is not None:
@@ -379,29 +379,29 @@ class SlowWatch:
         A rank that got its CPU all the same is slow for another reason, and so is a link where
         the others of the same machines are not.
         """
-        nodes = self._find_nodes(verdict)
+        nodes = self._list_verdict_nodes(verdict)
         since_s = max(verdict.first_seen_s, now - within_s)
-        busy = self._find_busy(now, nodes, since_s)
+        busy = self._list_busy_nodes(now, nodes, since_s)
         link = verdict.culprit.link
-        mates = {mate for node in busy for mate in self._hosts.find_mates(node)}
+        mates = {mate for node in busy for mate in self._hosts.list_nodes_beside(node)}
         if link is not None and self.links.stands_out(now, link, mates):
             self._alone[link] = now
         if link is not None and now - self._alone.get(link, -1e9) <= self._config.slow_clear_s:
             return False
         ranks = [verdict.culprit.rank] if verdict.culprit.rank is not None else []
-        ranks = ranks or [rank for node in busy for rank in self._find_ranks(node)]
+        ranks = ranks or [rank for node in busy for rank in self._list_housed_ranks(node)]
         starved = any(self._neighbours.is_starved(rank) for rank in ranks)
         if not busy or (verdict.kind == "Straggler" and not starved):
             return False
         self._excused.update(dict.fromkeys(busy, now))
         return True
 
-    def _find_busy(self, now: float, nodes: set[int], since_s: float) -> set[int]:
+    def _list_busy_nodes(self, now: float, nodes: set[int], since_s: float) -> set[int]:
         return {node for node in nodes if self._hosts.explains(now, node, since_s)}
 
     def _excuse(self, now: float, nodes: set[int]) -> None:
         """Put what waits for a CPU down to those of its machines that others' work fills."""
-        busy = self._find_busy(now, nodes, now - self._config.slow_clear_s)
+        busy = self._list_busy_nodes(now, nodes, now - self._config.slow_clear_s)
         self._excused.update(dict.fromkeys(busy, now))
 
     def _judge_hosts(self, now: float) -> list[VerdictReached | VerdictWithdrawn]:
@@ -409,7 +409,7 @@ class SlowWatch:
 
         Where they are all busy, nobody is to blame.
         """
-        recent_s, confirmed = self._config.slow_clear_s, self._hosts.find_confirmed(now)
+        recent_s, confirmed = self._config.slow_clear_s, self._hosts.list_busy_nodes(now)
         explained = {
             key: old
             for key, old in self._open.items()
@@ -418,9 +418,9 @@ class SlowWatch:
         found = [n for n in confirmed if now - self._excused.get(n, -1e9) <= recent_s]
         if not found:
             return []
-        busy = {mate for node in confirmed for mate in self._hosts.find_mates(node)}
+        busy = {mate for node in confirmed for mate in self._hosts.list_nodes_beside(node)}
         every = len(self._housed) > 1 and busy >= set(self._housed)
-        firsts = {min(self._hosts.find_mates(n)) for n in found}
+        firsts = {min(self._hosts.list_nodes_beside(n)) for n in found}
         out: list[VerdictReached | VerdictWithdrawn] = []
         for node in [found[0]] if every else sorted(firsts)[: OPEN_MAX // 2]:
             verdict = self._blame_host(now, node, len(self._housed) if every else 0)
@@ -441,7 +441,7 @@ class SlowWatch:
             who, culprit = f"all {of_all} nodes are", Culprit()
             words = f"on node {node} {words}"
         reason = f"{who} busy with others' work: {words}"
-        since_s = self._hosts.find_since_s(node)
+        since_s = self._hosts.busy_since_s(node)
         return self._make(now, "HostBusy", culprit, 0.9, reason, since_s, evidence)
 
     # --- communication ------------------------------------------------------------------------
@@ -460,8 +460,8 @@ class SlowWatch:
             return None
         if self._is_hidden(slow):
             return None
-        links = self.links.find_slow(now, fused=bool(slow))
-        least = ACCOUNTED * self._find_loss(slow)
+        links = self.links.list_slow_links(now, fused=bool(slow))
+        least = ACCOUNTED * self._compute_loss(slow)
         links = [link for link in links if not link.cost or link.cost >= least]
         if links and self._matters(now, slow, {name for link in links for name in link.comms}):
             began_s = min(link.slow.began_s for link in links if link.slow is not None)
@@ -556,14 +556,14 @@ class SlowWatch:
         Whoever waits for a CPU also answers the network late, and nothing is wrong with that.
         """
         taken, most = self._neighbours.sum_up({r for c in slow for r in c.ranks})
-        least = ACCOUNTED * self._find_loss(slow)
+        least = ACCOUNTED * self._compute_loss(slow)
         return most >= (min(STARVED, least) or STARVED) and taken >= least
 
-    def _find_loss(self, slow: list[Comm]) -> float:
+    def _compute_loss(self, slow: list[Comm]) -> float:
         """Return the share of the time that training loses against its usual pace."""
         if self.stages.exposed is not None:
             return self.stages.exposed
-        pace = max([self.stages.pace, *(c.find_pace() for c in slow)])
+        pace = max([self.stages.pace, *(c.compute_pace() for c in slow)])
         return 1.0 - 1.0 / pace if pace > 1.0 else 0.0
 
     def _host_explains(self, now: float, comm: Comm) -> bool:
@@ -575,7 +575,7 @@ class SlowWatch:
 
     # --- stragglers ---------------------------------------------------------------------------
 
-    def _find_stragglers(self, now: float, watches: Mapping[int, RankWatch]) -> list[Verdict]:
+    def _blame_stragglers(self, now: float, watches: Mapping[int, RankWatch]) -> list[Verdict]:
         if not self.stages.seen:
             late = self._find_late(now, watches)
             return [late] if late is not None else []
@@ -619,7 +619,7 @@ class SlowWatch:
         if self._is_neighbour(rank, excess):
             confidence = 0.6
         node = self._node_of(rank)
-        mates = list(self._find_ranks(node))
+        mates = list(self._list_housed_ranks(node))
         culprit, who = Culprit(rank=rank), f"rank {rank}"
         if self._spec.nodes > 1 and len(mates) > 1 and self._all_slow(now, mates, excess):
             culprit, who = Culprit(node=node), f"node {node}: each of its {len(mates)} ranks"
@@ -676,10 +676,10 @@ class SlowWatch:
 
     # --- suspicion ----------------------------------------------------------------------------
 
-    def _find_suspects(self, now: float) -> frozenset[int]:
+    def _list_suspect_nodes(self, now: float) -> frozenset[int]:
         node_of = self._node_of
         nodes: set[int] = set()
-        for link in self.links.find_slow(now, fused=False):
+        for link in self.links.list_slow_links(now, fused=False):
             nodes |= {node_of(link.src), node_of(link.dst)}
         for comm in self.collectives.comms():
             if comm.slow is not None and comm.slow.is_recent(now, RECENT_S) and len(nodes) < 64:

@@ -19,7 +19,7 @@ from itertools import islice
 
 import msgspec
 
-from perdure.detect.persistence import Baseline, Persistence, find_interval, is_duration
+from perdure.detect.persistence import Baseline, Persistence, compute_interval, is_duration
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import StepStages
 from perdure.model.verdicts import Slowness
@@ -100,7 +100,7 @@ class _Noise:
         self._odd += self._weight
         self._by_rank[rank] = self._by_rank.get(rank, 0.0) + self._weight
 
-    def find_usual(self, rank: int, num: int) -> float:
+    def compute_usual_share(self, rank: int, num: int) -> float:
         """Return the share of odd samples of the others, of `num` ranks in all."""
         odd = self._odd - self._by_rank.get(rank, 0.0) + NOISE_PRIOR * self._weight
         seen = self._seen * (num - 1) / max(num, 1) + self._weight
@@ -141,7 +141,7 @@ class StageWatch:
         self._noise: dict[int, tuple[_Noise, int]] = {}
         """Lowest rank of a group of peers -> its noise, and how many they are."""
         self._noise_alone = _Noise()
-        """Of all ranks that have no peers."""
+        """The noise of all ranks that have no peers."""
         self.suspects: dict[int, Persistence] = {}
 
     @property
@@ -174,12 +174,12 @@ class StageWatch:
         step_s = sorted(self._step_now)[len(self._step_now) // 2]
         return max(0.0, rest_s - self._rest.value) / max(step_s, 1e-9)
 
-    def find_waits(
+    def estimate_exposed(
         self, now: float, window_s: float, *, sure: bool
     ) -> tuple[float, float, float] | None:
         """Return `exposed` of the last `window_s` as an interval; None where unknown."""
         since_s = now - window_s
-        return find_interval((share for at_s, share in self._waits if at_s > since_s), sure=sure)
+        return compute_interval((share for at_s, share in self._waits if at_s > since_s), sure=sure)
 
     def measure(self, now: float, rank: int, window_s: float, *, sure: bool) -> Slowness | None:
         """Return what suspect `rank` and the others of its home cost; None where unknown.
@@ -188,8 +188,8 @@ class StageWatch:
         """
         since_s = now - window_s
         seen = [g for g in self._gains.get(self._home(rank), ()) if g[0] > since_s]
-        ratio = find_interval((g[1] for g in seen), sure=sure)
-        share = find_interval((g[2] for g in seen), sure=sure)
+        ratio = compute_interval((g[1] for g in seen), sure=sure)
+        share = compute_interval((g[2] for g in seen), sure=sure)
         if ratio is None or share is None:
             return None
         return make_slowness(ratio, share[1], share[0])
@@ -250,7 +250,7 @@ class StageWatch:
         calm = 1.0 + (self.config.straggler_ratio - 1.0) / 2
         suspected = {self._peers.get(rank, -1) for rank in self.suspects}
         everybody: list[float] = []
-        groups = self._find_groups(row)
+        groups = self._list_peer_groups(row)
         num_alone = sum(len(ranks) == 1 for _, ranks in groups)
         self._noise_alone.begin_row(num_alone)
         for key, ranks in groups:
@@ -296,7 +296,7 @@ class StageWatch:
             if home in mates:
                 mates[home].append(rank)
         longest = nlargest(2, most, key=most.__getitem__)
-        for key, members in self._find_groups(row):
+        for key, members in self._list_peer_groups(row):
             slowest: dict[int, tuple[float, int]] = {}
             for rank in members:
                 if rank in row:
@@ -304,7 +304,9 @@ class StageWatch:
                     slowest[home] = max(slowest.get(home, own), own)
             for home in sorted(h for h in slowest if (h, key) in suspected):
                 own_s, rank = slowest[home]
-                left_s = self._find_left(rank, [s for h, (s, _) in slowest.items() if h != home])
+                left_s = self._estimate_elsewhere_s(
+                    rank, [s for h, (s, _) in slowest.items() if h != home]
+                )
                 gains = self._gains.setdefault(home, deque(maxlen=GAINED_KEPT))
                 if gains and gains[-1][0] == now:  # It has ranks among several groups of peers.
                     continue
@@ -315,7 +317,7 @@ class StageWatch:
                 share = min(max(0.0, own_s - max(bounds)) / whole_s, 1.0)
                 gains.append((now, own_s / max(left_s, 1e-6), share))
 
-    def _find_left(self, rank: int, others: list[float]) -> float:
+    def _estimate_elsewhere_s(self, rank: int, others: list[float]) -> float:
         """Return what the work of `rank` would take elsewhere: its own share of what others do.
 
         What it does more of by design goes with it to another node.
@@ -326,7 +328,7 @@ class StageWatch:
         usual_s = sorted(others)[len(others) // 2]
         return usual_s * max(base.value, 1.0) if base is not None and base.known else usual_s
 
-    def _find_groups(self, row: dict[int, Row]) -> list[tuple[int, Sequence[int]]]:
+    def _list_peer_groups(self, row: dict[int, Row]) -> list[tuple[int, Sequence[int]]]:
         """Return the groups of peers; ranks of which none is known are one group."""
         if not self._groups:
             return [(-1, list(row))]
@@ -385,7 +387,7 @@ class StageWatch:
     def confirm(self, now: float, rank: int) -> float:
         """Return the confirmed excess of suspect `rank`; 0 if there is none (yet)."""
         noise, num = self._noise.get(self._peers.get(rank, -1), (_Noise(), 1))
-        usual = noise.find_usual(rank, num) if num > 1 else 0.0
+        usual = noise.compute_usual_share(rank, num) if num > 1 else 0.0
         return self.suspects[rank].confirm(now, usual=usual)
 
     def describe(self, rank: int, excess: float, began_s: float) -> Share:
@@ -403,7 +405,7 @@ class StageWatch:
                 if len(group) < len(row) and known is not None:
                     usual_s = known[s]
                 extra[s] += (row[rank][s] - usual_s) / len(rows)
-            for s, increment_s in enumerate(find_frontier({r: row[r] for r in group})):
+            for s, increment_s in enumerate(compute_frontier({r: row[r] for r in group})):
                 frontier[s] += increment_s / len(rows)
         most = max(range(4), key=lambda s: extra[s])
         gained_s = sum(max(e, 0.0) for e in extra)
@@ -431,10 +433,10 @@ def make_slowness(ratio: tuple[float, float, float], share: float, share_low: fl
     )
 
 
-def find_frontier(row: Mapping[int, Sequence[float]]) -> tuple[float, ...]:
+def compute_frontier(row: Mapping[int, Sequence[float]]) -> tuple[float, ...]:
     """Return the increments of the frontier by stage; they add up to the largest own time.
 
-    >>> find_frontier({0: (1.0, 2.0), 1: (0.5, 4.0)})
+    >>> compute_frontier({0: (1.0, 2.0), 1: (0.5, 4.0)})
     (1.0, 3.5)
     """
     reached = {rank: 0.0 for rank in row}

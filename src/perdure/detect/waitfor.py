@@ -75,14 +75,14 @@ def find_current(watch: RankWatch) -> CommProgress | None:
 
 
 def is_inside(comm: CommProgress) -> bool:
-    """A record that cannot tell ends (-1) is taken to be inside."""
+    """Return whether a rank is in a collective; a record without ends (-1) counts as inside."""
     return comm.started_seq > max(comm.ended_seq, 0)
 
 
-def find_waits(watches: Mapping[int, RankWatch], world_size: int) -> WaitGraph:
+def build_wait_graph(watches: Mapping[int, RankWatch], world_size: int) -> WaitGraph:
     """Return who waits for whom now among the live `watches`."""
     current = {r: c for r, w in sorted(watches.items()) if (c := find_current(w)) is not None}
-    entered = _find_entered(watches)
+    entered = _list_entered(watches)
     edges: list[Edge] = []
     whole: dict[tuple[str, int, int], list[int]] = {}
     pairs: dict[tuple[str, int, int], InFlight] = {}
@@ -90,7 +90,7 @@ def find_waits(watches: Mapping[int, RankWatch], world_size: int) -> WaitGraph:
     held: set[int] = set()
     for rank, c in current.items():
         if is_point_to_point(c.op):
-            _find_other_end(rank, c, watches, current, edges, pairs)
+            _match_other_end(rank, c, watches, current, edges, pairs)
             continue
         key = (*_key(c), c.started_seq)
         missing = missing_in.get(key)
@@ -106,7 +106,7 @@ def find_waits(watches: Mapping[int, RankWatch], world_size: int) -> WaitGraph:
         edges += [Edge(rank, r, c.name, c.op, c.started_seq) for r in missing[:HOLDERS_MAX]]
         if not missing:
             whole.setdefault(key, []).append(rank)
-    in_flight = [*pairs.values(), *_find_in_flight(watches, current, whole)]
+    in_flight = [*pairs.values(), *_list_in_flight(watches, current, whole)]
     held |= {e.holder for e in edges}
     waiters = {e.waiter for e in edges}
     inside = {r for f in in_flight for r in f.ranks}
@@ -118,7 +118,7 @@ def find_waits(watches: Mapping[int, RankWatch], world_size: int) -> WaitGraph:
     return WaitGraph(tuple(ordered), tuple(in_flight), absent, circle)
 
 
-def _find_in_flight(
+def _list_in_flight(
     watches: Mapping[int, RankWatch],
     current: Mapping[int, CommProgress],
     whole: Mapping[tuple[str, int, int], list[int]],
@@ -150,7 +150,7 @@ def _key(c: CommProgress) -> tuple[str, int]:
     return (c.name, c.ranks[0] if c.ranks else -1)
 
 
-def _find_entered(watches: Mapping[int, RankWatch]) -> dict[tuple[str, int], dict[int, int]]:
+def _list_entered(watches: Mapping[int, RankWatch]) -> dict[tuple[str, int], dict[int, int]]:
     """Return for each communicator the last sequence entered by each rank."""
     entered: dict[tuple[str, int], dict[int, int]] = {}
     for rank, watch in sorted(watches.items()):
@@ -160,7 +160,7 @@ def _find_entered(watches: Mapping[int, RankWatch]) -> dict[tuple[str, int], dic
     return entered
 
 
-def _find_other_end(
+def _match_other_end(
     rank: int,
     c: CommProgress,
     watches: Mapping[int, RankWatch],

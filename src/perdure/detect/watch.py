@@ -36,7 +36,7 @@ _START_PHASES = frozenset({"init", "group"})
 
 @dataclass(slots=True)
 class RankWatch:
-    """What is known of one rank in the current generation."""
+    """Follows one rank of the current generation: what it does, and since when."""
 
     rank: int
     node: int
@@ -139,7 +139,7 @@ class RankWatch:
         self.began_s = self.busy_s = sent_s
         self._anchor = (sent_s, progress.proc.cpu_s, progress.proc.io_bytes)
         self._store(progress)
-        stamps = self._find_stamp(progress)
+        stamps = self._newest_stamp(progress)
         self.progress_s = min(stamps, sent_s) if self.instrumented and stamps > 0 else sent_s
 
     def observe(self, progress: RankProgress, sent_s: float, habits: Habits) -> bool:
@@ -166,7 +166,7 @@ class RankWatch:
     def _move(
         self, new: RankProgress, sent_s: float, habits: Habits, stepped: int, entered: bool
     ) -> None:
-        at_s = min(self._find_stamp(new), sent_s)
+        at_s = min(self._newest_stamp(new), sent_s)
         if at_s <= self.progress_s:
             at_s = sent_s
         gap_s = at_s - self.progress_s
@@ -190,7 +190,7 @@ class RankWatch:
         self.progress_s = at_s
         self.stopped_in_gap = False
 
-    def _find_stamp(self, progress: RankProgress) -> float:
+    def _newest_stamp(self, progress: RankProgress) -> float:
         """Return its newest stamp; accounts are in its node's own time."""
         step_s = progress.account.last_step_s
         step_s += self.clock_s if step_s > 0 else 0.0
@@ -217,10 +217,10 @@ class RankWatch:
         self.recorder = progress.recorder
         self.busy_phase = progress.busy_phase
         self.unseen = progress.unseen
-        self.peers = _find_peers(progress)
+        self.peers = _read_peers(progress)
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
 
-    def find_allowance(self, habits: Habits) -> tuple[float, str]:
+    def compute_allowance(self, habits: Habits) -> tuple[float, str]:
         """Return how long it may be silent now, and why so long.
 
         A stopped process gets no allowance for a phase: no evaluation is ever in state T.
@@ -261,7 +261,7 @@ def _entered(comms: tuple[CommProgress, ...]) -> int:
     return total
 
 
-def _find_peers(progress: RankProgress) -> dict[str, int]:
+def _read_peers(progress: RankProgress) -> dict[str, int]:
     peers = {c.name: c.peer for c in progress.comms if c.peer >= 0}
     for span in progress.spans:
         if span.peer >= 0 and span.end_s <= 0.0 and span.comm < len(progress.comms):

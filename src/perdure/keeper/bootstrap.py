@@ -156,7 +156,7 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
             _run_path(script, main)
     except SystemExit as leaving:
         if traceback_file and not isinstance(leaving.code, int | None):  # It says why.
-            save_failure(traceback_file, leaving, _find_own(leaving))
+            save_failure(traceback_file, leaving, _trim_traceback(leaving))
         raise
     except BaseException as error:
         _end_by(error, traceback_file)
@@ -199,7 +199,7 @@ def _set_path(first: str) -> None:
         sys.path.insert(0, first)
 
 
-def _find_own(error: BaseException) -> types.TracebackType | None:
+def _trim_traceback(error: BaseException) -> types.TracebackType | None:
     """Return the traceback of `error` without the frames below the script's."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
@@ -209,7 +209,7 @@ def _find_own(error: BaseException) -> types.TracebackType | None:
 
 def _end_by(error: BaseException, traceback_file: str) -> None:
     """Show `error` as the interpreter would and leave as it would."""
-    trace = error.__traceback__ = _find_own(error)
+    trace = error.__traceback__ = _trim_traceback(error)
     if traceback_file:
         save_failure(traceback_file, error, trace)
     kind = type(error)

@@ -32,7 +32,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """Where to look after a rank's end."""
+    """The files and records that tell of a rank's end."""
 
     stdout: str = ""
     stderr: str = ""
@@ -119,7 +119,7 @@ def make_record(
         last = _read_lines(evidence.stderr, evidence.stderr_from)
         last = last or _read_lines(evidence.stdout, evidence.stdout_from)
         if code or number:
-            error, traceback = find_error(evidence)
+            error, traceback = choose_error(evidence)
     except Exception as fault:
         error = f"what it left behind cannot be read: {fault!r}"
     _give_back(evidence.traceback_file)
@@ -140,7 +140,7 @@ def make_record(
     )
 
 
-def find_error(evidence: Evidence) -> tuple[str, str]:
+def choose_error(evidence: Evidence) -> tuple[str, str]:
     """Return the exception's last line and its traceback: torch's, ours, or read off stderr."""
     if evidence.refused:
         return evidence.refused, ""

@@ -37,11 +37,11 @@ class ImageProcess:
     pid: int
     lines: LineSocket
     names: tuple[str, ...]
-    """What it is to import."""
+    """The packages that it is to import."""
     tries: int
     deadline_s: float
     modules: int = 0
-    """How many it has, once it is ready."""
+    """The number of modules that it has, once it is ready."""
     importing: str = ""
 
 

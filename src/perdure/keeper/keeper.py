@@ -313,7 +313,7 @@ def end_strays(job: str, node: int) -> None:
         "PERDURE_NODE": str(node),
     }
     deadline = time.monotonic() + _STRAYS_MAX_S
-    while strays := reap.find_strays(reap.scan_processes(), marks):
+    while strays := reap.list_strays(reap.scan_processes(), marks):
         if time.monotonic() > deadline:
             raise PlatformError(f"processes of an earlier keeper do not end: {strays}")
         for pid in strays:

@@ -294,7 +294,7 @@ class Ranks:
         self._unclaimed.clear()
 
     def image_lost(self, image: ImageProcess) -> None:
-        """The image that was to fork is gone: whatever it had forked ends, and we go on cold."""
+        """End what the image that is gone had forked, and go on cold."""
         if self._forking is not None and self._forking.image is image:
             self._fail_fork("the image died while forking")
 
@@ -314,7 +314,7 @@ class Ranks:
         )
 
     def _begin_spawn(self, order: KeeperSpawn) -> None:
-        why_cold = self._find_why_cold(order)
+        why_cold = self._explain_cold(order)
         if not why_cold and not self._warmth.settled:
             return
         self._waiting.remove(order)
@@ -338,7 +338,7 @@ class Ranks:
             )
         )
 
-    def _find_why_cold(self, order: KeeperSpawn) -> str:
+    def _explain_cold(self, order: KeeperSpawn) -> str:
         if order.cold:
             return "asked for (--cold)"
         if order.no_python:
@@ -444,7 +444,7 @@ class Ranks:
         self._unclaimed.clear()
         self._log(f"generation {order.generation}: {reason}")
         spared = self._warmth.pids | {self._store_pid} | set(self._by_pid)
-        for pid in reap.find_members(
+        for pid in reap.list_processes_below(
             reap.scan_processes(), os.getpid(), {}, spared, order.generation
         ):
             reap.send_signal(pid, signal.SIGKILL)
@@ -470,7 +470,7 @@ class Ranks:
             status=status,
             usage=usage,
             asked=rank.asked,
-            oom_kills=self._find_oom_kills(rank),
+            oom_kills=self._count_oom_kills_of(rank),
             evidence=rank.evidence,
         )
         rank.record = record
@@ -482,9 +482,9 @@ class Ranks:
             self._log(f"exit record of rank {rank.rank}: {error!r}")
         self._send(KeeperExited(record))
 
-    def _find_oom_kills(self, rank: Rank) -> int:
+    def _count_oom_kills_of(self, rank: Rank) -> int:
         try:
-            return self._oom_kills.find(rank.generation, rank.rank)
+            return self._oom_kills.count_of(rank.generation, rank.rank)
         except Exception as error:
             self._log(f"kills for memory of rank {rank.rank}: {error!r}")
             return 0
@@ -504,7 +504,7 @@ class Ranks:
         for rank in ranks:  # Before the table is read, which takes a while.
             reap.send_signal(rank.pid, signal.SIGKILL)
         newer = self._first_start if self.generation > ending.upto else None
-        members = reap.find_members(
+        members = reap.list_processes_below(
             reap.scan_processes(),
             os.getpid(),
             self._roots,

@@ -72,7 +72,7 @@ def keeper_mark(pid: int) -> str:
     return f"{pid}:{process.start if process else 0}"
 
 
-def find_members(
+def list_processes_below(
     table: Mapping[int, Process],
     keeper: int,
     roots: Mapping[int, int],
@@ -103,7 +103,7 @@ def find_members(
     return sorted(members)
 
 
-def find_strays(
+def list_strays(
     table: Mapping[int, Process], marks: Mapping[str, str], proc: str = "/proc"
 ) -> list[int]:
     """Return living processes of an earlier keeper of the same node.

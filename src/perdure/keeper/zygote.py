@@ -91,7 +91,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unfit(msgspec.Struct, frozen=True, tag=True):
-    """It may not; `blamed` are packages without which it may be."""
+    """Says that the image may not fork; `blamed` are packages without which it may."""
 
     reason: str
     blamed: dict[str, str] = {}
@@ -113,7 +113,7 @@ class StoreForked(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkFailed(msgspec.Struct, frozen=True, tag=True):
-    """Nothing runs, or what did was told to leave."""
+    """Says that a fork has failed: nothing runs, or what did was told to leave."""
 
     generation: int
     reason: str
@@ -168,7 +168,7 @@ class Image:
             reason = self._import(name)
             if reason and name in BASE:
                 return Unfit(reason)
-        reason = find_unfit()
+        reason = find_fork_obstacle()
         if reason:
             return Unfit(reason)
         blamed = self._preload(names)
@@ -190,7 +190,7 @@ class Image:
                 if name in sys.modules or package in blamed:
                     continue
                 self._import(name)
-                before, unfit = unfit, find_unfit()
+                before, unfit = unfit, find_fork_obstacle()
                 if unfit and unfit != before:
                     blamed[package] = f"{package} {unfit}"
                 elif reads and package != "torch":
@@ -306,7 +306,7 @@ def read_answer(fd: int, timeout_s: float) -> str:
     return data.decode()
 
 
-def find_unfit() -> str:
+def find_fork_obstacle() -> str:
     """Return why this process may not be forked any more; an empty string if it may."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:

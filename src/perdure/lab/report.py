@@ -20,7 +20,7 @@ class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Return all seconds that a change takes."""
         return float(sum(getattr(self, name) for name in self.__struct_fields__))
 
 
@@ -31,13 +31,13 @@ class Physics(msgspec.Struct, frozen=True):
     """What nobody can beat, the oracle included."""
 
     bytes_per_s: float = 1.25e9
-    """Of a node's link."""
+    """The bandwidth of a node's link."""
     detect_s: float = 0.005
     """Least time to know that a node is gone without a word."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody made of a trace, of what was possible at all."""
+    """A share of what was possible on a trace, as somebody made it."""
 
     committed: float
     """Samples."""
@@ -47,7 +47,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     ledger: dict[str, float]
     """Share of the slot-seconds by account."""
     losses: int
-    """Changes, or instants, in which it lost a node that trained."""
+    """The changes, or instants, in which it lost a node that trained."""
 
 
 class PolicyRow(Share, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class SweepRow(msgspec.Struct, frozen=True):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What was possible on a trace."""
+    """The bounds of what was possible on a trace."""
 
     trace: str
     u1: float
@@ -80,7 +80,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     u2: float
     u2_online: float
     duration_s: float
-    """As played; less than the trace's where a replay was interrupted."""
+    """The time that was played; less than the trace's where a replay was interrupted."""
     slot_s: float
     seed: int | None
     """Of the victims; None: as the trace names them."""

@@ -8,7 +8,7 @@ from perdure.dash.page import render_document
 from perdure.dash.shape import align
 from perdure.dash.svg import (
     INKS,
-    find_means,
+    compute_means,
     make_stairs,
     render_legend,
     render_lines,
@@ -82,7 +82,7 @@ def render_curve(
     height: int = 4,
 ) -> list[str]:
     """Return what `rows` (seconds, value from then on) are like in block characters, from 0 on."""
-    chart = render_chart(find_means(rows, end_s, columns), height=height, low=0.0)
+    chart = render_chart(compute_means(rows, end_s, columns), height=height, low=0.0)
     labels = [f"{most:6.0f}", *[" " * 6] * (len(chart) - 2), f"{0:6d}"]
     return [title, *(f"{a}  {b}".rstrip() for a, b in zip(labels, chart, strict=True))]
 

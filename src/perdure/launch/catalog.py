@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from perdure.model.errors import ConfigError
-from perdure.model.numbers import NUMBER_HINT, find_number
+from perdure.model.numbers import NUMBER_HINT, find_bad_number
 from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
 
 SHIPPED = Path(__file__).resolve().parent / "profiles"
@@ -40,7 +40,7 @@ NO_FACTS = ("platform", "base", "kind", "launch", "daemon", "gotchas", "override
 """What a profile chooses; the rest says what a platform is like."""
 
 
-def find_source(resolved: Resolved, key: str) -> str:
+def describe_source(resolved: Resolved, key: str) -> str:
     """Return where a fact was read and when, or that this is not known; empty for what is no fact.
 
     Only a shipped profile's facts have one: what a person writes is their own, and what is
@@ -97,7 +97,7 @@ def overlay(resolved: Resolved, values: Mapping[str, Any], source: str) -> Resol
         ConfigError: a value that the key cannot hold.
     """
     document = msgspec.to_builtins(resolved.profile)
-    keys, why = find_number(dict(values))
+    keys, why = find_bad_number(dict(values))
     if why:
         raise ConfigError(f"{source}: {'.'.join(keys)}: {why}", hint=NUMBER_HINT)
     for key, value in values.items():
@@ -165,7 +165,7 @@ _FILLER: dict[str, Any] = {
 
 def _check(document: dict[str, Any], text: str, path: Path) -> None:
     """Refuse a document that is wrong by itself, with file, line and a hint."""
-    keys, why = find_number(document)
+    keys, why = find_bad_number(document)
     if why:
         line = find_line(text, keys) or 1
         raise ConfigError(f"{path}, line {line}: {why} (at {'.'.join(keys)})", hint=NUMBER_HINT)

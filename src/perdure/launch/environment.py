@@ -21,7 +21,7 @@ INTERNAL = ("PERDURE_RUN_PID", LIGHTHOUSE_URL, GROUP_DEVICES, "SPT_NOENV")
 """Variables of perdure's own parts that no rank inherits."""
 
 
-def find_default_threads(spec: JobSpec, base: Mapping[str, str]) -> str:
+def explain_default_threads(spec: JobSpec, base: Mapping[str, str]) -> str:
     """Return why OMP_NUM_THREADS is set, in one line to show once; empty where it is not.
 
     The default is torchrun's: several ranks on a node with as many threads each as the node has
@@ -97,7 +97,7 @@ def rank_environment(
     env = {name: value for name, value in base.items() if name not in INTERNAL}
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env.setdefault("PERDURE_RECORDER", "auto")
-    if find_default_threads(spec, base):
+    if explain_default_threads(spec, base):
         env["OMP_NUM_THREADS"] = "1"
     env |= spec.env
     if nccl_plugin:

@@ -64,11 +64,11 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     )
 
 
-def find_state(record: LaunchRecord, here: Here) -> BoxState:
+def query_state(record: LaunchRecord, here: Here) -> BoxState:
     """Return nothing by itself: a job of this machine is looked at by its own files."""
     return BoxState(state="running", reason="see `perdure status`")
 
 
 def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
-    """Not needed: commands find a job of this machine by themselves."""
+    """Refuse to run a command: commands find a job of this machine by themselves."""
     raise ConfigError(f"job `{record.job}` is not on another machine")

@@ -66,7 +66,7 @@ class Platform(Protocol):
             PlatformError: a step failed; the message says which.
         """
 
-    def find_state(self, record: LaunchRecord, here: Here) -> BoxState:
+    def query_state(self, record: LaunchRecord, here: Here) -> BoxState:
         """Return how the job is, by what the place itself says.
 
         Raises:
@@ -81,7 +81,7 @@ class Platform(Protocol):
         """
 
 
-def find_platform(kind: Kind) -> Platform:
+def load_platform(kind: Kind) -> Platform:
     """Return the launcher of a kind of platform.
 
     Raises:

@@ -13,7 +13,7 @@ _WARN = 0.8
 _OVER = ("ended", "killed", "rebooted", "not-started")
 
 
-def find_cost(record: LaunchRecord, now_s: float) -> tuple[float, float]:
+def compute_cost(record: LaunchRecord, now_s: float) -> tuple[float, float]:
     """Return the hours since a job was first launched to its boxes, and what they cost; 0: unknown.
 
     A box that was taken away counts as well, for nobody has said since when.
@@ -22,7 +22,7 @@ def find_cost(record: LaunchRecord, now_s: float) -> tuple[float, float]:
     return hours, hours * record.profile.teardown.price_per_hour * (1 + len(record.others))
 
 
-def find_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float) -> list[Reminder]:
+def collect_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float) -> list[Reminder]:
     """Return what a person should look after, by how the boxes were when they were last asked."""
     if record.torn_down_s or record.profile.ends_by_itself or record.profile.kind == "local":
         return []
@@ -45,15 +45,15 @@ def find_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float) -
             text = f"it runs, and {row.host} has done nothing for a quarter of an hour "
             text += f"(load {row.load:.2f}){price}: perdure diagnose {job}"
             found.append(Reminder(job, "idle", text))
-    return [*found, *_find_budget(record, now_s)]
+    return [*found, *_remind_of_budget(record, now_s)]
 
 
-def _find_budget(record: LaunchRecord, now_s: float) -> list[Reminder]:
+def _remind_of_budget(record: LaunchRecord, now_s: float) -> list[Reminder]:
     teardown = record.profile.teardown
     budget = record.budget or teardown.budget
     if not budget:
         return []
-    hours, cost = find_cost(record, now_s)
+    hours, cost = compute_cost(record, now_s)
     money = f"{budget:.2f} {teardown.currency}"
     if not teardown.price_per_hour:
         text = f"its budget is {money}, and the profile has no price: teardown.price_per_hour"

@@ -118,7 +118,7 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def find_paths(name: str, home: str = "") -> JobPaths:
+def locate_own_job(name: str, home: str = "") -> JobPaths:
     """Return where a job of this user has its files."""
     return job_paths(home or os.environ["PERDURE_HOME"], name, os.getuid())
 

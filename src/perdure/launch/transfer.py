@@ -28,7 +28,7 @@ _AGAIN = {10, 12, 20, 24, 30, 35, 255}
 _CHANGED = re.compile(r"failed verification|link_stat .* failed|has vanished")
 """What rsync says of a file that is another while it is read."""
 _CHANGED_MAX = 2
-"""So often a transfer in which files change is tried."""
+"""The most times that a transfer in which files change is tried."""
 _TEMPORARY = re.compile(r"^\.(.+)\.[A-Za-z0-9]{6}$")
 _PROGRESS = re.compile(r"([\d,]+)\s+(\d+)%")
 _TELL_S = 5.0
@@ -118,7 +118,7 @@ def list_files(project: Path, exclude: Sequence[str]) -> list[str]:
     return sorted(name.partition(" -> ")[0] for name in names if not name.endswith("/"))
 
 
-def find_final(path: Path) -> Path:
+def locate_final(path: Path) -> Path:
     """Return the file that a transfer makes of what lies at `path`: itself, or a part of it."""
     if path.parent.name == PARTIAL:
         return path.parent.parent / path.name
@@ -129,7 +129,7 @@ def find_final(path: Path) -> Path:
 def salvage(target: Path, names: set[str]) -> None:
     """Have the next attempt begin with what a killed rsync left under a temporary name."""
     for path in target.rglob(".*"):
-        final = find_final(path)
+        final = locate_final(path)
         if final == path or not path.is_file() or path.parent.name == PARTIAL:
             continue
         if str(final.relative_to(target)) in names:

@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 _LEFT_OUT = (".pyc", ".so")
 
 
-def find_digest() -> str:
+def compute_digest() -> str:
     """Return the digest of this installation, as `results.py digest` finds it on a box."""
     from perdure.launch.ssh.results import digest_package  # Whose room imports this module.
 

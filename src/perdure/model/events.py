@@ -39,7 +39,7 @@ class RankEvent(GenerationEvent, frozen=True, kw_only=True):
     """Base of what a rank of a generation does, or what becomes of it."""
 
     rank: int
-    """Global."""
+    """The global rank."""
 
 
 class JobSubmitted(Event, frozen=True, kw_only=True):

@@ -383,7 +383,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.spares // self.nproc
 
     @property
-    def room(self) -> int:
+    def growth(self) -> int:
         """Nodes by which an elastic world may grow."""
         return max(0, self.nodes_max - self.nodes)
 
@@ -395,7 +395,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def num_nodes(self) -> int:
         """Nodes that may have an agent at the same time."""
-        return self.first_nodes + self.room
+        return self.first_nodes + self.growth
 
     @property
     def local_nodes(self) -> int:
@@ -410,7 +410,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def world_size_max(self) -> int:
         """Ranks that an elastic world may have."""
-        return self.nproc * (self.nodes + self.room)
+        return self.nproc * (self.nodes + self.growth)
 
     @property
     def slots(self) -> int:

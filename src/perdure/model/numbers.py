@@ -29,10 +29,10 @@ def refuse_number(value: Any) -> str:
     return ""
 
 
-def find_number(document: Any) -> tuple[list[str], str]:
+def find_bad_number(document: Any) -> tuple[list[str], str]:
     """Return the path of a document's first number that cannot be taken, and why; or nothing.
 
-    >>> find_number({"launch": {"budget": float("inf")}})
+    >>> find_bad_number({"launch": {"budget": float("inf")}})
     (['launch', 'budget'], 'inf is not finite')
     """
     match document:
@@ -43,7 +43,7 @@ def find_number(document: Any) -> tuple[list[str], str]:
         case _:
             return [], refuse_number(document)
     for key, value in inner:
-        keys, why = find_number(value)
+        keys, why = find_bad_number(value)
         if why:
             return [key, *keys], why
     return [], ""

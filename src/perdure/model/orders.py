@@ -127,7 +127,7 @@ class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
         """Return how often it is sent until all have answered; 1: once, and nobody answers."""
         return self.worth
 
-    def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+    def list_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
         """Return which of the recipients have nothing to answer any more, by `event`."""
         return ()
 
@@ -166,13 +166,13 @@ class RankOrder(Order, frozen=True, kw_only=True):
         """Return what grows from one order of a level to the next, where one may be overtaken."""
         return 0
 
-    def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+    def list_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
         """Return the rank that has ended, or has done what it was told."""
         if isinstance(event, RankExited) and event.record.generation == self.generation:
             return (event.record.rank,)
-        return self.find_done(event)
+        return self.list_done(event)
 
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+    def list_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return the ranks that have done what they were told, by `event`."""
         told: Any = event
         fields = self.done_by.get(type(event))
@@ -212,7 +212,7 @@ class SendBoundary(RankOrder, frozen=True, kw_only=True):
         """Return how often it is worth saying: a prepared rank waits for 30 s."""
         return 30 if self.move == "abort" else 600
 
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+    def list_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return who has carried it out, or surely will."""
         match event:
             case BoundaryReached(id=self.id, rank=rank):
@@ -241,7 +241,7 @@ class ResumeRanks(RankOrder, frozen=True, kw_only=True):
     id: str = ""
     """Of the pause: a rank that has not come to it skips it."""
 
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+    def list_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return who goes on."""
         if isinstance(event, BoundaryReached) and event.id == self.id + RESUMED:
             return (event.rank,)
@@ -263,7 +263,7 @@ class TakeStacks(RankOrder, frozen=True, kw_only=True):
 
     ranks: tuple[int, ...]
 
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+    def list_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return whose stacks were taken."""
         if isinstance(event, StacksTaken) and event.generation == self.generation:
             return tuple(event.stacks)
@@ -279,7 +279,7 @@ class InjectFault(RankOrder, frozen=True, kw_only=True):
 
     about: ClassVar[str] = "inject {0.id}"
     done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {FaultInjected: ("id",)}
-    """Of one that cannot be harmed as well."""
+    """The end also of an injection that cannot do harm."""
 
     id: str
     rank: int
@@ -308,7 +308,7 @@ class InterruptCollectives(RankOrder, frozen=True, kw_only=True):
     done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {
         CollectivesInterrupted: ("generation",)
     }
-    """Of one that could not break out as well."""
+    """The end also of an interruption that could not break out."""
 
     ranks: tuple[int, ...]
     id: str = ""
@@ -351,12 +351,12 @@ class FollowWorld(RankOrder, frozen=True, kw_only=True):
     """
 
     about: ClassVar[str] = "follow {0.generation} {0.rank}"
-    """Each follows by itself."""
+    """Each rank follows by itself."""
     done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {
         MemberReady: ("generation",),
         WorldReformed: ("generation",),
     }
-    """It is ready, or a member."""
+    """The rank is ready, or a member."""
 
     epoch: int
     rank: int
@@ -412,7 +412,7 @@ class RunProbe(Order, frozen=True, kw_only=True):
         """Return the nodes of the pairs, and the hosts."""
         return tuple(sorted({node for pair in self.pairs for node in pair} | set(self.hosts)))
 
-    def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+    def list_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
         """Return the node that has told of its part."""
         match event:
             case ProbeEnded(id=self.id, round=self.round, node=node):
@@ -489,7 +489,7 @@ class EvictReplica(Order, frozen=True, kw_only=True):
 
     says: ClassVar[str] = "replica {0.replica}"
     worth: ClassVar[int] = 1
-    """Should it be lost, the next list of the groups says who is gone."""
+    """Should the order be lost, the next list of the groups says who is gone."""
 
     replica: str
     generation: int = -1

@@ -300,7 +300,7 @@ def fill(value: Any, holes: Mapping[str, Scalar], place: str) -> Any:
     if not isinstance(value, str):
         return value
 
-    def find(match: re.Match[str]) -> str:
+    def fill_hole(match: re.Match[str]) -> str:
         plain, key = match.groups()
         if plain:
             return "{" + plain + "}"
@@ -315,7 +315,7 @@ def fill(value: Any, holes: Mapping[str, Scalar], place: str) -> Any:
     whole = _HOLE.fullmatch(value)
     if whole and whole.group(2) in holes:
         return holes[whole.group(2)]
-    return _HOLE.sub(find, value)
+    return _HOLE.sub(fill_hole, value)
 
 
 def replace_fields(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

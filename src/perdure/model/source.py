@@ -43,7 +43,7 @@ class Source:
 
     def fail_in(self, path: Path, what: str) -> Never:
         """Raise what is wrong with the value at `path` of a JSON document."""
-        self.fail_at(find_value(self.text, path), what)
+        self.fail_at(locate_value(self.text, path), what)
 
     def decode(self, type_: type[T] | Any) -> T:
         """Return the text as a JSON document of `type_`.
@@ -57,11 +57,11 @@ class Source:
             text, path = split_place(str(error))
             self.fail_in(path, text)
         except msgspec.DecodeError as error:
-            offset, text = self._find_byte(str(error))
+            offset, text = self._locate_error(str(error))
             self.fail_at(offset, f"{text}; expected JSON")
         return value
 
-    def _find_byte(self, message: str) -> tuple[int, str]:
+    def _locate_error(self, message: str) -> tuple[int, str]:
         match = _BYTE.search(message)
         if match is None:
             return len(self.text.rstrip()), message
@@ -82,11 +82,13 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def find_value(text: str, path: Path) -> int:
+def locate_value(text: str, path: Path) -> int:
     """Return where in a JSON text the value at `path` begins; as deep as the path leads."""
     at = _skip(text, 0)
     for step in path:
-        inner = _find_item(text, at, step) if isinstance(step, int) else _find_key(text, at, step)
+        inner = (
+            _locate_item(text, at, step) if isinstance(step, int) else _locate_key(text, at, step)
+        )
         if inner < 0:
             return at
         at = inner
@@ -99,7 +101,7 @@ def _skip(text: str, at: int) -> int:
     return match.end()
 
 
-def _find_item(text: str, at: int, index: int) -> int:
+def _locate_item(text: str, at: int, index: int) -> int:
     at = _skip(text, at + 1)
     for _ in range(index):
         _, at = _decoder.raw_decode(text, at)
@@ -107,7 +109,7 @@ def _find_item(text: str, at: int, index: int) -> int:
     return at
 
 
-def _find_key(text: str, at: int, key: str) -> int:
+def _locate_key(text: str, at: int, key: str) -> int:
     at = _skip(text, at + 1)
     while at < len(text) and text[at] == '"':
         found, at = _decoder.raw_decode(text, at)

@@ -212,6 +212,6 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """What a step takes, by the last few seconds; above 0."""
 
-    def find_step(self, now: float) -> float:
+    def estimate_step(self, now: float) -> float:
         """Return where that rank should be at `now`, parts of a step included."""
         return self.step + max(0.0, now - self.at_s) / self.step_s

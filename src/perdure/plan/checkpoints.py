@@ -47,8 +47,8 @@ RESERVE_BYTES = 1 << 30
 RESERVE_INODES = 2_000
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What is free where checkpoints land."""
+class FreeSpace(msgspec.Struct, frozen=True, kw_only=True):
+    """The space that is free where checkpoints land."""
 
     bytes: int
     inodes: int
@@ -92,7 +92,7 @@ def count_kept(config: CheckpointConfig) -> int:
     return config.keep_last + 1 + bool(config.keep_best)
 
 
-def plan_budget(room: Room, load: Load, config: CheckpointConfig, held: int = 0) -> Budget:
+def plan_budget(room: FreeSpace, load: Load, config: CheckpointConfig, held: int = 0) -> Budget:
     """Return whether the checkpoints to come fit beside the `held` ones that are there."""
     free = max(0, room.bytes - RESERVE_BYTES)
     more = free // load.bytes if load.bytes else 1 << 30

@@ -88,8 +88,8 @@ def judge(pairs: Iterable[PairProbe], hosts: Iterable[HostProbe] = ()) -> ProbeF
     """Return what all rounds together prove."""
     seconds = _fold_pairs(pairs)
     machines = _fold_hosts(hosts)
-    slow = _find_slow(seconds, PAIR_RATIO, PAIR_FLOOR_S)
-    slow_hosts = _find_slow(machines, HOST_RATIO, HOST_FLOOR_S)
+    slow = _list_slow(seconds, PAIR_RATIO, PAIR_FLOOR_S)
+    slow_hosts = _list_slow(machines, HOST_RATIO, HOST_FLOOR_S)
     evidence = {
         "pairs": [[*key, _round(s)] for key, s in sorted(seconds.items())],
         "hosts": [[node, _round(s)] for node, s in sorted(machines.items())],
@@ -152,7 +152,7 @@ def _judge_network(
 
 
 def _blame_host(node: int, machines: dict[int, float], evidence: dict[str, Any]) -> ProbeFinding:
-    reference = _find_reference(machines.values())
+    reference = _compute_reference(machines.values())
     took = machines[node]
     words = "did not end in time" if took == float("inf") else f"took {took / reference:.1f} times"
     return ProbeFinding(
@@ -169,10 +169,10 @@ def _say_nothing(seconds: dict[Pair, float], machines: dict[int, float]) -> str:
         return "nothing was measured: no node answered"
     parts = []
     if seconds:
-        ratio = max(seconds.values()) / max(_find_reference(seconds.values()), 1e-9)
+        ratio = max(seconds.values()) / max(_compute_reference(seconds.values()), 1e-9)
         parts.append(f"{len(seconds)} transfers within {ratio:.1f} times of the fast ones")
     if len(machines) > 1:
-        ratio = max(machines.values()) / max(_find_reference(machines.values()), 1e-9)
+        ratio = max(machines.values()) / max(_compute_reference(machines.values()), 1e-9)
         parts.append(f"arithmetic within {ratio:.1f} times")
     return "; ".join(parts) or "one node alone cannot be compared"
 
@@ -193,17 +193,17 @@ def _fold_hosts(hosts: Iterable[HostProbe]) -> dict[int, float]:
     return found
 
 
-def _find_slow(times: dict[_Key, float], ratio: float, floor_s: float) -> set[_Key]:
+def _list_slow(times: dict[_Key, float], ratio: float, floor_s: float) -> set[_Key]:
     if len(times) < 2:
         return {key for key, s in times.items() if s == float("inf")}
-    reference = _find_reference(times.values())
+    reference = _compute_reference(times.values())
     if reference == float("inf"):
         return set(times)
     limit = max(ratio * reference, reference + floor_s)
     return {key for key, s in times.items() if s > limit}
 
 
-def _find_reference(times: Iterable[float]) -> float:
+def _compute_reference(times: Iterable[float]) -> float:
     """Return the time that a quarter does not exceed."""
     ordered = sorted(times)
     return ordered[(len(ordered) - 1) // 4]
@@ -239,12 +239,12 @@ class ProbeSession:
     id: str
     bytes: int = 8_000_000
     deadline_s: float = 2.0
-    """Of each round."""
+    """The time that each round has."""
     why: str = ""
     """Put into the orders as their reason."""
     nodes: tuple[int, ...] = ()
     order: RunProbe | None = None
-    """Of the round that is open."""
+    """The order of the round that is open."""
     answers: list[ProbeEnded] = field(default_factory=list)
     confirming: bool = False
     """The round is one more look at what seemed slow: a neighbour's burst is not seen twice."""
@@ -273,7 +273,7 @@ class ProbeSession:
             return None
         if (event.round, event.node) not in {(a.round, a.node) for a in self.answers}:
             self.answers.append(event)
-        if self._find_silent(order):
+        if self._list_silent(order):
             return None
         return self._go_on(now, order)
 
@@ -292,20 +292,20 @@ class ProbeSession:
             if pairs:
                 return self._ask(now, order.round + 1, pairs)
         finding = judge(measured, [h for answer in answers for h in answer.hosts])
-        if not self.confirming and (doubtful := _find_doubtful(finding, measured)):
+        if not self.confirming and (doubtful := _choose_doubtful(finding, measured)):
             self.confirming = True
             return self._ask(now, order.round + 1, doubtful)
         self.due_s = None
-        silent = self._find_silent(order)
+        silent = self._list_silent(order)
         errors = {str(answer.node): answer.error for answer in answers if answer.error}
         evidence = finding.evidence | {
             name: value for name, value in (("silent", silent), ("errors", errors)) if value
         }
         return msgspec.structs.replace(finding, evidence=evidence)
 
-    def _find_silent(self, order: RunProbe) -> list[int]:
+    def _list_silent(self, order: RunProbe) -> list[int]:
         answered = {answer.node for answer in self.answers if answer.round == order.round}
-        return [node for node in _find_nodes(order) if node not in answered]
+        return [node for node in _list_probed_nodes(order) if node not in answered]
 
     def _ask(self, now: float, number: int, pairs: tuple[Pair, ...]) -> RunProbe:
         self.due_s = now + self.deadline_s + ANSWER_S
@@ -321,7 +321,7 @@ class ProbeSession:
         return self.order
 
 
-def _find_doubtful(finding: ProbeFinding, measured: Sequence[PairProbe]) -> tuple[Pair, ...]:
+def _choose_doubtful(finding: ProbeFinding, measured: Sequence[PairProbe]) -> tuple[Pair, ...]:
     """Return the pair behind a finding about the network, to be measured once more, alone."""
     if finding.link is not None:
         return (finding.link,)
@@ -332,5 +332,5 @@ def _find_doubtful(finding: ProbeFinding, measured: Sequence[PairProbe]) -> tupl
     return ((slowest.src, slowest.dst),)
 
 
-def _find_nodes(order: RunProbe) -> tuple[int, ...]:
+def _list_probed_nodes(order: RunProbe) -> tuple[int, ...]:
     return tuple(sorted({n for pair in order.pairs for n in pair} | set(order.hosts)))

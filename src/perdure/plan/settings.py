@@ -20,7 +20,7 @@ _LIVE = {"checkpoint": ("every_steps", "every_s")}
 """Of a section that is not live as a whole."""
 
 
-def find_own_keys(spec: JobSpec) -> tuple[KeySpec, ...]:
+def list_own_keys(spec: JobSpec) -> tuple[KeySpec, ...]:
     """Return perdure's keys, each with the value that the job began with as its default."""
     keys = [
         msgspec.structs.replace(key, default=getattr(getattr(spec, section), name))

@@ -6,8 +6,8 @@ from perdure.policy.recovery import Decision, Failure, decide_recovery
 from perdure.policy.response import (
     Reaction,
     Situation,
+    estimate_restart_cost_s,
     find_device_error,
-    find_restart_cost_s,
     react,
 )
 
@@ -21,7 +21,7 @@ __all__ = [
     "decide_checkpoint_interval",
     "decide_hand_over",
     "decide_recovery",
+    "estimate_restart_cost_s",
     "find_device_error",
-    "find_restart_cost_s",
     "react",
 ]

@@ -28,7 +28,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """What to do, and why."""
+    """A decision about nodes that are taken away, and why it was made."""
 
     way: Literal["drain", "evict", "checkpoint", "mark"]
     """Leave at an agreed step, or at once; save, for nobody can stand in; or only note it."""

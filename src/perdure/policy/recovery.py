@@ -25,7 +25,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     step: int
     """Committed steps at that time; -1 where the script declares none."""
-    mark: int
+    progress_max: int
     """What was achieved so far: committed steps, or collectives of this generation."""
     error: str = ""
     """Last line of the exception, where there was one."""
@@ -62,11 +62,11 @@ def decide_recovery(
     against = (
         (failure.signal == _SIGINT, f"{failure.culprit} was interrupted (SIGINT)"),
         (
-            failure.mark <= 0 and error in _USERS_ERRORS,
+            failure.progress_max <= 0 and error in _USERS_ERRORS,
             f"{failure.culprit}: {failure.error}: a restart would meet it again",
         ),
         (
-            failure.mark <= 0 and failure.code == _EXIT_USAGE and not failure.error,
+            failure.progress_max <= 0 and failure.code == _EXIT_USAGE and not failure.error,
             f"{failure.culprit} ended with exit code 2 (usage) at its start",
         ),
         (
@@ -109,6 +109,6 @@ def _count_fruitless(failure: Failure, earlier: tuple[Failure, ...]) -> int:
     """Return how many failures in a row, this one included, came without progress before them."""
     best, row = 0, 0
     for one in (*earlier, failure):
-        row = 1 if one.mark > best else row + 1
-        best = max(best, one.mark)
+        row = 1 if one.progress_max > best else row + 1
+        best = max(best, one.progress_max)
     return row

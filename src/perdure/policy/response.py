@@ -47,7 +47,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reaction(msgspec.Struct, frozen=True):
-    """What to do, and why."""
+    """A decision about a verdict, and why it was made."""
 
     rung: Literal["none", "restart", "stop"]
     reason: str
@@ -97,7 +97,7 @@ def find_device_error(text: str) -> str:
     return next((words for words in _DEVICE_ERRORS if words in text), "")
 
 
-def find_restart_cost_s(totals: tuple[float, ...], default_s: float = 10.0) -> float:
+def estimate_restart_cost_s(totals: tuple[float, ...], default_s: float = 10.0) -> float:
     """Return what a restart costs: the median of `totals`, seconds; `default_s` without any."""
     return sorted(totals)[len(totals) // 2] if totals else default_s
 

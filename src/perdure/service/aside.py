@@ -29,7 +29,7 @@ class _Count:
 
 
 class Asides:
-    """What one process has set aside."""
+    """Counts what one process has set aside."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         """Begin with nothing; `now` is job time."""

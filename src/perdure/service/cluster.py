@@ -36,7 +36,7 @@ def list_parts(kind: str, spec: JobSpec) -> list[str]:
     return [f"{kind} {node}" for node in range(spec.bus.replicas)]
 
 
-def find_servers(children: Iterable[Child]) -> list[Child]:
+def list_servers(children: Iterable[Child]) -> list[Child]:
     """Return the nats-servers."""
     return [child for child in children if child.part.startswith("nats-server")]
 
@@ -64,15 +64,15 @@ def end_servers(servers: Iterable[Child]) -> None:
 def make_parts(children: Mapping[str, Child], started_s: float) -> Parts:
     """Return who runs the job now."""
 
-    def find(kind: str) -> int:
+    def pid_of(kind: str) -> int:
         child = children.get(kind) or children.get(f"{kind} 0")
         return child.pid if child else 0
 
     return Parts(
         started_s=started_s,
         run=os.getpid(),
-        nats=find("nats-server"),
-        controller=find("controller"),
+        nats=pid_of("nats-server"),
+        controller=pid_of("controller"),
         agents={
             int(part.split()[1]): child.pid
             for part, child in children.items()
@@ -102,11 +102,11 @@ class LighthouseFile(msgspec.Struct, frozen=True):
 
 
 def needs_lighthouse(spec: JobSpec) -> bool:
-    """Whether a lighthouse is a part of this job."""
+    """Return whether a lighthouse is a part of this job."""
     return spec.groups > 0 and spec.torchft.lighthouse in ("perdure", "stock")
 
 
-async def find_torchft(
+async def read_torchft_variables(
     spec: JobSpec, paths: JobPaths, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return what the agents of a torchft job find in their environment, once it is known.

@@ -72,7 +72,7 @@ def is_marked(pid: int, marks: set[bytes]) -> bool:
 
 
 def kill_marked(pid: int, marks: set[bytes]) -> None:
-    """SIGKILL `pid` if it is, with its pidfd held, still a process of the job."""
+    """Kill `pid` if it is still a process of the job, which its pidfd makes sure of."""
     with contextlib.suppress(OSError):
         fd = os.pidfd_open(pid)
         try:

@@ -73,7 +73,7 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_document,
 )
-from perdure.service.part import Tasks, find_run_pid, run_part, set_up_log, watch_process
+from perdure.service.part import Tasks, read_run_pid, run_part, set_up_log, watch_process
 from perdure.service.ports import Bus, Reply
 from perdure.worker.process import set_death_signal
 
@@ -313,7 +313,7 @@ class LighthouseService:
                 ids_until=until,
                 quorum_id=formed.quorum_id,
                 members=formed.members,
-                homes=self.machine.find_homes(),
+                homes=self.machine.map_members(),
                 silences=tuple(self.machine.silences.long),
             )
         )
@@ -468,7 +468,7 @@ async def _main(spec: JobSpec, path: str) -> None:
         name = f"perdure lighthouse {spec.name}"
         await service.join(await nats.NatsBus.connect(endpoint, name=name))
 
-    with watch_process(find_run_pid(), task.cancel):
+    with watch_process(read_run_pid(), task.cancel):
         log.info("listening on port %d", await service.start())
         service.tasks.spawn(connect())
         try:

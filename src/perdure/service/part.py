@@ -68,7 +68,7 @@ def run_part(work: Coroutine[Any, Any, None], log: logging.Logger, leaving: str)
     return 0
 
 
-def find_run_pid() -> int:
+def read_run_pid() -> int:
     """Return the pid of the `perdure run` that this part belongs to; 0 where there is none."""
     return int(os.environ.get("PERDURE_RUN_PID") or 0)
 

@@ -36,7 +36,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Name of the interface that carries collectives on every node (GLOO_SOCKET_IFNAME)."""
     door: str = ""
     """File, beside this one, in which the server's port, certificate and `joiner`'s password are
-    kept over the job's runs (`service/access/door.py`); empty: each run has its own."""
+    kept over the job's runs (`service/access/kept_endpoint.py`); empty: each run has its own."""
     network_faults: bool = False
     """Whether `perdure inject` may change queues and interfaces inside the nodes: only where
     each of them has a network namespace of its own."""
@@ -93,12 +93,12 @@ def load_placement(path: str, nodes: int) -> Placement:
     return placement
 
 
-def find_address(env: Mapping[str, str]) -> str:
+def read_own_address(env: Mapping[str, str]) -> str:
     """Return where other nodes reach this one, from the environment of its agent."""
     return env.get("PERDURE_NODE_ADDRESS") or LOOPBACK
 
 
-def find_gloo_interface(spec: JobSpec, env: Mapping[str, str]) -> str:
+def choose_gloo_interface(spec: JobSpec, env: Mapping[str, str]) -> str:
     """Return the interface by which other nodes reach this one; empty where gloo finds it.
 
     Left alone, gloo takes the address of the host's own name. On Debian and Ubuntu that is

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from perdure.adapters import host
 from perdure.adapters.host import (
-    find_parents,
+    list_ancestors,
     list_children,
     read_all,
     read_start_time,
@@ -66,7 +66,7 @@ class StopWatch:
         self._sightings = sightings
         self._seen: dict[int, int] = {}
 
-    def find(self, children: Iterable[Child]) -> list[Child]:
+    def list_stopped(self, children: Iterable[Child]) -> list[Child]:
         """Look once; return those that have been stopped for long enough, each once."""
         stopped = [c for c in children if c.pidfd >= 0 and read_state(c.pid) == "T"]
         self._seen = {c.pid: self._seen.get(c.pid, 0) + 1 for c in stopped}
@@ -139,7 +139,7 @@ def describe_exit(status: int) -> str:
     return f"signal {-status}"
 
 
-def find_descendants(pid: int) -> list[int]:
+def list_living_descendants(pid: int) -> list[int]:
     """Return the living descendants of `pid`, zombies left out."""
     children: dict[int, list[tuple[int, str]]] = {}
     for other, (state, parent) in read_stats().items():
@@ -156,7 +156,7 @@ def find_descendants(pid: int) -> list[int]:
 
 def find_marked(job: str, home: str) -> list[int]:
     """Return the processes of this user that carry the job's mark, but for our own ancestors."""
-    spared = find_parents(os.getpid())
+    spared = list_ancestors(os.getpid())
     marked = host.find_marked({"PERDURE_JOB": job, "PERDURE_HOME": home})
     return [pid for pid in marked if pid not in spared]
 
@@ -219,7 +219,7 @@ def find_by_title(title: str) -> list[int]:
 
 
 def reap_adopted(known: set[int]) -> None:
-    """Reap orphans that have come to us and ended; `known` pids have somebody who waits."""
+    """Reap orphans that were handed to us and have ended; somebody waits for those in `known`."""
     try:
         pids = list_children(os.getpid())
     except OSError:
@@ -238,7 +238,7 @@ def end_family(job: str, home: str, *, spare: frozenset[int], timeout_s: float =
     deadline = time.monotonic() + timeout_s
     while True:
         reap_adopted(set(spare))
-        pids = {*find_descendants(os.getpid()), *find_marked(job, home)} - spare
+        pids = {*list_living_descendants(os.getpid()), *find_marked(job, home)} - spare
         if not pids or time.monotonic() > deadline:
             return sorted(pids)
         for pid in pids:
@@ -247,7 +247,7 @@ def end_family(job: str, home: str, *, spare: frozenset[int], timeout_s: float =
         time.sleep(0.01)
 
 
-def find_start_s() -> float:
+def read_process_start_s() -> float:
     """Return when this process was started, by the monotonic clock (to 10 ms)."""
     started_s = read_start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

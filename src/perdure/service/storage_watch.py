@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perdure.adapters.file_thread import FileThread
-from perdure.adapters.storage import find_load, list_stored, read_room
+from perdure.adapters.storage import estimate_load, list_stored, read_free_space
 from perdure.model.events import Grade, RoomNoted
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -16,17 +16,17 @@ LOOK_S = 10.0
 _ORDER = ("ok", "low", "short")
 
 
-def find_budget(spec: JobSpec, paths: JobPaths) -> Budget | None:
+def compute_storage_budget(spec: JobSpec, paths: JobPaths) -> Budget | None:
     """Return whether the checkpoints to come find room; None before the first, or at a URL."""
     url = spec.checkpoint.url or paths.checkpoints
     if "://" in url:
         return None
     try:
         stored = list_stored(Path(url), spec.checkpoint.keep_best)
-        load = find_load(stored)
+        load = estimate_load(stored)
         if load is None:
             return None
-        return plan_budget(read_room(url), load, spec.checkpoint, held=len(stored))
+        return plan_budget(read_free_space(url), load, spec.checkpoint, held=len(stored))
     except OSError:  # A file went while we looked: retention, or a person.
         return None
 
@@ -45,7 +45,7 @@ class StorageWatch:
         if now < self._next_s:
             return None
         self._next_s = now + LOOK_S
-        budget = find_budget(self._spec, self._paths)
+        budget = compute_storage_budget(self._spec, self._paths)
         if budget is None or budget.grade == self._told:
             return None
         worse = _ORDER.index(budget.grade) > _ORDER.index(self._told)
@@ -56,7 +56,7 @@ class StorageWatch:
         return RoomNoted(grade=budget.grade, reason=budget.reason, place=place, at_s=now)
 
 
-async def watch_room(
+async def watch_free_space(
     spec: JobSpec,
     paths: JobPaths,
     clock: Callable[[], float],

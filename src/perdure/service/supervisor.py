@@ -30,16 +30,16 @@ from perdure.service.access.credentials import (
     set_certificates,
     write_credentials,
 )
-from perdure.service.access.invited import find_invitations
+from perdure.service.access.invited import read_invitations
 from perdure.service.agent.outbox import Outbox
 from perdure.service.cluster import (
     end_servers,
     end_standbys,
-    find_servers,
-    find_torchft,
     list_parts,
+    list_servers,
     make_parts,
     needs_lighthouse,
+    read_torchft_variables,
 )
 from perdure.service.controller.journal import clear_stream, read_end
 from perdure.service.controller.leading import prepare_arbiter
@@ -60,14 +60,14 @@ from perdure.service.processes import (
     StopWatch,
     describe_exit,
     end_family,
-    find_descendants,
-    find_start_s,
     guard_command,
+    list_living_descendants,
     part_command,
+    read_process_start_s,
     reap_adopted,
     start_child,
 )
-from perdure.service.storage_watch import watch_room
+from perdure.service.storage_watch import watch_free_space
 from perdure.service.tail import RankTails
 from perdure.worker.process import set_subreaper
 
@@ -82,7 +82,7 @@ _LEAVE_S = 10.0
 _ORPHANS_S = 1.0
 """Given to what is still there after the last agent has left."""
 _KILL_S = 3.0
-"""Between a second signal and the end by force."""
+"""The time between a second signal and the end by force."""
 LEFT_S = 30.0
 """Given to the job to end after an agent has left in good order; then the agent is missed."""
 _STOPPED_S = 3.0
@@ -114,7 +114,7 @@ def run(
     paths = paths_of(home, spec.name)
     lock = JobLock(paths)
     try:
-        end_family(spec.name, home, spare=frozenset(find_descendants(os.getpid())))
+        end_family(spec.name, home, spare=frozenset(list_living_descendants(os.getpid())))
         previous = set_previous_aside(paths)
         make_folders(paths)
         check_space(paths)
@@ -148,10 +148,10 @@ class Supervisor:
         self._command, self._placement = command, placement
         self._spec, self._home, self._nats_url = spec, home, nats_url
         self._on_line, self._on_snapshot, self._rerun = on_line, on_snapshot, bool(previous)
-        self._invited = find_invitations(previous) if previous and placement.door else []
+        self._invited = read_invitations(previous) if previous and placement.door else []
         self._paths = paths_of(home, spec.name)
         self._offset_s = time.time() - time.monotonic()
-        began_s = find_start_s()
+        began_s = read_process_start_s()
         if time.monotonic() - began_s > 10.0:  # a process that did something else before
             began_s = time.monotonic()
         self._started_s = began_s + self._offset_s
@@ -237,7 +237,7 @@ class Supervisor:
             self._start_part(part)
         if needs_lighthouse(self._spec):
             self._start_part("lighthouse")
-        self._torchft = await find_torchft(self._spec, self._paths, os.environ)
+        self._torchft = await read_torchft_variables(self._spec, self._paths, os.environ)
         for node in range(self._spec.local_nodes):
             self._start_part(f"agent {node}")
         self._write_parts()
@@ -247,7 +247,7 @@ class Supervisor:
         for args in self._invited:
             self._tasks.spawn(self._order("invite", "the run before", args))
         self._tasks.spawn(
-            watch_room(self._spec, self._paths, self._now, self._note, self._outbox.put)
+            watch_free_space(self._spec, self._paths, self._now, self._note, self._outbox.put)
         )
 
     async def _wait_servers(self) -> None:
@@ -266,12 +266,12 @@ class Supervisor:
             return
         end_standbys(self._children.values())
         last = [self._children.get(part) for part in ("lighthouse", "guard")]
-        last += find_servers(self._children.values())
+        last += list_servers(self._children.values())
         spare = {child.pid for child in last if child is not None}
         deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and len(self._signals) < 3:
             reap_adopted({child.pid for child in self._children.values()})
-            if not set(find_descendants(os.getpid())) - spare:
+            if not set(list_living_descendants(os.getpid())) - spare:
                 return
             agents = [c for c in self._children.values() if c.part.startswith("agent")]
             if all(agent.pidfd < 0 for agent in agents):
@@ -280,7 +280,7 @@ class Supervisor:
 
     def _end_all(self) -> list[int]:
         """Kill what is left of the job; a nats-server gets to close its store first."""
-        servers = find_servers(self._children.values())
+        servers = list_servers(self._children.values())
         spare = frozenset(server.pid for server in servers)
         for child in self._children.values():
             self._forget(child)
@@ -341,7 +341,7 @@ class Supervisor:
 
     def _end_stopped(self) -> None:
         """Kill what is stopped, as `_notice` will see; the job's own end takes care of itself."""
-        for child in self._stopped.find(self._children.values()):
+        for child in self._stopped.list_stopped(self._children.values()):
             if not self._over.is_set():
                 self._killed[child.pid] = f"stopped (state T) for {_STOPPED_S:g} s, then killed"
                 with contextlib.suppress(OSError):
@@ -482,7 +482,7 @@ class Supervisor:
             return
 
         def reload() -> None:
-            for child in find_servers(self._children.values()):
+            for child in list_servers(self._children.values()):
                 child.process.send_signal(signal.SIGHUP)
 
         told = end_asked(self._paths, self._servers, reload)

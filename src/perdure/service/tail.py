@@ -34,7 +34,7 @@ class _File:
     cut: bool = False
     """What follows, up to the next newline, belongs to a line that is not shown any further."""
 
-    def find_behind(self) -> int:
+    def count_unread_bytes(self) -> int:
         """Return how many bytes are new."""
         try:
             size = os.stat(self.path).st_size
@@ -82,12 +82,15 @@ class RankTails:
         self._folder = Path(folder)
         self._files: dict[str, _File] = {}
         self._closed: set[int] = set()
-        for _, file in self._find():
-            file.offset = file.find_behind()
+        for _, file in self._list_unread():
+            file.offset = file.count_unread_bytes()
 
     def poll(self, *, last: bool = False) -> Iterator[str]:
         """Yield the lines that are new; with `last` also a line without an end."""
-        found = [(generation, file, file.find_behind()) for generation, file in self._find()]
+        found = [
+            (generation, file, file.count_unread_bytes())
+            for generation, file in self._list_unread()
+        ]
         news = [(file, behind) for _, file, behind in found if behind or (last and file.rest)]
         share = _POLL_BYTES // max(len(news), 1)
         for file, behind in news:
@@ -98,7 +101,7 @@ class RankTails:
         old = sorted({generation for generation, _, _ in found})[:-_KEPT_GENERATIONS]
         self._closed |= set(old) - {number for number, _, behind in found if behind > share}
 
-    def _find(self) -> Iterator[tuple[int, _File]]:
+    def _list_unread(self) -> Iterator[tuple[int, _File]]:
         """Yield generation and file of all that may still say something, in order."""
         for number, folder in _list(self._folder, _FOLDER):
             if number not in self._closed:

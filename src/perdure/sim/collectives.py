@@ -295,7 +295,7 @@ class Training:
         ranks, fault = [self._ranks[r] for r in group.ranks], self.fault
         arrived = max(rank.t for rank in ranks)
         seconds, end_s = self._time(group, size, arrived, group.links)
-        wrong = self._find_wrong(group, arrived)
+        wrong = self._is_wrong(group, arrived)
         end_s = NEVER if wrong else end_s
         for rank in ranks:
             op, n = "allreduce", size
@@ -331,7 +331,7 @@ class Training:
             rank.wait_s += end_s - rank.t
         rank.t = end_s
 
-    def _find_wrong(self, group: Group, arrived: float) -> bool:
+    def _is_wrong(self, group: Group, arrived: float) -> bool:
         fault = self.fault
         if fault is None or fault.kind not in ("other-op", "other-bytes"):
             return False
@@ -499,7 +499,7 @@ class Training:
             for (src, dst, name), (size, busy_s, lost) in sums.items()
         ]
         if fault is not None and fault.kind in ("drop-link", "drop-nic"):
-            samples += self._find_stuck(node)
+            samples += self._list_stuck_links(node)
         return LinkSweep(now, now - last_s, tuple(samples))
 
     def _heard_s(self, src: int, dst: int) -> float:
@@ -510,7 +510,7 @@ class Training:
         cut = self.now > fault.at_s and self._is_hit((src, dst))
         return max(0.01, self.now - fault.at_s) if cut else 0.01
 
-    def _find_stuck(self, node: int) -> list[LinkSample]:
+    def _list_stuck_links(self, node: int) -> list[LinkSample]:
         """Links with something to send that nobody answers."""
         fault, now = self.fault, self.now
         assert fault is not None

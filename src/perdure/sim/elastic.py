@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from perdure.model.events import CheckpointSaved, RankJoined, WorldBroken, WorldReformed
 from perdure.model.orders import Order, ReformWorld
 from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
-from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.plan.elastic.commit import FRESH, MemberProgress, Reformation, decide_reformation
 from perdure.plan.elastic.microbatches import assign
 from perdure.sim.clock import VirtualClock
 from perdure.sim.ranks import Broken, Rank
@@ -64,7 +64,7 @@ class Fabric:
     target: int
     save_every: int
     members: dict[int, "Member"] = field(default_factory=dict)
-    standings: dict[int, dict[int, Standing]] = field(default_factory=dict)
+    progress: dict[int, dict[int, MemberProgress]] = field(default_factory=dict)
     connected: dict[int, set[int]] = field(default_factory=dict)
     reductions: dict[tuple[int, int], Reduction] = field(default_factory=dict)
     furthest: int = 0
@@ -77,7 +77,7 @@ class Fabric:
         self.clock.after(self.chance.random() * at_most_s, call)
 
     def feel(self, gone: "Member") -> None:
-        """A member has left its epoch: whoever waits for it is told, sooner or later.
+        """Tell whoever waits for a member that it has left its epoch, sooner or later.
 
         With its process goes the store that it served.
         """
@@ -98,7 +98,7 @@ class ElasticWorld(World):
         return max(self.start_step, self.fabric.furthest)
 
     def freeze(self, now: float) -> None:
-        """A death stops nobody."""
+        """Do nothing: a death stops nobody in an elastic world."""
 
 
 @dataclass(slots=True)
@@ -261,11 +261,11 @@ class Member(Rank):
             self.break_world("the store is gone")
             return
         applied = FRESH if self.fresh else self.applied
-        mine = Standing(applied, tuple(sorted(self.done)), self.holds)
-        standings = fabric.standings.setdefault(order.epoch, {})
-        standings[self.rank] = mine
+        mine = MemberProgress(applied, tuple(sorted(self.done)), self.holds)
+        progress = fabric.progress.setdefault(order.epoch, {})
+        progress[self.rank] = mine
         self.waits = True
-        if set(standings) >= set(order.ranks):
+        if set(progress) >= set(order.ranks):
             for number in order.ranks:
                 fabric.soon(_LINE_S, fabric.members[number].make_next(order.epoch, "connect"))
 
@@ -296,8 +296,8 @@ class Member(Rank):
     def _come_together(self, epoch: int) -> None:
         """Take what it lacks from who has it, if that one still lives in this epoch."""
         fabric = self.fabric
-        standings = {number: fabric.standings[epoch][number] for number in self.members}
-        plan = decide_reformation(COUNT, standings)
+        progress = {number: fabric.progress[epoch][number] for number in self.members}
+        plan = decide_reformation(COUNT, progress)
         givers = [plan.holder] if self.rank in plan.forward else []
         if self.rank in plan.fresh:
             givers = list(plan.donors)

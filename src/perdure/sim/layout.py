@@ -65,7 +65,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Noise:
-    """What healthy training has beside it."""
+    """The noise that healthy training has beside it."""
 
     jitter: float = 0.03
     hog_every_s: float = 0.0

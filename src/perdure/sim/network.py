@@ -15,7 +15,7 @@ REPEAT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How bad the network is."""
+    """The state of the network: its delay, and how much it loses and duplicates."""
 
     delay_s: float = 0.002
     """Mean; exponentially distributed."""
@@ -51,7 +51,7 @@ class Contradiction(Exception):
 
 @dataclass(slots=True)
 class Operator:
-    """Who sent what, and what became of it."""
+    """Sends commands, and checks what became of each."""
 
     clock: VirtualClock
     send: Callable[[Command], None]

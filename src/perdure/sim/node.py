@@ -58,7 +58,7 @@ _LINE_S = 0.001
 
 @dataclass(slots=True)
 class Outgoing:
-    """What an agent has to tell the controller, and the rank's word behind it."""
+    """An event that an agent has to tell the controller, and the rank's word behind it."""
 
     report: Report
     word: int = 0
@@ -66,7 +66,7 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Keeper:
-    """What a keeper holds, and outlives its agent with."""
+    """A keeper's state, which outlives its agent."""
 
     pid: int
     generation: int = -1

@@ -22,7 +22,7 @@ ASK_EVERY_S = 1.0
 
 
 class Broken(Exception):
-    """Something about agreements that must never be was."""
+    """Raised where something about agreements happened that must never happen."""
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class Agreements:
     """Generation -> steps at which its ranks stopped."""
 
     def hear(self, order: SendBoundary) -> None:
-        """A rank hears a decision: it must be everybody's."""
+        """Check that a decision which a rank hears is everybody's."""
         if self.decided.setdefault(order.id, order.move) != order.move:
             raise Broken(f"{order.id} is committed for one rank and aborted for another")
 
     def carry(self, generation: int, order: SendBoundary, rank: int, step: int) -> None:
-        """A rank does what was agreed: once, and at the step of all others."""
+        """Check that a rank does what was agreed once, and at the step of all others."""
         done = self.carried.setdefault((generation, order.id), {})
         if rank in done:
             raise Broken(f"rank {rank} did {order.id} twice")
@@ -53,7 +53,7 @@ class Agreements:
             self.stopped.setdefault(generation, set()).add(step)
 
     def check_end(self, generation: int, size: int) -> None:
-        """The world `generation` came to its end: what one rank of it did, all did."""
+        """Check at the end of world `generation` that what one rank of it did, all did."""
         for (number, id_), done in self.carried.items():
             if number == generation and len(done) != size:
                 raise Broken(f"{id_} was carried out by ranks {sorted(done)} of {size} only")

@@ -11,7 +11,7 @@ from typing import Any
 from perdure.control import Memory
 from perdure.control.memory import decode_memory, encode_memory
 from perdure.control.orders import OrderBook, Sending
-from perdure.control.records import find_record
+from perdure.control.records import make_journal_event
 from perdure.control.senders import find_untrue
 from perdure.detect import Detector
 from perdure.model.bus.access import BROUGHT_BY
@@ -156,7 +156,7 @@ class Shell:
                 self.memory.machine.handle(self.clock.now, ended)
                 self.disk.ended = ended
             case _:
-                record = find_record(self.clock.now, action)
+                record = make_journal_event(self.clock.now, action)
                 if record is not None:
                     self.append(record)
 
@@ -211,7 +211,7 @@ class Shell:
         self.waiting.setdefault(command.id, []).append(answer)
         if command.id not in state.commands:
             fields: dict[str, Any] = {"id": command.id, "kind": command.kind, "who": command.who}
-            pace = self.memory.fold.find_pace()
+            pace = self.memory.fold.estimate_pace()
             self.append(
                 CommandReceived(args=command.args, at_s=self.clock.now, pace=pace, **fields)
             )

@@ -29,7 +29,7 @@ _PATIENT = RestartConfig(max_restarts=50, same_fault_max=50, window_max=1000)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated; everything else follows from `seed`."""
+    """A scenario to simulate; everything else follows from `seed`."""
 
     seed: int
     nodes: int = 8
@@ -59,7 +59,7 @@ class Scenario:
 
 
 class InvariantViolated(Exception):
-    """Something that must never be was, at this seed and time."""
+    """Raised where, at this seed and time, something happened that must never happen."""
 
 
 class Simulation:

@@ -1,11 +1,11 @@
 """Folds over the journal: ledger, incidents, verdicts, the live snapshot, curves."""
 
 from perdure.telemetry.ledger import LedgerFold, make_report
-from perdure.telemetry.links import DelayMatrix, LinkFold, find_delay_matrix
+from perdure.telemetry.links import DelayMatrix, LinkFold, read_delay_matrix
 from perdure.telemetry.series import Series, SeriesFold, make_series
 from perdure.telemetry.snapshot import SnapshotFold
 from perdure.telemetry.stacks import group_stacks, render_stacks
-from perdure.telemetry.verdicts import find_verdicts
+from perdure.telemetry.verdicts import list_verdicts
 
 __all__ = [
     "DelayMatrix",
@@ -14,10 +14,10 @@ __all__ = [
     "Series",
     "SeriesFold",
     "SnapshotFold",
-    "find_delay_matrix",
-    "find_verdicts",
     "group_stacks",
+    "list_verdicts",
     "make_report",
     "make_series",
+    "read_delay_matrix",
     "render_stacks",
 ]

@@ -25,7 +25,7 @@ class AsideRow(msgspec.Struct, frozen=True):
     """The beginning of the first of them."""
 
 
-def find_asides(entries: Iterable[JournalEntry]) -> tuple[AsideRow, ...]:
+def list_asides(entries: Iterable[JournalEntry]) -> tuple[AsideRow, ...]:
     """Return a row for each door and source, the first one first; of very many, some together."""
     rows: dict[tuple[str, str], AsideRow] = {}
     for entry in entries:

@@ -63,7 +63,7 @@ class DeviceFold:
 
 @dataclass(slots=True)
 class NodeStates:
-    """Of which nodes something is to be said beside their devices."""
+    """The nodes of which something is to be said beside their devices."""
 
     lost: set[int]
     cordoned: set[int]
@@ -199,7 +199,7 @@ class DeviceView:
             node=node,
             ranks=tuple(sorted(placed)),
             replicas=tuple(sorted({r // nproc for r in placed})) if self._spec.groups else (),
-            state=find_device_state(node, placed, states),
+            state=describe_device_state(node, placed, states),
             slots=tuple(name_slot(node, slot) for slot in slots),
             kind=look.kind if look is not None else "cpu" if device.startswith("cpu-") else "",
             name=look.name if look is not None else "",
@@ -215,7 +215,7 @@ def name_slot(node: int, slot: int) -> str:
     return f"node{node}/slot{slot}"
 
 
-def find_device_state(node: int, ranks: Mapping[int, bool], states: NodeStates) -> str:
+def describe_device_state(node: int, ranks: Mapping[int, bool], states: NodeStates) -> str:
     """Return what a device does, in words; `ranks` says of each that uses it whether it is over."""
     if node in states.lost:
         return "lost"

@@ -24,7 +24,7 @@ from perdure.telemetry.history import Generation, History
 from perdure.telemetry.lives import Eviction, Life, LifeFold
 
 
-def find_state(history: History) -> str:
+def name_state(history: History) -> str:
     """Return the job's state in a word (`Snapshot.state`)."""
     if history.ended is not None:
         return history.ended.status
@@ -38,16 +38,18 @@ def find_state(history: History) -> str:
     return "running"
 
 
-def find_recoveries(history: History, end_s: float) -> tuple[Recovery, ...]:
+def list_recoveries(history: History, end_s: float) -> tuple[Recovery, ...]:
     """Return all incidents by time: failures of ranks and nodes, and of perdure's own parts."""
     generations = history.ordered()
-    found = find_parts(history)
+    found = list_part_deaths(history)
     found += [reform.describe() for reform in history.reforms if reform.told]
     for index, generation in enumerate(generations):
         if generation.incident is not None:
             after = generations[index + 1] if index + 1 < len(generations) else None
             later = generations[index + 1 :]
-            found.append(_find_one(history, generation, generation.incident, after, later, end_s))
+            found.append(
+                _build_recovery(history, generation, generation.incident, after, later, end_s)
+            )
     told = (history.machines.explain(r) for r in found)
     return tuple(sorted(told, key=lambda r: (r.at_s, r.culprit)))
 
@@ -59,10 +61,10 @@ def find_recovery(history: History, number: int, end_s: float) -> Recovery | Non
         return None
     later = [history.generations[n] for n in sorted(history.generations) if n > number]
     after = later[0] if later else None
-    return _find_one(history, generation, generation.incident, after, later, end_s)
+    return _build_recovery(history, generation, generation.incident, after, later, end_s)
 
 
-def find_parts(history: History) -> list[Recovery]:
+def list_part_deaths(history: History) -> list[Recovery]:
     """Return the deaths of perdure's own parts: nothing stopped, so every phase is zero."""
     return [
         Recovery(
@@ -86,7 +88,7 @@ def find_parts(history: History) -> list[Recovery]:
     ]
 
 
-def find_group_recoveries(lives: LifeFold, end_s: float) -> list[Recovery]:
+def list_group_recoveries(lives: LifeFold, end_s: float) -> list[Recovery]:
     """Return what became of each group that was lost, or was left out while it lived."""
     found = []
     for life in lives.lives.values():
@@ -157,7 +159,7 @@ def _describe_eviction(life: Life, eviction: Eviction, end_s: float) -> Recovery
     )
 
 
-def _find_one(
+def _build_recovery(
     history: History,
     generation: Generation,
     incident: FailureDecided,
@@ -170,7 +172,7 @@ def _find_one(
     group_s = restored_s = first_s = None
     over_s = end_s
     if after is not None:
-        group_s, restored_s, first_s = _find_stamps(after)
+        group_s, restored_s, first_s = _newest_stamps(after)
         if first_s is not None:
             over_s = first_s
         elif after.incident is not None:
@@ -186,7 +188,7 @@ def _find_one(
         restored_s,
         first_s,
     ]
-    phases_s = _find_phases(moments, over_s)
+    phases_s = _measure_phases(moments, over_s)
     resumed = next((g.start_step for g in later if g.start_step is not None), None)
     if resumed is None and ended and history.checkpoints:
         resumed = history.checkpoints[-1].step  # From there the next run of this name goes on.
@@ -212,7 +214,7 @@ def _find_one(
     )
 
 
-def _find_stamps(after: Generation) -> tuple[float | None, float | None, float | None]:
+def _newest_stamps(after: Generation) -> tuple[float | None, float | None, float | None]:
     """Return when the last rank had its process group, its state, and its first step."""
     accounts = [h.account for h in after.ranks.values()]
     stepping_s = after.stepping.at_s if after.stepping else None
@@ -229,7 +231,7 @@ def _find_stamps(after: Generation) -> tuple[float | None, float | None, float |
     )
 
 
-def _find_phases(moments: list[float | None], over_s: float) -> list[float]:
+def _measure_phases(moments: list[float | None], over_s: float) -> list[float]:
     """Return the length of each phase; one whose stamps are missing is 0.
 
     The last phase that began ends at `over_s`, when the recovery itself failed or still runs.
@@ -287,7 +289,7 @@ class RecentFold:
                 if recovery is not None:
                     self.closed.append(_make_row(recovery, recovery.total_s))
 
-    def find_rows(self, history: History, now: float) -> tuple[IncidentRow, ...]:
+    def list_incident_rows(self, history: History, now: float) -> tuple[IncidentRow, ...]:
         """Return the newest incidents, those that are not over last."""
         rows = list(self.closed)
         for number in sorted(history.generations):

@@ -15,10 +15,10 @@ from perdure.model.events import JournalEntry
 from perdure.model.report import ACCOUNTS, Account, Report
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import (
-    find_group_recoveries,
-    find_parts,
-    find_recoveries,
-    find_state,
+    list_group_recoveries,
+    list_part_deaths,
+    list_recoveries,
+    name_state,
 )
 from perdure.telemetry.lives import LifeFold
 from perdure.telemetry.segments import Segment, cut_idle
@@ -46,7 +46,7 @@ class LedgerFold:
         spec = history.spec
         end_s = history.ended.at_s if history.ended else max(now, history.last_s)
         wall_s = max(0.0, end_s - history.start_s)
-        unpaid = history.presence.find_unpaid(spec, history.start_s, end_s)
+        unpaid = history.presence.list_unpaid(spec, history.start_s, end_s)
         unpaid_s = {node: sum(e - b for b, e in gaps) for node, gaps in unpaid.items()}
         slot_s = wall_s * spec.slots - spec.nproc * sum(unpaid_s.values())
         sums = dict.fromkeys(ACCOUNTS, 0.0)
@@ -55,19 +55,19 @@ class LedgerFold:
                 sums[account] += seconds
         unused = range(spec.spares % spec.nproc)
         if not spec.groups:
-            unused = range(self._find_slots(), spec.slots)
+            unused = range(self._count_slots(), spec.slots)
         sums["idle"] += sum(wall_s - unpaid_s.get(spec.node_of(slot), 0.0) for slot in unused)
         sums["unattributed"] = max(0.0, slot_s - sum(sums.values()))
         fraction = 1.0 / slot_s if slot_s > 0 else 0.0
-        steps, times = find_committed(history), history.step_times_s
-        recoveries = find_recoveries(history, end_s)
+        steps, times = count_committed_steps(history), history.step_times_s
+        recoveries = list_recoveries(history, end_s)
         if spec.groups:
             steps, times = max(self.lives.step, 0), self.lives.step_times_s()
-            recoveries = (*find_parts(history), *find_group_recoveries(self.lives, end_s))
+            recoveries = (*list_part_deaths(history), *list_group_recoveries(self.lives, end_s))
         step_s = sorted(times)[len(times) // 2] if times else None
         return Report(
             job=spec.name,
-            state=find_state(history),
+            state=name_state(history),
             wall_s=wall_s,
             slot_s=slot_s,
             steps_committed=steps,
@@ -93,15 +93,15 @@ class LedgerFold:
                 lives = self.lives.of_group(rank // spec.nproc)
                 found += GroupTimeline(rank=rank, end_s=end_s, cursor=start_s, lives=lives).build()
             return tuple(found)
-        unpaid, kept = history.presence.find_unpaid(spec, start_s, end_s), find_kept(history)
-        for slot in range(self._find_slots()):
+        unpaid, kept = history.presence.list_unpaid(spec, start_s, end_s), map_kept_steps(history)
+        for slot in range(self._count_slots()):
             gaps = unpaid.get(spec.node_of(slot), [])
             walk = WorldTimeline(rank=slot, end_s=end_s, cursor=start_s, history=history, kept=kept)
             for segment in walk.build():
                 found += cut_idle(segment, gaps)
         return tuple(found)
 
-    def _find_slots(self) -> int:
+    def _count_slots(self) -> int:
         """Return how many slots have ever had a process: spare ones only in an elastic world."""
         spec = self.history.spec
         assert spec is not None
@@ -109,7 +109,7 @@ class LedgerFold:
         return max([spec.world_size, *(spec.slot_of(m) + 1 for m in later)])
 
 
-def find_kept(history: History) -> dict[int, int | None]:
+def map_kept_steps(history: History) -> dict[int, int | None]:
     """Return, by generation, up to which step its work was kept; None keeps all.
 
     A later generation that had to go further back takes away from all before it. A job that
@@ -127,9 +127,9 @@ def find_kept(history: History) -> dict[int, int | None]:
     return kept
 
 
-def find_committed(history: History) -> int | None:
+def count_committed_steps(history: History) -> int | None:
     """Return the steps that the job has to show; None where the script declares none."""
-    kept = find_kept(history)
+    kept = map_kept_steps(history)
     for generation in reversed(history.ordered()):
         if generation.step >= 0:
             limit = kept[generation.number]

@@ -195,7 +195,7 @@ class LinkFold:
                 now,
                 sample.bytes_acked,
                 sample.retrans,
-                _find_cell(sample, sweep.window_s),
+                _compute_cell(sample, sweep.window_s),
                 sample.rtt_s,
             )
             cell.looks.append(look)
@@ -252,7 +252,7 @@ class DelayMatrix(msgspec.Struct, frozen=True):
     """What is missing, or why it is empty."""
 
 
-def find_delay_matrix(entries: Iterable[JournalEntry]) -> DelayMatrix:
+def read_delay_matrix(entries: Iterable[JournalEntry]) -> DelayMatrix:
     """Return the newest matrix that a journal holds; an empty one says why."""
     newest: LinksNoted | None = None
     for entry in entries:
@@ -297,7 +297,7 @@ def add_samples(one: LinkSample, other: LinkSample) -> LinkSample:
     )
 
 
-def _find_cell(sample: LinkSample, window_s: float) -> float:
+def _compute_cell(sample: LinkSample, window_s: float) -> float:
     """Return one sweep's cell; 0 where what moved was small messages, which cost latency only."""
     much = sample.bytes_acked >= CELL_BYTES * min(1.0, window_s)
     held_up = sample.busy_s > 0.5 * window_s

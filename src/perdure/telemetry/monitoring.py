@@ -29,7 +29,7 @@ class Metric(NamedTuple):
     samples: Sequence[tuple[tuple[str, ...], float]]
 
 
-def find_metrics(snapshot: Snapshot, ranks_max: int = RANKS_MAX) -> list[Metric]:
+def list_metrics(snapshot: Snapshot, ranks_max: int = RANKS_MAX) -> list[Metric]:
     """Return the metrics of `snapshot`, those of the job first."""
     job = snapshot.job
     found: list[Metric] = []
@@ -79,12 +79,12 @@ def find_metrics(snapshot: Snapshot, ranks_max: int = RANKS_MAX) -> list[Metric]
     )  # fmt: skip
     many("verdicts_open", "Verdicts on this generation.", "kind",
          {kind: float(count) for kind, count in sorted(open_kinds.items())})  # fmt: skip
-    found += _find_ranks(snapshot, ranks_max)
-    found += _find_replicas(snapshot)
-    return found + _find_devices(snapshot)
+    found += _list_rank_metrics(snapshot, ranks_max)
+    found += _list_replica_metrics(snapshot)
+    return found + _list_device_metrics(snapshot)
 
 
-def _find_ranks(snapshot: Snapshot, ranks_max: int) -> list[Metric]:
+def _list_rank_metrics(snapshot: Snapshot, ranks_max: int) -> list[Metric]:
     job, rows = snapshot.job, snapshot.ranks
     if len(rows) <= ranks_max:
         labels: tuple[str, ...] = ("job", "rank", "node")
@@ -113,7 +113,7 @@ def _find_ranks(snapshot: Snapshot, ranks_max: int) -> list[Metric]:
     ]  # fmt: skip
 
 
-def _find_replicas(snapshot: Snapshot) -> list[Metric]:
+def _list_replica_metrics(snapshot: Snapshot) -> list[Metric]:
     rows = snapshot.replicas
     if not rows:
         return []
@@ -129,7 +129,7 @@ def _find_replicas(snapshot: Snapshot) -> list[Metric]:
     ]  # fmt: skip
 
 
-def _find_devices(snapshot: Snapshot) -> list[Metric]:
+def _list_device_metrics(snapshot: Snapshot) -> list[Metric]:
     """Only devices with counters, and those that somebody has reported."""
     labels = ("job", "node", "device")
 
@@ -177,7 +177,7 @@ class IncidentSpan(NamedTuple):
     """(name, start, end), those that took any time."""
 
 
-def find_spans(report: Report) -> list[IncidentSpan]:
+def list_incident_spans(report: Report) -> list[IncidentSpan]:
     """Return the incidents of `report`, oldest first."""
     return [_make(report, r, number) for number, r in enumerate(report.recoveries, 1)]
 

@@ -143,7 +143,7 @@ class OlderFailures:
 
     def _lose(self, node: int, what: str, lost_s: float, at_s: float, why: str) -> Cause:
         cause = explain_node(node, what, -1, lost_s, at_s, why)
-        return _announce(cause, self.notices.find(node, lost_s))
+        return _announce(cause, self.notices.find_notice_of(node, lost_s))
 
     def _blame(self, history: "History", number: int, cause: Cause) -> FailureDecided | None:
         """The earliest failure is the cause; those that come after it are consequences."""
@@ -153,7 +153,7 @@ class OlderFailures:
             return None
         if old is None:
             later = any(n > number for n in history.generations)
-            return None if later else self._write(number, cause, epoch=_find_next(history, number))
+            return None if later else self._write(number, cause, epoch=_next_epoch(history, number))
         detected_s = min(cause.detected_s, old.detected_s)
         return structs.replace(old, **structs.asdict(cause) | {"detected_s": detected_s})
 
@@ -233,7 +233,7 @@ class OlderFailures:
         if newest is None or newest.incident is not None:
             return None
         saved = bool(history.checkpoints) and history.checkpoints[-1].step >= newest.step >= 0
-        notice = self.notices.find(node, at_s)
+        notice = self.notices.find_notice_of(node, at_s)
         cause = Cause(
             cause=f"moved, before a preemption ({notice.words})" if notice is not None else "moved",
             culprit=f"node {node}",
@@ -242,7 +242,7 @@ class OlderFailures:
             detected_s=at_s,
             reason=reason,
         )
-        epoch = _find_next(history, newest.number)
+        epoch = _next_epoch(history, newest.number)
         return self._write(newest.number, cause, "move", at_s=at_s, epoch=epoch, saved=saved)
 
 
@@ -294,7 +294,7 @@ def _has_failed(record: ExitRecord) -> bool:
     return record.failed and not record.asked
 
 
-def _find_next(history: "History", number: int) -> int:
+def _next_epoch(history: "History", number: int) -> int:
     """Return the epoch that ends a failure, should its generation go on in place."""
     return max((r.epoch for r in history.reforms if r.generation == number), default=0) + 1
 

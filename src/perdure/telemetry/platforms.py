@@ -56,7 +56,7 @@ class NoticeFold:
         self.open.append(new)
         return new
 
-    def find(self, node: int, at_s: float) -> Notice | None:
+    def find_notice_of(self, node: int, at_s: float) -> Notice | None:
         """Return what explains the loss of `node`."""
         found = [n for n in self.open if n.node == node and n.at_s <= at_s <= n.gone_s + LATE_S]
         return min(found, key=lambda n: n.gone_s, default=None)
@@ -87,7 +87,7 @@ class MachineFold:
         """Keep one report."""
         self.told = [*self.told[1 - _KEPT :], event]
 
-    def find(self, node: int | None, at_s: float) -> MachineReported | None:
+    def find_report(self, node: int | None, at_s: float) -> MachineReported | None:
         """Return what was said of a loss of `node` at `at_s`, of any node where it is None."""
         near = [e for e in self.told if node in (None, e.node) and _is_near(e, at_s)]
         return min(near, key=lambda e: abs((e.ended_s or e.at_s) - at_s), default=None)
@@ -95,7 +95,7 @@ class MachineFold:
     def complete(self, verdict: Verdict) -> Verdict:
         """Return a verdict on a node with what its platform says of it."""
         node = verdict.culprit.node
-        found = self.find(node, verdict.first_seen_s) if node is not None else None
+        found = self.find_report(node, verdict.first_seen_s) if node is not None else None
         if found is None:
             return verdict
         words = "" if found.reason in verdict.reason else f"{found.reason}; "
@@ -103,7 +103,7 @@ class MachineFold:
         reason = words + verdict.reason
         return msgspec.structs.replace(verdict, reason=reason, evidence=evidence)
 
-    def find_unseen(self, verdicts: list[Verdict]) -> list[Verdict]:
+    def list_unseen_ends(self, verdicts: list[Verdict]) -> list[Verdict]:
         """Return a verdict for each end that no verdict is about: the job itself was away then."""
         seen = [(v.culprit.node, v.first_seen_s) for v in verdicts]
         return [
@@ -131,7 +131,7 @@ class MachineFold:
         kind, _, number = recovery.culprit.partition(" ")
         if kind not in ("node", "the") or recovery.rung in ("none", "join"):
             return recovery
-        found = self.find(int(number) if kind == "node" else None, recovery.at_s)
+        found = self.find_report(int(number) if kind == "node" else None, recovery.at_s)
         if found is None:
             return recovery
         cause, culprit = f"{recovery.cause} ({found.reason})", f"node {found.node}"

@@ -200,7 +200,7 @@ class ShapeFold:
         self.shape, self.micro_batches = event.shape, event.micro_batches
         self.sections[event.rank] = (event.section, *event.more_sections)
 
-    def find(self, generation: int) -> WorldShape | None:
+    def find_shape_of(self, generation: int) -> WorldShape | None:
         """Return the shape of `generation`'s world; None where it has no stages."""
         if generation != self.generation or not self.sections:
             return None

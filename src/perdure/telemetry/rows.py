@@ -62,7 +62,7 @@ class Track:
             self.old_s, self.old_step = self.mid_s, self.mid_step
             self.mid_s, self.mid_step = at_s, account.step
 
-    def find_speed(self) -> float:
+    def compute_speed(self) -> float:
         """Return steps a second; it falls, and ends at 0, while no step comes."""
         if self.old_step < 0 or self.last_s <= self.old_s:
             return 0.0
@@ -102,7 +102,7 @@ class RankRows:
         """Ranks of which no steps can be seen, whatever they do."""
         return {rank for rank, track in self._tracks.items() if track.progress.unseen}
 
-    def find_pace(self, generation: int) -> Pace | None:
+    def estimate_pace(self, generation: int) -> Pace | None:
         """Return how far the furthest rank is and how fast it goes; None where none moves."""
         furthest: Track | None = None
         heard_s = max((track.sent_s for track in self._tracks.values()), default=0.0)
@@ -112,7 +112,7 @@ class RankRows:
             step = track.progress.account.step
             if furthest is None or step > furthest.progress.account.step:
                 furthest = track
-        speed = furthest.find_speed() if furthest is not None else 0.0
+        speed = furthest.compute_speed() if furthest is not None else 0.0
         if furthest is None or speed <= 0.0 or furthest.progress.phase != "step":
             return None
         step_s = 1.0 / speed
@@ -121,7 +121,7 @@ class RankRows:
         step = furthest.progress.account.step
         return Pace(generation=generation, step=step, at_s=at_s, step_s=step_s)
 
-    def find_busy(self) -> tuple[int, ...]:
+    def list_busy_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose declared busy phase is in force; whoever is stopped is in none."""
         heard_s = max((track.sent_s for track in self._tracks.values()), default=0.0)
         return tuple(
@@ -221,7 +221,7 @@ class RankRows:
             state = "failed" if record.failed else "exited"
             step = max(step, history.account.step)
         else:
-            speed = track.find_speed()
+            speed = track.compute_speed()
             if suspected:
                 state = "suspected"
             elif phase not in _IN_LOOP:

@@ -106,7 +106,7 @@ class Presence:
         if begin_s is not None:
             self.gone.setdefault(node, []).append((begin_s, at_s))
 
-    def find_gaps(self, node: int, begin_s: float, end_s: float) -> list[tuple[float, float]]:
+    def list_gaps(self, node: int, begin_s: float, end_s: float) -> list[tuple[float, float]]:
         """Return when `node` was not there between the two."""
         spans = [*self.gone.get(node, ()), (self.since.get(node, end_s), end_s)]
         gaps, cursor = [], begin_s
@@ -116,12 +116,12 @@ class Presence:
             cursor = max(cursor, gone_s)
         return [*gaps, (cursor, end_s)] if end_s > cursor else gaps
 
-    def find_unpaid(
+    def list_unpaid(
         self, spec: JobSpec, begin_s: float, end_s: float
     ) -> dict[int, list[tuple[float, float]]]:
         """Return the gaps of each node that a job has only now and then."""
-        nodes = range(spec.nodes, spec.num_nodes) if spec.room else ()
-        return {node: self.find_gaps(node, begin_s, end_s) for node in nodes}
+        nodes = range(spec.nodes, spec.num_nodes) if spec.growth else ()
+        return {node: self.list_gaps(node, begin_s, end_s) for node in nodes}
 
 
 def cut_idle(segment: Segment, gaps: list[tuple[float, float]]) -> list[Segment]:

@@ -16,7 +16,7 @@ from perdure.telemetry.verdicts import VerdictFold
 
 
 class Series(msgspec.Struct, frozen=True):
-    """Everything that a report draws."""
+    """All the series that a report draws."""
 
     start_s: float = 0.0
     metrics: dict[str, tuple[tuple[int, float], ...]] = {}

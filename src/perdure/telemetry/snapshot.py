@@ -26,8 +26,8 @@ from perdure.model.signals.progress import NodeBeat
 from perdure.model.steering import Pace
 from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
 from perdure.telemetry.history import Generation, History
-from perdure.telemetry.incidents import RecentFold, find_state
-from perdure.telemetry.ledger import find_committed
+from perdure.telemetry.incidents import RecentFold, name_state
+from perdure.telemetry.ledger import count_committed_steps
 from perdure.telemetry.reforms import ShapeFold
 from perdure.telemetry.replicas import ReplicaFold
 from perdure.telemetry.rows import RankRows
@@ -44,7 +44,7 @@ CONDENSE_EVERY = 1000
 
 @dataclass(slots=True)
 class Certain:
-    """What a picture needs of the journal; bounded, however long the job has run."""
+    """The part of a picture that the journal tells; bounded, however long the job has run."""
 
     history: History = field(default_factory=History)
     verdicts: VerdictFold = field(default_factory=VerdictFold)
@@ -146,13 +146,13 @@ class SnapshotFold:
             self._beat_generation = generation
             self._rows.begin()
 
-    def find_pace(self) -> Pace | None:
+    def estimate_pace(self) -> Pace | None:
         """Return how far and fast the newest generation's ranks are; None where none moves."""
-        return self._rows.find_pace(-1 if self._spec.groups else self._beat_generation)
+        return self._rows.estimate_pace(-1 if self._spec.groups else self._beat_generation)
 
-    def find_busy(self) -> tuple[int, ...]:
+    def list_busy_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose declared busy phase is in force."""
-        return self._rows.find_busy()
+        return self._rows.list_busy_ranks()
 
     def snapshot(self, now: float) -> Snapshot:
         """Return the picture at `now`."""
@@ -168,21 +168,21 @@ class SnapshotFold:
         if self.certain.lost:
             homes = self.certain.homes.items()
             suspected |= {rank for rank, node in homes if node in self.certain.lost}
-        state = find_state(history)
+        state = name_state(history)
         if self.certain.stopping and history.ended is None:
             state = "stopping"
         rows = self._rows.make(newest, suspected, self.certain.homes, self.certain.pids)
         unseen = self._rows.unseen
-        present = [row for row in _find_present(rows, newest) if row.rank not in unseen]
+        present = [row for row in _list_present(rows, newest) if row.rank not in unseen]
         steps = [row.step for row in present if row.step >= 0]
         step = min(steps) if steps and len(steps) == len(present) else -1
         if step < 0:
-            committed = find_committed(history)
+            committed = count_committed_steps(history)
             step = -1 if committed is None else committed
         if self._spec.groups:
             step = max([self.certain.replicas.step, *steps])
         steering = self.certain.steering
-        settings, epoch = steering.find_settings(step)
+        settings, epoch = steering.settings_at(step)
         if state == "running" and steering.paused:
             state = "paused"
         running = state in ("running", "stopping")
@@ -196,9 +196,9 @@ class SnapshotFold:
             generation=number,
             restarts=max(0, len(history.generations) - 1),
             step=step,
-            steps_per_s=_find_speed(rows) if running else 0.0,
+            steps_per_s=_compute_slowest_speed(rows) if running else 0.0,
             world_size=self._spec.world_size,
-            depth=self._find_depth(),
+            depth=self._name_depth(),
             reason=history.reason,
             ranks=rows,
             devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
@@ -212,17 +212,17 @@ class SnapshotFold:
             settings=settings,
             keys=steering.keys,
             epoch=epoch,
-            coming=steering.find_coming(step),
+            coming=steering.list_coming(step),
             paused=bool(steering.paused),
-            recent=self.certain.recent.find_rows(history, now),
+            recent=self.certain.recent.list_incident_rows(history, now),
             cordoned=tuple(sorted(self.certain.cordoned)),
-            world=self.certain.shapes.find(number),
+            world=self.certain.shapes.find_shape_of(number),
             observed=self._spec.observe,
             withheld=tuple(history.withheld[-_WITHHELD_SHOWN:]),
         )
         return self.certain.replicas.complete(self._spec, picture)
 
-    def _find_depth(self) -> str:
+    def _name_depth(self) -> str:
         generations = self._history.generations.values()
         if self._history.elastic or any(g.formed for g in generations):
             return "elastic"
@@ -230,7 +230,7 @@ class SnapshotFold:
         return "resumable" if resumable else "supervised"
 
 
-def _find_present(rows: Sequence[RankRow], newest: Generation | None) -> list[RankRow]:
+def _list_present(rows: Sequence[RankRow], newest: Generation | None) -> list[RankRow]:
     """Return those whose steps are the job's: not who is lost, not in yet, or was let go.
 
     Once all members of an elastic world have ended, whoever came furthest.
@@ -245,7 +245,7 @@ def _find_present(rows: Sequence[RankRow], newest: Generation | None) -> list[Ra
     return living or sorted(there, key=lambda row: row.step)[-1:]
 
 
-def _find_speed(rows: Sequence[RankRow]) -> float:
+def _compute_slowest_speed(rows: Sequence[RankRow]) -> float:
     """Return the speed of the slowest rank that has not ended."""
     return min((r.steps_per_s for r in rows if r.state not in _OVER), default=0.0)
 

@@ -55,7 +55,7 @@ class SteeringFold:
             case JobResumed() if event.id == self.paused:
                 self.paused = ""
 
-    def find_settings(self, step: int) -> tuple[dict[str, object], int]:
+    def settings_at(self, step: int) -> tuple[dict[str, object], int]:
         """Return the values in force at `step`, and the epoch of the newest of them."""
         values, epoch = dict(self.base), self.epoch
         step = max(step, self.reached)
@@ -66,7 +66,7 @@ class SteeringFold:
             values |= {k: v for k, v in change.values.items() if is_kept_elsewhere(k)}
         return values, epoch
 
-    def find_coming(self, step: int) -> tuple[Change, ...]:
+    def list_coming(self, step: int) -> tuple[Change, ...]:
         """Return the changes that are agreed for steps yet to come, the next one first."""
         return tuple(
             change for change in self.changes if change.step > max(step, self.since, self.reached)

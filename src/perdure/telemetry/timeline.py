@@ -62,12 +62,12 @@ class WorldTimeline(Timeline):
             history = generation.ranks.get(number) or RankHistory()
             until_s = generation.joined[successor] if successor is not None else None
             if number < spec.world_size:
-                stages = self._find_stages(generation, history.account, history)
+                stages = self._list_start_stages(generation, history.account, history)
             else:
-                stages = self._find_late_stages(generation, number, history.account)
+                stages = self._list_late_stages(generation, number, history.account)
             self._walk_one(generation, number, stages, last, until_s)
 
-    def _find_late_stages(
+    def _list_late_stages(
         self, generation: Generation, number: int, account: RankAccount
     ) -> list[Stage]:
         """Return the stages of a member that came later: it may be held as a spare at first."""
@@ -100,7 +100,7 @@ class WorldTimeline(Timeline):
             worked_s = None
             if not account.last_step_s:  # Else it trained, and when it began to is not known.
                 self._take_partial(generation.number, stages, fail_s or self._until(history, last))
-        ended_s = self._find_good_end(history, worked_s)
+        ended_s = self._compute_good_end(history, worked_s)
         if history.exit is not None and (until_s is not None or number in generation.left):
             # The others went on without it.
             spent_on = "lost_work" if history.exit.failed else "idle"
@@ -129,7 +129,7 @@ class WorldTimeline(Timeline):
             return history.exit.at_s
         return self.end_s if last else None
 
-    def _find_stages(
+    def _list_start_stages(
         self, generation: Generation, account: RankAccount, history: RankHistory
     ) -> list[Stage]:
         """Return (account, begin, end) of the stages before training; an absent stamp is None."""
@@ -226,7 +226,7 @@ class WorldTimeline(Timeline):
         kept_s = low_s + share * (high_s - low_s)
         return kept_s, max(0.0, account.step_s - kept_s)
 
-    def _find_good_end(self, history: RankHistory, worked_s: float | None) -> float | None:
+    def _compute_good_end(self, history: RankHistory, worked_s: float | None) -> float | None:
         """Return since when the rank had nothing left to do; None if it was cut off."""
         finished = history.account.finished_s > 0
         left = history.exit is not None and not history.exit.failed and not history.exit.asked

@@ -48,11 +48,11 @@ def _blame_early(early: RankExited, failed: list[RankExited]) -> Verdict:
         actionable=True,
         certain=True,
         step=early.account.step,
-        evidence=_find_evidence(victim, failed[1:]),
+        evidence=_make_evidence(victim, failed[1:]),
     )
 
 
-def find_verdicts(entries: Iterable[JournalEntry]) -> tuple[Verdict, ...]:
+def list_verdicts(entries: Iterable[JournalEntry]) -> tuple[Verdict, ...]:
     """Return every verdict of a journal by time; withdrawn ones say so in their evidence."""
     fold = VerdictFold()
     for entry in entries:
@@ -119,7 +119,7 @@ class VerdictFold:
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what was found so far, by time."""
         found = [self.machines.complete(self._complete(v)) for v in self.reached.values()]
-        found += self.machines.find_unseen(found)
+        found += self.machines.list_unseen_ends(found)
         for generation, worlds in sorted(self.exits.items()):
             begins = [0.0, *self.worlds.get(generation, ())]
             for since_s, exits in zip(begins, worlds, strict=True):
@@ -164,10 +164,10 @@ class VerdictFold:
                 notice = self.notices.explain(event.node, event.record)
                 at_s, what = event.record.at_s, f"rank {event.record.rank}: {event.record.cause}"
             case NodeLost() as event:
-                notice = self.notices.find(event.node, event.last_seen_s or event.at_s)
+                notice = self.notices.find_notice_of(event.node, event.last_seen_s or event.at_s)
                 at_s, what = event.last_seen_s or event.at_s, event.reason
             case KeeperLost() as event:
-                notice = self.notices.find(event.node, event.at_s)
+                notice = self.notices.find_notice_of(event.node, event.at_s)
                 at_s, what = event.at_s, f"the keeper of node {event.node} died"
             case _:
                 return False
@@ -232,7 +232,7 @@ class VerdictFold:
             actionable=True,
             certain=True,
             step=cause.at_step,
-            evidence=_find_evidence(record, ordered[1:]),
+            evidence=_make_evidence(record, ordered[1:]),
         )
 
     def _complete(self, verdict: Verdict) -> Verdict:
@@ -276,7 +276,7 @@ def _key_withheld(event: ActionWithheld) -> str:
     return f"{event.generation} {event.cause} {event.culprit} {event.first_seen_s!r}"
 
 
-def _find_evidence(record: ExitRecord, others: list[RankExited]) -> dict[str, object]:
+def _make_evidence(record: ExitRecord, others: list[RankExited]) -> dict[str, object]:
     evidence: dict[str, object] = {"pid": record.pid}
     facts: dict[str, object] = {
         "exit_code": record.code,

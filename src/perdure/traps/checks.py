@@ -14,7 +14,7 @@ Verdict = tuple[State, str] | None
 FREE_MIN = 20 << 30
 INODES_MIN = 100_000
 SHARE_MIN = 0.05
-"""Of a disk's bytes or inodes: below it is full, whatever that is in numbers."""
+"""The share of a disk's bytes or inodes below which it counts as full."""
 NETWORK_KINDS = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"),
@@ -241,7 +241,7 @@ def check_transfer_tool(facts: BoxFacts) -> Verdict:
 
 
 def check_clock(facts: BoxFacts) -> Verdict:
-    """A clock that was never set breaks TLS, and makes mtimes lie."""
+    """Check that the clock was set: an unset one breaks TLS, and makes mtimes lie."""
     if facts.clock_s < _EPOCH_MIN_S:
         return "degraded", "the clock was never set"
     if facts.clock_synced is None:
@@ -290,5 +290,5 @@ def is_below(path: str, roots: Iterable[str]) -> bool:
 
 
 def check_files(facts: BoxFacts) -> Verdict:
-    """A full mesh of gloo needs descriptors."""
+    """Check that there are descriptors enough for a full mesh of gloo."""
     return _rate(facts.open_files < 4096, f"{facts.open_files} open files")

@@ -13,7 +13,7 @@ Row = tuple[Trap, Callable[[BoxFacts], c.Verdict] | None]
 
 _CHECKS = "perdure.traps.checks"
 _SYMPTOMS = "perdure.traps.symptoms:name_symptoms"
-_VANISHED = "perdure.telemetry.fate:explain_vanishing"
+_VANISHED = "perdure.telemetry.outcome:explain_vanishing"
 _DEVICES = "perdure.detect.devices"
 _KUBERNETES = "perdure.launch.kubernetes"
 
@@ -132,7 +132,7 @@ UNIVERSAL: tuple[Row, ...] = (
         prevented="perdure.detect.detector:Detector"),
     _row("U40", "more threads than the cgroup grants cores",
         "OMP_NUM_THREADS; perdure run sets it where it is not set", c.check_threads,
-        prevented="perdure.launch.environment:find_default_threads"),
+        prevented="perdure.launch.environment:explain_default_threads"),
     _row("U41", "`free` and `top` tell of the machine, not of the container",
         "read memory.events of the cgroup: perdure does", c.check_oom_counter,
         diagnosed="perdure.model.failures:ExitRecord"),
@@ -152,7 +152,7 @@ NODES: tuple[Row, ...] = (
         "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in `env`", c.check_interface, scope="nodes",
         watched="perdure.detect.links:LinkWatch"),
     _row("MN3", "the time-out of 1,800 s hides a dead rank", "perdure names it within seconds",
-        scope="nodes", watched="perdure.detect.arrival:find_stuck", diagnosed=_SYMPTOMS),
+        scope="nodes", watched="perdure.detect.arrival:list_stuck_comms", diagnosed=_SYMPTOMS),
     _row("MN4", "frame sizes differ along a path", "the same MTU on all of it: ip link set mtu",
         c.check_mtu, scope="nodes", watched="perdure.detect.links:LinkWatch"),
     _row("MN5", "torchrun --max-restarts starts again without the state",
@@ -244,7 +244,7 @@ NOTEBOOK: tuple[Row, ...] = (
     _row("NB2", "one failing cell loses a Kaggle commit's output",
         "no cell fails there: status.json says how it is", scope="notebook",
         prevented="perdure.launch.notebook.session:Session",
-        diagnosed="perdure.launch.notebook:find_state"),
+        diagnosed="perdure.launch.notebook:query_state"),
     _row("NB3", "a commit runs on the wrong accelerator, or without internet",
         "a product of matrices before anything else", c.check_gpu_visible, scope="notebook",
         prevented="perdure.launch.notebook:render_metadata"),
@@ -252,7 +252,7 @@ NOTEBOOK: tuple[Row, ...] = (
         "DURABLE_DIR on Drive or in /kaggle/working", c.check_durable, scope="notebook",
         prevented="perdure.launch.notebook.cells:check_notebook"),
     _row("NB5", "Colab disconnects without a signal", "a checkpoint every N steps, and resume",
-        scope="notebook", prevented="perdure.launch.notebook.sitting:find_time_left"),
+        scope="notebook", prevented="perdure.launch.notebook.runner:compute_time_left"),
 )  # fmt: skip
 
 TRAPS: tuple[Row, ...] = (*GENERIC, *SLURM, *KUBERNETES, *NOTEBOOK, *UNIVERSAL, *NODES)

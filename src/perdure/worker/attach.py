@@ -28,8 +28,8 @@ from perdure.worker.control import Control
 from perdure.worker.harm.faults import Faults
 from perdure.worker.harm.slowdowns import arm_forward
 from perdure.worker.interrupt import Interrupter
-from perdure.worker.recording.groups import find_groups, find_members, note_groups
-from perdure.worker.recording.recorder import TraceWriter, find_dumps, make_recorder
+from perdure.worker.recording.groups import list_process_groups, note_groups, read_members
+from perdure.worker.recording.recorder import TraceWriter, list_dumps, make_recorder
 from perdure.worker.recording.stages import StepStamps, install_stages
 from perdure.worker.ring import RingWriter
 from perdure.worker.stderr import say
@@ -39,7 +39,7 @@ _DRAIN_AT_EXIT_S = 3.0
 
 
 class Attachment:
-    """What perdure holds inside one rank."""
+    """Holds all that perdure has inside one rank."""
 
     def __init__(self, ring: RingWriter) -> None:
         """Attach to `ring`; `start_control` and `start_recorder` add the rest."""
@@ -117,11 +117,11 @@ class Attachment:
                 rank=self.ring.rank,
                 generation=self.ring.generation,
                 directory=job_paths(home, self.job, os.getuid()).traces(self.ring.generation),
-                dumps=find_dumps(),
-                groups=find_groups,
+                dumps=list_dumps(),
+                groups=list_process_groups,
             )
             self.obey(traces.handle, TakeStacks)
-        self.recorder = make_recorder(self.ring, find_members, find_dumps("_json"), self.faults)
+        self.recorder = make_recorder(self.ring, read_members, list_dumps("_json"), self.faults)
         if self.recorder is None:
             return
         self.recorder.start()

@@ -29,7 +29,7 @@ PLANS = ("set", "pause")
 
 
 class Interrupted(Exception):
-    """What the rank waited for has to be left; nothing that was agreed is forgotten."""
+    """Raised where a rank has to stop waiting; nothing that was agreed is forgotten."""
 
 
 class Agreed(msgspec.Struct, frozen=True):
@@ -127,7 +127,7 @@ class BoundaryGate:
         self._emit(BoundaryReached(id=id_ + RESUMED, rank=self._rank, step=step, at_s=self._now()))
 
     def drop_hold(self, id_: str) -> None:
-        """Stand still for this agreement no longer."""
+        """Stop standing still for this agreement."""
         with self._changed:
             self.holds.pop(id_, None)
 
@@ -146,7 +146,7 @@ class BoundaryGate:
             self._set_next()
 
     def knows(self, id_: str) -> bool:
-        """Whether this rank was asked about an agreement, or has it planned or promised."""
+        """Return whether this rank was asked about an agreement, or has it planned or promised."""
         with self._changed:
             return id_ in self._answers or id_ in self._open
 

@@ -42,7 +42,7 @@ class Place(NamedTuple):
         return os.path.join(self.path, name)
 
 
-def find_places(own: str = OWN, root: str = ROOT) -> list[Place]:
+def list_memory_places(own: str = OWN, root: str = ROOT) -> list[Place]:
     """Return where this process's memory may be accounted for, likeliest first."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def read_oom_kills(own: str = OWN, root: str = ROOT) -> int:
 
     Where no cgroup says it, the whole machine's counter has to do.
     """
-    for path in [*(place.counter for place in find_places(own, root)), "/proc/vmstat"]:
+    for path in [*(place.counter for place in list_memory_places(own, root)), "/proc/vmstat"]:
         kills = read_counter(path)
         if kills is not None:
             return kills
@@ -86,13 +86,13 @@ def rank_name(keeper_mark: str, generation: int, rank: int) -> str:
     return f"perdure-{keeper_mark.replace(':', '-')}-g{generation}-r{rank}"
 
 
-def find_parents(own: str = OWN, root: str = ROOT) -> list[Place]:
+def list_parent_cgroups(own: str = OWN, root: str = ROOT) -> list[Place]:
     """Return the cgroups in which this process may make one with a memory limit.
 
     Version 2 lets no cgroup hold both processes and limited children, so a sibling has to do.
     """
     found = []
-    for place in find_places(own, root):
+    for place in list_memory_places(own, root):
         above = Place(os.path.dirname(place.path), 2)
         for parent in [place] if place.version == 1 else [place, above]:
             writable = os.path.exists(parent.counter) and os.access(parent.path, os.W_OK)
@@ -110,7 +110,7 @@ def limit_self(name: str, limit_bytes: int, own: str = OWN, root: str = ROOT) ->
         OSError: none can be made here.
     """
     error = OSError("no memory cgroup that this process may write to")
-    for parent in find_parents(own, root):
+    for parent in list_parent_cgroups(own, root):
         place = Place(os.path.join(parent.path, name), parent.version)
         try:
             os.makedirs(place.path, exist_ok=True)
@@ -134,11 +134,11 @@ class OomKills:
         self._mark, self._own, self._root = mark, own, root
         self._claimed = read_oom_kills(own, root)
 
-    def find(self, generation: int, rank: int) -> int:
+    def count_of(self, generation: int, rank: int) -> int:
         """Return how many kills a rank that has ended may account for."""
         name = rank_name(self._mark, generation, rank)
         kills = 0
-        for parent in find_parents(self._own, self._root):
+        for parent in list_parent_cgroups(self._own, self._root):
             place = Place(os.path.join(parent.path, name), parent.version)
             kills += read_counter(place.counter) or 0
             with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ class OomKills:
 
     def tidy(self, is_alive: Callable[[str], bool]) -> None:
         """Remove the empty cgroups of keepers of which `is_alive(mark)` is not true."""
-        for parent in find_parents(self._own, self._root):
+        for parent in list_parent_cgroups(self._own, self._root):
             for path in glob(os.path.join(escape(parent.path), "perdure-*")):
                 found = _NAME.fullmatch(os.path.basename(path))
                 if found and not is_alive(f"{found[1]}:{found[2]}"):

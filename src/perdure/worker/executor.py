@@ -259,7 +259,7 @@ class Executor:
         )
 
     def end(self, step: int) -> None:
-        """The loop has ended at `step`: agree to nothing; promises that cannot be kept are told."""
+        """Agree to nothing more, as the loop has ended at `step`; tell which promises it breaks."""
         why = f"the loop has ended at step {step}"
         for broken in self.leave(why):
             self._reach(broken, step, f"{why}, before step {broken.step}")

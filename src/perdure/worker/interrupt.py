@@ -56,7 +56,7 @@ class Interrupter:
             sockets = shut_down_gloo()
         except OSError as error:
             errors.append(f"gloo: {error}")
-        nccl = find_nccl_backends()
+        nccl = list_nccl_backends()
         if nccl:
             # It may wait for the device, and the control thread may not.
             threading.Thread(
@@ -77,10 +77,10 @@ class Interrupter:
 
 def shut_down_gloo() -> int:
     """Shut down every connection of this process's gloo pairs; return how many there were."""
-    return sum(map(shut_down, find_gloo_sockets()))
+    return sum(map(shut_down, list_gloo_sockets()))
 
 
-def find_gloo_sockets() -> list[int]:
+def list_gloo_sockets() -> list[int]:
     """Return descriptors of this process that surely are connections of gloo's pairs."""
     targets = list_links()
     found: set[int] = set()
@@ -93,7 +93,7 @@ def find_gloo_sockets() -> list[int]:
     return sorted(found)
 
 
-def find_nccl_backends() -> list[Any]:
+def list_nccl_backends() -> list[Any]:
     """Return the NCCL backend of each process group of this process; none without torch."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not getattr(c10d, "is_nccl_available", bool)():

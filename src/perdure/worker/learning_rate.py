@@ -46,7 +46,7 @@ def declare_rate(
         for group, share in zip(groups, shares, strict=True):
             _scale_group(group, value * share)
         for scheduler in schedulers:
-            for each in _find_schedulers(scheduler):
+            for each in _list_schedulers(scheduler):
                 _follow_groups(each, value / before if before else 1.0)
 
     config.declare(
@@ -92,12 +92,12 @@ def _follow_groups(scheduler: Any, ratio: float) -> None:
         scheduler.max_lrs = [rate * ratio for rate in scheduler.max_lrs]
 
 
-def _find_schedulers(scheduler: Any) -> Iterator[Any]:
+def _list_schedulers(scheduler: Any) -> Iterator[Any]:
     """Yield a scheduler, and those inside it (SequentialLR, ChainedScheduler, a wrapper)."""
     if scheduler is not None:
         yield scheduler
         for each in (getattr(scheduler, "scheduler", None), *getattr(scheduler, "_schedulers", ())):
-            yield from _find_schedulers(each)
+            yield from _list_schedulers(each)
 
 
 def _number(value: Any) -> Any:

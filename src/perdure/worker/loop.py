@@ -54,13 +54,13 @@ class StepLoop(Depth):
         """Seconds that steps up to this one have waited for checkpoints."""
         self._saved_step = -1
 
-    def find(self) -> tuple[int, dict[str, Any]]:
+    def read_newest(self) -> tuple[int, dict[str, Any]]:
         """Return what `begin` will restore: its step (0 for none), the states of its objects.
 
         For trainers that must know where they go on before there is anything to restore into.
         """
         self._progress.enter_restore()
-        return self._saver.find()
+        return self._saver.read_newest()
 
     def begin(self) -> None:
         """Restore, once; every object has been registered by now."""

@@ -46,7 +46,7 @@ class MetricsBuffer:
         """Keep `values` of `step`, and send if the last batch is long enough ago."""
         row = self._rows.setdefault(step, {})
         for name, value in values.items():
-            known = self._find_name(str.__str__(name))  # Not what a subclass takes itself for.
+            known = self._register_name(str.__str__(name))  # Not what a subclass takes itself for.
             number = None if known is None else self._read(known, value)
             if known is None or number is None:
                 self._dropped += 1
@@ -69,7 +69,7 @@ class MetricsBuffer:
         self._sent_at = time.monotonic()
         self._emit(MetricsLogged(generation=self._generation, rows=rows, dropped=dropped))
 
-    def _find_name(self, name: str) -> str | None:
+    def _register_name(self, name: str) -> str | None:
         if name not in self._names:
             if len(self._names) >= NAMES_MAX:
                 if self._may_complain():

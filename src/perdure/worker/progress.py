@@ -86,7 +86,7 @@ class Progress:
             self._faults.act(step)
 
     def repeat(self) -> None:
-        """The step under way was taken before and undone: its time is no progress."""
+        """Count the step under way as no progress: it was taken before and undone."""
         self._stalled = time.monotonic_ns() - self._begin
 
     def account(self, kind: Spent, phase: Phase = "step") -> None:
@@ -120,7 +120,7 @@ class Progress:
         self._ring.set_phase("step")
 
     def mark_saved(self, step: int) -> None:
-        """A snapshot of `step` was taken: what was done up to it is safe once it is written."""
+        """Note a snapshot of `step`: what was done up to it is safe once it is written."""
         self._ring.add_mark(step)
 
     def commit(self, step: int, saving_ns: int = 0) -> None:

@@ -255,7 +255,7 @@ class RingWriter:
         """Say what the process group's own time-out is; 0 where it is not known."""
         self._words[layout.comm_at(slot) // 8 + layout.C_TIMEOUT] = int(timeout_s * 1e9)
 
-    def find_unnamed(self) -> list[tuple[int, str]]:
+    def list_unnamed_communicators(self) -> list[tuple[int, str]]:
         """Return slot and name of each communicator whose ranks are not said yet."""
         found = []
         for slot in range(min(int(self._words[layout.W_NUM_COMMS]), layout.COMMS_MAX)):

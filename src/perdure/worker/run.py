@@ -21,7 +21,7 @@ from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
-from perdure.worker.settings import declare_own_keys, find_checkpoint_url, read_spec
+from perdure.worker.settings import declare_own_keys, read_checkpoint_url, read_spec
 
 
 class Run:
@@ -128,7 +128,7 @@ class Run:
         if self._loop is not None:
             self._loop.begin()
 
-        def find_sizes() -> tuple[int, int]:
+        def read_sizes() -> tuple[int, int]:
             if batch_size is not None:
                 return batch_size, accumulate
             return self.config.micro_batch, self.config.accumulate
@@ -149,12 +149,12 @@ class Run:
                 **loader,
             )
 
-        sizes = find_sizes()
+        sizes = read_sizes()
         stream = open_stream(sizes)
         try:
             for step in self.steps(steps):
-                if find_sizes() != sizes:
-                    sizes = find_sizes()
+                if read_sizes() != sizes:
+                    sizes = read_sizes()
                     stream.close()
                     stream = open_stream(sizes)
                 batch = next(stream)
@@ -199,7 +199,7 @@ class Run:
         self._metrics = MetricsBuffer(ring.generation, attachment.emit)
         checkpoint = read_spec().checkpoint
         self._saver = Checkpointer(
-            url=find_checkpoint_url(checkpoint),
+            url=read_checkpoint_url(checkpoint),
             config=checkpoint,
             rank=self.rank,
             world_size=self.world_size,

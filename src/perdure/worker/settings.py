@@ -69,6 +69,6 @@ def read_spec() -> JobSpec:
     return decode(Path(path).read_bytes(), JobSpec) if path else JobSpec(script="")
 
 
-def find_checkpoint_url(config: CheckpointConfig) -> str:
+def read_checkpoint_url(config: CheckpointConfig) -> str:
     """Return where the job's checkpoints lie; empty where that is not known."""
     return os.environ.get("PERDURE_CHECKPOINT_URL", "") or config.url

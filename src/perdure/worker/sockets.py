@@ -33,7 +33,7 @@ def list_sockets() -> dict[int, str]:
 
 @contextlib.contextmanager
 def borrow(fd: int, *, blocking: bool = False) -> Iterator[socket.socket]:
-    """Lend the socket behind `fd`, duplicated, so that its owner may close it meanwhile.
+    """Lend a duplicate of the socket behind `fd`, whose owner may close its own meanwhile.
 
     Python may switch a socket that it wraps to non-blocking (`socket.setdefaulttimeout`), which
     would break an owner that has one which blocks. So such a one is only lent where `blocking`

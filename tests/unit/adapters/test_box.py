@@ -58,7 +58,7 @@ def test_secrets_that_others_may_read(tmp_path: Path) -> None:
     secret.chmod(0o644)
     assert box.mend_secrets(str(tmp_path)) == [str(secret)]
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    assert list(box.find_readable_secrets(str(tmp_path))) == []
+    assert list(box.list_readable_secrets(str(tmp_path))) == []
     assert "y" not in str(box.read_environment({"HF_TOKEN": "y", "PATH": "y"}))
 
 

@@ -90,7 +90,7 @@ def test_what_is_no_file_in_a_rings_place_stops_no_agent(tmp_path: Path, kind: s
     assert read_spans(str(ring), 0.0) == read_records(str(ring), 0.0) == ()
     assert read_nccl(str(ring), 0.0) is None
     assert reader.read_lost(0, [0], 1.0) == []
-    reader.find_newest(range(2))
+    reader.read_newest_generation(range(2))
     (note,) = asides.take()
     assert (note.door, note.count) == ("ring", 1)
     assert note.source == "rank 0 of generation 0"

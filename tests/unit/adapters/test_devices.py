@@ -3,8 +3,8 @@ import os
 import pytest
 from tests.unit.adapters.fake_nvml import FakeNvml
 
-from perdure.adapters.devices import Nvml, find_machine_id, list_device_ids
-from perdure.adapters.host import find_parents
+from perdure.adapters.devices import Nvml, list_device_ids, read_machine_id
+from perdure.adapters.host import list_ancestors
 from perdure.model.job import JobSpec
 
 
@@ -66,10 +66,10 @@ def test_slots_have_ids_that_stay():
     ids = list_device_ids(spec, 0, ()) + list_device_ids(spec, 1, ())
     assert len(set(ids)) == 6
     assert ids == list_device_ids(spec, 0, ()) + list_device_ids(spec, 1, ())
-    assert all(find_machine_id() in device for device in ids)
+    assert all(read_machine_id() in device for device in ids)
     assert list_device_ids(spec, 1, ("GPU-a", "GPU-b")) == ("GPU-b", "GPU-a", "GPU-b")
 
 
 def test_ancestors_of_a_process():
-    assert find_parents(os.getpid())[0] == os.getppid()
-    assert find_parents(999_999_999) == []
+    assert list_ancestors(os.getpid())[0] == os.getppid()
+    assert list_ancestors(999_999_999) == []

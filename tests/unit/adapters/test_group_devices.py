@@ -10,7 +10,7 @@ from msgspec import structs
 from tests.unit.adapters.fake_nvml import FakeNvml
 
 from perdure.adapters import devices
-from perdure.adapters.devices import find_group_devices
+from perdure.adapters.devices import choose_group_devices
 from perdure.cli.app import run_command
 from perdure.cli.running import jobspec
 from perdure.launch import lint
@@ -74,18 +74,18 @@ def test_p2_groups_divide_what_is_visible(
     environ: dict[str, str], own: dict[str, str], shares: list[str]
 ) -> None:
     spec = make(3, nproc=1, spares=1, env=own)
-    assert [find_group_devices(spec, node, environ) for node in range(4)] == shares
+    assert [choose_group_devices(spec, node, environ) for node in range(4)] == shares
 
 
 @pytest.mark.usefixtures("gpus")
 def test_p2_other_jobs_keep_what_they_see() -> None:
-    assert find_group_devices(JobSpec(script="t.py", nodes=2), 0, {}) == ""
+    assert choose_group_devices(JobSpec(script="t.py", nodes=2), 0, {}) == ""
 
 
 def test_p2_without_a_gpu_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "load_nvml", lambda: None)
     monkeypatch.setattr(devices, "_list_nodes", lambda: [])
-    assert find_group_devices(make(), 0, {}) == ""
+    assert choose_group_devices(make(), 0, {}) == ""
 
 
 def test_p2_the_ranks_of_a_group_find_its_devices_whatever_the_job_says() -> None:
@@ -122,7 +122,7 @@ def test_p2_too_few_devices_are_an_error_before_anything_is_sent(name: str) -> N
 
 
 def test_p2_sharing_is_said_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobspec, "find_gpus", lambda env: ("a", "b"))
+    monkeypatch.setattr(jobspec, "list_visible_gpus", lambda env: ("a", "b"))
     notes = jobspec.check_devices(make(3, nproc=1), {})
     assert notes == ["3 replica groups of 1 share 2 visible GPUs"]
 

@@ -11,7 +11,7 @@ def test_the_wait_for_a_cpu_of_all_threads_is_seen_and_never_falls():
     over = threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()
-    stat.find_threads()
+    stat.follow_threads()
     first_s = stat.measure_delay()
     over.set()
     thread.join()

@@ -5,48 +5,55 @@ import threading
 
 import pytest
 
-from perdure.adapters.transfer import Door, run_arithmetic, run_transfer
+from perdure.adapters.transfer import Listener, run_arithmetic, run_transfer
 from perdure.model.errors import PlatformError
 
 SIZE = 3_000_001
 
 
-def _serve(door: Door, deadline_s: float = 20.0) -> threading.Thread:
-    thread = threading.Thread(target=door.serve, args=(SIZE, deadline_s))
+def _serve(listener: Listener, deadline_s: float = 20.0) -> threading.Thread:
+    thread = threading.Thread(target=listener.serve, args=(SIZE, deadline_s))
     thread.start()
     return thread
 
 
 def test_both_directions_are_timed_and_the_door_closes() -> None:
-    door = Door("127.0.0.1")
-    thread = _serve(door)
+    listener = Listener("127.0.0.1")
+    thread = _serve(listener)
     moved = run_transfer(
-        door.host, door.port, door.token, source="127.0.0.1", size=SIZE, deadline_s=20.0
+        listener.host, listener.port, listener.token, source="127.0.0.1", size=SIZE, deadline_s=20.0
     )
     thread.join(20.0)
     assert moved.error == ""
     assert 0 < moved.rtt_s < moved.there_s + moved.back_s < 20.0
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((door.host, door.port), timeout=5.0)
+        socket.create_connection((listener.host, listener.port), timeout=5.0)
 
 
 def test_a_stranger_is_refused_and_does_not_use_the_door_up() -> None:
-    door = Door("127.0.0.1")
-    thread = _serve(door)
-    refused = run_transfer(door.host, door.port, "x" * 16, source="", size=SIZE, deadline_s=20.0)
+    listener = Listener("127.0.0.1")
+    thread = _serve(listener)
+    refused = run_transfer(
+        listener.host, listener.port, "x" * 16, source="", size=SIZE, deadline_s=20.0
+    )
     assert refused.there_s == 0.0
     assert refused.error.startswith("there: ")
     assert run_transfer(
-        door.host, door.port, door.token, source="", size=SIZE, deadline_s=20.0
+        listener.host, listener.port, listener.token, source="", size=SIZE, deadline_s=20.0
     ).back_s
     thread.join(20.0)
 
 
 def test_a_source_that_cannot_reach_the_door_is_left_to_the_kernel() -> None:
-    door = Door("127.0.0.1")
-    thread = _serve(door)
+    listener = Listener("127.0.0.1")
+    thread = _serve(listener)
     moved = run_transfer(
-        door.host, door.port, door.token, source="192.0.2.77", size=SIZE, deadline_s=20.0
+        listener.host,
+        listener.port,
+        listener.token,
+        source="192.0.2.77",
+        size=SIZE,
+        deadline_s=20.0,
     )
     thread.join(20.0)
     assert moved.back_s > 0
@@ -62,15 +69,15 @@ def test_a_transfer_that_stalls_ends_at_its_deadline() -> None:
 
 
 def test_a_door_nobody_comes_to_closes_at_its_deadline() -> None:
-    door = Door("127.0.0.1")
-    thread = _serve(door, deadline_s=0.02)
+    listener = Listener("127.0.0.1")
+    thread = _serve(listener, deadline_s=0.02)
     thread.join(20.0)
     assert not thread.is_alive()
 
 
 def test_no_door_on_an_address_that_is_not_ours() -> None:
     with pytest.raises(PlatformError, match=r"cannot listen on 192\.0\.2\.77"):
-        Door("192.0.2.77")
+        Listener("192.0.2.77")
 
 
 def test_arithmetic_takes_time_or_does_not_end() -> None:

@@ -135,12 +135,12 @@ def test_what_is_just_not_too_large_is_run(tmp_path: Path) -> None:
 
 
 def test_devices_and_default_threads_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobspec, "find_gpus", lambda env: ("GPU-a",))
+    monkeypatch.setattr(jobspec, "list_visible_gpus", lambda env: ("GPU-a",))
     threads, devices = jobspec.check_devices(JobSpec(script="x", nproc=2), {})
     assert threads.startswith("OMP_NUM_THREADS=1 for each of the 2 ranks")
     assert "2 ranks and 1 visible GPUs" in devices
     assert jobspec.check_devices(JobSpec(script="x", nproc=1), {}) == []
-    monkeypatch.setattr(jobspec, "find_gpus", lambda env: ())
+    monkeypatch.setattr(jobspec, "list_visible_gpus", lambda env: ())
     monkeypatch.setattr(jobspec, "count_cpus", lambda: 2)
     several = {"OMP_NUM_THREADS": "2"}
     assert jobspec.check_devices(JobSpec(script="x", nproc=2), several) == []

@@ -23,7 +23,7 @@ from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
 from perdure.launch.records import write_record
 from perdure.launch.results import gone
-from perdure.launch.results.pulling import find_areas
+from perdure.launch.results.pulling import list_areas
 from perdure.launch.ssh import box as box_program
 from perdure.launch.ssh.render import fill
 from perdure.model.platforms.launching import LaunchRecord
@@ -219,7 +219,7 @@ def test_every_platform_is_looked_at_by_the_same_means(
         job="gpt", profile=msgspec.structs.replace(profile, launch=launch), place="/d/gpt",
         home="/v/state", python="python3",
     )  # fmt: skip
-    assert find_areas(record) == areas
+    assert list_areas(record) == areas
 
 
 def test_a_job_that_was_not_launched_from_here_keeps_the_gate_shut(site: Site) -> None:

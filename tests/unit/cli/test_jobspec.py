@@ -8,7 +8,7 @@ import pytest
 
 from perdure.cli.running.jobspec import make_spec
 from perdure.cli.running.options import RunOptions
-from perdure.cli.running.run import find_shown
+from perdure.cli.running.run import choose_shown_ranks
 from perdure.model.errors import ConfigError
 
 
@@ -122,7 +122,7 @@ def test_what_is_ignored_is_said() -> None:
 def test_which_ranks_are_shown() -> None:
     def shown(**options: Any) -> set[int]:
         given = RunOptions(script="x", nproc="2", nodes=2, **options)
-        return set(find_shown(make_spec(given)[0], given))
+        return set(choose_shown_ranks(make_spec(given)[0], given))
 
     assert shown() == {0, 1, 2, 3}
     assert shown(redirects="3") == set()

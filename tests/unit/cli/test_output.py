@@ -7,7 +7,7 @@ from perdure.cli.looking.output import (
     MirrorTail,
     Stream,
     describe_entry,
-    find_streams,
+    list_streams,
     render_entry,
 )
 from perdure.model.codec import encode
@@ -30,7 +30,7 @@ def test_streams_are_found_in_order(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-    found = [(s.generation, s.rank, s.name) for s in find_streams(str(tmp_path))]
+    found = [(s.generation, s.rank, s.name) for s in list_streams(str(tmp_path))]
     assert found == [(0, 2, "out"), (0, 2, "err"), (0, 10, "out"), (1, 0, "err")]
 
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from perdure.cli.running.torchrun import (
-    find_gpus,
-    find_rdzv_notes,
+    list_rdzv_notes,
+    list_visible_gpus,
     parse_nnodes,
     parse_nproc,
     parse_ranks,
@@ -50,17 +50,17 @@ def test_gpus_as_cuda_would_see_them(tmp_path, monkeypatch: pytest.MonkeyPatch) 
     tool.write_text("#!/bin/sh\necho '0, GPU-aa11'\necho '1, GPU-bb22'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert find_gpus({}) == ("GPU-aa11", "GPU-bb22")
-    assert find_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ("GPU-bb22",)
-    assert find_gpus({"CUDA_VISIBLE_DEVICES": "GPU-bb,0"}) == ("GPU-bb22", "GPU-aa11")
-    assert find_gpus({"CUDA_VISIBLE_DEVICES": "0,9,1"}) == ("GPU-aa11",)
-    assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert list_visible_gpus({}) == ("GPU-aa11", "GPU-bb22")
+    assert list_visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ("GPU-bb22",)
+    assert list_visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-bb,0"}) == ("GPU-bb22", "GPU-aa11")
+    assert list_visible_gpus({"CUDA_VISIBLE_DEVICES": "0,9,1"}) == ("GPU-aa11",)
+    assert list_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert parse_nproc("auto", {}) == parse_nproc("gpu", {}) == 2
 
 
 def test_rendezvous_here_is_said_elsewhere_is_refused() -> None:
-    assert find_rdzv_notes({"--rdzv-backend": None, "--node-rank": "0"}) == []
-    (note,) = find_rdzv_notes({"--rdzv-backend": "c10d", "--rdzv-endpoint": "localhost:0"})
+    assert list_rdzv_notes({"--rdzv-backend": None, "--node-rank": "0"}) == []
+    (note,) = list_rdzv_notes({"--rdzv-backend": "c10d", "--rdzv-endpoint": "localhost:0"})
     assert note.startswith("--rdzv-backend, --rdzv-endpoint ignored")
     for options in (
         {"--rdzv-endpoint": "node7:29500"},
@@ -68,7 +68,7 @@ def test_rendezvous_here_is_said_elsewhere_is_refused() -> None:
         {"--node-rank": "1"},
     ):
         with pytest.raises(ConfigError, match=r"this machine"):
-            find_rdzv_notes(options)
+            list_rdzv_notes(options)
 
 
 def test_streams_and_ranks() -> None:

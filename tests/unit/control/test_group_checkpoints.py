@@ -6,7 +6,7 @@ import msgspec
 from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_group_settings import reach, say, sent
 
-from perdure.control.steering.saving import find_save_deadline
+from perdure.control.steering.saving import next_save_deadline
 from perdure.model.events import (
     BoundaryAnswered,
     CheckpointFailed,
@@ -68,11 +68,11 @@ def test_with_a_place_and_no_interval_it_follows_from_cost_and_outages() -> None
     lab = saving(url="/somewhere")
     (order,) = fire(lab).values()
     save(lab, order, stall_s=1.0)
-    seldom = find_save_deadline(lab.machine.state)
+    seldom = next_save_deadline(lab.machine.state)
     for group in range(3):
         lab.exit(group, signal=9)
     assert lab.machine.state.quorum.outages == 1, "that of the last group, not of each"
-    often = find_save_deadline(lab.machine.state)
+    often = next_save_deadline(lab.machine.state)
     assert seldom is not None
     assert often is not None
     assert often < seldom
@@ -186,6 +186,6 @@ def heals(lab: Lab, group: int) -> bool:
 def test_at_the_end_nothing_is_due() -> None:
     lab = saving(every_s=30.0)
     lab.ask("kill")
-    assert find_save_deadline(lab.machine.state) is None
+    assert next_save_deadline(lab.machine.state) is None
     lab.add(QuorumFormed(quorum_id=6, step=60, members=(lab.name(0),), at_s=lab.now))
     assert not any(isinstance(a, SendBoundary | AnswerCommand) for a in lab.actions)

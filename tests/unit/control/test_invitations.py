@@ -10,7 +10,7 @@ from perdure.control.joining import preview_invitations
 from perdure.model.codec import encode
 from perdure.model.events import CommandReceived, JournalEntry, NodeLost
 from perdure.model.orders import AnswerCommand, RecordEvent
-from perdure.service.access.invited import find_invitations
+from perdure.service.access.invited import read_invitations
 
 DIGEST = sha256(b"secret").hexdigest()
 
@@ -156,11 +156,11 @@ def test_the_next_run_knows_what_became_of_them(tmp_path: Path) -> None:
     places.join("x", "i1")
     places.ask("revoke", id="i3")
     (tmp_path / "journal.jsonl").write_bytes(b"\n".join([*places.lines, places.lines[0][:40]]))
-    kept = find_invitations(str(tmp_path))
+    kept = read_invitations(str(tmp_path))
     assert [each["id"] for each in kept] == ["i1", "i2"]
     after = Places()
     for each in kept:
         assert after.ask("invite", **each).ok
     assert "spent" in after.join("y", "i1").reason
     assert after.join("x", "i1").ok
-    assert find_invitations(str(tmp_path / "nowhere")) == []
+    assert read_invitations(str(tmp_path / "nowhere")) == []

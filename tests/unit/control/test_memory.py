@@ -3,7 +3,7 @@
 import msgspec
 
 from perdure.control import memory
-from perdure.control.memory import Memory, decode_memory, encode_memory, find_recent
+from perdure.control.memory import Memory, decode_memory, encode_memory, prune_entries
 from perdure.model.events import (
     AnyEvent,
     GenerationStopped,
@@ -59,14 +59,14 @@ def test_what_stands_of_each_replica_group_is_heard_however_often_the_others_res
         seen = ReplicaSeen(replica="", group=0, at_s=3.0, gone=generation % 2 == 0)
         events += [started(0, generation), seen]
     entries = [JournalEntry(n, 1.0, event) for n, event in enumerate(events)]
-    kept = find_recent(entries)
+    kept = prune_entries(entries)
     heard = [entry.body for entry in kept]
     assert [e for e in heard if isinstance(e, RanksStarted)] == [begun[0], begun[2], *events[-4::2]]
     assert [e for e in heard if isinstance(e, ReplicaSeen)] == [left, events[-1]]
     assert late in heard
     assert wait in heard
     for cut in range(0, len(entries), 7):
-        assert find_recent([*find_recent(entries[:cut]), *entries[cut:]]) == kept
+        assert prune_entries([*prune_entries(entries[:cut]), *entries[cut:]]) == kept
 
 
 def started(node: int, generation: int) -> RanksStarted:

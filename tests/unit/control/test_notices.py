@@ -6,7 +6,7 @@ import pytest
 from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_placement import start
 
-from perdure.control.records import find_record
+from perdure.control.records import make_journal_event
 from perdure.model.events import CommandReceived, DeviceReported, PreemptionNoticed, VerdictReached
 from perdure.model.orders import AnswerCommand, AnyAction, AssignNodes, CordonNode, RecordEvent
 
@@ -19,7 +19,7 @@ def notify(driver: Driver, **args: Any) -> tuple[AnswerCommand, list[AnyAction]]
     while todo:
         action = todo.pop(0)
         done.append(action)
-        event = find_record(driver.now, action)
+        event = make_journal_event(driver.now, action)
         if event is not None:
             todo += driver.do(event)
     return one(done, AnswerCommand), done

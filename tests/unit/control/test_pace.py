@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.control.driver import Driver, one, started
 
-from perdure.control.agreement.boundary import find_next_step
+from perdure.control.agreement.boundary import choose_next_step
 from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.model.events import (
     BoundaryAnswered,
@@ -119,7 +119,7 @@ def test_a_later_controller_asks_for_the_same_step():
 def test_it_is_always_ahead_and_further_with_each_try(known, ahead, age_s, step_s, lead_s, tries):
     told = Pace(generation=0, step=max(0, known + ahead), at_s=1000.0, step_s=step_s)
     now = 1000.0 + age_s
-    step = find_next_step(told, known, now, lead_s, tries)
+    step = choose_next_step(told, known, now, lead_s, tries)
     assert step > known
-    assert find_next_step(told, known, now, lead_s, tries + 1) >= step
-    assert find_next_step(told, known, now, lead_s, 12) >= known + 2**10
+    assert choose_next_step(told, known, now, lead_s, tries + 1) >= step
+    assert choose_next_step(told, known, now, lead_s, 12) >= known + 2**10

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from perdure.control.queue import Book, decide, explain, find_oversized, find_ready_s, next_deadline
+from perdure.control.queue import (
+    Book,
+    compute_ready_s,
+    decide,
+    explain,
+    list_oversized,
+    next_deadline,
+)
 from perdure.model.queue import Again, Ended, Ending, Found, Item, Put, Record, Removed, Started
 
 ONE = ("cpu-0",)
@@ -53,12 +60,12 @@ def test_retries_wait_longer_each_time_and_end() -> None:
     records: list[Record] = [put("a", backoff_s=10.0, retries=2)]
     records += run("a", 1, 100.0, code=1)
     book = Book.read(records)
-    assert find_ready_s(book.lines["a"]) == 111.0
+    assert compute_ready_s(book.lines["a"]) == 111.0
     assert next_deadline(book, 105.0) == 111.0
     assert names(book, 110.9) == []
     assert [(s.name, s.attempt) for s in decide(book, 111.0, ONE)] == [("a", 2)]
     book = Book.read([*records, *run("a", 2, 200.0, signal=9)])
-    assert find_ready_s(book.lines["a"]) == 221.0
+    assert compute_ready_s(book.lines["a"]) == 221.0
     book = Book.read([*records, *run("a", 2, 200.0, signal=9), *run("a", 3, 300.0, code=1)])
     assert book.lines["a"].state == "failed"
 
@@ -94,7 +101,7 @@ def test_slots_are_given_once_and_a_wide_item_is_not_starved() -> None:
 def test_an_item_wider_than_the_machine_is_passed_over_and_named() -> None:
     book = Book.read([put("wide", gpus=4), put("small")])
     assert names(book) == ["small"]
-    assert [line.item.name for line in find_oversized(book, ONE)] == ["wide"]
+    assert [line.item.name for line in list_oversized(book, ONE)] == ["wide"]
 
 
 def test_removal_of_what_runs_takes_effect_at_its_end() -> None:

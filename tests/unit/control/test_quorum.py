@@ -421,7 +421,7 @@ def test_who_died_while_there_was_no_lighthouse_is_known_by_its_successor():
     lab = Lab()
     lab.steps(3)
     before = tuple(lab.machine.groups.values())
-    homes = lab.machine.find_homes()
+    homes = lab.machine.map_members()
     assert homes == {f"train_{g}": (g, g) for g in range(3)}
     heir = Quorums(lab.machine.config)
     heir.restore(lab.now, lab.machine.quorum_id, lab.machine._last, homes)
@@ -443,7 +443,7 @@ def test_one_of_them_that_died_is_replaced_without_a_wait():
     lab = Lab()
     lab.steps(3)
     heir = Quorums(lab.machine.config)
-    heir.restore(lab.now, lab.machine.quorum_id, lab.machine._last, lab.machine.find_homes())
+    heir.restore(lab.now, lab.machine.quorum_id, lab.machine._last, lab.machine.map_members())
     heir.next_id = 100
     heir.regroup(lab.now, start_again(tuple(lab.machine.groups.values()), 1, "again:1"))
     outputs = [

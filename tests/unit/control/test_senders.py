@@ -7,7 +7,7 @@ import pytest
 from perdure.control.job import JobState
 from perdure.control.senders import find_node, find_untrue, is_sender, sift_beat
 from perdure.control.world import WorldState
-from perdure.model.bus.access import ASKED_BY, BROUGHT_BY, ROLES, find_access
+from perdure.model.bus.access import ASKED_BY, BROUGHT_BY, ROLES, build_access
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -166,7 +166,7 @@ def test_only_senders_that_the_job_has_are_heard() -> None:
 
 def test_an_agent_publishes_as_its_own_node_only_and_nobody_else_commands() -> None:
     """D3: what the server is told is what the door looks at."""
-    access = find_access("agent", "job", 1)
+    access = build_access("agent", "job", 1)
     assert not {s for s in access.publish if s.endswith((".0", ".*", ">"))} - {
         "perdure.job.probe.*"
     }

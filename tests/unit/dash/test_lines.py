@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from perdure.dash.svg import STEPS_MAX, find_means, make_stairs, render_lines
+from perdure.dash.svg import STEPS_MAX, compute_means, make_stairs, render_lines
 
 
 def test_means_of_a_staircase() -> None:
     rows = [(0.0, 4.0), (5.0, 0.0), (6.0, 8.0)]
-    assert find_means(rows, 10.0, 2) == pytest.approx([4.0, (0 + 4 * 8) / 5])
-    assert sum(find_means(rows, 10.0, 7)) * 10 / 7 == pytest.approx(4 * 5 + 8 * 4)
+    assert compute_means(rows, 10.0, 2) == pytest.approx([4.0, (0 + 4 * 8) / 5])
+    assert sum(compute_means(rows, 10.0, 7)) * 10 / 7 == pytest.approx(4 * 5 + 8 * 4)
 
 
 def test_a_short_staircase_keeps_its_corners_and_a_long_one_its_area() -> None:

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 from tests.journals import Story, tell
 
 from perdure.dash import render_html, render_text
-from perdure.dash.svg import POINTS_MAX, find_ticks, thin
+from perdure.dash.svg import POINTS_MAX, choose_ticks, thin
 from perdure.dash.text import render_chart
 from perdure.model.events import CheckpointFailed, StacksTaken
 from perdure.telemetry import LedgerFold, SnapshotFold, make_series
@@ -103,5 +103,5 @@ def test_a_long_curve_is_thinned_but_keeps_its_spike():
 
 
 def test_ticks_are_round():
-    assert find_ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    assert find_ticks(3.0, 3.0, 5) == [3.0]
+    assert choose_ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert choose_ticks(3.0, 3.0, 5) == [3.0]

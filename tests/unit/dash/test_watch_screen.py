@@ -5,7 +5,7 @@ import pytest
 
 from perdure.cli.looking.look import render_snapshot
 from perdure.dash.shape import render_span
-from perdure.dash.watch import find_telling, render_busy, render_ranks, render_watch
+from perdure.dash.watch import choose_shown_verdicts, render_busy, render_ranks, render_watch
 from perdure.model.report import DeviceRow, IncidentRow, RankRow, Snapshot
 from perdure.model.signals.progress import BusyPhase
 from perdure.model.steering import Change, KeySpec
@@ -100,7 +100,7 @@ def test_verdicts_that_hold_come_first_and_withdrawn_ones_last():
             verdict(80.0, 0),
         ),
     )
-    assert [v.confirmed_s for v in find_telling(snapshot)] == [60.0, 80.0, 70.0]
+    assert [v.confirmed_s for v in choose_shown_verdicts(snapshot)] == [60.0, 80.0, 70.0]
     text = "\n".join(line.text for line in render_watch(snapshot, 120, 40))
     assert "Straggler of rank 3: at 70 (withdrawn)" in text
 

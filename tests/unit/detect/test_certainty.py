@@ -6,7 +6,7 @@ from tests.unit.detect.drive import inject
 
 from perdure.detect import Detector
 from perdure.detect.cadence import Habits
-from perdure.detect.certainty import AGAIN, SOONEST_S, TIMEOUT_S, find_grounds, find_stillness
+from perdure.detect.certainty import AGAIN, SOONEST_S, TIMEOUT_S, decide_grounds, measure_stillness
 from perdure.model.events import (
     ControllerStarted,
     StacksTaken,
@@ -175,8 +175,8 @@ def test_a_verdict_of_little_confidence_is_not_acted_upon_by_what_was_learned(ma
             kind="ComputeHang", culprit=Culprit(rank=0), generation=0, first_seen_s=world.now,
             confirmed_s=world.now, confidence=confidence, reason="",
         )  # fmt: skip
-        still = find_stillness([watch], "", 0.0)
-        return find_grounds(
+        still = measure_stillness([watch], "", 0.0)
+        return decide_grounds(
             verdict, [watch], "quiet", still, DetectConfig(), habits, fact="", again=False
         )
 

@@ -23,7 +23,7 @@ def test_one_more_collective_a_step_is_told_by_counting():
             desync.take(watch)  # At the step's begin,
             watch = make_watch(rank, step, 4 * step + 4 + extra)
             desync.take(watch)  # and at its end.
-        found = desync.find(float(step), {}, thorough=False)
+        found = desync.find_disagreement(float(step), {}, thorough=False)
         assert step > 10 or found is None
     assert found.rank == 2
     assert "more collectives" in found.reason
@@ -34,7 +34,7 @@ def test_equal_numbers_are_no_desync_whatever_the_order_of_sight():
     for step in range(1, 50):
         for rank in (step % 3, (step + 1) % 3):
             desync.take(make_watch(rank, step, 4 * step + (rank * 7 + step) % 5))
-    assert desync.find(1.0, {}, thorough=False) is None
+    assert desync.find_disagreement(1.0, {}, thorough=False) is None
 
 
 @pytest.mark.parametrize("end_s", [1.1, 0.0])
@@ -49,7 +49,7 @@ def test_a_rank_left_in_another_operation_is_told_though_the_others_went_on(end_
     wrong = make_watch(1, 1, 425)
     wrong.comms = (CommProgress("pg", 3, 425, 424, "allgather", 1.0, (0, 1, 2), 4),)
     desync.take(wrong)
-    found = desync.find(2.0, {1: wrong}, thorough=True)
+    found = desync.find_disagreement(2.0, {1: wrong}, thorough=True)
     assert (found.rank, found.evidence["collective"]) == (1, 425)
 
 
@@ -60,7 +60,7 @@ def test_a_rank_still_inside_what_others_have_ended_alike_is_not_out_of_step():
     late = make_watch(1, 1, 425)
     late.comms = (CommProgress("pg", 3, 425, 424, "allgather", 1.0, (0, 1, 2), 4),)
     desync.take(late)
-    assert desync.find(2.0, {1: late}, thorough=True) is None
+    assert desync.find_disagreement(2.0, {1: late}, thorough=True) is None
 
 
 def test_a_polled_record_is_not_asked_for_its_operation():
@@ -70,7 +70,7 @@ def test_a_polled_record_is_not_asked_for_its_operation():
         1: make_watch(1, 1, 5, "broadcast", recorder="status"),
     }
     for now in (1.0, 2.0, 3.0):
-        assert desync.find(now, watches, thorough=True) is None
+        assert desync.find_disagreement(now, watches, thorough=True) is None
 
 
 def test_sizes_may_differ_where_the_operation_allows_it():
@@ -79,4 +79,4 @@ def test_sizes_may_differ_where_the_operation_allows_it():
     for now in (1.0, 2.0):
         for watch in watches.values():
             desync.take(watch)
-        assert desync.find(now, watches, thorough=True) is None
+        assert desync.find_disagreement(now, watches, thorough=True) is None

@@ -10,7 +10,7 @@ def beat(watch: NodeWatch, now: float, *nodes: int) -> None:
 
 
 def look(watch: NodeWatch, now: float) -> list[int]:
-    return [lost.node for lost in watch.find_lost(now)]
+    return [lost.node for lost in watch.detect_lost(now)]
 
 
 def listen(watch: NodeWatch, until: float, *nodes: int, since: float = 0.0) -> list[int]:

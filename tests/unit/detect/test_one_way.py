@@ -10,7 +10,7 @@ def look(now, *samples):
     for src, dst, backoff, last_ack_s, ago_s in samples:
         sample = LinkSample(src, dst, "0", 0, 1.0, 1e-3, 1, 1000, backoff, last_ack_s)
         watch.take(now - ago_s, LinkSweep(now - ago_s, 0.2, (sample,)))
-    return watch, watch.find_stuck(now)
+    return watch, watch.list_stuck_links(now)
 
 
 def test_who_is_heard_but_hears_nothing_sends_well_and_its_peer_loses():

@@ -21,7 +21,7 @@ def beat(nodes: NodeWatch, now: float, *numbers: int) -> list[int]:
     for node in numbers:
         sent = NodeBeat(node=node, incarnation="a", seq=1, sent_s=now - 0.001, generation=0)
         nodes.take_beat(now, sent)
-    return [lost.node for lost in nodes.find_lost(now)]
+    return [lost.node for lost in nodes.detect_lost(now)]
 
 
 def test_a_machine_that_vanishes_is_missed_within_a_second() -> None:
@@ -127,7 +127,7 @@ def test_while_nobody_is_heard_it_may_be_the_controller_that_is_cut_off() -> Non
     nodes = watch()
     beat(nodes, 100.0, 0, 1, 2, 3)
     for now in (100.95, 101.5, 103.0, 106.0):
-        assert nodes.find_lost(now) == []
+        assert nodes.detect_lost(now) == []
     assert beat(nodes, 106.1, 0, 1) == [], "the others get time to be heard as well"
     assert beat(nodes, 106.2, 2, 3) == []
 
@@ -157,7 +157,7 @@ def test_a_machine_that_comes_back_with_its_clock_set_back_is_heard(back_s: floa
         said = NodeBeat(node=3, incarnation=who, seq=tick, sent_s=now + ahead_s, generation=0)
         assert nodes.take_beat(now, said), "another incarnation's heartbeat is news"
         assert not nodes.take_beat(now, said), "and the same one twice is not"
-        lost += nodes.find_lost(now)
+        lost += nodes.detect_lost(now)
     assert lost == []
 
 

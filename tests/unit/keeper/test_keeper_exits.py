@@ -164,7 +164,7 @@ def test_a_fault_of_our_own_costs_the_reason_and_not_the_record(
     def fail(*_: object) -> tuple[str, str]:
         raise LookupError("a bug")
 
-    monkeypatch.setattr(exits, "find_error", fail)
+    monkeypatch.setattr(exits, "choose_error", fail)
     record = make_record(make_evidence(tmp_path), 3 << 8)
     assert record.code == 3
     assert "a bug" in record.error

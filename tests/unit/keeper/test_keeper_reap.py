@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from perdure.keeper.reaping import Process, find_members, find_strays, read_process, scan_processes
+from perdure.keeper.reaping import (
+    Process,
+    list_processes_below,
+    list_strays,
+    read_process,
+    scan_processes,
+)
 
 KEEPER = 10
 
@@ -30,16 +36,22 @@ ROOTS = {20: 1, 30: 2}
 
 
 def test_older_generation_with_all_descendants() -> None:
-    assert find_members(TABLE, KEEPER, ROOTS, {11}, 1, newer_start=200) == [20, 21, 22, 23, 24]
+    assert list_processes_below(TABLE, KEEPER, ROOTS, {11}, 1, newer_start=200) == [
+        20,
+        21,
+        22,
+        23,
+        24,
+    ]
 
 
 def test_everything_but_the_image() -> None:
-    members = find_members(TABLE, KEEPER, ROOTS, {11}, 2)
+    members = list_processes_below(TABLE, KEEPER, ROOTS, {11}, 2)
     assert members == [20, 21, 22, 23, 24, 30, 31]
 
 
 def test_nothing_older() -> None:
-    assert find_members(TABLE, KEEPER, ROOTS, {11}, 0, newer_start=50) == []
+    assert list_processes_below(TABLE, KEEPER, ROOTS, {11}, 0, newer_start=50) == []
 
 
 def test_a_program_name_may_hold_brackets(tmp_path: Path) -> None:
@@ -64,4 +76,4 @@ def test_strays_of_an_earlier_keeper(tmp_path: Path) -> None:
         (tmp_path / str(pid) / "environ").write_text(text.replace(" ", "\0") + "\0")
     table = make_table(*((pid, 1, pid, "S", 1) for pid in environs))
     marks = {"PERDURE_KEEPER": "2:2", "PERDURE_JOB": "a", "PERDURE_NODE": "0"}
-    assert find_strays(table, marks, str(tmp_path)) == [50]
+    assert list_strays(table, marks, str(tmp_path)) == [50]

@@ -53,12 +53,14 @@ def test_path_of_the_image(tmp_path: Path, safe: str) -> None:
 
 
 def test_only_what_is_installed_is_preloaded(tmp_path: Path) -> None:
-    names = imports.find_imports(imports.find_installed(), str(tmp_path))
+    names = imports.list_preloadable(imports.list_installed_folders(), str(tmp_path))
     assert "msgspec" in names
     assert "perdure.worker.start.imports" in names
     assert not {__name__, "__main__", "pytest", "sys"} & set(names)
     own = str(Path(imports.__file__).parent)
-    assert "perdure.worker.start.imports" not in imports.find_imports(imports.find_installed(), own)
+    assert "perdure.worker.start.imports" not in imports.list_preloadable(
+        imports.list_installed_folders(), own
+    )
 
 
 def test_list_of_imports(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
+from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
 from perdure.lab.traces.figures import (
     AvailabilityModel,
     describe_availability,
@@ -54,12 +54,12 @@ def test_the_same_seed_gives_the_same_trace() -> None:
 def test_drawn_victims_change_who_and_never_how_many() -> None:
     trace = generate(MODEL, 20 * HOUR, seed=1)
     drawn = draw_victims(trace, seed=5)
-    assert [(i.begin_s, len(i.living)) for i in find_intervals(drawn)] == [
-        (i.begin_s, len(i.living)) for i in find_intervals(trace)
+    assert [(i.begin_s, len(i.living)) for i in list_intervals(drawn)] == [
+        (i.begin_s, len(i.living)) for i in list_intervals(trace)
     ]
     assert find_notices(drawn) == find_notices(trace)
     assert draw_victims(trace, seed=6) != drawn
 
 
 def find_notices(trace: AvailabilityTrace) -> list[list[float]]:
-    return [sorted(d.notice_s for d in i.change.left) for i in find_intervals(trace)]
+    return [sorted(d.notice_s for d in i.change.left) for i in list_intervals(trace)]

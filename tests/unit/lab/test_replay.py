@@ -3,12 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan
+from perdure.lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
 from perdure.lab.policies.policies import POLICIES, Policy
 from perdure.lab.policies.throughput import Shape, Throughput, make_linear
 from perdure.lab.report import Physics
 from perdure.lab.simulation.engine import Outcome, Replay
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
+from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
 
 GRID = Throughput(
     "grid",
@@ -139,14 +139,14 @@ def test_a_hang_is_found_once_for_all_who_left_in_it() -> None:
 
 def test_oracles() -> None:
     trace = AvailabilityTrace("t", 200.0, tuple(TraceNode(n, s) for n, s in four().items()))
-    intervals, table = find_intervals(trace), make_linear(4)
-    assert find_area(intervals, table) == 700
+    intervals, table = list_intervals(trace), make_linear(4)
+    assert compute_area(intervals, table) == 700
     # A loss among equals: nothing to move, the least time to know.
-    assert find_best_plan(intervals, table, ChangeCosts(2.0)) == pytest.approx(400 + 98 * 3)
+    assert score_best_plan(intervals, table, ChangeCosts(2.0)) == pytest.approx(400 + 98 * 3)
     # Who waits beside the shape may leave for free.
     spare = AvailabilityTrace(
         "t", 200.0, (*trace.nodes, *(TraceNode(n, (Stay(0.0),)) for n in "ef"), TraceNode(
             "g", (Stay(0.0, 50.0),)))
     )  # fmt: skip
-    intervals = find_intervals(spare)
-    assert find_best_plan(intervals, GRID, ChangeCosts(2.0)) == pytest.approx(6 * 100 + 98 * 4)
+    intervals = list_intervals(spare)
+    assert score_best_plan(intervals, GRID, ChangeCosts(2.0)) == pytest.approx(6 * 100 + 98 * 4)

@@ -4,7 +4,7 @@ from hypothesis import given
 from tests.traces import traces
 
 from perdure.lab.live.live import Act, plan_schedule
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
+from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
 
 
 def make(*nodes: tuple[str, tuple[tuple[float, float | None, float], ...]]) -> AvailabilityTrace:
@@ -47,7 +47,7 @@ def test_a_notice_comes_as_long_before_as_it_says_and_no_earlier_than_the_node()
 def test_at_every_moment_as_many_places_are_taken_as_the_trace_has_nodes(
     trace: AvailabilityTrace,
 ) -> None:
-    intervals = find_intervals(trace)
+    intervals = list_intervals(trace)
     schedule = plan_schedule(trace)
     here, acts = set(schedule.first), list(schedule.acts)
     peak = max(len(i.living) for i in intervals)

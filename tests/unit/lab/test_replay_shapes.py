@@ -1,6 +1,6 @@
 """The shapes of a pipelined world in the course of a replay, as its journal has them."""
 
-from perdure.lab.live.live import find_shapes
+from perdure.lab.live.live import read_formed_shapes
 from perdure.lab.report import FormedShape
 from perdure.model.events import JournalEntry, WorldReformed
 
@@ -25,7 +25,7 @@ def test_each_shape_is_told_once_its_last_member_is_in_it() -> None:
         (4, 0, 117.0, "1x1", True),
         (5, 0, 140.0, "1x2", True),
     )  # fmt: skip
-    assert find_shapes(entries, 100.0, 36.0) == (
+    assert read_formed_shapes(entries, 100.0, 36.0) == (
         FormedShape(0.0, "(2,1)", False),
         FormedShape(10.25, "1x2", False),
         FormedShape(17.0, "1x1", True),
@@ -33,4 +33,7 @@ def test_each_shape_is_told_once_its_last_member_is_in_it() -> None:
 
 
 def test_a_replicated_world_has_none() -> None:
-    assert find_shapes(make((0, 0, 90.0, "", False), (1, 0, 105.0, "", False)), 100.0, 36.0) == ()
+    assert (
+        read_formed_shapes(make((0, 0, 90.0, "", False), (1, 0, 105.0, "", False)), 100.0, 36.0)
+        == ()
+    )

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from perdure.lab.policies.tabulate import find_shape, tabulate
+from perdure.lab.policies.tabulate import shape_of, tabulate
 from perdure.lab.policies.throughput import Shape
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import read_profile
 from perdure.model.planning.world import Stage, World, make_devices
-from perdure.plan.worlds.planner import Request, find_plan
+from perdure.plan.worlds.planner import Request, plan_worlds
 
 PROFILE = Path(__file__).resolve().parents[3] / "examples" / "cost_profile.json"
 
@@ -20,11 +20,11 @@ def test_each_shape_has_the_pace_of_the_planners_best_world_of_it() -> None:
     assert {shape.stages for shape in table.rates} > {1, 2}
     assert all(shape.nodes <= 6 for shape in table.rates)
     devices = make_devices(6, 1, 80 * 10**9)
-    best = find_plan(profile, devices, Request(64, schedules=("1f1b", "interleaved"))).options[0]
-    shape = find_shape(best.world)
+    best = plan_worlds(profile, devices, Request(64, schedules=("1f1b", "interleaved"))).options[0]
+    shape = shape_of(best.world)
     assert shape is not None
     assert table.rates[shape] == pytest.approx(best.samples_per_s)
-    assert table.find_best(6) == shape
+    assert table.choose_fastest(6) == shape
 
 
 def test_what_fits_nowhere_is_said() -> None:
@@ -41,5 +41,5 @@ def test_a_world_with_uneven_stages_has_no_shape() -> None:
         )
         return World("rerouted", 1, 8, 1, stages)
 
-    assert find_shape(make(2, 2)) == Shape(2, 2)
-    assert find_shape(make(2, 1)) is None
+    assert shape_of(make(2, 2)) == Shape(2, 2)
+    assert shape_of(make(2, 1)) is None

@@ -9,9 +9,9 @@ from perdure.lab.traces import (
     AvailabilityTrace,
     Stay,
     TraceNode,
-    find_changes,
     find_format,
-    find_intervals,
+    list_changes,
+    list_intervals,
     read_trace,
 )
 from perdure.lab.traces.formats import DAY_S, add_quiet
@@ -37,7 +37,7 @@ FAULTS = """[
 
 
 def counts(trace: AvailabilityTrace) -> list[tuple[float, int]]:
-    return [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
+    return [(i.begin_s, len(i.living)) for i in list_intervals(trace)]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_formats_are_recognised(
 
 
 def test_names_are_kept_and_made_up_ones_are_told_apart() -> None:
-    changes = find_changes(read_trace(EVENTS, "t"))
+    changes = list_changes(read_trace(EVENTS, "t"))
     assert [(c.at_s, [d.node for d in c.left], c.joined) for c in changes] == [
         (0.0, [], ("a", "b")),
         (60.0, ["b"], ()),
@@ -95,8 +95,8 @@ def test_random_traces_come_back_as_they_were(trace: AvailabilityTrace) -> None:
     assert read_trace(find_format("perdure").write(trace, 60.0), "t") == trace
     for name in ("events", "parcae"):
         again = read_trace(find_format(name).write(trace, 60.0), "t", duration_s=2400.0)
-        assert [(i.begin_s, set(i.living)) for i in find_intervals(again)] == [
-            (i.begin_s, set(i.living)) for i in find_intervals(trace)
+        assert [(i.begin_s, set(i.living)) for i in list_intervals(again)] == [
+            (i.begin_s, set(i.living)) for i in list_intervals(trace)
         ]
 
 

@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.traces import traces
 
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals, read_trace
+from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals, read_trace
 from perdure.lab.traces.transform import announce, coalesce, scale_to, speed_up
 
 BURST = "0,add,a\n0,add,b\n10000,remove,a\n12000,add,c\n13000,remove,c\n14000,add,d\n99000,add,e\n"
 
 
 def living(trace: AvailabilityTrace) -> list[tuple[float, tuple[str, ...]]]:
-    return [(i.begin_s, i.living) for i in find_intervals(trace)]
+    return [(i.begin_s, i.living) for i in list_intervals(trace)]
 
 
 def test_a_burst_becomes_one_departure_and_one_arrival() -> None:
@@ -25,7 +25,7 @@ def test_a_burst_becomes_one_departure_and_one_arrival() -> None:
 
 def test_a_notice_is_shorter_by_as_much_as_a_departure_is_earlier() -> None:
     nodes = (TraceNode("a", (Stay(0.0, 10.0),)), TraceNode("b", (Stay(0.0, 14.0, 30.0),)))
-    burst = find_intervals(coalesce(AvailabilityTrace("t", 50.0, nodes), 5.0))[1].change
+    burst = list_intervals(coalesce(AvailabilityTrace("t", 50.0, nodes), 5.0))[1].change
     assert [(d.node, d.notice_s) for d in burst.left] == [("a", 0.0), ("b", 26.0)]
 
 
@@ -33,8 +33,8 @@ def test_a_notice_is_shorter_by_as_much_as_a_departure_is_earlier() -> None:
 def test_coalescing_counts_on_nobody_who_was_not_there(
     trace: AvailabilityTrace, window_s: float
 ) -> None:
-    there = find_intervals(trace)
-    for interval in find_intervals(coalesce(trace, window_s)):
+    there = list_intervals(trace)
+    for interval in list_intervals(coalesce(trace, window_s)):
         for old in there:
             if old.begin_s < interval.end_s and interval.begin_s < old.end_s:
                 assert set(interval.living) <= set(old.living)
@@ -42,11 +42,11 @@ def test_coalescing_counts_on_nobody_who_was_not_there(
 
 @given(traces(), st.integers(1, 40))
 def test_scaling_keeps_the_share_that_is_there(trace: AvailabilityTrace, most: int) -> None:
-    counts = [len(i.living) for i in find_intervals(trace)]
+    counts = [len(i.living) for i in list_intervals(trace)]
     scaled = scale_to(trace, most)
-    at = {i.begin_s: len(i.living) for i in find_intervals(scaled)}
+    at = {i.begin_s: len(i.living) for i in list_intervals(scaled)}
     now = 0
-    for interval, count in zip(find_intervals(trace), counts, strict=True):
+    for interval, count in zip(list_intervals(trace), counts, strict=True):
         now = at.get(interval.begin_s, now)
         if most <= max(counts):
             assert now == round(count * most / max(counts))
@@ -55,7 +55,7 @@ def test_scaling_keeps_the_share_that_is_there(trace: AvailabilityTrace, most: i
 @given(traces())
 def test_ten_times_as_fast_is_a_tenth_of_the_node_seconds(trace: AvailabilityTrace) -> None:
     def node_s(t: AvailabilityTrace) -> float:
-        return sum(i.length_s * len(i.living) for i in find_intervals(t))
+        return sum(i.length_s * len(i.living) for i in list_intervals(t))
 
     fast = speed_up(trace, 10.0)
     assert abs(node_s(fast) * 10.0 - node_s(trace)) <= 1e-9 * node_s(trace)

@@ -1,6 +1,6 @@
 """torchrun's variables, on one node and on several."""
 
-from perdure.launch.environment import find_default_threads, rank_environment
+from perdure.launch.environment import explain_default_threads, rank_environment
 from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.model.orders import Assignment
 from perdure.model.paths import job_paths
@@ -61,12 +61,12 @@ def test_ranks_of_several_nodes() -> None:
 
 def test_threads_are_the_users_where_set() -> None:
     several, one = JobSpec(script="s.py", nproc=2), JobSpec(script="s.py")
-    assert "OMP_NUM_THREADS=1" in find_default_threads(several, {})
-    assert find_default_threads(one, {}) == ""
+    assert "OMP_NUM_THREADS=1" in explain_default_threads(several, {})
+    assert explain_default_threads(one, {}) == ""
     assert "OMP_NUM_THREADS" not in make(one, 0)
     assert make(several, 0, {"OMP_NUM_THREADS": "6"})["OMP_NUM_THREADS"] == "6"
     own = JobSpec(script="s.py", nproc=2, env={"OMP_NUM_THREADS": "4"})
-    assert find_default_threads(own, {}) == ""
+    assert explain_default_threads(own, {}) == ""
     assert make(own, 0)["OMP_NUM_THREADS"] == "4"
 
 

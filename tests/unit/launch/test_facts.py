@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perdure.cli.app import run_command
-from perdure.launch.catalog import BASELINE, find_source, flatten, list_profiles, load_profile
+from perdure.launch.catalog import BASELINE, describe_source, flatten, list_profiles, load_profile
 from perdure.launch.ssh.check import refuse_proxy
 from perdure.model.errors import ConfigError
 from perdure.model.platforms.profile import LaunchSection
@@ -23,7 +23,7 @@ def test_p8_each_fact_says_where_it_was_read_or_that_nobody_knows(name: str) -> 
 
     resolved = load_profile(name, NOWHERE)
     for key in flatten(msgspec.to_builtins(resolved.profile)):
-        source = find_source(resolved, key)
+        source = describe_source(resolved, key)
         if resolved.origins.get(key) == BASELINE or key == "overrides.DATA_DIR":
             assert source == ""
         assert not source or source == "source not known" or re.search(r"\(\d{4}-\d{2}", source)
@@ -38,11 +38,11 @@ def test_p8_a_fact_of_ones_own_and_a_changed_one_take_no_source_of_the_shipped(
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "mine.toml").write_text('base = "aws-spot"\nspot_grace = 60.0\n')
     mine, shipped = load_profile("mine", str(tmp_path)), load_profile("aws-spot", NOWHERE)
-    assert "docs.aws.amazon.com" in find_source(shipped, "spot_grace")
-    assert find_source(mine, "spot_grace") == ""
-    assert "docs.aws.amazon.com" in find_source(mine, "spot_available")
-    assert find_source(shipped, "teardown.how") == "source not known"
-    assert find_source(load_profile("kaggle", NOWHERE), "spot_grace") == "source not known"
+    assert "docs.aws.amazon.com" in describe_source(shipped, "spot_grace")
+    assert describe_source(mine, "spot_grace") == ""
+    assert "docs.aws.amazon.com" in describe_source(mine, "spot_available")
+    assert describe_source(shipped, "teardown.how") == "source not known"
+    assert describe_source(load_profile("kaggle", NOWHERE), "spot_grace") == "source not known"
 
 
 def test_p8_profiles_show_the_sources(

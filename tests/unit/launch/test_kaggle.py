@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from perdure.launch.catalog import load_profile
-from perdure.launch.notebook import cells, fetch, find_state, render, run, submit
+from perdure.launch.notebook import cells, fetch, query_state, render, run, submit
 from perdure.launch.platforms import Here
 from perdure.launch.records import read_record
 from perdure.model.errors import ConfigError, PlatformError
@@ -108,7 +108,7 @@ def test_the_first_session_and_the_next(plan: Plan, service: Kaggle) -> None:
     assert json.loads((folder / "kernel-metadata.json").read_text())["kernel_sources"] == []
     assert record.id == "ada/perdure-gpt"
     service.say("status", "RUNNING")
-    assert find_state(record, service.here).state == "running"
+    assert query_state(record, service.here).state == "running"
     with pytest.raises(ConfigError, match="is running"):
         submit(plan, service.here)
     service.leave(state="stopped", reason="the walltime is near", next="requeue", session=1)
@@ -145,14 +145,14 @@ def launched(plan: Plan, service: Kaggle) -> LaunchRecord:
 
 def test_how_it_ended_is_said_by_what_it_left(plan: Plan, service: Kaggle) -> None:
     record = launched(plan, service)
-    done = find_state(record, service.here)
+    done = query_state(record, service.here)
     assert (done.state, done.code, done.attempt) == ("ended", 0, 2)
     service.leave(state="refused", reason="accelerator: sees no GPU", session=2)
-    refused = find_state(record, service.here)  # Kaggle calls it complete.
+    refused = query_state(record, service.here)  # Kaggle calls it complete.
     assert (refused.state, refused.code) == ("ended", 1)
     assert "sees no GPU" in refused.reason
     service.leave(state="stopped", reason="goes on from step 40", next="requeue", session=2)
-    assert "perdure launch" in find_state(record, service.here).reason
+    assert "perdure launch" in query_state(record, service.here).reason
 
 
 def test_what_reaches_a_session(
@@ -171,14 +171,14 @@ def test_what_reaches_a_session(
 
 def test_a_session_that_left_nothing(plan: Plan, service: Kaggle) -> None:
     record = launched(plan, service)
-    find_state(record, service.here)
+    query_state(record, service.here)
     (service.root / "output" / "gpt" / "status.json").unlink()
     service.say("status", "ERROR:Your notebook was stopped because it ran out of memory")
-    state = find_state(record, service.here)
+    state = query_state(record, service.here)
     assert state.state == "killed"
     assert "out of memory" in state.reason
     service.say("status", "")
-    assert find_state(record, service.here).state == "not-started"
+    assert query_state(record, service.here).state == "not-started"
 
 
 def test_an_answer_that_is_none_says_nothing_of_the_job(plan: Plan, service: Kaggle) -> None:
@@ -187,7 +187,7 @@ def test_an_answer_that_is_none_says_nothing_of_the_job(plan: Plan, service: Kag
     for broken in (output, "print('503 Server Error')\nraise SystemExit(1)"):
         (service.root / "kaggle.py").write_text(broken)
         with pytest.raises(PlatformError, match="503"):
-            find_state(record, service.here)
+            query_state(record, service.here)
 
 
 def test_who_asks_how_it_is_changes_nothing_that_was_brought_home(
@@ -198,7 +198,7 @@ def test_who_asks_how_it_is_changes_nothing_that_was_brought_home(
     fetch(record, service.here)
     fetched = Path(record.roots["job"], "status.json")
     before = fetched.stat()
-    find_state(record, service.here)
+    query_state(record, service.here)
     assert (fetched.stat().st_ino, fetched.stat().st_mtime_ns) == (
         before.st_ino,
         before.st_mtime_ns,
@@ -220,4 +220,4 @@ def test_on_colab_a_person_is_told_what_to_do(service: Kaggle, tmp_path: Path) -
     assert any("Run all" in line for line in service.told)
     assert not (service.root / "calls").exists()
     with pytest.raises(PlatformError, match="Colab"):
-        find_state(record, service.here)
+        query_state(record, service.here)

@@ -189,13 +189,13 @@ def test_the_place_is_checked_for_what_the_manifests_refer_to(cluster: Cluster) 
 
 def test_states_by_the_server_and_what_says_nothing_of_the_job(cluster: Cluster) -> None:
     cluster(job=JOB, pods=[RUNNING])
-    assert platform.find_state(record(), HERE).state == "running"
+    assert platform.query_state(record(), HERE).state == "running"
     cluster()
-    gone = platform.find_state(record(), HERE)
+    gone = platform.query_state(record(), HERE)
     assert (gone.state, gone.reason.split(":")[0]) == ("killed", "cancelled")
     cluster(unreachable="Unable to connect to the server: dial tcp: connection refused")
     with pytest.raises(PlatformError, match="connection refused"):
-        platform.find_state(record(), HERE)
+        platform.query_state(record(), HERE)
 
 
 def test_a_jobset_is_as_the_job_that_it_has_made(cluster: Cluster) -> None:
@@ -204,13 +204,13 @@ def test_a_jobset_is_as_the_job_that_it_has_made(cluster: Cluster) -> None:
     (made,) = kinds["JobSet"]["spec"]["replicatedJobs"]
     assert made["template"]["metadata"]["labels"]["perdure.dev/job"] == "gpt"
     read = cluster(jobs=[JOB], pods=[RUNNING])
-    assert platform.find_state(record(shape="jobset"), HERE).state == "running"
+    assert platform.query_state(record(shape="jobset"), HERE).state == "running"
     asked = [words for words, _ in read()["calls"] if "jobs" in words]
     assert "perdure.dev/job=gpt" in asked[0]
     cluster(jobset={"kind": "JobSet"})  # Just created: its controller has not come to it.
-    assert platform.find_state(record(shape="jobset"), HERE).state == "waiting"
+    assert platform.query_state(record(shape="jobset"), HERE).state == "waiting"
     cluster()
-    assert platform.find_state(record(shape="jobset"), HERE).state == "killed"
+    assert platform.query_state(record(shape="jobset"), HERE).state == "killed"
 
 
 def test_what_a_pod_waits_for_is_asked_of_its_events(cluster: Cluster) -> None:
@@ -218,7 +218,7 @@ def test_what_a_pod_waits_for_is_asked_of_its_events(cluster: Cluster) -> None:
     event = {"involvedObject": {"name": "p"}, "reason": "FailedAttachVolume",
              "message": "Multi-Attach error for volume"}  # fmt: skip
     cluster(job=JOB, pods=[waiting], events=[event])
-    state = platform.find_state(record(), HERE)
+    state = platform.query_state(record(), HERE)
     assert state.state == "not-started"  # It was launched in 1970.
     assert "[K8S4]" in state.reason
 
@@ -292,10 +292,10 @@ def test_no_answer_is_waited_for_so_long_only(
     cluster(sleep_s=60)
     monkeypatch.setattr(client, "TIMEOUT_S", 0.5)
     with pytest.raises(PlatformError, match="no answer"):
-        platform.find_state(record(), HERE)
+        platform.query_state(record(), HERE)
 
 
 def test_without_kubectl_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PlatformError, match="no kubectl"):
-        platform.find_state(record(), HERE)
+        platform.query_state(record(), HERE)

@@ -8,8 +8,8 @@ from msgspec import structs
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.kubernetes import check_claim, check_nodes, compare_version, judge, render
-from perdure.launch.kubernetes.manifest import find_name
-from perdure.launch.kubernetes.pod import decide_code, find_role
+from perdure.launch.kubernetes.manifest import name_objects
+from perdure.launch.kubernetes.pod import decide_code, read_pod_role
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.platforms.kubernetes import (
@@ -133,7 +133,7 @@ def test_an_image_by_tag_is_told_of_and_none_is_refused() -> None:
 
 
 def test_names_are_labels_and_two_jobs_stay_two() -> None:
-    names = [find_name(JobSpec(name=name, script="t.py")) for name in
+    names = [name_objects(JobSpec(name=name, script="t.py")) for name in
              ("gpt", "a.b", "a_b", "GPT", "7b", "x" * 63)]  # fmt: skip
     assert names[0] == "gpt"
     assert len(set(names)) == len(names)
@@ -282,7 +282,7 @@ def test_a_pod_that_is_told_to_go_comes_again_unless_the_job_is_done() -> None:
 
 
 def test_the_role_of_a_pod() -> None:
-    assert find_role({}) == "first"
-    assert find_role({"JOB_COMPLETION_INDEX": "0"}) == "first"
-    assert find_role({"JOB_COMPLETION_INDEX": "2"}) == "node"
-    assert find_role({"PERDURE_POD_ROLE": "node"}) == "node"
+    assert read_pod_role({}) == "first"
+    assert read_pod_role({"JOB_COMPLETION_INDEX": "0"}) == "first"
+    assert read_pod_role({"JOB_COMPLETION_INDEX": "2"}) == "node"
+    assert read_pod_role({"PERDURE_POD_ROLE": "node"}) == "node"

@@ -18,8 +18,8 @@ from msgspec import structs
 from perdure.launch.catalog import load_profile
 from perdure.launch.kubernetes import render
 from perdure.launch.kubernetes.linter import lint_manifests
-from perdure.launch.kubernetes.manifest import find_added, make_added, make_reader
-from perdure.launch.kubernetes.pod import Pod, find_person
+from perdure.launch.kubernetes.manifest import list_added_jobs, make_added, make_reader
+from perdure.launch.kubernetes.pod import Pod, make_user_variables
 from perdure.launch.kubernetes.security import find_violations
 from perdure.model.job import JobSpec, LaunchConfig
 from perdure.model.platforms.kubernetes import KubernetesSection
@@ -118,7 +118,7 @@ def make_pods(nodes: int = 1, **section: Any) -> list[Any]:
     record = LaunchRecord(job="gpt", profile=profile, place="/checkpoints/launched/gpt", id="gpt",
                           home="/checkpoints/state", python="python3")  # fmt: skip
     found = [one for text in plan.files.values() for one in yaml.safe_load_all(text)]
-    found += [make_added(spec, profile, name) for name in find_added(spec, nodes + 1)]
+    found += [make_added(spec, profile, name) for name in list_added_jobs(spec, nodes + 1)]
     found.append(make_reader(record, "reader"))
     pods: list[Any] = []
 
@@ -214,8 +214,8 @@ def test_d5_nothing_is_asked_for_where_the_image_decides() -> None:
 
 def test_d5_a_user_without_a_name_has_a_home_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert find_person({"HOME": "/"}) == {"HOME": "/tmp", "USER": "perdure"}
-    assert find_person({"HOME": "/nonexistent", "USER": "ada"})["USER"] == "ada"
+    assert make_user_variables({"HOME": "/"}) == {"HOME": "/tmp", "USER": "perdure"}
+    assert make_user_variables({"HOME": "/nonexistent", "USER": "ada"})["USER"] == "ada"
 
 
 def test_d5_a_volume_that_may_not_be_written_is_one_clear_line(

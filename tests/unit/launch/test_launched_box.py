@@ -32,7 +32,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def wait_state(folder: Path, state: str) -> None:
-    wait_until(lambda: box.find_state(str(folder))["state"] == state)
+    wait_until(lambda: box.read_job_state(str(folder))["state"] == state)
 
 
 def wait_child(folder: Path, attempt: int = 1) -> int:
@@ -45,20 +45,20 @@ def wait_child(folder: Path, attempt: int = 1) -> int:
 
 
 def test_exit_code_and_signal_are_written_down_exactly(tmp_path: Path) -> None:
-    assert box.find_state(str(tmp_path))["state"] == "not-started"
+    assert box.read_job_state(str(tmp_path))["state"] == "not-started"
     assert supervise(tmp_path, "raise SystemExit(37)").wait(30) == 37
-    found = box.find_state(str(tmp_path))
+    found = box.read_job_state(str(tmp_path))
     assert (found["state"], found["code"], found["signal"]) == ("ended", 37, 0)
     runner = supervise(tmp_path, "import time; time.sleep(60)")
     os.kill(wait_child(tmp_path, attempt=2), signal.SIGKILL)
     assert runner.wait(30) == 137
-    found = box.find_state(str(tmp_path))
+    found = box.read_job_state(str(tmp_path))
     assert (found["code"], found["signal"], found["attempt"]) == (0, 9, 2)
 
 
 def test_a_job_that_cannot_be_started_says_why(tmp_path: Path) -> None:
     assert supervise(tmp_path, "pass", cwd=str(tmp_path / "gone")).wait(30) == box.REFUSED
-    found = box.find_state(str(tmp_path))
+    found = box.read_job_state(str(tmp_path))
     assert (found["state"], found["code"]) == ("ended", box.REFUSED)
     assert "cannot be started" in found["reason"]
     assert "gone" in found["reason"]
@@ -78,7 +78,7 @@ def test_who_is_gone_and_who_goes_on_is_told_apart(tmp_path: Path) -> None:
     start = box.read(str(tmp_path), "start.json")
     assert start is not None
     box.write(str(tmp_path), "start.json", start | {"boot_id": "another"})
-    assert box.find_state(str(tmp_path))["state"] == "rebooted"
+    assert box.read_job_state(str(tmp_path))["state"] == "rebooted"
 
 
 CGROUP = Path("/sys/fs/cgroup/memory")
@@ -101,7 +101,7 @@ def test_who_was_killed_for_memory_is_told_from_who_was_killed(tmp_path: Path) -
             document = {"command": [sys.executable, "-c", code], "cwd": str(tmp_path)}
             (tmp_path / "settings.json").write_text(json.dumps(document))
             assert subprocess.run(["sh", "-c", script], timeout=60).returncode == 137
-            found = box.find_state(str(tmp_path))
+            found = box.read_job_state(str(tmp_path))
             assert (found["state"], found["signal"]) == ("ended", 9)
             assert ("out of memory" in found["reason"]) is signs
     finally:
@@ -133,7 +133,7 @@ def test_one_run_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("BUSY", "")
-    assert box.find_cuda() == "12.4"
+    assert box.read_cuda_version() == "12.4"
     devices, locks = box.take_devices(1)
     assert devices == "GPU-a"
     other, more = box.take_devices(1)
@@ -186,4 +186,4 @@ def test_the_end_of_an_earlier_attempt_is_not_that_of_the_one_that_runs(tmp_path
     start["pid_start"] = box.start_time(os.getpid())
     box.write(str(tmp_path), "start.json", start)
     box.write(str(tmp_path), "exit.json", {"attempt": 1, "code": 0, "at": 0.5})
-    assert box.find_state(str(tmp_path))["state"] == "running"
+    assert box.read_job_state(str(tmp_path))["state"] == "running"

@@ -19,12 +19,12 @@ from msgspec import structs
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.notebook import cells, render
-from perdure.launch.notebook.sitting import (
+from perdure.launch.notebook.runner import (
+    compute_time_left,
     decide_next,
-    find_newest,
-    find_stamps,
-    find_time_left,
     keep,
+    read_newest_step,
+    read_stamps,
     record,
 )
 from perdure.launch.runs import STUCK_RUNS, Run, decide
@@ -80,7 +80,7 @@ class Service:
         self.settings |= {"service": name, "internet_url": (root / "web").as_uri()}
         (root / "web").touch()
         self.space["PROBE"] = GOOD
-        self.space["find_began"] = lambda ceiling: 0.0
+        self.space["read_session_start_s"] = lambda ceiling: 0.0
         self.durable = root / "durable" / "gpt"
 
     def run(self, *cells: str) -> None:
@@ -161,7 +161,7 @@ def test_checkpoints_reach_drive_by_way_of_the_own_disk(project: Path, tmp_path:
     assert remote.list_names() == ["step-00000100"]
     there = tmp_path / "drive" / "gpt" / "checkpoints"  # Where the session looks for them.
     assert sorted(p.name for p in there.iterdir()) == ["latest", "step-00000100"]
-    assert find_newest(there.parent) == 100
+    assert read_newest_step(there.parent) == 100
 
 
 def test_kaggle_goes_on_from_what_the_version_before_left(
@@ -265,7 +265,9 @@ def test_the_sitting_is_run_and_shown(
 
 
 def test_what_a_sitting_leaves(tmp_path: Path) -> None:
-    assert find_time_left({"began_s": 50.0, "session_max_s": 100, "stop_before_s": 30}, 60.0) == 60
+    assert (
+        compute_time_left({"began_s": 50.0, "session_max_s": 100, "stop_before_s": 30}, 60.0) == 60
+    )
     run = Run(job="gpt", restart=0, state="stopped", code=0, checkpoint=40, warned=True)
     record(tmp_path, run, 1, *decide(run, [], 9))
     status = json.loads((tmp_path / "status.json").read_text())
@@ -362,7 +364,7 @@ def test_a_sitting_warns_itself_before_the_ceiling(
     (tmp_path / "session.json").write_text(json.dumps(settings))
     monkeypatch.setenv("PERDURE_HOME", str(home))
     script = (
-        "import sys; from perdure.launch.notebook.sitting import main;"
+        "import sys; from perdure.launch.notebook.runner import main;"
         f"sys.executable = {str(python)!r}; sys.exit(main({str(tmp_path / 'session.json')!r}))"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
@@ -396,7 +398,7 @@ def test_what_a_script_writes_into_its_project_outlives_the_session(
     for name in ("train.py", "notes.txt", "runs/old.log"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("sent")
-    sent = find_stamps(project)
+    sent = read_stamps(project)
     for name in ("checkpoints/best.pth", "notes.txt", "runs/new.log", "__pycache__/train.pyc"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("written by the script")

@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from perdure.cli.platforms.profiles import find_meanings, render_danger
+from perdure.cli.platforms.profiles import read_key_meanings, render_danger
 from perdure.launch.catalog import flatten, list_profiles, load_profile, overlay
 from perdure.launch.lint import check_plan, find_tier
 from perdure.launch.platforms import render_job
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec, LaunchConfig
-from perdure.model.platforms.profile import find_unmeasured
+from perdure.model.platforms.profile import list_unmeasured
 
 
 def write(home: Path, name: str, text: str) -> None:
@@ -33,7 +33,7 @@ def test_every_shipped_profile_is_whole_and_says_what_it_costs() -> None:
 
 def test_every_key_is_documented_where_it_is_defined() -> None:
     keys = set(flatten(msgspec.to_builtins(load_profile("local", "/nonexistent").profile)))
-    assert keys - set(find_meanings()) == set()
+    assert keys - set(read_key_meanings()) == set()
 
 
 def test_a_diff_says_only_what_differs(tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_bases_in_a_circle_and_names_that_are_not_there(tmp_path: Path) -> None:
 
 def test_measured_values_take_the_place_of_host_dependent_ones() -> None:
     resolved = load_profile("generic-ssh", "/nonexistent")
-    assert "inode_cap" in find_unmeasured(resolved.profile)
+    assert "inode_cap" in list_unmeasured(resolved.profile)
     measured = overlay(resolved, {"inode_cap": 1000, "launch.host": "h"}, "measured")
-    assert "inode_cap" not in find_unmeasured(measured.profile)
+    assert "inode_cap" not in list_unmeasured(measured.profile)
     assert measured.origins["inode_cap"] == "measured"
     assert flatten({"launch": {"host": "h"}}) == {"launch.host": "h"}
 

@@ -17,11 +17,11 @@ from perdure.launch.kubernetes.client import PodChannel
 from perdure.launch.kubernetes.fetching import fetch
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
-from perdure.launch.results.gate import find_neighbours, find_obstacles
+from perdure.launch.results.gate import find_obstacles, list_neighbours
 from perdure.launch.results.pulling import (
     compare_files,
-    find_loadable,
     group_files,
+    list_loadable,
     pull_files,
     read_manifest,
     read_verified,
@@ -92,7 +92,7 @@ def test_files_are_pulled_by_label_and_first_folder(tmp_path: Path) -> None:
         ("job", ""): ["journal.jsonl"],
         ("outputs/runs", "a"): ["a/best.pth"],
     }
-    found = find_loadable(tmp_path, manifest)
+    found = list_loadable(tmp_path, manifest)
     assert found == [str(tmp_path / NAMES[0]), str(tmp_path / NAMES[2])]
 
 
@@ -209,10 +209,10 @@ def test_the_gate_is_shut_by_other_jobs_of_the_same_box(
     mine = launched("gpt", "box")
     others = [launched("bert", "box"), launched("far", "elsewhere")]
     others.append(launched("old", "box", torn_down_s=1.0))
-    assert [r.job for r in find_neighbours(mine, [mine, *others])] == ["bert"]
+    assert [r.job for r in list_neighbours(mine, [mine, *others])] == ["bert"]
     wide = launched("wide", "first", others=(launched("wide", "box"),))
-    assert [r.job for r in find_neighbours(mine, [mine, wide])] == ["wide"]
-    assert [r.job for r in find_neighbours(wide, [mine, wide, others[1]])] == ["gpt"]
+    assert [r.job for r in list_neighbours(mine, [mine, wide])] == ["wide"]
+    assert [r.job for r in list_neighbours(wide, [mine, wide, others[1]])] == ["gpt"]
     for record in (mine, *others):
         write_record(str(tmp_path), record)
     said = {"gpt": [], "bert": [Finding("error", "nothing was pulled", "perdure pull bert DIR")]}

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from perdure.launch.catalog import load_profile, overlay
-from perdure.launch.platforms import find_platform
-from perdure.launch.ssh.check import check_room, measure_project
+from perdure.launch.platforms import load_platform
+from perdure.launch.ssh.check import check_free_space, measure_project
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.platforms.launching import Plan
@@ -17,7 +17,7 @@ from perdure.model.platforms.launching import Plan
 
 def render(spec: JobSpec, **values: object) -> Plan:
     profile = overlay(load_profile("generic-ssh", "/nonexistent"), values, "test").profile
-    return find_platform("ssh").render(spec, profile)
+    return load_platform("ssh").render(spec, profile)
 
 
 def make(**fields: object) -> JobSpec:
@@ -99,7 +99,7 @@ def test_a_project_that_does_not_fit_is_not_sent(tmp_path: Path) -> None:
 
     def judge(**free: int) -> list[str]:
         room = {"path": "/d", "free_bytes": 10_000, "inodes": 100, "free_inodes": 50, **free}
-        return [f.trap for f in check_room(room, whole) if f.level == "error"]
+        return [f.trap for f in check_free_space(room, whole) if f.level == "error"]
 
     assert judge() == []
     assert judge(free_bytes=5_004) == ["U6"]

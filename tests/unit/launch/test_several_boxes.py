@@ -11,9 +11,9 @@ import pytest
 
 from perdure.launch.catalog import load_profile, overlay
 from perdure.launch.platforms import place_job
-from perdure.launch.results.pulling import find_owners
+from perdure.launch.results.pulling import map_owners
 from perdure.launch.ssh import box, boxes, render
-from perdure.launch.ssh.submit import find_roots
+from perdure.launch.ssh.submit import list_roots
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
 from perdure.model.platforms.launching import LaunchRecord, Plan
@@ -54,7 +54,7 @@ def test_one_disk_of_all_boxes_takes_the_checkpoints() -> None:
     plan = make_plan(shared=True)
     url = json.loads(plan.files["job.json"])["checkpoint"]["url"]
     assert url == "$DURABLE_DIR/checkpoints/gpt"
-    roots = find_roots(plan, "/h/perdure/gpt", "/h/perdure/state", "/mnt/nfs")
+    roots = list_roots(plan, "/h/perdure/gpt", "/h/perdure/state", "/mnt/nfs")
     assert roots["checkpoints"] == "/mnt/nfs/checkpoints/gpt"
     assert "share no disk" in " ".join(f.text for f in make_plan().findings)
 
@@ -98,7 +98,9 @@ class Door:
         if " reach " not in script:
             return boxes.Listening(port, self.interfaces[self.name])
         wanted = json.loads(script.split(" reach ", 1)[1].strip("'"))
-        return {door: door.rsplit(":", 1)[0] in self.reach[self.name] for door in wanted}
+        return {
+            listener: listener.rsplit(":", 1)[0] in self.reach[self.name] for listener in wanted
+        }
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def test_files_of_a_further_box_are_pulled_under_its_name() -> None:
     others = (make("b", "/d/gpt+b"), make("c", "/d/gpt+c", gone=True))
     record = make("a", "/d/gpt", others=others)
     assert [box.box for box in record.boxes] == ["a", "b"]
-    assert {label: (owner.box, name) for label, (owner, name) in find_owners(record).items()} == {
+    assert {label: (owner.box, name) for label, (owner, name) in map_owners(record).items()} == {
         "launch": ("a", "launch"),
         "project": ("a", "project"),
         "data": ("a", "data"),

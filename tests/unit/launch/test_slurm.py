@@ -23,9 +23,9 @@ from perdure.model.platforms.slurm import (
     explain_attempt,
     explain_attempts,
     explain_rows,
-    find_job_id,
     join_ends,
     list_tasks,
+    parse_job_id,
     parse_sacct,
     parse_scontrol,
     parse_time_limit,
@@ -166,8 +166,8 @@ def test_a_time_limit_that_is_none() -> None:
 
 
 def test_the_job_id_below_a_login_banner() -> None:
-    assert find_job_id(["Welcome 2 n1", "", "4711;cluster"]) == "4711"
-    assert find_job_id(["sbatch: error: 12"]) == ""
+    assert parse_job_id(["Welcome 2 n1", "", "4711;cluster"]) == "4711"
+    assert parse_job_id(["sbatch: error: 12"]) == ""
 
 
 def test_the_script_asks_for_what_the_profile_says() -> None:

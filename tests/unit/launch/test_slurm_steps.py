@@ -46,7 +46,7 @@ def debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[st
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.setattr(batch, "resolve", lambda name: list(known.get(name, [])))
-    monkeypatch.setattr(batch, "find_route", lambda other: f"to {other}")
+    monkeypatch.setattr(batch, "read_route_address", lambda other: f"to {other}")
     return known
 
 
@@ -63,24 +63,24 @@ def test_p4_else_the_interface_is_taken_that_leads_to_the_others(
     debian: dict[str, list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "n1").write_text("NodeName=n1 NodeAddr=n1\n")
-    assert batch.find_addresses(["n1", "n2"]) == ["to 10.0.0.2", "10.0.0.2"]
+    assert batch.resolve_addresses(["n1", "n2"]) == ["to 10.0.0.2", "10.0.0.2"]
 
 
 def test_p4_a_node_that_nobody_can_reach_is_one_clear_line(debian: dict[str, list[str]]) -> None:
     with pytest.raises(PlatformError, match=r"node n3 has no address for the others.*127\.0\.1\.1"):
-        batch.find_addresses(["n2", "n3"])
+        batch.resolve_addresses(["n2", "n3"])
     with pytest.raises(PlatformError, match="node n9 has no address"):
-        batch.find_addresses(["n2", "n9"])
+        batch.resolve_addresses(["n2", "n9"])
 
 
 def test_p4_nodes_that_are_all_here_stay_on_loopback(debian: dict[str, list[str]]) -> None:
     debian["n2"] = ["127.0.1.1"]
     debian["n1.lan"] = ["127.0.0.1"]
-    assert all(one.startswith("127.") for one in batch.find_addresses(["n1", "n3"]))
+    assert all(one.startswith("127.") for one in batch.resolve_addresses(["n1", "n3"]))
 
 
 def test_p4_a_route_is_found_without_sending_anything() -> None:
-    assert batch.find_route("127.0.0.1") == "127.0.0.1"
+    assert batch.read_route_address("127.0.0.1") == "127.0.0.1"
 
 
 def test_p4_gloo_is_told_the_interface_where_a_name_may_be_loopback(
@@ -91,7 +91,7 @@ def test_p4_gloo_is_told_the_interface_where_a_name_may_be_loopback(
         placement, "list_interfaces", lambda: [("lo", "127.0.0.1"), ("eth1", "10.0.0.1")]
     )
     spec = JobSpec(script="t.py")
-    find = placement.find_gloo_interface
+    find = placement.choose_gloo_interface
     assert find(spec, {"PERDURE_NODE_ADDRESS": "10.0.0.1"}) == "eth1"
     assert find(spec, {"PERDURE_NODE_ADDRESS": "10.0.0.9"}) == ""
     assert find(spec, {"PERDURE_NODE_ADDRESS": "127.0.0.1"}) == find(spec, {}) == ""

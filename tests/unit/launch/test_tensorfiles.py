@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perdure.launch.results.pulling import look_into
-from perdure.launch.results.tensorfiles import find_missing, read_safetensors
+from perdure.launch.results.tensorfiles import list_missing_files, read_safetensors
 from perdure.launch.ssh.results import hash_file
 from perdure.model.platforms.launching import PulledFile, PullManifest
 
@@ -69,18 +69,18 @@ def test_an_index_names_what_is_missing_and_nothing_elsewhere(tmp_path: Path) ->
     write(tmp_path / "model-1.safetensors", TWO)
     shards = {"a": "model-1.safetensors", "c": "model-1.safetensors", "d": "model-2.safetensors"}
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": shards}))
-    assert find_missing(index) == [
+    assert list_missing_files(index) == [
         "tensor 'c' is not in model-1.safetensors",
         "model-2.safetensors with 1 tensors is missing",
     ]
     for shard in ("../x.safetensors", "/etc/passwd", "", "..", 7):
         index.write_text(json.dumps({"weight_map": {"a": shard}}))
         with pytest.raises(ValueError, match="no file beside it"):
-            find_missing(index)
+            list_missing_files(index)
     for text in ("[]", "{}", '{"weight_map": []}', "{" * 100_000):
         index.write_text(text)
         with pytest.raises(ValueError, match=r"."):
-            find_missing(index)
+            list_missing_files(index)
 
 
 def make_manifest(folder: Path) -> PullManifest:

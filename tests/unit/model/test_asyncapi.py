@@ -15,7 +15,7 @@ import pytest
 import perdure
 import perdure.model.bus.wire as wire
 from perdure.cli.app import run_command
-from perdure.model.bus.access import ROLES, find_access
+from perdure.model.bus.access import ROLES, build_access
 from perdure.model.bus.asyncapi import make_asyncapi
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,9 +75,9 @@ def test_every_subject_and_role_is_in_the_documentation() -> None:
 
 def test_only_operators_command_and_nobody_may_do_everything() -> None:
     commands = wire.subject_commands("a")
-    assert [r for r in ROLES if commands in find_access(r, "a").publish] == ["run", "operator"]
+    assert [r for r in ROLES if commands in build_access(r, "a").publish] == ["run", "operator"]
     for role in ROLES:
-        access = find_access(role, "a.b", 3 if role == "agent" else None)
+        access = build_access(role, "a.b", 3 if role == "agent" else None)
         for subject in (*access.publish, *access.subscribe):
             assert subject not in (">", "*", "$JS.API.>", "perdure.>")
             assert "a.b" not in subject

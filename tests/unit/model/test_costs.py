@@ -23,9 +23,9 @@ def test_any_figure_changes_the_fingerprint() -> None:
 def test_links_that_were_not_measured_are_named() -> None:
     profile = make_profile([1.0], links=False)
     with pytest.raises(MeasureError, match="no transfer across nodes"):
-        profile.find_transfer("cluster")
+        profile.estimate_transfer("cluster")
     with pytest.raises(MeasureError, match="no all-reduce over 3 devices within a node"):
-        profile.find_all_reduce("node", 3)
+        profile.estimate_all_reduce("node", 3)
 
 
 def test_groups_smaller_than_the_smallest_measured_are_not_guessed() -> None:
@@ -33,11 +33,11 @@ def test_groups_smaller_than_the_smallest_measured_are_not_guessed() -> None:
         "m", "x", 0, make_profile([1.0]).blocks, (), (AllReduce("cluster", 4, 1e-3, 1e9),)
     )
     with pytest.raises(MeasureError, match="over 2 devices across nodes"):
-        profile.find_all_reduce("cluster", 2)
+        profile.estimate_all_reduce("cluster", 2)
 
 
 def test_between_two_sizes_the_cost_lies_between_theirs() -> None:
-    cost = make_profile([1.0]).find_all_reduce("cluster", 5)
+    cost = make_profile([1.0]).estimate_all_reduce("cluster", 5)
     assert cost.latency_s == pytest.approx((2e-4 + 14e-4) / 2)
     assert 1 / cost.bytes_per_s == pytest.approx((1 / 10e9 + 1 / 5.7e9) / 2)
 
@@ -50,7 +50,7 @@ def test_beyond_the_largest_a_ring_is_assumed_and_said() -> None:
         return AllReduce("cluster", n, 2 * (n - 1) * message_s, link * n / (2 * (n - 1)))
 
     profile = CostProfile("m", "x", 0, make_profile([1.0]).blocks, (), (ring(4),))
-    far, wanted = profile.find_all_reduce("cluster", 64), ring(64)
+    far, wanted = profile.estimate_all_reduce("cluster", 64), ring(64)
     assert far.latency_s == pytest.approx(wanted.latency_s)
     assert far.bytes_per_s == pytest.approx(wanted.bytes_per_s)
     assert profile.is_extrapolated("cluster", 64)

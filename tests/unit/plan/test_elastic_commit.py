@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from perdure.plan.elastic.commit import FRESH, Standing, decide_reformation
+from perdure.plan.elastic.commit import FRESH, MemberProgress, decide_reformation
 from perdure.plan.elastic.microbatches import assign
 
 Content = frozenset[int]
@@ -13,25 +13,27 @@ Content = frozenset[int]
 
 
 def test_survivors_before_the_same_step_redo_only_what_is_missing() -> None:
-    plan = decide_reformation(4, {0: Standing(7, (0,)), 2: Standing(7, (3,), True)})
+    plan = decide_reformation(4, {0: MemberProgress(7, (0,)), 2: MemberProgress(7, (3,), True)})
     assert (plan.step, plan.forward, plan.fresh) == (7, (), ())
     assert plan.todo == {0: (1,), 2: (2,)}
     assert plan.redone == 2
 
 
 def test_whoever_is_behind_rolls_forward() -> None:
-    plan = decide_reformation(4, {0: Standing(7, (0, 1), True), 2: Standing(8, (2,), True)})
+    plan = decide_reformation(
+        4, {0: MemberProgress(7, (0, 1), True), 2: MemberProgress(8, (2,), True)}
+    )
     assert (plan.step, plan.donors, plan.forward, plan.holder) == (8, (2,), (0,), 2)
     assert plan.todo == {0: (0, 1), 2: (3,)}
 
 
 def test_who_has_only_just_joined_gives_its_state_instead() -> None:
-    plan = decide_reformation(2, {0: Standing(7, (0,), True), 5: Standing(8)})
+    plan = decide_reformation(2, {0: MemberProgress(7, (0,), True), 5: MemberProgress(8)})
     assert (plan.step, plan.donors, plan.forward, plan.fresh) == (8, (5,), (), (0,))
 
 
 def test_a_new_world_takes_the_state_of_its_first_rank() -> None:
-    plan = decide_reformation(4, {r: Standing(FRESH) for r in (0, 1, 2)})
+    plan = decide_reformation(4, {r: MemberProgress(FRESH) for r in (0, 1, 2)})
     assert (plan.step, plan.donors, plan.fresh) == (0, (0,), (1, 2))
     assert plan.todo == assign(4, [0, 1, 2])
 
@@ -120,9 +122,9 @@ class Model:
 
     def reform(self, world: World, alive: dict[int, Rank]) -> World:
         standings = {
-            rank: Standing(FRESH)
+            rank: MemberProgress(FRESH)
             if me.history is None
-            else Standing(len(me.history), me.done, me.kept is not None)
+            else MemberProgress(len(me.history), me.done, me.kept is not None)
             for rank, me in alive.items()
         }
         plan = decide_reformation(self.count, standings)

@@ -10,12 +10,12 @@ from perdure.model.errors import ConfigError
 from perdure.plan.elastic.microbatches import (
     assign,
     cover,
-    find_parent,
-    find_root,
-    find_sibling,
     leaves_of,
+    parent_of,
     plan_batches,
     reassign,
+    root_of,
+    sibling_of,
 )
 
 
@@ -59,8 +59,8 @@ def test_a_cover_is_exact_and_as_coarse_as_can_be(count: int, data: st.DataObjec
     nodes = cover(held, count)
     assert sorted(itertools.chain(*(leaves_of(n, count) for n in nodes))) == sorted(held)
     for node in nodes:
-        sibling = find_sibling(node, count)
-        assert node == find_root(count) or (sibling is not None and sibling not in nodes)
+        sibling = sibling_of(node, count)
+        assert node == root_of(count) or (sibling is not None and sibling not in nodes)
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 3), min_size=20, max_size=20))
@@ -77,11 +77,11 @@ def test_the_order_of_addition_does_not_depend_on_who_held_what(count: int, by: 
     for rank in range(4):
         mine = [m for m in range(count) if by[m] == rank]
         sums |= {node: text(node) for node in cover(mine, count)}
-    while find_root(count) not in sums:
+    while root_of(count) not in sums:
         node = min(sums)
-        sibling, value = find_sibling(node, count), sums.pop(node)
+        sibling, value = sibling_of(node, count), sums.pop(node)
         if sibling is not None:
             pair = sorted([(node, value), (sibling, sums.pop(sibling))])
             value = f"({pair[0][1]}+{pair[1][1]})"
-        sums[find_parent(node)] = value
-    assert sums[find_root(count)] == text(find_root(count))
+        sums[parent_of(node)] = value
+    assert sums[root_of(count)] == text(root_of(count))

@@ -10,8 +10,8 @@ from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.shards import (
     NO_LINE,
     Shard,
+    ShardProgress,
     ShardReformation,
-    ShardStanding,
     Snapshot,
     Source,
     decide_shards,
@@ -23,14 +23,14 @@ from perdure.plan.elastic.shards import (
 LENGTHS = (1, 2, 5, 7, 12)
 
 
-def stand(shard: Shard, applied: int = 7, **more: object) -> ShardStanding:
-    standing = ShardStanding(node="a", applied=applied, line=0, shards=(shard,))
+def stand(shard: Shard, applied: int = 7, **more: object) -> ShardProgress:
+    standing = ShardProgress(node="a", applied=applied, line=0, shards=(shard,))
     return msgspec_replace(standing, **more)
 
 
-def msgspec_replace(standing: ShardStanding, **more: object) -> ShardStanding:
+def msgspec_replace(standing: ShardProgress, **more: object) -> ShardProgress:
     fields = {name: getattr(standing, name) for name in standing.__struct_fields__}
-    return ShardStanding(**(fields | more))
+    return ShardProgress(**(fields | more))
 
 
 def lay_out(members: list[int], minimum: int) -> dict[int, Shard]:
@@ -215,7 +215,7 @@ class Model:
 
     def reform(self, world: World, alive: dict[int, Member]) -> World:
         standings = {
-            m: ShardStanding(
+            m: ShardProgress(
                 node="a",
                 applied=FRESH if me.fresh else len(me.content),
                 line=me.line,

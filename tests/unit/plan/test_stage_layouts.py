@@ -10,7 +10,7 @@ from tests.profiles import make_profile
 
 from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.stage_choice import PlannedChoice
-from perdure.plan.elastic.stage_commit import Holder, StageSnapshot, StageStanding, decide_stages
+from perdure.plan.elastic.stage_commit import Holder, StageProgress, StageSnapshot, decide_stages
 from perdure.plan.elastic.stage_orders import plan_passes
 from perdure.plan.elastic.stages import (
     Choice,
@@ -19,8 +19,8 @@ from perdure.plan.elastic.stages import (
     Section,
     choose_balanced,
     cut_balanced,
-    find_rest,
     place,
+    remaining_layout,
 )
 from perdure.plan.pipeline.orders import order_interleaved
 from perdure.plan.pipeline.simulate import FREE, Pipe, simulate
@@ -38,9 +38,9 @@ def choose(
     return choose_balanced(MODEL, members, nodes, rest)
 
 
-def stand(section: Section, applied: int = 5, **more: object) -> StageStanding:
+def stand(section: Section, applied: int = 5, **more: object) -> StageProgress:
     fields = {"line": 0, "runs": (section,), "held": tuple(range(*section)), **more}
-    return StageStanding("a", applied, **fields)  # type: ignore[arg-type]
+    return StageProgress("a", applied, **fields)  # type: ignore[arg-type]
 
 
 def test_members_are_placed_so_that_they_hold_most() -> None:
@@ -61,7 +61,7 @@ def test_members_are_placed_so_that_they_hold_most() -> None:
             return sum(sizes[s] for m, s in enumerate(stages) if s in held[m])  # type: ignore
 
         best = max(gain(order) for order in itertools.permutations(deal))
-        assert gain([layout.find_place(m) for m in members]) == best
+        assert gain([layout.place_of(m) for m in members]) == best
 
 
 @pytest.mark.parametrize("size", range(1, 10))
@@ -103,7 +103,7 @@ def test_a_stage_without_a_copy_is_taken_over_with_the_fewest_bytes() -> None:
 
 def test_blocks_come_from_all_who_have_them() -> None:
     left = {m: stand(FIRST) for m in (0, 1)} | {m: stand(SECOND) for m in (2, 3)}
-    left[4] = StageStanding("a", FRESH)
+    left[4] = StageProgress("a", FRESH)
     plan = decide_stages(4, MODEL.sizes, choose, left)
     assert plan is not None
     assert plan.layout.shape in ("(3,2)", "(2,3)")
@@ -122,21 +122,21 @@ def test_a_lost_stage_takes_all_back_to_what_is_whole() -> None:
 
 
 def test_who_has_reduced_rolls_forward_by_itself() -> None:
-    left = {0: stand(FIRST, 5, ready=1), 1: stand(SECOND, 6, line=1), 4: StageStanding("a", FRESH)}
+    left = {0: stand(FIRST, 5, ready=1), 1: stand(SECOND, 6, line=1), 4: StageProgress("a", FRESH)}
     plan = decide_stages(4, MODEL.sizes, choose, left)
     assert plan is not None
     assert (plan.step, plan.line, plan.forward, plan.holder) == (6, 1, (0,), 1)
 
 
 def test_who_joins_before_the_first_step_rolls_nothing_forward() -> None:
-    left = {0: stand(FIRST, 0, line=-1), 1: stand(SECOND, 0, line=-1), 2: StageStanding("a", FRESH)}
+    left = {0: stand(FIRST, 0, line=-1), 1: stand(SECOND, 0, line=-1), 2: StageProgress("a", FRESH)}
     plan = decide_stages(4, MODEL.sizes, choose, left)
     assert plan is not None
     assert (plan.step, plan.forward, plan.fresh) == (0, (), False)
 
 
 def test_a_first_world_that_broke_begins_again_with_who_is_still_whole() -> None:
-    left = {1: stand(SECOND, 0, line=-1), 2: StageStanding("a", FRESH)}
+    left = {1: stand(SECOND, 0, line=-1), 2: StageProgress("a", FRESH)}
     plan = decide_stages(4, MODEL.sizes, choose, left)
     assert plan is not None
     assert (plan.step, plan.fresh, plan.plain) == (0, True, Holder(2))
@@ -157,11 +157,11 @@ def test_a_much_better_cut_is_worth_a_move() -> None:
 
 
 def test_what_is_left_of_a_layout_must_be_whole() -> None:
-    assert find_rest(6, [0, 1], {0: (FIRST,), 1: (SECOND,)}) == Layout(
+    assert remaining_layout(6, [0, 1], {0: (FIRST,), 1: (SECOND,)}) == Layout(
         (FIRST, SECOND), ((0,), (1,))
     )
-    assert find_rest(6, [0], {0: (FIRST,), 1: (SECOND,)}) is None
-    assert find_rest(6, [0, 1], {0: (FIRST,), 1: (Section(2, 6),)}) is None
+    assert remaining_layout(6, [0], {0: (FIRST,), 1: (SECOND,)}) is None
+    assert remaining_layout(6, [0, 1], {0: (FIRST,), 1: (Section(2, 6),)}) is None
 
 
 # --- interleaved ---------------------------------------------------------------------------------
@@ -181,12 +181,12 @@ def test_interleaved_places_take_turns_along_the_model() -> None:
 
 
 def test_what_is_left_of_an_interleaved_layout() -> None:
-    layout = find_rest(6, [0, 1, 2], {0: OUTER, 1: INNER, 2: OUTER})
+    layout = remaining_layout(6, [0, 1, 2], {0: OUTER, 1: INNER, 2: OUTER})
     assert layout is not None
     assert layout.sections == (OUTER[0], INNER[0], OUTER[1], INNER[1])
     assert (layout.copies, layout.runs) == (((0, 2), (1,)), (OUTER, INNER))
-    assert find_rest(6, [0, 2], {0: OUTER, 2: OUTER}) is None
-    assert find_rest(6, [0, 1], {0: OUTER, 1: INNER[:1]}) is None
+    assert remaining_layout(6, [0, 2], {0: OUTER, 2: OUTER}) is None
+    assert remaining_layout(6, [0, 1], {0: OUTER, 1: INNER[:1]}) is None
 
 
 def test_an_interleaved_ranks_blocks_come_from_copies_and_its_work_is_kept_by_stage() -> None:
@@ -198,7 +198,7 @@ def test_an_interleaved_ranks_blocks_come_from_copies_and_its_work_is_kept_by_st
     assert plan is not None
     assert (plan.moves, plan.passes.numbers) == ((), (1, 2, 3))
     assert plan.todo == {0: (1, 2, 3, 6, 7), 1: (2, 3, 6, 7)}
-    left[4] = StageStanding("a", FRESH)
+    left[4] = StageProgress("a", FRESH)
     joined = decide_stages(4, MODEL.sizes, balanced, left, schedule="interleaved")
     assert joined is not None
     assert {(m.to, m.block) for m in joined.moves} == {(4, b) for b in (0, 1, 3, 4)}

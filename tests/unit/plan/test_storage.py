@@ -1,7 +1,14 @@
 """Room for checkpoints: budgets in bytes and inodes, and what may go."""
 
 from perdure.model.job import CheckpointConfig
-from perdure.plan.checkpoints import RESERVE_BYTES, RESERVE_INODES, Load, Room, Stored, plan_budget
+from perdure.plan.checkpoints import (
+    RESERVE_BYTES,
+    RESERVE_INODES,
+    FreeSpace,
+    Load,
+    Stored,
+    plan_budget,
+)
 from perdure.plan.checkpoints import plan_pruning as prune
 
 GB = 10**9
@@ -9,8 +16,8 @@ LOAD = Load(bytes=GB, files=10)
 KEEP_3 = CheckpointConfig(keep_last=3)
 
 
-def room(gb: float, inodes: int = -1) -> Room:
-    return Room(bytes=int(gb * GB) + RESERVE_BYTES, inodes=inodes)
+def room(gb: float, inodes: int = -1) -> FreeSpace:
+    return FreeSpace(bytes=int(gb * GB) + RESERVE_BYTES, inodes=inodes)
 
 
 def test_kept_ones_and_the_one_in_writing_need_room() -> None:

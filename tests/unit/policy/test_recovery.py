@@ -11,12 +11,12 @@ decide_interval = partial(decide_checkpoint_interval, optimum=young)
 
 def failure(at_s: float = 0.0, **changes: object) -> Failure:
     fields = {"cause": "signal 9 (SIGKILL)", "culprit": "rank 1", "generation": 0, "step": 10}
-    return Failure(at_s=at_s, **({"mark": 10} | fields | changes))  # type: ignore[arg-type]
+    return Failure(at_s=at_s, **({"progress_max": 10} | fields | changes))  # type: ignore[arg-type]
 
 
 def test_progress_makes_kills_free() -> None:
-    earlier = tuple(failure(float(i), step=i * 10, mark=i * 10) for i in range(1, 40))
-    decision = decide_recovery(failure(41.0, step=400, mark=400), earlier, RestartConfig())
+    earlier = tuple(failure(float(i), step=i * 10, progress_max=i * 10) for i in range(1, 40))
+    decision = decide_recovery(failure(41.0, step=400, progress_max=400), earlier, RestartConfig())
     assert decision.rung == "restart"
 
 
@@ -25,7 +25,7 @@ def test_failures_without_progress_use_the_budget_up() -> None:
     rungs = []
     earlier: tuple[Failure, ...] = ()
     for i in range(4):
-        one = failure(float(i), mark=10)
+        one = failure(float(i), progress_max=10)
         rungs.append(decide_recovery(one, earlier, config).rung)
         earlier = (*earlier, one)
     # The first failure came after progress (from 0 to 10): it and two more are restarted.
@@ -44,20 +44,22 @@ def test_same_fault_at_the_same_step_is_the_users() -> None:
 
 @pytest.mark.parametrize("error", ["ModuleNotFoundError: No module named 'x'", "SyntaxError: bad"])
 def test_import_error_before_any_progress_is_not_retried(error: str) -> None:
-    one = failure(mark=0, step=-1, error=error, cause=f"exit code 1: {error}", code=1)
+    one = failure(progress_max=0, step=-1, error=error, cause=f"exit code 1: {error}", code=1)
     assert decide_recovery(one, (), RestartConfig()).rung == "give up"
 
 
 def test_import_error_after_progress_is_retried() -> None:
-    one = failure(mark=5, error="ImportError: lazily", code=1)
+    one = failure(progress_max=5, error="ImportError: lazily", code=1)
     assert decide_recovery(one, (), RestartConfig()).rung == "restart"
 
 
 def test_window_bounds_a_job_that_is_killed_all_the_time() -> None:
     config = RestartConfig(window_max=5, window_s=100.0)
-    earlier = tuple(failure(float(i), step=i, mark=i) for i in range(5))
-    assert decide_recovery(failure(6.0, mark=9, step=9), earlier, config).rung == "give up"
-    assert decide_recovery(failure(300.0, mark=9, step=9), earlier, config).rung == "restart"
+    earlier = tuple(failure(float(i), step=i, progress_max=i) for i in range(5))
+    assert decide_recovery(failure(6.0, progress_max=9, step=9), earlier, config).rung == "give up"
+    assert (
+        decide_recovery(failure(300.0, progress_max=9, step=9), earlier, config).rung == "restart"
+    )
 
 
 def test_checkpoint_interval_follows_young() -> None:

@@ -9,7 +9,7 @@ from tests.slowness import find_slowness
 
 from perdure.model.job import PolicyConfig
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.policy import Situation, find_restart_cost_s, react
+from perdure.policy import Situation, estimate_restart_cost_s, react
 
 
 def verdict(kind: str, **evidence: Any) -> Verdict:
@@ -122,8 +122,8 @@ def test_policy_is_plain_data(response: str) -> None:
 
 
 def test_restart_cost_is_the_median_of_what_was_measured() -> None:
-    assert find_restart_cost_s(()) == 10.0
-    assert find_restart_cost_s((1.0, 9.0, 2.0)) == 2.0
+    assert estimate_restart_cost_s(()) == 10.0
+    assert estimate_restart_cost_s((1.0, 9.0, 2.0)) == 2.0
 
 
 def test_failed_device_cordons_its_node_at_once() -> None:

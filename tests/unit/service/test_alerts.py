@@ -13,7 +13,7 @@ import pytest
 
 from perdure.model.events import ControllerLost, JobEnded, JournalEntry
 from perdure.model.job import AlertsConfig
-from perdure.service.controller.alerts import Alerter, find_url
+from perdure.service.controller.alerts import Alerter, read_url
 
 EVENTS = ("part", "ended")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -117,6 +117,6 @@ async def test_a_command_gets_it_on_its_input_and_a_stuck_one_is_killed(tmp_path
 
 def test_a_url_may_stand_in_a_file_and_is_never_repeated(tmp_path: Path) -> None:
     (tmp_path / "url").write_text("https://hooks.example/secret\n")
-    assert find_url(f"@{tmp_path / 'url'}") == "https://hooks.example/secret"
+    assert read_url(f"@{tmp_path / 'url'}") == "https://hooks.example/secret"
     with pytest.raises(ValueError, match=r"^alerts\.webhook is no http or https URL$"):
-        find_url("file:///etc/passwd?secret")
+        read_url("file:///etc/passwd?secret")

@@ -41,7 +41,7 @@ class Greet(RankOrder, frozen=True, kw_only=True):
     def level(self) -> str:
         return f"greet {self.generation}"
 
-    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+    def list_done(self, event: AnyEvent) -> tuple[int, ...]:
         return (event.rank,) if isinstance(event, RankJoined) else ()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from perdure.model.bus.wire import Command
-from perdure.model.platforms.kubernetes import explain_fate, find_fates
+from perdure.model.platforms.kubernetes import explain_pod_loss, list_pod_losses
 from perdure.service.controller.pod_watch import PodWatch
 
 ENDED = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-11-22T04:00:00Z"}
@@ -44,16 +44,16 @@ OWN = pod("own", DELETED, "job")
     ],
 )
 def test_a_fate_has_the_platforms_words(status: Any, head: Any, events: Any, words: str) -> None:
-    found = find_fates([OWN, pod("x", status, **head)], "own")
-    told = [known.reason for fate in found if (known := explain_fate(fate, events)) is not None]
+    found = list_pod_losses([OWN, pod("x", status, **head)], "own")
+    told = [known.reason for loss in found if (known := explain_pod_loss(loss, events)) is not None]
     assert [words in reason for reason in told] == ([True] if words else [])
 
 
 def test_the_job_s_first_pod_is_known_from_others() -> None:
     before = pod("before", FAILED, "job")
-    fates = find_fates([OWN, before, pod("x", FAILED)], "own")
-    assert {fate.pod: fate.first for fate in fates} == {"before": True, "x": False}
-    assert {fate.ended_s for fate in fates} == {1795320000.0}
+    losses = list_pod_losses([OWN, before, pod("x", FAILED)], "own")
+    assert {loss.pod: loss.first for loss in losses} == {"before": True, "x": False}
+    assert {loss.ended_s for loss in losses} == {1795320000.0}
 
 
 class Cluster:

@@ -33,17 +33,17 @@ def send(child: Child, number: signal.Signals, state: str) -> None:
 
 def test_it_is_reported_once(child: Child) -> None:
     watch = StopWatch(3)
-    assert [watch.find([child]) for _ in range(5)] == [[]] * 5
+    assert [watch.list_stopped([child]) for _ in range(5)] == [[]] * 5
     send(child, signal.SIGSTOP, "T")
-    assert [watch.find([child]) for _ in range(5)] == [[], [], [child], [], []]
+    assert [watch.list_stopped([child]) for _ in range(5)] == [[], [], [child], [], []]
 
 
 def test_one_that_went_on_begins_anew(child: Child) -> None:
     watch = StopWatch(2)
     send(child, signal.SIGSTOP, "T")
-    assert watch.find([child]) == []
+    assert watch.list_stopped([child]) == []
     send(child, signal.SIGCONT, "S")
-    assert watch.find([child]) == []
+    assert watch.list_stopped([child]) == []
     send(child, signal.SIGSTOP, "T")
-    assert watch.find([child]) == []
-    assert watch.find([child]) == [child]
+    assert watch.list_stopped([child]) == []
+    assert watch.list_stopped([child]) == [child]

@@ -14,7 +14,7 @@ from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
 from perdure.model.codec import encode
 from perdure.model.events import RoomNoted
 from perdure.model.job import CheckpointConfig, JobSpec
-from perdure.plan.checkpoints import RESERVE_BYTES, Room
+from perdure.plan.checkpoints import RESERVE_BYTES, FreeSpace
 from perdure.service import storage_watch
 from perdure.service.jobfiles import paths_of, write_document
 
@@ -39,7 +39,7 @@ def test_checkpoints_are_found_with_the_best_and_the_damaged(tmp_path: Path) -> 
         (20, True, True),
         (30, False, False),
     ]
-    load = storage.find_load(found)
+    load = storage.estimate_load(found)
     assert load is not None
     assert (load.files, load.bytes > 1000) == (3, True)
     assert storage.list_stored(tmp_path / "none") == []
@@ -51,8 +51,8 @@ def test_a_worsening_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     watch = storage_watch.StorageWatch(spec, paths_of(str(tmp_path), "j"))
     noted: list[RoomNoted | None] = []
     for number, free in enumerate((10**9, 2 * 10**6, 2 * 10**6, 10**5, 10**9)):
-        left = Room(bytes=RESERVE_BYTES + free, inodes=-1)
-        monkeypatch.setattr(storage_watch, "read_room", lambda place, left=left: left)
+        left = FreeSpace(bytes=RESERVE_BYTES + free, inodes=-1)
+        monkeypatch.setattr(storage_watch, "read_free_space", lambda place, left=left: left)
         now = number * storage_watch.LOOK_S
         noted += [watch.look(now), watch.look(now + 0.1)]
     events = [event for event in noted if event is not None]
@@ -118,7 +118,7 @@ def test_a_disk_that_is_away_keeps_a_job_from_nothing(
 
     async def run() -> None:
         watching = asyncio.create_task(
-            storage_watch.watch_room(spec, paths, lambda: 0.0, pytest.fail, pytest.fail)
+            storage_watch.watch_free_space(spec, paths, lambda: 0.0, pytest.fail, pytest.fail)
         )
         await asyncio.sleep(0)  # The look is asked for, and does not return.
         watching.cancel()

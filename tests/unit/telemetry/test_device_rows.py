@@ -14,7 +14,7 @@ from perdure.telemetry.devices import (
     DeviceFold,
     DeviceView,
     NodeStates,
-    find_device_state,
+    describe_device_state,
     find_warning,
 )
 
@@ -165,7 +165,7 @@ def test_the_ranks_of_a_lost_node_are_nowhere():
     ],
 )
 def test_states(ranks, states, words):
-    assert find_device_state(0, ranks, states) == words
+    assert describe_device_state(0, ranks, states) == words
 
 
 def test_groups_are_named_in_a_job_of_groups():

@@ -4,7 +4,7 @@ from perdure.model.events import JournalEntry, LinksNoted, VerdictReached
 from perdure.model.signals.links import LinkEndpoint, LinkSample, LinkSweep
 from perdure.model.signals.progress import CommProgress, NodeBeat, RankAccount, RankProgress
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.telemetry.links import LinkFold, LinkJoin, find_delay_matrix, make_delay_matrix
+from perdure.telemetry.links import LinkFold, LinkJoin, make_delay_matrix, read_delay_matrix
 
 MB = 1_000_000
 
@@ -181,13 +181,13 @@ def test_what_is_missing_is_said_once() -> None:
 
 
 def test_an_empty_matrix_says_why() -> None:
-    assert "no links were noted" in find_delay_matrix([]).note
+    assert "no links were noted" in read_delay_matrix([]).note
     fold = LinkFold()
     fold.observe(0.0, beat(0, sockets=12))
     (noted,) = fold.tick(10.0)
     assert isinstance(noted, LinksNoted)
     entry = JournalEntry(seq=1, at_s=10.0, body=noted)
-    assert find_delay_matrix([entry]).note.startswith("12 connections between ranks, none")
+    assert read_delay_matrix([entry]).note.startswith("12 connections between ranks, none")
 
 
 def test_pairs_over_all_communicators() -> None:

@@ -7,9 +7,9 @@ from tests.journals import Story
 
 from perdure.model.events import MachineReported, NodeLost, NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.telemetry import find_verdicts
+from perdure.telemetry import list_verdicts
 from perdure.telemetry.history import History
-from perdure.telemetry.incidents import find_recoveries
+from perdure.telemetry.incidents import list_recoveries
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.segments import Presence, Segment, cut_idle
 
@@ -46,13 +46,13 @@ def test_the_cause_of_a_lost_node_is_what_its_platform_says(earlier: bool) -> No
     loss.lose(at_s)
     if not earlier:
         loss.report(1, at_s)
-    (verdict,) = find_verdicts(loss.story.entries)
+    (verdict,) = list_verdicts(loss.story.entries)
     assert (verdict.kind, verdict.culprit.node) == ("NodeLost", 1)
     assert verdict.reason.startswith(WORDS)
     history = History()
     for entry in loss.story.entries:
         history.add(entry)
-    (found,) = find_recoveries(history, loss.story.now)
+    (found,) = list_recoveries(history, loss.story.now)
     assert (found.culprit, found.cause) == ("node 1", f"NodeLost ({WORDS})")
 
 
@@ -62,7 +62,7 @@ def test_another_nodes_end_and_an_old_one_explain_nothing_here() -> None:
     loss.lose(at_s)
     loss.report(0, at_s)
     loss.report(1, at_s - 1000.0)
-    verdicts = {(v.culprit.node, v.reason) for v in find_verdicts(loss.story.entries)}
+    verdicts = {(v.culprit.node, v.reason) for v in list_verdicts(loss.story.entries)}
     assert (1, "silent for 0.9 s") in verdicts
     assert (0, WORDS) in verdicts, "an end that nobody saw is told as one of its own"
 
@@ -75,11 +75,11 @@ def test_a_place_is_paid_for_while_somebody_has_it() -> None:
         presence.go(node, gone_s)
     presence.come(2, 60.0)
     spec = JobSpec(script="t.py", nodes=1, nodes_max=4)
-    gaps = presence.find_unpaid(spec, 0.0, 100.0)
+    gaps = presence.list_unpaid(spec, 0.0, 100.0)
     assert gaps[1] == [(0.0, 10.0), (20.0, 30.0), (50.0, 100.0)]
     assert gaps[2] == [(0.0, 60.0)]
     assert gaps[3] == [(0.0, 100.0)]
-    assert presence.find_unpaid(JobSpec(script="t.py", nodes=4), 0.0, 100.0) == {}
+    assert presence.list_unpaid(JobSpec(script="t.py", nodes=4), 0.0, 100.0) == {}
     idle = Segment(1, 0, 5.0, 40.0, (("idle", 35.0),))
     assert [(s.begin_s, s.end_s) for s in cut_idle(idle, gaps[1])] == [(10.0, 20.0), (30.0, 40.0)]
     useful = Segment(1, 0, 5.0, 40.0, (("useful", 35.0),))

@@ -11,7 +11,7 @@ from tests.journals import Story, tell
 from perdure.model.report import DeviceRow, RankRow, ReplicaRow
 from perdure.model.signals.devices import DeviceSample
 from perdure.telemetry import LedgerFold, SnapshotFold
-from perdure.telemetry.monitoring import find_metrics, find_spans
+from perdure.telemetry.monitoring import list_incident_spans, list_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,7 +45,7 @@ def values(metrics, name):
 
 
 def test_figures_of_a_job(told):
-    metrics = find_metrics(full(told[0]))
+    metrics = list_metrics(full(told[0]))
     assert values(metrics, "perdure_step") == {(): 105}
     assert values(metrics, "perdure_job_state")[("done",)] == 1
     assert values(metrics, "perdure_ranks")[("exited",)] == 2
@@ -59,7 +59,7 @@ def test_ten_thousand_ranks_are_told_of_by_node(told):
     rows = tuple(
         RankRow(i, i // 8, 1, "running", "step", i, 1.0, "", 2.0, 3) for i in range(10_000)
     )
-    metrics = find_metrics(msgspec.structs.replace(told[0], ranks=rows))
+    metrics = list_metrics(msgspec.structs.replace(told[0], ranks=rows))
     assert not values(metrics, "perdure_rank_step")
     by_node = values(metrics, "perdure_node_resident_bytes")
     assert len(by_node) == 1250
@@ -72,7 +72,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(told):
         full(told[0]), ranks=tuple(RankRow(i, 0, 1, "running", "step", 1, 1.0, "", 2.0, 3)
                                    for i in range(600))
     )  # fmt: skip
-    metrics = [*find_metrics(full(told[0])), *find_metrics(many)]
+    metrics = [*list_metrics(full(told[0])), *list_metrics(many)]
     known = {m.name: set(m.labels) for m in metrics}
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     asked = set()
@@ -89,7 +89,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(told):
 
 
 def test_an_incident_is_a_span_with_its_phases(told):
-    spans = find_spans(told[1])
+    spans = list_incident_spans(told[1])
     crash = spans[0]
     assert crash.name == "signal 9 (SIGKILL) of rank 1"
     assert crash.attributes["perdure.rung"] == "restart"

@@ -7,9 +7,9 @@ from tests.journals import Story
 
 from perdure.model.events import NodeLost, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.failures import ExitRecord
-from perdure.telemetry import find_verdicts
+from perdure.telemetry import list_verdicts
 from perdure.telemetry.history import History
-from perdure.telemetry.incidents import find_recoveries
+from perdure.telemetry.incidents import list_recoveries
 from perdure.telemetry.platforms import NoticeFold
 
 
@@ -27,14 +27,14 @@ def causes(story: Story) -> list[tuple[str, str]]:
     history = History()
     for entry in story.entries:
         history.add(entry)
-    return [(r.culprit, r.cause) for r in find_recoveries(history, story.now)]
+    return [(r.culprit, r.cause) for r in list_recoveries(history, story.now)]
 
 
 def test_a_rank_that_is_taken_away_is_no_crash() -> None:
     story = noticed()
     died = story.crash(1)
     story.start()
-    (verdict,) = find_verdicts(story.entries)
+    (verdict,) = list_verdicts(story.entries)
     assert (verdict.kind, verdict.culprit.node) == ("Preemption", 1)
     assert verdict.evidence["source"] == "aws"
     (death,) = verdict.evidence["deaths"]
@@ -48,7 +48,7 @@ def test_a_node_that_falls_silent_after_a_notice_is_no_lost_node() -> None:
     story = noticed()
     story.now += 31.0
     story.write(NodeLost(node=1, at_s=story.now, reason="node 1 is silent"))
-    (verdict,) = find_verdicts(story.entries)
+    (verdict,) = list_verdicts(story.entries)
     assert verdict.evidence["deaths"][0]["what"] == "node 1 is silent"
 
 
@@ -61,7 +61,7 @@ def test_other_deaths_are_crashes(how: str) -> None:
         story.exit(1, story.now + 0.1, code=1, error="ValueError: x")
     else:
         story.crash(0 if how == "other node" else 1)
-    verdicts = find_verdicts(story.entries)
+    verdicts = list_verdicts(story.entries)
     assert "Crash" in [v.kind for v in verdicts]
     if how == "withdrawn":
         assert "withdrawn" in next(v for v in verdicts if v.kind == "Preemption").evidence
@@ -70,7 +70,7 @@ def test_other_deaths_are_crashes(how: str) -> None:
 def test_a_notice_that_comes_again_is_one() -> None:
     story = noticed()
     story.write(PreemptionNoticed(node=1, at_s=story.now + 5, grace_s=1.0, source="aws", id="a"))
-    (verdict,) = find_verdicts(story.entries)
+    (verdict,) = list_verdicts(story.entries)
     assert verdict.evidence["grace_s"] == 6.0
 
 

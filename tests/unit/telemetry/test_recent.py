@@ -24,7 +24,7 @@ class Told:
         return self
 
     def rows(self, now):
-        return self.recent.find_rows(self.history, now)
+        return self.recent.list_incident_rows(self.history, now)
 
 
 def began():

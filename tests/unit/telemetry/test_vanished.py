@@ -4,7 +4,7 @@ from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRe
 from perdure.model.failures import ExitRecord
 from perdure.model.platforms.outcome import Outcome
 from perdure.model.signals.progress import RankAccount
-from perdure.telemetry.fate import RUN_LOST, HostFacts, Signs, explain_vanishing, tell_fate
+from perdure.telemetry.outcome import RUN_LOST, HostFacts, Signs, explain_vanishing, judge_outcome
 
 HERE = NodeRegistered(node=0, incarnation="a", host="h", boot_id="boot-1", slots=1)
 SAME = HostFacts(boot_id="boot-1")
@@ -68,7 +68,7 @@ def test_a_controller_that_outlives_its_job_for_a_moment_hides_no_kill() -> None
     assert find_cause(entries, SAME) == "killed"
     facts = HostFacts(boot_id="boot-1", kernel_log=("Killed process 41 (python) total-vm:9kB",))
     assert find_cause(entries, facts, 41) == "out of memory"
-    assert tell_fate(entries, Signs(now_s=9.0, alive=False), 60.0).state == "dead"
+    assert judge_outcome(entries, Signs(now_s=9.0, alive=False), 60.0).state == "dead"
 
 
 def test_a_job_that_ended_has_not_vanished() -> None:

@@ -12,11 +12,11 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.telemetry import find_verdicts
+from perdure.telemetry import list_verdicts
 
 
 def test_crash_and_hang_are_found_in_order_of_time():
-    first, second = find_verdicts(tell(Story()).entries)
+    first, second = list_verdicts(tell(Story()).entries)
     assert (first.kind, first.culprit.rank, first.step) == ("Crash", 1, 23)
     assert first.evidence["signal"] == 9
     assert first.reason == "rank 1 ended with signal 9 (SIGKILL) at step 23"
@@ -29,7 +29,7 @@ def test_the_first_exit_is_the_culprit_and_the_others_are_its_consequences():
     story.train(2)
     story.exit(0, story.now + 0.05, code=1, error="RuntimeError: Connection closed by peer")
     story.exit(2, story.now, code=1, error="ValueError: bad lr")
-    (verdict,) = find_verdicts(story.entries)
+    (verdict,) = list_verdicts(story.entries)
     assert verdict.culprit.rank == 2
     assert verdict.evidence["error"] == "ValueError: bad lr"
     assert [c["rank"] for c in verdict.evidence["consequences"]] == [0]
@@ -41,7 +41,7 @@ def test_ranks_that_die_of_a_known_hang_are_no_crash():
     story.train(2)
     story.hang(1)
     story.exit(0, story.now + 1, code=1, error="RuntimeError: Timed out")
-    assert [v.kind for v in find_verdicts(story.entries)] == ["ComputeHang"]
+    assert [v.kind for v in list_verdicts(story.entries)] == ["ComputeHang"]
 
 
 @pytest.mark.parametrize(("kind", "withdrawn"), [("Straggler", False), ("ComputeHang", True)])
@@ -57,7 +57,7 @@ def test_a_crash_is_told_though_the_rank_was_slow_or_had_stood_before(kind, with
     if withdrawn:
         story.write(VerdictWithdrawn(verdict=verdict, at_s=story.now, reason="it moved"))
     story.crash(1)
-    assert [v.kind for v in find_verdicts(story.entries)] == [kind, "Crash"]
+    assert [v.kind for v in list_verdicts(story.entries)] == [kind, "Crash"]
 
 
 def test_stacks_and_withdrawals_become_evidence():
@@ -69,7 +69,7 @@ def test_stacks_and_withdrawals_become_evidence():
     story.write(VerdictReached(verdict=suspicion))
     story.write(VerdictWithdrawn(verdict=suspicion, at_s=story.now, reason="it moved"))
     story.write(StacksTaken(generation=0, at_s=story.now, stacks={0: "train.py:3"}))
-    withdrawn, hang = find_verdicts(story.entries)
+    withdrawn, hang = list_verdicts(story.entries)
     assert withdrawn.evidence["withdrawn"] == "it moved"
     assert not withdrawn.actionable
     assert hang.evidence["stacks"] == {"0": "train.py:3"}
@@ -80,7 +80,7 @@ def test_lost_nodes_and_keepers_are_verdicts_on_the_node():
         JournalEntry(1, 30.0, NodeLost(node=3, at_s=30.0, reason="silent", last_seen_s=15.0)),
         JournalEntry(2, 31.0, KeeperLost(node=1, generation=0, at_s=30.5)),
     ]
-    lost, keeper = find_verdicts(entries)
+    lost, keeper = list_verdicts(entries)
     assert (lost.kind, lost.culprit.node, lost.first_seen_s) == ("NodeLost", 3, 15.0)
     assert (keeper.kind, keeper.culprit.node) == ("Crash", 1)
 
@@ -99,7 +99,7 @@ def test_who_dies_after_the_others_went_on_in_place_dies_of_something_else():
             )
         )  # fmt: skip
     story.exit(0, story.now + 5, signal=9)
-    first, second = find_verdicts(story.entries)
+    first, second = list_verdicts(story.entries)
     assert (first.culprit.rank, second.culprit.rank) == (2, 0)
     assert [c["rank"] for c in first.evidence["consequences"]] == [1]
     assert "consequences" not in second.evidence

@@ -13,7 +13,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry.history import History
-from perdure.telemetry.incidents import find_state
+from perdure.telemetry.incidents import name_state
 
 
 @pytest.mark.parametrize("kind", ["Straggler", "CommSlow", "UnhealthyDevice"])
@@ -35,4 +35,4 @@ def test_what_is_only_reported_is_no_incident(kind: str, action: str, state: str
     history = History()
     for seq, (at_s, body) in enumerate(bodies, 1):
         history.add(JournalEntry(seq=seq, at_s=at_s, body=body))
-    assert find_state(history) == state
+    assert name_state(history) == state

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from perdure.worker.cgroups import OomKills, find_parents, limit_self, rank_name, read_oom_kills
+from perdure.worker.cgroups import (
+    OomKills,
+    limit_self,
+    list_parent_cgroups,
+    rank_name,
+    read_oom_kills,
+)
 
 MARK = "71:4242"
 
@@ -52,9 +58,9 @@ def test_version_2_limits_beside_itself_where_memory_is_given_on(tmp_path: Path)
     tree = Tree(tmp_path, V2)
     above = tree.add("slice", control="cpu memory")
     tree.add("slice/scope")
-    assert [parent.path for parent in find_parents(**tree.where)] == [str(above)]
+    assert [parent.path for parent in list_parent_cgroups(**tree.where)] == [str(above)]
     (above / "cgroup.subtree_control").write_text("cpu\n")
-    assert find_parents(**tree.where) == []
+    assert list_parent_cgroups(**tree.where) == []
     with pytest.raises(OSError, match="no memory cgroup"):
         limit_self("x", 1, **tree.where)
 
@@ -73,18 +79,18 @@ def test_each_kill_is_one_ranks(tmp_path: Path) -> None:
     tree = Tree(tmp_path, V1)
     tree.add("memory/job", kills=5)
     kills = OomKills(MARK, **tree.where)
-    assert kills.find(0, 0) == 0
+    assert kills.count_of(0, 0) == 0
     tree.add("memory/job", kills=6)
-    assert kills.find(0, 0) == 1
+    assert kills.count_of(0, 0) == 1
     kills.claim()
-    assert kills.find(0, 1) == 0
+    assert kills.count_of(0, 1) == 0
     # One in a cgroup of its own, which version 1 does not count above it.
     tree.add(f"memory/job/{rank_name(MARK, 0, 1)}", kills=1)
-    assert kills.find(0, 1) == 1
+    assert kills.count_of(0, 1) == 1
     kills.claim()
-    assert kills.find(0, 0) == 0
+    assert kills.count_of(0, 0) == 0
     tree.add("memory/job", kills=7)
-    assert kills.find(0, 0) == 1
+    assert kills.count_of(0, 0) == 1
 
 
 def test_what_dead_keepers_left_is_removed(tmp_path: Path) -> None:

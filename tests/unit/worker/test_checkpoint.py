@@ -85,12 +85,12 @@ def test_resumed_losses_are_bitwise_equal(tmp_path: Path) -> None:
 
 def test_what_will_be_restored_can_be_asked_for_before(tmp_path: Path) -> None:
     one = Trainee(str(tmp_path), seed=1)
-    assert one.saver.find() == (0, {})
+    assert one.saver.read_newest() == (0, {})
     one.train(5)
     one.save(5)
     one.saver.close()
     two = Trainee(str(tmp_path), seed=2)
-    step, objects = two.saver.find()
+    step, objects = two.saver.read_newest()
     assert (step, objects["scheduler"]) == (5, one.scheduler.state_dict())
     assert two.scheduler.last_epoch == 0, "asking restores nothing"
     one.save(6)

@@ -18,7 +18,7 @@ from perdure.model.errors import ConfigError, PlatformError  # noqa: E402
 from perdure.model.events import CheckpointFailed, CheckpointSaved  # noqa: E402
 from perdure.model.job import CheckpointConfig  # noqa: E402
 from perdure.worker.checkpoint import Checkpointer  # noqa: E402
-from perdure.worker.checkpoint.files import Remote, find_kept  # noqa: E402
+from perdure.worker.checkpoint.files import Remote, choose_kept_steps  # noqa: E402
 from perdure.worker.checkpoint.index import read_plain  # noqa: E402
 from perdure.worker.checkpoint.registry import Registry  # noqa: E402
 from perdure.worker.checkpoint.staging import GIVE_WAY_S, Staging  # noqa: E402
@@ -183,8 +183,8 @@ def test_index_makes_nothing_but_its_own_types(capsys: pytest.CaptureFixture[str
 def test_retention_never_takes_the_checkpoint_that_was_just_saved_for_an_older_future() -> None:
     config = CheckpointConfig(keep_last=1)
     # 100 was damaged: training went back to 60, and 80 is the newest that can be used.
-    assert find_kept([60, 80, 100], config, 80, lambda step: None) == {80, 100}
-    assert find_kept([80, 100, 120], config, 120, lambda step: None) == {120}
+    assert choose_kept_steps([60, 80, 100], config, 80, lambda step: None) == {80, 100}
+    assert choose_kept_steps([80, 100, 120], config, 120, lambda step: None) == {120}
 
 
 def test_remote_retention_goes_by_what_is_there(tmp_path: Path) -> None:

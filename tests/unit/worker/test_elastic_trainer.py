@@ -54,7 +54,7 @@ class Disk:
     def enter(self, mine: bool, number: int, count: int) -> None:
         pass
 
-    def find(self) -> int:
+    def read_newest(self) -> int:
         if self.breaks:
             why, self.breaks = self.breaks, ""
             raise RuntimeError(why)

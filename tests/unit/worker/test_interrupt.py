@@ -12,7 +12,7 @@ import pytest
 from perdure.model.events import CollectivesInterrupted
 from perdure.model.orders import InterruptCollectives
 from perdure.worker import interrupt
-from perdure.worker.interrupt import Interrupter, find_gloo_sockets, shut_down_gloo
+from perdure.worker.interrupt import Interrupter, list_gloo_sockets, shut_down_gloo
 
 
 class Device:
@@ -41,7 +41,7 @@ def device() -> Iterator[Device]:
 
 
 def test_pair_is_found_and_its_peer_is_not(device: Device) -> None:
-    assert find_gloo_sockets() == [device.pair.fileno()]
+    assert list_gloo_sockets() == [device.pair.fileno()]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_pair_is_found_and_its_peer_is_not(device: Device) -> None:
 def test_anything_else_is_left_alone(device: Device, change: object) -> None:
     assert callable(change)
     change(device)
-    assert find_gloo_sockets() == []
+    assert list_gloo_sockets() == []
 
 
 def test_shut_down_is_seen_by_the_peer(device: Device) -> None:
@@ -104,7 +104,7 @@ class Backend:
 def test_nccl_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     backends = [Backend("a", calls), Backend("b", calls)]
-    monkeypatch.setattr(interrupt, "find_nccl_backends", lambda: backends)
+    monkeypatch.setattr(interrupt, "list_nccl_backends", lambda: backends)
     events: list[CollectivesInterrupted] = []
     interrupter = Interrupter(rank=1, generation=2, emit=events.append, now=lambda: 7.0)
     interrupter.handle(InterruptCollectives(generation=2, ranks=(1,), reason=""))

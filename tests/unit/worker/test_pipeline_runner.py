@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.planning.pipeline import Action, Orders
-from perdure.plan.elastic.microbatches import find_root
+from perdure.plan.elastic.microbatches import root_of
 from perdure.plan.pipeline.orders import (
     join_replicas,
     order_1f1b,
@@ -225,7 +225,7 @@ def sum_up(cells: list[Cell], schedule: Schedule, count: int) -> list[Tensor]:
         for number in {schedule.homes[stage, m] for m in range(count)}:
             for node, value in cells[number].trees[block]._sums.items():
                 total.add(node, [t.clone() for t in value])
-        found += total._sums[find_root(count)]
+        found += total._sums[root_of(count)]
     return found
 
 

@@ -25,7 +25,7 @@ def connect() -> tuple[socket.socket, socket.socket]:
 def pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Descriptors that are taken for gloo's; how they are told is `interrupt`'s to test."""
     found: list[int] = []
-    monkeypatch.setattr(replica_fence, "find_gloo_sockets", lambda: found)
+    monkeypatch.setattr(replica_fence, "list_gloo_sockets", lambda: found)
     return found
 
 

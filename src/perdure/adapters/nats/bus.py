@@ -18,7 +18,7 @@ import nats.errors
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 
-from perdure.adapters.nats.credentials import find_login
+from perdure.adapters.nats.credentials import make_login
 from perdure.model.bus.access import inbox_prefix
 from perdure.model.bus.wire import Endpoint
 from perdure.model.errors import PlatformError, RequestError
@@ -86,7 +86,7 @@ class NatsBus:
         self._options: dict[str, Any] = {}
         self._subscriptions: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._reconnects = 0
-        """Of earlier clients."""
+        """How often the connections of earlier clients came back."""
         self._sent_away = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -106,7 +106,7 @@ class NatsBus:
         """
         bus = cls()
         bus.url = endpoint.url
-        login = find_login(endpoint)
+        login = make_login(endpoint)
         if endpoint.user:
             login["inbox_prefix"] = inbox_prefix(endpoint.user)
         servers = endpoint.servers or (endpoint.url,)

@@ -27,7 +27,7 @@ SUFFIXES = (".creds", ".nk", ".json")
 _JSON = frozenset({"user", "password", "token"})
 
 
-def find_login(endpoint: Endpoint) -> dict[str, Any]:
+def make_login(endpoint: Endpoint) -> dict[str, Any]:
     """Return what nats-py's `connect` is given for `endpoint`.
 
     Raises:

@@ -104,7 +104,7 @@ class NatsStream:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         return last.data
 
-    async def find_leader(self) -> str:
+    async def read_leader(self) -> str:
         """Return the name of the server that writes the journal; empty where nobody says so."""
         try:
             info = await self._bus.unless_lost(self._js.stream_info(self._name))
@@ -119,7 +119,7 @@ class NatsStream:
             PlatformError: JetStream does not answer.
         """
         try:
-            last = await self._find_last()
+            last = await self._read_newest_number()
             if last < first:
                 return []
             if self._direct:
@@ -146,7 +146,7 @@ class NatsStream:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         return messages
 
-    async def _find_last(self) -> int:
+    async def _read_newest_number(self) -> int:
         """Return the newest message's number; 0 too where no controller has made the journal."""
         try:
             found = await self._bus.unless_lost(self._js.stream_info(self._name))
@@ -197,13 +197,13 @@ class NatsStream:
             )
         except nats.js.errors.APIError as error:
             if error.err_code in WRONG_LAST_SEQUENCE:
-                return await self._find_own(message_id, expected_last)
+                return await self._confirm_own(message_id, expected_last)
             raise PlatformError(f"cannot append to the journal: {error}") from error
         except LOST as error:
             raise PlatformError(f"cannot append to the journal: {error!r}") from error
         return int(ack.seq)
 
-    async def _find_own(self, message_id: str, expected_last: int) -> int:
+    async def _confirm_own(self, message_id: str, expected_last: int) -> int:
         """Return the newest message's number if it is ours after all."""
         try:
             last = await self._bus.unless_lost(self._js.get_last_msg(self._name, self._subject))

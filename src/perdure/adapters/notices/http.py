@@ -26,7 +26,7 @@ TIMEOUT_S = 2.0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Of a metadata service."""
+    """The answer of a metadata service."""
 
     status: int
     headers: HTTPMessage

@@ -94,7 +94,7 @@ def bundle(
     and versions are in it. Secrets, values of [env], people, hosts and addresses are not.
     """
     home = resolve_home()
-    root = _find_folder(job, home)
+    root = _locate_folder(job, home)
     target = Path(out or f"{job}-bundle.tar.gz").absolute()
     if os.path.lexists(target):
         raise ConfigError(f"{target} is there already", hint="--out FILE, or move it away")
@@ -115,7 +115,7 @@ def bundle(
     answer({**told, "written": True}, text, as_json=as_json)
 
 
-def _find_folder(job: str, home: str) -> Path:
+def _locate_folder(job: str, home: str) -> Path:
     root = Path(paths_of(home, job).root)
     if "/" in job or job in ("", ".", "..") or not root.is_dir():
         record = read_remote(home, job)

@@ -18,7 +18,7 @@ from perdure.cli.speech.say import Json, answer, note, render_table
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.platforms.traps import Check, Scope, Trap
 from perdure.service.jobfiles import load_endpoint, resolve_home
-from perdure.service.storage_watch import find_budget
+from perdure.service.storage_watch import compute_storage_budget
 from perdure.traps import judge
 from perdure.worker.native.build import status as recorder_status
 from perdure.worker.native.nccl import find_nccl_plugin
@@ -192,7 +192,7 @@ def _check_job(job: Job) -> tuple[Check, ...]:
 
 def _check_storage(job: Job) -> list[Check]:
     """Say whether the checkpoints to come find room, by the size of the newest one."""
-    budget = find_budget(job.spec, job.paths)
+    budget = compute_storage_budget(job.spec, job.paths)
     if budget is None:
         return []
     mend = f"perdure prune {job.name} --free GB, or checkpoint.keep_last"

@@ -16,7 +16,7 @@ import typer
 
 from perdure.adapters.host import kill_process
 from perdure.adapters.stacks import dump_stack
-from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
+from perdure.cli.jobs import Job, find_job, list_jobs_elsewhere, list_local_jobs, read_start_s
 from perdure.cli.platforms.remote import list_reminders
 from perdure.cli.speech.say import (
     JobName,
@@ -37,8 +37,8 @@ from perdure.dash.verdicts import (
     render_verdict,
     render_withheld,
 )
-from perdure.dash.watch import find_telling, render_busy
-from perdure.launch.reminding import find_cost
+from perdure.dash.watch import choose_shown_verdicts, render_busy
+from perdure.launch.reminding import compute_cost
 from perdure.model.errors import PerdureError
 from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.model.platforms.launching import LaunchRecord
@@ -46,14 +46,14 @@ from perdure.model.report import DeviceRow, ReplicaRow, Snapshot
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 from perdure.service.processes import Leftover, find_leftovers
 from perdure.telemetry import (
-    find_delay_matrix,
-    find_verdicts,
+    list_verdicts,
     make_report,
     make_series,
+    read_delay_matrix,
     render_stacks,
 )
-from perdure.telemetry.asides import find_asides
-from perdure.telemetry.fate import collect_last_words
+from perdure.telemetry.asides import list_asides
+from perdure.telemetry.outcome import collect_last_words
 from perdure.traps import find_trap, name_symptoms
 
 _NATIVE_TIMEOUT_S = 30.0
@@ -71,8 +71,8 @@ def ps(
     Processes that a job has left behind, whose `perdure run` is gone, are named.
     """
     rows: list[dict[str, Any]] = []
-    launched = [_describe_launch(record) for record in find_elsewhere()]
-    for job in find_jobs():
+    launched = [_describe_launch(record) for record in list_jobs_elsewhere()]
+    for job in list_local_jobs():
         try:
             snapshot = job.snapshot()
         except PerdureError as error:
@@ -148,7 +148,7 @@ def _render_age(age_s: float) -> str:
 
 def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
     """Return a job elsewhere as a row; nobody is asked, so that it takes no time."""
-    hours, cost = find_cost(record, time.time())
+    hours, cost = compute_cost(record, time.time())
     return {
         "job": record.job,
         "profile": record.profile.platform,
@@ -207,7 +207,7 @@ def render_snapshot(snapshot: Snapshot) -> str:
     if snapshot.checkpoints:
         newest = snapshot.checkpoints[-1]
         lines += ["", f"newest checkpoint: step {newest.get('step')}, {newest.get('path')}"]
-    lines += [describe_verdict(v) for v in find_telling(snapshot)]
+    lines += [describe_verdict(v) for v in choose_shown_verdicts(snapshot)]
     return "\n".join(lines)
 
 
@@ -228,7 +228,7 @@ def map_devices(
     """Show which device runs which rank and how it is, or how slowly which rank reaches which."""
     found = find_job(job)
     if links:
-        matrix = find_delay_matrix(found.entries())
+        matrix = read_delay_matrix(found.entries())
         document = {"links": matrix.comms, "note": matrix.note}
         answer(document, render_links(matrix, width), as_json=as_json)
     elif watch:
@@ -255,7 +255,7 @@ def render_devices(devices: Sequence[DeviceRow]) -> str:
     return render_table(("device", "node", "slots", "ranks", "replicas", "state", "health"), rows)
 
 
-def _find_urgency(row: DeviceRow) -> int:
+def _rate_urgency(row: DeviceRow) -> int:
     """Return how soon a device has to be looked at: the lower, the sooner."""
     if row.health == "failed" or row.state == "lost":
         return 0
@@ -265,16 +265,16 @@ def _find_urgency(row: DeviceRow) -> int:
 def show_map(job: Job, *, as_json: bool) -> None:
     """Show the map until the job has ended: in place on a terminal, else whenever it changes."""
     from perdure.cli.looking.watch import look_again, show
-    from perdure.dash.watch import Line
+    from perdure.dash.watch import ScreenLine
 
-    def draw(snapshot: Snapshot, _width: int, height: int) -> list[Line]:
+    def draw(snapshot: Snapshot, _width: int, height: int) -> list[ScreenLine]:
         head = f"{snapshot.job} {snapshot.state}  generation {snapshot.generation}"
         devices, more = snapshot.devices, ""
         if len(devices) + 2 > height:  # Those that are not well come first, and all are counted.
-            devices = tuple(sorted(devices, key=_find_urgency))[: max(1, height - 3)]
+            devices = tuple(sorted(devices, key=_rate_urgency))[: max(1, height - 3)]
             more = f"... and {len(snapshot.devices) - len(devices)} more: perdure map {job.name}"
         lines = [head, *render_devices(devices).splitlines(), *([more] if more else [])]
-        return [Line(line) for line in lines][:height]
+        return [ScreenLine(line) for line in lines][:height]
 
     if sys.stdout.isatty() and not as_json:
         show(job, draw, 0.5)
@@ -300,14 +300,14 @@ def diagnose(
     found = find_job(job)
     stacks = _take_native_stacks(found.snapshot()) if native else {}
     entries = found.entries()
-    verdicts = find_verdicts(entries)
+    verdicts = list_verdicts(entries)
     vanished = None if found.alive else found.explain_vanishing(entries)
-    fate = found.tell_fate(entries)
+    outcome = found.judge_outcome(entries)
     named = [  # The traps that the last words of ranks that failed speak of.
         {"trap": s.trap, "says": s.says, "line": line, "mend": find_trap(s.trap).mend}
         for s, line in name_symptoms(collect_last_words(entries))
     ]
-    attempts, asides = found.list_attempts(), find_asides(entries)
+    attempts, asides = found.list_attempts(), list_asides(entries)
     snapshot = found.snapshot()
     if as_json:
         more: dict[str, Any] = {
@@ -318,11 +318,11 @@ def diagnose(
             "observed": snapshot.observed,
             "withheld": snapshot.withheld,
         }
-        document = {"verdicts": verdicts, "fate": fate, "set_aside": asides}
+        document = {"verdicts": verdicts, "fate": outcome, "set_aside": asides}
         print_json(document | {k: v for k, v in more.items() if v})
         return
-    if fate.state in ("dead", "stalled"):
-        print(f"{job} is {fate.state}: {fate.reason}\n")
+    if outcome.state in ("dead", "stalled"):
+        print(f"{job} is {outcome.state}: {outcome.reason}\n")
     for row in named:
         print(f"{row['trap']}: {row['says']}: {shorten_line(row['line'])}\n  mend: {row['mend']}\n")
     if vanished is not None:
@@ -335,7 +335,7 @@ def diagnose(
         print(
             f"Slurm, attempt {number}: {end.state}{where}, {end.start} to {end.end}: {end.reason}"
         )
-    start_s = find_start(entries[0]) if entries else 0.0
+    start_s = read_start_s(entries[0]) if entries else 0.0
     if withheld := render_withheld(snapshot):
         print("\n".join(withheld) + "\n")
     late = [describe_late(row) for row in snapshot.replicas if row.late]
@@ -349,7 +349,7 @@ def diagnose(
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
     for aside in asides:
         print("\n" + render_aside(aside, start_s))
-    print("\n" + render_links(find_delay_matrix(entries), 100))
+    print("\n" + render_links(read_delay_matrix(entries), 100))
 
 
 def _take_native_stacks(snapshot: Snapshot) -> dict[str, str]:
@@ -387,7 +387,7 @@ def report(
     now = found.now(entries)
     result, series = make_report(entries, now), make_series(entries, now)
     if html is not None:
-        matrix = find_delay_matrix(entries)
+        matrix = read_delay_matrix(entries)
         page = render_html(result, found.snapshot(), series, matrix)
         write_asked(html, page, hint="--html FILE")
     text = render_text(result, series, width=width)

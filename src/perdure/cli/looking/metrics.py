@@ -19,7 +19,7 @@ from perdure.cli.looking.watch import look_again
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
 from perdure.model.events import JournalEntry, MetricsLogged
 from perdure.telemetry import make_report
-from perdure.telemetry.monitoring import RANKS_MAX, find_metrics, find_spans
+from perdure.telemetry.monitoring import RANKS_MAX, list_incident_spans, list_metrics
 
 
 def metrics(
@@ -52,11 +52,11 @@ def metrics(
     if traces is not None or tensorboard is not None or wandb is not None:
         entries = found.entries()
         if traces is not None:
-            spans = find_spans(make_report(entries, found.now(entries)))
+            spans = list_incident_spans(make_report(entries, found.now(entries)))
             start_s = entries[0].at_s if entries else 0.0
             export_spans(spans, f"{job}@{start_s}", make_otlp_exporter(traces))
             done["incidents"] = len(spans)
-        rows = _find_rows(entries)
+        rows = _collect_rows(entries)
         if tensorboard is not None:
             done["tensorboard_rows"] = write_tensorboard(str(tensorboard), rows)
         if wandb is not None:
@@ -73,13 +73,13 @@ def metrics(
         finally:
             server.close()
     elif as_json:
-        listed = find_metrics(found.snapshot(), ranks_max)
+        listed = list_metrics(found.snapshot(), ranks_max)
         print_json({"metrics": [metric._asdict() for metric in listed]})
     else:
         print(render_prometheus(found.snapshot(), ranks_max), end="")
 
 
-def _find_rows(entries: list[JournalEntry]) -> list[Row]:
+def _collect_rows(entries: list[JournalEntry]) -> list[Row]:
     """Return what was logged by step; a step logged again after a restart counts once."""
     rows: dict[int, Row] = {}
     for entry in entries:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.jobs import find_job, find_start
+from perdure.cli.jobs import find_job, read_start_s
 from perdure.cli.speech.say import JobName, Json, print_json
 from perdure.launch.exchange import print_output
 from perdure.model.codec import decode, encode
@@ -56,7 +56,7 @@ class Stream:
                     line = file.readline(_PIECE)
                     whole = line.endswith(b"\n")
                     if not whole and len(line) == _PIECE:
-                        line = line[: _find_cut(line)]
+                        line = line[: _count_whole_bytes(line)]
                         file.seek(self.offset + len(line))
                     elif not whole and not last:
                         return
@@ -66,7 +66,7 @@ class Stream:
             return
 
 
-def _find_cut(piece: bytes) -> int:
+def _count_whole_bytes(piece: bytes) -> int:
     """Return the length of `piece` without the UTF-8 character at its end, which may go on."""
     for length in range(len(piece) - 1, len(piece) - 4, -1):
         if piece[length] & 0xC0 == 0xC0:
@@ -74,7 +74,7 @@ def _find_cut(piece: bytes) -> int:
     return len(piece)
 
 
-def find_streams(folder: str) -> list[Stream]:
+def list_streams(folder: str) -> list[Stream]:
     """Return the ranks' streams below `folder`, by generation, rank and name."""
     found = []
     for path in Path(folder).glob("g*/rank-*"):
@@ -118,7 +118,7 @@ def logs(
                 raise ConfigError(f"no log of a part `{part}`", hint=hint)
             streams = [Stream(-1, -1, part, path)]
         else:
-            streams = find_streams(folder)
+            streams = list_streams(folder)
             newest = max((s.generation for s in streams), default=-1)
             wanted = newest if generation is None else generation
             streams = [
@@ -163,7 +163,7 @@ def events(
             if entry.seq <= state["seq"]:
                 continue
             if not state["start_s"]:
-                state["start_s"] = find_start(entry)
+                state["start_s"] = read_start_s(entry)
             state["seq"] = entry.seq
             if as_json:
                 print_json(describe_entry(entry))

@@ -7,7 +7,7 @@ import typer
 
 import perdure
 from perdure.cli.speech.say import Json
-from perdure.model.bus.access import ROLES, find_access
+from perdure.model.bus.access import ROLES, build_access
 from perdure.model.bus.asyncapi import make_asyncapi
 
 
@@ -27,5 +27,5 @@ def schema(
     if permissions is None:
         document = make_asyncapi(perdure.__version__)
     else:
-        document = {role: msgspec.to_builtins(find_access(role, permissions)) for role in ROLES}
+        document = {role: msgspec.to_builtins(build_access(role, permissions)) for role in ROLES}
     print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())

@@ -23,7 +23,7 @@ import typer
 from perdure.cli.jobs import ENDED, LOST, Job, find_job
 from perdure.cli.speech.say import JobName, Json, note, print_json
 from perdure.dash.live import render_status
-from perdure.dash.watch import Line, render_clock, render_watch
+from perdure.dash.watch import ScreenLine, render_clock, render_watch
 from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.model.report import Snapshot
 
@@ -33,7 +33,7 @@ QUIET_S = 10.0
 _LEAVE = b"qQ\x03\x04"
 """Typed: q, or Ctrl-C and Ctrl-D where they come as keys."""
 
-Screen = Callable[[Snapshot, int, int], Sequence[Line]]
+Screen = Callable[[Snapshot, int, int], Sequence[ScreenLine]]
 
 
 def watch(
@@ -46,7 +46,7 @@ def watch(
     found = find_job(job)
     speeds: deque[float] = deque(maxlen=SPEEDS_KEPT)
 
-    def draw(snapshot: Snapshot, width: int, height: int) -> Sequence[Line]:
+    def draw(snapshot: Snapshot, width: int, height: int) -> Sequence[ScreenLine]:
         speeds.append(snapshot.steps_per_s)
         return render_watch(snapshot, width, height, tuple(speeds))
 
@@ -108,7 +108,7 @@ def _show_in_place(job: Job, draw: Screen, every: float) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    last: Sequence[Line] = ()
+    last: Sequence[ScreenLine] = ()
     with (
         _leave_on_signals(),
         _read_keys() as pause,

@@ -24,12 +24,12 @@ from perdure.cli.running.jobspec import (
 from perdure.cli.speech.say import Json, answer, note, print_json
 from perdure.dash.terminal import print_exact
 from perdure.launch.catalog import Resolved, overlay
-from perdure.launch.platforms import Here, Platform, find_platform, write_files
+from perdure.launch.platforms import Here, Platform, load_platform, write_files
 from perdure.launch.records import read_record, read_remote, write_record
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
-from perdure.model.platforms.profile import Profile, find_unmeasured
+from perdure.model.platforms.profile import Profile, list_unmeasured
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home, wait_for_start
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")]
@@ -86,7 +86,7 @@ def launch(
     if not as_json:
         print(render_danger(plan.profile), file=sys.stderr)
     check_name(plan, home)
-    platform = find_platform(plan.kind)
+    platform = load_platform(plan.kind)
     plan = check_place(spec, plan, platform, place)
     for finding in plan.findings:
         note(render_finding(finding))
@@ -132,7 +132,7 @@ def _runs_there(plan: Plan, place: Here) -> bool:
         return False
     if plan.kind == "local":
         return is_alive(paths_of(place.home, plan.job))
-    return not find_platform(plan.kind).find_state(record, place).over
+    return not load_platform(plan.kind).query_state(record, place).over
 
 
 class _Asked(Exception):
@@ -174,7 +174,7 @@ def make_plan(spec: JobSpec, profile: Profile) -> Plan:
     Raises:
         ConfigError: the two do not go together.
     """
-    return find_platform(profile.kind).render(spec, profile)
+    return load_platform(profile.kind).render(spec, profile)
 
 
 def make_launch_spec(job_file: str, home: str) -> JobSpec:
@@ -232,7 +232,7 @@ def check_place(spec: JobSpec, plan: Plan, platform: Platform, place: Here) -> P
         PlatformError: it cannot be reached.
     """
     values, findings = platform.check(plan, place)
-    wanted = set(find_unmeasured(plan.profile))
+    wanted = set(list_unmeasured(plan.profile))
     measured = {key: value for key, value in values.items() if key in wanted}
     for key, value in measured.items():
         place.tell(f"measured: {key} = {value if value != '' else 'none'}")

@@ -11,14 +11,14 @@ from perdure.cli.speech.say import Json, answer, note, read_meanings, render_tab
 from perdure.launch.catalog import (
     SECTIONS,
     Resolved,
-    find_source,
+    describe_source,
     flatten,
     list_profiles,
     load_profile,
     overlay,
 )
-from perdure.launch.platforms import Here, find_platform
-from perdure.model.platforms.profile import HOST_DEPENDENT, Profile, find_unmeasured
+from perdure.launch.platforms import Here, load_platform
+from perdure.model.platforms.profile import HOST_DEPENDENT, Profile, list_unmeasured
 from perdure.service.jobfiles import resolve_home
 
 Host = Annotated[
@@ -55,14 +55,14 @@ def profiles(
         key: {
             "value": value,
             "from": resolved.origins.get(key, "default"),
-            "source": find_source(resolved, key),
+            "source": describe_source(resolved, key),
         }
         for key, value in flatten(msgspec.to_builtins(profile)).items()
         if key != "sources"
     }
     parts = (render_profile(resolved), render_danger(profile), render_sources(resolved))
     answer(
-        {"profile": profile.platform, "values": values, "unmeasured": find_unmeasured(profile)},
+        {"profile": profile.platform, "values": values, "unmeasured": list_unmeasured(profile)},
         "\n\n".join(part for part in parts if part),
         as_json=as_json,
     )
@@ -93,13 +93,13 @@ def measure_profile(resolved: Resolved, on: Here) -> Resolved:
     Raises:
         PlatformError: it cannot be reached.
     """
-    platform = find_platform(resolved.profile.kind)
+    platform = load_platform(resolved.profile.kind)
     from perdure.model.job import JobSpec
 
     boxes = max(1, len(resolved.profile.launch.hosts))
     spec = JobSpec(name="probe", script="probe.py", nodes=boxes)
     values, _ = platform.check(platform.render(spec, resolved.profile), on)
-    wanted = set(find_unmeasured(resolved.profile))
+    wanted = set(list_unmeasured(resolved.profile))
     return overlay(resolved, {k: v for k, v in values.items() if k in wanted}, "measured")
 
 
@@ -128,9 +128,9 @@ def render_danger(profile: Profile) -> str:
         (session_max_s, f"ENDS    after {session_max_s / 3600:g} h at most"),
     )
     head = ("place", "path", "after a stop", "after a destroy", "cap")
-    fate = {"yes": "stays", "no": "GONE", "provider": "ask the provider"}
+    survival = {"yes": "stays", "no": "GONE", "provider": "ask the provider"}
     rows = [
-        (t.name, t.path, fate[t.survives_stop], fate[t.survives_destroy], t.cap)
+        (t.name, t.path, survival[t.survives_stop], survival[t.survives_destroy], t.cap)
         for t in profile.storage.tiers
     ]
     told = [line for holds, line in lines if holds]
@@ -139,7 +139,7 @@ def render_danger(profile: Profile) -> str:
 
 def render_profile(resolved: Resolved) -> str:
     """Return every value of a profile, what it came from, and what it means."""
-    notes = find_meanings()
+    notes = read_key_meanings()
     rows: list[tuple[Any, ...]] = []
     for key, value in flatten(msgspec.to_builtins(resolved.profile)).items():
         if key in ("storage.tiers", "danger", "base", "sources"):
@@ -153,7 +153,7 @@ def render_sources(resolved: Resolved) -> str:
     """Return where each fact of a platform was read and when; empty where there is no fact."""
     facts: dict[str, list[str]] = {}
     for key in flatten(msgspec.to_builtins(resolved.profile)):
-        if source := find_source(resolved, key):
+        if source := describe_source(resolved, key):
             facts.setdefault(source, []).append(key)
     rows = [(", ".join(keys), source) for source, keys in facts.items()]
     return render_table(("fact", "read"), rows) if rows else ""
@@ -190,7 +190,7 @@ def _show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or "-"
 
 
-def find_meanings() -> dict[str, str]:
+def read_key_meanings() -> dict[str, str]:
     """Return dotted key -> what its docstring says, where the key is defined."""
     places: dict[type, str] = {Profile: ""}
     places |= {type_: f"{name}." for name, type_ in SECTIONS.items()}

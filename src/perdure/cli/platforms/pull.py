@@ -14,15 +14,15 @@ from perdure.cli.jobs import ENDED, find_here
 from perdure.cli.platforms.profiles import ask_person, here
 from perdure.cli.speech.say import JobName, Json, answer
 from perdure.launch.exchange import name_first
-from perdure.launch.platforms import Here, find_platform
+from perdure.launch.platforms import Here, load_platform
 from perdure.launch.records import read_record, write_record
 from perdure.launch.results.pulling import (
     Sources,
+    build_roster,
     compare_files,
     describe_changed,
     drop_sent,
-    find_areas,
-    find_roster,
+    list_areas,
     look_into,
     open_sources,
     pull_files,
@@ -85,7 +85,7 @@ def pull(
     for caches and environments. What has arrived stays: the same command goes on from there.
     """
     place = here()
-    record = mark_gone(find_record(place.home, job), gone or [])
+    record = mark_gone(read_launched_record(place.home, job), gone or [])
     for box in record.boxes:
         state = wait_over(box, place, 0.0 if live or box is record else _LEAVE_S)
         if not state.over and not live:
@@ -132,16 +132,16 @@ def _make_roster(
     record: LaunchRecord, sources: Sources, leave: tuple[str, ...], place: Here
 ) -> PullManifest:
     """Return what is to be brought, with hashes; what nobody named is told first, by its size."""
-    if any(find_areas(box) for box in record.boxes):
-        sizes = find_roster(record, sources, leave=leave, hashes=False)
+    if any(list_areas(box) for box in record.boxes):
+        sizes = build_roster(record, sources, leave=leave, hashes=False)
         for line in describe_finds(record, drop_sent(sizes, record.project, hashes=False)):
             place.tell(line)
-    return drop_sent(find_roster(record, sources, leave=leave), record.project)
+    return drop_sent(build_roster(record, sources, leave=leave), record.project)
 
 
-def find_unnamed(record: LaunchRecord, manifest: PullManifest) -> list[PulledFile]:
+def list_unnamed_files(record: LaunchRecord, manifest: PullManifest) -> list[PulledFile]:
     """Return the files that nobody named as results."""
-    areas = {area for box in record.boxes for area in set(find_areas(box)) - set(box.roots)}
+    areas = {area for box in record.boxes for area in set(list_areas(box)) - set(box.roots)}
     names = {label: re.sub("^boxes/[^/]*/", "", label) for label in manifest.roots}
     labels = tuple(f"{label}/" for label, name in names.items() if name in areas)
     return [file for file in manifest.files if file.path.startswith(labels)]
@@ -151,7 +151,7 @@ def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
     """Return what lies on the box beside the results, line by line, the largest folders first."""
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for file in find_unnamed(record, manifest):
+    for file in list_unnamed_files(record, manifest):
         folder = "/".join(file.path.split("/")[:-1][:3])
         sizes[folder] += file.bytes
         counts[folder] += 1
@@ -179,7 +179,7 @@ def _ask_size(record: LaunchRecord, manifest: PullManifest, up_to_gb: float, *, 
     Raises:
         SafetyError: there is nobody who could be asked, or who does not want it.
     """
-    size = sum(file.bytes for file in find_unnamed(record, manifest))
+    size = sum(file.bytes for file in list_unnamed_files(record, manifest))
     if yes or size <= up_to_gb * 1e9:
         return
     text = f"{size / 1e9:.1f} GB on the box were not named as results"
@@ -196,7 +196,7 @@ def wait_over(box: LaunchRecord, place: Here, for_s: float) -> BoxState:
     """Return how the job is on a box, after up to `for_s` in which it may end."""
     deadline = time.monotonic() + for_s
     while True:
-        state = find_state(box, place)
+        state = query_state(box, place)
         if state.over or time.monotonic() > deadline:
             return state
         time.sleep(0.5)
@@ -278,7 +278,7 @@ def verify_pulled(
     return 3 if problems else 0
 
 
-def find_record(home: str, job: str) -> LaunchRecord:
+def read_launched_record(home: str, job: str) -> LaunchRecord:
     """Return what is remembered of a launched job.
 
     Raises:
@@ -295,14 +295,14 @@ def find_record(home: str, job: str) -> LaunchRecord:
     return record
 
 
-def find_state(record: LaunchRecord, place: Here) -> BoxState:
+def query_state(record: LaunchRecord, place: Here) -> BoxState:
     """Return how the job is, by its platform; of this machine's own, by the job's files.
 
     Raises:
         PlatformError: nobody answered, which says nothing about the job.
     """
     if record.profile.kind != "local":
-        return find_platform(record.profile.kind).find_state(record, place)
+        return load_platform(record.profile.kind).query_state(record, place)
     job = find_here(record.job, record.home)
     snapshot = job.snapshot()
     if job.alive:

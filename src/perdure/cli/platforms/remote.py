@@ -17,11 +17,18 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_elsewhere, find_job, find_launched
+from perdure.cli.jobs import (
+    ENDED,
+    ElsewhereError,
+    Job,
+    find_job,
+    find_launched,
+    list_jobs_elsewhere,
+)
 from perdure.cli.platforms.profiles import here
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
-from perdure.launch.platforms import Here, find_platform
-from perdure.launch.reminding import find_reminders
+from perdure.launch.platforms import Here, load_platform
+from perdure.launch.reminding import collect_reminders
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.launching import BoxRow, BoxState, LaunchRecord, Reminder
 from perdure.service.controller.alerts import Alerter
@@ -35,13 +42,13 @@ def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
     What was seen is remembered, beside the job's record: of a box that does not answer it is told
     when it last did, and as which boot.
     """
-    platform = find_platform(record.profile.kind)
-    path = _find_seen(place.home, record.job)
+    platform = load_platform(record.profile.kind)
+    path = _locate_seen(place.home, record.job)
     seen = {row.host: row for row in read_seen(place.home, record.job)}
 
     def look(box: LaunchRecord) -> BoxRow:
         try:
-            state = platform.find_state(box, place)
+            state = platform.query_state(box, place)
         except PlatformError as error:
             known = seen.get(box.box) or _describe_launch(box)
             return msgspec.structs.replace(known, state="unreached", reason=str(error))
@@ -67,10 +74,10 @@ def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
 
 def read_seen(home: str, job: str) -> list[BoxRow]:
     """Return how a job's boxes were when they were last asked."""
-    return read_document(str(_find_seen(home, job)), list[BoxRow]) or []
+    return read_document(str(_locate_seen(home, job)), list[BoxRow]) or []
 
 
-def _find_seen(home: str, job: str) -> Path:
+def _locate_seen(home: str, job: str) -> Path:
     return Path(home, "launches", "seen", f"{job}.json")
 
 
@@ -141,7 +148,7 @@ AGAIN_S = 24 * 3600.0
 
 def list_reminders(record: LaunchRecord, home: str) -> list[Reminder]:
     """Return what a person should look after, by what was last seen; nobody is asked."""
-    return find_reminders(record, read_seen(home, record.job), time.time())
+    return collect_reminders(record, read_seen(home, record.job), time.time())
 
 
 def remind(as_json: Json = False) -> int:
@@ -153,7 +160,7 @@ def remind(as_json: Json = False) -> int:
     place = here()
     found: list[Reminder] = []
     undelivered = 0
-    for record in find_elsewhere():
+    for record in list_jobs_elsewhere():
         if not record.profile.ends_by_itself:
             look_at_boxes(record, place)
         mine = list_reminders(record, place.home)
@@ -195,7 +202,7 @@ _POLL_S = 0.5
 
 def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
     """Run a command line where its job is; return its exit code."""
-    platform, place = find_platform(record.profile.kind), here()
+    platform, place = load_platform(record.profile.kind), here()
     pods = record.profile.kind == "kubernetes"
     if argv[0] == "status" and "--json" in argv and record.profile.kind == "ssh":
         return print_status(record, place, lambda: platform.run(record, argv, place))
@@ -214,9 +221,9 @@ def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
 
 def _tell_pods(record: LaunchRecord, place: Here) -> None:
     """Say how a job's pods are, and what happened to them and their nodes before."""
-    from perdure.launch.kubernetes import find_past, find_state
+    from perdure.launch.kubernetes import list_past, query_state
 
-    for line in (describe_state(record, find_state(record, place)), *find_past(record)):
+    for line in (describe_state(record, query_state(record, place)), *list_past(record)):
         note(line)
 
 
@@ -253,15 +260,15 @@ def _attach_here(found: Job, as_json: bool) -> int:
 
 
 def _attach_there(record: LaunchRecord, as_json: bool) -> int:
-    platform, place = find_platform(record.profile.kind), here()
+    platform, place = load_platform(record.profile.kind), here()
     words = ["logs", record.job, "-f", *(["--json"] if as_json else [])]
-    state = platform.find_state(record, place)
+    state = platform.query_state(record, place)
     while True:
         if state.state != "waiting":
             # Where it broke off, the state says whether there is more to come.
             with contextlib.suppress(PlatformError):
                 platform.run(record, words, place)
-        before, state = state, platform.find_state(record, place)
+        before, state = state, platform.query_state(record, place)
         if state.over and before.state != "waiting":
             break
         if state.state == "waiting" and before.state != "waiting":

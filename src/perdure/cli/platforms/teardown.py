@@ -17,7 +17,13 @@ import typer
 
 from perdure.cli.platforms.launch import render_finding
 from perdure.cli.platforms.profiles import ask_person, here, is_terminal
-from perdure.cli.platforms.pull import DryRun, Leave, describe_files, find_record, find_state
+from perdure.cli.platforms.pull import (
+    DryRun,
+    Leave,
+    describe_files,
+    query_state,
+    read_launched_record,
+)
 from perdure.cli.speech.say import JobName, Json, answer, keep_given, note, print_json
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnfinishedError, UnreachedError, name_first
@@ -25,17 +31,17 @@ from perdure.launch.platforms import Here
 from perdure.launch.records import forget_record, list_records, write_record
 from perdure.launch.results import gone
 from perdure.launch.results.gate import (
-    find_changes,
-    find_known,
-    find_neighbours,
     find_obstacles,
     is_destroyed,
+    list_changed_files,
+    list_known_jobs,
+    list_neighbours,
 )
 from perdure.launch.results.gone import ask_gone, fill_words
 from perdure.launch.results.pulling import (
+    build_roster,
     compare_files,
     drop_sent,
-    find_roster,
     open_sources,
     read_manifest,
     read_verified,
@@ -53,7 +59,7 @@ from perdure.model.platforms.profile import TeardownSection
 
 @dataclass(frozen=True, slots=True)
 class Waived:
-    """What a person lets go of by a flag."""
+    """The checks that a person waives by a flag."""
 
     leave: tuple[str, ...] = ()
     nothing_to_keep: bool = False
@@ -63,7 +69,7 @@ class Waived:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the gate has seen."""
+    """One look of the gate, and what it has seen."""
 
     obstacles: list[Finding]
     rosters: dict[str, PullManifest]
@@ -103,7 +109,7 @@ def teardown(
 ) -> int:
     """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
     place = here()
-    record = name_boxes(find_record(place.home, job), ids or [])
+    record = name_boxes(read_launched_record(place.home, job), ids or [])
     if with_volume and record.profile.kind != "kubernetes":
         raise ConfigError("--with-volume is for jobs on Kubernetes")
     if not dry_run and _is_gone(record):
@@ -115,7 +121,7 @@ def teardown(
         box.box: fill_words(box, box.profile.teardown.stop_command)
         for box in (record, *record.others)
     }
-    deletion = _find_deletion(record, with_volume)
+    deletion = _render_deletion(record, with_volume)
     told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": commands[record.box]}
     told |= keep_given(
         commands=commands if record.others else None, deletion=deletion if deletion else None
@@ -221,7 +227,7 @@ def forget(
     Nothing is stopped by it. The record is set aside, and the name is free again.
     """
     place = here()
-    record = find_record(place.home, job)
+    record = read_launched_record(place.home, job)
     if record.profile.kind == "local":
         raise ConfigError(f"job `{job}` is on this machine, which answers")
     for box in record.boxes:
@@ -271,7 +277,7 @@ def _hear(box: LaunchRecord, place: Here) -> tuple[bool, str]:
     full, or its storage hang. Of one that is not reached nothing is known.
     """
     try:
-        return True, f"answers, and says {find_state(box, place).state}"
+        return True, f"answers, and says {query_state(box, place).state}"
     except PlatformError as error:
         fails = box.profile.kind == "ssh" and not isinstance(error, UnreachedError)
         if fails or isinstance(error, UnfinishedError):
@@ -319,12 +325,12 @@ def check_gate(record: LaunchRecord, place: Here, waived: Waived) -> Look:
     What other jobs have on the same box goes with it, so they are looked at as well.
     """
     records = list_records(place.home)
-    known = find_known(record, records)
+    known = list_known_jobs(record, records)
     rosters: dict[str, PullManifest] = {}
     found = _look(record, place, waived, rosters, known)
     if waived.box_is_gone:
         return Look(found, rosters)
-    for other in find_neighbours(record, records):
+    for other in list_neighbours(record, records):
         found += [
             msgspec.structs.replace(
                 finding, text=f"job `{other.job}` is on the same box: {finding.text}"
@@ -351,9 +357,9 @@ def _look(
     leave = (*waived.leave, *(pulled.leave if pulled else ()))
     try:
         if not waived.box_is_gone:
-            states += [find_state(box, place) for box in record.boxes]
+            states += [query_state(box, place) for box in record.boxes]
             with open_sources(record, place) as sources:
-                rosters[record.job] = find_roster(record, sources, leave=leave)
+                rosters[record.job] = build_roster(record, sources, leave=leave)
             on_box = drop_sent(rosters[record.job], record.project)
     except UnreachedError as error:
         place.tell(str(error))
@@ -424,18 +430,18 @@ def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look)
     if waived.box_is_gone:
         return
     jobs = {record.job: record}
-    jobs |= {other.job: other for other in find_neighbours(record, list_records(place.home))}
+    jobs |= {other.job: other for other in list_neighbours(record, list_records(place.home))}
     for name, roster in before.rosters.items():
         for box in jobs[name].boxes if name in jobs else ():
-            state = find_state(box, place)
+            state = query_state(box, place)
             if not state.over:
                 raise SafetyError(
                     f"not torn down: meanwhile `{name}` is {state.state}: {state.reason}",
                     hint=f"perdure stop {name}",
                 )
         with open_sources(jobs[name], place) as sources:
-            now = find_roster(jobs[name], sources, leave=roster.leave, hashes=False)
-        changed = [] if waived.nothing_to_keep else find_changes(roster, now)
+            now = build_roster(jobs[name], sources, leave=roster.leave, hashes=False)
+        changed = [] if waived.nothing_to_keep else list_changed_files(roster, now)
         if changed:
             raise SafetyError(
                 f"not torn down: written meanwhile: {name_first(changed, 1)}",
@@ -470,7 +476,7 @@ def _note_waived(home: str, record: LaunchRecord, waived: Waived, look: Look) ->
     return record
 
 
-def _find_deletion(record: LaunchRecord, with_volume: bool) -> tuple[str, ...]:
+def _render_deletion(record: LaunchRecord, with_volume: bool) -> tuple[str, ...]:
     """Return the command that ends a job's pods; empty where it has none."""
     if record.profile.kind != "kubernetes":
         return ()

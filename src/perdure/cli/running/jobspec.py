@@ -24,19 +24,19 @@ import msgspec
 from perdure.cli.running.options import RunOptions
 from perdure.cli.running.torchrun import (
     count_cpus,
-    find_gpus,
-    find_rdzv_notes,
+    list_rdzv_notes,
+    list_visible_gpus,
     parse_nnodes,
     parse_nproc,
 )
 from perdure.cli.speech.say import keep_given
 from perdure.launch.catalog import find_line
-from perdure.launch.environment import find_default_threads
+from perdure.launch.environment import explain_default_threads
 from perdure.model import job
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.job import JobSpec
-from perdure.model.numbers import NUMBER_HINT, find_number
+from perdure.model.numbers import NUMBER_HINT, find_bad_number
 from perdure.service.jobfiles import is_alive, paths_of
 
 SECTIONS = {
@@ -107,7 +107,7 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     if spec.module and spec.no_python:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
     spec = lay_out(spec)
-    return _locate_all(spec), "name" in document, _find_notes(options, spec)
+    return _locate_all(spec), "name" in document, _list_option_notes(options, spec)
 
 
 def _locate_all(spec: JobSpec) -> JobSpec:
@@ -183,7 +183,7 @@ def _check_groups(spec: JobSpec, groups: int, nodes: int, held: bool) -> Faults:
             f"checkpoint.{timed}: who has the state is known to perdure's own lighthouse only",
             f"{own}, or leave checkpoints to the script",
         ),
-        (spec.room, "nodes_max: replica groups of torchft are `torchft.replicas`", ""),
+        (spec.growth, "nodes_max: replica groups of torchft are `torchft.replicas`", ""),
         (spec.remote, "--remote: replica groups of torchft are all started here", _LAST),
         (
             spec.bus.replicas > 1,
@@ -201,7 +201,7 @@ def _check_nodes(spec: JobSpec, observed: bool) -> Faults:
     replicas, arbiter = spec.bus.replicas, spec.bus.arbiter
     return (
         (
-            observed and spec.room,
+            observed and spec.growth,
             f"nodes_max = {spec.nodes_max}: a world that is only observed never grows",
             "leave nodes_max or --observe out",
         ),
@@ -231,10 +231,10 @@ def _check_nodes(spec: JobSpec, observed: bool) -> Faults:
             _LAST,
         ),
         (
-            spec.remote < spec.room or (spec.spares % spec.nproc and spec.room),
-            f"nodes_max = {spec.nodes_max}: {spec.room} nodes are to come from elsewhere, and "
+            spec.remote < spec.growth or (spec.spares % spec.nproc and spec.growth),
+            f"nodes_max = {spec.nodes_max}: {spec.growth} nodes are to come from elsewhere, and "
             "spares are whole nodes",
-            f"--remote {max(spec.remote, spec.room)}, spares a multiple of {spec.nproc}",
+            f"--remote {max(spec.remote, spec.growth)}, spares a multiple of {spec.nproc}",
         ),
     )
 
@@ -277,7 +277,7 @@ def validate(document: dict[str, Any], source: str) -> JobSpec:
         ConfigError: a field is unknown or wrong; the message has its path, and its line where
             `source` is a TOML file that has it; the hint has near names.
     """
-    keys, why = find_number(document)
+    keys, why = find_bad_number(document)
     if why:
         place = f"{source}{_find_line(source, keys)}: {'.'.join(keys)}"
         raise ConfigError(f"{place}: {why}", hint=NUMBER_HINT)
@@ -312,8 +312,8 @@ def _find_line(source: str, keys: list[str]) -> str:
     return f", line {number}" if number else ""
 
 
-def _find_notes(options: RunOptions, spec: JobSpec) -> list[str]:
-    notes = find_rdzv_notes(
+def _list_option_notes(options: RunOptions, spec: JobSpec) -> list[str]:
+    notes = list_rdzv_notes(
         {
             "--rdzv-backend": options.rdzv_backend,
             "--rdzv-endpoint": options.rdzv_endpoint,
@@ -501,8 +501,8 @@ def check_devices(spec: JobSpec, environ: dict[str, str]) -> list[str]:
 
     Nothing is refused: whether a script needs a GPU for each rank only the script knows.
     """
-    ranks, gpus = spec.machine_ranks, len(find_gpus({**environ, **spec.env}))
-    threads = find_default_threads(spec, environ)
+    ranks, gpus = spec.machine_ranks, len(list_visible_gpus({**environ, **spec.env}))
+    threads = explain_default_threads(spec, environ)
     notes = [threads] if threads else []
     if gpus and ranks > gpus and spec.groups:
         notes.append(f"{spec.groups} replica groups of {spec.nproc} share {gpus} visible GPUs")

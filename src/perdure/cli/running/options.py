@@ -41,7 +41,7 @@ def take_options(options: type) -> Callable[[Callable[..., int]], Callable[..., 
 
 @dataclass(slots=True)
 class RunOptions:
-    """What was given on the command line of `perdure run`, in the order of its help.
+    """The options given on the command line of `perdure run`, in the order of its help.
 
     Each option is declared here, once: `run` takes what has an annotation.
     """

@@ -48,7 +48,7 @@ def start(options: o.RunOptions) -> int:
     spec, named, notes = make_spec(options)
     check_outside(spec)
     open_sources(spec.preemption, 0, {})  # What an agent could not open is said here.
-    shown = find_shown(spec, options)
+    shown = choose_shown_ranks(spec, options)
     if options.placement and spec.groups:
         raise ConfigError(
             "--placement: torchft's replica groups are all on this machine, where their lighthouse "
@@ -70,7 +70,7 @@ def start(options: o.RunOptions) -> int:
     return _supervise(spec, home, options, shown)
 
 
-def find_shown(spec: JobSpec, options: o.RunOptions) -> frozenset[int]:
+def choose_shown_ranks(spec: JobSpec, options: o.RunOptions) -> frozenset[int]:
     """Return the ranks whose lines are shown on the terminal, as torchrun's options choose.
 
     A rank that redirects both streams is silent unless it is tee'd as well. One of the streams

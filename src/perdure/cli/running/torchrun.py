@@ -54,7 +54,7 @@ def parse_nproc(text: str, env: Mapping[str, str]) -> int:
     """
     if text.isdigit() and int(text) > 0:
         return int(text)
-    gpus = len(find_gpus(env)) if text in ("auto", "gpu") else 0
+    gpus = len(list_visible_gpus(env)) if text in ("auto", "gpu") else 0
     match text:
         case "gpu" if not gpus:
             raise ConfigError("-n gpu: no GPU is visible", hint="-n cpu, or a number")
@@ -75,7 +75,7 @@ def count_cpus() -> int:
     return max(1, len(os.sched_getaffinity(0)))
 
 
-def find_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
+def list_visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the visible NVIDIA devices, by nvidia-smi and CUDA_VISIBLE_DEVICES; often none."""
     from perdure.adapters.devices import choose_visible  # Every command imports this module.
     from perdure.launch.ssh.box import query_smi
@@ -84,7 +84,7 @@ def find_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(uuid for uuid, _ in choose_visible(devices, env.get("CUDA_VISIBLE_DEVICES")))
 
 
-def find_rdzv_notes(options: Mapping[str, str | bool | None]) -> list[str]:
+def list_rdzv_notes(options: Mapping[str, str | bool | None]) -> list[str]:
     """Return what to say about rendezvous options; `options` maps option to value, if given.
 
     Raises:

@@ -33,7 +33,7 @@ from perdure.model.steering import (
     parse_value,
     render_value,
 )
-from perdure.plan.settings import SECTIONS, apply_spec, find_own_keys
+from perdure.plan.settings import SECTIONS, apply_spec, list_own_keys
 
 
 def inject(
@@ -289,7 +289,7 @@ def set_(
     """
     found = find_job(job)
     snapshot = found.snapshot()
-    keys = {spec.name: spec for spec in (*snapshot.keys, *find_own_keys(found.spec))}
+    keys = {spec.name: spec for spec in (*snapshot.keys, *list_own_keys(found.spec))}
     if not changes and not undo:
         _list(job, keys, snapshot, as_json)
         return
@@ -353,7 +353,7 @@ def _parse(
         else:
             values[name] = _guess(text)  # The script has not declared its keys yet.
     apply_spec(job.spec, values)
-    fault = find_product_fault(keys, _find_values(keys, snapshot), values)
+    fault = find_product_fault(keys, _read_values(keys, snapshot), values)
     if fault:
         raise ConfigError(fault, hint="set both at once")
     return values
@@ -371,12 +371,12 @@ def _guess(text: str) -> Value:
 # --- the list -----------------------------------------------------------------------------------
 
 
-def _find_values(keys: dict[str, KeySpec], snapshot: Snapshot) -> dict[str, Any]:
+def _read_values(keys: dict[str, KeySpec], snapshot: Snapshot) -> dict[str, Any]:
     return {name: snapshot.settings.get(name, spec.default) for name, spec in keys.items()}
 
 
 def _list(job: str, keys: dict[str, KeySpec], snapshot: Snapshot, as_json: bool) -> None:
-    values = _find_values(keys, snapshot)
+    values = _read_values(keys, snapshot)
     meanings = {
         f"{section}.{field}": text
         for section, type_ in SECTIONS.items()

@@ -163,7 +163,7 @@ def commit_boundary(state: JobState, now: float) -> list[AnyAction]:
     actions = send_boundary(state, f"{who} agreed on step {boundary.step}")
     command = state.commands.get(boundary.command)
     if command is not None:  # It will be done; its answer comes then.
-        command.args |= membership_of(state).find_promised(state, boundary)
+        command.args |= membership_of(state).map_settled(state, boundary)
     if boundary.kind == "set":
         actions += commit_open(state, boundary)
     elif boundary.kind == "pause":
@@ -197,8 +197,8 @@ def retry_boundary(state: JobState, now: float, reason: str) -> list[AnyAction]:
         return actions
     state.boundary = boundary
     if boundary.change is not None:  # An epoch that was sent once is never used again.
-        state.steering.epoch += 1
-        boundary.change = structs.replace(boundary.change, epoch=state.steering.epoch)
+        state.steering.settings_epoch += 1
+        boundary.change = structs.replace(boundary.change, epoch=state.steering.settings_epoch)
     return actions + _ask(state, now, boundary, f"again at a later step: {reason}")
 
 
@@ -240,7 +240,7 @@ def close_boundary(state: JobState) -> OpenBoundary | None:
     boundary = state.boundary
     if boundary is None or boundary.move != "commit":
         return None
-    waited = membership_of(state).find_bound(state, boundary.ranks)
+    waited = membership_of(state).list_bound(state, boundary.ranks)
     if not boundary.reached | boundary.planned >= waited:
         return None
     state.boundary = None
@@ -255,7 +255,7 @@ def advance_agreement(state: JobState, now: float) -> list[AnyAction]:
     actions, boundary = release_boundary(state), state.boundary
     if boundary is not None and boundary.move == "prepare":
         silent = set(boundary.ranks) - boundary.yes
-        if not silent <= membership_of(state).find_bound(state, boundary.ranks):
+        if not silent <= membership_of(state).list_bound(state, boundary.ranks):
             actions += drop_boundary(state, "one who was asked is gone")  # Begun again without it.
         elif now >= boundary.deadline_s:
             actions += retry_boundary(state, now, f"ranks {sorted(silent)} did not answer")
@@ -274,22 +274,22 @@ def note_pace(state: JobState, pace: Pace | None) -> None:
         state.steering.pace = pace if known else None
 
 
-def find_next_step(pace: Pace | None, known: int, now: float, lead_s: float, tries: int) -> int:
+def choose_next_step(pace: Pace | None, known: int, now: float, lead_s: float, tries: int) -> int:
     """Return the step that the ranks should come to next, `lead_s` from `now`.
 
     `known` is a step that some rank is known to have committed. Each further try looks twice as
     far ahead, by time and by steps.
 
     >>> pace = Pace(generation=0, step=100, at_s=10.0, step_s=0.1)
-    >>> find_next_step(pace, known=90, now=10.12, lead_s=0.01, tries=1)
+    >>> choose_next_step(pace, known=90, now=10.12, lead_s=0.01, tries=1)
     102
-    >>> find_next_step(None, known=90, now=10.12, lead_s=0.01, tries=1)
+    >>> choose_next_step(None, known=90, now=10.12, lead_s=0.01, tries=1)
     92
     """
     if pace is None or now - pace.at_s > _PACE_S + pace.step_s:
         return known + (1 << min(tries, 10))
     there_s = now + lead_s * (1 << (tries - 1))
-    expected = math.floor(pace.find_step(there_s) + _JITTER_STEPS)
+    expected = math.floor(pace.estimate_step(there_s) + _JITTER_STEPS)
     return max(expected + 1, known + (1 << min(tries - 1, 10)))
 
 
@@ -297,11 +297,11 @@ def _look_ahead(state: JobState, now: float, tries: int) -> int:
     """Return the step to ask for, by what is known of the ranks' pace and of earlier questions."""
     steering = state.steering
     lead_s = min(_LEAD_S_MAX, max(_LEAD_S_MIN, steering.answer_s))
-    return find_next_step(steering.pace, max(state.step, 0), now, lead_s, tries)
+    return choose_next_step(steering.pace, max(state.step, 0), now, lead_s, tries)
 
 
 def _correct_pace(state: JobState, now: float, step: int) -> None:
     """A rank was further than expected: go on from there."""
     pace = state.steering.pace
-    if pace is not None and pace.find_step(now) < step + 1:
+    if pace is not None and pace.estimate_step(now) < step + 1:
         state.steering.pace = structs.replace(pace, step=step, at_s=now)

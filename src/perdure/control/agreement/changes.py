@@ -25,7 +25,7 @@ from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryReached, KeysDeclared, SettingsChanged
 from perdure.model.orders import AnyAction, RecordEvent
 from perdure.model.steering import Change, KeySpec, Value, is_kept_elsewhere
-from perdure.plan.settings import apply_spec, find_own_keys
+from perdure.plan.settings import apply_spec, list_own_keys
 
 CHANGES_MAX = 100
 """Kept one by one; a generation that resumes before the oldest of them runs with all of those."""
@@ -40,12 +40,12 @@ def declare_keys(state: JobState, event: KeysDeclared) -> None:
         return
     steering.generation = event.generation
     steering.keys = {spec.name: spec for spec in event.keys} | own_keys(state)
-    steering.epoch = max(steering.epoch, event.epoch)
+    steering.settings_epoch = max(steering.settings_epoch, event.epoch)
     steering.values = {spec.name: spec.default for spec in event.keys} | event.values
     steering.since = event.step
 
 
-def find_value(state: JobState, name: str, step: int) -> Value:
+def value_at(state: JobState, name: str, step: int) -> Value:
     """Return what a key has at `step`, as far as it was agreed by now.
 
     Raises:
@@ -65,7 +65,7 @@ def find_value(state: JobState, name: str, step: int) -> Value:
 
 def own_keys(state: JobState) -> dict[str, KeySpec]:
     """Return perdure's own keys, which need no declaration."""
-    return {spec.name: spec for spec in find_own_keys(state.the_spec())}
+    return {spec.name: spec for spec in list_own_keys(state.the_spec())}
 
 
 def note_high(state: JobState, step: int) -> None:
@@ -114,9 +114,9 @@ def _note(change: Change) -> RecordEvent:
 
 
 def commit_open(state: JobState, boundary: OpenBoundary) -> list[AnyAction]:
-    """All ranks have promised: from now on nothing takes the change back."""
+    """Commit a change that all ranks have promised: from now on nothing takes it back."""
     assert boundary.change is not None
-    before = {n: find_value(state, n, boundary.step) for n in boundary.change.values}
+    before = {n: value_at(state, n, boundary.step) for n in boundary.change.values}
     change = msgspec.structs.replace(boundary.change, before=before)
     open_ = OpenChange(change, boundary.command, boundary.name, state.generation, boundary.ranks)
     state.steering.open.append(open_)
@@ -124,13 +124,13 @@ def commit_open(state: JobState, boundary: OpenBoundary) -> list[AnyAction]:
 
 
 def refuse_change(state: JobState, command: str, rank: int, why: str) -> list[AnyAction]:
-    """One rank cannot do it, so none does."""
+    """Refuse a change that one rank cannot make: then none makes it."""
     result = {"rank": rank}
     return state.answer_open(command, False, f"rank {rank}: {why}", result)
 
 
 def plan_change(state: JobState, id_: str) -> list[AnyAction]:
-    """All ranks know the decision; answer who should not wait for a step that is far away."""
+    """Plan a change that all ranks know of; answer who should not wait for a far step."""
     actions: list[AnyAction] = []
     for open_ in state.steering.open:
         if open_.boundary != id_ or open_.answered:
@@ -223,7 +223,7 @@ def restart_changes(state: JobState) -> None:
 
 
 def note_change(state: JobState, now: float, event: SettingsChanged) -> list[AnyAction]:
-    """`event` is in the journal."""
+    """Take note that `event` is in the journal."""
     state.steering.noted = max(state.steering.noted, event.change.epoch)
     return []
 

@@ -14,7 +14,7 @@ from perdure.model.steering import RESUMED
 
 
 def commit_pause(state: JobState, now: float, boundary: OpenBoundary) -> list[AnyAction]:
-    """All ranks have promised: from now on every world stands at this step."""
+    """Commit a pause that all ranks have promised: every world stands at its step from now on."""
     command = state.commands.get(boundary.command)
     pause = Pause(
         id=boundary.name,
@@ -82,7 +82,7 @@ def answer_pause(state: JobState) -> list[AnyAction]:
 
 
 def stands(state: JobState) -> bool:
-    """Whether all ranks of this generation, or all members of the quorum, stand still."""
+    """Return whether all ranks of this generation, or all members of the quorum, stand still."""
     pause = state.steering.pause
     if pause is not None and pause.hold:
         return all(world.stands is not None for world in state.list_members())
@@ -140,7 +140,7 @@ def close_resume(state: JobState) -> list[AnyAction]:
 
 
 def finish_resume(state: JobState, reason: str) -> list[AnyAction]:
-    """Every rank trains, or will: answer who asked for it."""
+    """Answer who asked to resume: every rank trains, or will."""
     resume = state.steering.resume
     assert resume is not None
     resume.done = True
@@ -157,7 +157,7 @@ def restart_pause(state: JobState) -> None:
 
 
 def settle_resume(state: JobState) -> list[AnyAction]:
-    """A newer world trains, and has never heard of the pause."""
+    """Settle a resume by a newer world, which trains and has never heard of the pause."""
     resume = state.steering.resuming
     if resume is None or resume.generation == state.generation:
         return []

@@ -29,7 +29,7 @@ class QuorumConfig(msgspec.Struct, frozen=True):
     alone_s: float = 300.0
     """How long a newcomer waits for members of which none asks: they may all be evaluating."""
 
-    def find_patience_s(
+    def compute_patience_s(
         self, expected_s: float, told: Sequence[float] = (), *, known: bool = True
     ) -> float:
         """Return how long a member is waited for whose silences so far lasted up to `expected_s`.
@@ -82,7 +82,7 @@ class Seen(msgspec.Struct, frozen=True):
     replica: str
     group: int
     generation: int = -1
-    """Of its processes; -1 where its store is not one of ours."""
+    """The generation of its processes; -1 where its store is not one of ours."""
 
 
 class Stands(msgspec.Struct, frozen=True):

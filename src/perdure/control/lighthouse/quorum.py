@@ -110,7 +110,7 @@ class Quorums:
     next_id: int = 1
     """The least id that a new quorum may have."""
     members: tuple[str, ...] = ()
-    """Of the quorum in force."""
+    """The members of the quorum in force."""
     step: int = -1
     """The highest committed step in it."""
     replicas: dict[str, Replica] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Quorums:
         return self._advance(now) if back and replica.asked is not None else []
 
     def hang_up(self, now: float, token: int) -> list[Output]:
-        """A caller is gone; what it asked for is void."""
+        """Forget what a caller that is gone had asked for."""
         for replica in self.replicas.values():
             if replica.token == token:
                 replica.asked, replica.token = None, -1
@@ -178,11 +178,11 @@ class Quorums:
         timeout_s: float = 0.0,
         over: bool = False,
     ) -> list[Output]:
-        """A group says that it has waited in a collective of `quorum_id` since then.
+        """Note that a group has waited in a collective of `quorum_id` since then.
 
         Its manager would for `timeout_s`. With `over` the wait has ended by itself.
         """
-        replica = self._find(generation)
+        replica = self._find_replica(generation)
         if replica is None or quorum_id != self.quorum_id or replica.asked is not None:
             return []
         if 0 < timeout_s <= _TOLD_S_MAX:
@@ -192,7 +192,7 @@ class Quorums:
             replica.waiting_s = min(max(begun_s, since_s), now)
             return self._arrive(now, replica) + self._advance(now)
         outputs: list[Output] = []
-        for other in self._find_idle():  # Whoever it waited for has come, and all go on.
+        for other in self._list_idle():  # Whoever it waited for has come, and all go on.
             outputs += self._arrive(now, other)
         for member in self._present():
             member.waiting_s = None
@@ -208,7 +208,7 @@ class Quorums:
         busy_until_s: float = 0.0,
     ) -> list[Output]:
         """Note what its agent says of a group's processes: in state T, alive, busy until then."""
-        replica = self._find(generation)
+        replica = self._find_replica(generation)
         if replica is None:
             return []
         was_busy = now < replica.busy_until_s
@@ -221,8 +221,8 @@ class Quorums:
         return self._advance(now) if stopped else []
 
     def end(self, now: float, generation: int, reason: str, *, fence: bool) -> list[Output]:
-        """A rank of this generation has ended: its replica is gone for good."""
-        replica = self._find(generation)
+        """Note that a rank of this generation has ended: its replica is gone for good."""
+        replica = self._find_replica(generation)
         return [] if replica is None else self.evict(now, replica.name, reason, fence=fence)
 
     def evict(self, now: float, name: str, reason: str, *, fence: bool = True) -> list[Output]:
@@ -277,11 +277,11 @@ class Quorums:
             self.replicas[member.replica] = replica
 
     def forgive(self, now: float) -> None:
-        """The clock has jumped for us, not for them: nobody was silent."""
+        """Shift all waits after a jump of our own clock, in which nobody was silent."""
         for replica in self.replicas.values():
             replica.heard_s = max(replica.heard_s, now)
 
-    def find_homes(self) -> dict[str, tuple[int, int]]:
+    def map_members(self) -> dict[str, tuple[int, int]]:
         """Return group and generation of the members of the quorum in force."""
         return {r.name: r.home for r in self.replicas.values() if r.name in self.members}
 
@@ -304,7 +304,7 @@ class Quorums:
             times += [min(asking) + self.config.startup_s, min(asking) + self.config.alone_s]
         if waiting:
             first = min(waiting)
-            late = [self._late_times(r, first, collective=True) for r in self._find_idle()]
+            late = [self._late_times(r, first, collective=True) for r in self._list_idle()]
             times += [max(overdue for overdue, _ in late)] if late else [first + self._deadlock_s()]
             times += [told for _, told in late if told is not None]
         return min(times, default=None)
@@ -319,10 +319,10 @@ class Quorums:
                 stopped = replica.stopped
                 why = "its process is stopped (state T)" if stopped else "no heartbeat"
                 outputs += self._leave_out(replica, f"{why}, silent for {silent_s:.2f} s")
-        outputs += self._find_hung(now)
-        return outputs + self._find_standing() + self._form(now) + self._find_late(now)
+        outputs += self._end_hung(now)
+        return outputs + self._tell_held() + self._form(now) + self._report_late(now)
 
-    def _find_late(self, now: float) -> list[Output]:
+    def _report_late(self, now: float) -> list[Output]:
         """Tell, once each, of those whom others wait for for longer than they ever did."""
         waits = [r.waiting_s for r in self._present() if r.waiting_s is not None]
         impatient_s = self._impatient_since()
@@ -330,7 +330,7 @@ class Quorums:
         outputs: list[Output] = []
         if since is None:
             return outputs
-        for replica in self._find_idle():
+        for replica in self._list_idle():
             if replica.late or not self._may_join(replica):
                 continue
             waited_s = self._waited_s(now, replica, since)
@@ -369,7 +369,7 @@ class Quorums:
         since += [r.asked_s for r in others if r.asked is not None]
         return min(since, default=None)
 
-    def _find_standing(self) -> list[Output]:
+    def _tell_held(self) -> list[Output]:
         """Tell, once after each order about holds, of those who are held and ask."""
         outputs: list[Output] = []
         for replica in self.replicas.values():
@@ -393,7 +393,7 @@ class Quorums:
         if present:
             since_s = self._impatient_since()
             missing = [r for r in self._awaited() if r.asked is None]
-            late = [] if since_s is None else self._find_overdue(now, missing, since_s)
+            late = [] if since_s is None else self._list_overdue(now, missing, since_s)
             for replica in late:
                 waited_s = now - (since_s or now)
                 why = f"the others have waited for it for {waited_s:.2f} s"
@@ -454,16 +454,16 @@ class Quorums:
             replica.waiting_s = None
         return [*outputs, Answered(tokens, self.quorum_id, members)]
 
-    def _find_hung(self, now: float) -> list[Output]:
+    def _end_hung(self, now: float) -> list[Output]:
         """Leave out who never came to a collective; break up those who wait for one another."""
         present = self._present()
         since = [r.waiting_s for r in present if r.waiting_s is not None]
         if not since:
             return []
-        idle = self._find_idle()
+        idle = self._list_idle()
         waited_s = now - min(since)
         if idle:
-            hung = self._find_overdue(now, idle, min(since), collective=True)
+            hung = self._list_overdue(now, idle, min(since), collective=True)
             if len(hung) < len(idle):
                 return []
             outputs: list[Output] = []
@@ -537,7 +537,7 @@ class Quorums:
         group = int(digits[1]) if digits else -1
         return group if any(g.group == group for g in self.groups.values()) else -1
 
-    def _find(self, generation: int) -> Replica | None:
+    def _find_replica(self, generation: int) -> Replica | None:
         """Return the replica that the processes of `generation` are."""
         known = next((g for g in self.groups.values() if g.generation == generation), None)
         if known is None:
@@ -560,7 +560,7 @@ class Quorums:
         found = (self.replicas.get(name) for name in self.members)
         return [replica for replica in found if replica is not None and not replica.out]
 
-    def _find_idle(self) -> list[Replica]:
+    def _list_idle(self) -> list[Replica]:
         """Return those of them that neither ask nor wait for others."""
         return [r for r in self._present() if r.waiting_s is None and r.asked is None]
 
@@ -598,7 +598,7 @@ class Quorums:
     def _patience(self, replica: Replica, *, collective: bool = False) -> float:
         """Return how long it is waited for; in a collective its peers' managers have their say."""
         told = [r.timeout_s for r in self._present() if r.timeout_s] if collective else []
-        return self.config.find_patience_s(
+        return self.config.compute_patience_s(
             self.silences.expected_s, told, known=self._knows(replica)
         )
 
@@ -613,7 +613,7 @@ class Quorums:
         """Return for how long others have waited for it since then, its busy phases left out."""
         return now - max(since_s, replica.busy_s, min(now, replica.busy_until_s))
 
-    def _find_overdue(
+    def _list_overdue(
         self, now: float, missing: Iterable[Replica], since_s: float, *, collective: bool = False
     ) -> list[Replica]:
         """Return those of whom nobody would wait for longer."""

@@ -19,19 +19,19 @@ SLACK = 1.5
 
 @dataclass(slots=True)
 class Silences:
-    """What has been learned so far."""
+    """Learns how long members of a quorum are silent."""
 
     long: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """Long waits that ended by themselves, oldest first."""
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS))
 
     def add(self, waited_s: float) -> None:
-        """A member came after others had waited for it for so long."""
+        """Learn for how long the others had waited when a member came."""
         if waited_s >= LONG_S:
             self.long.append(waited_s)
 
     def add_interval(self, interval_s: float) -> None:
-        """So long was it from one quorum to the next, of the same members."""
+        """Learn how long it was from one quorum to the next of the same members."""
         self.intervals.append(interval_s)
 
     @property

@@ -45,7 +45,7 @@ class _Group:
     step: int = -1
     attempts: int = 0
     """At a step, that were seen to end."""
-    mark: tuple[float, ...] = ()
+    counts_seen: tuple[float, ...] = ()
     """Of its ranks' accounts: changes with every attempt at a step; empty before a heartbeat."""
     waits: dict[int, ReplicaWaiting] = field(default_factory=dict)
     """Rank -> what it has told of its wait."""
@@ -134,7 +134,7 @@ class ReplicaWatch(Unwatched):
             if number in self._late:
                 events.append(_tell_late(number, now, 0.0, "has come", over=True))
             if number in self._gone and group.stopped_s is None:
-                step = self._find_step()
+                step = self._newest_step()
                 events.append(ReplicaSeen(replica="", group=number, at_s=now, step=step))
         behind: list[AnyEvent] = []
         if group.stopped_s is not None and beat.sent_s - group.stopped_s >= self._config.silent_s:
@@ -143,9 +143,9 @@ class ReplicaWatch(Unwatched):
             others = (g.step for n, g in self._groups.items() if n != number)
             if max(others, default=-1) >= group.step + _AHEAD_STEPS:
                 behind = self._leave_behind(now, number, "the others train without it")
-        return events + (behind or self._find_late(now))
+        return events + (behind or self._report_late(now))
 
-    def _find_late(self, now: float) -> list[AnyEvent]:
+    def _report_late(self, now: float) -> list[AnyEvent]:
         waits = [wait for group in self._groups.values() for wait in group.waits.values()]
         if not waits:
             return []
@@ -154,14 +154,19 @@ class ReplicaWatch(Unwatched):
         expected_s = self._silences.expected_s
         events: list[AnyEvent] = []
         for number, group in sorted(self._groups.items()):
-            if group.waits or not group.mark or number in self._gone or group.stopped_s is not None:
+            if (
+                group.waits
+                or not group.counts_seen
+                or number in self._gone
+                or group.stopped_s is not None
+            ):
                 continue
             waited_s = now - max(since_s, group.busy_s, group.moved_s)
             long = waited_s >= self._config.late_s + expected_s
             if long and group.known and number not in self._late:
                 why = f"the others have waited for it for {waited_s:.2f} s"
                 events.append(_tell_late(number, now, waited_s, why))
-            patience_s = self._config.find_patience_s(expected_s, told, known=group.known)
+            patience_s = self._config.compute_patience_s(expected_s, told, known=group.known)
             if waited_s >= patience_s:
                 events += self._leave_behind(now, number, "the others have waited in vain for it")
         return events
@@ -171,7 +176,7 @@ class ReplicaWatch(Unwatched):
     ) -> list[AnyEvent]:
         if number in self._gone:
             return []
-        step = self._find_step()
+        step = self._newest_step()
         return [
             ReplicaSeen(
                 replica="", group=number, at_s=now, gone=True, reason=reason, stopped=stopped,
@@ -179,14 +184,14 @@ class ReplicaWatch(Unwatched):
             )
         ]  # fmt: skip
 
-    def _find_step(self) -> int:
+    def _newest_step(self) -> int:
         return max((group.step for group in self._groups.values()), default=-1)
 
 
 def _follow(now: float, group: _Group, beat: NodeBeat) -> bool:
     """Take what a heartbeat tells of its group; return whether an attempt at a step has ended."""
     accounts = [rank.account for rank in beat.ranks]
-    first = not group.mark
+    first = not group.counts_seen
     if first:  # Of the waits that an earlier controller was told of, those of older steps are over.
         steps = {rank.rank: rank.account.step for rank in beat.ranks}
         group.waits = {r: w for r, w in group.waits.items() if steps.get(r, -1) <= w.step}
@@ -197,8 +202,8 @@ def _follow(now: float, group: _Group, beat: NodeBeat) -> bool:
     # A debugger's `t` ends by itself.
     stopped = any(rank.proc.state == "T" for rank in beat.ranks)
     group.stopped_s = (group.stopped_s or beat.sent_s) if stopped else None
-    mark = tuple(n for a in accounts for n in (a.step, a.lost_s, a.reform_s, a.heal_s))
-    moved, group.mark = not first and mark != group.mark, mark
+    counts_seen = tuple(n for a in accounts for n in (a.step, a.lost_s, a.reform_s, a.heal_s))
+    moved, group.counts_seen = not first and counts_seen != group.counts_seen, counts_seen
     if moved:
         group.moved_s, group.attempts = now, group.attempts + 1
         group.waits.clear()  # One that ended in an error is not told to be over.

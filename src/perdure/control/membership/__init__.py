@@ -15,7 +15,7 @@ from perdure.control.membership.quorum import QUORUM
 
 __all__ = ["Membership", "membership_of"]
 Membership = Fixed
-"""What is asked of every kind of world."""
+"""Answers what differs from one kind of world to the other."""
 
 
 def membership_of(state: JobState) -> Membership:

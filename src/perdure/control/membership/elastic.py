@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from msgspec import structs
 
-from perdure.control.agreements import find_steering
+from perdure.control.agreements import make_steering
 from perdure.control.job import JobState
 from perdure.control.membership.fixed import Fixed, Outcome
 from perdure.control.membership.members import (
@@ -18,11 +18,11 @@ from perdure.control.membership.members import (
     end_rank,
     end_strays,
     fill_slots,
-    find_home,
-    find_living,
     have_state,
     list_gone,
+    list_living_members,
     lose_node,
+    node_of_member,
     order_following,
     split_called,
 )
@@ -62,7 +62,7 @@ def note_ready(state: JobState, now: float, event: RankJoined) -> list[AnyAction
     if event.store:
         elastic.stores[event.rank] = event.store
     if event.feed:
-        elastic.feeds[event.rank] = event.feed
+        elastic.donor_addresses[event.rank] = event.feed
     elastic.state_bytes = max(elastic.state_bytes, event.state_bytes)
     started: list[AnyAction] = []
     if not elastic.members and elastic.ready >= set(world) and _has_stores(state):
@@ -84,7 +84,7 @@ def note_world(
     if isinstance(event, WorldBroken):
         known = event.epoch < elastic.epoch
         if is_elastic(state) and not known and event.rank in elastic.members:
-            elastic.retry_s = elastic.retry_s or now + _find_patience(state)
+            elastic.retry_s = elastic.retry_s or now + _choose_patience_s(state)
             elastic.broken_s = elastic.broken_s or event.at_s
         return []
     if event.finished:
@@ -111,7 +111,7 @@ def note_world(
     return []
 
 
-def _find_patience(state: JobState) -> float:
+def _choose_patience_s(state: JobState) -> float:
     """Return how long a broken world waits for word of a loss.
 
     A world that meets at the store of a node that has vanished breaks at once and again. It is
@@ -138,7 +138,7 @@ def is_outside(state: JobState, rank: int) -> bool:
 
 
 def leave_outside(state: JobState, now: float, rank: int) -> list[AnyAction]:
-    """Somebody has ended who is no member, and whom nobody misses.
+    """Note the end of a rank that is no member, and that nobody misses.
 
     A spare that was ready is started again; whoever did not get that far would not get further the
     next time.
@@ -183,7 +183,7 @@ def order_world(
     world: a store that is lost with its member is followed by another one's in the next epoch.
     """
     elastic = state.world.elastic
-    elastic.members = (*find_living(state), *new)
+    elastic.members = (*list_living_members(state), *new)
     elastic.epoch += 1
     if elastic.broken_s is not None and not state.book.is_open(state.world.generation):
         cause, world = explain_break(elastic.broken_s), state.world
@@ -199,7 +199,7 @@ def order_world(
         ranks=elastic.members,
         urgent=urgent,
         store=stores[elastic.retries % len(stores)] if stores else "",
-        steering=find_steering(state.steering),
+        steering=make_steering(state.steering),
         reason=reason,
     )
     return elastic.order
@@ -220,11 +220,11 @@ class Elastic(Fixed):
     """The first member saves for all."""
 
     def goes_on(self, state: JobState) -> bool:
-        """For as long as this generation can be formed again in place."""
+        """Return whether this generation can be formed again in place."""
         return is_elastic(state)
 
     def fill(self, state: JobState, reason: str) -> list[AnyAction]:
-        """Fill each slot that has nobody."""
+        """Return the order that starts a member in each slot that has nobody."""
         return fill_slots(state, reason) if is_elastic(state) else []
 
     def deadline(self, state: JobState) -> float | None:
@@ -244,7 +244,7 @@ class Elastic(Fixed):
         elastic = state.world.elastic
         if not is_elastic(state):
             return super().stand_in(state, now, reason)
-        left = find_living(state)
+        left = list_living_members(state)
         if left == elastic.members:
             if not freed:
                 return Outcome(broken="no member of it is lost")
@@ -254,7 +254,7 @@ class Elastic(Fixed):
             return Outcome(broken=elastic.given_up)
         elastic.reforms += 1
         elastic.retries = 0  # It is the loss that had broken the world.
-        nodes = {find_home(state, rank) for rank in elastic.members if rank not in left}
+        nodes = {node_of_member(state, rank) for rank in elastic.members if rank not in left}
         called = call_spares(state, nodes) if not elastic.finished else ()
         spares, followers = split_called(state, called)
         why = f"{reason}; ranks {list(spares)} stand in" if spares else reason
@@ -262,7 +262,7 @@ class Elastic(Fixed):
         return Outcome([order, *order_following(state, followers), *fill_slots(state, reason)])
 
     def leave(self, state: JobState, now: float, event: RankExited) -> Outcome:
-        """A member has ended well: nobody waits for it any more.
+        """Let go of a member that has ended well: nobody waits for it any more.
 
         The world is broken where the others died while it left.
         """
@@ -271,17 +271,19 @@ class Elastic(Fixed):
         leaves = state.boundary.leaves if state.boundary is not None else ()
         if rank in leaves or rank in elastic.leaving:
             elastic.left.add(rank)
-            alone = "" if find_living(state) else "the last member that had the state has left"
+            alone = (
+                "" if list_living_members(state) else "the last member that had the state has left"
+            )
             return Outcome(broken=alone)
         elastic.finished.add(rank)
         if not is_elastic(state) or order is None or rank not in order.ranks:
             return Outcome()
-        if rank in elastic.answered or not find_living(state):
+        if rank in elastic.answered or not list_living_members(state):
             return Outcome()
         return Outcome([order_world(state, now, f"rank {rank} has ended")])
 
     def has_ended(self, state: JobState) -> bool:
-        """Every member has to end well."""
+        """Return whether every member has ended well."""
         ends = [state.world.exits.get(rank) for rank in state.world.elastic.members]
         return all(end is not None and not end.failed for end in ends)
 
@@ -353,7 +355,7 @@ class Elastic(Fixed):
         rank = verdict.culprit.rank
         if not is_elastic(state) or rank is None:
             return []
-        left = find_living(state)
+        left = list_living_members(state)
         alone = rank in left and len(left) < 2
         if alone or rank in state.world.exits or rank not in {*left, *state.world.elastic.extra}:
             return []

@@ -30,7 +30,7 @@ class Outcome:
 
 
 class Fixed:
-    """Nobody comes, nobody leaves."""
+    """The membership of a world that nobody joins and nobody leaves."""
 
     kind: Literal["one world", "replica groups"] = "one world"
 
@@ -41,7 +41,7 @@ class Fixed:
         return ""
 
     def needs_agreement(self, kind: str) -> bool:
-        """Return whether ranks have to agree before a command is begun: they do all together."""
+        """Return whether ranks have to agree before a command is begun: all begin it together."""
         return True
 
     def refuse_step(self, state: JobState) -> str:
@@ -100,11 +100,11 @@ class Fixed:
         """Return who is told a move of an agreement."""
         return [(state.world, "", boundary.ranks)]
 
-    def find_bound(self, state: JobState, ranks: Collection[int]) -> set[int]:
+    def list_bound(self, state: JobState, ranks: Collection[int]) -> set[int]:
         """Return who of `ranks`, which were asked, still counts."""
         return set(ranks)
 
-    def find_promised(self, state: JobState, boundary: OpenBoundary) -> dict[str, int]:
+    def map_settled(self, state: JobState, boundary: OpenBoundary) -> dict[str, int]:
         """Return what a command's agreement has settled, now that all have promised."""
         return {"at_step": boundary.step} if boundary.kind in self.promised else {}
 
@@ -123,7 +123,7 @@ class Fixed:
         """Return the newest word to whoever says who trains together: here, nobody does."""
         return []
 
-    def find_told(self, state: JobState, world: WorldState) -> tuple[int, ...]:
+    def list_told_nodes(self, state: JobState, world: WorldState) -> tuple[int, ...]:
         """Return the nodes that are told what `world` shall run.
 
         All are: one that runs nothing stands ready.
@@ -134,7 +134,7 @@ class Fixed:
         """Return an assignment of `world` with all that its nodes have to know."""
         return assignment
 
-    def find_waited(self, state: JobState, world: WorldState) -> set[int]:
+    def list_awaited_nodes(self, state: JobState, world: WorldState) -> set[int]:
         """Return the nodes on which nothing older may live before `world` starts.
 
         A lost node cannot say that it is empty, and is waited for only where it has ranks. The
@@ -193,7 +193,7 @@ class Fixed:
         return lost if any(rank not in world.exits for rank in ranks) else Outcome(lost.actions)
 
     def leave(self, state: JobState, now: float, event: RankExited) -> Outcome:
-        """A member has ended well: nobody waits for it any more."""
+        """Let go of a member that has ended well: nobody waits for it any more."""
         state.world.elastic.finished.add(event.record.rank)
         return Outcome()
 

@@ -17,7 +17,7 @@ DIRECT_BYTES_MAX = 16 << 20
 """Up to this much state is sent within the join."""
 
 
-def find_home(state: JobState, member: int) -> int:
+def node_of_member(state: JobState, member: int) -> int:
     """Return the node that runs `member`."""
     home = state.world.elastic.homes.get(member)
     if home is not None or not state.world.placement:
@@ -27,7 +27,7 @@ def find_home(state: JobState, member: int) -> int:
     return (*state.world.placement, *others)[spec.node_of(member)]
 
 
-def find_living(state: JobState) -> tuple[int, ...]:
+def list_living_members(state: JobState) -> tuple[int, ...]:
     """Return the members of the newest epoch that are neither lost nor done."""
     elastic = state.world.elastic
     gone = elastic.lost | elastic.left | elastic.finished | set(state.world.exits)
@@ -39,7 +39,7 @@ def have_state(state: JobState, ranks: Collection[int]) -> bool:
     return not (state.world.elastic.formed | set(state.ranks)).isdisjoint(ranks)
 
 
-def find_spares(
+def list_spare_members(
     state: JobState, far_from: Collection[int] = (), beside: Collection[int] = ()
 ) -> list[int]:
     """Return who is ready and not a member, in the order in which they are called upon.
@@ -50,10 +50,10 @@ def find_spares(
     elastic, world = state.world.elastic, set(state.ranks)
     gone = elastic.lost | set(state.world.exits) | set(elastic.members) | world
     away = {*state.cordoned, *state.leaving, *beside}
-    ready = [m for m in elastic.ready if m not in gone and find_home(state, m) not in away]
+    ready = [m for m in elastic.ready if m not in gone and node_of_member(state, m) not in away]
 
     def rank_spare(member: int) -> tuple[bool, int, int]:
-        home = find_home(state, member)
+        home = node_of_member(state, member)
         return home in far_from, state.blames.get(home, 0), member
 
     return sorted(ready, key=rank_spare)
@@ -76,8 +76,8 @@ def call_spares(state: JobState, far_from: Collection[int] = ()) -> tuple[int, .
     """Return the spares that fill the world up to its size; none where it is only observed."""
     if is_closed(state) or state.the_spec().observe:
         return ()
-    room = state.the_spec().world_size_max - len(find_living(state))
-    return tuple(sorted(find_spares(state, far_from)[: max(0, room)]))
+    room = state.the_spec().world_size_max - len(list_living_members(state))
+    return tuple(sorted(list_spare_members(state, far_from)[: max(0, room)]))
 
 
 def split_called(
@@ -88,15 +88,15 @@ def split_called(
     A small state is had within the join for less than a second join would cost.
     """
     elastic = state.world.elastic
-    small = elastic.state_bytes <= DIRECT_BYTES_MAX or not elastic.feeds
+    small = elastic.state_bytes <= DIRECT_BYTES_MAX or not elastic.donor_addresses
     now = tuple(m for m in called if small or m in elastic.caught_up)
     return now, tuple(m for m in called if m not in now)
 
 
 def order_following(state: JobState, ranks: tuple[int, ...]) -> list[AnyAction]:
     """Have `ranks` follow the members of the newest epoch, unless they do already."""
-    elastic, members = state.world.elastic, find_living(state)
-    donors = {m: elastic.feeds[m] for m in members if m in elastic.feeds}
+    elastic, members = state.world.elastic, list_living_members(state)
+    donors = {m: elastic.donor_addresses[m] for m in members if m in elastic.donor_addresses}
     told = [m for m in ranks if elastic.following.get(m) != elastic.epoch]
     out = elastic.lost | set(state.world.exits) | {*members, *told}
     before = [m for m, e in elastic.following.items() if e == elastic.epoch and m not in out]
@@ -129,7 +129,7 @@ def fill_slots(state: JobState, reason: str) -> list[AnyAction]:
         if newest is None and slot < spec.world_size:
             newest = slot
         member = slot if newest is None else newest + spec.slots
-        home = find_home(state, slot)
+        home = node_of_member(state, slot)
         away = home in {*state.lost, *state.cordoned, *state.leaving} or home not in state.nodes
         if away or slot in elastic.barren or (newest is not None and not _is_empty(state, newest)):
             continue
@@ -169,7 +169,7 @@ def lose_node(state: JobState, node: int, begun: Collection[int] | None = None) 
     known = {*elastic.members, *state.ranks, *elastic.ready}
     known |= set(elastic.extra) if begun is None else set(elastic.extra) & set(begun)
     known -= {*state.world.exits, *elastic.lost}
-    newly = {m for m in known if find_home(state, m) == node}
+    newly = {m for m in known if node_of_member(state, m) == node}
     elastic.lost |= newly
     return not newly.isdisjoint(elastic.members)
 
@@ -200,5 +200,5 @@ def _is_empty(state: JobState, member: int) -> bool:
     record = state.world.exits.get(member)
     if record is not None:
         return record.failed or member in state.world.elastic.left
-    node = state.nodes.get(find_home(state, member))
+    node = state.nodes.get(node_of_member(state, member))
     return member in state.world.elastic.lost and node is not None and member not in node.running

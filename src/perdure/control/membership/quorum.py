@@ -63,22 +63,22 @@ class Quorum(Fixed):
         )
 
     def needs_agreement(self, kind: str) -> bool:
-        """A pause holds all at the lighthouse, and a stop ends what runs."""
+        """Return whether members have to agree, as they do on `set` and `checkpoint`."""
         return kind in ("set", "checkpoint")
 
     def refuse_step(self, state: JobState) -> str:
-        """Only perdure's own lighthouse knows whom to ask."""
+        """Return why no step can be agreed upon; empty where the lighthouse is perdure's own."""
         if state.the_spec().torchft.lighthouse != "perdure":
             why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
             return f"{why} can a step be agreed upon"
         return ""
 
     def is_current(self, state: JobState, generation: int) -> bool:
-        """Groups have generations of their own; their pace is told of none."""
+        """Return True: groups have generations of their own, and their pace is told of none."""
         return True
 
     def refuse_saving(self, state: JobState) -> str:
-        """Only perdure's own lighthouse knows who has the state."""
+        """Return why nothing can be saved; empty where the lighthouse is perdure's own."""
         if state.the_spec().torchft.lighthouse != "perdure":
             return (
                 "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
@@ -86,11 +86,11 @@ class Quorum(Fixed):
         return ""
 
     def can_save(self, state: JobState) -> bool:
-        """Keys have no part in it."""
+        """Return whether the members of a quorum are known: keys have no part in it."""
         return self.is_whole(state)
 
     def can_ask(self, state: JobState) -> bool:
-        """The keys are known, and whom to ask."""
+        """Return whether the keys are known, and whom to ask."""
         return self.has_declared(state) and self.is_whole(state)
 
     def is_whole(self, state: JobState) -> bool:
@@ -100,7 +100,7 @@ class Quorum(Fixed):
         return known and len(state.list_members()) == len(quorum.members)
 
     def ask(self, state: JobState, kind: str) -> tuple[int, ...]:
-        """The members of the quorum in force; to save, one of them: all have the same state."""
+        """Return the members of the quorum; to save, one of them: all have the same state."""
         quorum, members = state.quorum, state.list_members()
         asked = members[:1] if kind == "checkpoint" else members
         quorum.asked = {group.number: group.generation for group in asked}
@@ -108,7 +108,7 @@ class Quorum(Fixed):
         return tuple(rank for group in asked for rank in state.the_spec().ranks_of(group.number))
 
     def address(self, state: JobState, boundary: OpenBoundary, move: str) -> list[Addressed]:
-        """Those that were asked; of `set`, the decision is for every group that runs."""
+        """Return those that were asked; of `set`, every group that runs."""
         spec, asked = state.the_spec(), state.quorum.asked
         mine = move == "prepare" or boundary.kind == "checkpoint"
         return [
@@ -117,39 +117,39 @@ class Quorum(Fixed):
             if group.has_ranks and (not mine or asked.get(number) == group.generation)
         ]
 
-    def find_bound(self, state: JobState, ranks: Collection[int]) -> set[int]:
-        """Those whose group is the same that was asked, and in the quorum."""
+    def list_bound(self, state: JobState, ranks: Collection[int]) -> set[int]:
+        """Return those whose group is the same that was asked, and in the quorum."""
         asked, spec = state.quorum.asked, state.the_spec()
         members = [g for g in state.list_members() if asked.get(g.number) == g.generation]
         return {rank for g in members for rank in spec.ranks_of(g.number)}
 
-    def find_promised(self, state: JobState, boundary: OpenBoundary) -> dict[str, int]:
-        """Should the group be lost that saves, another one does."""
+    def map_settled(self, state: JobState, boundary: OpenBoundary) -> dict[str, int]:
+        """Return the step and the group that saves: should it be lost, another one does."""
         return {"at_step": boundary.step, "generation": next(iter(state.quorum.asked.values()))}
 
     def is_in_force(self, state: JobState, change: OpenChange) -> bool:
-        """Nobody whom it binds has come past the step without it."""
-        asked = self.find_bound(state, change.ranks)
+        """Return whether nobody whom the change binds has come past its step without it."""
+        asked = self.list_bound(state, change.ranks)
         return state.step > change.change.step or bool(asked and asked <= change.reached)
 
     def list_changed(self, state: JobState, change: OpenChange) -> list[int]:
-        """Those that it is in force on, or that have promised it."""
-        return sorted(change.reached | self.find_bound(state, change.ranks))
+        """Return those that the change is in force on, or that have promised it."""
+        return sorted(change.reached | self.list_bound(state, change.ranks))
 
     def sets_at_once(self, state: JobState) -> bool:
-        """The lighthouse and the controller need no step."""
+        """Return True: the lighthouse and the controller need no step."""
         return True
 
     def has_declared(self, state: JobState) -> bool:
-        """Some group's script has said."""
+        """Return whether some group's script has declared its keys."""
         return state.steering.generation >= 0
 
     def tell(self, state: JobState, reason: str) -> list[AnyAction]:
-        """The lighthouse goes by the newest word."""
+        """Return the newest word to the lighthouse, which goes by it."""
         return [hold_groups(state, reason)] if state.worlds and not state.over else []
 
-    def find_told(self, state: JobState, world: WorldState) -> tuple[int, ...]:
-        """Its own node is told."""
+    def list_told_nodes(self, state: JobState, world: WorldState) -> tuple[int, ...]:
+        """Return the group's own node."""
         return world.placement
 
     def complete(self, assignment: Assignment, world: WorldState) -> Assignment:
@@ -157,18 +157,18 @@ class Quorum(Fixed):
         failures = len(world.failures)
         return structs.replace(assignment, restart_count=failures, replica=world.number)
 
-    def find_waited(self, state: JobState, world: WorldState) -> set[int]:
-        """Its own node is waited for."""
+    def list_awaited_nodes(self, state: JobState, world: WorldState) -> set[int]:
+        """Return the group's own node."""
         return set(world.placement)
 
     def announce(self, state: JobState, world: WorldState) -> tuple[list[AnyAction], str]:
-        """The lighthouse is told whose the store is."""
+        """Return the order that tells the lighthouse whose the store is, and why."""
         of_group = f"generation {world.generation} of group {world.number}"
         reason = f"{of_group}: its older ranks are gone"
         return [hold_groups(state, reason)], reason
 
     def again(self, state: JobState, reason: str) -> list[AnyAction]:
-        """The lighthouse is told the newest word."""
+        """Return the newest word to the lighthouse once more."""
         return self.tell(state, reason)
 
 

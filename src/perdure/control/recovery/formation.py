@@ -10,7 +10,7 @@ from msgspec import structs
 
 from perdure.control.agreement.changes import note_high, restart_changes
 from perdure.control.agreement.pauses import restart_pause
-from perdure.control.agreements import find_steering
+from perdure.control.agreements import make_steering
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
 from perdure.control.recovery.placement import place_nodes
@@ -84,7 +84,7 @@ def assign(
     membership = membership_of(state)
     assignment = membership.complete(_number(state, world, phase, reason, grace_s), world)
     world.assignment = assignment
-    nodes = membership.find_told(state, world)
+    nodes = membership.list_told_nodes(state, world)
     return AssignNodes(nodes=nodes, assignment=assignment, reason=reason)
 
 
@@ -95,7 +95,7 @@ def assign_again(state: JobState, reason: str) -> list[AnyAction]:
         return [AssignNodes(nodes=everybody, assignment=state.farewell, reason=reason)]
     return [
         AssignNodes(
-            nodes=membership_of(state).find_told(state, world),
+            nodes=membership_of(state).list_told_nodes(state, world),
             assignment=world.assignment,
             reason=reason,
         )
@@ -123,16 +123,16 @@ def _number(
         agent_store=store.agent_store if store else False,
         restart_count=max(0, world.generation),
         placement=world.placement,
-        steering=_find_steering(state, world) if phase == "run" else Steering(),
+        steering=_make_steering(state, world) if phase == "run" else Steering(),
         reason=reason,
     )
 
 
-def _find_steering(state: JobState, world: WorldState) -> Steering:
+def _make_steering(state: JobState, world: WorldState) -> Steering:
     """Return what its ranks have to know before their first step."""
     others = (w for w in state.worlds.values() if w is not world and w.alive and not w.absent)
     heals = any(w.replica in state.quorum.members for w in others if w.replica)
-    return structs.replace(find_steering(state.steering), heals=heals)
+    return structs.replace(make_steering(state.steering), heals=heals)
 
 
 def note_store(state: JobState, now: float, event: StoreReady) -> list[AnyAction]:
@@ -157,7 +157,7 @@ def advance_formation(state: JobState, now: float) -> list[AnyAction]:
     for _, world in sorted(state.worlds.items()):
         if world.phase != "forming" or world.store is None:
             continue
-        waited = membership.find_waited(state, world)
+        waited = membership.list_awaited_nodes(state, world)
         if any(state.stopped.get(node, -1) < world.generation - 1 for node in waited):
             continue
         world.enter("its store is served, and nothing older lives")
@@ -169,7 +169,7 @@ def advance_formation(state: JobState, now: float) -> list[AnyAction]:
 
 
 def wait_for_nodes(state: JobState, now: float, missing: list[int]) -> list[AnyAction]:
-    """A world whose lost nodes no spare can replace waits for them, and in the end gives up."""
+    """Wait for lost nodes that no spare can replace; in the end give up."""
     wait_s = state.the_spec().restart.node_wait_s
     due_s = max(state.lost[node] for node in missing) + wait_s
     if now < due_s:

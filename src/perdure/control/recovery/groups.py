@@ -79,7 +79,7 @@ def fail_group(
         culprit=f"group {group.number}" + (f", {who}" if who else ""),
         generation=group.generation,
         step=state.step if group.trained else -1,
-        mark=state.mark if group.trained else 0,
+        progress_max=state.progress_max if group.trained else 0,
         error=error,
         code=code,
         signal=signal,
@@ -198,7 +198,7 @@ def let_go(state: JobState, group: WorldState, reason: str) -> list[AnyAction]:
     return [evict, fence] if others else [evict]
 
 
-def find_spares(state: JobState) -> list[WorldState]:
+def list_spare_groups(state: JobState) -> list[WorldState]:
     """Return the spare groups that stand ready."""
     groups = [g for _, g in sorted(state.worlds.items()) if g.number not in state.barred]
     ready = [g for g in groups if not g.active and not g.leaving and g.phase == "running"]
@@ -207,7 +207,7 @@ def find_spares(state: JobState) -> list[WorldState]:
 
 def promote(state: JobState, reason: str) -> list[AnyAction]:
     """Release a spare that stands ready in the place of each active group that is away."""
-    spares = find_spares(state)
+    spares = list_spare_groups(state)
     away = [g for _, g in sorted(state.worlds.items()) if g.active and g.alive and g.absent]
     away += [g for _, g in sorted(state.worlds.items()) if g.phase == "failed" and g.active]
     wanted = state.the_spec().torchft.replicas
@@ -289,7 +289,10 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
         return []
     group.exits[record.rank] = record
     group.trained |= account.step > account.start_step
-    state.step, state.mark = max(state.step, account.step), max(state.mark, account.step)
+    state.step, state.progress_max = (
+        max(state.step, account.step),
+        max(state.progress_max, account.step),
+    )
     if record.failed and not record.asked:
         code = record.code or 128 + record.signal
         who = f"rank {record.rank}"
@@ -332,7 +335,7 @@ def _note_restored(state: JobState, now: float, event: CheckpointRestored) -> li
 def _note_quorum(state: JobState, now: float, event: QuorumFormed) -> list[AnyAction]:
     state.quorum.quorum_id, state.quorum.members = event.quorum_id, event.members
     state.step = max(state.step, event.step)
-    state.mark = max(state.mark, event.step)
+    state.progress_max = max(state.progress_max, event.step)
     for group in state.worlds.values():
         if group.replica in event.members:
             group.trained, group.absent = True, ""
@@ -383,7 +386,10 @@ def _declare(state: JobState, now: float, event: KeysDeclared) -> list[AnyAction
         group.trained |= group.generation == event.generation
     declare_keys(state, event)
     note_high(state, event.step)
-    state.step, state.mark = max(state.step, event.step), max(state.mark, event.step)
+    state.step, state.progress_max = (
+        max(state.step, event.step),
+        max(state.progress_max, event.step),
+    )
     return []
 
 

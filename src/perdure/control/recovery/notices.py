@@ -12,7 +12,7 @@ import msgspec
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.recovery.placement import cordon
 from perdure.control.recovery.response import weigh_verdict
-from perdure.control.targets import UnknownTargetError, find_nodes
+from perdure.control.targets import UnknownTargetError, resolve_nodes
 from perdure.model.bus.wire import Notice
 from perdure.model.events import (
     DeviceReported,
@@ -35,7 +35,7 @@ def receive_notice(state: JobState, now: float, command: OpenCommand) -> list[An
     except msgspec.ValidationError as error:
         return state.answer(command.id, False, f"malformed notice: {error}", {})
     try:
-        node = _find_node(state, notice)
+        node = _resolve_node(state, notice)
     except UnknownTargetError as error:
         return state.answer(command.id, False, str(error), {})
     if notice.kind == "preemption" and not 0 <= notice.grace_s <= _GRACE_S_MAX:
@@ -90,14 +90,14 @@ def _tell(notice: Notice, node: int, source: str, now: float) -> tuple[_Told, st
             return device, f"{name_device(device)} is {'healthy' if healthy else 'unhealthy'}"
 
 
-def _find_node(state: JobState, notice: Notice) -> int:
+def _resolve_node(state: JobState, notice: Notice) -> int:
     """Return the node that a notice is about.
 
     Raises:
         UnknownTargetError: there is none.
     """
     if notice.device:
-        found = find_nodes(state, [notice.device])[0]
+        found = resolve_nodes(state, [notice.device])[0]
         if notice.node not in (-1, found):
             raise UnknownTargetError(f"{notice.device} is on node {found}, not {notice.node}")
         return found
@@ -107,7 +107,7 @@ def _find_node(state: JobState, notice: Notice) -> int:
         return state.hosts[notice.machine]
     if notice.node < 0:
         raise UnknownTargetError(f"{notice.kind} of what? a device or a node is missing")
-    return find_nodes(state, [str(notice.node)])[0]
+    return resolve_nodes(state, [str(notice.node)])[0]
 
 
 def name_device(event: DeviceReported) -> str:

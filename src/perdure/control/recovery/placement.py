@@ -7,7 +7,7 @@ every other node keeps its ranks, and what it has warm.
 from typing import Any
 
 from perdure.control.job import JobState, OpenMove, OpenNotice
-from perdure.control.membership.members import find_home
+from perdure.control.membership.members import node_of_member
 from perdure.control.observing import is_observed
 from perdure.model.events import NodeCordoned, NodeRestored
 from perdure.model.failures import LATE_S
@@ -30,7 +30,7 @@ def place_nodes(state: JobState, without: int | None = None) -> str:
         return ""
     placement, spares, words = list(state.world.placement), list(state.spares), []
     out = {*state.lost, *state.cordoned, *state.leaving, without}
-    last = [node for node in find_cordoned_ready(state) if node != without]
+    last = [node for node in list_cordoned_ready(state) if node != without]
     order = sorted(range(len(placement)), key=lambda group: placement[group] not in state.lost)
     for group in order:
         node = placement[group]
@@ -43,7 +43,7 @@ def place_nodes(state: JobState, without: int | None = None) -> str:
     return ", ".join(words)
 
 
-def find_cordoned_ready(state: JobState) -> list[int]:
+def list_cordoned_ready(state: JobState) -> list[int]:
     """Return the nodes that only the policy's own cordon keeps idle, the least blamed first."""
     out = {*state.world.placement, *state.lost, *state.barred}
     ready = [node for node in state.cordoned if node in state.nodes and node not in out]
@@ -71,20 +71,20 @@ def find_blamed_node(state: JobState, verdict: Verdict) -> int | None:
     if culprit.node is not None:
         return culprit.node
     if culprit.rank is not None:
-        return find_home(state, culprit.rank) if state.world.placement else None
+        return node_of_member(state, culprit.rank) if state.world.placement else None
     if culprit.device is not None:
         named = verdict.evidence.get("node")
         return named if isinstance(named, int) else None
     if culprit.link is None:
         return None
-    ends = [find_home(state, rank) for rank in culprit.link]
+    ends = [node_of_member(state, rank) for rank in culprit.link]
     blames = [state.blames.get(node, 0) for node in ends]
     if blames[0] == blames[1]:
         return max(ends) if verdict.ground == "link" else None
     return ends[0] if blames[0] > blames[1] else ends[1]
 
 
-def find_shortage(state: JobState, leaving: set[int]) -> int:
+def count_shortage(state: JobState, leaving: set[int]) -> int:
     """Return how many nodes a world would be short of, were nodes `leaving` left out as well."""
     spares = [node for node in state.spares if node not in leaving]
     if not state.world.placement:

@@ -5,7 +5,7 @@ the journal (`ProbeJudged`), where the detector hears of it as of every other ev
 """
 
 from perdure.control.job import JobState, OpenCommand
-from perdure.control.membership.members import find_home
+from perdure.control.membership.members import node_of_member
 from perdure.control.observing import is_observed, withhold_verdict
 from perdure.model.events import ProbeEnded
 from perdure.model.orders import AnyAction, NoteFinding, RunProbe
@@ -22,7 +22,7 @@ def probe_verdict(state: JobState, now: float, verdict: Verdict) -> list[AnyActi
     nodes = [node for node in wanted if node in state.nodes]
     links = []
     if verdict.culprit.link is not None:
-        src, dst = (find_home(state, r) for r in verdict.culprit.link)
+        src, dst = (node_of_member(state, r) for r in verdict.culprit.link)
         links = [(src, dst)] if src != dst else []
     why = f"{verdict.kind} of {verdict.culprit} leaves open what is slow"
     if is_observed(state):

@@ -11,14 +11,14 @@ import math
 from msgspec import structs
 
 from perdure.control.job import JobState
-from perdure.control.membership.members import find_home, find_spares
+from perdure.control.membership.members import list_spare_members, node_of_member
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.control.world import StackRequest
 from perdure.model.events import RankExited, StacksTaken, VerdictWithdrawn
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import AnyAction, TakeStacks
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.policy import Reaction, Situation, find_device_error, find_restart_cost_s, react
+from perdure.policy import Reaction, Situation, estimate_restart_cost_s, find_device_error, react
 
 STACKS_FOR = frozenset({"CommHang", "ComputeHang", "EarlyExit", "Desync"})
 """Verdicts at which the stacks of those concerned are taken before anything is ended."""
@@ -36,17 +36,17 @@ def weigh_verdict(state: JobState, verdict: Verdict, now: float | None = None) -
     node = find_blamed_node(state, verdict)
     situation = Situation(
         node=node,
-        spares=_find_stand_ins(state, verdict, node),
+        spares=_list_stand_ins(state, verdict, node),
         blames=state.blames.get(node, 0) if node is not None else 0,
-        restart_s=find_restart_cost_s(tuple(state.restarts_s)),
-        lost_s=0.0 if _is_in_place(state, verdict) else _find_lost_s(state, now),
+        restart_s=estimate_restart_cost_s(tuple(state.restarts_s)),
+        lost_s=0.0 if _is_in_place(state, verdict) else _estimate_lost_s(state, now),
         replaced=_is_replaced(state, verdict, node),
         replaced_s=now - max((at_s for _, at_s in state.replaced.values()), default=-math.inf),
     )
     return react(verdict, state.the_spec().policy, situation)
 
 
-def _find_stand_ins(state: JobState, verdict: Verdict, node: int | None) -> tuple[int, ...]:
+def _list_stand_ins(state: JobState, verdict: Verdict, node: int | None) -> tuple[int, ...]:
     """Return the nodes that could stand in, in the order in which they would.
 
     A rank of an elastic world is followed by a member that is ready elsewhere; spare nodes run
@@ -54,11 +54,11 @@ def _find_stand_ins(state: JobState, verdict: Verdict, node: int | None) -> tupl
     """
     if not _is_in_place(state, verdict) or node is None:
         return state.spares
-    ready = find_spares(state, beside=(node,))
-    return tuple(dict.fromkeys(find_home(state, member) for member in ready))
+    ready = list_spare_members(state, beside=(node,))
+    return tuple(dict.fromkeys(node_of_member(state, member) for member in ready))
 
 
-def _find_lost_s(state: JobState, now: float) -> float:
+def _estimate_lost_s(state: JobState, now: float) -> float:
     """Return how much work a restart would lose, in seconds.
 
     A script that perdure knows no checkpoint of begins anew, as far as anybody can tell.
@@ -98,12 +98,12 @@ def blame(
     if node is None:
         return [], None
     blames = state.blames.get(node, 0)
-    ends = {find_home(state, rank) for rank in verdict.culprit.link or ()}
+    ends = {node_of_member(state, rank) for rank in verdict.culprit.link or ()}
     for each in {node, *(end for end in ends if state.blames.get(end, 0) == blames)}:
         state.blames[each] = blames + 1  # Of a link whose ends are alike it may be either.
     actions: list[AnyAction] = []
     if reaction.leave_out and verdict.kind in SLOW and _is_in_place(state, verdict):
-        for member in find_spares(state, beside=(node,)):  # One of them takes its part.
+        for member in list_spare_members(state, beside=(node,)):  # One of them takes its part.
             state.replaced[f"{verdict.kind} rank {member}"] = (state.world.generation - 1, now)
     elif reaction.leave_out and verdict.kind in SLOW:
         place = _name_place(state, verdict, node)
@@ -223,7 +223,7 @@ def note_stacks(state: JobState, event: StacksTaken) -> Verdict | None:
 def withdraw(state: JobState, now: float, event: VerdictWithdrawn) -> list[AnyAction]:
     """Act no more upon a suspect that has moved again; nothing else is to be done."""
     request, gone = state.world.stacks, event.verdict
-    state.world.standing.pop(f"{gone.kind} {gone.culprit}", None)
+    state.world.pending_verdicts.pop(f"{gone.kind} {gone.culprit}", None)
     if request is not None and request.held is not None and request.held.culprit == gone.culprit:
         request.held = None
     return []

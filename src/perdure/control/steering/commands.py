@@ -40,7 +40,7 @@ def find_reached_stop(state: JobState) -> OpenCommand | None:
 
 
 def finish_job(state: JobState, now: float) -> list[AnyAction]:
-    """Every rank has ended well: the job is done, or was stopped."""
+    """End the job, as every rank has ended well: it is done, or was stopped."""
     stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
     if stop is None:
         return end_job(state, now, "done", 0, "every rank ended with exit code 0")
@@ -119,7 +119,7 @@ def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyA
 
 def _receive_inject(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     rank = int(command.args.get("rank", -1))
-    world = state.find_home(rank)
+    world = state.find_world_of(rank)
     if world is None:
         return state.answer(command.id, False, f"there is no rank {rank}", {})
     state.injects[command.id] = command
@@ -147,12 +147,12 @@ def inject_action(command: OpenCommand, generation: int, reason: str) -> InjectF
 
 def inject_again(state: JobState, reason: str) -> list[AnyAction]:
     """Return the orders of all faults that are armed or open, for the generation that lives."""
-    homes = ((c, state.find_home(int(c.args["rank"]))) for c in state.injects.values())
+    homes = ((c, state.find_world_of(int(c.args["rank"]))) for c in state.injects.values())
     return [inject_action(c, world.generation, reason) for c, world in homes if world is not None]
 
 
 def note_fault(state: JobState, now: float, event: FaultInjected) -> list[AnyAction]:
-    """An injected fault has taken place, or could not."""
+    """Note that an injected fault has taken place, or could not."""
     state.injects.pop(event.id, None)
     result = {"rank": event.rank, "kind": event.kind}
     result |= {"note": event.note} if event.note else {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from perdure.control.job import JobState, OpenMove
 from perdure.control.membership.quorum import hold_groups
-from perdure.control.recovery.groups import find_spares, park_group, promote
+from perdure.control.recovery.groups import list_spare_groups, park_group, promote
 from perdure.control.recovery.placement import bar, keep_nodes
 from perdure.control.world import WorldState
 from perdure.model.orders import AnyAction
@@ -45,7 +45,7 @@ def count_left(state: JobState, leaving: set[int]) -> tuple[int, int]:
         if number not in leaving and g.active and g.alive and not (g.leaving or g.absent)
     ]
     members = [g for g in staying if g.replica in quorum.members or not quorum.members]
-    coming = [g for g in find_spares(state) if g.number not in leaving]
+    coming = [g for g in list_spare_groups(state) if g.number not in leaving]
     wanted = state.the_spec().torchft.replicas
     return len(members), max(len(members), min(len(staying) + len(coming), wanted))
 
@@ -82,7 +82,7 @@ def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     members, left = count_left(state, set(move.nodes))
     least = max(1, state.the_spec().torchft.min_replicas)
     training = any(_trains(state, group) for group in _groups(state, move))
-    spares = [g for g in find_spares(state) if g.number not in move.nodes]
+    spares = [g for g in list_spare_groups(state) if g.number not in move.nodes]
     short = training and (left < least or not members)
     if short or (move.wait and training and not spares):
         if now < move.deadline_s:
@@ -92,17 +92,17 @@ def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     actives = {g.number for g in state.worlds.values() if g.active}
     if move.kind == "evict" or not training:
         ended = _end(state, now, move)
-        move.stand_ins = _find_stand_ins(state, actives)
+        move.stand_ins = _list_stand_ins(state, actives)
         return ended
     move.actives = [n for n in move.nodes if n in actives]
     for group in _groups(state, move):
         group.leaving, group.active = move.why, False
     promote(state, move.why)  # One order says all of it.
-    move.stage, move.stand_ins = "leaving", _find_stand_ins(state, actives)
+    move.stage, move.stand_ins = "leaving", _list_stand_ins(state, actives)
     return [hold_groups(state, move.why)]
 
 
-def _find_stand_ins(state: JobState, before: set[int]) -> list[int]:
+def _list_stand_ins(state: JobState, before: set[int]) -> list[int]:
     return sorted(n for n, g in state.worlds.items() if g.active and n not in before)
 
 

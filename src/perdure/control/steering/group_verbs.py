@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from perdure.control.job import JobState, OpenMove
-from perdure.control.recovery.groups import find_spares, start_group
+from perdure.control.recovery.groups import list_spare_groups, start_group
 from perdure.control.recovery.placement import release
 from perdure.control.steering.group_moves import count_left, name_replicas, take_back
 from perdure.model.orders import AnyAction
@@ -17,7 +17,7 @@ from perdure.model.steering import PlaceVerb
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verb would do: all of it but the words is in the answer."""
+    """A plan of what a verb would do: all of it but the words is in the answer."""
 
     verb: str
     way: Literal["drain", "cordon", "evict", "restore", "nothing"] = "nothing"
@@ -33,7 +33,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupPlan(Plan, frozen=True, kw_only=True):
-    """What it would do to replica groups."""
+    """A plan of what a verb would do to replica groups."""
 
     replicas: list[int] = msgspec.field(default_factory=list)
     """The same as `nodes`."""
@@ -147,7 +147,7 @@ def _plan_leave(
         return GroupPlan(verb=verb, already=already, words="; ".join(already))
     before = count_left(state, set())[1]
     members, left = count_left(state, set(todo))
-    spares = [g.number for g in find_spares(state) if g.number not in todo]
+    spares = [g.number for g in list_spare_groups(state) if g.number not in todo]
     lost = sum(state.worlds[n].active and state.worlds[n].alive for n in todo)
     stand_ins = spares[:lost]
     refusal = _find_refusal(state, verb, members, left, before, wait)
@@ -186,7 +186,7 @@ def _find_refusal(
 
 
 def find_move(state: JobState, verb: str, number: int) -> OpenMove | None:
-    """Return what already leaves it no less urgently than `verb` would."""
+    """Return the move that already leaves a group no less urgently than `verb` would."""
     for move in state.moves.values():
         urgent = verb == "drain" or move.kind == "evict" or move.stage == "ending"
         if number in move.nodes and urgent:

@@ -18,9 +18,9 @@ from perdure.control.membership.members import (
     call_spares,
     end_rank,
     fill_slots,
-    find_home,
-    find_living,
     have_state,
+    list_living_members,
+    node_of_member,
     order_following,
     split_called,
 )
@@ -29,25 +29,27 @@ from perdure.model.failures import Cause
 from perdure.model.orders import AnyAction
 
 
-def find_leavers(state: JobState, nodes: Collection[int]) -> tuple[int, ...]:
+def list_leavers(state: JobState, nodes: Collection[int]) -> tuple[int, ...]:
     """Return the members that `nodes` run."""
-    return tuple(rank for rank in find_living(state) if find_home(state, rank) in nodes)
+    return tuple(
+        rank for rank in list_living_members(state) if node_of_member(state, rank) in nodes
+    )
 
 
 def find_objection(state: JobState, nodes: Collection[int]) -> str:
     """Return why `nodes` cannot be left; empty where they can."""
-    if not _find_staying(state, nodes):
+    if not _list_staying(state, nodes):
         return "no member of the world would be left: the state would be lost"
     return ""
 
 
-def _find_staying(state: JobState, nodes: Collection[int]) -> set[int]:
-    return set(find_living(state)).difference(find_leavers(state, nodes))
+def _list_staying(state: JobState, nodes: Collection[int]) -> set[int]:
+    return set(list_living_members(state)).difference(list_leavers(state, nodes))
 
 
 def advance_leaving(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Do what has become possible for nodes that members are to leave."""
-    leavers = find_leavers(state, move.nodes)
+    leavers = list_leavers(state, move.nodes)
     boundary = state.boundary
     if boundary is not None and boundary.command == move.id:
         move.step = boundary.step
@@ -62,7 +64,7 @@ def advance_leaving(state: JobState, now: float, move: OpenMove) -> list[AnyActi
     objection = find_objection(state, move.nodes)
     if objection:
         return _take_back(state, now, move, objection) if move.who else guard(state, now, move)
-    if not have_state(state, _find_staying(state, move.nodes)):
+    if not have_state(state, _list_staying(state, move.nodes)):
         return []  # Who stays is still on its way into the world.
     if move.kind == "evict":
         return _put_out(state, now, move, leavers)
@@ -73,7 +75,7 @@ def advance_leaving(state: JobState, now: float, move: OpenMove) -> list[AnyActi
     pace = state.steering.pace
     return open_boundary(
         state, now, "drain", reason=move.why, command=move.id, leaves=leavers,
-        not_before=int(pace.find_step(move.until_s)) if pace is not None else 0,
+        not_before=int(pace.estimate_step(move.until_s)) if pace is not None else 0,
     )  # fmt: skip
 
 
@@ -96,7 +98,7 @@ def note_move(state: JobState, now: float, move: OpenMove, world: int, *, epoch:
 
 
 def guard(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
-    """Nobody can stand in for a node that the platform takes away: save while there is time."""
+    """Save while there is time: nobody can stand in for a node that the platform takes away."""
     can = state.agrees
     if move.who or state.boundary is not None or not can or move.guarded:
         return []
@@ -110,17 +112,17 @@ def end_spares(state: JobState, nodes: Collection[int], why: str) -> list[AnyAct
     elastic = state.world.elastic
     gone = {*state.world.exits, *elastic.members, *elastic.left, *elastic.lost}
     ready = sorted(elastic.ready - gone)
-    return [end_rank(state, rank, why) for rank in ready if find_home(state, rank) in nodes]
+    return [end_rank(state, rank, why) for rank in ready if node_of_member(state, rank) in nodes]
 
 
 def leave_together(state: JobState, now: float, done: OpenBoundary) -> list[AnyAction]:
-    """All have come to the step of a drain: the others go on without those who leave."""
+    """Let those of a drain leave at its step, to which all have come; the others go on."""
     elastic = state.world.elastic
     gone = [rank for rank in done.leaves if rank in elastic.members]
     state.step = max(state.step, done.step)
     if not gone or not membership_of(state).goes_on(state):
         return []
-    if not set(find_living(state)) - set(gone):
+    if not set(list_living_members(state)) - set(gone):
         elastic.leaving |= set(gone)
         return []
     elastic.left |= set(gone)
@@ -155,7 +157,11 @@ def _finish(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
         "verb": move.kind,
         "nodes": list(move.nodes),
         "moves": [
-            {"node": node, "to": None, "ranks": [r for r in ranks if find_home(state, r) == node]}
+            {
+                "node": node,
+                "to": None,
+                "ranks": [r for r in ranks if node_of_member(state, r) == node],
+            }
             for node in move.nodes
         ],
         "step": move.step if agreed else -1,
@@ -167,7 +173,7 @@ def _finish(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     where = f" at step {move.step}: nothing is made again" if agreed else ""
     how = "was ended" if move.kind == "evict" or move.instead else f"left in {took_s:.2f} s"
     how = how.replace("was", "were") if len(ranks) > 1 else how
-    words = f"{names} {how}{where}; {len(find_living(state))} go on"
+    words = f"{names} {how}{where}; {len(list_living_members(state))} go on"
     return actions + state.answer_open(move.id, True, words, result)
 
 
@@ -175,7 +181,7 @@ def _overdue(
     state: JobState, now: float, move: OpenMove, leavers: tuple[int, ...]
 ) -> list[AnyAction]:
     why = "the members had not agreed on a step when its deadline passed"
-    if move.force and have_state(state, _find_staying(state, move.nodes)):
+    if move.force and have_state(state, _list_staying(state, move.nodes)):
         move.instead = f"evicted instead: {why}"
         return [*_drop_boundary(state, move, why), *_put_out(state, now, move, leavers)]
     return _take_back(state, now, move, why)

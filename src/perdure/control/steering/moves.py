@@ -17,7 +17,7 @@ from perdure.control.agreements import OpenBoundary
 from perdure.control.job import LEFT, JobState, OpenMove
 from perdure.control.membership import membership_of
 from perdure.control.recovery.formation import form_world
-from perdure.control.recovery.placement import bar_left, find_shortage, keep_nodes
+from perdure.control.recovery.placement import bar_left, count_shortage, keep_nodes
 from perdure.control.steering.group_moves import advance_group_move
 from perdure.control.steering.leaving import advance_leaving, guard, note_move, restore_leaving
 from perdure.model.events import BoundaryReached, CheckpointFailed, CheckpointSaved, RankExited
@@ -152,7 +152,7 @@ def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
         case _:
             if not move.saved:
                 return []
-            if not find_shortage(state, set()):
+            if not count_shortage(state, set()):
                 return _leave(state, now, move)
             if not move.wait:
                 return _take_back(state, now, move, "the spare node is gone")
@@ -163,7 +163,7 @@ def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
 
 def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Begin what was accepted, once there is somewhere to go."""
-    if find_shortage(state, set()):
+    if count_shortage(state, set()):
         return guard(state, now, move)
     if move.kind == "evict":
         return _leave(state, now, move) if state.world.phase in _ALIVE else []
@@ -242,7 +242,7 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
 def _give_up(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """It cannot be done as asked: evict where that was allowed, else take it back."""
     evictable = move.force and state.world.phase in _ALIVE
-    if not evictable or find_shortage(state, set()):
+    if not evictable or count_shortage(state, set()):
         return _take_back(state, now, move, why)
     move.instead = f"evicted instead: {why}"
     return _free(state, move, why) + _leave(state, now, move)

@@ -91,7 +91,7 @@ def save_if_due(state: JobState, now: float) -> list[AnyAction]:
 # --- of replica groups ---------------------------------------------------------------------------
 
 
-def find_save_deadline(state: JobState) -> float | None:
+def next_save_deadline(state: JobState) -> float | None:
     """Return when the job's next checkpoint by time is due; None for none, or while one is made."""
     since_s = state.quorum.save_since_s
     if since_s is None or not _saves_itself(state) or _OWN in state.commands:
@@ -113,7 +113,7 @@ def open_due_checkpoint(state: JobState, now: float) -> None:
         return
     if quorum.save_since_s is None:
         quorum.save_since_s = now
-    due_s = find_save_deadline(state)
+    due_s = next_save_deadline(state)
     every = state.the_spec().checkpoint.every_steps
     if not every and (due_s is None or now < due_s):
         return

@@ -8,10 +8,10 @@ from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreement.changes import (
     commit_change,
     find_key,
-    find_value,
     keep_change,
     note_high,
     tell_lighthouse,
+    value_at,
 )
 from perdure.control.agreement.pauses import answer_pause, begin_resume, hold_all
 from perdure.control.job import JobState, OpenCommand
@@ -26,7 +26,7 @@ def start_set(state: JobState, now: float, command: OpenCommand) -> list[AnyActi
     """Begin a change, if it can begin now; refuse what cannot be."""
     steering, membership = state.steering, membership_of(state)
     try:
-        undoes, values = find_values(state, command)
+        undoes, values = resolve_change(state, command)
     except ConfigError as error:
         if membership.has_declared(state):
             return state.answer(command.id, False, error.message, {})
@@ -56,9 +56,9 @@ def draw_change(
     state: JobState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
 ) -> tuple[Change, str]:
     """Return a change under an epoch of its own, its step yet open, and what it is in words."""
-    state.steering.epoch += 1
+    state.steering.settings_epoch += 1
     change = Change(
-        epoch=state.steering.epoch,
+        epoch=state.steering.settings_epoch,
         step=0,
         values=values,
         undoes=undoes,
@@ -71,7 +71,7 @@ def draw_change(
     return change, f"{'undo: ' if undoes else ''}{words}, asked for by {asker}"
 
 
-def find_values(state: JobState, command: OpenCommand) -> tuple[int, dict[str, Value]]:
+def resolve_change(state: JobState, command: OpenCommand) -> tuple[int, dict[str, Value]]:
     """Return which epoch is undone (0: none) and what is to be set.
 
     Raises:
@@ -96,7 +96,7 @@ def find_values(state: JobState, command: OpenCommand) -> tuple[int, dict[str, V
         if fault:
             raise ConfigError(fault)
         values[spec.name] = float(value) if spec.type == "float" else value
-    now = {name: find_value(state, name, steering.high) for name in steering.keys}
+    now = {name: value_at(state, name, steering.high) for name in steering.keys}
     fault = find_product_fault(steering.keys, now, values)
     if fault:
         raise ConfigError(fault)
@@ -108,7 +108,7 @@ def set_alone(
     state: JobState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
 ) -> list[AnyAction]:
     """Change what only perdure's own parts look at, at once: there is no step to agree on."""
-    before = {name: find_value(state, name, state.step) for name in values}
+    before = {name: value_at(state, name, state.step) for name in values}
     change, _ = draw_change(state, now, command, undoes, values)
     change = structs.replace(change, step=max(state.step, 0), before=before)
     actions = commit_change(state, change)

@@ -12,7 +12,7 @@ import msgspec
 
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
 from perdure.control.membership import membership_of
-from perdure.control.recovery.placement import bar, find_shortage, release
+from perdure.control.recovery.placement import bar, count_shortage, release
 from perdure.control.steering.group_verbs import (
     GroupPlan,
     Plan,
@@ -21,16 +21,16 @@ from perdure.control.steering.group_verbs import (
     plan_groups,
     restore_group,
 )
-from perdure.control.steering.leaving import find_leavers, find_objection
+from perdure.control.steering.leaving import find_objection, list_leavers
 from perdure.control.steering.moves import restore_move
-from perdure.control.targets import UnknownTargetError, find_nodes
+from perdure.control.targets import UnknownTargetError, resolve_nodes
 from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
-from perdure.policy import find_restart_cost_s
+from perdure.policy import estimate_restart_cost_s
 
 
 class WorldPlan(Plan, frozen=True, kw_only=True):
-    """What it would do to the nodes of the only world."""
+    """A plan of what a verb would do to the nodes of the only world."""
 
     moves: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """Node, the one that stands `to` be in its place or None where none is ready, ranks."""
@@ -42,7 +42,7 @@ def plan_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> Plan:
     """Return what `verb` would do as things stand. Changes nothing."""
     groups = membership_of(state).kind == "replica groups"
     try:
-        nodes = find_nodes(state, [str(target) for target in args.get("targets", ())])
+        nodes = resolve_nodes(state, [str(target) for target in args.get("targets", ())])
     except UnknownTargetError as error:
         return (GroupPlan if groups else WorldPlan)(verb=verb, refusal=str(error))
     if groups:
@@ -138,7 +138,7 @@ def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
     for node in todo:
         kept = node in state.world.placement
         what = "keeps its ranks" if kept else "stands ready as a spare node"
-        if membership_of(state).goes_on(state) and not find_leavers(state, (node,)):
+        if membership_of(state).goes_on(state) and not list_leavers(state, (node,)):
             what = "is filled with new members"
         parts.append(f"node {node} {what}")
     return WorldPlan(
@@ -190,7 +190,7 @@ def _plan_leave(
         )  # fmt: skip
     supervised = state.world.stepping and not state.world.joined
     way: Literal["drain", "evict"] = "evict" if supervised else verb
-    short = find_shortage(state, set(todo))
+    short = count_shortage(state, set(todo))
     refusal = _describe_shortage(state, set(todo)) if short and not args.get("wait") else ""
     if verb == "drain" and supervised and not args.get("force"):
         refusal = (
@@ -199,8 +199,8 @@ def _plan_leave(
         )
     return WorldPlan(
         verb=verb, way=way, nodes=todo, moves=moves, already=already,
-        steps_lost=_find_steps_lost(state, way),
-        restart_s=round(find_restart_cost_s(tuple(state.restarts_s)), 3),
+        steps_lost=_count_steps_lost(state, way),
+        restart_s=round(estimate_restart_cost_s(tuple(state.restarts_s)), 3),
         refusal=refusal, words=_describe_leave(state, way, verb, moves, already),
     )  # fmt: skip
 
@@ -209,7 +209,7 @@ def _plan_elastic_leave(
     state: JobState, verb: Literal["drain", "evict"], nodes: list[int], already: list[str]
 ) -> Plan:
     """Members leave, and the others go on; nobody has to stand in."""
-    there = [(node, list(find_leavers(state, (node,)))) for node in nodes]
+    there = [(node, list(list_leavers(state, (node,)))) for node in nodes]
     moves = [{"node": node, "to": None, "ranks": ranks} for node, ranks in there if ranks]
     leavers = [rank for _, ranks in there for rank in ranks]
     left = len(state.asked) - len(leavers)
@@ -247,13 +247,13 @@ def _describe_leave(
         begin = "the world is ended at once"
     if way != verb:
         begin += ", because the script does not call perdure.init()"
-    lost = _find_steps_lost(state, way)
+    lost = _count_steps_lost(state, way)
     cost = "no step is lost" if lost == 0 else f"about {lost} steps are made again"
     if lost is None:
         cost = "what the script has not saved itself is lost"
     seen = len(state.restarts_s)
     basis = f"median of {seen} so far" if seen else "none was measured yet"
-    restart_s = find_restart_cost_s(tuple(state.restarts_s))
+    restart_s = estimate_restart_cost_s(tuple(state.restarts_s))
     text = f"{begin}, {', '.join(parts)}; {cost}; a restart takes about {restart_s:.1f} s ({basis})"
     return "; ".join([text, *already])
 
@@ -270,13 +270,13 @@ def _plan_moves(state: JobState, nodes: list[int]) -> list[dict[str, Any]]:
 
 def _find_refusal(state: JobState, nodes: set[int]) -> str:
     """Return why fewer than the nodes of a world would be left; empty where enough would be."""
-    worse = find_shortage(state, nodes) > find_shortage(state, set())
+    worse = count_shortage(state, nodes) > count_shortage(state, set())
     return _describe_shortage(state, nodes) if worse else ""
 
 
 def _describe_shortage(state: JobState, nodes: set[int]) -> str:
     spec = state.the_spec()
-    short = find_shortage(state, nodes)
+    short = count_shortage(state, nodes)
     spares = [node for node in state.spares if node not in nodes]
     have = f"node {', '.join(map(str, spares))} stands ready" if spares else "no spare node is"
     have += "" if spares else " ready"
@@ -286,7 +286,7 @@ def _describe_shortage(state: JobState, nodes: set[int]) -> str:
     )
 
 
-def _find_steps_lost(state: JobState, way: str) -> int | None:
+def _count_steps_lost(state: JobState, way: str) -> int | None:
     if way == "drain":
         return 0
     if not state.world.joined or state.step < 0:

@@ -37,7 +37,7 @@ class Run:
     recoveries: Sequence[Recovery] = ()
     """Of the job's own report, their `at_s` in seconds of the replay."""
 
-    def find_step_s(self, step: MadeStep) -> float:
+    def compute_step_s(self, step: MadeStep) -> float:
         """Return how long a step takes where nothing happens."""
         return step.samples / self.rates[len(step.places)]
 
@@ -77,13 +77,13 @@ def refresh_rates(run: Run) -> dict[int, float]:
     nobody came or went, their median is what so many nodes could do meanwhile.
     """
     times: dict[int, list[float]] = {}
-    for old, new in _find_calm(run):
+    for old, new in _list_calm_pairs(run):
         times.setdefault(len(new.places), []).append((new.at_s - old.at_s) / new.samples)
     seen = {n: 1.0 / median(each) for n, each in times.items() if len(each) >= _CALM_STEPS}
     return {**run.rates, **seen}
 
 
-def _find_calm(run: Run) -> list[tuple[MadeStep, MadeStep]]:
+def _list_calm_pairs(run: Run) -> list[tuple[MadeStep, MadeStep]]:
     """Return the pairs of commits between which nobody came or went."""
     return [
         (old, new)
@@ -95,11 +95,11 @@ def _find_calm(run: Run) -> list[tuple[MadeStep, MadeStep]]:
     ]
 
 
-def _find_steady(run: Run) -> float:
+def _compute_steady(run: Run) -> float:
     """Return how much longer than their reference undisturbed steps took, early ones deducted."""
-    calm = _find_calm(run)
+    calm = _list_calm_pairs(run)
     wall_s = sum(new.at_s - old.at_s for old, new in calm)
-    return max(0.0, 1.0 - sum(run.find_step_s(new) for _, new in calm) / wall_s) if calm else 0.0
+    return max(0.0, 1.0 - sum(run.compute_step_s(new) for _, new in calm) / wall_s) if calm else 0.0
 
 
 def close_ledger(run: Run) -> dict[str, float]:
@@ -122,10 +122,10 @@ def _spend_step(
 ) -> None:
     """Account for the time from one commit to the next."""
     places, wall_s = frozenset(step.places), step.at_s - begin_s
-    useful = min(1.0, run.find_step_s(step) / wall_s) if wall_s > 0 else 1.0
+    useful = min(1.0, run.compute_step_s(step) / wall_s) if wall_s > 0 else 1.0
     shares = {"lost_work" if again else "useful": useful}
     late_s = (1.0 - useful) * wall_s
-    phases = _find_phases(run, begin_s, step.at_s)
+    phases = _sum_phases(run, begin_s, step.at_s)
     known_s = min(late_s, sum(phases.values()))
     for name, seconds in phases.items():
         shares[name] = shares.get(name, 0.0) + seconds * known_s / sum(phases.values()) / wall_s
@@ -143,7 +143,7 @@ def _spend_step(
             )
 
 
-def _find_phases(run: Run, begin_s: float, end_s: float) -> dict[str, float]:
+def _sum_phases(run: Run, begin_s: float, end_s: float) -> dict[str, float]:
     """Return what the job says of its recoveries that began between two commits."""
     began = [r for r in run.recoveries if begin_s < r.at_s + r.total_s and r.at_s < end_s]
     sums = {phase: sum(getattr(r, f"{phase}_s") for r in began) for phase in PHASES}
@@ -183,7 +183,7 @@ def measure_costs(run: Run, source: str) -> MeasuredCosts:
         join=_split(_median(times["join"]), joins),
         announced=_split(_median(times["told"] or times["join"]), joins),
         start_s=_median(times["start"]),
-        steady=_find_steady(run),
+        steady=_compute_steady(run),
     )
 
 
@@ -204,24 +204,24 @@ def _time_changes(run: Run) -> Times:
             continue
         lost, joined = set(old.places) - set(new.places), set(new.places) - set(old.places)
         told = {place for place, a, b in run.told if a <= new.at_s and old.at_s <= b}
-        wall_s, new_s = new.at_s - old.at_s, run.find_step_s(new)
+        wall_s, new_s = new.at_s - old.at_s, run.compute_step_s(new)
         if joined and not lost:
-            times["join"].append(max(0.0, wall_s - (run.find_step_s(old) + new_s) / 2))
+            times["join"].append(max(0.0, wall_s - (run.compute_step_s(old) + new_s) / 2))
         elif lost and not joined and lost <= told:
             times["told"].append(max(0.0, wall_s - new_s))
         elif lost and not joined and not lost & told:
             kills = (at_s for at_s, gone, _ in reversed(changes) if at_s < new.at_s and gone & lost)
             killed_s = next(kills, None)
             if killed_s is not None:
-                times["loss"].append(_find_loss_s(run, old, new, killed_s, len(lost)))
+                times["loss"].append(_compute_loss_s(run, old, new, killed_s, len(lost)))
     return times
 
 
-def _find_loss_s(run: Run, old: MadeStep, new: MadeStep, killed_s: float, lost: int) -> float:
+def _compute_loss_s(run: Run, old: MadeStep, new: MadeStep, killed_s: float, lost: int) -> float:
     """Return what a loss has cost beyond the rest of the step, and what the lost had done of it."""
-    done = min(1.0, max(0.0, killed_s - old.at_s) / run.find_step_s(old))
+    done = min(1.0, max(0.0, killed_s - old.at_s) / run.compute_step_s(old))
     kept = done * (1.0 - lost / len(old.places))
-    rest_s = (1.0 - kept) * run.find_step_s(new)
+    rest_s = (1.0 - kept) * run.compute_step_s(new)
     return max(0.0, new.at_s - max(killed_s, old.at_s) - rest_s)
 
 
@@ -241,7 +241,7 @@ def _split(total_s: float, recoveries: Sequence[Recovery]) -> Phases:
     return Phases(**{f"{name}_s": s * total_s / whole_s for name, s in parts.items()})
 
 
-def find_rates(run: Run) -> tuple[tuple[float, float], ...]:
+def compute_rates(run: Run) -> tuple[tuple[float, float], ...]:
     """Return (seconds, committed samples a second from then on), in equal stretches of time."""
     if run.end_s <= 0:
         return ()

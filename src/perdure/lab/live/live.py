@@ -18,7 +18,7 @@ import msgspec
 from perdure.lab.live.ledger import Run, join_steps
 from perdure.lab.live.systems import Perdure, System
 from perdure.lab.report import FormedShape, MadeStep
-from perdure.lab.traces import AvailabilityTrace, find_changes, find_intervals
+from perdure.lab.traces import AvailabilityTrace, list_changes, list_intervals
 from perdure.model.events import JournalEntry, WorldReformed
 from perdure.model.report import Recovery
 from perdure.service.controller.journal import read_journal
@@ -49,8 +49,8 @@ class Schedule(NamedTuple):
 
 def plan_schedule(trace: AvailabilityTrace) -> Schedule:
     """Return what a replay of `trace` does; places are as many as it ever has nodes at once."""
-    changes = find_changes(trace)
-    size = max(len(interval.living) for interval in find_intervals(trace))
+    changes = list_changes(trace)
+    size = max(len(interval.living) for interval in list_intervals(trace))
     places: dict[str, int] = {}
     empty_since_s = dict.fromkeys(range(size), -1.0)
     first: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ Progress = Callable[[float, int, int], None]
 
 @dataclass(slots=True)
 class Played:
-    """What happened in one system's replay."""
+    """The result of one system's replay."""
 
     run: Run
     complete: bool
@@ -148,18 +148,18 @@ def play(
     except KeyboardInterrupt:
         complete = False
     end_s = min(duration_s, time.monotonic() - begun_s)
-    steps = find_steps(system.trail.poll(), begun_s, end_s)
+    steps = select_steps(system.trail.poll(), begun_s, end_s)
     load = os.getloadavg()[0]
     system.end()
     if not isinstance(system, Perdure):
         return Played(Run(steps, done_s, end_s, rates, told), complete, load)
-    entries, zero_s = read_journal(system.paths), begun_s + system.find_offset_s()
-    recoveries = find_recoveries(entries, zero_s, end_s)
+    entries, zero_s = read_journal(system.paths), begun_s + system.compute_offset_s()
+    recoveries = read_recoveries(entries, zero_s, end_s)
     run = Run(steps, done_s, end_s, rates, told, recoveries)
-    return Played(run, complete, load, recoveries, find_shapes(entries, zero_s, end_s))
+    return Played(run, complete, load, recoveries, read_formed_shapes(entries, zero_s, end_s))
 
 
-def find_steps(rows: Sequence[MadeStep], begun_s: float, end_s: float) -> list[MadeStep]:
+def select_steps(rows: Sequence[MadeStep], begun_s: float, end_s: float) -> list[MadeStep]:
     """Return the commits of the replay, times as its seconds, the last one before it among them."""
     steps = [
         MadeStep(step.at_s - begun_s, step.step, step.samples, step.places)
@@ -169,7 +169,7 @@ def find_steps(rows: Sequence[MadeStep], begun_s: float, end_s: float) -> list[M
     return [step for step in steps[first:] if step.at_s <= end_s]
 
 
-def find_shapes(
+def read_formed_shapes(
     entries: Sequence[JournalEntry], zero_s: float, end_s: float
 ) -> tuple[FormedShape, ...]:
     """Return the shapes of a pipelined world that differ from the one before; the first at 0."""
@@ -190,7 +190,7 @@ def find_shapes(
     return tuple(shapes)
 
 
-def find_recoveries(entries: Sequence[JournalEntry], zero_s: float, end_s: float) -> list[Recovery]:
+def read_recoveries(entries: Sequence[JournalEntry], zero_s: float, end_s: float) -> list[Recovery]:
     """Return what the job itself has stamped, in seconds of the replay."""
     moved = [
         msgspec.structs.replace(recovery, at_s=recovery.at_s - zero_s)

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 SAMPLES = 4
-"""Of a micro-batch."""
+"""The samples of a micro-batch."""
 BLOCKS = 8
-"""Of a pipeline."""
+"""The blocks of a pipeline."""
 SAVE_EVERY_S = 10.0
 """Under `ddp`."""
 _STEPS = 100_000_000

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from perdure.lab.live.ledger import (
     close_ledger,
+    compute_rates,
     count_changes,
     count_committed,
-    find_rates,
     measure_costs,
     refresh_rates,
 )
@@ -31,7 +31,7 @@ from perdure.lab.policies.policies import POLICIES, apply_costs
 from perdure.lab.policies.throughput import Shape, Throughput, read_throughput
 from perdure.lab.report import Comparison, Physics, ReplayResult, ReplayRow
 from perdure.lab.simulation.compare import compare
-from perdure.lab.traces import AvailabilityTrace, find_intervals
+from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.transform import cut
 from perdure.model.codec import encode
 from perdure.model.errors import SafetyError
@@ -43,7 +43,7 @@ STATE_BYTES = 3.2e6
 _WINDOW_S, _STEPS = 3.0, 6
 
 
-def find_cache(home: str, count: int, pace_s: float, stages: int) -> Path:
+def locate_cache(home: str, count: int, pace_s: float, stages: int) -> Path:
     """Return where the table of this machine and of such a job is kept."""
     machine = (platform.node(), os.cpu_count(), platform.processor())
     words = (*machine, count, pace_s, stages, MICRO_BATCHES)
@@ -115,7 +115,7 @@ Say = Callable[[str, float, str], None]
 
 
 class Wish(NamedTuple):
-    """What is to be replayed, and how."""
+    """A request for a replay: what is to be replayed, and how."""
 
     trace: AvailabilityTrace
     systems: Sequence[str]
@@ -137,7 +137,7 @@ def check_trace(trace: AvailabilityTrace) -> int:
     Raises:
         SafetyError: nobody is left at some time, or there are too many for this machine.
     """
-    counts = [(len(i.living), i.begin_s) for i in find_intervals(trace)]
+    counts = [(len(i.living), i.begin_s) for i in list_intervals(trace)]
     fewest, at_s = min(counts)
     if fewest == 0:
         raise SafetyError(
@@ -163,7 +163,7 @@ def replay(wish: Wish, say: Say) -> ReplayResult:
     played: dict[str, Played] = {}
     with guarded("PERDURE_REPLAY"):
         folder = Path(tempfile.mkdtemp(prefix="run-", dir=replays))
-        table, running = _find_table(wish, count, folder, say)
+        table, running = _obtain_table(wish, count, folder, say)
         try:
             check_rising(table)
             for name in wish.systems:
@@ -179,11 +179,11 @@ def replay(wish: Wish, say: Say) -> ReplayResult:
         return _compare(wish, table, played)
 
 
-def _find_table(
+def _obtain_table(
     wish: Wish, count: int, folder: Path, say: Say
 ) -> tuple[Throughput, Perdure | None]:
     """Return the measured throughput, and the job that it was measured with, if it was now."""
-    path = find_cache(wish.home, count, wish.pace_s, wish.stages)
+    path = locate_cache(wish.home, count, wish.pace_s, wish.stages)
     table = None if wish.measure else load_throughput(path)
     if table is not None:
         return table, None
@@ -247,7 +247,7 @@ def _compare(wish: Wish, table: Throughput, played: dict[str, Played]) -> Replay
         duration_s=first.run.end_s,
         complete=all(one.complete for one in played.values()),
         slot_s=whole.slot_s,
-        nodes_max=max(len(i.living) for i in find_intervals(trace)),
+        nodes_max=max(len(i.living) for i in list_intervals(trace)),
         speed=wish.speed,
         notice_s=wish.notice_s,
         seed=wish.seed,
@@ -258,7 +258,7 @@ def _compare(wish: Wish, table: Throughput, played: dict[str, Played]) -> Replay
         systems=tuple(_make_row(name, one, bounds[ends[name]]) for name, one in played.items()),
         costs=costs,
         simulated=bounds[ends["perdure"]].policies[0] if costs else None,
-        counts=tuple((i.begin_s, len(i.living)) for i in find_intervals(trace)),
+        counts=tuple((i.begin_s, len(i.living)) for i in list_intervals(trace)),
     )
 
 
@@ -297,5 +297,5 @@ def _make_row(name: str, one: Played, bound: Comparison) -> ReplayRow:
         load=one.load,
         shapes=one.shapes,
         recoveries_s=tuple(r.total_s for r in one.recoveries if r.failed),
-        rates=find_rates(one.run),
+        rates=compute_rates(one.run),
     )

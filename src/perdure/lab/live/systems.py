@@ -34,7 +34,7 @@ from perdure.model.job import DetectConfig, JobSpec, RestartConfig
 from perdure.service.commands import ask_controller
 from perdure.service.jobfiles import load_endpoint, load_parts, paths_of, write_document
 from perdure.service.placement import Placement
-from perdure.service.processes import find_by_title, find_descendants
+from perdure.service.processes import find_by_title, list_living_descendants
 
 _WAIT = (
     "import fcntl, os, sys; place = open(sys.argv[1]); fcntl.flock(place, fcntl.LOCK_SH); "
@@ -74,11 +74,11 @@ class Gates:
 
 
 def kill_nodes(job: str, home: str, places: Sequence[int]) -> int:
-    """SIGKILL all that these nodes have, agents first; return how many processes that were."""
+    """Kill all that these nodes have, agents first; return how many processes that were."""
     parts = load_parts(paths_of(home, job))
     agents = [parts.agents[place] for place in places if parts and place in parts.agents]
     keepers = [pid for place in places for pid in find_by_title(f"perdure keeper {job} {place}")]
-    ranks = [pid for root in (*agents, *keepers) for pid in find_descendants(root)]
+    ranks = [pid for root in (*agents, *keepers) for pid in list_living_descendants(root)]
     killed = 0
     for pid in dict.fromkeys((*agents, *keepers, *ranks)):  # An agent would tell of its keeper.
         with contextlib.suppress(ProcessLookupError):
@@ -88,8 +88,8 @@ def kill_nodes(job: str, home: str, places: Sequence[int]) -> int:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all of its descendants."""
-    for each in (pid, *find_descendants(pid)):
+    """Kill a process and all of its descendants."""
+    for each in (pid, *list_living_descendants(pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
 
@@ -135,14 +135,14 @@ class System(Protocol):
         """Begin with machines in these places."""
 
     def warn(self, places: Sequence[int], notice_s: float) -> None:
-        """These will be gone after so many seconds; who is not perdure makes nothing of that."""
+        """Tell the system that these places will be gone after so many seconds; some ignore it."""
         return None
 
     def kill(self, places: Sequence[int]) -> None:
         """These are gone."""
 
     def add(self, places: Sequence[int]) -> None:
-        """These have a machine from now on."""
+        """Tell the system that these places have a machine from now on."""
 
     def check(self) -> None:
         """Raise PlatformError where it does not run any more, and nobody starts it again."""
@@ -229,12 +229,12 @@ class Perdure:
             time.sleep(0.1)
 
     def warn(self, places: Sequence[int], notice_s: float) -> None:
-        """Announce it, as a monitor of the platform would."""
+        """Announce the end of these places, as a monitor of the platform would."""
         self._told |= set(places)
         self._notify("preemption", places, notice_s)
 
     def kill(self, places: Sequence[int]) -> None:
-        """SIGKILL all processes of these nodes, and let none start there."""
+        """Kill all processes of these nodes, and let none start there."""
         self._gates.shut(places)
         kill_nodes(self.job, self._home, places)
 
@@ -279,7 +279,7 @@ class Perdure:
                 hint=f"perdure report {self.job}; {self._folder}/perdure.out",
             )
 
-    def find_offset_s(self) -> float:
+    def compute_offset_s(self) -> float:
         """Return job time less CLOCK_MONOTONIC."""
         return load_endpoint(self.paths).clock_offset_s
 
@@ -341,7 +341,7 @@ class Torchrun(System):
         self._launch()
 
     def add(self, places: Sequence[int]) -> None:
-        """The same with them."""
+        """Start torchrun anew, with these places as well."""
         self._places |= set(places)
         self._launch()
 

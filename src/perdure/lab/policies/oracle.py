@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from perdure.lab.policies.throughput import Shape, Throughput, find_move_s
+from perdure.lab.policies.throughput import Shape, Throughput, compute_move_s
 from perdure.lab.traces import Interval
 
 
 class ChangeCosts(msgspec.Struct, frozen=True):
-    """What a change costs beside the time that state takes to move. Seconds of no training."""
+    """The costs of a change beside the time that state takes to move: seconds of no training."""
 
     loss_s: float
     """After an active node left without a word; for the oracle, the least time to know of it."""
@@ -36,13 +36,13 @@ State = Shape | str
 """A shape; or nothing yet, whose first start is free; or nothing any more."""
 
 
-def find_area(intervals: Sequence[Interval], table: Throughput) -> float:
+def compute_area(intervals: Sequence[Interval], table: Throughput) -> float:
     """Return U1, samples."""
-    best = ((table.find_best(len(i.living)), i.length_s) for i in intervals)
+    best = ((table.choose_fastest(len(i.living)), i.length_s) for i in intervals)
     return sum((table.rates[shape] * length_s for shape, length_s in best if shape), 0.0)
 
 
-def find_best_plan(
+def score_best_plan(
     intervals: Sequence[Interval],
     table: Throughput,
     costs: ChangeCosts,
@@ -59,7 +59,7 @@ def find_best_plan(
     values: dict[State, float] = {NEVER: 0.0}
     before = 0
     # Whatever plan is behind by more than any change costs can be overtaken by changing to it.
-    widest = max(find_move_s(table, None, s, 1, costs.bytes_per_s) for s in table.rates)
+    widest = max(compute_move_s(table, None, s, 1, costs.bytes_per_s) for s in table.rates)
     dearest_s = widest + max(costs.loss_s, costs.announced_s, costs.voluntary_s)
     fastest = max(table.rates.values())
     bound = 2 * dearest_s * fastest
@@ -68,7 +68,7 @@ def find_best_plan(
         values = {c: v for c, v in values.items() if v >= floor}
         step = Step(table, costs, interval, before)
         best: dict[State, float] = {}
-        fitting, top = table.find_fitting(len(interval.living)), 0.0
+        fitting, top = table.list_fitting_shapes(len(interval.living)), 0.0
         fitting.sort(key=lambda shape: -table.rates[shape])
         for old, value in values.items():
             idle = old if old == NEVER else STOPPED
@@ -122,7 +122,7 @@ class Step:
             pause_s, move_s = costs.announced_s, max(0.0, move_s - self._notice_s)
         rest_s = max(0.0, length_s - pause_s)
         at_once = rates[new] * max(0.0, rest_s - move_s)
-        survivors = self._table.find_best(old.nodes - lost)
+        survivors = self._table.choose_fastest(old.nodes - lost)
         return max(at_once, self._turn(survivors, new, rest_s, move_s))
 
     def _turn(self, old: Shape | None, new: Shape, length_s: float, move_s: float) -> float:
@@ -139,4 +139,4 @@ class Step:
         return max(beside * aside_s + rates[new] * rest_s, beside * length_s)
 
     def _move_s(self, old: Shape | None, new: Shape, fresh: int) -> float:
-        return find_move_s(self._table, old, new, fresh, self._costs.bytes_per_s)
+        return compute_move_s(self._table, old, new, fresh, self._costs.bytes_per_s)

@@ -206,7 +206,7 @@ def apply_costs(policy: Policy, costs: MeasuredCosts) -> Policy:
     )
 
 
-def find_policies(names: str) -> list[Policy]:
+def parse_policies(names: str) -> list[Policy]:
     """Return the policies in `names`, separated by commas; `all` is every one."""
     return [POLICIES[name] for name in pick_names(names, POLICIES, "no policy `{}`")]
 

@@ -9,10 +9,10 @@ from perdure.lab.policies.throughput import Shape, Throughput
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import CostProfile
 from perdure.model.planning.world import World, make_devices
-from perdure.plan.worlds.planner import Request, find_plan
+from perdure.plan.worlds.planner import Request, plan_worlds
 
 
-def find_shape(world: World) -> Shape | None:
+def shape_of(world: World) -> Shape | None:
     """Return the shape of `world`; None where its stages differ in their number of copies."""
     even = len({len(stage.devices) for stage in world.stages}) == 1
     return Shape(world.replicas, world.ranks) if even else None
@@ -34,8 +34,8 @@ def tabulate(
                 global_batch, ranks=(stages,), schedules=("1f1b", "interleaved"), options=1
             )
             devices = make_devices(replicas * stages, 1, memory_bytes)
-            for option in find_plan(profile, devices, request).options:
-                shape = find_shape(option.world)
+            for option in plan_worlds(profile, devices, request).options:
+                shape = shape_of(option.world)
                 if shape is not None:
                     rates[shape] = max(option.samples_per_s, rates.get(shape, 0.0))
     if not rates:

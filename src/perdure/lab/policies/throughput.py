@@ -64,25 +64,25 @@ class Throughput:
         stages = dict.fromkeys(shape.stages for shape in self.rates)
         self._rows = {count: [s for s in self.rates if s.stages == count] for count in stages}
 
-    def find_best(self, nodes: int) -> Shape | None:
+    def choose_fastest(self, nodes: int) -> Shape | None:
         """Return the fastest shape on so many nodes, of equals the smallest; None if none fits."""
         return self._best[min(nodes, self.nodes_max)]
 
-    def find_row(self, replicas: int, stages: int) -> Shape | None:
+    def choose_fastest_row(self, replicas: int, stages: int) -> Shape | None:
         """Return the fastest shape of `stages` with so many replicas at the most."""
         fitting = [s for s in self._rows.get(stages, ()) if s.replicas <= replicas]
         return max(fitting, key=lambda s: (self.rates[s], -s.replicas), default=None)
 
-    def find_fitting(self, nodes: int) -> list[Shape]:
+    def list_fitting_shapes(self, nodes: int) -> list[Shape]:
         """Return every shape that so many nodes can hold."""
         return [shape for shape in self.rates if shape.nodes <= nodes]
 
-    def find_rows(self, nodes: int) -> list[Shape]:
+    def list_fastest_rows(self, nodes: int) -> list[Shape]:
         """Return for each number of stages the fastest shape that so many nodes can hold."""
-        found = (self.find_row(nodes // stages, stages) for stages in self._rows)
+        found = (self.choose_fastest_row(nodes // stages, stages) for stages in self._rows)
         return [shape for shape in found if shape is not None]
 
-    def find_step_s(self, shape: Shape) -> float:
+    def compute_step_s(self, shape: Shape) -> float:
         """Return how long a global batch takes."""
         return self.global_batch / self.rates[shape]
 
@@ -214,7 +214,7 @@ class Grid(NamedTuple):
         return min(sum(n is not None for n in column) for column in zip(*self.rows, strict=True))
 
 
-def find_move_s(
+def compute_move_s(
     table: Throughput, old: Shape | None, new: Shape, fresh: int, bytes_per_s: float
 ) -> float:
     """Return the least time that the state needs to get where `new` needs it, seconds.
@@ -268,8 +268,8 @@ def fill(old: Grid, living: Sequence[str]) -> tuple[Grid, int]:
     return Grid(tuple(map(tuple, rows))), taken - sum(n is None for row in rows for n in row)
 
 
-def find_neighbours_lost(grid: Grid, lost: Collection[str]) -> bool:
-    """Whether two neighbours of one pipeline, taken as a ring, are both among `lost`.
+def has_lost_neighbours(grid: Grid, lost: Collection[str]) -> bool:
+    """Return whether two neighbours of one pipeline, taken as a ring, are both among `lost`.
 
     Pipelines of one stage have no neighbours: whoever lives holds all of it.
     """

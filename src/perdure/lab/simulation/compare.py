@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan
+from perdure.lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
 from perdure.lab.policies.policies import POLICIES, Policy
 from perdure.lab.policies.throughput import Throughput
 from perdure.lab.report import Bounds, Comparison, Physics, PolicyRow, SweepRow
 from perdure.lab.simulation.engine import Outcome, Replay
-from perdure.lab.traces import AvailabilityTrace, find_intervals
+from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.transform import delay
 
 Progress = Callable[[str, float], None]
 """What is being done, and the share of it that is."""
 
 
-def find_online_costs(policy: Policy, physics: Physics) -> ChangeCosts:
+def derive_online_costs(policy: Policy, physics: Physics) -> ChangeCosts:
     """Return what `policy` pays for changes, as costs of the oracle U2'."""
     told = policy.announced
     loss = msgspec.structs.replace(policy.loss, state_s=0.0)
@@ -41,20 +41,20 @@ def compare(
 
     `seed` is the one that the trace's victims were drawn with, for the record.
     """
-    intervals = find_intervals(trace)
+    intervals = list_intervals(trace)
     floor = ChangeCosts(loss_s=physics.detect_s, bytes_per_s=physics.bytes_per_s)
     reference = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
-    online = find_online_costs(reference, physics)
-    u2 = find_best_plan(intervals, table, floor, lambda done: progress("U2", done))
-    late = find_intervals(delay(trace, reference.start_s))
-    u2_online = find_best_plan(late, table, online, lambda done: progress("U2'", done))
+    online = derive_online_costs(reference, physics)
+    u2 = score_best_plan(intervals, table, floor, lambda done: progress("U2", done))
+    late = list_intervals(delay(trace, reference.start_s))
+    u2_online = score_best_plan(late, table, online, lambda done: progress("U2'", done))
     outcomes = {}
     for policy in policies:
         replay = Replay(policy, trace, table, physics)
         outcomes[policy.name] = replay.run(lambda done, name=policy.name: progress(name, done))  # type: ignore[misc]
     bounds = Bounds(
         trace=trace.name,
-        u1=find_area(intervals, table),
+        u1=compute_area(intervals, table),
         u2=u2,
         u2_online=u2_online,
         duration_s=trace.duration_s,
@@ -88,16 +88,16 @@ def sweep_communicator(
     progress: Progress = lambda *_: None,
 ) -> tuple[SweepRow, ...]:
     """Return what `policy` would have, were its communicator formed in other times."""
-    intervals = find_intervals(trace)
+    intervals = list_intervals(trace)
     floor = ChangeCosts(loss_s=physics.detect_s, bytes_per_s=physics.bytes_per_s)
-    u2 = find_best_plan(intervals, table, floor)
+    u2 = score_best_plan(intervals, table, floor)
     if not u2:
         return ()
     rows = []
     for number, value_s in enumerate(values_s):
         slower = _with_communicator(policy, value_s)
-        late = find_intervals(delay(trace, slower.start_s))
-        online = find_best_plan(late, table, find_online_costs(slower, physics))
+        late = list_intervals(delay(trace, slower.start_s))
+        online = score_best_plan(late, table, derive_online_costs(slower, physics))
         outcome = Replay(slower, trace, table, physics).run()
         rows.append(SweepRow(value_s, outcome.committed / u2, online / u2))
         progress("communicator", (number + 1) / len(values_s))

@@ -13,11 +13,11 @@ from typing import Literal
 import msgspec
 
 from perdure.lab.policies.policies import Policy
-from perdure.lab.policies.throughput import Grid, Shape, Throughput, find_neighbours_lost
+from perdure.lab.policies.throughput import Grid, Shape, Throughput, has_lost_neighbours
 from perdure.lab.report import PHASES, Phases, Physics
 from perdure.lab.simulation.ledger import Ledger, Work
 from perdure.lab.simulation.respond import Responder, Target
-from perdure.lab.traces import AvailabilityTrace, Departure, Interval, find_intervals
+from perdure.lab.traces import AvailabilityTrace, Departure, Interval, list_intervals
 from perdure.lab.traces.transform import delay
 from perdure.plan.checkpoints import daly
 
@@ -67,8 +67,8 @@ class Replay:
     ) -> None:
         """Begin before the trace does; `run` does the rest."""
         self.policy, self.table, self.physics = policy, table, physics
-        self.slots, self.intervals = trace.slots, find_intervals(delay(trace, policy.start_s))
-        self.slot_s = sum(i.length_s * self._weigh(i.living) for i in find_intervals(trace))
+        self.slots, self.intervals = trace.slots, list_intervals(delay(trace, policy.start_s))
+        self.slot_s = sum(i.length_s * self._weigh(i.living) for i in list_intervals(trace))
         self.respond = Responder(policy, table, physics.bytes_per_s)
         self.ledger, self.now_s = Ledger(), 0.0
         self.grid: Grid | None = None
@@ -87,9 +87,9 @@ class Replay:
         self.dwell_s = 0.0
         """How long it is thought to be until the next change: the mean gap so far."""
         self.rates: list[tuple[float, float]] = []
-        self.save_interval_s = self._find_save_interval(trace)
+        self.save_interval_s = self._choose_save_interval_s(trace)
 
-    def _find_save_interval(self, trace: AvailabilityTrace) -> float:
+    def _choose_save_interval_s(self, trace: AvailabilityTrace) -> float:
         if self.policy.save_interval_s is not None:
             return self.policy.save_interval_s
         instants = sum(bool(i.change.left) for i in self.intervals)
@@ -158,7 +158,7 @@ class Replay:
         policy, waiting = self.policy, bool(self.pause.phases) and not self.pause.saving
         told = policy.announced is not None and all(d.notice_s > 0 for d in lost)
         notice_s = min(d.notice_s for d in lost) if told else 0.0
-        copies = self._find_copies(lost, notice_s)
+        copies = self._judge_copies(lost, notice_s)
         lives = copies != "none"
         if not waiting:
             self._lose_work(len(lost), copies, told=told)
@@ -183,7 +183,7 @@ class Replay:
             detect_s = self.physics.detect_s  # found together with what it is waiting to find
         self._stand(phases, target.move_s, detect_s)
 
-    def _find_copies(self, lost: list[Departure], notice_s: float) -> _Copies:
+    def _judge_copies(self, lost: list[Departure], notice_s: float) -> _Copies:
         """Return what those that live have of the state, or were handed in time."""
         grid, _ = self._here()
         gone = {d.node for d in lost}
@@ -196,11 +196,11 @@ class Replay:
             handed = handed or grid.without(gone).count_copies() > 0
         if handed or self.policy.copies == "stage":
             return "whole" if handed else "none"
-        if find_neighbours_lost(grid, gone):
+        if has_lost_neighbours(grid, gone):
             return "none"
         return "snapshot" if self.policy.snapshot_steps else "whole"
 
-    def _find_snapshot_steps(self, step_s: float) -> int:
+    def _choose_snapshot_steps(self, step_s: float) -> int:
         """Return how many steps there are from a snapshot to the next."""
         policy = self.policy
         if not policy.snapshot_s:
@@ -213,9 +213,9 @@ class Replay:
     def _lose_work(self, nodes: int, copies: _Copies, *, told: bool) -> None:
         """Take back what the loss of so many members has undone."""
         _, shape = self._here()
-        policy, lost, step_s = self.policy, self.unsaved, self.table.find_step_s(shape)
+        policy, lost, step_s = self.policy, self.unsaved, self.table.compute_step_s(shape)
         if copies == "snapshot":
-            lost = self._train(self.formed_s % (self._find_snapshot_steps(step_s) * step_s))
+            lost = self._train(self.formed_s % (self._choose_snapshot_steps(step_s) * step_s))
         elif copies == "whole" and told:  # handed over at a step's end, or saved just in time
             lost = Work()
             if policy.copies == "storage" and self.unsaved.seconds > 0:

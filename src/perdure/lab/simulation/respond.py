@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from perdure.lab.policies.policies import Policy
-from perdure.lab.policies.throughput import Grid, Shape, Throughput, fill, find_move_s, place
+from perdure.lab.policies.throughput import Grid, Shape, Throughput, compute_move_s, fill, place
 
 REPLAN_FACTOR = 1.1
 """A policy that reroutes plans anew where that is so much faster."""
@@ -31,14 +31,14 @@ class Responder:
 
     def start(self, living: Sequence[str]) -> Target | None:
         """Return the grid to start with on `living`, its whole state to be read."""
-        best = self._table.find_best(len(living))
+        best = self._table.choose_fastest(len(living))
         if self._policy.response == "groups" and self._stages:
-            best = self._table.find_row(len(living) // self._stages, self._stages)
+            best = self._table.choose_fastest_row(len(living) // self._stages, self._stages)
         if best is None:
             return None
         self._stages = self._stages or best.stages
         grid, _ = place(None, best, living)
-        return Target(grid, best, self._find_move_s(None, best, best.nodes))
+        return Target(grid, best, self._compute_move_s(None, best, best.nodes))
 
     def after_loss(
         self, old: Grid, shape: Shape, living: Sequence[str], dwell_s: float
@@ -47,14 +47,14 @@ class Responder:
         alive = set(living)
         broken = old.without([node for node in old.members if node not in alive])
         if self._policy.response == "reroute":
-            kept = self._table.find_row(broken.count_copies(), broken.stages)
-            best = self._table.find_best(len(living))
+            kept = self._table.choose_fastest_row(broken.count_copies(), broken.stages)
+            best = self._table.choose_fastest(len(living))
             rates = self._table.rates
             if kept and best and rates[best] <= REPLAN_FACTOR * rates[kept]:
                 return Target(broken, kept, 0.0)
         elif self._policy.response == "groups":
             return self._regroup(broken, living)
-        return self._find_shape(broken, shape, living, dwell_s)
+        return self._choose_shape(broken, shape, living, dwell_s)
 
     def after_join(
         self, old: Grid, shape: Shape, living: Sequence[str], dwell_s: float
@@ -64,26 +64,26 @@ class Responder:
         if self._policy.response == "groups":
             target = self._regroup(old, living)
             return target if target and rates[target.shape] > rates[shape] else None
-        best = self._table.find_best(len(living))
+        best = self._table.choose_fastest(len(living))
         if self._policy.response == "reroute":
             filled, fresh = fill(old, living)
-            found = self._table.find_row(filled.count_copies(), filled.stages)
+            found = self._table.choose_fastest_row(filled.count_copies(), filled.stages)
             factor = REPLAN_FACTOR if any(None in row for row in filled.rows) else 1.0
             if found and best and rates[best] <= factor * rates[found]:
-                move_s = self._find_move_s(shape, found, fresh)
+                move_s = self._compute_move_s(shape, found, fresh)
                 return Target(filled, found, move_s) if rates[found] > rates[shape] else None
-        faster = self._find_faster(shape, living, dwell_s)
+        faster = self._choose_faster(shape, living, dwell_s)
         return self._reach(old, shape, faster, living) if faster else None
 
-    def _find_shape(
+    def _choose_shape(
         self, broken: Grid, old: Shape, living: Sequence[str], dwell_s: float
     ) -> Target | None:
         """Return the fastest shape's grid; or, weighed, the one that earns most until the next."""
         if not self._policy.weighs:
-            best = self._table.find_best(len(living))
+            best = self._table.choose_fastest(len(living))
             return self._reach(broken, old, best, living) if best else None
-        shrunk = self._table.find_row(broken.count_copies(), broken.stages)
-        rows = self._table.find_rows(len(living))
+        shrunk = self._table.choose_fastest_row(broken.count_copies(), broken.stages)
+        rows = self._table.list_fastest_rows(len(living))
         candidates = sorted({*rows, *([shrunk] if shrunk else [])})
         loss_s = self._policy.loss.total_s
 
@@ -102,18 +102,18 @@ class Responder:
     def _earn_by_turning(self, old: Shape, new: Shape, left_s: float) -> float:
         """Return the samples of `left_s` in which state moves to `new` beside training in `old`."""
         rates = self._table.rates
-        move_s = self._find_move_s(old, new, max(0, new.nodes - old.nodes))
+        move_s = self._compute_move_s(old, new, max(0, new.nodes - old.nodes))
         aside_s = min(move_s, left_s)
         rest_s = max(0.0, left_s - aside_s - self._policy.join.total_s)
         return rates[old] * aside_s + rates[new] * rest_s
 
-    def _find_faster(self, old: Shape, living: Sequence[str], dwell_s: float) -> Shape | None:
+    def _choose_faster(self, old: Shape, living: Sequence[str], dwell_s: float) -> Shape | None:
         """Return the shape to change to of one's own will; None: to stay."""
         rates = self._table.rates
         if not self._policy.weighs:
-            best = self._table.find_best(len(living))
+            best = self._table.choose_fastest(len(living))
             return best if best and rates[best] > rates[old] else None
-        rows = self._table.find_rows(len(living))
+        rows = self._table.list_fastest_rows(len(living))
         best = max(rows, key=lambda new: self._earn_by_turning(old, new, dwell_s), default=None)
         if best is None or self._earn_by_turning(old, best, dwell_s) <= rates[old] * dwell_s:
             return None
@@ -121,7 +121,7 @@ class Responder:
 
     def _reach(self, old: Grid, old_shape: Shape, shape: Shape, living: Sequence[str]) -> Target:
         grid, fresh = place(old, shape, living)
-        return Target(grid, shape, self._find_move_s(old_shape, shape, fresh))
+        return Target(grid, shape, self._compute_move_s(old_shape, shape, fresh))
 
     def _regroup(self, broken: Grid, living: Sequence[str]) -> Target | None:
         """Return the whole groups, and as many more as the nodes outside of them fill."""
@@ -130,11 +130,13 @@ class Responder:
         spare = [node for node in living if node not in inside]
         stages = self._stages
         more = [tuple(spare[at : at + stages]) for at in range(0, len(spare) - stages + 1, stages)]
-        shape = self._table.find_row(len(whole) + len(more), stages)
+        shape = self._table.choose_fastest_row(len(whole) + len(more), stages)
         if shape is None:
             return None
         rows = [*whole, *more]
-        return Target(Grid(tuple(rows)), shape, self._find_move_s(shape, shape, len(more) * stages))
+        return Target(
+            Grid(tuple(rows)), shape, self._compute_move_s(shape, shape, len(more) * stages)
+        )
 
-    def _find_move_s(self, old: Shape | None, new: Shape, fresh: int) -> float:
-        return find_move_s(self._table, old, new, fresh, self._bytes_per_s)
+    def _compute_move_s(self, old: Shape | None, new: Shape, fresh: int) -> float:
+        return compute_move_s(self._table, old, new, fresh, self._bytes_per_s)

@@ -8,8 +8,8 @@ from perdure.lab.traces.nouns import (
     Interval,
     Stay,
     TraceNode,
-    find_changes,
-    find_intervals,
+    list_changes,
+    list_intervals,
 )
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "Interval",
     "Stay",
     "TraceNode",
-    "find_changes",
     "find_format",
-    "find_intervals",
+    "list_changes",
+    "list_intervals",
     "read_trace",
 ]

@@ -11,7 +11,7 @@ from statistics import median
 import msgspec
 from msgspec.structs import replace
 
-from perdure.lab.traces import AvailabilityTrace, find_intervals
+from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.nouns import Builder
 
 
@@ -52,7 +52,7 @@ class Availability(msgspec.Struct, frozen=True):
 
 def describe_availability(trace: AvailabilityTrace) -> Availability:
     """Return the figures of `trace`."""
-    intervals = find_intervals(trace)
+    intervals = list_intervals(trace)
     slots = trace.slots
     counts = [len(i.living) for i in intervals]
     node_s = sum(i.length_s * len(i.living) for i in intervals)
@@ -112,7 +112,7 @@ def fit_availability(trace: AvailabilityTrace) -> AvailabilityModel:
     gains, losses = sum(figures.gains.values()), sum(figures.losses.values())
     return AvailabilityModel(
         nodes_max=figures.nodes_max,
-        nodes_first=len(find_intervals(trace)[0].living),
+        nodes_first=len(list_intervals(trace)[0].living),
         losses_per_node_h=losses / figures.node_hours if figures.node_hours else 0.0,
         gains_per_vacancy_h=gains / vacant_h if vacant_h else 0.0,
         loss_sizes=tuple(figures.losses.items()) or ((1, 1),),
@@ -162,7 +162,7 @@ def draw_victims(trace: AvailabilityTrace, seed: int) -> AvailabilityTrace:
     """
     chance, builder = random.Random(seed), Builder()
     here: list[str] = []
-    for interval in find_intervals(trace):
+    for interval in list_intervals(trace):
         builder.go_to(interval.begin_s)
         for departure in interval.change.left:
             builder.remove(here.pop(chance.randrange(len(here))), departure.notice_s)

@@ -21,13 +21,13 @@ from perdure.lab.traces.nouns import (
     Misfit,
     Stay,
     TraceNode,
-    find_changes,
-    find_intervals,
     from_counts,
     guess_end,
+    list_changes,
+    list_intervals,
 )
 from perdure.model.errors import ConfigError
-from perdure.model.source import Path, Source, find_value, split_place
+from perdure.model.source import Path, Source, locate_value, split_place
 
 VERSION = 1
 
@@ -102,7 +102,7 @@ def read_events(source: Source) -> AvailabilityTrace:
 def write_events(trace: AvailabilityTrace, _gap_s: float) -> str:
     """Return it as `t_ms,add|remove,node`: notice, slots and the end are lost."""
     rows = []
-    for change in find_changes(trace):
+    for change in list_changes(trace):
         at_ms = f"{change.at_s * 1000:.0f}"
         rows += [f"{at_ms},remove,{gone.node}\n" for gone in change.left]
         rows += [f"{at_ms},add,{node}\n" for node in change.joined]
@@ -140,10 +140,10 @@ def read_parcae(source: Source) -> AvailabilityTrace:
                 elif tick.verb == "remove":
                     builder.remove(node)
         except Misfit as error:
-            source.fail(number, find_value(line, path) + 1, str(error))
+            source.fail(number, locate_value(line, path) + 1, str(error))
         except msgspec.ValidationError as error:
             what, path = split_place(str(error))
-            source.fail(number, find_value(line, path) + 1, what)
+            source.fail(number, locate_value(line, path) + 1, what)
         except msgspec.DecodeError as error:
             source.fail(number, 1, f"{error}; expected one JSON array on the line")
         end_s = (tick.at_ms + max(0.0, tick.detail.duration)) / 1000.0
@@ -153,7 +153,7 @@ def read_parcae(source: Source) -> AvailabilityTrace:
 def write_parcae(trace: AvailabilityTrace, _gap_s: float) -> str:
     """Return it as Parcae's lines: notice and slots are lost."""
     rows = []
-    for interval in find_intervals(trace):
+    for interval in list_intervals(trace):
         change = interval.change
         lasts = round(interval.length_s * 1000)
         gone = [departure.node for departure in change.left]
@@ -189,7 +189,7 @@ def read_sailor(source: Source) -> AvailabilityTrace:
 
 def write_sailor(trace: AvailabilityTrace, _gap_s: float) -> str:
     """Return an entry a change: names, notice and slots are lost, and the end is guessed."""
-    rows = [json.dumps({"Time": i.begin_s, "GPUs": len(i.living)}) for i in find_intervals(trace)]
+    rows = [json.dumps({"Time": i.begin_s, "GPUs": len(i.living)}) for i in list_intervals(trace)]
     return "[\n  " + ",\n  ".join(rows) + "\n]\n"
 
 
@@ -212,7 +212,7 @@ def read_skypilot(source: Source) -> AvailabilityTrace:
 
 def write_skypilot(trace: AvailabilityTrace, gap_s: float) -> str:
     """Return the count every `gap_s`: names, notice, slots, and what is shorter, are lost."""
-    intervals = find_intervals(trace)
+    intervals = list_intervals(trace)
     counts, at = [], 0
     for index in range(math.ceil(trace.duration_s / gap_s)):
         while intervals[at].end_s <= index * gap_s:

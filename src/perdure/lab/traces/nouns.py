@@ -76,7 +76,7 @@ class Interval(msgspec.Struct, frozen=True):
         return self.end_s - self.begin_s
 
 
-def find_changes(trace: AvailabilityTrace) -> list[Change]:
+def list_changes(trace: AvailabilityTrace) -> list[Change]:
     """Return the changes before the trace's end, in order; the first is at 0, even if empty."""
     left: dict[float, list[Departure]] = {}
     joined: dict[float, list[str]] = {}
@@ -89,9 +89,9 @@ def find_changes(trace: AvailabilityTrace) -> list[Change]:
     return [Change(t, tuple(left.get(t, ())), tuple(joined.get(t, ()))) for t in times]
 
 
-def find_intervals(trace: AvailabilityTrace) -> list[Interval]:
+def list_intervals(trace: AvailabilityTrace) -> list[Interval]:
     """Return the times between changes, from 0 to the trace's end."""
-    changes = find_changes(trace)
+    changes = list_changes(trace)
     ends = [change.at_s for change in changes[1:]] + [trace.duration_s]
     living: dict[str, None] = {}
     found = []

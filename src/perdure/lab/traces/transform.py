@@ -7,8 +7,8 @@ from perdure.lab.traces.nouns import (
     Builder,
     Change,
     Stay,
-    find_changes,
-    find_intervals,
+    list_changes,
+    list_intervals,
 )
 
 
@@ -73,7 +73,7 @@ def scale_to(trace: AvailabilityTrace, nodes_max: int) -> AvailabilityTrace:
     At every moment round(n * nodes_max / peak) of its n nodes are kept. Who is kept stays kept
     while that number allows it; else the one that came last is left out.
     """
-    intervals = find_intervals(trace)
+    intervals = list_intervals(trace)
     peak = max((len(i.living) for i in intervals), default=0)
     if peak <= 0 or peak == nodes_max:
         return trace
@@ -104,7 +104,7 @@ def coalesce(trace: AvailabilityTrace, window_s: float) -> AvailabilityTrace:
     nobody is counted on while it was not there. Who came and left within it was never there. What
     is there at 0 is no part of a burst.
     """
-    changes = find_changes(trace)
+    changes = list_changes(trace)
     bursts: list[list[Change]] = []
     for change in changes[1:]:
         if bursts and change.at_s <= bursts[-1][0].at_s + window_s:

@@ -12,16 +12,16 @@ import yaml
 
 from perdure.launch.channel import ATTEMPTS, LASTED_S
 from perdure.launch.exchange import FOLLOWS, SILENCE_S, make_lines, show_lines
-from perdure.launch.kubernetes.client import Client, find_container, list_words, open_pod
+from perdure.launch.kubernetes.client import Client, list_words, name_container, open_pod
 from perdure.launch.kubernetes.linter import check_profile, lint_manifests
 from perdure.launch.kubernetes.manifest import (
     ADDED_LABEL,
-    find_claim,
-    find_name,
-    find_place,
-    find_project,
+    locate_job_folder,
+    locate_project,
     make_claim,
     make_documents,
+    name_claim,
+    name_objects,
     place_spec,
 )
 from perdure.launch.kubernetes.project import PACKED, pack
@@ -52,7 +52,7 @@ from perdure.traps.findings import error, note, warning
 CLAIM, JOB = "claim.yaml", "job.yaml"
 _AGAIN_S = 1.0
 _KILLED = 137
-"""Of a command in a container that ended."""
+"""The exit code of a command in a container that ended."""
 _QUESTIONS = frozenset({"status", "diagnose", "report", "events", "map", "logs", "ps"})
 """They change nothing, so that they may be asked twice."""
 
@@ -65,7 +65,7 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
     files = {CLAIM: dump(claims)} if claims else {}
     files[JOB] = dump(documents)
     steps = [Step("create what is not there yet", client.command("create", "-f", CLAIM))]
-    name = find_name(spec)
+    name = name_objects(spec)
     return Plan(
         job=spec.name,
         kind="kubernetes",
@@ -79,18 +79,18 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
             *lint_manifests([*claims, *documents], section.server),
         ),
         attach=(f"perdure watch {spec.name}", f"perdure logs {spec.name} -f"),
-        place=find_place(spec, profile),
-        settings={"name": name, "claim": find_claim(spec, section),
+        place=locate_job_folder(spec, profile),
+        settings={"name": name, "claim": name_claim(spec, section),
                   "secrets": list(spec.launch.secrets), "gpus": spec.launch.gpus,
                   "pods": spec.num_nodes, "exclude": spec.launch.exclude,
                   "project": "" if section.project else spec.launch.project,
-                  "roots": find_roots(spec, profile)},
+                  "roots": list_roots(spec, profile)},
     )  # fmt: skip
 
 
-def find_roots(spec: JobSpec, profile: Profile) -> dict[str, str]:
+def list_roots(spec: JobSpec, profile: Profile) -> dict[str, str]:
     """Return what is to be pulled beside the job's own folder: label -> folder on the volume."""
-    place = find_project(spec, profile)
+    place = locate_project(spec, profile)
     roots = {f"outputs/{name}": f"{place}/{name}" for name in spec.launch.outputs}
     placed = place_spec(spec, profile)
     if (url := placed.checkpoint.url) and "://" not in url:
@@ -216,7 +216,7 @@ def complete(manifest: str, number: str, packed: bytes) -> str:
     return dump(documents)
 
 
-def find_state(record: LaunchRecord, here: Here) -> BoxState:
+def query_state(record: LaunchRecord, here: Here) -> BoxState:
     """Return how the job is, by the server."""
     return _judge_now(record, Client(record.profile.kubernetes).look(record.id)[0])
 
@@ -226,7 +226,7 @@ def _judge_now(record: LaunchRecord, job: PodOutcome) -> BoxState:
     return judge(job, time.time() - record.launched_s, deadline_s)
 
 
-def find_past(record: LaunchRecord) -> tuple[str, ...]:
+def list_past(record: LaunchRecord) -> tuple[str, ...]:
     """Return what happened to the job's pods and their nodes, by the server, the oldest first."""
     client = Client(record.profile.kubernetes)
     pods = client.get_all("pods", "-l", f"{JOB_LABEL}={record.id}")
@@ -263,7 +263,7 @@ def _run_once(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     job, pods = client.look(record.id)
     if not job.pod and list(argv) == ["logs", record.job] and pods:
         pod = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
-        words = ["logs", pod["metadata"]["name"], "-c", find_container(section)]
+        words = ["logs", pod["metadata"]["name"], "-c", name_container(section)]
         words += ["--previous"] if _is_restarted(pod) else []
         return show_lines(client.command(*words), SILENCE_S)
     if job.state == "waiting":

@@ -247,7 +247,7 @@ def open_pod(record: LaunchRecord, here: Here) -> Iterator[PodChannel]:
     section, client = record.profile.kubernetes, Client(record.profile.kubernetes)
     job, _ = client.look(record.id)
     if job.pod:
-        yield PodChannel(client, job.pod, find_container(section), record.python)
+        yield PodChannel(client, job.pod, name_container(section), record.python)
         return
     name = f"{record.id}-reader-{secrets.token_hex(3)}"
     client.create(yaml.safe_dump(make_reader(record, name)))
@@ -275,7 +275,7 @@ def list_words(record: LaunchRecord, argv: Sequence[str]) -> list[str]:
     return ["env", f"PERDURE_HOME={record.home}", *python, *argv]
 
 
-def find_container(section: KubernetesSection) -> str:
+def name_container(section: KubernetesSection) -> str:
     """Return the container of a job's pods in which perdure is."""
     return TRAINER_CONTAINER if section.shape == "trainjob" else CONTAINER
 

@@ -99,7 +99,7 @@ def _receive(
     `changed` counts how often a file was another than the roster says, to the end: the first time
     its beginning may be an older one's.
     """
-    parts = [_find_part(target / file.path, file) for file in files]
+    parts = [_prepare_part(target / file.path, file) for file in files]
     wanted = [
         (f"{source}/{file.path}", part.stat().st_size if part.exists() else 0, file.bytes)
         for file, part in zip(files, parts, strict=True)
@@ -153,7 +153,7 @@ def _keep(part: Path, path: Path, wanted: bool) -> None:
         part.unlink(missing_ok=True)
 
 
-def _find_part(path: Path, file: PulledFile) -> Path:
+def _prepare_part(path: Path, file: PulledFile) -> Path:
     """Return where a file lies until it is whole; one that is too long is none of it."""
     part = path.parent / PARTIAL / path.name
     part.parent.mkdir(parents=True, exist_ok=True)

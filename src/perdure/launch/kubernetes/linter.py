@@ -11,7 +11,7 @@ from typing import Any
 
 from perdure.launch.exchange import name_first
 from perdure.launch.kubernetes import shapes
-from perdure.launch.kubernetes.manifest import find_mode
+from perdure.launch.kubernetes.manifest import choose_mount_mode
 from perdure.launch.kubernetes.security import explain_security, find_violations
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import FAILURE_POLICY, parse_version
@@ -47,7 +47,7 @@ def lint_manifests(documents: Sequence[Object], server: str = "1.31") -> list[Fi
             found += _lint_claim(spec or {}, at)
         if kind == "Service":
             found += _lint_service(spec or {}, at)
-        for name, job in find_jobs(document):
+        for name, job in list_job_specs(document):
             found += _lint_job(job, name, f"{at}.spec", server)
             found += _lint_pod(job, services, claims, f"{at}.spec.template.spec")
     return found
@@ -68,7 +68,7 @@ def _lint_fields(value: Object, known: frozenset[str], at: str) -> list[Finding]
     return [one for key in value for one in _error(at, key not in known, f"unknown field {key}")]
 
 
-def find_jobs(document: Object) -> Iterator[tuple[str, Object]]:
+def list_job_specs(document: Object) -> Iterator[tuple[str, Object]]:
     """Yield the name and the spec of each Job in a document: its own, or those in a JobSet."""
     kind, spec = document.get("kind"), document.get("spec", {})
     name = str(document.get("metadata", {}).get("name", ""))
@@ -431,7 +431,7 @@ def _compare(sizes: Mapping[tuple[str, str], float], at: str) -> list[Finding]:
 def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
     """Return what a person should know that the manifests alone do not show."""
     section, nodes, url = profile.kubernetes, spec.num_nodes, spec.checkpoint.url
-    mode, durable = find_mode(spec, section), profile.overrides.DURABLE_DIR
+    mode, durable = choose_mount_mode(spec, section), profile.overrides.DURABLE_DIR
     counted = parse_version(section.server) < FAILURE_POLICY or section.restart_policy != "Never"
     return [
         *explain_security(section),
@@ -458,7 +458,7 @@ def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
         ),
         *error(spec.bus.replicas > 1, "bus.replicas: a pod holds one server", "bus.replicas = 1"),
         *error(
-            spec.room and section.shape != "job",
+            spec.growth and section.shape != "job",
             f"nodes_max: pods are added beside a Job, and not to a {section.shape}",
             'kubernetes.shape = "job"',
         ),

@@ -40,12 +40,12 @@ a kill. Any other is what `perdure run` leaves with after restarts of its own.""
 Document = dict[str, Any]
 
 
-def find_name(spec: JobSpec) -> str:
+def name_objects(spec: JobSpec) -> str:
     """Return what the objects of a job are called: a label that a Service takes as well.
 
     A name that had to be changed gets a mark of the whole name, so that two jobs stay two.
 
-    >>> find_name(JobSpec(name="gpt", script="t.py"))
+    >>> name_objects(JobSpec(name="gpt", script="t.py"))
     'gpt'
     """
     plain = re.sub(r"[^a-z0-9-]+", "-", spec.name.lower()).strip("-")
@@ -57,12 +57,12 @@ def find_name(spec: JobSpec) -> str:
     return f"{plain[:41].rstrip('-')}-{mark}"
 
 
-def find_claim(spec: JobSpec, section: KubernetesSection) -> str:
+def name_claim(spec: JobSpec, section: KubernetesSection) -> str:
     """Return the name of the claim that holds DURABLE_DIR."""
-    return section.claim or f"{find_name(spec)}-durable"
+    return section.claim or f"{name_objects(spec)}-durable"
 
 
-def find_mode(spec: JobSpec, section: KubernetesSection) -> str:
+def choose_mount_mode(spec: JobSpec, section: KubernetesSection) -> str:
     """Return how the claim is to be mounted."""
     if section.access_mode != "auto":
         return section.access_mode
@@ -72,7 +72,7 @@ def find_mode(spec: JobSpec, section: KubernetesSection) -> str:
 def place_spec(spec: JobSpec, profile: Profile) -> JobSpec:
     """Return the job as its pods see it: paths in the image, other nodes in pods of their own."""
     inside = locate_in_project(spec, spec.cwd, "cwd")
-    project = find_project(spec, profile)
+    project = locate_project(spec, profile)
     cwd = project if inside == "." else f"{project}/{inside}"
     placed = msgspec.structs.replace(spec, cwd=cwd, tee="all", remote=spec.num_nodes - 1)
     if spec.num_nodes > 1 and not spec.checkpoint.url:
@@ -82,25 +82,25 @@ def place_spec(spec: JobSpec, profile: Profile) -> JobSpec:
     return placed
 
 
-def find_place(spec: JobSpec, profile: Profile) -> str:
+def locate_job_folder(spec: JobSpec, profile: Profile) -> str:
     """Return the job's own folder on the volume."""
     return f"{profile.overrides.DURABLE_DIR}/launched/{spec.name}"
 
 
-def find_project(spec: JobSpec, profile: Profile) -> str:
+def locate_project(spec: JobSpec, profile: Profile) -> str:
     """Return where a pod has the project: in the image, or on the volume where it is sent."""
-    return profile.kubernetes.project or f"{find_place(spec, profile)}/{PROJECT}"
+    return profile.kubernetes.project or f"{locate_job_folder(spec, profile)}/{PROJECT}"
 
 
 def make_claim(spec: JobSpec, profile: Profile) -> Document:
     """Return the claim; a file of its own, so that deleting the job's file leaves it."""
     section = profile.kubernetes
     body = {
-        "accessModes": [find_mode(spec, section)],
+        "accessModes": [choose_mount_mode(spec, section)],
         "resources": {"requests": {"storage": section.storage}},
         **_fill(storageClassName=section.storage_class),
     }
-    head = _head("v1", "PersistentVolumeClaim", find_claim(spec, section), spec, section)
+    head = _head("v1", "PersistentVolumeClaim", name_claim(spec, section), spec, section)
     return {**head, "spec": body}
 
 
@@ -121,7 +121,7 @@ def make_documents(spec: JobSpec, profile: Profile) -> list[Document]:
             "launch.secrets reach a pod by reference, and kubernetes.secret names no Secret",
             hint="kubectl create secret generic NAME --from-literal=KEY=...",
         )
-    name = find_name(spec)
+    name = name_objects(spec)
     config = {
         **_head("v1", "ConfigMap", name, spec, section),
         "data": {"job.json": render_job(place_spec(spec, profile))},
@@ -147,7 +147,7 @@ def _make_jobs(spec: JobSpec, profile: Profile) -> list[Document]:
     There the controller numbers the nodes: each pod of the second Job asks it for a place.
     """
     section = profile.kubernetes
-    name, pods = find_name(spec), spec.first_nodes
+    name, pods = name_objects(spec), spec.first_nodes
     if pods == 1 or parse_version(section.server) >= INDEXED:
         head = _head("batch/v1", "Job", name, spec, section)
         return [{**head, "spec": make_job_spec(spec, profile, pods)}]
@@ -159,9 +159,9 @@ def _make_jobs(spec: JobSpec, profile: Profile) -> list[Document]:
     ]
 
 
-def find_added(spec: JobSpec, pods: int) -> list[str]:
+def list_added_jobs(spec: JobSpec, pods: int) -> list[str]:
     """Return the names of the Jobs that a job of `pods` pods has beside its first ones."""
-    return [f"{find_name(spec)}-node-{number}" for number in range(spec.first_nodes, pods)]
+    return [f"{name_objects(spec)}-node-{number}" for number in range(spec.first_nodes, pods)]
 
 
 def make_added(spec: JobSpec, profile: Profile, name: str) -> Document:
@@ -177,14 +177,14 @@ def make_added(spec: JobSpec, profile: Profile, name: str) -> Document:
 
 def _make_jobset(spec: JobSpec, profile: Profile) -> Document:
     section = profile.kubernetes
-    labels = {**section.labels, JOB_LABEL: find_name(spec)}
+    labels = {**section.labels, JOB_LABEL: name_objects(spec)}
     job = {"metadata": {"labels": labels}, "spec": make_job_spec(spec, profile, spec.first_nodes)}
     body = {
         "network": {"enableDNSHostnames": True},
         "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": job}],
     }
-    head = _head("jobset.x-k8s.io/v1alpha2", "JobSet", find_name(spec), spec, section)
+    head = _head("jobset.x-k8s.io/v1alpha2", "JobSet", name_objects(spec), spec, section)
     return {**head, "spec": body}
 
 
@@ -194,7 +194,7 @@ def _make_trainjob(spec: JobSpec, profile: Profile) -> list[Document]:
     All of the pod is in the runtime: how a TrainJob overrides volumes has changed with each
     release of the Trainer.
     """
-    section, name, api = profile.kubernetes, find_name(spec), "trainer.kubeflow.org/v1alpha1"
+    section, name, api = profile.kubernetes, name_objects(spec), "trainer.kubeflow.org/v1alpha1"
     labels = {**section.labels, JOB_LABEL: name}
     labels["trainer.kubeflow.org/trainjob-ancestor-step"] = "trainer"
     job: Document = {
@@ -235,7 +235,7 @@ def make_job_spec(
             else "",
         ),
         "template": {
-            "metadata": {"labels": {**section.labels, JOB_LABEL: find_name(spec)}},
+            "metadata": {"labels": {**section.labels, JOB_LABEL: name_objects(spec)}},
             "spec": _make_pod(spec, profile, role, container),
         },
     }
@@ -286,7 +286,7 @@ def _make_rules(container: str, version: tuple[int, int]) -> list[Document]:
 
 
 def _make_pod(spec: JobSpec, profile: Profile, role: str, container: str) -> Document:
-    section, name = profile.kubernetes, find_name(spec)
+    section, name = profile.kubernetes, name_objects(spec)
     return {
         "restartPolicy": section.restart_policy,
         "terminationGracePeriodSeconds": section.grace_s,
@@ -296,7 +296,7 @@ def _make_pod(spec: JobSpec, profile: Profile, role: str, container: str) -> Doc
         "shareProcessNamespace": True,
         "containers": [_make_container(spec, profile, role, container)],
         "volumes": [
-            {"name": "durable", "persistentVolumeClaim": {"claimName": find_claim(spec, section)}},
+            {"name": "durable", "persistentVolumeClaim": {"claimName": name_claim(spec, section)}},
             {"name": "config", "configMap": {"name": name}},
             {
                 "name": "shared-memory",
@@ -378,6 +378,6 @@ def _make_resources(spec: JobSpec, section: KubernetesSection) -> Document:
 def _head(
     api: str, kind: str, name: str, spec: JobSpec, section: KubernetesSection
 ) -> dict[str, Any]:
-    labels = {**section.labels, JOB_LABEL: find_name(spec)}
+    labels = {**section.labels, JOB_LABEL: name_objects(spec)}
     metadata = {"name": name, "labels": labels, **_fill(namespace=section.namespace)}
     return {"apiVersion": api, "kind": kind, "metadata": metadata}

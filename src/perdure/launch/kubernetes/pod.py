@@ -26,7 +26,7 @@ import msgspec
 from perdure.launch.exchange import last_line
 from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
 from perdure.launch.kubernetes.project import PACKED, unpack
-from perdure.launch.runs import find_paths, follow, hear, look_at_job, say
+from perdure.launch.runs import follow, hear, locate_own_job, look_at_job, say
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
 
@@ -46,7 +46,7 @@ for i in range(n):
 """
 
 
-def find_person(environ: Mapping[str, str]) -> dict[str, str]:
+def make_user_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what a user without a line in /etc/passwd lacks: a home to write to, and a name.
 
     Libraries put caches below the first, and ask for the second where they name a file in /tmp.
@@ -68,7 +68,7 @@ class Pod:
     def __init__(self, spec: JobSpec, environ: dict[str, str], config: Path) -> None:
         """Be the pod of `environ`; `config` is the job's document, from the ConfigMap."""
         self.spec, self.config = spec, config
-        self.first = find_role(environ) == "first"
+        self.first = read_pod_role(environ) == "first"
         durable = environ["PERDURE_DURABLE_DIR"]
         launch = config.parent / "launch"
         number = launch.read_text().strip() if launch.exists() else "by-hand"
@@ -77,7 +77,7 @@ class Pod:
         # Of two pods with one PERDURE_HOME, each would take the other's job for its own.
         node = f"nodes/{environ.get('PERDURE_POD_NAME', 'pod')}"
         self.home = f"{durable}/state" if self.first else f"{durable}/{node}"
-        self.env = {**environ, **find_person(environ), "PERDURE_HOME": self.home}
+        self.env = {**environ, **make_user_variables(environ), "PERDURE_HOME": self.home}
         self.address = environ.get("PERDURE_POD_IP", "127.0.0.1")
         self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")) * 0.9)
         self.settle_s = _CALL_S
@@ -136,13 +136,13 @@ class Pod:
         if self.spec.remote:
             self.invitation.unlink(missing_ok=True)
             # Of the pod before: an invitation made of it would lead the others to where that was.
-            stale = find_paths(self.spec.name, self.home)
+            stale = locate_own_job(self.spec.name, self.home)
             for path in (stale.endpoint, stale.credential("joiner")):
                 Path(path).unlink(missing_ok=True)
             command += ["--placement", self.write_placement()]
         process = subprocess.Popen(command, env=self.env)
         code = follow(process, self.told, _WORDS, self.invite_once)
-        state, _ = look_at_job(find_paths(self.spec.name, self.home))
+        state, _ = look_at_job(locate_own_job(self.spec.name, self.home))
         code = decide_code(code, state, bool(self.told))
         if code not in (LEFT_ON_NOTICE, *AGAIN):
             self.ended.write_text(f"{code}\n")
@@ -219,7 +219,7 @@ class Pod:
         return follow(process, self.told, {}, look)
 
 
-def find_role(environ: dict[str, str]) -> str:
+def read_pod_role(environ: dict[str, str]) -> str:
     """Return whether this pod is the `first` or a `node`: as told, or by its index."""
     told = environ.get("PERDURE_POD_ROLE", "")
     return told or ("first" if environ.get("JOB_COMPLETION_INDEX", "0") == "0" else "node")

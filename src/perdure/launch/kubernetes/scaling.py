@@ -16,10 +16,10 @@ from perdure.launch.kubernetes.client import (
     DELETE_S,
     Client,
     PodChannel,
-    find_container,
     list_words,
+    name_container,
 )
-from perdure.launch.kubernetes.manifest import ADDED_LABEL, find_added, make_added
+from perdure.launch.kubernetes.manifest import ADDED_LABEL, list_added_jobs, make_added
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.job import JobSpec
@@ -47,7 +47,7 @@ def scale(record: LaunchRecord, pods: int, here: Here) -> Scaling:
     scaler.check(pods)
     before = scaler.count()
     scaler.set_first(0 if pods == 0 else None)
-    wanted = set(find_added(scaler.spec, pods))
+    wanted = set(list_added_jobs(scaler.spec, pods))
     removed = tuple(sorted((name for name in scaler.added if name not in wanted), reverse=True))
     if removed:
         scaler.remove(removed, before, pods)
@@ -124,7 +124,7 @@ class _Scaler:
 
     def in_first(self, *argv: str) -> str:
         """Return what a perdure command prints in the first pod."""
-        container = find_container(self.record.profile.kubernetes)
+        container = name_container(self.record.profile.kubernetes)
         channel = PodChannel(self.client, self.first, container, self.record.python)
         return channel.run(shlex.join(list_words(self.record, argv)), timeout_s=_CALL_S).out
 

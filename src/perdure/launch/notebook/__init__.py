@@ -105,10 +105,10 @@ _LIVING: dict[str, Literal["waiting", "running"]] = {
 _NOTHING_SAID = "this says nothing about the job"
 
 
-def find_slug(job: str) -> str:
+def make_slug(job: str) -> str:
     """Return the notebook's name on Kaggle, which is its title as well.
 
-    >>> find_slug("GPT_small.2")
+    >>> make_slug("GPT_small.2")
     'perdure-gpt-small-2'
     """
     return "perdure-" + re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")
@@ -120,7 +120,7 @@ def render_metadata(spec: JobSpec, profile: Profile) -> str:
     Raises:
         ConfigError: the name is too long for a title.
     """
-    section, slug = profile.notebook, find_slug(spec.name)
+    section, slug = profile.notebook, make_slug(spec.name)
     if len(slug) > 50:
         raise ConfigError(
             f"{slug} has {len(slug)} characters, a title on Kaggle at most 50",
@@ -198,7 +198,7 @@ def identify(record: LaunchRecord) -> str:
     return record.id
 
 
-def find_state(record: LaunchRecord, here: Here) -> BoxState:
+def query_state(record: LaunchRecord, here: Here) -> BoxState:
     """Return how the newest session is; how it ended is said by the status that it left.
 
     Kaggle calls a version complete whose job has failed, since the notebook's cells never do.
@@ -254,7 +254,7 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     identity = identify(record)
     if argv[0] == "status":
         if "--json" in argv:
-            print(msgspec.json.encode(find_state(record, here)).decode())
+            print(msgspec.json.encode(query_state(record, here)).decode())
         return 0  # The caller says in words how the job is.
     if argv[0] == "logs" and FOLLOWS & set(argv):  # For as long as the session lasts.
         return show_lines(("kaggle", "kernels", "logs", identity, "--follow"), None, here.environ)

@@ -42,7 +42,7 @@ for name in names:
 
 
 class SessionError(Exception):
-    """This session cannot train; the message says why in one line."""
+    """Raised where this session cannot train; the message says why in one line."""
 
 
 class Session:
@@ -55,7 +55,7 @@ class Session:
         self.kaggle: bool = settings["service"] == "kaggle"
         self.durable = os.path.join(settings["durable_dir"], self.job)
         self.data = os.path.join(settings["data_dir"], self.job)
-        self.began_s = find_began(settings["session_max_s"])
+        self.began_s = read_session_start_s(settings["session_max_s"])
         self.ended = ""
         self.secrets: dict[str, str] = {}
 
@@ -212,7 +212,7 @@ class Session:
     def install(self) -> str:
         """Install perdure's wheel and what the job asks for, beside the service's own torch."""
         for name in self.settings["secrets"]:
-            self.secrets[name] = find_secret(name, self.kaggle)
+            self.secrets[name] = read_secret(name, self.kaggle)
         wheel = os.path.join(self.data, self.settings["wheel"])
         wanted = [wheel, *self.settings["packages"]]
         if self.settings["requirements"]:
@@ -229,7 +229,7 @@ class Session:
         known = {"durable": self.durable, "data": self.data, "began_s": self.began_s}
         with open(settings, "w", encoding="utf-8") as file:
             json.dump(self.settings | known, file)
-        command = [sys.executable, "-P", "-m", "perdure.launch.notebook.sitting", settings]
+        command = [sys.executable, "-P", "-m", "perdure.launch.notebook.runner", settings]
         env = {**os.environ, **self.secrets}
         env["PERDURE_HOME"] = os.path.join(self.settings["data_dir"], "state")
         output = os.path.join(self.data, "run.out")
@@ -287,7 +287,7 @@ class Session:
         return f"{step}; {follows.get(status.get('next', ''), status.get('reason', 'unknown'))}"
 
 
-def find_began(session_max_s: float) -> float:
+def read_session_start_s(session_max_s: float) -> float:
     """Return the Unix time at which this session began: that of its first process.
 
     Where that is older than a session can be, this is no container, and it begins here.
@@ -320,7 +320,7 @@ def run(command: list[str], timeout_s: float, otherwise: str) -> str:
     return done.stdout
 
 
-def find_secret(name: str, kaggle: bool) -> str:
+def read_secret(name: str, kaggle: bool) -> str:
     """Return a secret as the service keeps it."""
     if kaggle:
         secrets: Any = importlib.import_module("kaggle_secrets")

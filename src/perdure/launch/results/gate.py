@@ -101,7 +101,7 @@ def _refuse(when: object, text: str, hint: str) -> list[Finding]:
     return error(when, text, hint, "GEN1")
 
 
-def find_changes(before: PullManifest, now: PullManifest) -> list[str]:
+def list_changed_files(before: PullManifest, now: PullManifest) -> list[str]:
     """Return the files that are on the box now and were not, or not so, when it was looked at."""
     known = {(file.path, file.bytes, file.stamp) for file in before.files}
     changed = [f.path for f in now.files if (f.path, f.bytes, f.stamp) not in known]
@@ -113,7 +113,7 @@ def is_destroyed(record: LaunchRecord) -> bool:
     return record.profile.kind == "ssh" and not record.profile.ends_by_itself
 
 
-def find_neighbours(record: LaunchRecord, records: Iterable[LaunchRecord]) -> list[LaunchRecord]:
+def list_neighbours(record: LaunchRecord, records: Iterable[LaunchRecord]) -> list[LaunchRecord]:
     """Return the other jobs that the stop verb of `record` would take along: those on its boxes."""
     hosts = _list_hosts(record)
     if not is_destroyed(record):
@@ -128,7 +128,7 @@ def find_neighbours(record: LaunchRecord, records: Iterable[LaunchRecord]) -> li
     ]
 
 
-def find_known(record: LaunchRecord, records: Iterable[LaunchRecord]) -> frozenset[str]:
+def list_known_jobs(record: LaunchRecord, records: Iterable[LaunchRecord]) -> frozenset[str]:
     """Return the jobs that were launched from here to the boxes of `record`, torn down or not.
 
     A job of the same name elsewhere is another one.

@@ -31,7 +31,7 @@ _WRITTEN_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a platform has said of a machine."""
+    """A platform's answer about a machine."""
 
     gone: bool
     said: str

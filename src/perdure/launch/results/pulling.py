@@ -23,8 +23,8 @@ from perdure.launch.platforms import Here
 from perdure.launch.results.tensorfiles import (
     INDICES,
     check_config,
-    find_missing,
     is_pickle,
+    list_missing_files,
     read_safetensors,
 )
 from perdure.launch.roster import (
@@ -36,7 +36,7 @@ from perdure.launch.roster import (
     hash_file,
     is_whole,
 )
-from perdure.launch.transfer import PARTIAL, find_final
+from perdure.launch.transfer import PARTIAL, locate_final
 from perdure.launch.wheel import read_program
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.launching import (
@@ -102,7 +102,7 @@ _UNKNOWN = (
 _NOTHING = PullManifest(job="", host="", roots={}, pulled_s=0.0, files=())
 
 
-def find_roster(
+def build_roster(
     record: LaunchRecord,
     sources: Sources,
     *,
@@ -118,7 +118,7 @@ def find_roster(
         PlatformError: one cannot be reached, or has links among the results.
         SafetyError: one names a file that would lie elsewhere.
     """
-    owners = find_owners(record)
+    owners = map_owners(record)
     told = msgspec.structs.replace(
         _NOTHING,
         job=record.job,
@@ -129,7 +129,7 @@ def find_roster(
     for box in record.boxes:
         mine = {label: name for label, (owner, name) in owners.items() if owner is box}
         roots = {label: box.roots[name] for label, name in mine.items() if name in box.roots}
-        folders = find_areas(box)
+        folders = list_areas(box)
         areas = {label: folders[name] for label, name in mine.items() if label not in roots}
         prefix = "" if box.place == record.place else f"boxes/{box.box}/"
         told = _add(told, _list_files(box, roots, areas, sources[box.box], leave, hashes), prefix)
@@ -167,7 +167,7 @@ def drop_sent(told: PullManifest, project: str, *, hashes: bool = True) -> PullM
     return msgspec.structs.replace(told, files=files, sent=len(told.files) - len(files))
 
 
-def find_areas(box: LaunchRecord) -> dict[str, str]:
+def list_areas(box: LaunchRecord) -> dict[str, str]:
     """Return where a job may have left files that nobody named: label -> folder on its box.
 
     They are the project as it was sent, and the folders of the platform for code, data and state.
@@ -201,12 +201,12 @@ def find_areas(box: LaunchRecord) -> dict[str, str]:
     return found
 
 
-def find_owners(record: LaunchRecord) -> dict[str, tuple[LaunchRecord, str]]:
+def map_owners(record: LaunchRecord) -> dict[str, tuple[LaunchRecord, str]]:
     """Return label -> the box that has it, and what the box itself calls it."""
     return {
         label if box.place == record.place else f"boxes/{box.box}/{label}": (box, label)
         for box in record.boxes
-        for label in {**find_areas(box), **box.roots}
+        for label in {**list_areas(box), **box.roots}
     }
 
 
@@ -282,7 +282,7 @@ def pull_files(
     check_names((file.path for file in manifest.files), manifest.host)
     check_target(target, (file.path for file in manifest.files))
     _make_room(target, manifest, tell)
-    owners = find_owners(record)
+    owners = map_owners(record)
     for (label, folder), files in group_files(manifest).items():
         tell(f"{label}/{folder}: {len(files)} files")
         there = sources[owners[label][0].box]
@@ -370,7 +370,7 @@ def _make_room(target: Path, manifest: PullManifest, tell: Callable[[str], None]
         path
         for top in sorted(tops)
         for path in sorted((target / top).rglob("*"))
-        if not path.is_dir() and not wanted & {path, find_final(path)}
+        if not path.is_dir() and not wanted & {path, locate_final(path)}
     ]
     aside = target.with_name(f"{target.name}.superseded")
     for path in gone:
@@ -421,7 +421,7 @@ def compare_files(target: Path, manifest: PullManifest) -> list[str]:
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What files of tensors say of themselves."""
+    """The result of loading files of tensors: how many load, and what is wrong."""
 
     loaded: int = 0
     """Files and checkpoints that load."""
@@ -447,14 +447,14 @@ def look_into(target: Path, manifest: PullManifest, *, allow_pickle: bool) -> Fo
                 tensors += len(read_safetensors(path))
                 loaded += 1
             elif path.name.endswith(INDICES):
-                problems += [f"{path}: {why}" for why in find_missing(path)]
+                problems += [f"{path}: {why}" for why in list_missing_files(path)]
             elif path.name == "config.json":
                 check_config(path)
             elif path.suffix in _UNKNOWN and not _is_torch(path):
                 unknown.append(f"{file.path} ({path.suffix})")
         except ValueError as error:
             problems.append(f"{path} does not load: {error}")
-    paths = find_loadable(target, manifest)
+    paths = list_loadable(target, manifest)
     told = load_files(paths, allow_pickle=allow_pickle) if paths else Found()
     return Found(
         loaded=loaded + told.loaded,
@@ -468,7 +468,7 @@ def _is_torch(path: Path) -> bool:
     return path.suffix in _LOADABLE or (path.suffix == ".bin" and is_pickle(path))
 
 
-def find_loadable(target: Path, manifest: PullManifest) -> list[str]:
+def list_loadable(target: Path, manifest: PullManifest) -> list[str]:
     """Return torch's files with tensors, and folders of sharded checkpoints, to be loaded.
 
     The files of a sharded checkpoint are loaded with it, by its index.

@@ -68,7 +68,7 @@ def read_safetensors(path: Path) -> frozenset[str]:
     return frozenset(infos)
 
 
-def find_missing(index: Path) -> list[str]:
+def list_missing_files(index: Path) -> list[str]:
     """Return what the index of a model in shards names and the folder has not.
 
     Raises:

@@ -5,8 +5,8 @@ project with the nodes, and the project is used where it is. With it they run on
 one short connection each, and the project is sent there.
 """
 
-from perdure.launch.slurm.client import find_state, run
+from perdure.launch.slurm.client import query_state, run
 from perdure.launch.slurm.render import render
 from perdure.launch.slurm.submit import check, submit
 
-__all__ = ["check", "find_state", "render", "run", "submit"]
+__all__ = ["check", "query_state", "render", "run", "submit"]

@@ -26,9 +26,9 @@ from perdure.launch.runs import (
     Run,
     append_run,
     decide,
-    find_paths,
     follow,
     hear,
+    locate_own_job,
     look_at_job,
     read_runs,
     say,
@@ -66,7 +66,7 @@ def main(place: str, warned: str) -> int:
     notice = folder / f"notice-{job}-{restart}"
     command += ["--name", name, *place_nodes(spec, folder, chain, notice)]
     say(f"run {restart} of job {job} ({name}) on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
-    paths = find_paths(name)
+    paths = locate_own_job(name)
     wait_for_predecessor(paths)
     process = subprocess.Popen(command)
     look = (lambda: None) if spec.observe else heed(notice, process, told)
@@ -154,7 +154,7 @@ def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list
         timeout=_CALL_S,
         check=True,
     ).stdout.split()
-    addresses = find_addresses(hosts)
+    addresses = resolve_addresses(hosts)
     here = all(_is_loopback(address) for address in addresses)
     step = ["srun", "--nodes=1", "--ntasks=1", "--relative={node}", "--overlap",
             f"--cpus-per-task={chain.cpus}", "--kill-on-bad-exit=0", "--input=none"]  # fmt: skip
@@ -169,7 +169,7 @@ def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list
     return ["--placement", str(path)]
 
 
-def find_addresses(hosts: Sequence[str]) -> list[str]:
+def resolve_addresses(hosts: Sequence[str]) -> list[str]:
     """Return the addresses at which the nodes of an allocation reach one another.
 
     Where all are loopback, all are on this machine (a cluster of tests).
@@ -177,11 +177,11 @@ def find_addresses(hosts: Sequence[str]) -> list[str]:
     Raises:
         PlatformError: a node has none that the others could use.
     """
-    found = {host: find_address(host) for host in dict.fromkeys(hosts)}
+    found = {host: resolve_address(host) for host in dict.fromkeys(hosts)}
     outside = [address for address in found.values() if not _is_loopback(address)]
     for host, address in found.items():
         if outside and _is_loopback(address) and is_here(host):
-            found[host] = find_route(outside[0])
+            found[host] = read_route_address(outside[0])
     lost = next((host for host in found if outside and _is_loopback(found[host])), "")
     if lost or "" in found.values():
         host = lost or next(host for host, address in found.items() if not address)
@@ -192,7 +192,7 @@ def find_addresses(hosts: Sequence[str]) -> list[str]:
     return [found[host] for host in hosts]
 
 
-def find_address(host: str) -> str:
+def resolve_address(host: str) -> str:
     """Return the address of a node, as Slurm reaches it; a loopback one where there is no other.
 
     On Debian and Ubuntu a machine's own name is 127.0.1.1 to itself.
@@ -220,7 +220,7 @@ def resolve(name: str) -> list[str]:
     return [str(row[4][0]) for row in rows]
 
 
-def find_route(other: str) -> str:
+def read_route_address(other: str) -> str:
     """Return this machine's address on its way to `other`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:

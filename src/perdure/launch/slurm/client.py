@@ -28,9 +28,9 @@ from perdure.model.platforms.slurm import (
     explain_attempt,
     explain_attempts,
     explain_rows,
-    find_job_id,
     join_ends,
     list_tasks,
+    parse_job_id,
     parse_sacct,
     parse_scontrol,
     read_scontrol,
@@ -56,16 +56,16 @@ echo "$known"
 """A submission whose answer was lost is not made twice: the place remembers it by its token."""
 
 
-def find_hook(profile: Profile) -> str:
+def render_hook(profile: Profile) -> str:
     """Return what a login node has to be told before Slurm's commands are found there."""
     hook = profile.overrides.PROXY_HOOK
     return f"{hook}\n" if hook and profile.launch.host else ""
 
 
-def find_reason(said: str) -> str:
+def extract_reason(said: str) -> str:
     """Return the first thing that one of Slurm's commands complains of; the rest repeats it.
 
-    >>> find_reason("sbatch: error: invalid partition specified: x")
+    >>> extract_reason("sbatch: error: invalid partition specified: x")
     'invalid partition specified: x'
     """
     lines = [line.strip() for line in said.splitlines() if line.strip()]
@@ -78,7 +78,7 @@ class Slurm:
     def __init__(self, profile: Profile | None = None) -> None:
         """Connect to nothing yet."""
         self._channel = Channel(profile.launch if profile else LaunchSection())
-        self._hook = find_hook(profile) if profile else ""
+        self._hook = render_hook(profile) if profile else ""
 
     def ask(self, script: str, *, stdin: str = "") -> Done:
         """Run what may be run twice; return how it ended.
@@ -89,7 +89,7 @@ class Slurm:
         done = self._channel.ask(self._hook + script, stdin=stdin.encode(), timeout_s=3 * TIMEOUT_S)
         if done.code == _NOT_FOUND:
             raise PlatformError(
-                f"{self._channel.name}: no Slurm there: {find_reason(done.err)}",
+                f"{self._channel.name}: no Slurm there: {extract_reason(done.err)}",
                 hint="launch.host: a login node of the cluster; overrides.PROXY_HOOK: what puts "
                 "its commands into PATH there",
             )
@@ -116,9 +116,9 @@ class Slurm:
                 folder=shlex.quote(folder), token=token, file=SUBMITTED, patience=int(TIMEOUT_S)
             )
         )
-        job = find_job_id(done.out.splitlines())
+        job = parse_job_id(done.out.splitlines())
         if done.code or not job:
-            reason = find_reason(done.err or done.out)
+            reason = extract_reason(done.err or done.out)
             raise PlatformError(f"sbatch refuses: {reason}", hint=f"look at {folder}/job.sbatch")
         return job
 
@@ -130,7 +130,7 @@ class Slurm:
     def test_submit(self, script: str) -> str:
         """Return why Slurm would refuse a script; empty where it would take it."""
         code, out, err = self.call("sbatch", "--test-only", stdin=script)
-        return find_reason(err or out) if code else ""
+        return extract_reason(err or out) if code else ""
 
     def read_config(self) -> Mapping[str, str]:
         """Return the cluster's configuration."""
@@ -179,7 +179,7 @@ class Slurm:
         """Return how each attempt of a job ended, oldest first; without accounting none."""
         return explain_attempts(self.account(job), job)
 
-    def find_end(self, allocation: Allocation) -> Outcome:
+    def query_end(self, allocation: Allocation) -> Outcome:
         """Return how one attempt of a job is, or ended.
 
         Without accounting only the newest is known: where a job was put back, why is not.
@@ -207,7 +207,7 @@ _NOT_YET = 3
 """Exit code of a question about a job that has written nothing yet."""
 
 
-def find_state(record: LaunchRecord, here: Here) -> BoxState:
+def query_state(record: LaunchRecord, here: Here) -> BoxState:
     """Return how the job is, by Slurm and by the records of its own runs."""
     end, row = _look(record)
     if end.state == "unknown":
@@ -222,13 +222,13 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
 def _look(record: LaunchRecord) -> tuple[Outcome, SlurmRow | None]:
     """Return how Slurm has the job; a submission whose answer was lost is found at its place."""
     slurm = Slurm(record.profile)
-    job = record.id or slurm.find_submitted(_find_folder(record))
+    job = record.id or slurm.find_submitted(_locate_launch_folder(record))
     if not job:
         raise PlatformError(f"job {record.job} was not submitted", hint="perdure launch it again")
     return slurm.look(job)
 
 
-def _find_folder(record: LaunchRecord) -> str:
+def _locate_launch_folder(record: LaunchRecord) -> str:
     return f"{record.place}/launch" if record.profile.launch.host else record.place
 
 
@@ -240,7 +240,7 @@ def _read_runs(record: LaunchRecord) -> BoxState:
     """
     name, _, task = record.job.rpartition("-")
     file = f"runs-{task}.jsonl" if name and "_" in record.id else RUNS
-    done = Slurm(record.profile).ask(f'tail -n 1 "{_find_folder(record)}/{file}"')
+    done = Slurm(record.profile).ask(f'tail -n 1 "{_locate_launch_folder(record)}/{file}"')
     try:
         run = msgspec.json.decode(done.out.strip() or "{}", type=Run)
     except msgspec.MsgspecError:
@@ -282,7 +282,7 @@ def _has_begun(record: LaunchRecord, end: Outcome) -> bool:
     """Return whether there is anything yet that could be asked to stop."""
     if end.state == "waiting":
         return False
-    begun = Slurm(record.profile).ask(f"test -e {_find_document(record)}")
+    begun = Slurm(record.profile).ask(f"test -e {_locate_document(record)}")
     return begun.code == 0
 
 
@@ -311,14 +311,14 @@ def _carry(record: LaunchRecord, argv: Sequence[str], node: str) -> str:
     if node and argv[0] != "logs":
         options = f"--jobid={record.id} --overlap --nodes=1 --ntasks=1 --nodelist={node} --quiet"
         command = _STEP.format(options=f"{options} --input=none", words=words)
-    return find_hook(record.profile) + (
-        f"test -e {_find_document(record)} || "
+    return render_hook(record.profile) + (
+        f"test -e {_locate_document(record)} || "
         f"{{ echo 'perdure: it has written nothing yet' >&2; exit {_NOT_YET}; }}\n"
         f"export PERDURE_HOME={shlex.quote(record.home)} {ask.show_columns()}\n{command}"
     )
 
 
-def _find_document(record: LaunchRecord) -> str:
+def _locate_document(record: LaunchRecord) -> str:
     """Return the path, for the shell, of what a job's own process writes first."""
     return shlex.quote(f"{record.home}/jobs/{record.job}/job.json")
 

@@ -55,11 +55,11 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
     """Return the script of `spec`, the job's document, and what sbatch is told."""
     if not profile.shared_fs and spec.num_nodes > 1:
         raise ConfigError("several nodes need a shared file system", hint="shared_fs = true")
-    host, place = profile.launch.host, find_place(spec, profile)
+    host, place = profile.launch.host, locate_job_folder(spec, profile)
     chain = Chain(
         requeue_max=profile.slurm.requeue_max,
-        cpus=find_cpus(spec, profile.slurm),
-        gres=find_gres(spec, profile.slurm),
+        cpus=count_node_cpus(spec, profile.slurm),
+        gres=render_gres(spec, profile.slurm),
     )
     files = {
         "job.sbatch": render_script(spec, profile),
@@ -102,14 +102,14 @@ def render_script(spec: JobSpec, profile: Profile) -> str:
     section, there = profile.slurm, bool(profile.launch.host)
     modules = "".join(f"module load {shlex.quote(name)}\n" for name in section.modules)
     hook = f"{profile.overrides.PROXY_HOOK}\n" if profile.overrides.PROXY_HOOK and not there else ""
-    place = find_place(spec, profile)
+    place = locate_job_folder(spec, profile)
     if there:
         # What `perdure launch` wrote there says the rest: PERDURE_HOME, and the Python it found.
         env = f". {quote(place)}/env.sh\n" + _CREDENTIALS
         python, cwd, output = '"$PERDURE_PYTHON"', '"$JOB_DIR/project"', f"slurm-{spec.name}-%j.out"
     else:
-        env = f"export PERDURE_HOME={quote(find_home(profile))}\n"
-        python, cwd = quote(find_python(profile)), quote(spec.launch.project)
+        env = f"export PERDURE_HOME={quote(locate_home(profile))}\n"
+        python, cwd = quote(choose_python(profile)), quote(spec.launch.project)
         folder = spec.launch.project.replace("%", "%%")  # It would begin a pattern.
         output = f"{folder}/slurm-{spec.name}-%j.out"
     output = f'"{output}"' if " " in output else output
@@ -131,7 +131,7 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
         f"--job-name={spec.name}",
         f"--nodes={1 if spec.groups else spec.local_nodes}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={find_cpus(spec, section)}",
+        f"--cpus-per-task={count_node_cpus(spec, section)}",
         f"--time={section.time_limit}",
         f"--signal=B:{SIGNAL}@{section.warn_s}",
         "--requeue",
@@ -139,7 +139,7 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
     ]
     named = ("partition", "account", "qos", "constraint", "mem", "array")
     lines += [f"--{name}={value}" for name in named if (value := getattr(section, name))]
-    if gres := find_gres(spec, section):
+    if gres := render_gres(spec, section):
         lines.append(f"--gres={gres}")
     if section.dependency:
         # Without the second, a job whose dependency failed waits for ever.
@@ -147,28 +147,28 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
     return [*lines, *section.extra]
 
 
-def find_python(profile: Profile) -> str:
+def choose_python(profile: Profile) -> str:
     """Return the Python of the job: the profile's, or else the one that renders."""
     named = profile.launch.python
     return sys.executable if named == "python3" else named
 
 
-def find_cpus(spec: JobSpec, section: SlurmSection) -> int:
+def count_node_cpus(spec: JobSpec, section: SlurmSection) -> int:
     """Return the cores of a node."""
     return section.cpus_per_task or spec.node_ranks
 
 
-def find_gres(spec: JobSpec, section: SlurmSection) -> str:
+def render_gres(spec: JobSpec, section: SlurmSection) -> str:
     """Return the devices of a node, as `--gres` takes them."""
     return section.gres or (f"gpu:{spec.launch.gpus}" if spec.launch.gpus else "")
 
 
-def find_home(profile: Profile) -> str:
+def locate_home(profile: Profile) -> str:
     """Return PERDURE_HOME of the job, variables unexpanded."""
     return f"{profile.overrides.DURABLE_DIR}/state"
 
 
-def find_place(spec: JobSpec, profile: Profile) -> str:
+def locate_job_folder(spec: JobSpec, profile: Profile) -> str:
     """Return the folder of the job's own files, variables unexpanded."""
     if profile.launch.host:
         return f"{expand_tilde(profile.overrides.DATA_DIR)}/{spec.name}/launch"

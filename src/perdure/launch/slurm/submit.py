@@ -12,7 +12,7 @@ import msgspec
 from perdure.launch.platforms import Here, expand_tilde, write_files
 from perdure.launch.records import write_record
 from perdure.launch.slurm.client import Slurm
-from perdure.launch.slurm.render import check_cluster, find_home
+from perdure.launch.slurm.render import check_cluster, locate_home
 from perdure.launch.ssh.check import (
     check_banner,
     check_places,
@@ -20,7 +20,7 @@ from perdure.launch.ssh.check import (
     check_tools,
     probe,
 )
-from perdure.launch.ssh.submit import find_record, prepare
+from perdure.launch.ssh.submit import make_launch_record, prepare
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
 from perdure.traps.findings import error
@@ -43,7 +43,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     """Bring the job to its place and submit its script; return what is to be remembered."""
     if plan.profile.launch.host:
         prepare(plan, here)
-        record = find_record(plan)
+        record = make_launch_record(plan)
         folder = f"{record.place}/launch"
         write_record(here.home, record)  # Should the answer be lost, the place knows the id.
     else:
@@ -58,7 +58,7 @@ def _place_here(plan: Plan, place: str, here: Here) -> LaunchRecord:
     """Write the job's folder, on a file system that the nodes see; return what is remembered."""
     spec = msgspec.json.decode(plan.files["job.json"], type=JobSpec)
     write_files(plan.files, Path(place), hint="overrides.DURABLE_DIR")
-    home = expand(find_home(plan.profile), here)
+    home = expand(locate_home(plan.profile), here)
     roots = {label: f"{home}/jobs/{name}" for label, name in plan.settings["jobs"].items()}
     roots |= {f"outputs/{o}": f"{spec.launch.project}/{o}" for o in spec.launch.outputs}
     return LaunchRecord(

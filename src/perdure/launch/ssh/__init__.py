@@ -3,12 +3,12 @@
 from perdure.launch.platforms import Here
 from perdure.launch.ssh import boxes
 from perdure.launch.ssh import submit as one
-from perdure.launch.ssh.ask import find_state, run
+from perdure.launch.ssh.ask import query_state, run
 from perdure.launch.ssh.check import check
 from perdure.launch.ssh.render import render
 from perdure.model.platforms.launching import LaunchRecord, Plan
 
-__all__ = ["check", "find_state", "render", "run", "submit"]
+__all__ = ["check", "query_state", "render", "run", "submit"]
 
 
 def submit(plan: Plan, here: Here) -> LaunchRecord:

@@ -30,7 +30,7 @@ def in_job(place: str, script: str) -> str:
     return f'. "{place}/launch/env.sh" && cd "$JOB_DIR" && {script}'
 
 
-def find_state(record: LaunchRecord, here: Here) -> BoxState:
+def query_state(record: LaunchRecord, here: Here) -> BoxState:
     """Return how the job is, by what its supervisor wrote down."""
     return ask_state(Channel(record.profile.launch), record)
 

@@ -46,11 +46,11 @@ def main(argv: list[str]) -> int:
         return hold(argument)
     answers: dict[str, Callable[[str], dict[str, Any]]] = {
         "probe": lambda text: probe(json.loads(text)),
-        "state": find_state,
+        "state": read_job_state,
         "end": tell_end,
         "listen": lambda text: listen(float(text)),
         "reach": lambda text: {address: reach(address) for address in json.loads(text)},
-        "others": lambda text: {"others": find_others()},
+        "others": lambda text: {"others": list_others()},
     }
     print(ANSWER + json.dumps(answers[command](argument)))
     return 0
@@ -70,7 +70,7 @@ def supervise(folder: str) -> int:
     if lock is None:
         print("box: this job runs already", file=sys.stderr)
         return REFUSED
-    shared = take_lock(find_box_lock(), shared=True)
+    shared = take_lock(locate_box_lock(), shared=True)
     if shared is None:
         print("box: this machine is just being given back", file=sys.stderr)
         return REFUSED
@@ -141,7 +141,7 @@ def end(folder: str, started: dict[str, Any], how: dict[str, Any]) -> None:
     write(folder, "exit.json", told)
 
 
-def find_state(folder: str) -> dict[str, Any]:
+def read_job_state(folder: str) -> dict[str, Any]:
     """Return how the job of `folder` is: what was written down, and who of it still lives."""
     start, exited = read(folder, "start.json"), read(folder, "exit.json")
     now = {"boot_id": boot_id(), "now": time.time(), "load": os.getloadavg()[2]}
@@ -215,7 +215,7 @@ def tell_memory(kills: int) -> str:
 
 def tell_end(folder: str) -> dict[str, Any]:
     """Tell the job of `folder` to end, where it runs; return how it was."""
-    found, start = find_state(folder), read(folder, "start.json") or {}
+    found, start = read_job_state(folder), read(folder, "start.json") or {}
     pids = {"running": start.get("pid"), "orphaned": start.get("child")}
     pid = pids.get(found["state"])
     if pid:
@@ -231,7 +231,7 @@ def hold(folder: str) -> int:
     """
     told = {"held": False, "why": "the job has been started again"}
     lock = take_lock(os.path.join(folder, "supervise.lock"))
-    alone = take_lock(find_box_lock()) if lock is not None else None
+    alone = take_lock(locate_box_lock()) if lock is not None else None
     if alone is not None:
         told = {"held": True, "why": ""}
     elif lock is not None:
@@ -242,7 +242,7 @@ def hold(folder: str) -> int:
     return 0
 
 
-def find_box_lock() -> str:
+def locate_box_lock() -> str:
     """Return the lock that each job here holds with the others, and a teardown alone.
 
     A home may be on a disk that several machines see, and so it is one of this machine's.
@@ -339,7 +339,7 @@ _TRAINED_S = 60.0
 """A Python of somebody else's that cannot be looked into, and has computed for so long, counts."""
 
 
-def find_others() -> list[str]:
+def list_others() -> list[str]:
     """Return who else would lose something with this machine, in words: processes and logins.
 
     Those that compute on a GPU, those with torch in their memory, whoever is logged in by ssh on a
@@ -359,10 +359,10 @@ def find_others() -> list[str]:
     for pid in sorted(set(parents) - mine, key=int):
         if pid not in found and has_torch(pid):
             found[pid] = f"process {pid}{describe_process(pid)} has torch in its memory"
-    return [*found.values(), *find_logins(parents, mine)]
+    return [*found.values(), *list_logins(parents, mine)]
 
 
-def find_logins(parents: dict[str, str], mine: set[str]) -> list[str]:
+def list_logins(parents: dict[str, str], mine: set[str]) -> list[str]:
     """Return who is logged in by ssh beside the connection that asks."""
     asking = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
     children: dict[str, list[str]] = {}
@@ -374,7 +374,7 @@ def find_logins(parents: dict[str, str], mine: set[str]) -> list[str]:
         user, _, terminal = session.strip().partition("@")
         if service not in ("sshd", "sshd-session") or not terminal:
             continue
-        froms = {find_address(child) for child in children.get(pid, ())} - {""}
+        froms = {read_client_address(child) for child in children.get(pid, ())} - {""}
         if terminal != "notty" or froms - {asking}:
             found.append(
                 f"{user} is logged in from {', '.join(sorted(froms)) or 'somewhere'} ({terminal})"
@@ -382,7 +382,7 @@ def find_logins(parents: dict[str, str], mine: set[str]) -> list[str]:
     return found
 
 
-def find_address(pid: str) -> str:
+def read_client_address(pid: str) -> str:
     """Return from where the session of a process was opened; empty where it is not told."""
     for line in read_text(f"/proc/{pid}/environ").split("\0"):
         if line.startswith("SSH_CONNECTION="):
@@ -457,12 +457,12 @@ def probe(wanted: dict[str, Any]) -> dict[str, Any]:
         "tools": [tool for tool in tools if shutil.which(tool)],
         "places": {name: describe_place(path) for name, path in places.items()},
         "gpus": list_gpus(),
-        "cuda_max": find_cuda(),
+        "cuda_max": read_cuda_version(),
         "nvme": find_nvme(),
         "reached": reach(wanted["mirror"]) if wanted.get("mirror") else None,
         "lingers": lingers(),
-        "starters": find_starters(),
-        "state": find_state(os.path.join(folder, "launch")),
+        "starters": list_starters(),
+        "state": read_job_state(os.path.join(folder, "launch")),
         "folder": folder,
     }
 
@@ -478,7 +478,7 @@ def describe_place(path: str) -> dict[str, Any]:
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
     stats = os.statvfs(existing)
-    mount, kind = find_mount(existing)
+    mount, kind = read_mount(existing)
     return {
         "path": path,
         "mount": mount,
@@ -490,7 +490,7 @@ def describe_place(path: str) -> dict[str, Any]:
     }
 
 
-def find_mount(path: str) -> tuple[str, str]:
+def read_mount(path: str) -> tuple[str, str]:
     """Return mount point and type of the file system of `path`."""
     best = ("/", "unknown")
     real = os.path.realpath(path)
@@ -507,7 +507,7 @@ def list_mounts(device: str = "") -> list[tuple[str, str]]:
     return [(row[1].replace("\\040", " "), row[2]) for row in rows if row[0].startswith(device)]
 
 
-def find_cuda() -> str:
+def read_cuda_version() -> str:
     """Return the newest CUDA that the driver runs; empty without one."""
     _, _, rest = ask(["nvidia-smi"], 20).partition("CUDA Version:")
     return "".join(rest.split()[:1])
@@ -541,7 +541,7 @@ def lingers() -> bool | None:
     return None
 
 
-def find_starters() -> list[str]:
+def list_starters() -> list[str]:
     """Return what would start a job again after a reboot: it has to run now, not to be installed.
 
     A container often has crontab and systemctl, and nothing behind them.
@@ -566,10 +566,10 @@ def listen(for_s: float) -> dict[str, Any]:
 
     What answers here would answer a rank as well: any port of any interface.
     """
-    door = socket.socket()
-    door.bind(("", 0))
-    door.listen(64)
-    port = door.getsockname()[1]
+    listener = socket.socket()
+    listener.bind(("", 0))
+    listener.listen(64)
+    port = listener.getsockname()[1]
     if os.fork() == 0:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
@@ -577,7 +577,7 @@ def listen(for_s: float) -> dict[str, Any]:
             os.dup2(null, fd)
         signal.alarm(max(1, int(for_s)))
         while True:
-            door.accept()[0].close()
+            listener.accept()[0].close()
     return {"port": port, "interfaces": list_interfaces()}
 
 

@@ -25,8 +25,8 @@ from perdure.launch.exchange import last_line
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import ask_state, in_job
-from perdure.launch.ssh.render import DOOR, INVITATION, NETWORK
-from perdure.launch.ssh.submit import find_record, must, prepare, start, wait_endpoint
+from perdure.launch.ssh.render import INVITATION, KEPT_ENDPOINT, NETWORK
+from perdure.launch.ssh.submit import make_launch_record, must, prepare, start, wait_endpoint
 from perdure.launch.wheel import ASK, read_program
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.launching import BoxState, LaunchRecord, Plan
@@ -43,14 +43,14 @@ a private network or a VPN between them; launch.addresses names what is not foun
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where the other boxes reach one."""
+    """An address at which the other boxes reach one."""
 
     address: str
     interface: str
 
 
 class Listening(msgspec.Struct, frozen=True):
-    """What `box.py listen` tells."""
+    """The answer of `box.py listen`."""
 
     port: int
     interfaces: list[tuple[str, str]]
@@ -70,14 +70,15 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
         return channel.query(script, Listening, stdin=source)
 
     with ThreadPoolExecutor(len(plans)) as pool:
-        doors = list(pool.map(listen, channels))
+        listeners = list(pool.map(listen, channels))
         given = plans[0].profile.launch.addresses
         places = [
-            _find_candidates(told, given[node] if given else "") for node, told in enumerate(doors)
+            _list_candidates(told, given[node] if given else "")
+            for node, told in enumerate(listeners)
         ]
         wanted = [
             f"{place.address}:{told.port}"
-            for told, found in zip(doors, places, strict=True)
+            for told, found in zip(listeners, places, strict=True)
             for place in found
         ]
 
@@ -89,12 +90,14 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
 
         reached = list(pool.map(reach, channels))
     return [
-        _choose(channels, node, [(p, f"{p.address}:{doors[node].port}") for p in found], reached)
+        _choose(
+            channels, node, [(p, f"{p.address}:{listeners[node].port}") for p in found], reached
+        )
         for node, found in enumerate(places)
     ]
 
 
-def _find_candidates(told: Listening, given: str) -> list[Network]:
+def _list_candidates(told: Listening, given: str) -> list[Network]:
     """Return where a box might be reached: as it was said, or its private addresses."""
     if given:
         names = [name for name, address in told.interfaces if address == given]
@@ -135,7 +138,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     """
     plans = (plan, *plan.others)
     networks = meet(plans)
-    runs = [not _find_state(each).over for each in plans]
+    runs = [not _query_box(each).over for each in plans]
     if all(runs):
         raise ConfigError(f"job {plan.job} runs there already", hint=f"perdure attach {plan.job}")
     for each, network in zip(plans, networks, strict=True):
@@ -155,7 +158,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     with ThreadPoolExecutor(len(absent)) as pool:
         list(pool.map(set_up, absent))
     record, *others = (
-        msgspec.structs.replace(find_record(each), address=network.address)
+        msgspec.structs.replace(make_launch_record(each), address=network.address)
         for each, network in zip(plans, networks, strict=True)
     )
     _check_disk(plan, [record, *others], here)
@@ -172,7 +175,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     return msgspec.structs.replace(record, others=tuple(others))
 
 
-def _find_state(plan: Plan, command: str = "state") -> BoxState:
+def _query_box(plan: Plan, command: str = "state") -> BoxState:
     """Return how a box's part of the job is; also where nothing was ever sent to it."""
     return Channel(plan.profile.launch).query(
         f'python3 - {command} "{plan.place}/launch"',
@@ -184,7 +187,7 @@ def _find_state(plan: Plan, command: str = "state") -> BoxState:
 def _end(plan: Plan) -> None:
     """End a further box's part; told a second time, `perdure join` leaves at once."""
     deadline = time.monotonic() + _END_S
-    while not _find_state(plan, "end").over:
+    while not _query_box(plan, "end").over:
         if time.monotonic() > deadline:
             host = plan.profile.launch.host
             raise PlatformError(f"{host}: what is left of the run before does not end")
@@ -202,7 +205,7 @@ def _write_network(plan: Plan, network: Network) -> None:
     _write(plan, NETWORK, "".join(lines))
     if plan.others:
         address = network.address
-        placement = {"bind": address, "addresses": [address], "door": DOOR}
+        placement = {"bind": address, "addresses": [address], "door": KEPT_ENDPOINT}
         _write(plan, "placement.json", msgspec.json.encode(placement).decode() + "\n")
 
 

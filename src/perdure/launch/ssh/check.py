@@ -94,7 +94,7 @@ def _check_box(
         ),
         *check_banner(plan),
         *check_places(told),
-        *check_room(told["places"]["DATA_DIR"], measure_project(plan)),
+        *check_free_space(told["places"]["DATA_DIR"], measure_project(plan)),
         *check_tools(plan, told),
         *_check_gpus(plan, told),
         *check_secrets(plan, told, here),
@@ -206,7 +206,7 @@ def _read_count(name: str, text: str) -> int:
     return int(match[1].replace(",", "")) if match else 0
 
 
-def check_room(place: dict[str, Any], project: tuple[int, int]) -> list[Finding]:
+def check_free_space(place: dict[str, Any], project: tuple[int, int]) -> list[Finding]:
     """Return that the project does not fit where it is to be sent."""
     size, files = project
     free, files_free = place["free_bytes"], place["free_inodes"]

@@ -13,7 +13,7 @@ import msgspec
 
 from perdure.launch.lint import check_plan
 from perdure.launch.platforms import expand_tilde, locate_in_project, place_job, render_job
-from perdure.launch.wheel import MODULES, choose_extras, find_digest, name_wheel, read_program
+from perdure.launch.wheel import MODULES, choose_extras, compute_digest, name_wheel, read_program
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, Plan, Step
@@ -25,7 +25,7 @@ NETWORK = "network.sh"
 """What is a box's own among several: its address and interface. Found at the launch."""
 INVITATION = "credentials/invitation.json"
 """Below a further box's `launch`: how it joins. It holds a secret, and is not pulled."""
-DOOR = "credentials/door.json"
+KEPT_ENDPOINT = "credentials/door.json"
 """Below the first box's `launch`: what lets invitations outlive its reboot. Secret, not pulled."""
 
 _MAKE_WAIT_S = 1800.0
@@ -240,7 +240,7 @@ def _render_settings(spec: JobSpec, profile: Profile, command: list[str]) -> str
 
 
 def _render_setup(spec: JobSpec, profile: Profile) -> str:
-    launch, digest, extras = profile.launch, find_digest(), choose_extras(spec)
+    launch, digest, extras = profile.launch, compute_digest(), choose_extras(spec)
     wishes = [shlex.quote(package) for package in launch.packages]
     lists = "/dev/null"
     if spec.launch.requirements:

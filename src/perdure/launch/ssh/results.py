@@ -236,7 +236,7 @@ def walk_elsewhere(
     since_s = time.time() - wanted.get("age_s", 0.0)
     home = locate("~")
     found: set[str] = set()
-    for place in sorted({home, *find_named(roots)}):
+    for place in sorted({home, *list_named_paths(roots)}):
         if place in ("/", "~") or any(is_below(place, one) for one in (*SYSTEM, *hidden)):
             continue
         exclude = (*wanted["exclude"], ".*") if place == home else tuple(wanted["exclude"])
@@ -265,7 +265,7 @@ def is_newer(path: str, since_s: float) -> bool:
     )
 
 
-def find_named(roots: dict[str, str]) -> set[str]:
+def list_named_paths(roots: dict[str, str]) -> set[str]:
     """Return the absolute paths in the arguments and variables of the jobs in `roots`.
 
     Of `--out=/mnt/runs` it is what stands behind the `=`, of a list each of its parts.

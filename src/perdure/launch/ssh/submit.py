@@ -39,7 +39,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         PlatformError: a step failed.
     """
     prepare(plan, here)
-    record = find_record(plan)
+    record = make_launch_record(plan)
     write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
     state = start(plan, record, here)
     wait_endpoint(plan, record)
@@ -79,7 +79,7 @@ def _at_once(*steps: Callable[[], None]) -> None:
             step.result()
 
 
-def find_record(plan: Plan) -> LaunchRecord:
+def make_launch_record(plan: Plan) -> LaunchRecord:
     """Return what is to be remembered of a box that was prepared.
 
     Raises:
@@ -94,12 +94,12 @@ def find_record(plan: Plan) -> LaunchRecord:
         home=home,
         python=python,
         launched_s=time.time(),
-        roots=find_roots(plan, folder, home, durable),
+        roots=list_roots(plan, folder, home, durable),
         project=plan.settings["project"],
     )
 
 
-def find_roots(plan: Plan, folder: str, home: str, durable: str) -> dict[str, str]:
+def list_roots(plan: Plan, folder: str, home: str, durable: str) -> dict[str, str]:
     """Return what is to be pulled once the job has ended: label -> absolute folder on the box."""
     jobs = plan.settings.get("jobs", {"job": plan.job})
     roots = {label: f"{home}/jobs/{name}" for label, name in jobs.items()}

@@ -159,7 +159,7 @@ def user_name(role: Role, node: int | None = None) -> str:
     return role if node is None else f"{role}-{node}"
 
 
-def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
+def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
     """Return what `role` may do; `node` is that of an agent, `*` that of any."""
     user = user_name(role, node if isinstance(node, int) else None)
     me = "*" if node is None else node

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from perdure.model.bus.access import ROLES, Role, find_access
+from perdure.model.bus.access import ROLES, Role, build_access
 from perdure.model.bus.wire import (
     Command,
     CommandReply,
@@ -72,8 +72,8 @@ def make_asyncapi(version: str) -> dict[str, Any]:
             "action": "send",
             "channel": {"$ref": f"#/channels/{name}"},
             "messages": [{"$ref": f"#/channels/{name}/messages/{sent.__name__}"}],
-            "x-publish": _find_roles(subject, "publish"),
-            "x-subscribe": _find_roles(subject, "subscribe"),
+            "x-publish": _list_roles(subject, "publish"),
+            "x-subscribe": _list_roles(subject, "subscribe"),
         }
         if answer is not None:
             channels[f"{name}Reply"] = {
@@ -112,12 +112,12 @@ def _describe(type_: type) -> dict[str, Any]:
     return {"name": type_.__name__, "summary": summary, "payload": _point("schemas", type_)}
 
 
-def _find_roles(subject: str, side: str) -> list[Role]:
+def _list_roles(subject: str, side: str) -> list[Role]:
     """Return who may publish or subscribe to `subject`, by the same table as the server's."""
     wanted = subject.replace(_NODE, "*").replace(_JOB, "J")
     found: list[Role] = []
     for role in ROLES:
-        access = find_access(role, "J")
+        access = build_access(role, "J")
         patterns = access.publish if side == "publish" else access.subscribe
         if any(_fits(wanted, pattern) for pattern in patterns):
             found.append(role)

@@ -102,7 +102,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Sixteen hexadecimal digits that change with any of its figures."""
         return sha256(encode(self)).hexdigest()[:16]
 
-    def find_transfer(self, place: Place) -> Transfer:
+    def estimate_transfer(self, place: Place) -> Transfer:
         """Return what a message costs there.
 
         Raises:
@@ -113,7 +113,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return transfer
         raise MeasureError(f"no transfer {PLACES[place]} in the cost profile", hint=HINT)
 
-    def find_all_reduce(self, place: Place, group_size: int) -> AllReduce:
+    def estimate_all_reduce(self, place: Place, group_size: int) -> AllReduce:
         """Return what a sum over `group_size` devices costs there.
 
         Between two sizes that were measured the cost is interpolated. Beyond the largest it grows

@@ -184,7 +184,7 @@ def explain_pod(pod: Object, events: Sequence[str] = ()) -> PodOutcome:
     """
     status = pod.get("status", {})
     phase, reason = status.get("phase", ""), status.get("reason", "")
-    code, ended = _find_ended(status)
+    code, ended = _choose_worst_end(status)
     message = status.get("message", "")
     if phase == "Succeeded":
         return PodOutcome(state="done", reason="every container left with 0")
@@ -243,7 +243,7 @@ def _explain_waiting(waiting: Object) -> PodOutcome:
     return PodOutcome(state="waiting", reason=text, trap=trap, stuck=True)
 
 
-def _find_ended(status: Object) -> tuple[int, str]:
+def _choose_worst_end(status: Object) -> tuple[int, str]:
     """Return exit code and reason of the container that ended worst, now or in its last life."""
     found = [(0, "")]
     for one in status.get("containerStatuses", ()):
@@ -264,7 +264,7 @@ def _join(reason: str, message: str) -> str:
     return f"{reason}: {message}" if message else reason
 
 
-def find_index(pod: Object) -> int:
+def read_pod_index(pod: Object) -> int:
     """Return the number of a pod in its Job; 0 where nothing numbers it."""
     found = pod.get("metadata", {}).get("annotations", {})
     return int(found.get("batch.kubernetes.io/job-completion-index", "0"))
@@ -306,7 +306,7 @@ def explain_job(
     running = [pod for pod, state in mine if state.state == "running"]
     waiting = [state for _, state in states if state.state == "waiting"]
     stuck = [state for state in waiting if state.stuck]
-    first = next((pod["metadata"]["name"] for pod in running if find_index(pod) == 0), "")
+    first = next((pod["metadata"]["name"] for pod in running if read_pod_index(pod) == 0), "")
     wanted = int(spec.get("parallelism", 1))
     if len(running) + int(status.get("succeeded", 0)) >= wanted:
         return PodOutcome(state="running", attempt=attempt, pod=first)
@@ -356,11 +356,11 @@ _TAKEN = ("Preempted", "Evicted", "TaintManagerEviction", "NodeNotReady")
 """Reason of an event that says why a pod was deleted, where the pod itself does not."""
 
 
-class PodFate(msgspec.Struct, frozen=True, kw_only=True):
+class PodLoss(msgspec.Struct, frozen=True, kw_only=True):
     """What has become of a pod of a running job."""
 
     id: str
-    """The same for the same fate of the same pod."""
+    """The same whenever the same loss of the same pod is read."""
     pod: str
     reason: str
     ended_s: float = 0.0
@@ -373,35 +373,35 @@ class PodFate(msgspec.Struct, frozen=True, kw_only=True):
     """It was the job's first pod."""
 
 
-def find_fates(pods: Sequence[Object], own: str) -> tuple[PodFate, ...]:
+def list_pod_losses(pods: Sequence[Object], own: str) -> tuple[PodLoss, ...]:
     """Return what has become of pods that ended or are told to go, and of restarted containers.
 
     `own` is the job's first pod, which looks; an end on its own is none to tell of.
     """
-    mine = next((_find_role(pod) for pod in pods if pod["metadata"]["name"] == own), None)
+    mine = next((_read_role(pod) for pod in pods if pod["metadata"]["name"] == own), None)
     return tuple(
-        msgspec.structs.replace(fate, first=_find_role(pod) == mine)
+        msgspec.structs.replace(loss, first=_read_role(pod) == mine)
         for pod in pods
-        if (fate := _find_fate(pod, own)) is not None
+        if (loss := _find_pod_loss(pod, own)) is not None
     )
 
 
-def _find_fate(pod: Object, own: str) -> PodFate | None:
+def _find_pod_loss(pod: Object, own: str) -> PodLoss | None:
     status, name, uid = pod.get("status", {}), pod["metadata"]["name"], pod["metadata"]["uid"]
-    state, ended_s = explain_pod(pod), parse_time(_find_end(pod))
+    state, ended_s = explain_pod(pod), parse_time(_read_container_end(pod))
     if state.state == "running":
         if any(one.get("lastState", {}).get("terminated") for one in _list_containers(pod)):
             state = explain_pod({"status": {**status, "phase": "Failed"}})
         elif name != own and _is_unready(pod):
             reason = f"pod {name}: not ready"
-            return PodFate(id=f"{uid}-unready", pod=name, reason=reason, asks=True, doubtful=True)
+            return PodLoss(id=f"{uid}-unready", pod=name, reason=reason, asks=True, doubtful=True)
         else:
             return None
     elif state.state in ("waiting", "done") or name == own:
         return None
     # Whether another one comes is not known here.
     words = "deleted" if state.state == "cancelled" else f"{state.state}: {state.reason}"
-    return PodFate(
+    return PodLoss(
         id=f"{uid}-{state.state}-{ended_s:.0f}",
         pod=name,
         reason=f"pod {name}: {words}",
@@ -410,14 +410,14 @@ def _find_fate(pod: Object, own: str) -> PodFate | None:
     )
 
 
-def explain_fate(fate: PodFate, events: Sequence[Object]) -> PodFate | None:
-    """Return what events of a pod add to its fate; None where it is none without them."""
-    told = [e for e in sorted(events, key=_find_time) if e.get("reason") in _TAKEN]
+def explain_pod_loss(loss: PodLoss, events: Sequence[Object]) -> PodLoss | None:
+    """Return a loss with what the events of its pod add; None where it is none without them."""
+    told = [e for e in sorted(events, key=_read_event_time) if e.get("reason") in _TAKEN]
     if told:
         reason, message = told[-1]["reason"], told[-1].get("message", "")
-        text = f"pod {fate.pod}: {_OF_PODS[reason]}: {message}".removesuffix(": ")
-        return msgspec.structs.replace(fate, reason=text)
-    return None if fate.doubtful else fate
+        text = f"pod {loss.pod}: {_OF_PODS[reason]}: {message}".removesuffix(": ")
+        return msgspec.structs.replace(loss, reason=text)
+    return None if loss.doubtful else loss
 
 
 def parse_time(text: str) -> float:
@@ -429,9 +429,9 @@ def parse_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp() if text else 0.0
 
 
-def _find_role(pod: Object) -> tuple[str, int]:
+def _read_role(pod: Object) -> tuple[str, int]:
     """Return which pod of which Job this is: the next one of both takes its place."""
-    return str(pod["metadata"].get("labels", {}).get("job-name", "")), find_index(pod)
+    return str(pod["metadata"].get("labels", {}).get("job-name", "")), read_pod_index(pod)
 
 
 def _is_unready(pod: Object) -> bool:
@@ -456,7 +456,7 @@ def tell_past(job: str, pods: Sequence[Object], events: Sequence[Object]) -> tup
         state = explain_pod(pod)
         if state.state not in ("running", "waiting", "done", "cancelled"):
             trap = f" [{state.trap}]" if state.trap else ""
-            name, at = pod["metadata"]["name"], _find_end(pod) or _find_start(pod)
+            name, at = pod["metadata"]["name"], _read_container_end(pod) or _read_start(pod)
             told.append((at, f"pod {name}: {state.state}{trap}: {state.reason}"))
     for event in events:
         about, reason = event.get("involvedObject", {}), str(event.get("reason", ""))
@@ -467,16 +467,16 @@ def tell_past(job: str, pods: Sequence[Object], events: Sequence[Object]) -> tup
             count = int(event.get("count") or 1)
             times = f" ({count} times)" if count > 1 else ""
             text = f"{kind.lower()} {name}: {table[reason]}{times}: {event.get('message', '')}"
-            told.append((_find_time(event), text))
+            told.append((_read_event_time(event), text))
     return tuple(f"{time[11:19]} {text}" for time, text in sorted(told))
 
 
-def _find_time(event: Object) -> str:
+def _read_event_time(event: Object) -> str:
     made = event.get("metadata", {}).get("creationTimestamp")
     return str(event.get("lastTimestamp") or event.get("eventTime") or made or "")
 
 
-def _find_end(pod: Object) -> str:
+def _read_container_end(pod: Object) -> str:
     """Return when the last of a pod's containers ended, now or in its life before; empty: never."""
     return max(
         (
@@ -489,6 +489,6 @@ def _find_end(pod: Object) -> str:
     )
 
 
-def _find_start(pod: Object) -> str:
+def _read_start(pod: Object) -> str:
     made = pod.get("metadata", {}).get("creationTimestamp", "")
     return str(pod.get("status", {}).get("startTime", made))

@@ -30,9 +30,9 @@ class PodOutcome(Outcome, frozen=True, kw_only=True):
     """How a pod is by itself and its events, or a Kubernetes Job by its pods."""
 
     attempt: int = 1
-    """Of a Job: pods that failed, and one."""
+    """The number of an attempt of a Job: pods that failed, and one."""
     pod: str = ""
-    """Of a Job: the pod with index 0, where one runs."""
+    """The pod of a Job with index 0, where one runs."""
     trap: str = ""
     """The trap that this is, such as `K8S1`."""
     stuck: bool = False

@@ -271,7 +271,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.overrides.DETACH or self.detach_primitive
 
 
-def find_unmeasured(profile: Profile) -> tuple[str, ...]:
+def list_unmeasured(profile: Profile) -> tuple[str, ...]:
     """Return the keys that are still `host-dependent`."""
     names = profile.__struct_fields__
     return tuple(name for name in names if getattr(profile, name) == HOST_DEPENDENT)

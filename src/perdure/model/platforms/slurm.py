@@ -280,7 +280,7 @@ def list_tasks(array: str) -> list[str]:
     return tasks
 
 
-def find_job_id(lines: Iterable[str]) -> str:
+def parse_job_id(lines: Iterable[str]) -> str:
     """Return the job id in what `sbatch --parsable` printed, below whatever a login prints."""
     found = [m[1] for line in lines if (m := re.fullmatch(r"(\d+)(;\S+)?", line.strip()))]
     return found[-1] if found else ""

@@ -25,7 +25,7 @@ FRESH = -1
 """Steps applied by a rank that has no state yet: it has just joined."""
 
 
-class Standing(msgspec.Struct, frozen=True):
+class MemberProgress(msgspec.Struct, frozen=True):
     """How far one rank is, at a moment when it computes and reduces nothing."""
 
     applied: int
@@ -56,25 +56,25 @@ class Reformation(msgspec.Struct, frozen=True):
     reason: str
 
 
-def decide_reformation(count: int, standings: Mapping[int, Standing]) -> Reformation:
-    """Return how `standings`, by rank, are brought together; `count` micro-batches a step.
+def decide_reformation(count: int, progress: Mapping[int, MemberProgress]) -> Reformation:
+    """Return how members with this `progress` are brought together; `count` micro-batches a step.
 
     Members in order of rank decide ties, so that all decide alike. A member that is ahead but
     does not hold the reduced result (it joined a moment ago) sends its whole state instead.
     """
-    members = sorted(standings)
-    step = max(s.applied for s in standings.values())
+    members = sorted(progress)
+    step = max(s.applied for s in progress.values())
     if step == FRESH:
         first, *others = members
         todo = reassign(count, members, {})
         why = f"nobody has a state: rank {first}'s is everyone's"
         return Reformation(0, (first,), (), tuple(others), -1, todo, 0, why)
-    donors = tuple(r for r in members if standings[r].applied == step)
-    holder = next((r for r in donors if standings[r].holds), -1)
-    behind = [r for r in members if standings[r].applied == step - 1 != FRESH]
+    donors = tuple(r for r in members if progress[r].applied == step)
+    holder = next((r for r in donors if progress[r].holds), -1)
+    behind = [r for r in members if progress[r].applied == step - 1 != FRESH]
     forward = tuple(behind) if holder >= 0 else ()
     fresh = tuple(r for r in members if r not in donors and r not in forward)
-    kept = {r: standings[r].done for r in donors}
+    kept = {r: progress[r].done for r in donors}
     todo = reassign(count, members, kept)
     left = sum(len(mine) for mine in todo.values())
     return Reformation(

@@ -97,19 +97,19 @@ def leaves_of(node: Node, count: int) -> range:
     return range(index << level, min((index + 1) << level, count))
 
 
-def find_sibling(node: Node, count: int) -> Node | None:
+def sibling_of(node: Node, count: int) -> Node | None:
     """Return the node that is added to this one; None where it has none (or is the root)."""
     level, index = node
     other = (level, index ^ 1)
     return other if len(leaves_of(other, count)) else None
 
 
-def find_parent(node: Node) -> Node:
+def parent_of(node: Node) -> Node:
     """Return the node above."""
     return node[0] + 1, node[1] >> 1
 
 
-def find_root(count: int) -> Node:
+def root_of(count: int) -> Node:
     """Return the node above all micro-batches."""
     return (count - 1).bit_length(), 0
 
@@ -121,9 +121,9 @@ def cover(micro_batches: Collection[int], count: int) -> tuple[Node, ...]:
     ((2, 0), (0, 5))
     """
     held = {(0, index) for index in micro_batches}
-    for level in range(find_root(count)[0]):
+    for level in range(root_of(count)[0]):
         for node in sorted(n for n in held if n[0] == level):
-            sibling, parent = find_sibling(node, count), find_parent(node)
+            sibling, parent = sibling_of(node, count), parent_of(node)
             if node in held and (sibling is None or sibling in held):
                 held -= {node} if sibling is None else {node, sibling}
                 held.add(parent)

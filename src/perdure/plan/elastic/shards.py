@@ -52,7 +52,7 @@ class Snapshot(msgspec.Struct, frozen=True, order=True):
     """The member that has written it."""
 
 
-class ShardStanding(msgspec.Struct, frozen=True):
+class ShardProgress(msgspec.Struct, frozen=True):
     """What one member holds, at a moment when it computes and reduces nothing."""
 
     node: str
@@ -131,29 +131,29 @@ def decide_shards(
     count: int,
     lengths: Sequence[int],
     minimum: int,
-    standings: Mapping[int, ShardStanding],
+    progress: Mapping[int, ShardProgress],
 ) -> ShardReformation | None:
     """Return how the members go on with `count` micro-batches a step; None where no step is whole.
 
     `lengths` are the numbers of rows that parameters have.
     """
-    members = sorted(standings)
+    members = sorted(progress)
     copies = plan_copies(members, minimum)
     layout = {m: Shard(i, len(copy)) for copy in copies for i, m in enumerate(copy)}
-    fresh = not any(s.shards or s.snapshots for s in standings.values())
-    newest = max(s.applied for s in standings.values())
+    fresh = not any(s.shards or s.snapshots for s in progress.values())
+    newest = max(s.applied for s in progress.values())
     step, line, sources = 0, NO_LINE, tuple[Source, ...]()
     if not fresh:
-        found = _find_whole(lengths, standings)
+        found = _find_whole(lengths, progress)
         if found is None:
             return None
         step, line, sources = found
-    live = sorted(m for m, s in standings.items() if (s.applied, s.line) == (step, line))
+    live = sorted(m for m, s in progress.items() if (s.applied, s.line) == (step, line))
     behind = sorted(
-        m for m, s in standings.items() if s.shards and (s.applied + 1, s.ready) == (step, line)
+        m for m, s in progress.items() if s.shards and (s.applied + 1, s.ready) == (step, line)
     )
     forward = tuple(behind) if live else ()
-    kept = {m: standings[m].done for m in live}
+    kept = {m: progress[m].done for m in live}
     todo = reassign(count, members, kept)
     left = sum(len(mine) for mine in todo.values())
     back = max(0, newest - step)
@@ -222,20 +222,20 @@ def plan_mirrors(nodes: Mapping[int, str]) -> dict[int, int]:
 
 
 def _find_whole(
-    lengths: Sequence[int], standings: Mapping[int, ShardStanding]
+    lengths: Sequence[int], progress: Mapping[int, ShardProgress]
 ) -> tuple[int, int, tuple[Source, ...]] | None:
     """Return the newest (step, line) of which every row is held, and who holds it."""
     held: dict[tuple[int, int], list[Source]] = {}
-    applied = {(s.applied, s.line) for s in standings.values()}
-    for member in sorted(standings):
-        standing = standings[member]
-        after = (standing.applied + 1, standing.ready)
-        for shard in standing.shards:
+    applied = {(s.applied, s.line) for s in progress.values()}
+    for member in sorted(progress):
+        member_progress = progress[member]
+        after = (member_progress.applied + 1, member_progress.ready)
+        for shard in member_progress.shards:
             own = Source(member, shard)
-            held.setdefault((standing.applied, standing.line), []).append(own)
-            if after in applied and shard == standing.shards[-1]:
+            held.setdefault((member_progress.applied, member_progress.line), []).append(own)
+            if after in applied and shard == member_progress.shards[-1]:
                 held.setdefault(after, []).append(own)
-        for one in standing.snapshots:
+        for one in member_progress.snapshots:
             source = Source(member, one.shard, one.owner)
             held.setdefault((one.step, one.line), []).append(source)
     for state in sorted(held, reverse=True):

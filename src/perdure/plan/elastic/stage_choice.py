@@ -24,7 +24,7 @@ from perdure.plan.elastic.stages import (
 )
 from perdure.plan.worlds.measures import StageTimes, refresh
 from perdure.plan.worlds.moves import decide_change
-from perdure.plan.worlds.planner import Option, Request, find_plan
+from perdure.plan.worlds.planner import Option, Request, plan_worlds
 from perdure.plan.worlds.score import Scorer
 
 FIXED_S = 0.2
@@ -103,7 +103,7 @@ class PlannedChoice:
             )
             return live(members, nodes, rest)
         devices = [Device(str(m), nodes[m], self._memory_bytes) for m in members]
-        best = self._find_best(devices)
+        best = self._choose_best(devices)
         stays = None if rest is None else add_newcomers(rest, members, self._weights)
         if best is None:
             why = "the profile tells of no world that fits"
@@ -134,7 +134,7 @@ class PlannedChoice:
             old,
             msgspec.structs.replace(best, world=self._make_world(placed)),
             profile=self._profile,
-            bytes_per_s=self._find_bytes_per_s(devices),
+            bytes_per_s=self._estimate_bytes_per_s(devices),
             fixed_s=FIXED_S,
             dwell_s=self._dwell_s,
         )
@@ -142,11 +142,11 @@ class PlannedChoice:
             return _stay(stays, change.reason)
         return choice._replace(reason=change.reason)
 
-    def _find_best(self, devices: Sequence[Device]) -> Option | None:
+    def _choose_best(self, devices: Sequence[Device]) -> Option | None:
         names = [device.node for device in devices]
         key = tuple(names.index(name) for name in names)
         if key not in self._found:
-            options = find_plan(self._profile, devices, self._request).options
+            options = plan_worlds(self._profile, devices, self._request).options
             self._found[key] = options[0] if options else None
         return self._found[key]
 
@@ -178,7 +178,7 @@ class PlannedChoice:
             shares=tuple(each + (r < more) for r in range(replicas)) if even else (),
         )
 
-    def _find_bytes_per_s(self, devices: Sequence[Device]) -> float:
+    def _estimate_bytes_per_s(self, devices: Sequence[Device]) -> float:
         where: Place = "node" if len({device.node for device in devices}) == 1 else "cluster"
         known = {t.place: t.bytes_per_s for t in self._profile.transfers}
         return known.get(where, min(known.values(), default=_BYTES_PER_S))

@@ -18,7 +18,7 @@ import msgspec
 
 from perdure.plan.elastic.shards import NO_LINE
 from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
-from perdure.plan.elastic.stages import Choose, Layout, Runs, find_rest, list_blocks, place
+from perdure.plan.elastic.stages import Choose, Layout, Runs, list_blocks, place, remaining_layout
 from perdure.plan.worlds.measures import StageTimes
 
 
@@ -32,7 +32,7 @@ class StageSnapshot(msgspec.Struct, frozen=True, order=True):
     """The member that has written it."""
 
 
-class StageStanding(msgspec.Struct, frozen=True):
+class StageProgress(msgspec.Struct, frozen=True):
     """What one member holds, at a moment when it computes and reduces nothing."""
 
     node: str
@@ -54,7 +54,7 @@ class StageStanding(msgspec.Struct, frozen=True):
 
 
 class Holder(NamedTuple):
-    """Where a block of the chosen step lies."""
+    """The member or snapshot that has a block of the chosen step."""
 
     member: int
     owner: int = -1
@@ -103,7 +103,7 @@ def decide_stages(
     count: int,
     sizes: Sequence[int],
     choose: Choose,
-    standings: Mapping[int, StageStanding],
+    progress: Mapping[int, StageProgress],
     line: int = 0,
     schedule: StageSchedule = "1f1b",
 ) -> StageReformation | None:
@@ -112,13 +112,13 @@ def decide_stages(
     `sizes` are the bytes of each block's state. An initial model that is handed out is of `line`:
     where that breaks half-way, the next one is not mixed with it.
     """
-    members, blocks = sorted(standings), len(sizes)
-    fresh = not any(s.held or s.snapshots for s in standings.values())
-    found = None if fresh else find_whole(blocks, standings)
-    if found is None and max(s.applied for s in standings.values()) > 0:
+    members, blocks = sorted(progress), len(sizes)
+    fresh = not any(s.held or s.snapshots for s in progress.values())
+    found = None if fresh else find_whole(blocks, progress)
+    if found is None and max(s.applied for s in progress.values()) > 0:
         return None
     if found is None:  # Nobody has trained anything: who has the whole initial model gives it.
-        whole = [m for m in members if not standings[m].runs]
+        whole = [m for m in members if not progress[m].runs]
         if not whole:
             return None
         fresh, found = True, (0, line, {b: (Holder(whole[0]),) for b in range(blocks)})
@@ -126,22 +126,22 @@ def decide_stages(
     live = [
         m
         for m in members
-        if standings[m].held and (standings[m].applied, standings[m].line) == (step, line)
+        if progress[m].held and (progress[m].applied, progress[m].line) == (step, line)
     ]
-    forward = tuple(_find_behind(standings, step, line)) if live else ()
-    layout, why = _choose_layout(blocks, sizes, choose, standings, holders)
-    kept = _find_kept(layout, {m: standings[m] for m in live})
+    forward = tuple(_list_behind(progress, step, line)) if live else ()
+    layout, why = _choose_layout(blocks, sizes, choose, progress, holders)
+    kept = _map_kept(layout, {m: progress[m] for m in live})
     passes = plan_passes(layout, count, kept, schedule=schedule)
     moves = tuple(plan_moves(layout, holders))
-    newest = max(s.applied for s in standings.values())
-    old = {standings[m].runs for m in members if standings[m].held}
-    began = any(s.done for s in standings.values())
+    newest = max(s.applied for s in progress.values())
+    old = {progress[m].runs for m in members if progress[m].held}
+    began = any(s.done for s in progress.values())
     plan = StageReformation(
         step=step,
         line=line,
         layout=layout,
         changed=not fresh
-        and (not old <= set(layout.runs) or any(standings[m.to].held for m in moves)),
+        and (not old <= set(layout.runs) or any(progress[m.to].held for m in moves)),
         forward=forward,
         holder=live[0] if forward else -1,
         plain=min((h for hs in holders.values() for h in hs), key=_preference),
@@ -149,7 +149,7 @@ def decide_stages(
         moves=moves,
         kept=kept,
         passes=passes,
-        todo={m: passes.find_todo(m, kept.get(m, ())) for m in members},
+        todo={m: passes.list_todo(m, kept.get(m, ())) for m in members},
         back=0 if fresh else max(0, newest - step),
         redone=len(passes.numbers) if began else 0,
         reason="",
@@ -158,7 +158,7 @@ def decide_stages(
 
 
 def find_whole(
-    blocks: int, standings: Mapping[int, StageStanding]
+    blocks: int, progress: Mapping[int, StageProgress]
 ) -> tuple[int, int, dict[int, tuple[Holder, ...]]] | None:
     """Return the newest (step, line) of which every block is held, and who holds it."""
     held: dict[tuple[int, int], dict[int, list[Holder]]] = {}
@@ -168,9 +168,9 @@ def find_whole(
         for block in having:
             at.setdefault(block, []).append(holder)
 
-    applied = {(s.applied, s.line) for s in standings.values() if s.held}
-    for member in sorted(standings):
-        one = standings[member]
+    applied = {(s.applied, s.line) for s in progress.values() if s.held}
+    for member in sorted(progress):
+        one = progress[member]
         if one.held:
             note(one.applied, one.line, one.held, Holder(member))
             if (one.applied + 1, one.ready) in applied:
@@ -208,14 +208,14 @@ def _choose_layout(
     blocks: int,
     sizes: Sequence[int],
     choose: Choose,
-    standings: Mapping[int, StageStanding],
+    progress: Mapping[int, StageProgress],
     holders: Mapping[int, Sequence[Holder]],
 ) -> tuple[Layout, str]:
-    members = sorted(standings)
-    runs = {m: s.runs for m, s in standings.items() if s.runs and s.held}
-    nodes = {m: standings[m].node for m in members}
-    observed = [times for m in members for times in standings[m].times]
-    choice = choose(members, nodes, find_rest(blocks, members, runs), observed)
+    members = sorted(progress)
+    runs = {m: s.runs for m, s in progress.items() if s.runs and s.held}
+    nodes = {m: progress[m].node for m in members}
+    observed = [times for m in members for times in progress[m].times]
+    choice = choose(members, nodes, remaining_layout(blocks, members, runs), observed)
     if choice.stays is not None:
         return choice.stays, choice.reason
     held: dict[int, set[int]] = {m: set() for m in members}
@@ -225,16 +225,14 @@ def _choose_layout(
     return place(choice, members, held, sizes), choice.reason
 
 
-def _find_behind(standings: Mapping[int, StageStanding], step: int, line: int) -> Iterable[int]:
-    for member in sorted(standings):
-        one = standings[member]
+def _list_behind(progress: Mapping[int, StageProgress], step: int, line: int) -> Iterable[int]:
+    for member in sorted(progress):
+        one = progress[member]
         if one.held and (one.applied + 1, one.ready) == (step, line):
             yield member
 
 
-def _find_kept(
-    layout: Layout, standings: Mapping[int, StageStanding]
-) -> dict[int, tuple[int, ...]]:
+def _map_kept(layout: Layout, progress: Mapping[int, StageProgress]) -> dict[int, tuple[int, ...]]:
     """Return what each member keeps: what it has done for the sections that it goes on with.
 
     Two members have done the same task where a change of the layout was left half-way:
@@ -244,7 +242,7 @@ def _find_kept(
     for runs, members in zip(layout.runs, layout.copies, strict=True):
         taken: set[int] = set()
         for member in members:
-            one = standings.get(member)
+            one = progress.get(member)
             if one is not None and one.runs == runs and not taken & set(one.done):
                 kept[member] = one.done
                 taken |= set(one.done)

@@ -56,7 +56,7 @@ class Passes(msgspec.Struct, frozen=True):
     counted: tuple[dict[int, int], ...]
     """Stage -> micro-batch -> the member whose gradients of it are taken."""
 
-    def find_todo(self, member: int, kept: Collection[int] = ()) -> tuple[int, ...]:
+    def list_todo(self, member: int, kept: Collection[int] = ()) -> tuple[int, ...]:
         """Return the tasks whose gradients `member` computes, without those it has."""
         tasks = (
             stage // self.places * self.count + m

@@ -59,7 +59,7 @@ class Layout(msgspec.Struct, frozen=True):
         """All members, place by place."""
         return tuple(m for members in self.copies for m in members)
 
-    def find_place(self, member: int) -> int:
+    def place_of(self, member: int) -> int:
         """Return the number of the place that `member` has."""
         return next(i for i, members in enumerate(self.copies) if member in members)
 
@@ -78,7 +78,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Choice(NamedTuple):
-    """How the model is to be cut, and the number of copies of each place."""
+    """A choice of sections, and of how many members share each place."""
 
     sections: tuple[Section, ...]
     copies: tuple[int, ...]
@@ -92,7 +92,9 @@ Choose = Callable[[Sequence[int], Mapping[int, str], Layout | None, Sequence[Sta
 that they get."""
 
 
-def find_rest(blocks: int, members: Collection[int], runs: Mapping[int, Runs]) -> Layout | None:
+def remaining_layout(
+    blocks: int, members: Collection[int], runs: Mapping[int, Runs]
+) -> Layout | None:
     """Return what is left of a layout, given the sections of each member that had some.
 
     None where a section has no living copy, or members know of different cuts: of a change that
@@ -126,8 +128,8 @@ def choose_balanced(
     if rest is None:
         return best
     stays = add_newcomers(rest, members, model.weights)
-    busiest = find_busiest(model.weights, stays.sections, [len(c) for c in stays.copies])
-    least = find_busiest(model.weights, best.sections, best.copies)
+    busiest = compute_largest_work(model.weights, stays.sections, [len(c) for c in stays.copies])
+    least = compute_largest_work(model.weights, best.sections, best.copies)
     if len(stays.copies) < len(best.copies):
         return best._replace(reason=f"{rest.shape} has too few stages")
     if busiest > TOLERANCE * least:
@@ -166,7 +168,7 @@ def _cut_interleaved(model: Model, size: int, places: int) -> Choice:
     found = cutter.cut(places * model.runs)
     assert found is not None
     sections = tuple(Section(a, b) for a, b in pairwise(found[1]))
-    works = _find_works(model.weights, sections, places)
+    works = _compute_works(model.weights, sections, places)
     copies, extra = divmod(size, places)
     busiest = sorted(range(places), key=lambda place: -works[place])[:extra]
     sizes = tuple(copies + (place in busiest) for place in range(places))
@@ -183,14 +185,16 @@ def list_blocks(runs: Runs) -> list[int]:
     return [block for run in runs for block in range(*run)]
 
 
-def _find_works(weights: Sequence[float], sections: Sequence[Section], places: int) -> list[float]:
+def _compute_works(
+    weights: Sequence[float], sections: Sequence[Section], places: int
+) -> list[float]:
     return [sum(weights[b] for b in list_blocks(runs)) for runs in list_runs(sections, places)]
 
 
 def add_newcomers(rest: Layout, members: Sequence[int], weights: Sequence[float]) -> Layout:
     """Return `rest` with those of `members` that are not in it, each at the busiest stage."""
     copies = [list(c) for c in rest.copies]
-    works = _find_works(weights, rest.sections, len(copies))
+    works = _compute_works(weights, rest.sections, len(copies))
     for member in members:
         if member not in rest.members:
             stage = max(range(len(copies)), key=lambda i: works[i] / len(copies[i]))
@@ -198,11 +202,11 @@ def add_newcomers(rest: Layout, members: Sequence[int], weights: Sequence[float]
     return Layout(rest.sections, tuple(tuple(sorted(c)) for c in copies))
 
 
-def find_busiest(
+def compute_largest_work(
     weights: Sequence[float], sections: Sequence[Section], copies: Sequence[int]
 ) -> float:
     """Return the work of the busiest stage's members."""
-    works = _find_works(weights, sections, len(copies))
+    works = _compute_works(weights, sections, len(copies))
     return max(work / c for work, c in zip(works, copies, strict=True))
 
 

@@ -49,7 +49,7 @@ def order_interleaved(ranks: int, chunks: int, micro_batches: Sequence[int]) -> 
     Raises:
         ConfigError: The micro-batches are not a whole number of equal groups.
     """
-    groups, size = find_groups(ranks, len(micro_batches))
+    groups, size = choose_groups(ranks, len(micro_batches))
     steps = [
         (chunk, micro_batches[group * size + i])
         for group in range(groups)
@@ -65,7 +65,7 @@ def order_interleaved(ranks: int, chunks: int, micro_batches: Sequence[int]) -> 
     return lists
 
 
-def find_groups(ranks: int, count: int) -> tuple[int, int]:
+def choose_groups(ranks: int, count: int) -> tuple[int, int]:
     """Return how many groups `count` micro-batches make for interleaved ranks, and their size.
 
     Raises:

@@ -19,7 +19,7 @@ import msgspec
 
 from perdure.model.planning.costs import Place
 from perdure.model.planning.world import Device, ScheduleName, Stage, World
-from perdure.plan.pipeline.orders import find_groups, order_interleaved, order_zero_bubble
+from perdure.plan.pipeline.orders import choose_groups, order_interleaved, order_zero_bubble
 from perdure.plan.worlds.chain import Chain, Cutter
 from perdure.plan.worlds.score import Scorer
 
@@ -63,7 +63,7 @@ def list_uneven(ranks: int, devices_max: int) -> Iterator[int]:
             yield devices
 
 
-def find_bound(chain: Chain, family: Family, count: int, devices: int, *, even: bool) -> float:
+def compute_bound(chain: Chain, family: Family, count: int, devices: int, *, even: bool) -> float:
     """Return seconds that no member with so many devices is faster than.
 
     Some device has its part of all blocks at least, and some has one whole block. And a rank
@@ -206,17 +206,17 @@ class Shaper:
         share = -(-count // copies)
         if family.schedule == "interleaved":
             for each in {share, count // copies}:
-                find_groups(ranks, each)
+                choose_groups(ranks, each)
         chain = self.scorer.chain(family.micro_batch)
         limited = family.schedule in ("1f1b", "rerouted")
         chosen = self.choose(size)
         loads = (float(share), float(-(-count // (copies + 1)))) if extra else (1.0, 1.0)
         flight = len(chain) if extra else share
-        cutter = self._find_cutter(
+        cutter = self._make_cutter(
             chain,
             self.memory(size) if limited else NO_LIMIT,
             flight if flight < ranks else len(chain),
-            self._find_link(family, chosen),
+            self._compute_link_s(family, chosen),
             self.ways if limited else self.ways[:1],
             loads,
         )
@@ -228,7 +228,7 @@ class Shaper:
             family.micro_batch, cuts, self.memory(size), min(flight, len(cuts)), limited
         )
         bound_s = self._bound(family, copies, works, extras)
-        bound_s += self._find_reduce(family, chosen, cuts, extras[0])
+        bound_s += self._compute_reduce_rest_s(family, chosen, cuts, extras[0])
         return Shape(family, size, cuts, again, extras[:ranks], bound_s)
 
     def build(self, shape: Shape) -> World | None:
@@ -257,13 +257,13 @@ class Shaper:
                 return True  # cut so that it does
             case "interleaved":
                 for each in set(world.shares):
-                    find_groups(world.ranks, each)
+                    choose_groups(world.ranks, each)
                 lists = order_interleaved(world.ranks, world.chunks, range(share))
             case "zero-bubble":
                 lists = order_zero_bubble(world.ranks, range(share))
-        return self.scorer.find_peak(world, tuple(map(tuple, lists))) <= memory
+        return self.scorer.compute_peak_bytes(world, tuple(map(tuple, lists))) <= memory
 
-    def _find_link(self, family: Family, chosen: Sequence[Device]) -> float:
+    def _compute_link_s(self, family: Family, chosen: Sequence[Device]) -> float:
         """Return the seconds a byte occupies the link between neighbours of a pipeline."""
         size = len(chosen)
         if family.ranks == 1:
@@ -273,9 +273,9 @@ class Shaper:
         else:
             row = chosen[:: size // family.ranks]
         where: Place = "node" if len({device.node for device in row}) == 1 else "cluster"
-        return 1.0 / self.scorer.profile.find_transfer(where).bytes_per_s
+        return 1.0 / self.scorer.profile.estimate_transfer(where).bytes_per_s
 
-    def _find_reduce(
+    def _compute_reduce_rest_s(
         self, family: Family, chosen: Sequence[Device], cuts: Sequence[int], more: bool
     ) -> float:
         """Return what is left of the first rank's all-reduce, which begins as all else ends."""
@@ -287,9 +287,9 @@ class Shaper:
         if len(column) == 1:
             return 0.0
         gradient_bytes = chain.stage(cuts[0], cuts[1], False).gradient_bytes
-        return self.scorer.find_reduce(column, gradient_bytes) * (1.0 - self.scorer.overlap)
+        return self.scorer.compute_reduce_s(column, gradient_bytes) * (1.0 - self.scorer.overlap)
 
-    def _find_cutter(
+    def _make_cutter(
         self,
         chain: Chain,
         memory: int,
@@ -305,7 +305,7 @@ class Shaper:
             def cost(first: int, stop: int, at: int) -> float:
                 way: bool | None = ways[0]
                 if memory != NO_LIMIT:
-                    way = chain.find_recompute(first, stop, min(at, flight), memory, ways)
+                    way = chain.decide_recompute(first, stop, min(at, flight), memory, ways)
                 if way is None:
                     return math.inf
                 sent_s = chain.costs[first].input_bytes * link_s if first else 0.0
@@ -322,7 +322,9 @@ class Shaper:
         again = (self.ways[0],) * stages
         if limited:
             again = tuple(
-                bool(chain.find_recompute(first, stop, min(stages - at, flight), memory, self.ways))
+                bool(
+                    chain.decide_recompute(first, stop, min(stages - at, flight), memory, self.ways)
+                )
                 for at, (first, stop) in enumerate(pairwise(cuts))
             )
         pairs = zip(pairwise(cuts), again, strict=True)
@@ -331,7 +333,7 @@ class Shaper:
     def _bound(
         self, family: Family, copies: int, works: Sequence[float], extras: Sequence[bool]
     ) -> float:
-        """Return what a world is not faster than, its stages known (`find_bound` says why)."""
+        """Return what a world is not faster than, its stages known (`compute_bound` says why)."""
         shares = [self.count(family) / (copies + more) for more in (False, True)]
         if self.equal:
             shares = [math.ceil(share) for share in shares]

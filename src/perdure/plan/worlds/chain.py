@@ -62,7 +62,7 @@ class Chain:
         self.updates_s = _sum(block.update_s for block in profile.blocks)
         self.longest_s = max(cost.forward_s + cost.backward_s for cost in costs)
         """Forward and backward of the block that takes longest: no stage is faster."""
-        self._widest = cache(self._find_widest)
+        self._widest = cache(self._compute_widest)
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -87,7 +87,7 @@ class Chain:
         total_s += self.backward_s[stop] - self.backward_s[first]
         return total_s + (self.recompute_s[stop] - self.recompute_s[first] if recompute else 0.0)
 
-    def find_recompute(
+    def decide_recompute(
         self, first: int, stop: int, in_flight: int, memory_bytes: int, allowed: tuple[bool, ...]
     ) -> bool | None:
         """Return whether a stage recomputes: only where it must; None where it does not fit."""
@@ -111,7 +111,7 @@ class Chain:
             update_s=self.updates_s[stop] - self.updates_s[first],
         )
 
-    def _find_widest(self, first: int) -> list[int]:
+    def _compute_widest(self, first: int) -> list[int]:
         """Return what the block that stores most stores, of runs from `first` on, by length."""
         return list(accumulate((cost.stored_bytes for cost in self.costs[first:]), max))
 
@@ -153,10 +153,10 @@ class Cutter:
         if not 0 < stages <= self._blocks or not 0 <= extra <= stages:
             return None
         if (stages, extra) not in self._found:
-            self._found[stages, extra] = self._find(stages, extra)
+            self._found[stages, extra] = self._count_whole_bytes(stages, extra)
         return self._found[stages, extra]
 
-    def _find(self, stages: int, extra: int) -> Cut | None:
+    def _count_whole_bytes(self, stages: int, extra: int) -> Cut | None:
         for place in range(1, stages + 1):
             for among in range(max(0, extra - (stages - place)), min(extra, place) + 1):
                 if (place, among) not in self._layers:

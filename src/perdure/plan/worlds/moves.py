@@ -14,7 +14,7 @@ MARGIN = 0.02
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What to do about a world that may be better, and why."""
+    """A decision about a world that may be better, and why it was made."""
 
     decision: Literal["stay", "change"]
     gain: float
@@ -25,7 +25,7 @@ class Change(msgspec.Struct, frozen=True):
     reason: str
 
 
-def find_missing(old: World, new: World, profile: CostProfile) -> dict[str, int]:
+def compute_missing_bytes(old: World, new: World, profile: CostProfile) -> dict[str, int]:
     """Return the bytes of parameters and optimizer state that each device of `new` lacks."""
     held: dict[str, set[int]] = {}
     for stage in old.stages:
@@ -43,7 +43,7 @@ def find_missing(old: World, new: World, profile: CostProfile) -> dict[str, int]
     return missing
 
 
-def find_move_s(missing: Mapping[str, int], bytes_per_s: float, fixed_s: float) -> float:
+def compute_move_s(missing: Mapping[str, int], bytes_per_s: float, fixed_s: float) -> float:
     """Return how long a change stops training: each device receives what it lacks, all at once.
 
     `fixed_s` is the rest of it: agreement, communicators, warm-up. Senders are taken to keep up.
@@ -66,8 +66,8 @@ def decide_change(
     `dwell_s` is the expected time until then; while state moves nothing is trained. A world that
     cannot go on (`old_samples_per_s` 0) is left at any price.
     """
-    missing = find_missing(old, best.world, profile)
-    move_s = find_move_s(missing, bytes_per_s, fixed_s)
+    missing = compute_missing_bytes(old, best.world, profile)
+    move_s = compute_move_s(missing, bytes_per_s, fixed_s)
     size = sum(missing.values())
     if old_samples_per_s <= 0.0:
         why = f"the {old.shape} world cannot go on"

@@ -22,7 +22,7 @@ from perdure.plan.worlds.candidates import (
     Recompute,
     Shape,
     Shaper,
-    find_bound,
+    compute_bound,
     list_replicas,
     list_uneven,
 )
@@ -81,7 +81,7 @@ class Plan(msgspec.Struct, frozen=True):
     """Families that were never simulated: no member of theirs is among the best."""
 
 
-def find_plan(profile: CostProfile, devices: Sequence[Device], request: Request) -> Plan:
+def plan_worlds(profile: CostProfile, devices: Sequence[Device], request: Request) -> Plan:
     """Return the fastest worlds on `devices`; none where nothing fits.
 
     Raises:
@@ -115,7 +115,7 @@ class _Search:
             entry = heappop(self.waiting)
             bound, _, family, size, rest, shape = entry
             self.spent = self.effort > EFFORT_MAX and bool(self.best)
-            if self.spent or bound >= self._find_limit():
+            if self.spent or bound >= self._compute_limit_s():
                 self.waiting.append(entry)
                 break
             if shape is None:
@@ -196,7 +196,7 @@ class _Search:
         for size in sizes:
             even = family.schedule != "rerouted" and self.shaper.equal
             chain = self.scorer.chain(family.micro_batch)
-            bound = find_bound(chain, family, self.shaper.count(family), size, even=even)
+            bound = compute_bound(chain, family, self.shaper.count(family), size, even=even)
             self._push(bound, family, size, sizes, None)
             return
 
@@ -206,7 +206,7 @@ class _Search:
         self.serial += 1
         heappush(self.waiting, (bound, self.serial, family, size, rest, shape))
 
-    def _find_limit(self) -> float:
+    def _compute_limit_s(self) -> float:
         """Return the time that a world must be below to be among the best."""
         times = sorted(option.step_s for option in self.best.values())
         wanted = self.request.options

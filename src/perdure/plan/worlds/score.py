@@ -30,17 +30,17 @@ WINDOW_MIN = 128
 """Micro-batches, at least, from which a pipeline's repetition is taken; up to twice as many are
 simulated in full."""
 REPEATS_MIN = 4
-"""So many lengths of the pipeline, at least, are such a window."""
+"""Such a window is at least so many lengths of the pipeline."""
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What a world would do."""
+    """The score of a world: its step time, and what it holds in memory."""
 
     step_s: float
     bubble: float
     """Share of the working devices' time in which they wait."""
     memory_bytes: int
-    """Of the device that needs most."""
+    """The bytes of the device that needs most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Kind:
     """Micro-batches of all of them."""
 
 
-def find_orders(world: World) -> tuple[Orders, tuple[str, ...]]:
+def plan_orders(world: World) -> tuple[Orders, tuple[str, ...]]:
     """Return what each device of a uniform world does in a step, and the devices.
 
     A world whose stages differ in their copies is ordered by its costs: `Scorer.lay_out`.
@@ -109,7 +109,7 @@ class Scorer:
         With `count`, as if a step had so many micro-batches; only of a world without shares.
         """
         if world.shares:
-            orders, devices = find_orders(world)
+            orders, devices = plan_orders(world)
             return orders, self._make_pipe(world, devices), list(devices)
         names = [name for stage in world.stages for name in stage.devices]
         ends = list(accumulate(len(stage.devices) for stage in world.stages))
@@ -119,7 +119,7 @@ class Scorer:
         routes = route_spread(cells, world.count if count is None else count)
         return order_greedily(routes, len(names), pipe, caps), pipe, names
 
-    def find_peak(self, world: World, orders: Orders) -> int:
+    def compute_peak_bytes(self, world: World, orders: Orders) -> int:
         """Return the bytes of the cell that holds most at any time of `orders`."""
         chain, stages = self.chain(world.micro_batch), world.stages
         fixed = [chain.memory(s.first, s.stop, 0, s.recompute) for s in stages]
@@ -143,9 +143,9 @@ class Scorer:
     # --- within ---------------------------------------------------------------------------------
 
     def _score_replicas(self, world: World) -> Score:
-        kinds = self._find_kinds(world)
+        kinds = self._group_kinds(world)
         share, group = max(world.shares), world.ranks
-        window, cut = _find_window(share, group, group)
+        window, cut = _choose_window(share, group, group)
         if share - min(world.shares) > 1 or (world.chunks > 1 and share % group):
             cut = 0
         orders, line = self._simulate_kinds(world, kinds, cut)
@@ -157,14 +157,16 @@ class Scorer:
         for index, kind in enumerate(kinds):
             times = line.cells[index * world.ranks : (index + 1) * world.ranks]
             spent_s += kind.alike * sum(cell.reduce_s + cell.update_s for cell in times)
-            spent_s += kind.count * self._find_work(world, kind.row)
+            spent_s += kind.count * self._sum_work(world, kind.row)
             cells += kind.alike * world.ranks
-        return Score(step_s, _find_bubble(spent_s, step_s, cells), self.find_peak(world, orders))
+        return Score(
+            step_s, _compute_bubble(spent_s, step_s, cells), self.compute_peak_bytes(world, orders)
+        )
 
     def _score_spread(self, world: World) -> Score:
         copies = sorted({len(stage.devices) for stage in world.stages})
         group = copies[0] * copies[-1]
-        window, cut = _find_window(world.count, group, group * len(world.stages))
+        window, cut = _choose_window(world.count, group, group * len(world.stages))
         orders, pipe, _ = self.lay_out(world, world.count - cut)
         line = simulate(orders, pipe)
         self.actions += 4 * sum(map(len, orders))
@@ -175,10 +177,12 @@ class Scorer:
         spent_s = sum(cell.reduce_s + cell.update_s for cell in line.cells)
         spent_s += sum(cell.busy_s for cell in line.cells) * world.count / (world.count - cut)
         return Score(
-            step_s, _find_bubble(spent_s, step_s, len(orders)), self.find_peak(world, orders)
+            step_s,
+            _compute_bubble(spent_s, step_s, len(orders)),
+            self.compute_peak_bytes(world, orders),
         )
 
-    def _find_work(self, world: World, row: Sequence[str]) -> float:
+    def _sum_work(self, world: World, row: Sequence[str]) -> float:
         """Return the seconds that a replica's devices work on one micro-batch, in all."""
         chain = self.chain(world.micro_batch)
         return sum(
@@ -187,7 +191,7 @@ class Scorer:
             for stage, part in enumerate(world.stages)
         )
 
-    def _find_kinds(self, world: World) -> list[_Kind]:
+    def _group_kinds(self, world: World) -> list[_Kind]:
         """Return the kinds of replicas: alike in what their links and devices cost.
 
         Of a kind only the one with most micro-batches is simulated, for the others wait for it.
@@ -231,7 +235,7 @@ class Scorer:
         def hop(stage: int, here: int, target: int) -> Hop:
             near = there[here].node == there[target].node
             if (stage, near) not in hops:
-                cost = self.profile.find_transfer("node" if near else "cluster")
+                cost = self.profile.estimate_transfer("node" if near else "cluster")
                 occupied_s = stages[stage].input_bytes / cost.bytes_per_s
                 hops[stage, near] = cost.latency_s, occupied_s
             return hops[stage, near]
@@ -240,20 +244,20 @@ class Scorer:
             stages=stages,
             hop=hop,
             reduce_s=[
-                self.find_reduce([self.devices[n] for n in part.devices], cost.gradient_bytes)
+                self.compute_reduce_s([self.devices[n] for n in part.devices], cost.gradient_bytes)
                 for part, cost in zip(world.stages, stages, strict=True)
             ],
             slowdowns=[device.slowdown for device in there],
             overlap=self.overlap,
         )
 
-    def find_reduce(self, there: Sequence[Device], size: int) -> float:
+    def compute_reduce_s(self, there: Sequence[Device], size: int) -> float:
         """Return the seconds of an all-reduce of `size` bytes over these devices."""
         if len(there) == 1:
             return 0.0
         near = all(device.node == there[0].node for device in there)
         place: Place = "node" if near else "cluster"
-        cost = self.profile.find_all_reduce(place, len(there))
+        cost = self.profile.estimate_all_reduce(place, len(there))
         return cost.latency_s + size / cost.bytes_per_s
 
 
@@ -267,11 +271,11 @@ def _order(world: World, micro_batches: Sequence[int]) -> Ranks:
             return order_1f1b(world.ranks, micro_batches)
 
 
-def _find_window(count: int, group: int, length: int) -> tuple[int, int]:
+def _choose_window(count: int, group: int, length: int) -> tuple[int, int]:
     """Return the micro-batches of a window, and how many need no simulation; whole groups both."""
     window = -(-max(WINDOW_MIN, REPEATS_MIN * length) // group) * group
     return window, max(0, (count - 2 * window) // group * group)
 
 
-def _find_bubble(spent_s: float, step_s: float, cells: float) -> float:
+def _compute_bubble(spent_s: float, step_s: float, cells: float) -> float:
     return max(0.0, 1.0 - spent_s / (step_s * cells))

@@ -36,13 +36,13 @@ from perdure.adapters.nats import (
     make_certificate,
     read_pem,
 )
-from perdure.model.bus.access import ROLES, Role, find_access, user_name
+from perdure.model.bus.access import ROLES, Role, build_access, user_name
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
-from perdure.service.access.door import keep_door
+from perdure.service.access.kept_endpoint import keep_endpoint
 from perdure.service.jobfiles import load_endpoint, write_atomic, write_document
 from perdure.service.neighbours import MINE
 from perdure.service.placement import LOOPBACK, Placement
@@ -62,7 +62,7 @@ def list_users(spec: JobSpec) -> list[tuple[Role, int | None]]:
 def make_server(spec: JobSpec, paths: JobPaths, host: str) -> NatsServer:
     """Return the job's own server, not yet started, with fresh passwords."""
     users = tuple(
-        User(user_name(role, node), token_urlsafe(24), find_access(role, spec.name, node))
+        User(user_name(role, node), token_urlsafe(24), build_access(role, spec.name, node))
         for role, node in list_users(spec)
     )
     return NatsServer(folder=paths.nats, token="", name=spec.name, host=host, users=users)
@@ -75,7 +75,7 @@ def make_servers(spec: JobSpec, paths: JobPaths, placement: Placement) -> list[N
     if count == 1:
         if placement.door:
             made = not (is_loopback(first.host) or spec.nats.tls_cert)
-            keep_door(first, placement.door, certificate=made)
+            keep_endpoint(first, placement.door, certificate=made)
         return [first]
     hosts = placement.addresses[:count] or (placement.bind,) * count
     ports = [pick_free_port(LOOPBACK) for _ in range(2 * count)]

@@ -1,6 +1,6 @@
 """The invitations of the run before, where the door to the job's bus outlives its runs.
 
-Whoever joined an earlier run comes back with what invited him then (`service/access/door.py`). What
+Who joined an earlier run comes back with its invitation (`service/access/kept_endpoint.py`). What
 has become of each invitation is in that run's journal, so it is looked up there and told to the new
 run's controller before anybody asks: a spent one stays spent, a revoked one is not taken over.
 """
@@ -18,7 +18,7 @@ from perdure.model.events import InvitationMade, InvitationRevoked, InvitationUs
 _TYPES = (b'"InvitationMade"', b'"InvitationUsed"', b'"InvitationRevoked"')
 
 
-def find_invitations(folder: str) -> list[dict[str, Any]]:
+def read_invitations(folder: str) -> list[dict[str, Any]]:
     """Return what `perdure invite` would ask for, of each invitation of the run in `folder`."""
     state = JobState()
     with contextlib.suppress(OSError), open(os.path.join(folder, "journal.jsonl"), "rb") as file:

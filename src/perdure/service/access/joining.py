@@ -58,7 +58,7 @@ from perdure.service.processes import (
     Child,
     describe_exit,
     end_family,
-    find_descendants,
+    list_living_descendants,
     part_command,
     reap_adopted,
     start_child,
@@ -75,7 +75,7 @@ _RESTARTS_MAX = 30
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-def find_admission(spec: JobSpec, paths: JobPaths, node: int) -> Admission | None:
+def read_admission(spec: JobSpec, paths: JobPaths, node: int) -> Admission | None:
     """Return what the agent of `node` has to know; None where its credentials are gone."""
     try:
         endpoint = load_endpoint(paths, f"agent-{node}")
@@ -202,8 +202,8 @@ def join(
     try:
         set_subreaper()
         while True:
-            end_family(job, home, spare=frozenset(find_descendants(os.getpid())))
-            admission = asyncio.run(ask_place(invitation, _find_machine(paths), wait_s=wait_s))
+            end_family(job, home, spare=frozenset(list_living_descendants(os.getpid())))
+            admission = asyncio.run(ask_place(invitation, _name_machine(paths), wait_s=wait_s))
             on_line(f"this machine is node {admission.node} of {job}")
             _write_files(paths, admission, grace_s, cwd)
             code = _Joined(admission, home, paths, address, grace_s, on_line).run()
@@ -217,7 +217,7 @@ def join(
         lock.release()
 
 
-def _find_machine(paths: JobPaths) -> str:
+def _name_machine(paths: JobPaths) -> str:
     """Return what this machine is called when it asks: the same from now on."""
     path = os.path.join(paths.root, "machine")
     with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
@@ -231,7 +231,7 @@ def _find_machine(paths: JobPaths) -> str:
 
 def _write_files(paths: JobPaths, admission: Admission, grace_s: float, cwd: str | None) -> None:
     """Write what the agent reads: as the job says it, but for what is this machine's own."""
-    machine = _find_machine(paths)
+    machine = _name_machine(paths)
     set_previous_aside(paths)
     make_folders(paths)
     write_atomic(os.path.join(paths.root, "machine"), machine.encode())

@@ -10,7 +10,7 @@ import msgspec
 
 from perdure.adapters.host import CoreMeter, ProcSampler, list_children, measure_cpu, read_boot_id
 from perdure.adapters.ring_follow import RingFollower
-from perdure.adapters.rings import find_foreign, open_regular, read_ring
+from perdure.adapters.rings import name_foreign, open_regular, read_ring
 from perdure.agent.state import KeeperView
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
@@ -123,7 +123,7 @@ class RankReader:
     def _look_for_foreign(self, generation: int, rank: int) -> bool:
         """Return whether something else than a file lies in the place of a ring; say so once."""
         path = self._paths.ring(generation, rank)
-        kind = find_foreign(path)
+        kind = name_foreign(path)
         if kind and (generation, rank) not in self._foreign:
             self._foreign = {known for known in self._foreign if known[0] == generation}
             self._foreign.add((generation, rank))
@@ -165,12 +165,12 @@ class RankReader:
             detected_s=now,
         )
 
-    def find_spawned(self, generation: int, ranks: dict[int, int]) -> float:
+    def read_spawn_s(self, generation: int, ranks: dict[int, int]) -> float:
         """Return when the youngest of `ranks` was spawned; 0 where no ring tells."""
         readings = [self._read_ring(generation, rank) for rank in ranks]
         return max((r.account.spawned_s for r in readings if r is not None), default=0.0)
 
-    def find_newest(self, ranks: range) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def read_newest_generation(self, ranks: range) -> tuple[int, tuple[tuple[int, int], ...]]:
         """Return the newest generation of which one of `ranks` has a ring; -1 for none.
 
         And (generation, rank) of all rings of the newest generation that this machine has seen.

@@ -72,7 +72,7 @@ class KeeperLink:
         self._asides = asides
         self._silent, self._heard = silent, heard
         self._looks = 0
-        """Since it last said anything."""
+        """Looks at the keeper since it last said anything."""
         self._greeted = False
         self._path, self._command, self._env, self._log_path = path, command, env, log_path
         self._marks = marks
@@ -98,7 +98,7 @@ class KeeperLink:
         while True:
             reader, writer = await self._connect()
             self._writer, self._greeted = writer, False
-            self._hold(_find_peer(writer))
+            self._hold(_read_peer_pid(writer))
             self.send(KeeperStatus())
             watch = asyncio.create_task(self._watch())
             try:
@@ -267,7 +267,7 @@ class KeeperLink:
         self._pid, self._pidfd = 0, -1
 
 
-def _find_peer(writer: asyncio.StreamWriter) -> int:
+def _read_peer_pid(writer: asyncio.StreamWriter) -> int:
     """Return the pid of who listens at the other end, who need not be able to answer."""
     peer: socket.socket = writer.get_extra_info("socket")
     size = struct.calcsize("3i")

@@ -96,7 +96,7 @@ class NoticeWatch:
         """Compare what `source` announces with what it did before."""
         known, now = self._known[id(source)].gone, self._now()
         for one in found:
-            gone_s = self._find_deadline(one, now)
+            gone_s = self._compute_deadline_s(one, now)
             if gone_s < known.get(one.id, float("inf")) - _EARLIER_S:
                 known[one.id] = gone_s
                 self._notice(source.name, one, now, gone_s)
@@ -137,7 +137,7 @@ class NoticeWatch:
             except PlatformError as error:
                 log.warning("%s: %s", source.name, error.message)
 
-    def _find_deadline(self, one: Announced, now: float) -> float:
+    def _compute_deadline_s(self, one: Announced, now: float) -> float:
         """Return the job time at which the machine goes away; a mere risk has none."""
         if not one.certain:
             return now + 7 * 86_400.0

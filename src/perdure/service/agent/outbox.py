@@ -88,7 +88,7 @@ class Outbox:
         """Source -> number of its newest event; who was heard last comes last."""
         self._taken: dict[str, int] = {}
         self._bytes = 0
-        """Of everything queued."""
+        """The bytes of everything that is queued."""
         self._metrics: deque[_Queued] = deque()
         """What may be dropped, oldest first, or has been sent already."""
         self._events_max = _EVENTS_MAX

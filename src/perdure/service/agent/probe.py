@@ -1,8 +1,8 @@
 """An agent's part of an active probe: paired transfers between agents, beside the training.
 
-The sending agent asks the other on the bus for a door and connects to it; both ends use the
+The sending agent asks the other on the bus for a listener and connects to it; both ends use the
 address that their ranks' traffic uses, so that the same card is tested. All of it runs in threads
-and ends by the order's deadline. An agent listens only while a door is open, and opens one only
+and ends by the order's deadline. An agent listens only while a listener is open, and opens one only
 for whom the controller has ordered to ask, in an order that both nodes have. A node that cannot be
 asked was not measured, which is said and proves nothing of the network between the two.
 """
@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from perdure.adapters.transfer import Door, Transfer, run_arithmetic, run_transfer
+from perdure.adapters.transfer import Listener, Transfer, run_arithmetic, run_transfer
 from perdure.agent.probe import ProbePart, ProbeParts
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError, RequestError
@@ -23,7 +23,7 @@ from perdure.service.ports import Bus, Reply
 
 log = logging.getLogger("perdure.agent")
 
-DOORS_MAX = 4
+LISTENERS_MAX = 4
 _ASK_S = 0.5
 _BYTES_MAX = 1 << 30
 _DEADLINE_MAX_S = 30.0
@@ -49,10 +49,10 @@ class Prober:
         self._address, self._report, self._now = address, report, now
         self._parts = ProbeParts(node)
         self._tasks = Tasks()
-        self._doors = 0
+        self._listeners = 0
 
     async def start(self) -> None:
-        """Serve doors to whoever asks."""
+        """Serve listeners to whoever asks."""
         await self._bus.serve(subject_probe(self._job, self._node), self._take_ask)
 
     def take(self, order: RunProbe) -> None:
@@ -103,14 +103,14 @@ class Prober:
                 if loop.time() + _ASK_S > end_s:
                     raise
                 await asyncio.sleep(0.05)
-        door: ProbeDoor = decode(answer, ProbeDoor)
-        if door.error:
-            raise PlatformError(door.error)
+        listener: ProbeDoor = decode(answer, ProbeDoor)
+        if listener.error:
+            raise PlatformError(listener.error)
         return await asyncio.to_thread(
             run_transfer,
-            door.host,
-            door.port,
-            door.token,
+            listener.host,
+            listener.port,
+            listener.token,
             source=self._address(),
             size=size,
             deadline_s=end_s - loop.time(),
@@ -128,19 +128,19 @@ class Prober:
                 # Or the order is still on its way: whoever may ask, asks again.
                 log.warning("probe: nobody has ordered %.100s", ask)
                 return
-            if self._doors >= DOORS_MAX:
-                raise PlatformError(f"node {self._node} has {DOORS_MAX} doors open")
-            door = Door(self._address() or "127.0.0.1")
+            if self._listeners >= LISTENERS_MAX:
+                raise PlatformError(f"node {self._node} has {LISTENERS_MAX} listeners open")
+            listener = Listener(self._address() or "127.0.0.1")
         except (ProtocolError, PlatformError) as error:
             await reply(encode(ProbeDoor(error=error.message)))
             return
-        self._doors += 1
+        self._listeners += 1
         try:
-            await reply(encode(ProbeDoor(door.host, door.port, door.token)))
+            await reply(encode(ProbeDoor(listener.host, listener.port, listener.token)))
             deadline_s = min(ask.deadline_s, _DEADLINE_MAX_S)
-            await asyncio.to_thread(door.serve, min(ask.bytes, _BYTES_MAX), deadline_s)
+            await asyncio.to_thread(listener.serve, min(ask.bytes, _BYTES_MAX), deadline_s)
         finally:
-            self._doors -= 1
+            self._listeners -= 1
 
 
 def _make_pairs(order: RunProbe, src: int, dst: int, moved: Transfer) -> list[PairProbe]:

@@ -37,7 +37,7 @@ _EVENT = re.compile(rb'\{"type":"WorkerEvent","seq":(\d{1,18})[,}]')
 
 
 @dataclass(slots=True)
-class _Line:
+class _RankConnection:
     hello: WorkerHello
     writer: asyncio.StreamWriter
     newest: int = 0
@@ -70,7 +70,7 @@ class WorkerServer:
     ) -> None:
         """Serve the ranks of `job`; `asides` counts what they say and nobody can read."""
         self._job, self._outbox, self._say, self._asides = job, outbox, say, asides
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _RankConnection] = {}
         """By rank, of the newest generation that said hello."""
         self._server: asyncio.Server | None = None
 
@@ -95,7 +95,7 @@ class WorkerServer:
             line.writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line: _Line | None = None
+        line: _RankConnection | None = None
         try:
             while text := await read_line(reader):
                 try:
@@ -118,17 +118,17 @@ class WorkerServer:
                 self._outbox.company = len(self._lines)
             writer.close()
 
-    def _welcome(self, message: FromWorker, writer: asyncio.StreamWriter) -> _Line:
+    def _welcome(self, message: FromWorker, writer: asyncio.StreamWriter) -> _RankConnection:
         if not isinstance(message, WorkerHello) or message.job != self._job:
             raise ProtocolError("a line that does not begin with a hello of this job")
-        line = _Line(message, writer)
+        line = _RankConnection(message, writer)
         held = self._lines.get(message.rank)
         if held is None or held.hello.generation <= message.generation:
             self._lines[message.rank] = line
             self._outbox.company = len(self._lines)
         return line
 
-    def _set_aside(self, line: _Line, text: bytes, error: ProtocolError) -> None:
+    def _set_aside(self, line: _RankConnection, text: bytes, error: ProtocolError) -> None:
         """Count what cannot be read; where it is an event, have its number taken all the same."""
         self._asides.note("rank", f"rank {line.hello.rank}", error, text)
         line.gap += 1
@@ -140,14 +140,14 @@ class WorkerServer:
             loop.call_at(max(loop.time(), line.noted_at_s + _NOTE_S), self._note_unread, line)
         line.unread = max(line.unread, int(match[1]))
 
-    def _note_unread(self, line: _Line) -> None:
+    def _note_unread(self, line: _RankConnection) -> None:
         line.noted_at_s = asyncio.get_running_loop().time()
         seq, line.unread = line.unread, 0
         source = f"rank {line.hello.rank}"
         note = MessagesSetAside(at_s=self._asides.now(), door="rank", source=source, count=0)
         self._take(line, WorkerEvent(seq, note))
 
-    def _take(self, line: _Line, message: FromWorker) -> None:
+    def _take(self, line: _RankConnection, message: FromWorker) -> None:
         if isinstance(message, WorkerEvent):
             seq = message.seq
             if not line.is_next(seq):  # Taken at its word, everything after it would be old.

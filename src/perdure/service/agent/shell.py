@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Mapping
 from secrets import token_hex
 from typing import Any, assert_never
 
-from perdure.adapters.devices import Nvml, find_group_devices, list_device_ids
+from perdure.adapters.devices import Nvml, choose_group_devices, list_device_ids
 from perdure.adapters.host import pick_free_port, read_boot_id, read_state
 from perdure.adapters.nats import NatsBus
 from perdure.adapters.nccl import has_nvidia_gpu
@@ -81,8 +81,8 @@ from perdure.service.jobfiles import (
     write_steering,
 )
 from perdure.service.neighbours import MINE, check_spoken
-from perdure.service.part import Tasks, find_run_pid, run_part, watch_process
-from perdure.service.placement import find_address, find_gloo_interface
+from perdure.service.part import Tasks, read_run_pid, run_part, watch_process
+from perdure.service.placement import choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
 from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
 
@@ -123,7 +123,7 @@ class AgentService:
         identity = NodeIdentity(
             node=node,
             incarnation=incarnation,
-            host=find_address(env),
+            host=read_own_address(env),
             boot_id=read_boot_id(),
             device_ids=list_device_ids(spec, node, nvml.ids if nvml else ()),
             speaks=MINE,
@@ -145,7 +145,7 @@ class AgentService:
             bus,
             spec.name,
             node,
-            address=lambda: self._links.find_address() or self.machine.identity.host,
+            address=lambda: self._links.choose_address() or self.machine.identity.host,
             report=self._outbox.put,
             now=self.now,
         )
@@ -164,7 +164,7 @@ class AgentService:
         )
         self._tasks = Tasks()
         self._dumping: set[tuple[int, int]] = set()
-        self._nccl_plugin, self._told_exit = find_plugin() if has_nvidia_gpu() else "", False
+        self._nccl_plugin, self._told_exit = provide_plugin() if has_nvidia_gpu() else "", False
         self._left = asyncio.Event()
         self._failed: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -229,7 +229,7 @@ class AgentService:
 
     def _greet_keeper(self, state: KeeperState) -> None:
         ranks, reader = self._spec.ranks_of(self._node), self._reader
-        newest, begun = reader.find_newest(ranks)
+        newest, begun = reader.read_newest_generation(ranks)
         exits = [reader.read_end(record, self.now()) for record in state.exits]
         if newest > state.generation:  # An earlier keeper's, which no agent saw die.
             exits += reader.read_lost(newest, ranks, self.now())
@@ -237,7 +237,7 @@ class AgentService:
             KeeperUp(
                 state=state,
                 exits=tuple(exits),
-                started_s=reader.find_spawned(state.generation, state.running),
+                started_s=reader.read_spawn_s(state.generation, state.running),
                 newest_on_disk=newest,
                 begun=begun,
             )
@@ -417,7 +417,7 @@ class AgentService:
         return Ranks(keeper.generation, dict(keeper.running), frozenset(ports - {0}))
 
 
-def find_plugin() -> str:
+def provide_plugin() -> str:
     """Return the path of the NCCL plugin, built now if need be; empty where it cannot be."""
     try:
         path = find_nccl_plugin() or build_nccl_plugin()
@@ -443,7 +443,7 @@ async def _main(job: str, node: int) -> None:
     check_spoken(endpoint.speaks, f"the job {job}")
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    run_pid = find_run_pid()
+    run_pid = read_run_pid()
     bus = await _connect(endpoint, f"perdure agent {job} {node}", run_pid, node)
     if bus is None:
         log.error("`perdure run` (pid %d) is gone", run_pid)
@@ -483,8 +483,8 @@ async def _connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> Na
 def _make_base(spec: JobSpec, node: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return what the node's ranks inherit of its agent's environment, and what this node adds."""
     base = {name: value for name, value in env.items() if name not in RANK_ONLY}
-    if share := find_group_devices(spec, node, env):
+    if share := choose_group_devices(spec, node, env):
         base[GROUP_DEVICES] = share
-    if interface := find_gloo_interface(spec, env):
+    if interface := choose_gloo_interface(spec, env):
         base["GLOO_SOCKET_IFNAME"] = interface
     return base

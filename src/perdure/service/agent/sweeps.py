@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from perdure.adapters.devices import Nvml
-from perdure.adapters.host import find_parents
+from perdure.adapters.host import list_ancestors
 from perdure.adapters.links import LinkReader
 from perdure.adapters.netlink import list_interfaces
 from perdure.adapters.nics import NicReader
@@ -48,7 +48,7 @@ class DeviceTelemetry:
         while nvml is not None:
             pids = dict(ranks())
             try:
-                looks = await asyncio.to_thread(nvml.sample, find_parents, pids, self._offset_s)
+                looks = await asyncio.to_thread(nvml.sample, list_ancestors, pids, self._offset_s)
                 self._taken = looks
             except Exception:  # A driver in trouble may say anything; training is not in it.
                 log.exception("no look at the devices")
@@ -75,7 +75,7 @@ _INTERFACES_S = 30.0
 
 
 class Ranks(NamedTuple):
-    """Whose connections to look at."""
+    """The ranks whose connections are looked at."""
 
     generation: int
     pids: Mapping[int, int]
@@ -128,7 +128,7 @@ class LinkTelemetry:
         self._generation = ranks.generation
         sweep = self._reader.sweep(now, ranks.pids, ranks.store_ports)
         self._cost_s = sweep.cost_s
-        self._taken.append((sweep, self._nics.sample(self._find_interfaces(now))))
+        self._taken.append((sweep, self._nics.sample(self._list_used_interfaces(now))))
 
     def join(self, beat: NodeBeat) -> NodeBeat:
         """Return `beat` with the oldest sweep that no heartbeat has carried yet."""
@@ -138,15 +138,15 @@ class LinkTelemetry:
         sweep, nics = self._taken.popleft()
         return msgspec.structs.replace(beat, sweep=sweep, nics=nics)
 
-    def find_address(self) -> str:
+    def choose_address(self) -> str:
         """Return the address of this node that the ranks' traffic uses; empty if there is none."""
-        return self._reader.find_address()
+        return self._reader.choose_address()
 
     def close(self) -> None:
         """Close the lines to the kernel."""
         self._reader.close()
 
-    def _find_interfaces(self, now: float) -> set[str]:
+    def _list_used_interfaces(self, now: float) -> set[str]:
         if now - self._interfaces_s > _INTERFACES_S:
             self._interfaces_s = now
             try:

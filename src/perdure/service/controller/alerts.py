@@ -162,14 +162,14 @@ class Alerter:
             OSError: it cannot be reached, or refuses.
             ValueError: there is no such URL.
         """
-        url = find_url(self._config.webhook)
+        url = read_url(self._config.webhook)
         request = urllib.request.Request(
             url, data=data, headers={"Content-Type": "application/json"}, method="POST"
         )
         await asyncio.to_thread(_open, request, self._config.timeout_s)
 
 
-def find_url(webhook: str) -> str:
+def read_url(webhook: str) -> str:
     """Return the URL that `webhook` is, or that stands in its file.
 
     Raises:

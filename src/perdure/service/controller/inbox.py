@@ -74,7 +74,7 @@ _QUIET_S = 1.0
 
 @dataclass(slots=True)
 class Arrived:
-    """What has arrived since the last turn."""
+    """Everything that has arrived since the last turn."""
 
     messages: list[tuple[str, EventMessage, Reply]] = field(default_factory=list)
     """Each with its sender, as the subject says."""

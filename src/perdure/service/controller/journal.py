@@ -42,7 +42,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.ports import STUCK_S, JournalStream
 from perdure.service.processes import start_bound
-from perdure.telemetry.fate import find_end
+from perdure.telemetry.outcome import find_end
 
 log = logging.getLogger("perdure.journal")
 
@@ -220,7 +220,7 @@ class Journal:
             ProtocolError: it holds something that is no journal.
         """
         groups = await self._stream.read_all(first=max(position.groups, 1))
-        if not groups or _find_digest(groups[0]) != position.digest:
+        if not groups or _compute_digest(groups[0]) != position.digest:
             return None
         entries = self._take(position, groups[1:])
         if entries and entries[0].seq != position.entries + 1:
@@ -233,7 +233,7 @@ class Journal:
     def _take(self, position: Position, groups: list[bytes]) -> list[JournalEntry]:
         entries = parse_journal(b"".join(groups).splitlines(keepends=True))
         self._groups = position.groups + len(groups)
-        self._digest = _find_digest(groups[-1]) if groups else position.digest
+        self._digest = _compute_digest(groups[-1]) if groups else position.digest
         self.last_seq = entries[-1].seq if entries else position.entries
         return entries
 
@@ -314,13 +314,13 @@ class Journal:
             log.warning("the journal can be written again, after %d attempts", failures)
         if number != self._groups + 1:
             raise FencedError(f"the journal's group has number {number}, not {self._groups + 1}")
-        self._groups, self._digest = number, _find_digest(data)
+        self._groups, self._digest = number, _compute_digest(data)
         self.last_seq += len(lines)
         if self._mirror is not None:
             self._mirror.append(data)
 
 
-def _find_digest(data: bytes) -> str:
+def _compute_digest(data: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 

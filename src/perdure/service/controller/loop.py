@@ -23,7 +23,7 @@ from perdure.control import Memory
 from perdure.control.joining import preview_invitations
 from perdure.control.lighthouse.watch import ReplicaWatch
 from perdure.control.orders import OrderBook, Sending
-from perdure.control.records import find_record
+from perdure.control.records import make_journal_event
 from perdure.control.senders import describe_sender, find_role, find_untrue, sift_beat
 from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector
@@ -371,7 +371,7 @@ class ControllerService:
                         args=command.args,
                         who=command.who,
                         at_s=turn.now,
-                        pace=self._memory.fold.find_pace(),
+                        pace=self._memory.fold.estimate_pace(),
                     )
                     self._add(turn, event)
 
@@ -398,7 +398,7 @@ class ControllerService:
             turn.sendings += self._orders.take(action)
             if isinstance(action, AnswerCommand):
                 turn.answers.append(action)
-            record = find_record(turn.now, action)
+            record = make_journal_event(turn.now, action)
             if record is not None:
                 self._add(turn, record)
             if isinstance(action, EndJob):

@@ -1,7 +1,7 @@
 """What the cluster says of a job's pods, brought to the controller's door as notices.
 
 A pod that was OOMKilled, evicted or preempted cannot say so itself, and its silence looks like any
-other. The first pod asks the API server instead. Each fate is told once: its id is the command's,
+other. The first pod asks the API server instead. Each loss is told once: its id is the command's,
 so that a controller that is started again tells it to a journal that has it.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 from perdure.adapters.notices.kubernetes import KubernetesPods, is_pod
 from perdure.model.bus.wire import Command, Notice
 from perdure.model.errors import PlatformError
-from perdure.model.platforms.kubernetes import JOB_LABEL, PodFate, explain_fate, find_fates
+from perdure.model.platforms.kubernetes import JOB_LABEL, PodLoss, explain_pod_loss, list_pod_losses
 
 log = logging.getLogger("perdure.controller")
 
@@ -38,7 +38,7 @@ class PodSource(Protocol):
 
 
 class PodWatch:
-    """Tells what becomes of pods, each fate once."""
+    """Tells what becomes of pods, each loss once."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class PodWatch:
         Raises:
             PlatformError: the server cannot be asked.
         """
-        for fate in find_fates(await self._source.read(), self._source.own):
-            if fate.id in self._told:
+        for loss in list_pod_losses(await self._source.read(), self._source.own):
+            if loss.id in self._told:
                 continue
-            events = await self._source.read_events(fate.pod) if fate.asks else ()
-            known = explain_fate(fate, events)
+            events = await self._source.read_events(loss.pod) if loss.asks else ()
+            known = explain_pod_loss(loss, events)
             if known is not None:
                 self._told.add(known.id)
                 self._tell(_make_command(known))
@@ -94,14 +94,14 @@ def open_watch(tell: Callable[[Command], None]) -> PodWatch | None:
         return None
 
 
-def _make_command(fate: PodFate) -> Command:
+def _make_command(loss: PodLoss) -> Command:
     notice = Notice(
         kind="machine",
-        machine=fate.pod,
-        node=0 if fate.first else -1,
-        reason=fate.reason,
+        machine=loss.pod,
+        node=0 if loss.first else -1,
+        reason=loss.reason,
         source=SOURCE,
-        ended_s=fate.ended_s,
+        ended_s=loss.ended_s,
     )
     args: dict[str, Any] = msgspec.to_builtins(notice)
-    return Command(id=f"pod-{fate.id}", kind="notify", args=args, who=SOURCE)
+    return Command(id=f"pod-{loss.id}", kind="notify", args=args, who=SOURCE)

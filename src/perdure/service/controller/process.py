@@ -24,7 +24,7 @@ from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
 from perdure.service.access.credentials import is_loopback, make_token
-from perdure.service.access.joining import find_admission
+from perdure.service.access.joining import read_admission
 from perdure.service.controller.alerts import Alerter
 from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.leading import lead, open_stream, run_while
@@ -40,9 +40,9 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_document,
 )
-from perdure.service.part import Tasks, find_run_pid, run_part, watch_process
+from perdure.service.part import Tasks, read_run_pid, run_part, watch_process
 from perdure.service.processes import find_by_argument, find_marked
-from perdure.telemetry.fate import RUN_LOST
+from perdure.telemetry.outcome import RUN_LOST
 
 log = logging.getLogger("perdure.controller")
 
@@ -101,10 +101,10 @@ async def _main(job: str, node: int) -> None:
             term=lease.lease.term if lease else 0,
             check=lease.check if lease else lambda: None,
         )
-        service.inbox.admit = lambda node: find_admission(spec, paths, node)
+        service.inbox.admit = lambda node: read_admission(spec, paths, node)
         async with _reach_out(spec, paths, service, alerter):
             gone = partial(_end_job, service)
-            with _serve_metrics(spec, newest), watch_process(find_run_pid(), gone):
+            with _serve_metrics(spec, newest), watch_process(read_run_pid(), gone):
                 ended = await run_while(lease, service.run())
     _end_orphans(spec, paths)
     log.info("the job has ended: %s, %s", ended.status, ended.reason)
@@ -163,7 +163,7 @@ def _serve_metrics(spec: JobSpec, newest: list[Snapshot]) -> Iterator[None]:
 
 def _end_job(service: ControllerService) -> None:
     """End the job, as `perdure run` is gone: nobody is left to show it, or to clean up."""
-    run_pid = find_run_pid()
+    run_pid = read_run_pid()
     log.error("`perdure run` (pid %d) is gone: ending the job", run_pid)
     service.command(Command(id=f"run-{run_pid}-gone", kind="kill", who=RUN_LOST))
 
@@ -177,7 +177,7 @@ async def restart_server(spec: JobSpec, paths: JobPaths, stream: NatsStream) -> 
     before anybody comes here: the next one cannot open the journal (`_start_anew`).
     """
     folders = _list_folders(spec, paths)
-    leader = await stream.find_leader() if len(folders) > 1 else ""
+    leader = await stream.read_leader() if len(folders) > 1 else ""
     for folder in folders:
         if len(folders) == 1 or leader == f"perdure-{spec.name}-{os.path.basename(folder)}":
             _start_anew(folder)
@@ -205,7 +205,7 @@ def _end_orphans(spec: JobSpec, paths: JobPaths) -> None:
     Those are the nats-servers; and before them the controllers that stand by, which would wait for
     the lease of a job without a server.
     """
-    run_pid = find_run_pid()
+    run_pid = read_run_pid()
     if not run_pid or read_state(run_pid) not in "XZ":
         return
     for pid in set(find_marked(spec.name, resolve_home())) & set(find_by_argument("controller")):

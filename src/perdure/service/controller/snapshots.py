@@ -30,7 +30,7 @@ log = logging.getLogger("perdure.controller")
 EVERY = 10_000
 """Entries between two snapshots."""
 KEPT = 2
-_ROOMS = ("model", "control", "telemetry", "policy", "plan")
+_FOLDERS = ("model", "control", "telemetry", "policy", "plan")
 """What decides how an entry changes a memory."""
 
 
@@ -44,12 +44,12 @@ class _Header(msgspec.Struct, frozen=True):
     """xxh3_128 of the body."""
 
 
-def find_code_digest() -> str:
+def compute_code_digest() -> str:
     """Return what tells this code from any other that might fold a journal differently."""
     root = Path(perdure.__file__).parent
     digest = xxhash.xxh3_128(perdure.__version__.encode())
-    for room in _ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
+    for folder in _FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -60,7 +60,7 @@ class SnapshotFiles:
     def __init__(self, folder: str) -> None:
         """Use `folder`; it is made with the first snapshot."""
         self._folder = folder
-        self._code = find_code_digest()
+        self._code = compute_code_digest()
 
     def render(self, memory: Memory, position: Position) -> tuple[int, bytes]:
         """Return the number and the file of a snapshot of `memory`, which stands at `position`."""

@@ -21,7 +21,14 @@ from perdure.adapters.host import end_leftovers, read_boot_id, read_start_time
 from perdure.model.codec import encode
 from perdure.model.queue import Attempt, Claim, Ending, Item
 from perdure.service.jobfiles import read_document, write_atomic
-from perdure.service.queue.store import ATTEMPT, CLAIM, ENDING, OUTPUT, create_once, find_missing
+from perdure.service.queue.store import (
+    ATTEMPT,
+    CLAIM,
+    ENDING,
+    OUTPUT,
+    create_once,
+    list_missing_outputs,
+)
 
 GRACE_S = 30.0
 """Between SIGTERM and SIGKILL when an attempt is stopped or has run out of time: room for a
@@ -57,14 +64,14 @@ def main(folder: str) -> int:
     return 0
 
 
-def find_locks() -> Path:
+def locate_locks() -> Path:
     """Return where a machine's GPUs are locked: by queues, and by jobs launched onto it."""
     return Path(os.path.expanduser("~/.perdure-locks"))
 
 
 def take_devices(given: Attempt, locks: contextlib.ExitStack) -> bool:
     """Lock the attempt's GPUs, waiting for whoever else has them; False where it was stopped."""
-    folder = find_locks()
+    folder = locate_locks()
     for slot in sorted(given.slots):
         if slot.startswith(CPU_SLOT):
             continue
@@ -100,7 +107,7 @@ def _carry_out(given: Attempt, place: Path, claim: Claim) -> Ending:
     code, number = (
         (0, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), 0)
     )
-    missing = find_missing(item) if not (code or number or reason) else ()
+    missing = list_missing_outputs(item) if not (code or number or reason) else ()
     return Ending(at_s=time.time(), code=code, signal=number, reason=reason, missing=missing)
 
 
@@ -114,7 +121,12 @@ def _become(given: Attempt, place: Path, marks: dict[str, str], gate: int) -> No
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.closerange(output, output + 1)
-        env = {**os.environ, "PERDURE_HOME": given.home, **find_devices(given.slots), **item.env}
+        env = {
+            **os.environ,
+            "PERDURE_HOME": given.home,
+            **make_device_variables(given.slots),
+            **item.env,
+        }
         env |= {**marks, "PERDURE_QUEUE_ATTEMPT": str(given.attempt)}
         env["PATH"] = env.get("PATH", os.defpath)
         if os.read(gate, 1) != b"!":
@@ -140,7 +152,7 @@ def make_command(item: Item, place: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "perdure", *words]
 
 
-def find_devices(slots: tuple[str, ...]) -> dict[str, str]:
+def make_device_variables(slots: tuple[str, ...]) -> dict[str, str]:
     """Return the environment that shows an attempt its GPUs and no others."""
     gpus = [slot for slot in slots if not slot.startswith(CPU_SLOT)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

@@ -18,17 +18,17 @@ from pathlib import Path
 from perdure.adapters.devices import Nvml
 from perdure.control.queue import (
     Book,
-    Line,
+    QueueEntry,
     Start,
+    compute_ready_s,
     decide,
-    find_oversized,
-    find_ready_s,
+    list_oversized,
     next_deadline,
 )
 from perdure.model.errors import PlatformError
 from perdure.model.queue import Attempt, Claim, Ended, Ending, Found, Started
 from perdure.service.jobfiles import write_document
-from perdure.service.queue.holder import CPU_SLOT, find_locks
+from perdure.service.queue.holder import CPU_SLOT, locate_locks
 from perdure.service.queue.store import (
     ATTEMPT,
     CLAIM,
@@ -37,7 +37,7 @@ from perdure.service.queue.store import (
     QueueStore,
     RunnerLock,
     create_once,
-    find_proof,
+    has_proof,
     look_at_attempt,
 )
 
@@ -81,7 +81,7 @@ class Runner:
         try:
             while not self._leave:
                 book = self.step()
-                oversized = find_oversized(book, self._slots)
+                oversized = list_oversized(book, self._slots)
                 if not keep and all(line in oversized for line in book.unfinished()):
                     break
                 self._rest(book)
@@ -106,8 +106,10 @@ class Runner:
         endings = [(line, self._follow(line)) for line in book.running()]
         ended = [(line, ending) for line, ending in endings if ending is not None]
         now = self._clock()
-        looked = [book.lines[s.name] for s in decide(book, now, self._slots, self._find_busy())]
-        found = [line for line in looked if not line.again and find_proof(self._store, line.item)]
+        looked = [
+            book.lines[s.name] for s in decide(book, now, self._slots, self._list_busy_slots())
+        ]
+        found = [line for line in looked if not line.again and has_proof(self._store, line.item)]
         if not ended and not looked:
             return book
         starts = []
@@ -125,7 +127,7 @@ class Runner:
             self._spawn(start)
         return self._store.book
 
-    def _settle(self, append: Callable[..., None], line: Line, ending: Ending) -> None:
+    def _settle(self, append: Callable[..., None], line: QueueEntry, ending: Ending) -> None:
         name, attempt, began_s = line.item.name, line.attempts, line.started_s
         append(Ended(name, attempt, ending))
         self._spawned.pop((name, attempt), None)
@@ -133,11 +135,11 @@ class Runner:
         state = "removed" if after is None else after.state
         again = ""
         if after is not None and state == "waiting":
-            again = f"; again in {max(0.0, find_ready_s(after) - self._clock()):.0f} s"
+            again = f"; again in {max(0.0, compute_ready_s(after) - self._clock()):.0f} s"
         took_s = max(0.0, ending.at_s - began_s)
         self._say(f"{name}: {state}, {ending.cause} after {took_s:.0f} s{again}")
 
-    def _follow(self, line: Line) -> Ending | None:
+    def _follow(self, line: QueueEntry) -> Ending | None:
         """Return how the running attempt of an item ended; None while it goes on."""
         key = (line.item.name, line.attempts)
         found = look_at_attempt(self._store, line.item, line.attempts)
@@ -191,11 +193,11 @@ class Runner:
         where = ", ".join(start.slots)
         self._say(f"{start.name}: attempt {start.attempt} on {where or 'no slot'}")
 
-    def _find_busy(self) -> tuple[str, ...]:
+    def _list_busy_slots(self) -> tuple[str, ...]:
         now = time.monotonic()
         if now - self._busy_s >= _BUSY_S:
             self._busy_s = now
-            busy = tuple(find_busy(self._slots))
+            busy = tuple(list_busy_slots(self._slots))
             ours = {slot for line in self._store.book.running() for slot in line.slots}
             fresh = set(busy) - set(self._busy) - ours
             if fresh:
@@ -223,7 +225,7 @@ def stop_attempt(claim: Claim) -> None:
             return
 
 
-def find_busy(slots: Iterable[str]) -> list[str]:
+def list_busy_slots(slots: Iterable[str]) -> list[str]:
     """Return the GPUs that somebody uses: a lock is held, or NVML shows a process on it."""
     gpus = [slot for slot in slots if not slot.startswith(CPU_SLOT)]
     if not gpus:
@@ -232,7 +234,7 @@ def find_busy(slots: Iterable[str]) -> list[str]:
     used = nvml.list_used() if nvml is not None else frozenset()
     if nvml is not None:
         nvml.close()
-    return [gpu for gpu in gpus if gpu in used or _is_locked(find_locks() / f"{gpu}.lock")]
+    return [gpu for gpu in gpus if gpu in used or _is_locked(locate_locks() / f"{gpu}.lock")]
 
 
 def _is_locked(path: Path) -> bool:

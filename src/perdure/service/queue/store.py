@@ -131,7 +131,7 @@ class RunnerLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            pid = find_runner(store)
+            pid = read_runner_pid(store)
             self._file.close()
             raise ConfigError(
                 f"queue `{store.name}` is being run by pid {pid}",
@@ -146,7 +146,7 @@ class RunnerLock:
         self._file.close()
 
 
-def find_runner(store: QueueStore) -> int:
+def read_runner_pid(store: QueueStore) -> int:
     """Return the pid of the living runner; 0 where there is none."""
     try:
         with open(store.root / "runner.lock", "rb") as file:
@@ -184,22 +184,22 @@ def look_at_attempt(store: QueueStore, item: Item, number: int) -> Claim | Endin
             return claim
     at_s = max(path.stat().st_mtime for path in folder.iterdir())
     why = "nobody saw its end (killed?)" if same_boot else "the machine was started anew"
-    if find_proof(store, item):
+    if has_proof(store, item):
         why = ""
     return Ending(at_s=at_s, reason=why)
 
 
-def find_proof(store: QueueStore, item: Item) -> bool:
+def has_proof(store: QueueStore, item: Item) -> bool:
     """Return whether something other than an exit code proves that an item is done."""
     if item.done:
-        return not find_missing(item)
+        return not list_missing_outputs(item)
     if item.job is not None:
         snapshot = load_snapshot(paths_of(store.home, item.name))
         return snapshot is not None and snapshot.state == "done"
     return False
 
 
-def find_missing(item: Item) -> tuple[str, ...]:
+def list_missing_outputs(item: Item) -> tuple[str, ...]:
     """Return those of the files in `done` that are not there or hold nothing."""
     return tuple(path for path in item.done if not _is_there(item.cwd, path))
 

@@ -202,7 +202,7 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------
 
-    def find(self) -> tuple[int, dict[str, Any]]:
+    def read_newest(self) -> tuple[int, dict[str, Any]]:
         """Return what `restore` will load: its step (0 for none) and the states of its objects.
 
         Objects are all but models and optimizers. All ranks take the same checkpoint: rank 0
@@ -217,14 +217,14 @@ class Checkpointer:
         return self._found.step, self._found.own.get("objects", {})
 
     def restore(self, extra: dict[str, Any]) -> int:
-        """Load what `find` finds into what was registered; return its step, or 0.
+        """Load what `read_newest` returns into what was registered; return its step, or 0.
 
         Fills `extra` with what was saved beside it.
 
         Raises:
             ConfigError: the checkpoint is whole but does not fit what was registered.
         """
-        self.find()
+        self.read_newest()
         assert self._found is not None
         step, folder, skipped, own = self._found
         self._found = None

@@ -150,11 +150,11 @@ def remove_temporaries(root: Path, before: int | None = None) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def find_kept(
+def choose_kept_steps(
     steps: Iterable[int],
     config: CheckpointConfig,
     newest: int,
-    find_metric: Callable[[int], float | None],
+    read_metric: Callable[[int], float | None],
 ) -> set[int]:
     """Return the steps whose checkpoints are kept: last k, every n-th, best by metric.
 
@@ -167,7 +167,7 @@ def find_kept(
     if config.keep_every_steps:
         kept |= {step for step in past if step % config.keep_every_steps == 0}
     if config.keep_best:
-        values = [(find_metric(step), -step) for step in past]
+        values = [(read_metric(step), -step) for step in past]
         metrics = [(v, s) for v, s in values if v is not None and math.isfinite(v)]
         kept |= {-min(metrics)[1]} if metrics else set()
     return kept
@@ -183,12 +183,12 @@ def remove_surplus(
 ) -> None:
     """Call `remove` with each step whose checkpoint no rule keeps; `read` returns a manifest."""
 
-    def find_metric(step: int) -> float | None:
+    def read_metric(step: int) -> float | None:
         with contextlib.suppress(OSError, ProtocolError):
             return read(step).metrics.get(config.keep_best)
         return None
 
-    for step in set(steps) - find_kept(steps, config, newest, find_metric):
+    for step in set(steps) - choose_kept_steps(steps, config, newest, read_metric):
         remove(step)
 
 

@@ -17,7 +17,7 @@ from perdure.worker.checkpoint.index import read_index
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What is on standard input."""
+    """The request on standard input."""
 
     paths: tuple[str, ...]
     allow_pickle: bool = False
@@ -41,7 +41,7 @@ def load(path: Path, *, allow_pickle: bool) -> int:
         return _count(torch.load(path, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError:
         if not allow_pickle:
-            if names := _find_foreign(path):
+            if names := _list_foreign(path):
                 raise ForeignError(f"names {', '.join(names[:3])}") from None
             raise
         return _count(torch.load(path, map_location="cpu", weights_only=False))
@@ -53,7 +53,7 @@ def load(path: Path, *, allow_pickle: bool) -> int:
         return _count(torch.jit.load(path, map_location="cpu"))  # type: ignore[no-untyped-call]
 
 
-def _find_foreign(path: Path) -> list[str]:
+def _list_foreign(path: Path) -> list[str]:
     """Return what a whole archive names beside plain data; nothing where it cannot be told."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))

@@ -108,7 +108,7 @@ class Registry:
         return {
             id(parameter)
             for model in self.models.values()
-            for ddp in find_ddp(model).values()
+            for ddp in list_ddp_modules(model).values()
             for name, parameter in ddp.module.named_parameters()
             if name not in ddp.parameters_to_ignore
         }
@@ -156,7 +156,7 @@ class Registry:
         return {
             f"{name}.{path}": ddp
             for name, model in self.models.items()
-            for path, ddp in find_ddp(model).items()
+            for path, ddp in list_ddp_modules(model).items()
         }
 
     def _order(self, path: str, ddp: DistributedDataParallel) -> list[str]:
@@ -316,7 +316,7 @@ def place_scalar(value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:
     return value
 
 
-def find_ddp(module: nn.Module) -> dict[str, DistributedDataParallel]:
+def list_ddp_modules(module: nn.Module) -> dict[str, DistributedDataParallel]:
     """Return every DDP module in `module` (itself included) by its path."""
     found = module.named_modules()
     return {name: part for name, part in found if isinstance(part, DistributedDataParallel)}

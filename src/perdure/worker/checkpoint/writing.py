@@ -42,7 +42,7 @@ _FREE_MIN = 64 << 10
 
 
 class SaveAbandoned(Exception):
-    """Another rank has failed, and says so itself."""
+    """Raised where another rank has failed, which says so itself."""
 
 
 class SaveTask:

@@ -237,7 +237,7 @@ def open_sharded_trainer(
     Raises:
         ConfigError: `shard` is no number of ranks.
     """
-    from perdure.worker.elastic.snapshots import find_memory
+    from perdure.worker.elastic.snapshots import locate_memory
     from perdure.worker.elastic.state.sharded import ShardedReplica, ShardedState
 
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
@@ -258,7 +258,7 @@ def open_sharded_trainer(
         minimum=0 if shard == "full" else shard,
         exact=exact,
         snapshot_every=snapshot_every,
-        memory=find_memory(),
+        memory=locate_memory(),
         bucket_bytes=bucket_bytes,
     )
     return Trainer(state, membership=membership, config=config)
@@ -294,7 +294,7 @@ def open_pipeline_trainer(
         ConfigError: `stages` is no number of ranks or of another model, or blocks share a
             parameter.
     """
-    from perdure.worker.elastic.snapshots import find_memory
+    from perdure.worker.elastic.snapshots import locate_memory
     from perdure.worker.elastic.state.blocks import StagedReplica
     from perdure.worker.elastic.state.staged import StagedState
 
@@ -325,7 +325,7 @@ def open_pipeline_trainer(
         exact=exact,
         choose=choose,
         snapshot_every=snapshot_every,
-        memory=find_memory(),
+        memory=locate_memory(),
         bucket_bytes=bucket_bytes,
         recompute=recompute,
         schedule=_check_schedule(schedule, stages),

@@ -18,7 +18,7 @@ from typing import Any
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state import State
-from perdure.worker.settings import find_checkpoint_url, read_spec
+from perdure.worker.settings import read_checkpoint_url, read_spec
 
 EVERY_S = 60.0
 """Where the job says nothing: only a restart of the whole world ever reads one."""
@@ -48,7 +48,7 @@ class Saving:
         """All have heard that the newest state is to be saved; or it is this rank's to say."""
 
     def enter(self, mine: bool, number: int, count: int) -> None:
-        """A world is formed, in which this member has part `number` of `count`.
+        """Enter a world in which this member has part `number` of `count`.
 
         It is `mine` to save where other members have the same part.
         """
@@ -58,9 +58,9 @@ class Saving:
                 self._saver.settle()
             self._saver = self._open(number, count)
 
-    def find(self) -> int:
+    def read_newest(self) -> int:
         """Return the step of the newest usable checkpoint, 0 where there is none."""
-        return self._saver.find()[0] if self._saver is not None else 0
+        return self._saver.read_newest()[0] if self._saver is not None else 0
 
     def restore(self, extra: dict[str, Any]) -> int:
         """Load the newest checkpoint, fill `extra`; return its step, 0 where there is none.
@@ -109,7 +109,7 @@ class Saving:
     def _open(self, number: int, count: int) -> Checkpointer:
         membership = self._membership
         saver = Checkpointer(
-            url=find_checkpoint_url(self.config),
+            url=read_checkpoint_url(self.config),
             config=self.config,
             rank=number,
             world_size=count,

@@ -36,10 +36,10 @@ from perdure.plan.elastic.microbatches import (
     Node,
     assign,
     cover,
-    find_parent,
-    find_root,
-    find_sibling,
     leaves_of,
+    parent_of,
+    root_of,
+    sibling_of,
 )
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.group import Broken, Group
@@ -58,16 +58,16 @@ class GradientTree:
 
     def add(self, node: Node, value: Sum) -> None:
         """Take a node's sum, which is this tree's to alter, and add it up as far as it goes."""
-        root = find_root(self._count)
+        root = root_of(self._count)
         while node != root:
-            sibling = find_sibling(node, self._count)
+            sibling = sibling_of(node, self._count)
             if sibling is not None:
                 other = self._sums.pop(sibling, None)
                 if other is None:
                     break
                 for mine, its in zip(value, other, strict=True):
                     mine.add_(its)
-            node = find_parent(node)
+            node = parent_of(node)
         self._sums[node] = value
 
     def reduce(self, group: Any, owner: Mapping[int, int], me: int, out: Sequence[Tensor]) -> None:
@@ -86,7 +86,7 @@ class GradientTree:
                 group.broadcast(tensor, rank)
             group.wait()
             total.add(node, value)
-        for tensor, result in zip(out, total._sums[find_root(self._count)], strict=True):
+        for tensor, result in zip(out, total._sums[root_of(self._count)], strict=True):
             tensor.copy_(result)
 
     def clear(self) -> None:
@@ -104,7 +104,7 @@ def plan_sends(owner: Mapping[int, int], count: int) -> list[tuple[Node, int]]:
 
 
 class Numbers(NamedTuple):
-    """What the numbers are; views of one tensor."""
+    """The numbers of a step, as views of one tensor."""
 
     counts: Tensor
     """How often each part of the model has done each micro-batch: (parts, micro-batches)."""

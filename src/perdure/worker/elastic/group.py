@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from perdure.model.codec import decode, encode
-from perdure.plan.elastic.commit import Standing
-from perdure.plan.elastic.shards import ShardStanding
-from perdure.plan.elastic.stage_commit import StageStanding
+from perdure.plan.elastic.commit import MemberProgress
+from perdure.plan.elastic.shards import ShardProgress
+from perdure.plan.elastic.stage_commit import StageProgress
 from perdure.worker.interrupt import shut_down_gloo
 
 _BUILD_S = 10.0
@@ -38,7 +38,7 @@ _APART_LOOK_S = 0.005
 _BACKEND = "perdure"
 _PrefixStore: Any = vars(dist)["PrefixStore"]
 
-AnyStanding = TypeVar("AnyStanding", Standing, ShardStanding, StageStanding)
+AnyProgress = TypeVar("AnyProgress", MemberProgress, ShardProgress, StageProgress)
 Made = TypeVar("Made")
 Opened = TypeVar("Opened", bound="Group")
 
@@ -240,7 +240,7 @@ class Group:
         self._group = None
 
 
-class Copy(Group):
+class ShardGroup(Group):
     """The members that together hold one copy of a sharded state.
 
     It is torch's default process group, because a device mesh asks for that.
@@ -361,29 +361,29 @@ def _translated() -> Any:
         raise Broken(str(error).splitlines()[0]) from None
 
 
-def exchange_standings(
+def exchange_progress(
     store: Any,
     members: tuple[int, ...],
     me: int,
-    standing: AnyStanding,
+    member_progress: AnyProgress,
     overtaken: Callable[[], bool],
-) -> dict[int, AnyStanding]:
-    """Return every member's standing; `me` writes `standing`, once.
+) -> dict[int, AnyProgress]:
+    """Return every member's progress; `me` writes `member_progress`, once.
 
     Raises:
         Broken: `overtaken()` became true first: there is a newer epoch.
     """
-    store.set(f"standing/{me}", encode(standing))
-    return read_standings(store, members, type(standing), overtaken)
+    store.set(f"standing/{me}", encode(member_progress))
+    return read_progress(store, members, type(member_progress), overtaken)
 
 
-def read_standings(
+def read_progress(
     store: Any,
     members: Sequence[int],
-    kind: type[AnyStanding],
+    kind: type[AnyProgress],
     overtaken: Callable[[], bool],
-) -> dict[int, AnyStanding]:
-    """Return the standings of `members`, once they have written them.
+) -> dict[int, AnyProgress]:
+    """Return the progress of `members`, once they have written them.
 
     Raises:
         Broken: `overtaken()` became true first: there is a newer epoch.

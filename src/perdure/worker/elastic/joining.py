@@ -57,14 +57,14 @@ _HEADER_BYTES_MAX = 1 << 20
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """From the follower: how far are you? Answered by `At`."""
+    """The follower's question how far the donor is; it is answered by `At`."""
 
     generation: int
     member: int
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
-    """From the follower: send your share of the state at `step`, and every step from there on."""
+    """The follower's request for its share of the state at `step` and every step from there on."""
 
     step: int
     share: int
@@ -72,7 +72,7 @@ class Take(msgspec.Struct, frozen=True, tag=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
-    """From the donor: bytes follow, the skeleton's first, then the blobs'."""
+    """The donor's header of bytes that follow: the skeleton's first, then the blobs'."""
 
     kind: str
     """`state`, or `step`: the reduced gradients of step number `step`."""
@@ -213,7 +213,7 @@ class Donor:
     # --- by the training thread ---------------------------------------------------------------
 
     def stand(self, step: int, epoch: int) -> None:
-        """The state is that after `step` steps, and does not change before `release`.
+        """Note that the state is that after `step` steps, and does not change before `release`.
 
         `epoch` tells it from what others made of the same step.
         """

@@ -236,7 +236,7 @@ class Membership:
 
     def _serve(self) -> str:
         """Serve a store of this rank's own; return its address, an empty string without one."""
-        host = find_host()
+        host = read_host_address()
         try:
             store, port = serve_store(host, int(os.environ.get("WORLD_SIZE", "1")))
         except (OSError, RuntimeError) as error:
@@ -284,11 +284,11 @@ class Membership:
         return make_apart(connect, self.overtaken, "perdure-store")
 
 
-def find_node() -> str:
+def read_node_name() -> str:
     """Return the name of this rank's node; an empty string outside a job."""
     return os.environ.get("PERDURE_NODE", "")
 
 
-def find_host() -> str:
+def read_host_address() -> str:
     """Return the address at which other nodes reach this process."""
     return os.environ.get("PERDURE_NODE_ADDRESS", "") or "127.0.0.1"

@@ -106,7 +106,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return _change(value, lambda one: change(one) if isinstance(one, Tensor) else one)
 
 
-def find_tensors(value: Any) -> list[Tensor]:
+def collect_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a collection."""
     found: list[Tensor] = []
     map_tensors(value, found.append)
@@ -277,11 +277,11 @@ def move_rows(
     else:
         parts = _make_parts(mine, shapes, keys)
         for piece in inner:
-            _cut(parts, mine, piece).copy_(_find(read, piece))
+            _cut(parts, mine, piece).copy_(_read_piece(read, piece))
     exchange(
         group,
         "rows",
-        {to: [_find(read, p) for p in found] for (a, to), found in pairs.items() if a == me},
+        {to: [_read_piece(read, p) for p in found] for (a, to), found in pairs.items() if a == me},
         {a: [_cut(parts, mine, p) for p in found] for (a, to), found in pairs.items() if to == me},
     )
     return parts
@@ -310,7 +310,7 @@ def _make_parts(shard: Shard, shapes: Mapping[str, torch.Size], keys: Keys) -> P
     }
 
 
-def _find(read: Callable[[Source], Parts], piece: Piece) -> Tensor:
+def _read_piece(read: Callable[[Source], Parts], piece: Piece) -> Tensor:
     """Return a piece, where it lies."""
     source = piece[2].source
     return _cut(read(source), source.shard, piece)

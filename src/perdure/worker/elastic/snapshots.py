@@ -382,7 +382,7 @@ class Snapshots(Generic[AnySnapshot]):
         (self._folder / name).unlink(missing_ok=True)
 
 
-def find_memory() -> Path | None:
+def locate_memory() -> Path | None:
     """Return where this node's ranks keep snapshots; None outside a job."""
     home, job = os.environ.get("PERDURE_HOME", ""), os.environ.get("PERDURE_JOB", "")
     if not home or not job or not os.path.isdir("/dev/shm"):

@@ -102,7 +102,7 @@ class Steering(Depth):
         self._gate.reopen()
 
     def begin(self, applied: int, members: tuple[int, ...]) -> None:
-        """This rank is at step `applied`, in a world whose members all are."""
+        """Note that this rank is at step `applied`, in a world whose members all are."""
         self._together = applied
         self._go_on(members)
         if self._begun and applied >= self._applied:
@@ -116,7 +116,7 @@ class Steering(Depth):
             self._take_ready()
 
     def end(self, applied: int) -> None:
-        """The loop is over: promises that cannot be kept are answered."""
+        """Answer promises that cannot be kept: the loop is over."""
         self._executor.end(applied)
 
     def pass_boundary(self, applied: int, group: Group) -> None:
@@ -163,7 +163,7 @@ class Steering(Depth):
             self._saving.hand_over(self._group.members)
 
     def part(self) -> None:
-        """Those of a drain leave: every member is at this step, and needs nothing of them."""
+        """Let those of a drain leave: every member is at this step, and needs nothing of them."""
         self._go_on(self._group.members)
         me = self._membership.me
         if any(me in one.leaves for one in list(self._gate.holds.values())):

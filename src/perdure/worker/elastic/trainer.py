@@ -36,13 +36,13 @@ from perdure.worker.elastic.checkpoints import Saving
 from perdure.worker.elastic.group import (
     Broken,
     Group,
-    exchange_standings,
+    exchange_progress,
     make_device,
     reaching_store,
-    read_standings,
+    read_progress,
 )
 from perdure.worker.elastic.joining import CatchUp, Donor
-from perdure.worker.elastic.membership import Membership, find_host
+from perdure.worker.elastic.membership import Membership, read_host_address
 from perdure.worker.elastic.state import Plan, Source, State
 from perdure.worker.elastic.steering import Steering
 from perdure.worker.progress import Progress
@@ -162,7 +162,7 @@ class Trainer:
                 return
             except Broken as error:
                 why = str(error)
-                self._waited_s = self._waited_s or self._find_wait()
+                self._waited_s = self._waited_s or self._waiting_since_s()
                 self._leave()
 
     def _advance(self, group: Group) -> None:
@@ -262,7 +262,7 @@ class Trainer:
         """
         extra: dict[str, Any] = {}
         try:
-            found = self._saving.find()
+            found = self._saving.read_newest()
             if group.index == 0:
                 group.store.set("checkpoint", str(found))
             chosen = int(group.read(["checkpoint"])[0])
@@ -291,7 +291,7 @@ class Trainer:
         if supervised:
             self._device = self._device or make_device()  # A spare has it when it is called.
         self._membership.announce(
-            self._donor.open(find_host()) if supervised else "",
+            self._donor.open(read_host_address()) if supervised else "",
             offered.nbytes if offered is not None else 0,
         )
 
@@ -354,15 +354,15 @@ class Trainer:
             self._device = self._device or make_device()
         self._catch_up_last(store, members)
         me, overtaken = membership.me, membership.overtaken
-        standings = exchange_standings(store, members, me, state.stand(), overtaken)
-        plan = state.decide(standings, line)
+        progress = exchange_progress(store, members, me, state.stand(), overtaken)
+        plan = state.decide(progress, line)
         self._group = group = Group(members, me, store, self._device, overtaken)
         self._progress.enter_group()
         self._connected_s = membership.now()
         self._bring_together(plan, group)
-        state.enter(plan, group, standings, line)
+        state.enter(plan, group, progress, line)
         if state.snapshots.every:
-            state.snapshots.enter(group, {m: one.node for m, one in standings.items()})
+            state.snapshots.enter(group, {m: one.node for m, one in progress.items()})
         self._saving.enter(*state.part(group))
         if not state.whole and plan.step == 0:  # Nobody has trained anything yet.
             self._load_checkpoint(group)
@@ -375,8 +375,10 @@ class Trainer:
         if self._catching.follows:
             donors = [donor for donor in self._catching.donors if donor in members]
             kind = type(self.state.stand())
-            standings = read_standings(store, donors, kind, self._membership.overtaken)
-            self._catching.finish([standing.applied for standing in standings.values()])
+            progress = read_progress(store, donors, kind, self._membership.overtaken)
+            self._catching.finish(
+                [member_progress.applied for member_progress in progress.values()]
+            )
 
     def _bring_together(self, plan: Plan, group: Group) -> None:
         """Have who is one step behind roll forward, and give a state to who lacks it.
@@ -411,7 +413,7 @@ class Trainer:
         group = self._group
         return [*self.state.groups, *([group] if group is not None else [])]
 
-    def _find_wait(self) -> float:
+    def _waiting_since_s(self) -> float:
         """Return since when this rank has waited for what broke; 0 where it did not wait."""
         return max((group.waits_since_s for group in self._list_groups()), default=0.0)
 

@@ -196,7 +196,7 @@ class Faults:
     def _can_strike_beside(self, kind: str) -> bool:
         """Whether any thread can do it now, whatever the training thread is doing."""
         if kind == "oom":
-            return self.step < 0 and bool(cgroups.find_parents())
+            return self.step < 0 and bool(cgroups.list_parent_cgroups())
         return kind in _BESIDE
 
     def _before_collective(self) -> None:

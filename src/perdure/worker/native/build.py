@@ -39,7 +39,7 @@ _FLAGS = ("-O2", "-g0", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden",
 
 
 class BuildError(PlatformError):
-    """It cannot be built here; the message says why."""
+    """Raised where the library cannot be built here; the message says why."""
 
 
 class Torch(msgspec.Struct, frozen=True):
@@ -232,7 +232,7 @@ def status() -> RecorderStatus:
     if mode in ("python", "status", "off"):
         return RecorderStatus(mode, f"PERDURE_RECORDER={mode}", COSTS[mode], path)
     if library is None:
-        return RecorderStatus("status", explain_missing(), COSTS["status"], better=_find_better())
+        return RecorderStatus("status", explain_missing(), COSTS["status"], better=_advise_build())
     cost = load_cost(library) or measure_cost(library)
     if isinstance(cost, str):
         reason = f"the compiled one is built but does not work: {cost}"
@@ -240,7 +240,7 @@ def status() -> RecorderStatus:
     return RecorderStatus("compiled", wrong or "built for the installed torch", str(cost), path)
 
 
-def _find_better() -> str:
+def _advise_build() -> str:
     """Return what would have the compiled recorder built here."""
     if find_torch() is None:
         return ""

@@ -14,7 +14,7 @@ from typing import Any
 
 from perdure.model import ring as layout
 from perdure.worker.native.build import find_library
-from perdure.worker.recording.groups import find_timeout_s
+from perdure.worker.recording.groups import read_group_timeout_s
 from perdure.worker.recording.recorder import Members, Recorder
 from perdure.worker.ring import RingWriter, pack_ranks
 
@@ -51,7 +51,7 @@ class NativeLibrary:
         self.end_backward: Callable[[int], int] = quick.perdure_end_backward
         quick.perdure_end_backward.argtypes = [ctypes.c_int64]
         quick.perdure_end_backward.restype = ctypes.c_int64
-        names = find_operators()
+        names = list_operators()
         count = self._register(names)
         if count <= 0:
             raise RuntimeError("no operator of c10d could be taken over")
@@ -82,7 +82,7 @@ class NativeLibrary:
         self._calls.perdure_detach()
 
     def forget_groups(self) -> None:
-        """The process groups were destroyed; the names of new ones may be the same."""
+        """Forget the process groups, which were destroyed; new ones may have the same names."""
         self._calls.perdure_forget()
 
     def set_ranks(self, slot: int, ranks: tuple[int, ...]) -> None:
@@ -146,7 +146,7 @@ class CompiledRecorder(Recorder):
         return ended
 
     def forget_groups(self) -> None:
-        """The default process group was destroyed."""
+        """Forget the process groups: the default one was destroyed."""
         self._library.forget_groups()
 
     def _run(self) -> None:
@@ -163,11 +163,11 @@ class CompiledRecorder(Recorder):
     def _name_all(self) -> bool:
         """Say who is in each communicator of which that is not said yet; True if all is said."""
         known = True
-        for slot, name in self._ring.find_unnamed():
+        for slot, name in self._ring.list_unnamed_communicators():
             _, ranks = self._members(name.removesuffix(layout.P2P_SUFFIX))
             if ranks:
                 self._library.set_ranks(slot, ranks)
-                self._ring.set_comm_timeout(slot, find_timeout_s(name))
+                self._ring.set_comm_timeout(slot, read_group_timeout_s(name))
             else:
                 known = False
         return known
@@ -196,7 +196,7 @@ def why_not_loaded() -> str:
     return _why_not
 
 
-def find_operators() -> list[str]:
+def list_operators() -> list[str]:
     """Return the names of the c10d operators that this torch has."""
     import torch
 

@@ -6,7 +6,7 @@
     losses = runner.run(step, membership.overtaken)       # gradients are in p.grad, summed
 
 `group` is the elastic engine's `Group`, or anything else that sends and receives alike; cell i is
-the member `members[i]`. `orders` are those of `plan.score.find_orders` or of `Scorer.lay_out` for a
+the member `members[i]`. `orders` are those of `plan.score.plan_orders` or of `Scorer.lay_out` for a
 world, or of `plan.pipeline` directly; a micro-batch may change its column at every stage. Any
 order that `simulate` can carry out runs here without a deadlock.
 

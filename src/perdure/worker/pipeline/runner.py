@@ -82,9 +82,9 @@ class Runner:
             part.seed, part.apart = seed, trees is not None
             part.loss = loss if part.stage == schedule.stages - 1 else None
         self._mine = schedule.orders[cell]
-        self._coming = [m for a in self._mine if (m := schedule.find_input(a)) is not None]
-        self._releases = schedule.find_releases(cell)
-        self._rooms: dict[Edge, int] = {}
+        self._coming = [m for a in self._mine if (m := schedule.input_of(a)) is not None]
+        self._releases = schedule.list_releases(cell)
+        self._reserved_bytes: dict[Edge, int] = {}
         """Bytes of payload that an edge's messages have room for; the same at both ends."""
         self._reset(0)
 
@@ -110,7 +110,7 @@ class Runner:
             self._forget()
             raise
         for edge, size in self._largest.items():
-            self._rooms[edge] = max(size, self._rooms.get(edge, 0))
+            self._reserved_bytes[edge] = max(size, self._reserved_bytes.get(edge, 0))
         return {m: float(loss) for m, loss in self.losses.items()}
 
     def list_adding(self) -> list[Action]:
@@ -177,15 +177,15 @@ class Runner:
         if last:
             self.losses[m] = output.detach()
             return
-        layout = describe(output, part.find_differing(output, kept))
+        layout = describe(output, part.mark_differing(output, kept))
         self._layouts[stage + 1, m] = layout
-        message = self.schedule.find_output(action)
+        message = self.schedule.output_of(action)
         if message is None:
             tensors = [t.detach() for t in list_tensors(output)]
             self._values["F", stage + 1, m] = _restore(tensors, layout)
             return
         edge = (stage + 1, message.source, message.target)
-        room = self._find_room(edge, layout)
+        room = self._reserve_bytes(edge, layout)
         tensors = list(list_tensors(output))
         self._send(message, pack(tensors, layout, header=True, room=room), "F")
         if layout.payload > room:
@@ -215,7 +215,7 @@ class Runner:
             for kind, grad in zip(layout.kinds, found, strict=True)
             if kind.differs
         ]
-        message = self.schedule.find_output(action)
+        message = self.schedule.output_of(action)
         if message is None:
             self._layouts[stage, m] = layout
             self._values["B", stage, m] = wanted
@@ -259,7 +259,7 @@ class Runner:
 
     def _await_input(self, action: Action) -> None:
         """Wait for what an action needs, and post receives for those that follow."""
-        message = self.schedule.find_input(action)
+        message = self.schedule.input_of(action)
         if message is None:
             return
         while self._next < len(self._coming) and len(self._posted) < AHEAD:
@@ -275,7 +275,7 @@ class Runner:
             self._values["B", stage, m] = unpack(buffer, back, self.device)
         else:
             layout = self._layouts[stage, m] = read_layout(buffer)
-            room = self._find_room((stage, message.source, message.target), layout)
+            room = self._reserve_bytes((stage, message.source, message.target), layout)
             payload = buffer[HEADER_BYTES:]
             if layout.payload > room:
                 payload = torch.empty(layout.payload, dtype=torch.uint8)
@@ -297,7 +297,9 @@ class Runner:
                 return False
             size = layout.gradients().payload
         else:
-            size = HEADER_BYTES + self._rooms.get((stage, message.source, message.target), 0)
+            size = HEADER_BYTES + self._reserved_bytes.get(
+                (stage, message.source, message.target), 0
+            )
         buffer, work = torch.empty(size, dtype=torch.uint8), None
         if size:
             source = self.schedule.members[message.source]
@@ -306,9 +308,9 @@ class Runner:
         self._posted[message] = buffer, work
         return True
 
-    def _find_room(self, edge: Edge, layout: Layout) -> int:
+    def _reserve_bytes(self, edge: Edge, layout: Layout) -> int:
         self._largest[edge] = max(layout.payload, self._largest.get(edge, 0))
-        return self._rooms.get(edge, 0)
+        return self._reserved_bytes.get(edge, 0)
 
     def _send(self, message: Message, buffer: Tensor, kind: str) -> None:
         tag = self._tag(kind, message.stage, message.micro_batch)

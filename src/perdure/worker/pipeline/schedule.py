@@ -65,7 +65,7 @@ class Schedule:
         unit = StageCost(1.0, 1.0, 1.0, 0, 0, 0.0)
         simulate(orders, Pipe([unit] * stages, lambda *_: FREE, [0.0] * stages))
 
-    def find_input(self, action: Action) -> Message | None:
+    def input_of(self, action: Action) -> Message | None:
         """Return the message that an action waits for; None where it needs none."""
         stage, m = action.stage, action.micro_batch
         if action.kind == "F" and stage > 0:
@@ -74,7 +74,7 @@ class Schedule:
             return self._message("B", stage + 1, m)
         return None
 
-    def find_output(self, action: Action) -> Message | None:
+    def output_of(self, action: Action) -> Message | None:
         """Return the message that an action makes; None where nobody else needs it."""
         stage, m = action.stage, action.micro_batch
         if action.kind == "F" and stage + 1 < self.stages:
@@ -88,7 +88,7 @@ class Schedule:
         source, target = ends if direction == "F" else ends[::-1]
         return None if source == target else Message(direction, stage, m, source, target)
 
-    def find_releases(self, cell: int) -> dict[Message, list[Message]]:
+    def list_releases(self, cell: int) -> dict[Message, list[Message]]:
         """Return, by a message that comes to `cell`, those from it that had arrived before.
 
         What its receiver needed for an action has arrived when the receiver sends what it made
@@ -97,14 +97,14 @@ class Schedule:
         releases: dict[Message, list[Message]] = {}
         arrivals = {}
         for at, action in enumerate(self.orders[cell]):
-            message = self.find_input(action)
+            message = self.input_of(action)
             if message is not None:
                 arrivals[message] = at
         for peer in sorted({message.source for message in arrivals}):
             taken: list[tuple[int, Message]] = []
             given: list[tuple[int, Message]] = []
             for at, action in enumerate(self.orders[peer]):
-                coming, leaving = self.find_input(action), self.find_output(action)
+                coming, leaving = self.input_of(action), self.output_of(action)
                 if coming is not None and coming.source == cell:
                     taken.append((at, coming))
                 if leaving is not None and leaving.target == cell:

@@ -37,7 +37,7 @@ class _Run:
 
 @dataclass(slots=True)
 class Pass:
-    """What a stage keeps of one micro-batch between its forward and its last backward."""
+    """The parts of a micro-batch that a stage keeps between its forward and last backward."""
 
     step: int
     micro_batch: int
@@ -79,7 +79,7 @@ class StageBlocks:
             kept.runs.append(run)
         return value
 
-    def find_differing(self, value: Any, kept: Pass) -> list[bool]:
+    def mark_differing(self, value: Any, kept: Pass) -> list[bool]:
         """Return for which tensors of `value`, that `forward` made, a gradient is wanted."""
         return [
             kept.trained and tensor.is_floating_point() if self.recompute else tensor.requires_grad
@@ -194,7 +194,7 @@ def _split(
 
     # It detaches the outputs in place, which a view refuses.
     outputs = [t.clone() if t._is_view() else t for t in outputs]
-    used = _find_used(outputs)
+    used = _map_used_leaves(outputs)
     _, groups = stage_backward_input(outputs, seeds, inputs, iter(weights))
     found = {node for group in groups for node in group["params"]}
     if any(id(p) in used and used[id(p)] not in found for p in weights):
@@ -206,7 +206,7 @@ def _split(
     return lambda: stage_backward_weight(iter(weights), groups)
 
 
-def _find_used(outputs: Sequence[Tensor]) -> dict[int, Any]:
+def _map_used_leaves(outputs: Sequence[Tensor]) -> dict[int, Any]:
     """Return the node of each leaf that `outputs` depend on, by the leaf's id."""
     found: dict[int, Any] = {}
     seen: set[Any] = set()

@@ -40,7 +40,7 @@ from perdure.model.planning.costs import (
 from perdure.plan.elastic.microbatches import plan_batches
 from perdure.plan.worlds.measures import settle
 from perdure.worker.elastic import list_blocks
-from perdure.worker.elastic.moving import find_tensors, map_tensors
+from perdure.worker.elastic.moving import collect_tensors, map_tensors
 from perdure.worker.elastic.samples import MicroBatches
 from perdure.worker.elastic.state.replicated import make_model
 from perdure.worker.pipeline.messages import list_tensors
@@ -65,7 +65,7 @@ class Samples(msgspec.Struct):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """All that was found of the blocks."""
+    """All figures that were measured of the blocks."""
 
     blocks: tuple[Block, ...]
     base_bytes: int
@@ -199,7 +199,7 @@ class BlockMeter:
         for index, part in enumerate(self.parts):
             known = {_place(t) for t in part.parameters()}
             known |= {_place(t) for block in part.blocks for t in block.buffers()}
-            taken = find_tensors(value)
+            taken = collect_tensors(value)
             saved = {_place(t): _size(t) for t in taken}
             note = functools.partial(_note, saved, known)
             with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
@@ -232,7 +232,7 @@ class BlockMeter:
         found = []
         for part in self.parts:
             mine = list(part.parameters())
-            state = sum(t.nbytes for p in mine for t in find_tensors(made.state.get(p, {})))
+            state = sum(t.nbytes for p in mine for t in collect_tensors(made.state.get(p, {})))
             gradients = sum(p.nbytes for p in mine if p.requires_grad)
             found.append((sum(p.nbytes for p in mine), gradients, state))
         touched = [2 * gradients + state for _, gradients, state in found]
@@ -305,7 +305,7 @@ class Script:
 
 
 def _measure(request: ProfileRequest, script: Script) -> ProfileReport:
-    base_bytes = _find_base(script.device)
+    base_bytes = _measure_base_bytes(script.device)
     chain = [block.to(script.device) for block in list_blocks(make_model(script.blocks))]
     sizes = request.micro_batches or _list_sizes(script.global_batch, script.micro_batch)
     batches = script.load(sizes)
@@ -390,7 +390,7 @@ def _source(thing: Any) -> str:
 
 def _shapes(batches: dict[int, tuple[Any, Any]]) -> list[Any]:
     return [
-        (size, [(tuple(t.shape), str(t.dtype)) for t in find_tensors(list(batch))])
+        (size, [(tuple(t.shape), str(t.dtype)) for t in collect_tensors(list(batch))])
         for size, batch in sorted(batches.items())
     ]
 
@@ -398,7 +398,7 @@ def _shapes(batches: dict[int, tuple[Any, Any]]) -> list[Any]:
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def _find_base(device: Any) -> int:
+def _measure_base_bytes(device: Any) -> int:
     """Return what a process takes before any block is on its device, bytes."""
     if torch.device(device).type == "cuda":
         torch.zeros(1, device=device)

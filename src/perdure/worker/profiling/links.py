@@ -38,7 +38,7 @@ _TCPStore: Any = vars(dist)["TCPStore"]
 
 
 class LinkFigures(msgspec.Struct, frozen=True):
-    """What was found."""
+    """All figures that were measured of the links."""
 
     transfers: tuple[Transfer, ...]
     all_reduces: tuple[AllReduce, ...]

@@ -60,7 +60,7 @@ def note_groups(ring_path: str) -> bool:
     return True
 
 
-def find_timeout_s(name: str) -> float:
+def read_group_timeout_s(name: str) -> float:
     """Return the time-out of the process group called `name`, the longest of its backends'.
 
     torch ends a collective that takes longer, so that nobody else needs to be quicker. 0 where
@@ -68,22 +68,22 @@ def find_timeout_s(name: str) -> float:
     """
     found = [0.0]
     with contextlib.suppress(Exception):  # Private to torch, and changed under our eyes.
-        for group in _find_called(name.removesuffix(P2P_SUFFIX)):
+        for group in _list_called(name.removesuffix(P2P_SUFFIX)):
             if hasattr(group, "_get_backend"):
                 devices = group._device_types
                 found += [_read_timeout_s(group._get_backend(device)) for device in devices]
     return max(found)
 
 
-def find_members(name: str) -> tuple[int, tuple[int, ...]]:
+def read_members(name: str) -> tuple[int, tuple[int, ...]]:
     """Return size and global ranks of the process group called `name`; (0, ()) if unknown."""
     with contextlib.suppress(RuntimeError, AttributeError):  # Changed under our eyes.
-        for group in _find_called(name):
+        for group in _list_called(name):
             return group.size(), _ranks_of(group)
     return 0, ()
 
 
-def find_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
+def list_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return description and global ranks of each process group of this process, by name."""
     return {
         name: (str(group.group_desc), tuple(sorted(_ranks_of(group))))
@@ -97,7 +97,7 @@ def _list_groups() -> list[tuple[Any, str]]:
     return list(c10d._world.pg_names.items())
 
 
-def _find_called(name: str) -> list[Any]:
+def _list_called(name: str) -> list[Any]:
     return [group for group, known in _list_groups() if known == name]
 
 

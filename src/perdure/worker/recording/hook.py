@@ -17,8 +17,8 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from perdure.model import ring as layout
-from perdure.worker.native.recorder import find_operators
-from perdure.worker.recording.groups import find_timeout_s
+from perdure.worker.native.recorder import list_operators
+from perdure.worker.recording.groups import read_group_timeout_s
 from perdure.worker.recording.recorder import Comm, Dump, Members, Recorder, is_idle
 from perdure.worker.ring import RingWriter
 
@@ -64,7 +64,7 @@ class HookRecorder(Recorder):
         """Register the kernels, and a thread for works that cannot call back."""
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for name in find_operators():
+        for name in list_operators():
             operator = getattr(torch.ops.c10d, name).default
             where = [
                 index
@@ -131,7 +131,7 @@ class HookRecorder(Recorder):
         comm = Comm(name, slot=self._ring.add_comm(name, 1 if p2p else size, ranks))
         comm.ended = -1 if p2p else 0
         if comm.slot >= 0:
-            self._ring.set_comm_timeout(comm.slot, find_timeout_s(name))
+            self._ring.set_comm_timeout(comm.slot, read_group_timeout_s(name))
         return comm
 
     def _end(self, span: _Span) -> None:

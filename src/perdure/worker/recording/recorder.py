@@ -42,7 +42,7 @@ import msgspec
 from perdure.model.orders import TakeStacks
 from perdure.worker.harm.faults import Faults
 from perdure.worker.native.build import build_command, explain_missing, read_mode
-from perdure.worker.recording.groups import find_timeout_s
+from perdure.worker.recording.groups import read_group_timeout_s
 from perdure.worker.ring import RingWriter
 from perdure.worker.stderr import say
 
@@ -100,7 +100,7 @@ class Comm(msgspec.Struct, eq=False):
     """Ended before an earlier one did; gloo ends DDP's buckets in any order."""
 
 
-def find_dumps(form: Literal["", "_json"] = "") -> dict[str, Dump]:
+def list_dumps(form: Literal["", "_json"] = "") -> dict[str, Dump]:
     """Return Flight Recorder's sources of this torch by backend, that give pickles or `_json`.
 
     There are none where it was turned off.
@@ -177,7 +177,7 @@ class StatusRecorder(Recorder):
                 continue
             status = _decoder.decode(raw).pg_status
             if any((source, key) not in self._comms for key in status):
-                self._find_names(source, now)
+                self._learn_names(source, now)
             for key, state in status.items():
                 comm = self._comms.get((source, key))
                 if comm is not None:
@@ -225,7 +225,7 @@ class StatusRecorder(Recorder):
             self._ring.set_comm(comm.slot, started, ended, comm.since)
         self._ring.beat(now)
 
-    def _find_names(self, source: str, now: int) -> None:
+    def _learn_names(self, source: str, now: int) -> None:
         """Learn the names of new groups from a dump, where one is affordable."""
         for entry in self._dump(source, now) or ():
             key = (source, str(entry.pg_id))
@@ -243,7 +243,7 @@ class StatusRecorder(Recorder):
                 slot, oldest.slot = oldest.slot, -1
                 self._ring.replace_comm(slot, name, size, ranks)
         if slot >= 0:
-            self._ring.set_comm_timeout(slot, find_timeout_s(name))
+            self._ring.set_comm_timeout(slot, read_group_timeout_s(name))
         return slot
 
     def _look_closer(self, comm: Comm, now: int) -> None:

@@ -23,7 +23,7 @@ from perdure.worker.ring import RingWriter
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, WAIT, OTHER = range(6)
 _OTHERS_MAX = 64
-"""So many steps of other optimizers without one of the first, and the first is forgotten."""
+"""The first optimizer is forgotten after so many steps of others without one of its own."""
 
 
 class Blocking(Protocol):
@@ -84,7 +84,7 @@ class StepStamps:
         self._finish(step, now)
 
     def suspend(self) -> None:
-        """A declared busy phase begins, such as an evaluation: its time is no part of a step."""
+        """Begin a declared busy phase, such as an evaluation: its time is no part of a step."""
         if self.here:
             now = time.monotonic_ns()
             self._advance(OTHER, now)
@@ -92,7 +92,7 @@ class StepStamps:
             self._phases += 1
 
     def resume(self) -> None:
-        """It ends. The step goes on, as if it had begun later by so much."""
+        """End a declared busy phase; the step goes on as if it had begun later by so much."""
         if not self.here:
             return
         self._phases -= 1
@@ -103,7 +103,7 @@ class StepStamps:
             self._mark, self._blocked = now, self._blocked_ns()
 
     def mark(self, stage: int) -> None:
-        """A stage begins or ends here; what was since the last mark belongs to `stage`."""
+        """Count the time since the last mark as `stage`'s: a stage begins or ends here."""
         self._advance(stage, time.monotonic_ns())
 
     def run_backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -122,14 +122,14 @@ class StepStamps:
             self._advance(BACKWARD, time.monotonic_ns())
 
     def before_optimizer(self, optimizer: Any) -> None:
-        """An optimizer's step begins. One inside a backward pass is part of that."""
+        """Begin an optimizer's step; one inside a backward pass is part of that pass."""
         if self._depth or not self.here:
             return
         self._in_optimizer = id(optimizer)
         self._advance(OTHER, time.monotonic_ns())
 
     def after_optimizer(self, optimizer: Any) -> None:
-        """An optimizer's step ends, and with the first optimizer's, the step."""
+        """End an optimizer's step and, with the first optimizer's, the training step."""
         if self._depth or self._in_optimizer != id(optimizer) or not self.here:
             return
         self._in_optimizer = 0

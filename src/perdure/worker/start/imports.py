@@ -32,7 +32,7 @@ _WHEN_S = (3.0, 12.0)
 """Seconds after start, each since the one before: optimizers import more at their first use."""
 
 
-def find_installed() -> tuple[str, ...]:
+def list_installed_folders() -> tuple[str, ...]:
     """Return the directories of the standard library, of site-packages, and of perdure."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     places = {sysconfig.get_paths()[name] for name in names}
@@ -43,7 +43,7 @@ def find_installed() -> tuple[str, ...]:
     return tuple(sorted(os.path.realpath(place) + os.sep for place in places))
 
 
-def find_imports(installed: Iterable[str], script_dir: str) -> list[str]:
+def list_preloadable(installed: Iterable[str], script_dir: str) -> list[str]:
     """Return names of the modules imported so far that an image may preload, in their order."""
     installed = tuple(installed)
     own = os.path.realpath(script_dir) + os.sep
@@ -69,14 +69,14 @@ def record_imports(path: str, script_dir: str) -> None:
     The thread is over when the last is done, and a child process records nothing.
     """
     pid = os.getpid()
-    installed = find_installed()
+    installed = list_installed_folders()
     lock = threading.Lock()
     written = 0
 
     def write() -> None:
         nonlocal written
         with lock:
-            names = find_imports(installed, script_dir)
+            names = list_preloadable(installed, script_dir)
             if os.getpid() == pid and len(names) != written:
                 write_imports(path, names)
                 written = len(names)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from perdure.worker.interrupt import find_gloo_sockets
+from perdure.worker.interrupt import list_gloo_sockets
 from perdure.worker.sockets import borrow, list_sockets, shut_down
 
 _SLICE = timedelta(seconds=0.25)
@@ -45,7 +45,7 @@ class Connections:
 
 @dataclass(slots=True)
 class Fences:
-    """Of all torchft process groups of this process."""
+    """Keeps the connections of all torchft process groups of this process, to break them."""
 
     groups: "weakref.WeakKeyDictionary[Any, Connections]" = field(
         default_factory=weakref.WeakKeyDictionary
@@ -53,18 +53,18 @@ class Fences:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, group: Any, quorum_id: int, store: int) -> None:
-        """A group is about to be formed, at the rendezvous on port `store`."""
+        """Note that a group is about to be formed, at the rendezvous on port `store`."""
         with self.lock:
             self.groups[group] = Connections(quorum_id, list_sockets(), store)
 
     def end(self, group: Any) -> None:
-        """It is formed, or could not be."""
+        """Note that the group was formed, or could not be."""
         with self.lock:
             held = self.groups.get(group)
             if held is None:
                 return
             links = list_sockets()
-            mine = (fd for fd in find_gloo_sockets() if links.get(fd) != held.before.get(fd))
+            mine = (fd for fd in list_gloo_sockets() if links.get(fd) != held.before.get(fd))
             held.sockets, held.store = {fd: links[fd] for fd in mine if fd in links}, 0
 
     def break_up(self, quorum_id: int) -> int:
@@ -113,7 +113,7 @@ def _is_gloo(group: Any) -> bool:
 def _shut_forming(held: Connections) -> int:
     links = list_sockets()
     new = {fd for fd, name in links.items() if held.before.get(fd) != name}
-    pairs = new.intersection(find_gloo_sockets())
+    pairs = new.intersection(list_gloo_sockets())
     stores = {fd for fd in new - pairs if held.store and _port_of(fd) == held.store}
     return sum(shut_down(fd, blocking=True) for fd in sorted(pairs | stores))
 

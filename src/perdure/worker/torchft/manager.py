@@ -72,24 +72,24 @@ class ReplicaAccount:
         ring.start_steps(step)
 
     def note_quorum(self) -> None:
-        """A quorum with other members was answered; called in the quorum's thread."""
+        """Note that a quorum with other members was answered; called in the quorum's thread."""
         if self._ring is not None and not self._end_ns:
             self._end_ns = time.monotonic_ns()
             self._ring.stamp("first_step", self._end_ns)
 
     def add_gate(self, ns: int) -> None:
-        """The thread has waited for a decision."""
+        """Add the time that the thread has waited for a decision."""
         self._gate_ns += ns if self._end_ns else 0
 
     def begin_wait(self) -> int:
-        """The calling thread is about to wait for the quorum."""
+        """Note that the calling thread is about to wait for the quorum."""
         if threading.current_thread() is not threading.main_thread():
             return 0
         self._depth += 1
         return time.monotonic_ns()
 
     def end_wait(self, begin: int) -> None:
-        """It has waited."""
+        """Count the wait for the quorum that began at `begin`."""
         if not begin:
             return
         self._depth -= 1
@@ -97,7 +97,7 @@ class ReplicaAccount:
             self._wait_ns += time.monotonic_ns() - max(begin, self._end_ns)
 
     def end_attempt(self, manager: Any, *, committed: bool, healing: bool) -> None:
-        """`should_commit` has returned."""
+        """Close the attempt at a step: `should_commit` has returned."""
         self.note_quorum()  # Its process group is of a kind that was not watched.
         if self._ring is None:
             return
@@ -192,13 +192,13 @@ class Replica:
         self.break_up(order.quorum_id)
 
     def begin_wait(self) -> float:
-        """The calling thread is about to wait for a collective."""
+        """Note that the calling thread is about to wait for a collective; return when."""
         now = self._now()
         self._since[threading.get_ident()] = now
         return now
 
     def end_wait(self, since_s: float, *, well: bool) -> None:
-        """It has ended, `well` if with a result."""
+        """Note that the collective's wait has ended, `well` if with a result."""
         waited_s = self._now() - since_s
         self._waits.append(waited_s)
         if well and waited_s >= _LATE_S:
@@ -206,7 +206,7 @@ class Replica:
         self.end_quorum_wait(well=well)
 
     def begin_quorum_wait(self) -> bool:
-        """The calling thread is about to wait for a quorum; return whether that is noted."""
+        """Note that the calling thread begins to wait for a quorum; return whether that is told."""
         thread = threading.get_ident()
         if not self._tells_quorums or thread in self._since:
             return False
@@ -214,13 +214,13 @@ class Replica:
         return True
 
     def end_quorum_wait(self, *, well: bool) -> None:
-        """A wait that was noted has ended, `well` if with a quorum: what was told of is over."""
+        """Note that a wait that was told has ended, `well` if with a quorum."""
         self._since.pop(threading.get_ident(), None)
         told, self._open = self._open, None
         if well and told is not None and self._emit is not None:
             self._emit(msgspec.structs.replace(told, over=True))
 
-    def find_quorum_id(self) -> int:
+    def read_quorum_id(self) -> int:
         """Return the id of the quorum that this rank is in; -1 before the first."""
         manager = self._manager()
         return -1 if manager is None else int(manager._quorum_id)
@@ -263,7 +263,7 @@ class Replica:
                 quorum_id=quorum_id,
                 step=step,
                 since_s=since,
-                timeout_s=_find_timeout(manager),
+                timeout_s=_read_timeout(manager),
             )
             self._emit(self._open)
 
@@ -361,20 +361,20 @@ def _wait(original: Callable[..., bool], work: Any, *args: Any, **kwargs: Any) -
 
 def _create_pg(original: Callable[..., Any], group: Any, store: Any, *args: Any, **kw: Any) -> Any:
     replica.account.note_quorum()
-    replica.fences.begin(group, _find_quorum(group), _find_store(store))
+    replica.fences.begin(group, _read_quorum(group), _read_store_port(store))
     try:
         return original(group, store, *args, **kw)
     finally:
         replica.fences.end(group)
 
 
-def _find_timeout(manager: Any) -> float:
+def _read_timeout(manager: Any) -> float:
     """Return how long a collective of `manager` may take before it gives it up; 0 if unknown."""
     times = [getattr(owner, "_timeout", None) for owner in (manager, manager._pg)]
     return min((t.total_seconds() for t in times if isinstance(t, timedelta)), default=0.0)
 
 
-def _find_quorum(group: Any) -> int:
+def _read_quorum(group: Any) -> int:
     """Return the quorum of a process group: nightly builds call it by another name."""
     for name in ("_quorum_id", "_uuid"):
         found = getattr(group, name, None)
@@ -383,7 +383,7 @@ def _find_quorum(group: Any) -> int:
     return -1
 
 
-def _find_store(store: Any) -> int:
+def _read_store_port(store: Any) -> int:
     """Return the port of a rendezvous store; 0 where it has none."""
     inner = getattr(store, "underlying_store", store)
     try:
@@ -423,7 +423,7 @@ def mend_hook(torchft: ModuleType) -> None:
 
 def join_replica(attachment: Any) -> None:
     """Connect this process's replica with what perdure holds inside the rank."""
-    spec = _find_spec()
+    spec = _load_spec()
     ring, nproc = attachment.ring, int(os.environ["WORLD_SIZE"])
     replica.join(
         ring,
@@ -440,14 +440,14 @@ def join_replica(attachment: Any) -> None:
         emit=attachment.emit,
         line=attachment.control,
         now=attachment.now,
-        quorum_id=replica.find_quorum_id,
+        quorum_id=replica.read_quorum_id,
         steering=read_steering(),
         checkpoint=spec.checkpoint,
     )
     attachment.obey(settings.take, SendBoundary, ResumeRanks)
 
 
-def _find_spec() -> JobSpec:
+def _load_spec() -> JobSpec:
     """Return the job's specification; the defaults where it cannot be had: torchft goes on."""
     try:
         return read_spec()
@@ -456,5 +456,5 @@ def _find_spec() -> JobSpec:
 
 
 def is_replica(environ: Any = os.environ) -> bool:
-    """Whether this rank belongs to a replica group that perdure has started."""
+    """Return whether this rank belongs to a replica group that perdure has started."""
     return bool(environ.get("TORCHFT_LIGHTHOUSE") and environ.get("REPLICA_GROUP_ID"))

@@ -36,7 +36,7 @@ from perdure.worker.config import Config
 from perdure.worker.control import Control
 from perdure.worker.executor import Depth, Executor
 from perdure.worker.progress import Spent
-from perdure.worker.settings import find_checkpoint_url, plan_steering
+from perdure.worker.settings import plan_steering, read_checkpoint_url
 from perdure.worker.stderr import say
 
 
@@ -59,7 +59,7 @@ class _State:
 
 
 class ReplicaCheckpoints:
-    """Of one rank of a replica group; nothing is touched before the first is wanted."""
+    """Checkpoints of one rank of a replica group; none is touched before the first is wanted."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ReplicaCheckpoints:
             from perdure.worker.checkpoint import Checkpointer
 
             self._made = Checkpointer(
-                url=find_checkpoint_url(self._config),
+                url=read_checkpoint_url(self._config),
                 config=self._config,
                 rank=self._local,
                 world_size=self._nproc,
@@ -98,7 +98,7 @@ class ReplicaCheckpoints:
 
     def load(self, manager: Any) -> None:
         """Load the newest checkpoint, where there is one and the script has loaded none itself."""
-        url = find_checkpoint_url(self._config)
+        url = read_checkpoint_url(self._config)
         if manager.current_step() != 0 or not _holds_any(url):
             return
         from perdure.worker.rng import capture_rng, restore_rng

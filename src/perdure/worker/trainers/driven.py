@@ -29,7 +29,7 @@ class BusyCalls:
 
         @functools.wraps(original)
         def call(*args: Any, **options: Any) -> Any:
-            with declare_busy(name, at_most_s=self.find_limit(name)):
+            with declare_busy(name, at_most_s=self.compute_limit_s(name)):
                 began_s = time.monotonic()
                 result = original(*args, **options)
                 self._note(name, time.monotonic() - began_s)
@@ -37,7 +37,7 @@ class BusyCalls:
 
         setattr(owner, method, call)
 
-    def find_limit(self, name: str) -> float:
+    def compute_limit_s(self, name: str) -> float:
         """Return how long the next phase of this name may take at most, in seconds."""
         longest_s = self._longest_s.get(name)
         return FIRST_S if longest_s is None else min(FIRST_S * 24, max(LEAST_S, LONGER * longest_s))
@@ -58,13 +58,13 @@ class DrivenSteps:
         self.stopping = False
         """Whether all ranks have agreed to stop."""
 
-    def find(self, name: str) -> Any:
+    def read_newest(self, name: str) -> Any:
         """Return the state of object `name` in the newest usable checkpoint; None without one.
 
         Raises:
             ConfigError: the checkpoint holds no such object.
         """
-        step, objects = self.loop.find()
+        step, objects = self.loop.read_newest()
         if step and name not in objects:
             raise ConfigError(
                 f"the checkpoint of step {step} was not made by this trainer",

@@ -108,7 +108,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         if self._called:
             raise ConfigError("attach: train() is resumable once in a run")
         self._called = True
-        saved = self._steps.find("trainer")
+        saved = self._steps.read_newest("trainer")
         with tempfile.TemporaryDirectory(prefix="perdure-trainer-") as folder:
             if saved is not None:
                 Path(folder, _STATE).write_text(saved["state"])

@@ -116,7 +116,7 @@ class _Attached:
             )
         self._called = True
         self._take_back_sigterm()
-        self._steps.find("trainer")
+        self._steps.read_newest("trainer")
         self._register()
         self._steps.loop.begin()
         if self._steps.loop.committed:

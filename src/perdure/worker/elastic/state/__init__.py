@@ -34,7 +34,7 @@ Plan = Reformation | ShardReformation | StageReformation
 
 
 class At(msgspec.Struct, frozen=True, tag=True):
-    """From the donor: steps applied by now. To a `Take`: it came too late."""
+    """The donor's steps applied by now; as an answer to `Take` it means: too late."""
 
     step: int
     node: str = ""
@@ -47,7 +47,7 @@ class Lost(Exception):
 
 
 class Taken(NamedTuple):
-    """What a member's state became in a new world."""
+    """A member's state, as it became in a new world."""
 
     plain: dict[str, Any] | None = None
     """What all have alike, where this member's state is of another step or history than it was."""
@@ -76,7 +76,7 @@ class State(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Return what is trained; of a part, as the newest world has it."""
+        """Return the model that is trained; of a part, as the newest world has it."""
         model: nn.Module = self.replica.model
         return model
 
@@ -109,7 +109,7 @@ class State(Protocol):
     def stand(self) -> Any:
         """Return how far this member is, for all to decide from."""
 
-    def decide(self, standings: Mapping[int, Any], line: int) -> Plan:
+    def decide(self, progress: Mapping[int, Any], line: int) -> Plan:
         """Return how the members go on, in an epoch of that `line`.
 
         Raises:
@@ -128,7 +128,7 @@ class State(Protocol):
             Broken: a member was lost.
         """
 
-    def enter(self, plan: Any, group: Group, standings: Mapping[int, Any], line: int) -> None:
+    def enter(self, plan: Any, group: Group, progress: Mapping[int, Any], line: int) -> None:
         """Be a member of the world, with what is left to do of the step under way.
 
         Raises:
@@ -170,7 +170,7 @@ class Followed(State, Protocol):
 
     @property
     def followed(self) -> "Followed":
-        """Return it."""
+        """Return the state that a rank has followed."""
         return self
 
     @property
@@ -224,7 +224,7 @@ class PartState(State):
         self._old.clear()
 
     def update(self, source: Source) -> None:
-        """Apply the gradients of its part."""
+        """Apply the gradients of this member's part."""
         self.work.buckets.expose(self.applied)
         self.replica.update()
         self.applied += 1

@@ -49,7 +49,7 @@ class StagedReplica:
         _refuse_shared(self.blocks)
         self.clip_norm = clip_norm
         self._norm = 0.0
-        """Of the gradients of all blocks: what the next update is clipped by."""
+        """The norm of all blocks' gradients, by which the next update is clipped."""
         self.runs: Runs = (Section(0, len(self.blocks)),)
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._anchor = nn.Parameter(torch.zeros(1))
@@ -161,7 +161,7 @@ class StagedReplica:
             self.scheduler.step()
 
 
-def find_norms(gradients: Sequence[Tensor]) -> Tensor:
+def compute_norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of each gradient."""
     if not gradients:
         return torch.zeros(0)

@@ -18,7 +18,7 @@ from perdure.plan.elastic.stages import Layout, Runs, Section
 from perdure.plan.worlds.measures import StageTimes, collect_times
 from perdure.worker.elastic.gradients import Buckets, GradientTree, Tally, Work
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.state.blocks import StagedReplica, find_norms
+from perdure.worker.elastic.state.blocks import StagedReplica, compute_norms
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 
 _EXECUTED_MAX = 64
@@ -93,7 +93,7 @@ class Passing(Work):
             weights = self._replica.weights
             works = [sum(weights[first:stop]) for first, stop in self.layout.sections]
             self._steady = plan_passes(self.layout, self._count, {}, works, self._schedule)
-        self._take(self._steady, self._steady.find_todo(self._world.me, ()))
+        self._take(self._steady, self._steady.list_todo(self._world.me, ()))
 
     def _take(self, passes: Passes, todo: tuple[int, ...]) -> None:
         self._todo = set(todo)
@@ -119,7 +119,7 @@ class Passing(Work):
 
     def _list_stages(self) -> list[tuple[int, Section]]:
         """Return the stages of this member, and the blocks of each."""
-        place, places = self.layout.find_place(self._world.me), len(self.layout.copies)
+        place, places = self.layout.place_of(self._world.me), len(self.layout.copies)
         return [(place + turn * places, run) for turn, run in enumerate(self._replica.runs)]
 
     def _name_task(self, stage: int, micro_batch: int) -> int:
@@ -197,7 +197,7 @@ class Passing(Work):
             views = self.buckets.list_views(step)
             for first, stop in replica.runs:
                 before = len(replica.trained(range(first)))
-                found = find_norms([views[p] for p in replica.trained(range(first, stop))])
+                found = compute_norms([views[p] for p in replica.trained(range(first, stop))])
                 norms[before : before + len(found)] = found
 
     def drop_unfinished(self) -> None:

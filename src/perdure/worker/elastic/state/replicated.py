@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
-from perdure.plan.elastic.commit import Reformation, Standing, decide_reformation
+from perdure.plan.elastic.commit import MemberProgress, Reformation, decide_reformation
 from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
 from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
@@ -191,13 +191,13 @@ class ReplicatedState(Followed):
                 target.copy_(tensor)
             self.replica.load(state)
 
-    def stand(self) -> Standing:
+    def stand(self) -> MemberProgress:
         """Return how far this member is."""
-        return Standing(self.applied, tuple(self.work.done), self._holds)
+        return MemberProgress(self.applied, tuple(self.work.done), self._holds)
 
-    def decide(self, standings: Mapping[int, Standing], line: int) -> Reformation:
+    def decide(self, progress: Mapping[int, MemberProgress], line: int) -> Reformation:
         """Return how all come to one step."""
-        return decide_reformation(self._count, standings)
+        return decide_reformation(self._count, progress)
 
     def list_reduced(self, step: int) -> list[Tensor]:
         """Return the reduced gradients, and the sums with them."""
@@ -218,11 +218,11 @@ class ReplicatedState(Followed):
         return Taken({}, changed=True)
 
     def enter(
-        self, plan: Reformation, group: Group, standings: Mapping[int, Standing], line: int
+        self, plan: Reformation, group: Group, progress: Mapping[int, MemberProgress], line: int
     ) -> None:
         """Compute what nobody has."""
         self.line = self.ready = line
-        kept = {m: donor for donor in plan.donors for m in standings[donor].done}
+        kept = {m: donor for donor in plan.donors for m in progress[donor].done}
         self.work.enter(plan.todo, kept, group.me, (group.me,))
 
     # --- what outlives a loss -----------------------------------------------------------------

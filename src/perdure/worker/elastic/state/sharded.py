@@ -53,15 +53,15 @@ from perdure.plan.elastic.shards import (
     NO_LINE,
     WHOLE,
     Shard,
+    ShardProgress,
     ShardReformation,
-    ShardStanding,
     Snapshot,
     Source,
     decide_shards,
 )
 from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
-from perdure.worker.elastic.group import Copy, Group
-from perdure.worker.elastic.membership import find_node
+from perdure.worker.elastic.group import Group, ShardGroup
+from perdure.worker.elastic.membership import read_node_name
 from perdure.worker.elastic.moving import PARAMETER, Parts, move_rows, share_plain
 from perdure.worker.elastic.snapshots import Snapshots
 from perdure.worker.elastic.state import PartState, Taken, load_settings, read_settings
@@ -100,7 +100,7 @@ class Skeleton:
 
     def build(
         self,
-        group: Copy,
+        group: ShardGroup,
         shard: Shard,
         parts: Parts,
         buffers: Mapping[str, Tensor],
@@ -119,7 +119,7 @@ class Skeleton:
             f"world{self._built}"  # Torch takes two meshes of a size for the same one, otherwise.
         )
         mesh = init_device_mesh(self.device.type, (shard.count,), mesh_dim_names=(name,))
-        units = [*find_units(model), model]
+        units = [*list_units(model), model]
         for unit in units:
             fully_shard(unit, mesh=mesh, **self._options)
         state = {
@@ -144,7 +144,7 @@ class Skeleton:
 class _AllGather(AllGather):
     """Gathers over a copy's group, where an order to leave it is heard."""
 
-    def __init__(self, group: Copy) -> None:
+    def __init__(self, group: ShardGroup) -> None:
         self._group = group
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -193,7 +193,7 @@ class _Watch:
         return hook
 
 
-def find_units(model: nn.Module) -> list[nn.Module]:
+def list_units(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that are gathered one by one: a sequence's, or those of a module list.
 
     Raises:
@@ -354,7 +354,7 @@ class ShardedReplica:
 
     def adopt(
         self,
-        group: Copy,
+        group: ShardGroup,
         shard: Shard,
         parts: Parts,
         plain: dict[str, Any],
@@ -395,7 +395,7 @@ class ShardedReplica:
         self._initial = None
 
     def release(self) -> None:
-        """The world is left: free what is gathered."""
+        """Free what is gathered, as the world is left."""
         if self._model is not None:
             release(self._model)
 
@@ -523,12 +523,12 @@ class ShardedState(PartState):
 
     # --- the world ----------------------------------------------------------------------------
 
-    def stand(self) -> ShardStanding:
+    def stand(self) -> ShardProgress:
         """Return what this member holds."""
         mine = self.replica.shard
         held = [*(shard for shard in self._old if shard != mine), *([mine] if mine else [])]
-        return ShardStanding(
-            node=find_node(),
+        return ShardProgress(
+            node=read_node_name(),
             applied=self.applied,
             line=self.line,
             shards=() if self.applied == FRESH else tuple(held),
@@ -537,14 +537,14 @@ class ShardedState(PartState):
             snapshots=self.snapshots.list_all(),
         )
 
-    def decide(self, standings: Mapping[int, ShardStanding], line: int) -> ShardReformation:
+    def decide(self, progress: Mapping[int, ShardProgress], line: int) -> ShardReformation:
         """Return from which step on, and who has which shard.
 
         Raises:
             PlatformError: nothing whole is left.
         """
         lengths = self.replica.skeleton.lengths
-        plan = decide_shards(self._count, lengths, self._minimum, standings)
+        plan = decide_shards(self._count, lengths, self._minimum, progress)
         if plan is None:
             raise self.explain_loss()
         return plan
@@ -577,7 +577,7 @@ class ShardedState(PartState):
         plain = share_plain(group, teller.member, tell)
         parts = move_rows(group, plan, replica.skeleton.shapes, plain["keys"], read)
         mine = next(copy for copy in plan.copies if me in copy)
-        copy = group.open(Copy, f"copy/{mine[0]}", mine)
+        copy = group.open(ShardGroup, f"copy/{mine[0]}", mine)
         self.groups = (copy,)
         replica.adopt(copy, plan.layout[me], parts, plain)
         self._rebuilt = True
@@ -593,12 +593,12 @@ class ShardedState(PartState):
         self,
         plan: ShardReformation,
         group: Group,
-        standings: Mapping[int, ShardStanding],
+        progress: Mapping[int, ShardProgress],
         line: int,
     ) -> None:
         """Compute what nobody has."""
         at_step = {
-            m: s for m, s in standings.items() if (s.applied, s.line) == (plan.step, plan.line)
+            m: s for m, s in progress.items() if (s.applied, s.line) == (plan.step, plan.line)
         }
         kept = {number: m for m, s in at_step.items() for number in s.done}
         self.work.enter(plan.todo, kept, self._me, self.groups[0].members)

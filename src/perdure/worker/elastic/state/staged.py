@@ -26,17 +26,17 @@ from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.shards import NO_LINE
 from perdure.plan.elastic.stage_commit import (
     Holder,
+    StageProgress,
     StageReformation,
     StageSnapshot,
-    StageStanding,
     decide_stages,
 )
 from perdure.plan.elastic.stage_orders import StageSchedule
-from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, find_rest, list_blocks
+from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, list_blocks, remaining_layout
 from perdure.worker.elastic.gradients import BUCKET_BYTES
 from perdure.worker.elastic.group import Broken, Group
-from perdure.worker.elastic.membership import find_node
-from perdure.worker.elastic.moving import find_tensors, map_tensors, move_blocks, share_plain
+from perdure.worker.elastic.membership import read_node_name
+from perdure.worker.elastic.moving import collect_tensors, map_tensors, move_blocks, share_plain
 from perdure.worker.elastic.snapshots import Snapshots
 from perdure.worker.elastic.state import At, Followed, Lost, PartState, Source, Taken
 from perdure.worker.elastic.state.blocks import BlockState, StagedReplica, StageRegistry
@@ -73,7 +73,7 @@ class StagedState(PartState, Followed):
         `snapshot_every` steps (0: never) a snapshot goes to the folder `memory`.
         """
         self.replica = replica
-        self.node = find_node()
+        self.node = read_node_name()
         super().__init__(Snapshots(memory, me, StageSnapshot, every=snapshot_every))
         self.work = Passing(
             replica,
@@ -104,10 +104,10 @@ class StagedState(PartState, Followed):
 
     # --- the world ----------------------------------------------------------------------------
 
-    def stand(self) -> StageStanding:
+    def stand(self) -> StageProgress:
         """Return what this member holds."""
         fresh = self.applied == FRESH
-        return StageStanding(
+        return StageProgress(
             node=self.node,
             applied=self.applied,
             line=self.line,
@@ -119,14 +119,14 @@ class StagedState(PartState, Followed):
             times=self.work.tell_times(),
         )
 
-    def decide(self, standings: Mapping[int, StageStanding], line: int) -> StageReformation:
+    def decide(self, progress: Mapping[int, StageProgress], line: int) -> StageReformation:
         """Return from which step on, how the model is cut, and who has which blocks.
 
         Raises:
             PlatformError: nothing whole is left.
         """
         plan = decide_stages(
-            self._count, self.replica.sizes, self._choose, standings, line, self._schedule
+            self._count, self.replica.sizes, self._choose, progress, line, self._schedule
         )
         if plan is None:
             raise self.explain_loss()
@@ -135,7 +135,7 @@ class StagedState(PartState, Followed):
     def take(self, plan: StageReformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Have the blocks that the plan gives to this member, at the plan's step."""
         me, replica = self._me, self.replica
-        runs = plan.layout.runs[plan.layout.find_place(me)]
+        runs = plan.layout.runs[plan.layout.place_of(me)]
         mine = set(list_blocks(runs))
         at_step = (self.applied, self.line) == (plan.step, plan.line)
         first = plan.fresh and me == plan.plain.member
@@ -200,18 +200,18 @@ class StagedState(PartState, Followed):
         plain = share_plain(group, teller.member, tell)
         states = move_blocks(group, plan.moves, read)
         remote = {m.block for m in plan.moves if m.to == me != m.holders[0].member}
-        self._moved = sum(t.nbytes for block in remote for t in find_tensors(states[block]))
+        self._moved = sum(t.nbytes for block in remote for t in collect_tensors(states[block]))
         return states, plain
 
     def enter(
         self,
         plan: StageReformation,
         group: Group,
-        standings: Mapping[int, StageStanding],
+        progress: Mapping[int, StageProgress],
         line: int,
     ) -> None:
         """Be a copy of a stage, and pass what the plan says."""
-        number = plan.layout.find_place(self._me)
+        number = plan.layout.place_of(self._me)
         stage = group.open(Group, f"stage/{number}", plan.layout.copies[number])
         self.groups = (stage,)
         self.work.enter(plan, group, stage)
@@ -227,7 +227,7 @@ class StagedState(PartState, Followed):
 
     def part(self, group: Group) -> tuple[bool, int, int]:
         """Return that the first copy of each stage saves it."""
-        number = self.layout.find_place(self._me)
+        number = self.layout.place_of(self._me)
         return self._me == self.layout.copies[number][0], number, len(self.layout.copies)
 
     def list_saved(self) -> dict[str, Any]:
@@ -262,11 +262,11 @@ class StagedState(PartState, Followed):
         runs = {m: tuple(Section(*run) for run in at.runs) for m, at in answers.items()}
         nodes = {member: answers[member].node for member in sorted(answers)}
         nodes |= dict.fromkeys([*ahead, self._me], self.node)
-        rest = find_rest(blocks, answers, runs)
+        rest = remaining_layout(blocks, answers, runs)
         choice = self._choose(list(nodes), nodes, rest, ())
         if rest is None or choice.stays is None:
             raise Lost(f"blocks move when it comes: {choice.reason}")
-        return rest.copies[choice.stays.find_place(self._me)]
+        return rest.copies[choice.stays.place_of(self._me)]
 
     def offered(self) -> Any:
         """Return its blocks, and what all members have alike."""

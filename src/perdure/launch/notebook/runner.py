@@ -1,6 +1,6 @@
 """The program of a session: runs the job, and has it leave before the session's ceiling.
 
-    python -m perdure.launch.notebook.sitting SESSION.json
+    python -m perdure.launch.notebook.runner SESSION.json
 
 No signal comes before the end of a session, so that this program warns itself, and from there on it
 is as before Slurm's walltime: a stop at an agreed step, a checkpoint, a line in runs.jsonl, and a
@@ -31,9 +31,9 @@ from perdure.launch.runs import (
     Run,
     append_run,
     decide,
-    find_paths,
     follow,
     hear,
+    locate_own_job,
     look_at_job,
     read_runs,
     say,
@@ -62,13 +62,13 @@ def main(path: str) -> int:
     end_with_parent()
     lock = os.open(f"{data}.lock", os.O_CREAT | os.O_WRONLY, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    left_s = find_time_left(settings, time.time())
-    before, session = read_runs(durable / RUNS), find_number(durable)
+    left_s = compute_time_left(settings, time.time())
+    before, session = read_runs(durable / RUNS), next_session_number(durable)
     say(f"session {session} of job {name}; it leaves in {left_s / 60:.0f} min")
     signal.setitimer(signal.ITIMER_REAL, max(left_s, 1.0))
     command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(data / "job.json")]
     began_s = time.time()
-    sent = find_stamps(data / "project")
+    sent = read_stamps(data / "project")
     # The lock goes along: it is held for as long as either of the two lives.
     process = subprocess.Popen(
         command, cwd=data / "project", pass_fds=(lock,), preexec_fn=end_with_parent
@@ -81,8 +81,10 @@ def main(path: str) -> int:
         code = follow(process, told, _WORDS, observed=is_observed(data / "job.json"))
     signal.setitimer(signal.ITIMER_REAL, 0)
     keep_all()
-    state, saved = look_at_job(find_paths(name))
-    checkpoint = max(saved, find_newest(durable))  # It may have gone on from one and saved none.
+    state, saved = look_at_job(locate_own_job(name))
+    checkpoint = max(
+        saved, read_newest_step(durable)
+    )  # It may have gone on from one and saved none.
     run = Run(
         job=name, restart=len(before), state=state, code=code, checkpoint=checkpoint,
         # A cell that was stopped ends the session, and not the job.
@@ -106,7 +108,7 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def find_number(durable: Path) -> int:
+def next_session_number(durable: Path) -> int:
     """Return the number of this session: one that ended without a word has left its folder."""
     names = [path.name.removeprefix("session-") for path in durable.glob("session-*")]
     return 1 + max((int(name) for name in names if name.isdigit()), default=0)
@@ -130,10 +132,10 @@ def repeat(act: Callable[[], None], every_s: float) -> Iterator[None]:
         thread.join()
 
 
-def find_time_left(settings: dict[str, Any], now: float) -> float:
+def compute_time_left(settings: dict[str, Any], now: float) -> float:
     """Return the seconds until the job is told to leave.
 
-    >>> find_time_left({"began_s": 100.0, "session_max_s": 3600, "stop_before_s": 600}, 160.0)
+    >>> compute_time_left({"began_s": 100.0, "session_max_s": 3600, "stop_before_s": 600}, 160.0)
     2940.0
     """
     ceiling = settings["began_s"] + settings["session_max_s"]
@@ -153,13 +155,13 @@ def decide_next(run: Run, before: list[Run], sessions_max: int) -> tuple[str, st
     return what, why
 
 
-def find_newest(durable: Path) -> int:
+def read_newest_step(durable: Path) -> int:
     """Return the step of the newest whole checkpoint; -1 for none."""
     names = [path.parent.name for path in durable.glob(f"checkpoints/*/{MANIFEST}")]
     return max((s for n in names if (s := parse_checkpoint_name(n)) is not None), default=-1)
 
 
-def find_stamps(project: Path) -> dict[str, tuple[int, int]]:
+def read_stamps(project: Path) -> dict[str, tuple[int, int]]:
     """Return name -> size and time of change of each file of a project, caches left out."""
     told: dict[str, list[str]] = {"excluded": [], "unread": [], "others": []}
     paths = walk_area(str(project), set(), EXCLUDED, told | {"roots": {}})
@@ -179,12 +181,12 @@ def keep(
     So is what the script has written into its project and nobody named: whatever is there now and
     was not, or not so, when it was `sent`. The session takes the rest with it.
     """
-    root = Path(find_paths(name).root)
+    root = Path(locate_own_job(name).root)
     wanted = {root / part: folder / part for part in _KEPT}
     wanted |= {data / "project" / out: folder / "outputs" / out for out in outputs}
     wanted[data / "run.out"] = folder / "run.out"
     named = tuple(f"{os.path.normpath(out)}/" for out in outputs)
-    for path, stamp in find_stamps(data / "project").items():
+    for path, stamp in read_stamps(data / "project").items():
         if sent.get(path) != stamp and not path.startswith(named):
             wanted[data / "project" / path] = folder / "project" / path
     for source, target in wanted.items():

@@ -2,7 +2,7 @@
 
 from perdure.model.events import JobEnded, JournalEntry, RankAccount, RankExited
 from perdure.model.failures import ExitRecord
-from perdure.telemetry.fate import Signs, collect_last_words, tell_fate
+from perdure.telemetry.outcome import Signs, collect_last_words, judge_outcome
 
 ENDED = [
     JournalEntry(
@@ -13,29 +13,29 @@ ENDED = [
 ]
 
 
-def fate(entries: list[JournalEntry], *, alive: bool, **signs: float) -> str:
-    return tell_fate(entries, Signs(now_s=1000.0, alive=alive, **signs), 300.0).state
+def judge(entries: list[JournalEntry], *, alive: bool, **signs: float) -> str:
+    return judge_outcome(entries, Signs(now_s=1000.0, alive=alive, **signs), 300.0).state
 
 
 def test_only_the_journal_says_that_a_job_has_finished() -> None:
-    assert fate(ENDED, alive=False, outputs_s=999.0) == "finished"
-    assert fate([], alive=False, outputs_s=999.0) == "dead"
+    assert judge(ENDED, alive=False, outputs_s=999.0) == "finished"
+    assert judge([], alive=False, outputs_s=999.0) == "dead"
 
 
 def test_a_job_that_lives_stalls_when_no_artifact_moves() -> None:
-    assert fate([], alive=True, outputs_s=699.0, checkpoints_s=10.0) == "stalled"
-    assert fate([], alive=True, outputs_s=701.0) == "running"
-    assert fate([], alive=True, outputs_s=5.0, loops_s=999.0) == "running"
-    assert fate([], alive=True, outputs_s=5.0, checkpoints_s=999.0) == "running"
+    assert judge([], alive=True, outputs_s=699.0, checkpoints_s=10.0) == "stalled"
+    assert judge([], alive=True, outputs_s=701.0) == "running"
+    assert judge([], alive=True, outputs_s=5.0, loops_s=999.0) == "running"
+    assert judge([], alive=True, outputs_s=5.0, checkpoints_s=999.0) == "running"
 
 
 def test_a_job_that_has_yet_to_show_anything_has_not_stalled() -> None:
-    assert fate([], alive=True) == "running"
+    assert judge([], alive=True) == "running"
 
 
 def test_the_reason_names_the_newest_artifact() -> None:
     signs = Signs(now_s=1000.0, alive=False, outputs_s=900.0, checkpoints_s=940.0)
-    assert "a checkpoint, 60 s ago" in tell_fate([], signs, 300.0).reason
+    assert "a checkpoint, 60 s ago" in judge_outcome([], signs, 300.0).reason
 
 
 def test_last_words_are_those_of_ranks_that_failed() -> None:

@@ -70,7 +70,7 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     """The newest beat of a rank's loop."""
 
 
-class Fate(msgspec.Struct, frozen=True, kw_only=True):
+class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a job."""
 
     state: Literal["finished", "dead", "stalled", "running"]
@@ -79,7 +79,7 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the newest sign of progress; 0 where there is none."""
 
 
-def tell_fate(entries: Sequence[JournalEntry], signs: Signs, allowance_s: float) -> Fate:
+def judge_outcome(entries: Sequence[JournalEntry], signs: Signs, allowance_s: float) -> JobOutcome:
     """Return what became of a job; one that gave no sign for `allowance_s` has stalled."""
     ended = find_end(entries)
     kinds = {
@@ -91,15 +91,15 @@ def tell_fate(entries: Sequence[JournalEntry], signs: Signs, allowance_s: float)
     age_s = max(0.0, signs.now_s - kinds[newest]) if kinds[newest] else 0.0
     if ended is not None:
         text = f"its journal ends with {ended.status}, exit code {ended.exit_code}"
-        return Fate(state="finished", reason=text, newest_s=age_s)
+        return JobOutcome(state="finished", reason=text, newest_s=age_s)
     sign = f"the newest sign is {newest}, {age_s:.0f} s ago" if kinds[newest] else "no sign at all"
     if not signs.alive:
         text = f"nobody holds its lock, and its journal has no end of its own; {sign}"
-        return Fate(state="dead", reason=text, newest_s=age_s)
+        return JobOutcome(state="dead", reason=text, newest_s=age_s)
     if kinds[newest] and age_s > allowance_s:
         text = f"it lives, and has shown nothing for {allowance_s:.0f} s: {sign}"
-        return Fate(state="stalled", reason=text, newest_s=age_s)
-    return Fate(state="running", reason=sign, newest_s=age_s)
+        return JobOutcome(state="stalled", reason=text, newest_s=age_s)
+    return JobOutcome(state="running", reason=sign, newest_s=age_s)
 
 
 def collect_last_words(entries: Iterable[JournalEntry]) -> list[str]:

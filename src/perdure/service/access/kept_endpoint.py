@@ -1,4 +1,4 @@
-"""The door to a job's bus that stays the same over its runs: port, certificate, who may ask in.
+"""The endpoint of a job's bus that stays the same over its runs: port, certificate, who asks in.
 
 A machine that joined has an invitation, and the job's own machine may start anew (a reboot). Were
 everything about the server new then, somebody would have to carry new invitations around. Where the
@@ -31,7 +31,7 @@ _ADDRESS_S = 300.0
 """A machine that has just started may not have its address yet."""
 
 
-class Door(msgspec.Struct, frozen=True):
+class KeptEndpoint(msgspec.Struct, frozen=True):
     """The document that is kept. It holds secrets."""
 
     host: str
@@ -42,37 +42,41 @@ class Door(msgspec.Struct, frozen=True):
     key: str = ""
 
 
-def keep_door(server: NatsServer, path: str, *, certificate: bool) -> None:
-    """Give `server`, not started yet, the door kept at `path`; make one where there is none.
+def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
+    """Give `server`, not started yet, the endpoint kept at `path`; make one where there is none.
 
     `certificate`: one is to be made and kept as well.
 
     Raises:
         PlatformError: the server's address is not on this machine, or the file cannot be written.
     """
-    door = read_document(path, Door)
-    if door is None or door.host != server.host or bool(door.certificate) != certificate:
-        door = _make_door(server, certificate)
-    elif not _is_free(server.host, door.port):
-        log.warning("port %d is taken: who joined before needs another invitation", door.port)
-        door = msgspec.structs.replace(door, port=_choose_port(server.host))
-    _write_synced(path, door)
-    server.port = door.port
-    server.set_password(JOINER, door.password)
+    endpoint = read_document(path, KeptEndpoint)
+    if (
+        endpoint is None
+        or endpoint.host != server.host
+        or bool(endpoint.certificate) != certificate
+    ):
+        endpoint = _make_endpoint(server, certificate)
+    elif not _is_free(server.host, endpoint.port):
+        log.warning("port %d is taken: who joined before needs another invitation", endpoint.port)
+        endpoint = msgspec.structs.replace(endpoint, port=_choose_port(server.host))
+    _write_synced(path, endpoint)
+    server.port = endpoint.port
+    server.set_password(JOINER, endpoint.password)
     if certificate:
         paths = [os.path.join(server.folder, name) for name in ("tls.crt", "tls.key")]
-        for file, text in zip(paths, (door.certificate, door.key), strict=True):
+        for file, text in zip(paths, (endpoint.certificate, endpoint.key), strict=True):
             write_atomic(file, text.encode(), mode=0o600)
         server.certificate = (paths[0], paths[1])
 
 
-def _make_door(server: NatsServer, certificate: bool) -> Door:
+def _make_endpoint(server: NatsServer, certificate: bool) -> KeptEndpoint:
     made = ["", ""]
     if certificate:
         for number, file in enumerate(make_certificate(server.folder, server.host)):
             with open(file, encoding="utf-8") as opened:
                 made[number] = opened.read()
-    return Door(server.host, _choose_port(server.host), secrets.token_urlsafe(24), *made)
+    return KeptEndpoint(server.host, _choose_port(server.host), secrets.token_urlsafe(24), *made)
 
 
 def _choose_port(host: str) -> int:
@@ -105,10 +109,10 @@ def _is_free(host: str, port: int) -> bool:
         time.sleep(1.0)
 
 
-def _write_synced(path: str, door: Door) -> None:
+def _write_synced(path: str, endpoint: KeptEndpoint) -> None:
     """Write the document so that it is there after a loss of power."""
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    write_document(path, door, mode=0o600)
+    write_document(path, endpoint, mode=0o600)
     sync_path(path)
     sync_path(folder)
