@@ -399,6 +399,9 @@ class RunProbe(Order, frozen=True, kw_only=True):
     """
 
     says: ClassVar[str] = "{0.id} round {0.round}: pairs {0.pairs}, hosts {0.hosts}"
+    about: ClassVar[str] = "probe {0.id} {0.round}"
+    worth: ClassVar[int] = 5
+    """The round has a deadline."""
 
     id: str
     round: int

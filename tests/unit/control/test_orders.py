@@ -4,6 +4,7 @@ from perdure.model.events import (
     FaultInjected,
     NodeLost,
     NodeRegistered,
+    ProbeEnded,
     StacksTaken,
 )
 from perdure.model.job import JobSpec
@@ -12,6 +13,7 @@ from perdure.model.orders import (
     Assignment,
     AssignNodes,
     InjectFault,
+    RunProbe,
     SendBoundary,
     TakeStacks,
 )
@@ -122,3 +124,17 @@ def test_stacks_and_faults_are_repeated_until_answered() -> None:
     orders.note(StacksTaken(generation=0, at_s=1.0, stacks={3: "..."}))
     orders.note(FaultInjected(id="i", rank=0, kind="crash", at_s=1.0))
     assert told(orders.repeat(2 * REPEAT_S)) == []
+
+
+def test_a_round_of_a_probe_is_said_again_for_as_long_as_it_lasts() -> None:
+    """A node that comes later does not take it up beside the training, long after its deadline."""
+    orders = book()
+    first = RunProbe(id="p", round=0, pairs=((0, 1),), reason="r")
+    second = RunProbe(id="p", round=1, pairs=((1, 0),), reason="r")
+    orders.take(first)
+    orders.note(ProbeEnded(id="p", node=0, round=0, at_s=1.0))
+    orders.take(second)  # The round before it is another matter.
+    assert told(orders.repeat(REPEAT_S)) == [(1, first), (0, second), (1, second)]
+    for times in range(2, 10):
+        said = told(orders.repeat(times * REPEAT_S))
+    assert said == []
