@@ -38,6 +38,30 @@ def test_a_script_on_the_command_line_takes_no_arguments_from_the_file(tmp_path:
     assert (spec.script, spec.args, named) == ("y.py", ("-v",), False)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"script": ""}, "no script to run"),
+        ({"name": ""}, "name: not a name of a job"),
+    ],
+)
+def test_an_empty_option_is_given_all_the_same(
+    tmp_path: Path, options: dict[str, str], message: str
+) -> None:
+    """`perdure run -c job.toml "$SCRIPT"` without that variable ran the file's own script."""
+    config = write(tmp_path, 'name="a"\nscript="x.py"\nlog_dir="logs"\nrole="worker"\n')
+    with pytest.raises(ConfigError, match=message):
+        make_spec(RunOptions(config=config, **options))
+    spec, _, _ = make_spec(RunOptions(config=config, log_dir="", role=""))
+    assert (spec.log_dir, spec.role) == ("", "")
+
+
+def test_an_empty_server_is_none(tmp_path: Path) -> None:
+    config = write(tmp_path, 'script="x.py"\n[nats]\nurl="nats://a:1"\n')
+    spec, _, _ = make_spec(RunOptions(config=config, nats="", arbiter=""))
+    assert spec.nats.url == "nats://a:1"
+
+
 def test_relative_places_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = write(tmp_path, 'script="x.py"\n[checkpoint]\nurl="ck"\n')

@@ -29,7 +29,6 @@ from perdure.cli.running.torchrun import (
     parse_nnodes,
     parse_nproc,
 )
-from perdure.cli.speech.say import keep_given
 from perdure.launch.catalog import find_line
 from perdure.launch.environment import explain_default_threads
 from perdure.model import job
@@ -249,11 +248,21 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
     """Write what was given on the command line over the job file's document."""
     if options.nnodes:
         parse_nnodes(options.nnodes)
-    for option, value in keep_given(**{name: getattr(options, name) for name in _FIELDS}).items():
-        if (option, value) != ("rdzv_id", "none"):  # Which is torchrun's default.
-            *section, name = (_FIELDS[option] or option).split(".")
-            table = document.setdefault(section[0], {}) if section else document
-            table[name] = value
+    given = {
+        field or option: value
+        for option, field in _FIELDS.items()
+        if (value := getattr(options, option)) is not None and value is not False
+    }
+    if given.get("run_id") == "none":  # Which is torchrun's default.
+        del given["run_id"]
+    # `--nats "$NATS"` of a variable that is not set names no server; a name or script is given so.
+    said = {field.rpartition(".")[0] for field, value in given.items() if value != ""}
+    for field, value in given.items():
+        section, _, name = field.rpartition(".")
+        if not section:
+            document[name] = value
+        elif section in said:
+            document.setdefault(section, {})[name] = value
     if options.nproc is not None:
         document["nproc"] = parse_nproc(options.nproc, options.environ)
     elif isinstance(document.get("nproc"), str):
