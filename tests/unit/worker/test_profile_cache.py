@@ -1,5 +1,7 @@
 """What was measured before is taken only where it can be read."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,11 @@ def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
     assert read_kept(kept, LinkFigures, request) == figures
     kept.write_bytes(encode(figures)[:-9])
     assert read_kept(kept, LinkFigures, request) is None
+
+
+def test_the_processes_that_measure_links_are_silent() -> None:
+    """Python warned on the user's terminal, once for each rank, that the module was there twice."""
+    command = [sys.executable, "-m", "perdure.worker.profiling.links", "0", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "Warning" not in done.stderr
+    assert "expected 4, got 2" in done.stderr

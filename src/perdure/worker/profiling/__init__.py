@@ -45,7 +45,6 @@ from perdure.worker.elastic.samples import MicroBatches
 from perdure.worker.elastic.state.replicated import make_model
 from perdure.worker.pipeline.messages import list_tensors
 from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks, make_leaves
-from perdure.worker.profiling.links import LinkFigures, measure_links
 from perdure.worker.rng import take_fingerprint
 
 ROUNDS_MIN = 7
@@ -305,6 +304,9 @@ class Script:
 
 
 def _measure(request: ProfileRequest, script: Script) -> ProfileReport:
+    # A program as well, which Python warns of where its package has it already.
+    from perdure.worker.profiling.links import LinkFigures, measure_links
+
     base_bytes = _measure_base_bytes(script.device)
     chain = [block.to(script.device) for block in list_blocks(make_model(script.blocks))]
     sizes = request.micro_batches or _list_sizes(script.global_batch, script.micro_batch)
