@@ -169,6 +169,8 @@ class Controller:
     def next_deadline(self) -> float | None:
         """Return the job time at which `TimerFired` is wanted."""
         state, worlds = self.state, self.state.worlds.values()
+        if state.over:  # A probe, or an epoch that was to be formed, is waited for no longer.
+            return state.deadline_s
         times = [
             state.deadline_s,
             stop_deadline(state),
@@ -570,7 +572,7 @@ def _end_observed(
 def _fire(state: JobState, now: float, event: TimerFired) -> list[AnyAction]:
     """Do what is due; the machine's own deadline and nothing else brings it here."""
     note_pace(state, event.pace)
-    if state.phase == "ending":
+    if state.over:
         return advance_end(state, now)
     due_s = state.deadline_s if state.phase == "pending" else state.world.deadline_s
     if due_s is not None and now >= due_s:

@@ -216,3 +216,19 @@ def test_a_stop_that_nobody_agrees_to_is_carried_out_with_signals() -> None:
     (end,) = ends
     assert driver.now == 130.0
     assert end.assignment.grace_s == driver.spec.restart.grace_s  # type: ignore[attr-defined]
+
+
+def test_what_was_due_is_waited_for_no_longer_once_the_job_is_over() -> None:
+    """A probe's round comes to its end in a job that has none: nothing is journaled behind that."""
+    driver = started()
+    driver.do(CommandReceived(id="p", kind="probe", who="me"))
+    due = driver.controller.next_deadline()
+    driver.do(CommandReceived(id="k", kind="kill", who="me"))
+    end = driver.controller.next_deadline()
+    assert due is not None
+    assert end is not None
+    assert end > due
+    driver.now = end
+    one(driver.do(TimerFired()), EndJob)
+    assert driver.controller.next_deadline() is None
+    assert driver.do(TimerFired()) == []

@@ -397,7 +397,7 @@ def _declare(state: JobState, now: float, event: KeysDeclared) -> list[AnyAction
 
 
 def _fire(state: JobState, now: float, event: TimerFired) -> list[AnyAction]:
-    if state.phase == "ending":
+    if state.over:
         return advance_end(state, now)
     if state.phase == "pending" and state.deadline_s is not None:
         if now < state.deadline_s:
