@@ -224,17 +224,6 @@ def test_every_document_is_in_the_index() -> None:
     assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-def test_files_that_documents_name_are_there() -> None:
-    pattern = re.compile(r"`((?:docs|src|tests|bench|examples|scripts)/[\w./-]+)`")
-    gone = [
-        f"{path.name}: {name}"
-        for path in DOCUMENTS
-        for name in pattern.findall(path.read_text())
-        if not (ROOT / name).exists()
-    ]
-    assert gone == []
-
-
 def test_options_in_the_documents_exist() -> None:
     table, wrong = commands(), []
     for path in DOCUMENTS:

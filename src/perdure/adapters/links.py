@@ -6,9 +6,9 @@ another node, which only the controller can join (`telemetry.links`). The descri
 only when a connection appears that was never seen, and never for more than a share of a core.
 
 gloo listens on a port of its own for each process group in each rank. A rank notes which group
-opened which port (`worker.groups`, a small file beside its ring); whichever end of a connection
-was the listening one names the communicator for both. Where no end can tell (NCCL's socket
-transport, a script without perdure's hook) the communicator stays empty, and the controller
+opened which port (`worker.recording.groups`, a small file beside its ring); whichever end of a
+connection was the listening one names the communicator for both. Where no end can tell (NCCL's
+socket transport, a script without perdure's hook) the communicator stays empty, and the controller
 fills it in where only one contains both ranks.
 
 Works for whatever the ranks' user may see. Connections of ranks in another network namespace

@@ -10,6 +10,7 @@ from typing import assert_never
 
 import msgspec
 
+from perdure.agent.keeper_silence import note_silence, note_voice
 from perdure.agent.messages import (
     AgentStarted,
     CarryOut,
@@ -33,7 +34,6 @@ from perdure.agent.messages import (
     WorkerSaid,
 )
 from perdure.agent.relay import answer_worker, relay, relay_boundary, relay_fault
-from perdure.agent.silence import note_silence, note_voice
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity
 from perdure.model.bus.wire import (
     KeeperExit,

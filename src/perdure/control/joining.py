@@ -8,6 +8,9 @@ invitation: they expire, serve once, and can be revoked.
 An invitation serves the machine that used it first for as long as the job lives: after a reboot it
 asks with the same one, expired or not. Anybody else with a copy of it is refused. What is kept is
 the digest of its secret, so that the journal, which viewers read, invites nobody.
+
+How a rank comes into an elastic world, and gets its state, is not here:
+`worker/elastic/joining.py`.
 """
 
 import math

@@ -1,9 +1,11 @@
 """All that a controller knows from its journal, in a form that can be written down.
 
 A controller's knowledge is a fold over the journal: the machine's state, the picture for the
-screens, which of each sender's messages were taken, and the events that a new detector has to
-hear of. `encode_memory` writes it down at one entry; what `decode_memory` makes of that, fed with
-the entries since, equals the fold over all of them.
+screens, which of each sender's messages were taken, and the events that a new detector has to hear
+of. What followed from an event whose decisions were never written follows in the replay again; what
+is to be sent of it `ControllerStarted` makes the machine issue (`machine`), and the shell writes
+the facts that are missing (`failures`). `encode_memory` writes it down at one entry; what
+`decode_memory` makes of that, fed with the entries since, equals the fold over all of them.
 
 The detector's own knowledge is not written down. Most of it comes from heartbeats, which no
 journal has, and is learned again within seconds; of the journal it needs the newest two

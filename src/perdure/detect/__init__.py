@@ -1,4 +1,4 @@
-"""Signals to verdicts: hang, early exit, lost node; and the progress worth journaling."""
+"""Signals to verdicts: hang, early exit, slowness, lost node; and progress worth journaling."""
 
 from perdure.detect.detector import Detector
 

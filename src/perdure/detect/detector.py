@@ -18,8 +18,8 @@ from perdure.detect.certainty import AGAIN, SURE, Grounds, decide_grounds, measu
 from perdure.detect.clocks import NodeClocks
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.nodes import NodeWatch
-from perdure.detect.notes import ProgressNotes
 from perdure.detect.probes import settle_verdict
+from perdure.detect.progress import ProgressNotes
 from perdure.detect.slow import SlowWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import (

@@ -1,4 +1,4 @@
-"""Which nodes are still heard of.
+"""Which nodes are still heard of, and after what silence one is lost.
 
 A node is lost only after seconds without a heartbeat: its agent may be restarting while its
 ranks train on. Sooner it is lost only where somebody else says so, too: its platform, or peers of

@@ -2,10 +2,11 @@
 
 The rules are its own: an order is looked for between two micro-batches, what was finished is kept,
 a step is applied once its reduction has ended and not before, the reduced result is kept for one
-step more. The decision (`plan.commit`) and the assignment (`plan.microbatches`) are the real ones.
-Whatever a real medium may do, the played one does by chance: a reduction ends at each member at a
-moment of its own, or, if one dies in it, at some and not at others; a death is felt by those who
-wait for the dead, and through them by those who wait for them, or only told by the controller.
+step more. The decision (`plan.elastic.commit`) and the assignment (`plan.elastic.microbatches`) are
+the real ones. Whatever a real medium may do, the played one does by chance: a reduction ends at
+each member at a moment of its own, or, if one dies in it, at some and not at others; a death is
+felt by those who wait for the dead, and through them by those who wait for them, or only told by
+the controller.
 
 A gradient is a hash of the parameters that it was computed from, the step and the micro-batch, and
 the parameters are a hash of all that was applied. `Fabric` sees every member at once: a gradient

@@ -1,4 +1,8 @@
-"""Folds over the journal: ledger, incidents, verdicts, the live snapshot, curves."""
+"""Folds over the journal: ledger, incidents, verdicts, the live snapshot, curves.
+
+`history` sorts the journal, `timeline` cuts each rank's time into `segments`, `ledger` adds them
+up and makes the report.
+"""
 
 from perdure.telemetry.ledger import LedgerFold, make_report
 from perdure.telemetry.links import DelayMatrix, LinkFold, read_delay_matrix

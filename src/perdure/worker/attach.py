@@ -130,7 +130,7 @@ class Attachment:
         note_groups(os.environ["PERDURE_RING"])
 
     def start_replica(self) -> None:
-        """Repair torchft as soon as the script has imported it (see `worker.replica`)."""
+        """Repair torchft as soon as the script has imported it (see `worker.torchft.manager`)."""
         from perdure.worker.start.cold import after_import
         from perdure.worker.torchft.manager import install, is_replica, join_replica
 

@@ -3,6 +3,9 @@
     prepare(S) to all --every rank: "yes, my step is below S"--> commit
                       --a veto, or silence until the deadline--> abort, then again with a later S
 
+The deadline is `ANSWER_TIMEOUT_S` after the question. Of one world the timer of
+`control/machine.py` sees it pass; of replica groups, `advance_agreement`.
+
 A prepared rank that reaches S waits for the decision, so no rank can pass S before the others
 have agreed; a bare look-ahead without that wait put ranks on different steps.
 

@@ -1,8 +1,9 @@
 """`perdure pause` and `perdure resume`: all ranks stand before one step, for as long as wanted.
 
-A pause is agreed upon like everything else and then belongs to the job: a world that begins
-meanwhile is told of it (`Steering`), makes again what was lost, and stands at the same step. Other
-agreements go on in a pause, at its step: the ranks that stand there carry them out.
+A pause is agreed upon like everything else (`boundary` asks, commits and aborts) and then belongs
+to the job: a world that begins meanwhile is told of it (`Steering`), makes again what was lost, and
+stands at the same step. Other agreements go on in a pause, at its step: the ranks that stand there
+carry them out.
 """
 
 from perdure.control.agreements import OpenBoundary, Pause, Resume

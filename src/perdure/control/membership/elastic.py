@@ -1,7 +1,7 @@
 """Re-formation in place: a lost rank leaves, the others form the next epoch of the same world.
 
-No process is ended and no generation begins. The controller says who is in; how far each member
-is, and what is redone, the members find out among themselves (`plan.commit`). Each rung of the
+No process is ended and no generation begins. The controller says who is in; how far each member is,
+and what is redone, the members find out among themselves (`plan.elastic.commit`). Each rung of the
 ladder is bounded: a world that broke without a loss is formed again a few times, a re-formation
 that does not end in time becomes a restart.
 """

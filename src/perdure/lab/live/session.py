@@ -39,7 +39,7 @@ from perdure.service.jobfiles import write_atomic
 from perdure.service.processes import guarded
 
 STATE_BYTES = 3.2e6
-"""Of the model in `worker.paced`, with its moments."""
+"""Of the model in `paced`, with its moments."""
 _WINDOW_S, _STEPS = 3.0, 6
 
 

@@ -143,7 +143,7 @@ def compute_time_left(settings: dict[str, Any], now: float) -> float:
 
 
 def decide_next(run: Run, before: list[Run], sessions_max: int) -> tuple[str, str]:
-    """Return what follows a session (as `chain.decide` says), and why, in a notebook's words."""
+    """Return what follows a session (as `runs.decide` says), and why, in a notebook's words."""
     what, why = decide(run, before, sessions_max - 1)
     step = f"step {run.checkpoint}" if run.checkpoint >= 0 else "the beginning"
     if what == "requeue":

@@ -1,5 +1,8 @@
 """Slurm as a platform: sbatch takes the place of tmux; the job is put back at its walltime.
 
+`batch` is the program on the nodes: it hears Slurm's warning, has the job save and stop, and puts
+it back into the queue.
+
 Without `launch.host` the commands run here, on a login node that shares DURABLE_DIR and the
 project with the nodes, and the project is used where it is. With it they run on that login node,
 one short connection each, and the project is sent there.

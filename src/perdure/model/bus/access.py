@@ -20,8 +20,9 @@ deliveries go to any subject that its maker names, past these permissions.
 The same table is what a user's own cluster should be given (`docs/nats.md`).
 
 A subject says who speaks: the server lets an agent publish events of its own node only. What that
-sender may tell of is the second table, `BROUGHT_BY`: each type of event has a row. The controller
-looks at both again at its door (`control/senders.py`), since a user's own server may not.
+sender may tell of is the second table, `BROUGHT_BY`: each type of event has a row. What it may ask
+for is the third, `ASKED_BY`. The controller looks at them again at its door, since a user's own
+server may not: at commands in `service/controller/inbox.py`, at events in `control/senders.py`.
 """
 
 from collections.abc import Mapping

@@ -6,9 +6,9 @@
     losses = runner.run(step, membership.overtaken)       # gradients are in p.grad, summed
 
 `group` is the elastic engine's `Group`, or anything else that sends and receives alike; cell i is
-the member `members[i]`. `orders` are those of `plan.score.plan_orders` or of `Scorer.lay_out` for a
-world, or of `plan.pipeline` directly; a micro-batch may change its column at every stage. Any
-order that `simulate` can carry out runs here without a deadlock.
+the member `members[i]`. `orders` are those of `plan.worlds.score.plan_orders` or of
+`Scorer.lay_out` for a world, or of `plan.pipeline` directly; a micro-batch may change its column at
+every stage. Any order that `simulate` can carry out runs here without a deadlock.
 
 - `load(step, micro_batch)` returns (inputs, targets). The first stage's cell asks for it and the
   last one's, so it must depend on its arguments alone. `loss(output, targets)` is a mean over the

@@ -3,7 +3,8 @@
 A script's output lies in files of the job's folder. Where their disk is full, its quota spent or
 its server away, `print` would raise what no script expects, and at the end the interpreter would
 turn success into exit code 120. What does not fit is dropped instead, counted, and said to be as
-soon as there is room. Standard library only: `worker.cold` uses it in scripts that want no more.
+soon as there is room. Standard library only: `worker.start.cold` uses it in scripts that want no
+more.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Progress worth journaling: heartbeats folded to one line every few seconds.
+"""Progress worth journaling: heartbeats folded to one event (`ProgressNoted`) every few seconds.
 
 Heartbeats themselves are never journaled. What decisions and the ledger need of them is: how
 far every rank is, and the moment at which a new generation is training again.
