@@ -226,6 +226,15 @@ def test_a_broken_job_has_a_bundle_too(home: Path, tmp_path: Path, quick: None) 
     assert "job-bundle/job.json" not in files
 
 
+def test_what_a_job_file_that_is_no_text_has_kept_secret_is_in_no_other_file(
+    home: Path, tmp_path: Path, quick: None
+) -> None:
+    (home / "job.json").write_bytes(b'{"name": "gr\xfcn", "env": {"MOTTO": "kept-to-myself"}}')
+    (home / "journal.jsonl").write_text('{"said": "kept-to-myself"}\n')
+    assert run_command(["bundle", "job", "--yes", "--out", "b.tar.gz"]) == 0
+    assert b"kept-to-myself" not in b"".join(read_archive(tmp_path / "b.tar.gz").values())
+
+
 @pytest.mark.long
 def test_a_journal_that_is_broken_is_said_to_be_by_what_was_asked(
     home: Path, tmp_path: Path

@@ -195,7 +195,7 @@ def _teach_credential(redactor: Redactor, path: str) -> None:
 
 
 def _teach_job(redactor: Redactor, path: str) -> None:
-    spec = _read_json(path) or {}
+    spec = _read_json(path, errors="replace") or {}
     try:
         env, args = dict(spec.get("env", {})), [str(arg) for arg in spec.get("args", ())]
         alerts = dict(spec.get("alerts", {}))
@@ -351,10 +351,13 @@ def tell_versions() -> str:
     )
 
 
-def _read_json(path: str | Path) -> dict[str, Any] | None:
-    """Return an object that lies on the disk; None where it cannot be read, or is none."""
+def _read_json(path: str | Path, errors: str = "strict") -> dict[str, Any] | None:
+    """Return an object that lies on the disk; None where it cannot be read, or is none.
+
+    `errors` says what is done with bytes that are no UTF-8, as for `bytes.decode`.
+    """
     try:
-        found = json.loads(Path(path).read_bytes())
+        found = json.loads(Path(path).read_bytes().decode("utf-8", errors))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -142,7 +142,8 @@ def _change(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict) and _MARK not in value:
         return {key: _change(one, change) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_change(one, change) for one in value])
+        changed = [_change(one, change) for one in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     return change(value)
 
 
