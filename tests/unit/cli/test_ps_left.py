@@ -24,8 +24,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         started.append(subprocess.Popen(["sleep", "1000"], env=env, start_new_session=True))
         words = Path(f"/proc/{started[-1].pid}/cmdline")
         deadline = time.monotonic() + 10.0
-        while not words.read_bytes() and time.monotonic() < deadline:
-            time.sleep(0.01)  # In the midst of its exec it has none.
+        while not words.read_bytes():  # In the midst of its exec it has none.
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         return started[-1]
 
     yield start
