@@ -74,7 +74,7 @@ class Watched:
     def run(self, seconds: float) -> None:
         """Pass heartbeats on for so long."""
         for now, beat in self.training.run(seconds):
-            events = self.detector.observe(now, beat)
+            events = self.detector.take_beat(now, beat)
             if now != self.last_s:
                 events = [*events, *self.detector.tick(now)]
                 self.last_s = now
@@ -254,7 +254,7 @@ def measure_scale(seconds: int) -> dict[str, object]:
         links += len(beat.sweep.links) if beat.sweep else 0
         gc.disable()
         begun = time.process_time()
-        events = detector.observe(now, beat)
+        events = detector.take_beat(now, beat)
         taken[now] = taken.get(now, 0.0) + time.process_time() - begun
         gc.enable()
         for event in events:

@@ -80,7 +80,7 @@ def find_verdict(kind: str, factor: float) -> Verdict:
         detector.note(1000.0, began)
     last = None
     for now, beat in training.run(80.0):
-        for event in detector.observe(now, beat):
+        for event in detector.take_beat(now, beat):
             detector.note(now, event)
             if isinstance(event, VerdictReached) and event.verdict.actionable:
                 last = event.verdict

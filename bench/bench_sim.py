@@ -113,8 +113,8 @@ def main() -> None:
         decode_s += time.perf_counter() - begun
         begun = time.perf_counter()
         for beat in parsed:
-            fold.observe(now, beat)
-            for event in detector.observe(now, beat):
+            fold.take_beat(now, beat)
+            for event in detector.take_beat(now, beat):
                 controller.handle(now, event)
         detector.tick(now)
         busy_s += time.perf_counter() - begun

@@ -97,7 +97,7 @@ def main() -> None:
             step += 1
             nodes = range(step % part, spec.nodes, part) if part else range(0)
             beats = [make_beat(node, step, 100.0 + step) for node in nodes]
-            observe = cost_ms(lambda beats=beats: [fold.observe(0.0, beat) for beat in beats])
+            observe = cost_ms(lambda beats=beats: [fold.take_beat(0.0, beat) for beat in beats])
             if part == 1:
                 costs.setdefault("heartbeats_all", []).append(observe)
             costs.setdefault(f"picture_{name}", []).append(cost_ms(look))
@@ -106,7 +106,7 @@ def main() -> None:
     for _ in range(3):
         fresh = make_fold(spec)
         for node in range(spec.nodes):
-            fresh.observe(0.0, make_beat(node, step, 100.0 + step))
+            fresh.take_beat(0.0, make_beat(node, step, 100.0 + step))
         costs["scratch"].append(cost_ms(lambda fresh=fresh: fresh.snapshot(100.0 + step)))
     result: dict[str, object] = {
         f"{name}_ms": round(statistics.median(values[1:]), 1) for name, values in costs.items()

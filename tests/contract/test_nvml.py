@@ -78,7 +78,7 @@ class Gpu:
             self.now += 5.0
             samples = self.nvml.sample(lambda pid: [], {3: 4242})
             beat = NodeBeat(0, "a", 1, self.now, 0, (), devices=samples)
-            for event in self.judge.observe(self.now, beat):
+            for event in self.judge.take_beat(self.now, beat):
                 self.judge.note(event)
                 found.append((event.healthy, event.reason))
         return found

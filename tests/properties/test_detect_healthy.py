@@ -57,7 +57,7 @@ def test_healthy_is_left_alone_and_stopped_is_found(seed, step_s, noise, loss, v
         seq += 1
         if rng.random() >= loss:
             beat = make_beat(seq, now, step, last_s, (step, step), step, "RR")
-            found += detector.observe(now, beat)
+            found += detector.take_beat(now, beat)
     assert [e for e in found if isinstance(e, VerdictReached)] == []
     state = ["S", "S"]
     state[victim] = "T"
@@ -68,7 +68,7 @@ def test_healthy_is_left_alone_and_stopped_is_found(seed, step_s, noise, loss, v
         now += 0.2
         seq += 1
         beat = make_beat(seq, now, step, last_s, started, step, state)
-        found = [e for e in detector.observe(now, beat) if isinstance(e, VerdictReached)]
+        found = [e for e in detector.take_beat(now, beat) if isinstance(e, VerdictReached)]
         verdicts += [e.verdict for e in found]
     assert {v.culprit.rank for v in verdicts} == {victim}
     assert verdicts[0].confirmed_s - stopped_s <= 1.0 + 1.3 * step_s + 0.4

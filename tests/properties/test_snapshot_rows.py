@@ -162,7 +162,7 @@ class Told:
 
 def tell(fold: SnapshotFold, said: JournalEntry | NodeBeat) -> None:
     if isinstance(said, NodeBeat):
-        fold.observe(said.sent_s, said)
+        fold.take_beat(said.sent_s, said)
     else:
         fold.add(said)
 
@@ -205,7 +205,7 @@ def test_rows_that_did_not_change_are_the_same_objects() -> None:
     for said in told.said:
         tell(fold, said)
     first = fold.snapshot(told.now)
-    fold.observe(told.now, told.beat(0, 3 * NODES, 2))
+    fold.take_beat(told.now, told.beat(0, 3 * NODES, 2))
     second = fold.snapshot(told.now)
     kept = [row is old for row, old in zip(second.ranks, first.ranks, strict=True)]
     assert kept == [False, False, True, True]

@@ -116,7 +116,7 @@ class Detector:
 
     # --- what comes in ------------------------------------------------------------------------
 
-    def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
+    def take_beat(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
         """Take a heartbeat; return what it shows."""
         if not self._nodes.take_beat(now, beat):
             return []
@@ -236,7 +236,7 @@ class Detector:
             return None
         else:
             watch.clock_s = clock_s
-            moved = watch.observe(progress, beat.sent_s, self._habits)
+            moved = watch.follow(progress, beat.sent_s, self._habits)
         watch.seen_s, watch.received_s = beat.sent_s, now
         self._desync.take(watch, progress.spans)
         self._notes.take(watch, moved)

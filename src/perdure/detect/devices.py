@@ -88,7 +88,7 @@ class DeviceJudge:
         """What is judged by; it may change while a job runs."""
         self._devices: dict[str, _Health] = {}
 
-    def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
+    def take_beat(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
         """Take a heartbeat's look at a node's devices; return whose health has changed."""
         out: list[AnyEvent] = []
         node = beat.node

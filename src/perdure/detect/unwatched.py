@@ -16,7 +16,7 @@ class Unwatched:
     def reconfigure(self, config: DetectConfig) -> None:
         """Take other thresholds."""
 
-    def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
+    def take_beat(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
         """Take a heartbeat."""
         return []
 

@@ -142,7 +142,7 @@ class RankWatch:
         stamps = self._newest_stamp(progress)
         self.progress_s = min(stamps, sent_s) if self.instrumented and stamps > 0 else sent_s
 
-    def observe(self, progress: RankProgress, sent_s: float, habits: Habits) -> bool:
+    def follow(self, progress: RankProgress, sent_s: float, habits: Habits) -> bool:
         """Take a heartbeat; return whether it shows progress."""
         self._weigh(progress, sent_s)
         if progress.proc.state == "D" or progress.proc.blocked:

@@ -195,10 +195,10 @@ class Shell:
         if why:
             raise Unbelieved(f"{type(event).__name__} of node {node}: {why}")
 
-    def observe(self, beat: NodeBeat) -> None:
+    def take_beat(self, beat: NodeBeat) -> None:
         """Take a heartbeat."""
-        self.memory.fold.observe(self.clock.now, beat)
-        for event in self.detector.observe(self.clock.now, beat):
+        self.memory.fold.take_beat(self.clock.now, beat)
+        for event in self.detector.take_beat(self.clock.now, beat):
             self.append(event)
 
     def obey(self, command: Command, answer: Answer) -> None:

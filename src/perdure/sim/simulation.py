@@ -276,13 +276,13 @@ class Simulation:
         for node in self.nodes:
             beat = node.make_beat()
             if beat is not None:
-                self.network.send(lambda beat=beat: self._observe(beat))  # type: ignore[misc]
+                self.network.send(lambda beat=beat: self._take_beat(beat))  # type: ignore[misc]
         self.clock.after(self.scenario.beat_s, self._beat)
         self._save()
 
-    def _observe(self, beat: NodeBeat) -> None:
+    def _take_beat(self, beat: NodeBeat) -> None:
         if self.shell is not None and self.ended is None:
-            self.shell.observe(beat)
+            self.shell.take_beat(beat)
 
     def _look(self) -> None:
         """Let the ranks come to the boundaries that were agreed on."""

@@ -92,7 +92,7 @@ class DeviceView:
         self._made_s = 0.0
         self._changed: set[int] = set()
 
-    def observe(self, beat: NodeBeat) -> None:
+    def take_beat(self, beat: NodeBeat) -> None:
         """Take a heartbeat's looks."""
         if beat.devices:
             looks = self._looks.setdefault(beat.node, {})

@@ -137,7 +137,7 @@ class LinkFold:
         self._sockets: dict[int, int] = {}
         self._said = ""
 
-    def observe(self, now: float, beat: NodeBeat) -> NodeBeat:
+    def take_beat(self, now: float, beat: NodeBeat) -> NodeBeat:
         """Take a heartbeat; return it with its links joined."""
         beat = self._join.resolve(beat)
         sweep = beat.sweep

@@ -138,7 +138,7 @@ class RankRows:
         self._newest = {}
         self._key = ()
 
-    def observe(self, beat: NodeBeat) -> None:
+    def take_beat(self, beat: NodeBeat) -> None:
         """Take a heartbeat."""
         tracks, sent_s = self._tracks, beat.sent_s
         for progress in beat.ranks:

@@ -132,14 +132,14 @@ class SnapshotFold:
         self.certain.history.condense(generation - 1, CHECKPOINTS_SHOWN)
         self.certain.verdicts.condense(generation - 1, VERDICTS_SHOWN)
 
-    def observe(self, now: float, beat: NodeBeat) -> None:
+    def take_beat(self, now: float, beat: NodeBeat) -> None:
         """Take a heartbeat."""
-        self._devices.observe(beat)
+        self._devices.take_beat(beat)
         if not beat.ranks or (beat.generation < self._beat_generation and not self._spec.groups):
             return
         self._beats += 1
         self._begin(beat.generation)
-        self._rows.observe(beat)
+        self._rows.take_beat(beat)
 
     def _begin(self, generation: int) -> None:
         if generation > self._beat_generation and not self._spec.groups:  # Each has its own.

@@ -69,7 +69,7 @@ class World:
             )  # fmt: skip
             number = self.lab.generation(group)
             beat = NodeBeat(group, "a", 1, self.now, generation=number, ranks=(rank,))
-            for event in self.watch.observe(self.now, beat):
+            for event in self.watch.take_beat(self.now, beat):
                 self.found.append(event)
                 self.take(event)
         due_s = self.lab.machine.next_deadline()

@@ -85,7 +85,7 @@ def test_an_overdue_world_is_told_who_is_busy_as_declared() -> None:
     ]  # fmt: skip
     stopped = ProcSample(state="T", cpu_s=0.0, io_bytes=0)
     ranks.append(msgspec.structs.replace(ranks[0], rank=3, proc=stopped))
-    known.fold.observe(50.0, NodeBeat(0, "a", 1, 50.0, 0, tuple(ranks)))
+    known.fold.take_beat(50.0, NodeBeat(0, "a", 1, 50.0, 0, tuple(ranks)))
     known.machine.state.world.elastic.deadline_s = 60.0
     assert known.make_timer(59.0).busy == ()
     assert known.make_timer(60.0).busy == (0,)

@@ -37,7 +37,7 @@ class Watched:
     def run(self, seconds: float) -> "Watched":
         """Hand what the detector says to the controller, and what that records to both."""
         for now, beat in self.watch.training.run(seconds):
-            for event in self.watch.detector.observe(now, beat):
+            for event in self.watch.detector.take_beat(now, beat):
                 self.watch.detector.note(now, event)
                 if isinstance(event, VerdictReached | VerdictWithdrawn):
                     self.tell(event, now)

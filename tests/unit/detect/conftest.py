@@ -163,7 +163,7 @@ class World:
                 continue
             ranks = tuple(self.progress(self.ranks[r]) for r in self.spec.ranks_of(node))
             beat = NodeBeat(node, "a", self.seq, self.now, self.generation, ranks)
-            for event in self.detector.observe(self.now, beat):
+            for event in self.detector.take_beat(self.now, beat):
                 self.take(event)
         for event in self.detector.tick(self.now):
             self.take(event)

@@ -45,7 +45,7 @@ class Run:
         last_s = 0.0
         for now, beat in self.training.run(seconds):
             heard = change(beat)
-            events = [] if heard is None else self.detector.observe(now, heard)
+            events = [] if heard is None else self.detector.take_beat(now, heard)
             if now != last_s:
                 events = [*events, *self.detector.tick(now)]
                 last_s = now

@@ -278,7 +278,7 @@ def test_a_missing_rank_of_a_silent_node_is_left_to_the_node(make_world):
         progress = world.progress(world.ranks[0])
         world.seq += 1
         beat = NodeBeat(0, "a", world.seq, world.now, 0, (progress,))
-        for event in [*world.detector.observe(world.now, beat), *world.detector.tick(world.now)]:
+        for event in [*world.detector.take_beat(world.now, beat), *world.detector.tick(world.now)]:
             world.take(event)
     assert world.verdicts == []
     (lost,) = world.of(NodeLost)
@@ -337,7 +337,7 @@ def test_a_node_cut_off_from_the_controller_alone_is_not_lost_while_its_ranks_ta
         progress = world.progress(here)
         world.seq += 1
         beat = NodeBeat(0, "a", world.seq, world.now, 0, (progress,))
-        for event in [*world.detector.observe(world.now, beat), *world.detector.tick(world.now)]:
+        for event in [*world.detector.take_beat(world.now, beat), *world.detector.tick(world.now)]:
             world.take(event)
         if number == 100:
             assert world.of(NodeLost) == []
@@ -379,7 +379,7 @@ def test_ten_thousand_ranks_at_1_hz_take_less_than_a_core():
     ]
     before = time.process_time()
     for beat in beats:
-        detector.observe(beat.sent_s, beat)
+        detector.take_beat(beat.sent_s, beat)
     assert time.process_time() - before < 4.0
 
 

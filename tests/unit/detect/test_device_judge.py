@@ -17,7 +17,7 @@ WELL = DeviceSample(
 
 def look(judge, now, *samples, node=0):
     samples = tuple(msgspec.structs.replace(sample, at_s=now) for sample in samples)
-    out = judge.observe(now, NodeBeat(node, "a", 1, now, 0, (), devices=samples))
+    out = judge.take_beat(now, NodeBeat(node, "a", 1, now, 0, (), devices=samples))
     for event in out:
         judge.note(event)
     return [(event.healthy, event.reason) for event in out]

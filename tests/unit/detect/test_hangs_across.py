@@ -128,7 +128,7 @@ def test_a_node_that_is_cut_off_is_named_long_before_it_is_lost():
         if now > FAULT_S and beat.node == 2:
             continue
         for event in [
-            *run.detector.observe(now, beat),
+            *run.detector.take_beat(now, beat),
             *(run.detector.tick(now) if now > last_s else []),
         ]:
             run.take(now, event)

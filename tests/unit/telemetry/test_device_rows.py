@@ -84,7 +84,7 @@ def test_slots_share_a_device():
 def test_what_nvml_sees_is_believed_until_it_is_old():
     known = Map()
     look = DeviceSample(device="g0", at_s=10.0, ranks=(0, 1), name="H200")
-    known.view.observe(beat(0, look, DeviceSample(device="g1", at_s=10.0)))
+    known.view.take_beat(beat(0, look, DeviceSample(device="g1", at_s=10.0)))
     rows = known.rows(now=10.0 + STALE_S)
     assert (rows[0, "g0"].ranks, rows[0, "g1"].ranks) == ((0, 1), ())
     assert (rows[0, "g0"].name, rows[0, "g0"].kind, rows[0, "g0"].health) == ("H200", "gpu", "ok")
@@ -97,13 +97,13 @@ def test_what_nvml_sees_is_believed_until_it_is_old():
 def test_where_nvml_sees_no_process_of_ours_slots_count():
     known = Map()
     looks = [DeviceSample(device=device, at_s=10.0) for device in ("g0", "g1")]
-    known.view.observe(beat(0, *looks))
+    known.view.take_beat(beat(0, *looks))
     assert known.rows()[0, "g1"].ranks == (1,)
 
 
 def test_the_same_id_on_two_nodes_is_two_devices():
     known = Map(registered(1, "g0", "g1"))
-    known.view.observe(beat(1, DeviceSample(device="g0", at_s=10.0, ranks=(3,))))
+    known.view.take_beat(beat(1, DeviceSample(device="g0", at_s=10.0, ranks=(3,))))
     rows = known.rows()
     assert (rows[0, "g0"].ranks, rows[1, "g0"].ranks) == ((0,), (3,))
 

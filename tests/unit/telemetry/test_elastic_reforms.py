@@ -184,7 +184,7 @@ def test_a_drained_members_step_is_not_the_jobs() -> None:
         )
         for rank in (0, 1)
     )  # fmt: skip
-    screen.observe(8.0, NodeBeat(0, "a", 1, 8.0, 0, rows))
+    screen.take_beat(8.0, NodeBeat(0, "a", 1, 8.0, 0, rows))
     picture = screen.snapshot(8.0)
     assert (picture.step, picture.depth) == (90, "elastic")
     for rank in (0, 1):

@@ -108,7 +108,7 @@ def test_a_new_generation_forgets_the_ends_of_the_old_one() -> None:
 def test_a_cell_is_the_median_and_bytes_are_the_sum() -> None:
     fold = LinkFold()
     for at_s, busy_s in ((0.0, 0.02), (1.0, 0.9), (2.0, 0.02)):
-        fold.observe(at_s, beat(0, sample(0, 1, busy_s=busy_s, retrans=2)))
+        fold.take_beat(at_s, beat(0, sample(0, 1, busy_s=busy_s, retrans=2)))
     assert fold.tick(9.0) == []
     (noted,) = fold.tick(10.0)
     assert isinstance(noted, LinksNoted)
@@ -125,7 +125,7 @@ def test_small_messages_make_no_cell_but_a_link_that_is_held_up_does() -> None:
         for dst, busy_s in ((1, 0.06), (2, 0.8))
     )
     for at_s in range(8):
-        fold.observe(float(at_s), beat(0, small, held_up))
+        fold.take_beat(float(at_s), beat(0, small, held_up))
     cells = {s.dst: s.busy_ms_per_mb for s in fold.samples()}
     assert cells == {1: 0.0, 2: 4000.0}
 
@@ -147,7 +147,7 @@ def test_a_verdict_about_communication_keeps_the_matrix_at_once() -> None:
     fold = LinkFold()
     slow = reached("CommSlow", Culprit(link=(0, 1)))
     assert fold.note(1.0, slow) == []  # Nothing is known yet.
-    fold.observe(1.0, beat(0, sample(0, 1, backoff=3)))
+    fold.take_beat(1.0, beat(0, sample(0, 1, backoff=3)))
     assert fold.note(2.0, reached("Straggler", Culprit(rank=1))) == []
     (noted,) = fold.note(2.5, slow)
     assert isinstance(noted, LinksNoted)
@@ -158,9 +158,9 @@ def test_a_verdict_about_communication_keeps_the_matrix_at_once() -> None:
 def test_a_note_soon_after_another_still_knows_the_last_minute() -> None:
     fold = LinkFold()
     for at_s in range(11):
-        fold.observe(float(at_s), beat(0, sample(0, 1)))
+        fold.take_beat(float(at_s), beat(0, sample(0, 1)))
     (first,) = fold.tick(10.0)
-    fold.observe(12.0, beat(0, sample(0, 1, bytes_acked=0, busy_s=1.0, backoff=5)))
+    fold.take_beat(12.0, beat(0, sample(0, 1, bytes_acked=0, busy_s=1.0, backoff=5)))
     link = fold.samples()[0]
     assert isinstance(first, LinksNoted)
     assert (link.bytes_acked, link.backoff) == (110 * MB, 5)
@@ -173,7 +173,7 @@ def test_a_note_soon_after_another_still_knows_the_last_minute() -> None:
 
 def test_what_is_missing_is_said_once() -> None:
     fold = LinkFold()
-    fold.observe(0.0, beat(0, note="the descriptors of rank 0 cannot be read", sockets=0))
+    fold.take_beat(0.0, beat(0, note="the descriptors of rank 0 cannot be read", sockets=0))
     (noted,) = fold.tick(10.0)
     assert isinstance(noted, LinksNoted)
     assert noted.note == "node 0: the descriptors of rank 0 cannot be read"
@@ -183,7 +183,7 @@ def test_what_is_missing_is_said_once() -> None:
 def test_an_empty_matrix_says_why() -> None:
     assert "no links were noted" in read_delay_matrix([]).note
     fold = LinkFold()
-    fold.observe(0.0, beat(0, sockets=12))
+    fold.take_beat(0.0, beat(0, sockets=12))
     (noted,) = fold.tick(10.0)
     assert isinstance(noted, LinksNoted)
     entry = JournalEntry(seq=1, at_s=10.0, body=noted)

@@ -136,7 +136,7 @@ def beat(lab: Lab, group: int, step: int, generation: int) -> None:
         rank=group, pid=9, phase="step", phase_since_s=1.0, heartbeat_s=1.0, account=account
     )
     ranks = (progress,)
-    lab.fold.observe(150.0, NodeBeat(group, "a", 1, 150.0, generation=generation, ranks=ranks))
+    lab.fold.take_beat(150.0, NodeBeat(group, "a", 1, 150.0, generation=generation, ranks=ranks))
 
 
 def test_steps_of_all_groups_come_with_heartbeats_of_their_own_generations() -> None:

@@ -51,7 +51,7 @@ def test_heartbeats_give_steps_speed_and_waiting():
     story.start()
     fold = fold_of(story)
     for i in range(11):
-        fold.observe(story.now + i, beat(i, story.now + i, i * 2))
+        fold.take_beat(story.now + i, beat(i, story.now + i, i * 2))
     snapshot = fold.snapshot(story.now + 10)
     assert (snapshot.step, snapshot.steps_per_s, snapshot.depth) == (20, 2.0, "resumable")
     row = snapshot.ranks[1]
@@ -68,7 +68,7 @@ def test_a_rank_that_cannot_be_seen_leaves_the_step_to_the_others():
     blank = RankProgress(1, 101, "spawned", 0.0, 0.0, RankAccount())
     for unseen, step in ((False, 0), (True, 20)):  # The former may still be at its start.
         other = msgspec.structs.replace(blank, unseen=unseen)
-        fold.observe(story.now, msgspec.structs.replace(seen, ranks=(seen.ranks[0], other)))
+        fold.take_beat(story.now, msgspec.structs.replace(seen, ranks=(seen.ranks[0], other)))
         assert fold.snapshot(story.now).step == step
 
 
@@ -86,7 +86,7 @@ def test_a_change_that_was_taken_back_is_shown_so_before_the_next_heartbeat():
             )
             story.write(reached)
             fold = fold_of(story)
-            fold.observe(story.now, beat(1, story.now, 19))
+            fold.take_beat(story.now, beat(1, story.now, 19))
             snapshot = fold.snapshot(story.now)
             shown.append((snapshot.settings["lr"], snapshot.epoch, len(snapshot.coming)))
     assert shown == [(0.1, 0, 1), (0.2, 1, 0), (0.2, 1, 1), (0.1, 2, 0)]
@@ -99,7 +99,7 @@ def test_a_late_heartbeat_of_an_older_generation_is_ignored():
     story.crash()
     story.start()
     fold = fold_of(story)
-    fold.observe(story.now, beat(1, story.now, 99, generation=0))
+    fold.take_beat(story.now, beat(1, story.now, 99, generation=0))
     assert fold.snapshot(story.now).step == 5
     assert fold.snapshot(story.now).restarts == 1
 

@@ -119,7 +119,7 @@ class ReplicaWatch(Unwatched):
         self._silences.add(now - event.since_s)
         group.waits.pop(event.rank, None)
 
-    def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
+    def take_beat(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
         """Take a heartbeat; return what it, and the time that has passed, tell of the groups."""
         number = beat.node
         if not beat.ranks or beat.generation < self._generations.get(number, -1):

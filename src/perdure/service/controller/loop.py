@@ -265,10 +265,10 @@ class ControllerService:
         for node in sorted(inbox.beats):
             for said in inbox.beats[node]:
                 beat = self._sift(said)
-                joined = self._links.observe(turn.now, beat)
-                self._memory.fold.observe(turn.now, joined)
-                self._derive(turn, self._detector.observe(turn.now, joined))
-                self._derive(turn, self._devices.observe(turn.now, beat))
+                joined = self._links.take_beat(turn.now, beat)
+                self._memory.fold.take_beat(turn.now, joined)
+                self._derive(turn, self._detector.take_beat(turn.now, joined))
+                self._derive(turn, self._devices.take_beat(turn.now, beat))
         due_s = self._detector.next_deadline()
         if due_s is not None and max(due_s, self._settled_at_s) <= turn.now:
             self._derive(turn, self._detector.tick(turn.now))
