@@ -247,6 +247,9 @@ def _issue_again(state: JobState, now: float, event: ControllerStarted) -> list[
     reason = f"controller {event.incarnation} took over"
     if state.phase == "ended":
         return close_job(state)
+    if state.over:  # No rank is to do anything any more, and not all of them have a place.
+        records = [*cordon_again(state), *changes_again(state), *pauses_again(state, now)]
+        return [*assign_again(state, reason), *records]
     actions = [*assign_again(state, reason), *send_boundary_again(state, reason)]
     actions += [*ask_stacks_again(state, reason), *cordon_again(state), *moves_again(state)]
     actions += [*changes_again(state), *pauses_again(state, now), *probe_again(state)]

@@ -120,6 +120,8 @@ class ElasticState:
     """Rank that was told to follow the world -> epoch that it follows."""
     caught_up: set[int] = field(default_factory=set)
     """Ranks that have followed, or given it up: they can be called in."""
+    doomed: dict[int, str] = field(default_factory=dict)
+    """Rank whose process was ordered to be ended -> why."""
 
 
 @dataclass(slots=True)

@@ -215,7 +215,7 @@ class SendBoundary(RankOrder, frozen=True, kw_only=True):
     def list_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return who has carried it out, or surely will."""
         match event:
-            case BoundaryReached(id=self.id, rank=rank):
+            case BoundaryReached(id=id_, rank=rank) if id_ in (self.id, self.id + RESUMED):
                 return (rank,)
             case BoundaryAnswered(id=self.id, rank=rank, planned=True):
                 return (rank,)

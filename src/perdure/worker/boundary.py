@@ -113,14 +113,18 @@ class BoundaryGate:
             self._emit(answer)
 
     def _resume(self, id_: str) -> None:
-        """End a wait, or one that is yet to come, and say so once."""
+        """End a wait, or one that is yet to come, and say so once.
+
+        What is resumed was decided, so a rank that has missed the decision waits for none.
+        """
         with self._changed:
             if id_ in self._resumed:
                 return
             self._resumed.add(id_)
             self.holds.pop(id_, None)
             entry = self._open.get(id_)
-            if entry is not None and entry.decision:
+            if entry is not None:
+                entry.decision = entry.decision or "abort"
                 self._remove(id_)
             step = self._committed
             self._changed.notify_all()

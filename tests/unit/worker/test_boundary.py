@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from perdure.model.orders import SendBoundary
+from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.worker import boundary
 from perdure.worker.boundary import NEVER, BoundaryGate
 
@@ -84,6 +84,17 @@ def test_without_a_decision_the_wait_is_bounded(gate, monkeypatch):
     gate.handle(order("prepare"))
     with pytest.raises(boundary.ProtocolError, match="no decision on checkpoint b1 at step 5"):
         gate.arrive(5)
+
+
+def test_who_missed_the_decision_of_what_is_resumed_waits_for_none(gate, monkeypatch):
+    """Whoever had decided and resumed it is dead, and nobody says the decision again."""
+    monkeypatch.setattr(boundary, "WAIT_S_MAX", 0.0)
+    gate.handle(order("prepare", kind="drain"))
+    gate.handle(ResumeRanks(id="b1", ranks=(0,), generation=0, reason="test"))
+    assert gate.said[-1].id == "b1.resumed"
+    assert not gate.advance(5)
+    gate.handle(order("commit", kind="drain"))
+    assert not gate.advance(6)
 
 
 def test_two_boundaries_at_different_steps(gate):

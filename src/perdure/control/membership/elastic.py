@@ -15,6 +15,7 @@ from perdure.control.job import JobState
 from perdure.control.membership.fixed import Fixed, Outcome
 from perdure.control.membership.members import (
     call_spares,
+    end_doomed,
     end_rank,
     end_strays,
     fill_slots,
@@ -340,7 +341,8 @@ class Elastic(Fixed):
     def again(self, state: JobState, reason: str) -> list[AnyAction]:
         """Return the open order again: a controller has just taken over."""
         order, elastic = state.world.elastic.order, state.world.elastic
-        again: list[AnyAction] = [] if order is None else [structs.replace(order, reason=reason)]
+        again = end_doomed(state)
+        again += [] if order is None else [structs.replace(order, reason=reason)]
         open_ = [
             m
             for m in elastic.following

@@ -187,8 +187,15 @@ def end_strays(state: JobState, node: int, running: Collection[int]) -> list[Any
     ]
 
 
+def end_doomed(state: JobState) -> list[AnyAction]:
+    """Return the orders that may have been lost with the last controller: who lives still."""
+    doomed = state.world.elastic.doomed.items()
+    return [end_rank(state, r, why) for r, why in sorted(doomed) if r not in state.world.exits]
+
+
 def end_rank(state: JobState, rank: int, reason: str) -> InjectFault:
-    """Return the order that ends one process."""
+    """Return the order that ends one process; a later controller gives it again until it has."""
+    state.world.elastic.doomed[rank] = reason
     id_ = f"end-g{state.world.generation}-r{rank}"
     return InjectFault(
         id=id_, generation=state.world.generation, rank=rank, kind="crash", reason=reason
