@@ -25,7 +25,7 @@ def note_silence(
     if silence is None:
         silence = state.silence = Silence(_make_verdict(identity, now, silent))
         requests.append(Report(VerdictReached(verdict=silence.verdict)))
-        if view is not None and view.running and not spec.observe:
+        if view is not None and view.running and spec.unordered.saves:
             id_ = f"silent-keeper-{identity.node}-{silent.pid}-g{view.generation}"
             who = f"silence of the keeper of node {identity.node}"
             asked = NodeAsked(id=id_, node=identity.node, kind="checkpoint", who=who, at_s=now)
@@ -49,7 +49,7 @@ def note_voice(state: AgentState, now: float) -> list[Request]:
 
 def _find_reason(view: KeeperView | None, spec: JobSpec, silent: KeeperSilent) -> str:
     if view is None:
-        return "" if spec.observe else "nobody knows what it holds"
+        return "nobody knows what it holds" if spec.unordered.ends_unknown else ""
     waiting = (
         view.kill_asked > view.stopped
         or view.spawn_asked > view.generation
@@ -59,7 +59,7 @@ def _find_reason(view: KeeperView | None, spec: JobSpec, silent: KeeperSilent) -
         return "an order waits for it"
     if silent.ended:
         return f"ranks {list(silent.ended)} have ended and nobody took note"
-    patience_s = None if spec.observe else spec.detect.quiet_action_s
+    patience_s = spec.unordered.quiet_action_s
     if patience_s is not None and silent.silent_s >= patience_s:
         return f"it has not answered for {silent.silent_s:.0f} s"
     return ""

@@ -66,7 +66,7 @@ def _replica_environment(
     }
     if base.get(GROUP_DEVICES):
         env["CUDA_VISIBLE_DEVICES"] = base[GROUP_DEVICES]
-    if spec.torchft.lighthouse == "perdure":
+    if spec.lighthouse is not None and spec.lighthouse.own:
         patience = {
             "TORCHFT_QUORUM_TIMEOUT_SEC": "86400",
             "TORCHFT_QUORUM_RETRIES": "1000000",  # 0.1 s apart

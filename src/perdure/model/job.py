@@ -170,6 +170,30 @@ class TorchftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     process is stopped or its connections ended; after 5 s where nothing else is known of it."""
 
 
+class Lighthouse(msgspec.Struct, frozen=True, kw_only=True):
+    """The lighthouse of a torchft job."""
+
+    url: str = ""
+    """Where one runs already; empty: it is a part of the job."""
+    own: bool = False
+    """It is perdure's, which sees who hangs and can hold replicas."""
+    stock_words: tuple[str, ...] = ()
+    """Arguments of torchft's own, beside the address that it binds."""
+
+
+class Unordered(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parts of a job do by themselves, where the controller has ordered nothing."""
+
+    acknowledges: bool
+    """Agents tell platforms that a machine can go before its time."""
+    saves: bool
+    """An agent whose keeper does not answer asks for a checkpoint."""
+    ends_unknown: bool
+    """It ends a keeper that has never said what it holds."""
+    quiet_action_s: float | None
+    """It ends one that has not answered for so long, needed or not; None: never."""
+
+
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The bus: the server that perdure starts, or one of your own. Paths only, never a secret."""
 
@@ -456,6 +480,37 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def groups(self) -> int:
         """Replica groups of a torchft job, spare ones among them."""
         return self.num_nodes if self.torchft.replicas else 0
+
+    @property
+    def lighthouse(self) -> Lighthouse | None:
+        """The lighthouse of a torchft job; None in others.
+
+        The stock one's heartbeat time-out does not adapt to a busy machine, so it is twice
+        `silent_s`; torchft's default of 5 s would be what survivors of a death wait. That is what
+        they wait where the job is only observed.
+        """
+        config = self.torchft
+        if not config.replicas:
+            return None
+        if config.lighthouse == "perdure":
+            return Lighthouse(own=True)
+        if config.lighthouse != "stock":
+            return Lighthouse(url=config.lighthouse)
+        words: tuple[str, ...] = ("--min_replicas", str(config.min_replicas))
+        if not self.observe:
+            words += ("--heartbeat_timeout_ms", str(round(2000 * config.silent_s)))
+        return Lighthouse(stock_words=words)
+
+    @property
+    def unordered(self) -> Unordered:
+        """What the job's parts do by themselves: nothing where it is only observed."""
+        acts = not self.observe
+        return Unordered(
+            acknowledges=acts and self.preemption.acknowledge,
+            saves=acts,
+            ends_unknown=acts,
+            quiet_action_s=self.detect.quiet_action_s if acts else None,
+        )
 
     def ranks_of(self, group: int) -> range:
         """Return the global ranks of the node with group rank `group`; none for -1."""

@@ -101,11 +101,6 @@ class LighthouseFile(msgspec.Struct, frozen=True):
     """How long members were late so far, seconds: what is patience for."""
 
 
-def needs_lighthouse(spec: JobSpec) -> bool:
-    """Return whether a lighthouse is a part of this job."""
-    return spec.groups > 0 and spec.torchft.lighthouse in ("perdure", "stock")
-
-
 async def read_torchft_variables(
     spec: JobSpec, paths: JobPaths, environ: Mapping[str, str]
 ) -> dict[str, str]:
@@ -116,15 +111,13 @@ async def read_torchft_variables(
     Raises:
         PlatformError: there is no lighthouse in time.
     """
-    if not spec.groups:
+    if spec.lighthouse is None:
         return {}
-    url = await _wait_url(spec, paths)
+    url = spec.lighthouse.url or await _wait_url(paths)
     return {LIGHTHOUSE_URL: url, "RUST_LOG": environ.get("RUST_LOG", "warn")}
 
 
-async def _wait_url(spec: JobSpec, paths: JobPaths) -> str:
-    if not needs_lighthouse(spec):
-        return spec.torchft.lighthouse
+async def _wait_url(paths: JobPaths) -> str:
     deadline_s = time.monotonic() + _READY_S
     while (known := read_document(paths.lighthouse, LighthouseFile)) is None:
         if time.monotonic() > deadline_s:

@@ -60,7 +60,7 @@ from perdure.model.events import (
     ReplicaSeen,
     ReplicaWaiting,
 )
-from perdure.model.job import JobSpec
+from perdure.model.job import JobSpec, Lighthouse
 from perdure.model.orders import LIGHTHOUSE, EvictReplica, FenceAbort, HoldReplicas
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.outbox import Outbox
@@ -401,8 +401,8 @@ def main(job: str) -> int:
     try:
         paths = paths_of(resolve_home(), job)
         spec = load_spec(paths)
-        if spec.torchft.lighthouse == "stock":
-            _become_stock(spec, paths.lighthouse)
+        if spec.lighthouse is not None and not spec.lighthouse.own:
+            _become_stock(spec.lighthouse, paths.lighthouse)
         return _keep_serving(spec, paths.lighthouse)
     except PerdureError as error:
         log.error("%s (%s)", error.message, error.hint)
@@ -477,7 +477,7 @@ async def _main(spec: JobSpec, path: str) -> None:
             await service.close()
 
 
-def _become_stock(spec: JobSpec, path: str) -> None:
+def _become_stock(lighthouse: Lighthouse, path: str) -> None:
     """Become torchft's own lighthouse, on the port of the one before or a new one.
 
     Raises:
@@ -487,21 +487,6 @@ def _become_stock(spec: JobSpec, path: str) -> None:
     if program is None:
         raise ConfigError(f"there is no {_STOCK}", hint="pip install torchft==0.2.0")
     known = read_document(path, LighthouseFile)
-    port = known.port if known else 0
-    if not port:
-        port = pick_free_port("127.0.0.1")
+    port = (known and known.port) or pick_free_port("127.0.0.1")
     write_document(path, LighthouseFile(port=port))
-    os.execv(program, [program, *make_stock_words(spec, port)])
-
-
-def make_stock_words(spec: JobSpec, port: int) -> list[str]:
-    """Return the arguments of torchft's own lighthouse.
-
-    Its heartbeat time-out does not adapt to a busy machine, so it is twice `silent_s`; torchft's
-    default of 5 s would be what survivors of a death wait. That is what they wait where the job
-    is only observed.
-    """
-    words = ["--bind", f"127.0.0.1:{port}", "--min_replicas", str(spec.torchft.min_replicas)]
-    if spec.observe:
-        return words
-    return [*words, "--heartbeat_timeout_ms", str(round(2000 * spec.torchft.silent_s))]
+    os.execv(program, [program, "--bind", f"127.0.0.1:{port}", *lighthouse.stock_words])

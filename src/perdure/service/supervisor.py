@@ -38,7 +38,6 @@ from perdure.service.cluster import (
     list_parts,
     list_servers,
     make_parts,
-    needs_lighthouse,
     read_torchft_variables,
 )
 from perdure.service.controller.journal import clear_stream, read_end
@@ -235,7 +234,7 @@ class Supervisor:
             await clear_stream(self._paths, self._spec.name, ours=self._rerun)
         for part in list_parts("controller", self._spec):
             self._start_part(part)
-        if needs_lighthouse(self._spec):
+        if self._spec.lighthouse is not None and not self._spec.lighthouse.url:
             self._start_part("lighthouse")
         self._torchft = await read_torchft_variables(self._spec, self._paths, os.environ)
         for node in range(self._spec.local_nodes):

@@ -131,7 +131,7 @@ class ReplicaFold:
         steps: dict[int, int] = {}
         for row in picture.ranks:
             steps[row.rank // spec.nproc] = row.step
-        told = spec.torchft.lighthouse == "perdure"
+        told = spec.lighthouse is not None and spec.lighthouse.own
         rows = tuple(
             self._make_row(group, steps.get(group, -1), told=told) for group in range(spec.groups)
         )

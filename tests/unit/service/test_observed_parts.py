@@ -7,8 +7,6 @@ import pytest
 from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec, PreemptionConfig, TorchftConfig
 from perdure.model.orders import FenceAbort
-from perdure.service.agent.notices import may_acknowledge
-from perdure.service.lighthouse import make_stock_words
 from perdure.worker.torchft.manager import Replica
 
 
@@ -16,15 +14,17 @@ from perdure.worker.torchft.manager import Replica
 def test_a_platform_is_not_told_that_a_machine_may_go(observe: bool) -> None:
     preemption = PreemptionConfig(acknowledge=True)
     spec = JobSpec(script="x.py", preemption=preemption, observe=observe)
-    assert may_acknowledge(spec) is not observe
+    assert spec.unordered.acknowledges is not observe
 
 
 @pytest.mark.parametrize("observe", [False, True])
 def test_torchfts_own_lighthouse_has_its_own_time_outs(observe: bool) -> None:
     torchft = TorchftConfig(replicas=2, lighthouse="stock", silent_s=0.5)
-    words = make_stock_words(JobSpec(script="x.py", torchft=torchft, observe=observe), 7)
-    assert words[:4] == ["--bind", "127.0.0.1:7", "--min_replicas", "1"]
-    assert words[4:] == ([] if observe else ["--heartbeat_timeout_ms", "1000"])
+    lighthouse = JobSpec(script="x.py", torchft=torchft, observe=observe).lighthouse
+    assert lighthouse is not None
+    words = lighthouse.stock_words
+    assert words[:2] == ("--min_replicas", "1")
+    assert words[2:] == (() if observe else ("--heartbeat_timeout_ms", "1000"))
 
 
 class Stand:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from perdure.model.errors import PlatformError
 from perdure.model.events import Announced, PreemptionNoticed, PreemptionWithdrawn
-from perdure.model.job import JobSpec, PreemptionConfig
+from perdure.model.job import PreemptionConfig
 from perdure.service.ports import Bus, NoticeSource
 
 log = logging.getLogger("perdure.agent")
@@ -158,11 +158,6 @@ class NoticeWatch:
                 waits=one.waits or self._config.acknowledge,
             )
         )
-
-
-def may_acknowledge(spec: JobSpec) -> bool:
-    """Return whether platforms may be told that a machine can go before its time."""
-    return spec.preemption.acknowledge and not spec.observe
 
 
 async def wait_to_leave(

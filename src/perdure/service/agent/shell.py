@@ -67,7 +67,7 @@ from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.keeper import KeeperLink, keeper_command
-from perdure.service.agent.notices import NoticeWatch, may_acknowledge, wait_to_leave
+from perdure.service.agent.notices import NoticeWatch, wait_to_leave
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
@@ -189,7 +189,7 @@ class AgentService:
                 self._start(self.notices.watch(source))
             if self._node >= self._spec.local_nodes:
                 self._start(self._leave_in_time())
-            if may_acknowledge(self._spec):
+            if self._spec.unordered.acknowledges:
                 self._start(self.notices.acknowledge(lambda: not self._view_ranks().pids))
             self.take(AgentStarted())
             await self._left.wait()

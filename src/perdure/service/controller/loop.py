@@ -98,9 +98,9 @@ def _find_strange_version(event: AnyEvent) -> str:
 
 def make_detector(spec: JobSpec) -> Detector | Unwatched:
     """Return what finds who hangs, is slow or stopped: perdure's lighthouse has its own eyes."""
-    if not spec.groups:
+    if spec.lighthouse is None:
         return Detector(spec)
-    return Unwatched() if spec.torchft.lighthouse == "perdure" else ReplicaWatch(spec)
+    return Unwatched() if spec.lighthouse.own else ReplicaWatch(spec)
 
 
 class ControllerService:
