@@ -10,10 +10,9 @@ from pathlib import Path
 from perdure.adapters.host import read_text
 from perdure.adapters.notices.clouds import AwsNotices, AzureNotices, GcpMaintenance, GcpPreempted
 from perdure.adapters.notices.file import FileNotices
+from perdure.adapters.notices.http import Source
 from perdure.adapters.notices.kubernetes import KubernetesNode, is_pod
 from perdure.model.job import PreemptionConfig
-
-Source = AwsNotices | AzureNotices | GcpPreempted | GcpMaintenance | KubernetesNode | FileNotices
 
 DMI = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"

@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from perdure.adapters.notices.http import TIMEOUT_S, Answer, MetadataService, parse_answer
+from perdure.adapters.notices.http import TIMEOUT_S, Answer, MetadataService, Source
 from perdure.model.errors import PlatformError
 from perdure.model.events import Announced
 
@@ -34,11 +34,10 @@ _ACTION = "/latest/meta-data/spot/instance-action"
 _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 
-class AwsNotices:
+class AwsNotices(Source):
     """What EC2 has announced for this instance."""
 
     name = "aws"
-    pause_s = 5.0
 
     def __init__(self, url: str = "") -> None:
         """Ask at `url`, or at EC2's own address."""
@@ -46,52 +45,40 @@ class AwsNotices:
         self._token = ""
 
     async def read(self) -> tuple[Announced, ...]:
-        """Return the interruption and the recommendation, as far as there are any.
-
-        Raises:
-            PlatformError: the service cannot be reached, or answers what makes no sense.
-        """
+        """Return the interruption and the recommendation, as far as there are any."""
         found = []
-        action = await self._get(_ACTION)
-        if action is not None:
+        if action := await self._get(_ACTION):
             what, when = str(action.get("action", "")), str(action.get("time", ""))
-            gone_s = _parse_time(when)
-            at_once = 0.0 if what == "hibernate" else None  # It begins with the notice.
+            at_once = what == "hibernate"  # It begins with the notice.
             found.append(
                 Announced(
                     id=f"{what} {when}",
                     reason=f"spot {what}",
-                    gone_s=None if what == "hibernate" else gone_s,
-                    grace_s=at_once,
+                    gone_s=None if at_once else _parse_time(when),
+                    grace_s=0.0 if at_once else None,
                 )
             )
-        rebalance = await self._get(_REBALANCE)
-        if rebalance is not None:
-            since = str(rebalance.get("noticeTime", ""))
-            reason = "rebalance recommendation"
-            found.append(Announced(id=f"rebalance {since}", reason=reason, certain=False))
+        if rebalance := await self._get(_REBALANCE):
+            id_, reason = f"rebalance {rebalance.get('noticeTime', '')}", "rebalance recommendation"
+            found.append(Announced(id=id_, reason=reason, certain=False))
         return tuple(found)
 
-    async def acknowledge(self, id_: str) -> None:
-        """Do nothing: EC2 takes no answer."""
-
-    async def _get(self, path: str) -> dict[str, Any] | None:
-        """Return the JSON at `path`; None where there is nothing."""
-        answer = await self._ask(path)
+    async def _get(self, path: str) -> dict[str, Any]:
+        """Return the JSON at `path`; empty where there is nothing."""
+        answer = await self._ask(path, 401)
         if answer.status == 401:  # The token is over.
             self._token = ""
             answer = await self._ask(path)
         if answer.status == 404:
-            return None
-        body = self._service.check(path, answer).body
-        return parse_answer(f"{self._service.url}{path}", body, dict[str, Any])
+            return {}
+        return self._service.parse(path, answer, dict[str, Any])
 
-    async def _ask(self, path: str) -> Answer:
+    async def _ask(self, path: str, *expected: int) -> Answer:
         if not self._token:
             ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TTL_S)}
-            granted = await self._service.ask(_TOKEN, ttl, method="PUT")
-            self._token = self._service.check(_TOKEN, granted).text
-        return await self._service.ask(path, {"X-aws-ec2-metadata-token": self._token})
+            self._token = (await self._service.ask(_TOKEN, ttl, method="PUT")).text
+        headers = {"X-aws-ec2-metadata-token": self._token}
+        return await self._service.ask(path, headers, expected=(200, 404, *expected))
 
 
 def _parse_time(text: str) -> float | None:
@@ -123,7 +110,7 @@ class _Events(msgspec.Struct, rename="pascal"):
     events: tuple[_Event, ...]
 
 
-class AzureNotices:
+class AzureNotices(Source):
     """What Azure has scheduled for this machine."""
 
     name = "azure"
@@ -135,31 +122,18 @@ class AzureNotices:
         self._me = ""
 
     async def read(self) -> tuple[Announced, ...]:
-        """Return the events that end this machine.
-
-        Raises:
-            PlatformError: the service cannot be reached, or answers what makes no sense.
-        """
+        """Return the events that end this machine."""
         if not self._me:
-            self._me = (await self._get(_MACHINE)).decode(errors="replace").strip()
-        listed = parse_answer(
-            f"{self._service.url}{_SCHEDULED}", await self._get(_SCHEDULED), _Events
-        )
+            self._me = (await self._service.ask(_MACHINE, _AZURE_HEADERS)).text
+        answer = await self._service.ask(_SCHEDULED, _AZURE_HEADERS)
+        listed = self._service.parse(_SCHEDULED, answer, _Events)
         mine = [e for e in listed.events if e.event_type in _GOING and self._me in e.resources]
         return tuple(_tell(event) for event in mine)
 
     async def acknowledge(self, id_: str) -> None:
-        """Tell Azure that event `id_` may begin.
-
-        Raises:
-            PlatformError: it does not take the answer.
-        """
+        """Tell Azure that event `id_` may begin."""
         body = msgspec.json.encode({"StartRequests": [{"EventId": id_}]})
-        answer = await self._service.ask(_SCHEDULED, _AZURE_HEADERS, method="POST", body=body)
-        self._service.check(_SCHEDULED, answer)
-
-    async def _get(self, path: str) -> bytes:
-        return self._service.check(path, await self._service.ask(path, _AZURE_HEADERS)).body
+        await self._service.ask(_SCHEDULED, _AZURE_HEADERS, method="POST", body=body)
 
 
 def _tell(event: _Event) -> Announced:
@@ -180,12 +154,16 @@ _GCP_HEADERS = {"Metadata-Flavor": "Google"}
 _GCP_WAIT_S = 60
 
 
-class _Value:
-    """One value of the metadata server, waited for."""
+class _Value(Source):
+    """One value of the metadata server, waited for: at once the first time, then when it changes.
+
+    It announces the end of the machine where it begins with `going`.
+    """
 
     pause_s = 0.0
     name = "gcp"
-    path = ""
+    path, going = "", ""
+    announced = Announced(id="", reason="")
 
     def __init__(self, url: str = "") -> None:
         """Ask at `url`, or at Compute Engine's own address."""
@@ -193,45 +171,26 @@ class _Value:
         self._etag = ""
 
     async def read(self) -> tuple[Announced, ...]:
-        """Return what is announced: at once the first time, then when it changes.
-
-        Raises:
-            PlatformError: the service cannot be reached, or answers what makes no sense.
-        """
+        """Return what is announced."""
         path, timeout_s = f"/computeMetadata/v1/instance/{self.path}", TIMEOUT_S
         if self._etag:
             path += f"?wait_for_change=true&timeout_sec={_GCP_WAIT_S}&last_etag={quote(self._etag)}"
             timeout_s += _GCP_WAIT_S
-        answer = await self._service.ask(path, _GCP_HEADERS, timeout_s=timeout_s)
         self._etag = ""
-        text = self._service.check(path, answer).text
+        answer = await self._service.ask(path, _GCP_HEADERS, timeout_s=timeout_s)
         self._etag = answer.headers.get("ETag", "")
-        return self._tell(text)
-
-    async def acknowledge(self, id_: str) -> None:
-        """Do nothing: Compute Engine takes no answer."""
-
-    def _tell(self, value: str) -> tuple[Announced, ...]:
-        raise AssertionError("each value has its own meaning")
+        return (self.announced,) if answer.text.startswith(self.going) else ()
 
 
 class GcpPreempted(_Value):
     """`TRUE` from the moment of the preemption on."""
 
-    path = "preempted"
-
-    def _tell(self, value: str) -> tuple[Announced, ...]:
-        if value != "TRUE":
-            return ()
-        return (Announced(id="preempted", reason="preempted", grace_s=30.0),)
+    path, going = "preempted", "TRUE"
+    announced = Announced(id="preempted", reason="preempted", grace_s=30.0)
 
 
 class GcpMaintenance(_Value):
     """Maintenance of the host. A live migration is none of ours: the machine stays."""
 
-    path = "maintenance-event"
-
-    def _tell(self, value: str) -> tuple[Announced, ...]:
-        if not value.startswith("TERMINATE"):
-            return ()
-        return (Announced(id="maintenance", reason=value.lower().replace("_", " "), grace_s=60.0),)
+    path, going = "maintenance-event", "TERMINATE"
+    announced = Announced(id="maintenance", reason="terminate on host maintenance", grace_s=60.0)

@@ -2,18 +2,14 @@
 
 import os
 
+from perdure.adapters.notices.http import Source
 from perdure.model.errors import PlatformError
 from perdure.model.events import Announced
 
 _BYTES_MAX = 64
 
 
-def _read_begin(path: str) -> str:
-    with open(path, errors="replace") as file:
-        return file.read(_BYTES_MAX)
-
-
-class FileNotices:
+class FileNotices(Source):
     """A notice as long as the file is there; its first word is the grace, from its last change."""
 
     name = "file"
@@ -30,14 +26,13 @@ class FileNotices:
         An empty file, or one that does not begin with seconds, is a notice of the configured
         grace: whoever has written it meant something.
 
-        Raises:
-            PlatformError: it cannot be looked at.
+        It is read anew only once it has changed.
         """
         try:
             seen = os.stat(self._path)
             change = (seen.st_mtime_ns, seen.st_ino)
             if self._last is None or self._last[0] != change:
-                self._last = change, (self._tell(_read_begin(self._path), seen.st_mtime),)
+                self._last = change, (self._tell(seen.st_mtime),)
         except FileNotFoundError:
             self._last = None
             return ()
@@ -45,11 +40,10 @@ class FileNotices:
             raise PlatformError(f"{self._path}: {error.strerror}") from None
         return self._last[1]
 
-    async def acknowledge(self, id_: str) -> None:
-        """Do nothing: nobody asks."""
-
-    def _tell(self, text: str, changed_s: float) -> Announced:
-        words, id_ = text.split(), f"{self._path} {changed_s:.3f}"
+    def _tell(self, changed_s: float) -> Announced:
+        with open(self._path, errors="replace") as file:
+            words = file.read(_BYTES_MAX).split()
+        id_ = f"{self._path} {changed_s:.3f}"
         try:
             grace_s = float(words[0])
         except (ValueError, IndexError):

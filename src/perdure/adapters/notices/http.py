@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.events import Announced
 
 T = TypeVar("T")
 
@@ -38,16 +39,27 @@ class Answer(msgspec.Struct, frozen=True):
         return self.body.decode(errors="replace").strip()
 
 
-def parse_answer(place: str, body: bytes, type_: type[T]) -> T:
-    """Return the JSON that was found at `place`.
+class Source:
+    """A place that announces. Most take no answer, and nothing is done to acknowledge."""
 
-    Raises:
-        PlatformError: it makes no sense.
-    """
-    try:
-        return msgspec.json.decode(body, type=type_)
-    except msgspec.MsgspecError as error:
-        raise PlatformError(f"{place}: {error}") from None
+    name = ""
+    pause_s = 5.0
+    """Between two looks."""
+
+    async def read(self) -> tuple[Announced, ...]:
+        """Return all that is announced at the moment.
+
+        Raises:
+            PlatformError: it cannot be reached, or answers what makes no sense.
+        """
+        return ()
+
+    async def acknowledge(self, id_: str) -> None:
+        """Tell it, where it wants to know, that what it has announced may begin.
+
+        Raises:
+            PlatformError: it does not take the answer.
+        """
 
 
 class MetadataService:
@@ -69,15 +81,16 @@ class MetadataService:
         self._context = context
         self._host_header, self._prefix = parts.netloc, parts.path.rstrip("/")
 
-    def check(self, path: str, answer: Answer, *, hint: str = "") -> Answer:
-        """Return the `answer` to a request for `path`, which has to be there.
+    def parse(self, path: str, answer: Answer, type_: type[T]) -> T:
+        """Return the JSON that was found at `path`.
 
         Raises:
-            PlatformError: it is another status than 200.
+            PlatformError: it makes no sense.
         """
-        if answer.status != 200:
-            raise PlatformError(f"{self.url}{path} answers {answer.status}", hint=hint)
-        return answer
+        try:
+            return msgspec.json.decode(answer.body, type=type_)
+        except msgspec.MsgspecError as error:
+            raise PlatformError(f"{self.url}{path}: {error}") from None
 
     async def ask(
         self,
@@ -87,11 +100,14 @@ class MetadataService:
         method: str = "GET",
         body: bytes = b"",
         timeout_s: float = TIMEOUT_S,
+        expected: tuple[int, ...] = (200,),
+        hint: str = "",
     ) -> Answer:
-        """Return what the service answers, whatever its status.
+        """Return what the service answers, with a status that was `expected`.
 
         Raises:
-            PlatformError: it cannot be reached, takes longer than `timeout_s`, or speaks no HTTP.
+            PlatformError: it cannot be reached, takes longer than `timeout_s`, speaks no HTTP, or
+                answers with another status, of which the `hint` says more.
         """
         lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"Host: {self._host_header}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -99,7 +115,7 @@ class MetadataService:
         request = "\r\n".join(lines).encode() + body
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._exchange(request)
+                answer = await self._exchange(request)
         except TimeoutError:
             raise PlatformError(f"{self.url} does not answer within {timeout_s:g} s") from None
         except OSError as error:
@@ -108,6 +124,9 @@ class MetadataService:
             ) from None
         except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise PlatformError(f"{self.url} speaks no HTTP: {error}") from None
+        if answer.status not in expected:
+            raise PlatformError(f"{self.url}{path} answers {answer.status}", hint=hint)
+        return answer
 
     async def _exchange(self, request: bytes) -> Answer:
         reader, writer = await asyncio.open_connection(
@@ -130,8 +149,8 @@ class MetadataService:
 
 async def _read_body(reader: asyncio.StreamReader, headers: HTTPMessage) -> bytes:
     """Return the body, in whichever of the three ways its length is said."""
+    body = b""
     if headers.get("Transfer-Encoding", "").lower() == "chunked":
-        body = b""
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
             _check_size(len(body) + size)
             body += (await reader.readexactly(size + 2))[:-2]
@@ -140,7 +159,6 @@ async def _read_body(reader: asyncio.StreamReader, headers: HTTPMessage) -> byte
     if length is not None:
         _check_size(int(length))
         return await reader.readexactly(int(length))
-    body = await reader.read(_BYTES_MAX)
     while more := await reader.read(_BYTES_MAX):
         _check_size(len(body) + len(more))
         body += more

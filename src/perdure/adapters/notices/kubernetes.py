@@ -8,14 +8,16 @@ that may read nodes; one that may read pods and events as well has a job know wh
 import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from perdure.adapters.notices.http import TIMEOUT_S, MetadataService, parse_answer
+from perdure.adapters.notices.http import TIMEOUT_S, MetadataService, Source
 from perdure.model.errors import PlatformError
 from perdure.model.events import Announced
+
+T = TypeVar("T")
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod has its token, which is replaced every hour, and the server's authority."""
@@ -68,20 +70,25 @@ class ApiServer:
         self._service = MetadataService(f"https://{host}:{port}", context)
         self._token = account / "token"
 
-    async def get(self, path: str, right: str) -> bytes:
+    async def get(self, path: str, right: str, type_: type[T]) -> T:
         """Return what is at `path`.
 
         Raises:
             PlatformError: the server cannot be reached, or the account lacks the `right`.
         """
-        try:
-            token = self._token.read_text().strip()
-        except OSError as error:
-            raise PlatformError(f"{self._token}: {error.strerror}") from None
+        token = _read_account(self._token)
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
-        answer = await self._service.ask(path, headers, timeout_s=2 * TIMEOUT_S)
         hint = f"the service account has to be allowed to {right}"
-        return self._service.check(path, answer, hint=hint).body
+        answer = await self._service.ask(path, headers, timeout_s=2 * TIMEOUT_S, hint=hint)
+        return self._service.parse(path, answer, type_)
+
+
+def _read_account(path: Path) -> str:
+    """Return what is in a file of the service account."""
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise PlatformError(f"{path}: {error.strerror}") from error
 
 
 class KubernetesPods:
@@ -95,11 +102,7 @@ class KubernetesPods:
         """
         self.own, self._label, self._selector = env.get("PERDURE_POD_NAME", ""), label, ""
         self._server = ApiServer(env, account)
-        try:
-            namespace = (account / "namespace").read_text().strip()
-        except OSError as error:
-            raise PlatformError(f"{account / 'namespace'}: {error.strerror}") from error
-        self._path = f"/api/v1/namespaces/{namespace}"
+        self._path = f"/api/v1/namespaces/{_read_account(account / 'namespace')}"
 
     async def read(self) -> Sequence[Any]:
         """Return the pods, this one among them.
@@ -125,15 +128,13 @@ class KubernetesPods:
         return tuple(found["items"])
 
     async def _get(self, path: str, right: str) -> Any:
-        path = f"{self._path}{path}"
-        return parse_answer(path, await self._server.get(path, right), dict[str, Any])
+        return await self._server.get(f"{self._path}{path}", right, dict[str, Any])
 
 
-class KubernetesNode:
-    """Taints of the node that this pod is on."""
+class KubernetesNode(Source):
+    """Taints of the node that this pod is on; nobody acknowledges one, which is the scheduler's."""
 
     name = "kubernetes"
-    pause_s = 5.0
 
     def __init__(self, env: Mapping[str, str], account: Path = ACCOUNT) -> None:
         """Ask the API server that `env` names about the node that it names.
@@ -147,13 +148,8 @@ class KubernetesNode:
         self._grace_s = float(grace) if grace else None
 
     async def read(self) -> tuple[Announced, ...]:
-        """Return what the node's taints announce.
-
-        Raises:
-            PlatformError: the server cannot be reached, or does not let this pod read its node.
-        """
-        body = await self._server.get(self._path, "get nodes")
-        taints = parse_answer(self._path, body, _Node).spec.taints
+        """Return what the node's taints announce."""
+        taints = (await self._server.get(self._path, "get nodes", _Node)).spec.taints
         known = _GOING | _RISK
         return tuple(
             Announced(
@@ -166,9 +162,6 @@ class KubernetesNode:
             for taint in taints
             if taint.key in known
         )
-
-    async def acknowledge(self, id_: str) -> None:
-        """Do nothing: the taint is for the scheduler."""
 
 
 def is_pod(env: Mapping[str, str], account: Path = ACCOUNT) -> bool:

@@ -6,7 +6,8 @@ is an `error` where the server refuses the object or the job cannot train, and a
 it runs and may lose what it did.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from perdure.launch.exchange import name_first
@@ -21,57 +22,62 @@ from perdure.traps import findings
 from perdure.traps.findings import error, note, warning
 
 Object = Mapping[str, Any]
+Found = list[Finding]
 _NATIVE = ("cpu", "memory", "ephemeral-storage", "storage", "pods")
 
 
-def lint_manifests(documents: Sequence[Object], server: str = "1.31") -> list[Finding]:
+def lint_manifests(documents: Sequence[Object], server: str = "1.31") -> Found:
     """Return what is wrong with the documents of one job, on a server of that version."""
-    found: list[Finding] = []
-    services = [d for d in documents if d.get("kind") == "Service"]
-    made = [d for d in documents if d.get("kind") == "PersistentVolumeClaim"]
-    claims = {d.get("metadata", {}).get("name", ""): d for d in made}
-    for document in documents:
-        kind, api = str(document.get("kind", "")), document.get("apiVersion")
-        if not kind or not api:
-            found += _error("?", True, "apiVersion and kind are required")
-            continue
-        if (name := shapes.KINDS.get(kind.lower(), kind)) != kind:
-            found += _error("?", True, f"kind {kind}: it is {name}")
-            continue
-        at, spec = f"{kind} {document.get('metadata', {}).get('name', '?')}", document.get("spec")
-        batch = kind != "Job" or str(api).startswith("batch/v1")
-        found += _lint_fields(document, shapes.TOP, at)
-        found += _lint_metadata(document, kind, at)
-        found += _error(at, not batch, f"apiVersion {api}: a Job is batch/v1")
-        if kind == "PersistentVolumeClaim":
-            found += _lint_claim(spec or {}, at)
-        if kind == "Service":
-            found += _lint_service(spec or {}, at)
-        for name, job in list_job_specs(document):
-            found += _lint_job(job, name, f"{at}.spec", server)
-            found += _lint_pod(job, services, claims, f"{at}.spec.template.spec")
+    return [one for document in documents for one in _lint(document, documents, server)]
+
+
+def _lint(document: Object, documents: Sequence[Object], server: str) -> Found:
+    kind, api = str(document.get("kind", "")), document.get("apiVersion")
+    if not kind or not api:
+        return _error("?", True, "apiVersion and kind are required")
+    if (name := shapes.KINDS.get(kind.lower(), kind)) != kind:
+        return _error("?", True, f"kind {kind}: it is {name}")
+    at, batch = f"{kind} {_read_name(document, '?')}", str(api).startswith("batch/v1")
+    own = {"PersistentVolumeClaim": _lint_claim, "Service": _lint_service}.get(kind)
+    found = [
+        *_lint_fields(document, shapes.TOP, at),
+        *_lint_metadata(document, kind, at),
+        *_error(at, kind == "Job" and not batch, f"apiVersion {api}: a Job is batch/v1"),
+        *(own(document.get("spec") or {}, at) if own else ()),
+    ]
+    for name, job in list_job_specs(document):
+        found += _lint_job(job, name, f"{at}.spec", server)
+        found += _lint_pod(job, documents, f"{at}.spec.template.spec")
     return found
 
 
-def _error(at: str, when: object, text: str, hint: str = "", trap: str = "") -> list[Finding]:
+def _read_name(document: Object, otherwise: str = "") -> str:
+    return str(document.get("metadata", {}).get("name", otherwise))
+
+
+def _error(at: str, when: object, text: str, hint: str = "", trap: str = "") -> Found:
     """Return what is refused in a place of a manifest, or cannot train; see `traps.findings`."""
     return findings.error(when, f"{at}: {text}", hint, trap)
 
 
-def _warning(at: str, when: object, text: str, hint: str = "", trap: str = "") -> list[Finding]:
+def _warning(at: str, when: object, text: str, hint: str = "", trap: str = "") -> Found:
     """Return what runs and may lose what it did; see `traps.findings`."""
     return findings.warning(when, f"{at}: {text}", hint, trap)
 
 
-def _lint_fields(value: Object, known: frozenset[str], at: str) -> list[Finding]:
+def _refuse(at: str, values: Iterable[Any], known: Callable[[Any], object], text: str) -> Found:
+    """Return the `values` that are not `known`, each as {!r} in the text."""
+    return [one for v in values for one in _error(at, not known(v), text.format(v))]
+
+
+def _lint_fields(value: Object, known: frozenset[str], at: str) -> Found:
     """Return the fields that no server knows."""
     return [one for key in value for one in _error(at, key not in known, f"unknown field {key}")]
 
 
 def list_job_specs(document: Object) -> Iterator[tuple[str, Object]]:
     """Yield the name and the spec of each Job in a document: its own, or those in a JobSet."""
-    kind, spec = document.get("kind"), document.get("spec", {})
-    name = str(document.get("metadata", {}).get("name", ""))
+    kind, spec, name = document.get("kind"), document.get("spec", {}), _read_name(document)
     if kind == "Job":
         yield name, spec
     if kind == "TrainingRuntime":
@@ -81,7 +87,7 @@ def list_job_specs(document: Object) -> Iterator[tuple[str, Object]]:
             yield f"{name}-{one.get('name', '')}-0", one.get("template", {}).get("spec", {})
 
 
-def _lint_metadata(document: Object, kind: str, at: str) -> list[Finding]:
+def _lint_metadata(document: Object, kind: str, at: str) -> Found:
     metadata, service = document.get("metadata", {}), kind == "Service"
     name = str(metadata.get("name", ""))
     form = shapes.SERVICE if service else shapes.SUBDOMAIN
@@ -94,7 +100,7 @@ def _lint_metadata(document: Object, kind: str, at: str) -> list[Finding]:
     ]
 
 
-def _lint_labels(labels: Object, at: str) -> list[Finding]:
+def _lint_labels(labels: Object, at: str) -> Found:
     return [
         one
         for key, value in labels.items()
@@ -103,19 +109,16 @@ def _lint_labels(labels: Object, at: str) -> list[Finding]:
     ]
 
 
-def _lint_claim(spec: Object, at: str) -> list[Finding]:
+def _lint_claim(spec: Object, at: str) -> Found:
     modes, storage = spec.get("accessModes", ()), spec.get("storageClassName")
     lone = "ReadWriteOncePod" in modes and len(modes) > 1
     size = spec.get("resources", {}).get("requests", {}).get("storage")
-    asked = "spec.resources.requests.storage"
+    asked, mode = "spec.resources.requests.storage", spec.get("volumeMode", "Filesystem")
     odd = size is not None and not shapes.read_quantity(size)
-    mode = spec.get("volumeMode", "Filesystem")
-    found = _lint_fields(spec, shapes.CLAIM, f"{at}.spec")
-    found += _error(at, not modes, "spec.accessModes: at least one is required")
-    for one in modes:
-        found += _error(at, one not in shapes.MODES, f"spec.accessModes: {one!r} is none")
     return [
-        *found,
+        *_lint_fields(spec, shapes.CLAIM, f"{at}.spec"),
+        *_error(at, not modes, "spec.accessModes: at least one is required"),
+        *_refuse(at, modes, shapes.MODES.__contains__, "spec.accessModes: {!r} is none"),
         *_error(at, lone, "spec.accessModes: ReadWriteOncePod goes with no other"),
         *_error(at, size is None, f"{asked} is required"),
         *_error(at, odd, f"{asked}: {size!r} is no quantity", "such as 100Gi"),
@@ -132,42 +135,60 @@ def _lint_claim(spec: Object, at: str) -> list[Finding]:
     ]
 
 
-def _lint_service(spec: Object, at: str) -> list[Finding]:
+def _lint_service(spec: Object, at: str) -> Found:
     lacks = not spec.get("ports") and spec.get("clusterIP") != "None"
-    found = _lint_labels(spec.get("selector", {}), f"{at}.spec.selector")
-    text = "spec.ports is required, but for a headless Service"
-    found += _error(at, lacks, text, "clusterIP: None")
-    for one in spec.get("ports", ()):
-        number = one.get("port")
-        known = type(number) is int and 1 <= number <= 65535
-        found += _error(at, not known, f"spec.ports: {number!r} is no port")
-    return found
+    numbers = [one.get("port") for one in spec.get("ports", ())]
+    return [
+        *_lint_labels(spec.get("selector", {}), f"{at}.spec.selector"),
+        *_error(at, lacks, "spec.ports is required, but for a headless Service", "clusterIP: None"),
+        *_refuse(at, numbers, _is_port, "spec.ports: {!r} is no port"),
+    ]
 
 
-def _lint_job(job: Object, name: str, at: str, server: str) -> list[Finding]:
-    found = _lint_fields(job, shapes.JOB, at)
+def _is_port(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= 65535
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _lint_job(job: Object, name: str, at: str, server: str) -> Found:
     version = parse_version(server)
-    for field, since in shapes.SINCE.items():
-        text = f"{field}: a server {server} drops it; it is there from {since[0]}.{since[1]} on"
-        dropped = field in job and version < since
-        found += _error(at, dropped, text, "kubernetes.server is the server's version")
+    dropped = [f for f, since in shapes.SINCE.items() if f in job and version < since]
     pod = job.get("template", {}).get("spec", {})
-    policy = pod.get("restartPolicy")
-    text = f"restartPolicy {policy or 'Always'}: a Job takes Never or OnFailure"
-    wrong = policy not in ("Never", "OnFailure")
-    found += _error(f"{at}.template.spec", wrong, text, "Never", "K8S2")
-    for field in shapes.COUNTS:
-        value = job.get(field)
-        known = value is None or (type(value) is int and value >= 0)
-        found += _error(at, not known, f"{field}: {value!r} is no number from 0 on")
-    mode = job.get("completionMode")
+    policy, mode = pod.get("restartPolicy"), job.get("completionMode")
     indexed, known = mode == "Indexed", mode in (None, "Indexed", "NonIndexed")
     endless = indexed and job.get("completions") is None
     last = f"{name}-{max(0, _count(job, 'completions') - 1)}"
     unnamed = indexed and not shapes.LABEL.fullmatch(last)
     selects = "selector" in job and not job.get("manualSelector")
     return [
-        *found,
+        *_lint_fields(job, shapes.JOB, at),
+        *(
+            one
+            for field in dropped
+            for one in _error(
+                at,
+                True,
+                f"{field}: a server {server} drops it; it is there from "
+                f"{'.'.join(map(str, shapes.SINCE[field]))} on",
+                "kubernetes.server is the server's version",
+            )
+        ),
+        *_error(
+            f"{at}.template.spec",
+            policy not in ("Never", "OnFailure"),
+            f"restartPolicy {policy or 'Always'}: a Job takes Never or OnFailure",
+            "Never",
+            "K8S2",
+        ),
+        *(
+            one
+            for field in shapes.COUNTS
+            if (value := job.get(field)) is not None
+            for one in _refuse(at, [value], _is_count, f"{field}: {{!r}} is no number from 0 on")
+        ),
         *_error(at, not known, f"completionMode {mode!r}: Indexed or NonIndexed"),
         *_error(at, endless, "completionMode Indexed: completions is required"),
         *_error(at, unnamed, f"the host name {last} of an indexed pod is no DNS label"),
@@ -182,7 +203,7 @@ def _count(job: Object, field: str) -> int:
     return value if type(value) is int else 1
 
 
-def _lint_failure_policy(job: Object, pod: Object, at: str) -> list[Finding]:
+def _lint_failure_policy(job: Object, pod: Object, at: str) -> Found:
     policy = job.get("podFailurePolicy")
     if policy is None:
         return []
@@ -205,7 +226,7 @@ def _lint_failure_policy(job: Object, pod: Object, at: str) -> list[Finding]:
     return found
 
 
-def _lint_exit_codes(exits: Object, names: set[Any], at: str) -> list[Finding]:
+def _lint_exit_codes(exits: Object, names: set[Any], at: str) -> Found:
     values, operator = list(exits.get("values", ())), exits.get("operator")
     name = exits.get("containerName")
     return [
@@ -217,52 +238,79 @@ def _lint_exit_codes(exits: Object, names: set[Any], at: str) -> list[Finding]:
     ]
 
 
-def _lint_pod(
-    job: Object, services: Sequence[Object], claims: Mapping[str, Object], at: str
-) -> list[Finding]:
+def _lint_pod(job: Object, documents: Sequence[Object], at: str) -> Found:
     pod = job.get("template", {}).get("spec", {})
     labels = job.get("template", {}).get("metadata", {}).get("labels", {})
-    found = [
+    grace = pod.get("terminationGracePeriodSeconds", 30)
+    lone = pod.get("dnsPolicy") == "None" and not pod.get("dnsConfig")
+    refused = find_violations(pod)
+    return [
         *_lint_fields(pod, shapes.POD, at),
         *_lint_labels(labels, f"{at.removesuffix('.spec')}.metadata.labels"),
         *_lint_labels(pod.get("nodeSelector", {}), f"{at}.nodeSelector"),
-    ]
-    for field in sorted(shapes.SWITCHES & pod.keys()):
-        text = f"{field}: {pod[field]!r} is neither true nor false"
-        found += _error(at, not isinstance(pod[field], bool), text)
-    for field in ("hostname", "subdomain"):
-        known = field not in pod or shapes.LABEL.fullmatch(str(pod[field]))
-        found += _error(at, not known, f"{field} {pod.get(field)!r} is no DNS label")
-    grace = pod.get("terminationGracePeriodSeconds", 30)
-    lone = pod.get("dnsPolicy") == "None" and not pod.get("dnsConfig")
-    odd = type(grace) is not int or grace < 0
-    hard = type(grace) is int and grace == 0
-    found += [
+        *(
+            one
+            for field in sorted(shapes.SWITCHES & pod.keys())
+            for one in _refuse(
+                at, [pod[field]], _is_switch, f"{field}: {{!r}} is neither true nor false"
+            )
+        ),
+        *(
+            one
+            for field in ("hostname", "subdomain")
+            if field in pod
+            for one in _refuse(at, [pod[field]], _is_label, f"{field} {{!r}} is no DNS label")
+        ),
         *_error(at, lone, "dnsPolicy None: dnsConfig is required"),
-        *_error(at, odd, f"terminationGracePeriodSeconds: {grace!r}"),
-        *_warning(at, hard, "terminationGracePeriodSeconds 0: killed without a checkpoint"),
-    ]
-    for number, one in enumerate(pod.get("tolerations", ())):
-        found += _lint_toleration(one, f"{at}.tolerations[{number}]")
-    if (subdomain := pod.get("subdomain")) is not None:
-        named = [s for s in services if s.get("metadata", {}).get("name") == subdomain]
-        selector = named[0].get("spec", {}).get("selector", {}) if named else {}
-        lost = any(labels.get(key) != value for key, value in selector.items())
-        alone = services and not named
-        found += _warning(at, alone, f"subdomain {subdomain}: no Service of that name here")
-        found += _warning(at, lost, f"Service {subdomain} does not select these pods")
-    refused = find_violations(pod)
-    some = name_first(refused, between="; ")
-    text = f"a namespace that enforces `restricted` refuses it: {some}"
-    return [
-        *found,
+        *_refuse(at, [grace], _is_count, "terminationGracePeriodSeconds: {!r}"),
+        *_warning(
+            at,
+            type(grace) is int and grace == 0,
+            "terminationGracePeriodSeconds 0: killed without a checkpoint",
+        ),
+        *_lint_each(pod, "tolerations", at, _lint_toleration),
+        *_lint_subdomain(pod.get("subdomain"), labels, documents, at),
         *_lint_containers(pod, at),
-        *_warning(at, refused, text, "Pod Security Standards"),
-        *_lint_storage(job, pod, claims, at),
+        *_warning(
+            at,
+            refused,
+            "a namespace that enforces `restricted` refuses it: "
+            + name_first(refused, between="; "),
+            "Pod Security Standards",
+        ),
+        *_lint_storage(job, pod, documents, at),
     ]
 
 
-def _lint_toleration(one: Object, at: str) -> list[Finding]:
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_label(value: Any) -> bool:
+    return shapes.LABEL.fullmatch(str(value)) is not None
+
+
+def _lint_each(owner: Object, field: str, at: str, lint: Callable[[Object, str], Found]) -> Found:
+    """Return what is wrong with the parts of a list, each with its place in it."""
+    parts = enumerate(owner.get(field, ()))
+    return [one for number, part in parts for one in lint(part, f"{at}.{field}[{number}]")]
+
+
+def _lint_subdomain(subdomain: Any, labels: Object, documents: Sequence[Object], at: str) -> Found:
+    """Return whether the Service of the pods' subdomain is there, and selects them."""
+    services = [document for document in documents if document.get("kind") == "Service"]
+    if subdomain is None or not services:
+        return []
+    named = [one for one in services if one.get("metadata", {}).get("name") == subdomain]
+    selector = named[0].get("spec", {}).get("selector", {}) if named else {}
+    lost = any(labels.get(key) != value for key, value in selector.items())
+    return [
+        *_warning(at, not named, f"subdomain {subdomain}: no Service of that name here"),
+        *_warning(at, lost, f"Service {subdomain} does not select these pods"),
+    ]
+
+
+def _lint_toleration(one: Object, at: str) -> Found:
     operator, effect = one.get("operator", "Equal"), one.get("effect")
     known, exists = operator in ("Exists", "Equal", "Lt", "Gt"), operator == "Exists"
     timed = one.get("tolerationSeconds") is not None and effect != "NoExecute"
@@ -278,34 +326,50 @@ def _lint_toleration(one: Object, at: str) -> list[Finding]:
     ]
 
 
-def _lint_storage(job: Object, pod: Object, claims: Mapping[str, Object], at: str) -> list[Finding]:
+def _lint_storage(job: Object, pod: Object, documents: Sequence[Object], at: str) -> Found:
     """Return whether what is written outlives the pod, and several pods can share it."""
-    volumes = pod.get("volumes", ())
+    volumes, pods = pod.get("volumes", ()), _count(job, "parallelism")
     sources = [volume.get("persistentVolumeClaim") for volume in volumes]
     used = [one.get("claimName", "") for one in sources if isinstance(one, Mapping)]
     lasting = used or any(volume.get("nfs") or volume.get("csi") for volume in volumes)
-    text = "no volume outlives the pod: checkpoints go with it"
-    mend = "mount a PersistentVolumeClaim at DURABLE_DIR"
-    found = _warning(at, not lasting, text, mend, "K8S5")
-    pods = _count(job, "parallelism")
-    for name in (name for name in used if name in claims and pods > 1):
-        modes = claims[name].get("spec", {}).get("accessModes", ())
-        text = f"{pods} pods share the claim {name}, which is {', '.join(map(str, modes))}"
-        text += ": pods on other nodes wait for ever"
-        lone = "ReadWriteMany" not in modes
-        found += _error(at, lone, text, "accessModes: [ReadWriteMany]", "K8S4")
-    return found
+    modes = {
+        _read_name(document): document.get("spec", {}).get("accessModes", ())
+        for document in documents
+        if document.get("kind") == "PersistentVolumeClaim"
+    }
+    return [
+        *_warning(
+            at,
+            not lasting,
+            "no volume outlives the pod: checkpoints go with it",
+            "mount a PersistentVolumeClaim at DURABLE_DIR",
+            "K8S5",
+        ),
+        *(
+            one
+            for name in used
+            if pods > 1 and name in modes
+            for one in _error(
+                at,
+                "ReadWriteMany" not in modes[name],
+                f"{pods} pods share the claim {name}, which is "
+                f"{', '.join(map(str, modes[name]))}: pods on other nodes wait for ever",
+                "accessModes: [ReadWriteMany]",
+                "K8S4",
+            )
+        ),
+    ]
 
 
-def _lint_containers(pod: Object, at: str) -> list[Finding]:
+def _lint_containers(pod: Object, at: str) -> Found:
     """Return what is wrong with the containers and volumes of a pod."""
     containers: Sequence[Object] = pod.get("containers", ())
-    volumes = [str(volume.get("name", "")) for volume in pod.get("volumes", ())]
-    found = _error(at, not containers, "containers: at least one is required")
-    for name in sorted(set(volumes)):
-        found += _error(at, volumes.count(name) > 1, f"volumes: {name!r} twice")
-    for number, volume in enumerate(pod.get("volumes", ())):
-        found += _lint_volume(volume, f"{at}.volumes[{number}]")
+    volumes = Counter(str(volume.get("name", "")) for volume in pod.get("volumes", ()))
+    found = [
+        *_error(at, not containers, "containers: at least one is required"),
+        *_refuse(at, sorted(volumes), lambda name: volumes[name] == 1, "volumes: {!r} twice"),
+        *_lint_each(pod, "volumes", at, _lint_volume),
+    ]
     names: list[str] = []
     for number, container in enumerate((*containers, *pod.get("initContainers", ()))):
         where, name = f"{at}.containers[{number}]", container.get("name")
@@ -315,13 +379,13 @@ def _lint_containers(pod: Object, at: str) -> list[Finding]:
     return found
 
 
-def _lint_volume(volume: Object, at: str) -> list[Finding]:
+def _lint_volume(volume: Object, at: str) -> Found:
     name, claim = str(volume.get("name", "")), volume.get("persistentVolumeClaim")
     sources = [key for key in volume if key != "name"]
     unnamed = isinstance(claim, Mapping) and not claim.get("claimName")
     found = [
         *_lint_fields(volume, shapes.VOLUME, at),
-        *_error(at, not shapes.LABEL.fullmatch(name), f"name {name!r} is no DNS label"),
+        *_refuse(at, [name], _is_label, "name {!r} is no DNS label"),
         *_error(at, len(sources) > 1, f"one source, not {', '.join(sources)}"),
         *_error(at, unnamed, "persistentVolumeClaim.claimName is required"),
     ]
@@ -330,16 +394,21 @@ def _lint_volume(volume: Object, at: str) -> list[Finding]:
     size, medium = folder.get("sizeLimit"), folder.get("medium", "")
     odd = size is not None and shapes.read_quantity(size) is None
     known = medium in ("", "Memory") or str(medium).startswith("HugePages")
-    endless = "emptyDir without sizeLimit may fill the node"
     return [
         *found,
         *_error(at, odd, f"emptyDir.sizeLimit: {size!r} is no quantity", "such as 8Gi"),
-        *_warning(at, size is None, endless, "emptyDir.sizeLimit", "K8S5"),
+        *_warning(
+            at,
+            size is None,
+            "emptyDir without sizeLimit may fill the node",
+            "emptyDir.sizeLimit",
+            "K8S5",
+        ),
         *_error(at, not known, f"emptyDir.medium {medium!r}: Memory, or none"),
     ]
 
 
-def _lint_container(container: Object, volumes: Sequence[str], at: str) -> list[Finding]:
+def _lint_container(container: Object, volumes: Container[str], at: str) -> Found:
     name, image = str(container.get("name", "")), str(container.get("image", ""))
     named, policy = image and image == image.strip(), container.get("imagePullPolicy", "Always")
     found = [
@@ -357,8 +426,7 @@ def _lint_container(container: Object, volumes: Sequence[str], at: str) -> list[
             at, policy not in ("Always", "IfNotPresent", "Never"), f"imagePullPolicy {policy!r}"
         ),
     ]
-    for number, one in enumerate(container.get("env", ())):
-        found += _lint_variable(one, f"{at}.env[{number}]")
+    found += _lint_each(container, "env", at, _lint_variable)
     paths: list[str] = []
     for number, mount in enumerate(container.get("volumeMounts", ())):
         where, path = f"{at}.volumeMounts[{number}]", str(mount.get("mountPath", ""))
@@ -369,13 +437,20 @@ def _lint_container(container: Object, volumes: Sequence[str], at: str) -> list[
             *_error(where, mount.get("name") not in volumes, f"no volume {mount.get('name')!r}"),
         ]
         paths.append(path)
-    small = "/dev/shm is the runtime's 64 MB: loader workers die of it"
-    mend = "emptyDir with medium: Memory at /dev/shm"
-    found += _warning(at, "/dev/shm" not in paths, small, mend, "U9")
-    return found + _lint_resources(container.get("resources", {}), f"{at}.resources")
+    return [
+        *found,
+        *_warning(
+            at,
+            "/dev/shm" not in paths,
+            "/dev/shm is the runtime's 64 MB: loader workers die of it",
+            "emptyDir with medium: Memory at /dev/shm",
+            "U9",
+        ),
+        *_lint_resources(container.get("resources", {}), f"{at}.resources"),
+    ]
 
 
-def _lint_variable(one: Object, at: str) -> list[Finding]:
+def _lint_variable(one: Object, at: str) -> Found:
     name, value, source = str(one.get("name", "")), one.get("value"), one.get("valueFrom")
     plain, sourced = value is None or isinstance(value, str), source is not None
     return [
@@ -388,7 +463,7 @@ def _lint_variable(one: Object, at: str) -> list[Finding]:
     ]
 
 
-def _lint_resources(resources: Object, at: str) -> list[Finding]:
+def _lint_resources(resources: Object, at: str) -> Found:
     found = _lint_fields(resources, shapes.RESOURCES, at)
     sizes: dict[tuple[str, str], float] = {}
     for part in ("limits", "requests"):
@@ -396,28 +471,36 @@ def _lint_resources(resources: Object, at: str) -> list[Finding]:
         for name, value in (resources.get(part) or {}).items():
             size, device = shapes.read_quantity(value), "/" in name
             if size is None:
-                odd = f"{name}: {value!r} is no quantity"
-                found += _error(where, True, odd, "such as 500m, 16Gi")
+                text = f"{name}: {value!r} is no quantity"
+                found += _error(where, True, text, "such as 500m, 16Gi")
                 continue
             sizes[part, name] = size
-            whole = f"{name}: {value} is no integer: a GPU is not shared"
+            broken = device and size != int(size)
             known = device or name in _NATIVE or name.startswith("hugepages-")
             mend = "a device's name has a domain: nvidia.com/gpu"
-            found += _error(where, size < 0, f"{name}: {value} is negative")
-            found += _error(where, device and size != int(size), whole)
-            found += _error(where, not known, f"no resource {name!r}", mend)
-    limited = ("limits", "ephemeral-storage") in sizes
-    full = "no limit of ephemeral-storage: a full disk of the node may evict this pod"
-    return [*found, *_compare(sizes, at), *_warning(at, not limited, full, "set one", "K8S5")]
+            found += [
+                *_error(where, size < 0, f"{name}: {value} is negative"),
+                *_error(where, broken, f"{name}: {value} is no integer: a GPU is not shared"),
+                *_error(where, not known, f"no resource {name!r}", mend),
+            ]
+    return [
+        *found,
+        *_compare(sizes, at),
+        *_warning(
+            at,
+            ("limits", "ephemeral-storage") not in sizes,
+            "no limit of ephemeral-storage: a full disk of the node may evict this pod",
+            "set one",
+            "K8S5",
+        ),
+    ]
 
 
-def _compare(sizes: Mapping[tuple[str, str], float], at: str) -> list[Finding]:
+def _compare(sizes: Mapping[tuple[str, str], float], at: str) -> Found:
     """Return where requests do not go with limits."""
     found, mend = [], "GPUs go into limits only"
-    for (part, name), size in sizes.items():
+    for name, size in ((name, size) for (part, name), size in sizes.items() if part == "requests"):
         limit = sizes.get(("limits", name))
-        if part != "requests":
-            continue
         if limit is None:
             found += _error(at, "/" in name, f"{name}: a request without a limit", mend)
         elif "/" in name:
@@ -428,7 +511,7 @@ def _compare(sizes: Mapping[tuple[str, str], float], at: str) -> list[Finding]:
     return found
 
 
-def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
+def check_profile(spec: JobSpec, profile: Profile) -> Found:
     """Return what a person should know that the manifests alone do not show."""
     section, nodes, url = profile.kubernetes, spec.num_nodes, spec.checkpoint.url
     mode, durable = choose_mount_mode(spec, section), profile.overrides.DURABLE_DIR
