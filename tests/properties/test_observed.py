@@ -162,7 +162,7 @@ class Nature:
             case "depth":
                 return "elastic" if state.world.elastic.members else "resumable"
             case "epoch":
-                return state.world.elastic.epoch
+                return state.world.epoch
             case "at_s" | "confirmed_s" | "detected_s" | "since_s":
                 return self.now
             case "first_seen_s":

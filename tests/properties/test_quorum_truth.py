@@ -17,8 +17,8 @@ from perdure.control.lighthouse.outputs import (
     Formed,
     LeftOut,
     Output,
-    QuorumConfig,
 )
+from perdure.control.lighthouse.patience import QuorumConfig
 from perdure.control.lighthouse.quorum import Quorums
 from perdure.model.bus.lighthouse import Member, parse_request
 from perdure.model.orders import ReplicaGroup

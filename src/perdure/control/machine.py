@@ -449,7 +449,7 @@ def _act_upon(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
     if ended:
         elastic = state.world.elastic
         if verdict.culprit.rank in elastic.members:
-            found, epoch = explain_verdict(verdict), elastic.epoch + 1
+            found, epoch = explain_verdict(verdict), state.world.epoch + 1
             state.book.decide(
                 found, "reform", state.world.generation, state.world.placement, epoch=epoch
             )
@@ -535,7 +535,7 @@ def _fail(
             state.world.failed_s if freed else now
         )  # Nobody stands still for a slot.
         if not in_place.broken:
-            state.book.decide(found, "reform", world, nodes, epoch=state.world.elastic.epoch)
+            state.book.decide(found, "reform", world, nodes, epoch=state.world.epoch)
             return in_place.actions
     state.book.decide(found, decision.rung, world, nodes)
     actions = drop_boundary(state, decision.reason)

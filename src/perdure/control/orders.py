@@ -38,8 +38,7 @@ class OrderBook:
         """Sign orders as `controller`, in its `term`."""
         self._spec, self._controller, self._term = spec, controller, term
         self._assignments: dict[int, Assignment] = {}
-        nodes = spec.num_nodes if spec.torchft.replicas else spec.nodes
-        self._placement: tuple[int, ...] = tuple(range(nodes))
+        self._placement: tuple[int, ...] = tuple(range(spec.num_nodes))
         self._homes: dict[int, int] = {}
         """Member of an elastic world that was started beside its first ranks -> node."""
         self._registered: dict[int, str] = {}

@@ -11,12 +11,13 @@ was started. That is all that is looked at: whether a fact is true, only its own
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 
 from perdure.control.job import JobState
-from perdure.control.membership.members import node_of_member
+from perdure.control.membership import membership_of
+from perdure.control.membership.fixed import Started
 from perdure.model.bus.access import BROUGHT_BY, Sender
 from perdure.model.bus.wire import RUN
 from perdure.model.events import (
@@ -36,8 +37,6 @@ from perdure.model.verdicts import Verdict
 
 _RANK = re.compile(r"g(\d{1,9})-r(\d{1,9})-p\d{1,9}")
 """The source of a rank's events, as its agent passes them on."""
-Started = Mapping[int, Mapping[int, int]]
-"""Generation -> rank -> the node that has started it."""
 
 
 def find_untrue(
@@ -104,17 +103,6 @@ def is_sender(spec: JobSpec, sender: str) -> bool:
     return sender.isdecimal() and sender.isascii() and int(sender[:9]) < spec.num_nodes
 
 
-def find_node(state: JobState, started: Started, generation: int, rank: int) -> int | None:
-    """Return the node that runs `rank` in `generation`; None where nobody can know any more."""
-    spec = state.the_spec()
-    if state.of_replicas:  # Each group is the node of its number, in every generation.
-        return rank // spec.nproc
-    known = started.get(generation, {}).get(rank)
-    if known is None and generation == state.generation and rank >= 0:
-        return node_of_member(state, rank)
-    return known
-
-
 def _newest_told(state: JobState) -> int:
     """Return the newest generation that any node has been told of."""
     return state.generation if state.farewell is None else state.farewell.generation
@@ -130,7 +118,7 @@ def _judge_rank(state: JobState, started: Started, node: int, source: str, event
         return f"rank {rank} of generation {generation} tells of another generation"
     if generation > _newest_told(state):
         return f"there is no generation {generation} yet"
-    home = find_node(state, started, generation, rank)
+    home = membership_of(state).locate(state, started, generation, rank)
     if home is None:
         return f"generation {generation} is long over"
     return "" if home == node else f"rank {rank} of generation {generation} is not of node {node}"
@@ -150,16 +138,17 @@ def _judge_agent(state: JobState, started: Started, node: int, event: AnyEvent) 
                 return "it tells of another node"
         case VerdictReached(verdict=verdict) | VerdictWithdrawn(verdict=verdict):
             return _judge_verdict(node, verdict)
-        case StoreReady() if not state.of_replicas:
-            place = state.world.placement[0] if state.world.placement else 0
-            if event.generation == state.generation and node != place:
+        case StoreReady():
+            world = state.find_world(event.generation)
+            if world is not None and node not in world.placement[:1]:
                 return f"the store of generation {event.generation} is not of node {node}"
         case _:
             pass
+    locate = membership_of(state).locate
     for generation, rank in _list_ranks(event):
         if generation > _newest_told(state):
             return f"there is no generation {generation} yet"
-        if rank >= 0 and find_node(state, started, generation, rank) not in (None, node):
+        if rank >= 0 and locate(state, started, generation, rank) not in (None, node):
             return f"rank {rank} of generation {generation} is not of node {node}"
     return ""
 

@@ -82,7 +82,6 @@ class ElasticState:
     """Members that have applied the last step and need no world any more."""
     members: tuple[int, ...] = ()
     """Of the newest epoch; empty before all ranks of the first one are ready."""
-    epoch: int = 0
     order: ReformWorld | None = None
     """The newest; open until all its ranks have answered."""
     answered: set[int] = field(default_factory=set)
@@ -133,6 +132,8 @@ class WorldState:
     phase: WorldPhase = "pending"
     generation: int = -1
     """Drawn from the job's one counter, so that no two worlds share one."""
+    epoch: int = 0
+    """The newest membership within the generation."""
     assignment: Assignment | None = None
     placement: tuple[int, ...] = ()
     """Nodes by group rank."""

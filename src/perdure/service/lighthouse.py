@@ -37,9 +37,9 @@ from perdure.control.lighthouse.outputs import (
     Output,
     Seen,
     Stands,
-    make_quorum_config,
 )
 from perdure.control.lighthouse.quorum import Quorums
+from perdure.control.membership.quorum import make_quorum_config
 from perdure.model.bus.lighthouse import encode_response, parse_heartbeat, parse_request
 from perdure.model.bus.wire import (
     EventMessage,

@@ -197,7 +197,7 @@ def test_a_loss_explains_the_tries_before_it() -> None:
         machine.handle(now, TimerFired())
     assert machine.state.world.elastic.retries == RETRIES_MAX
     die(machine, now, 2)
-    epoch = machine.state.world.elastic.epoch
+    epoch = machine.state.world.epoch
     machine.handle(now, WorldBroken(generation=0, epoch=epoch, rank=0, at_s=now, error="reset"))
     assert machine.next_deadline() == now + RETRY_S
     assert orders(machine.handle(now + RETRY_S, TimerFired())) == [(epoch + 1, (0, 1))]
@@ -258,7 +258,7 @@ def test_who_has_finished_is_not_waited_for() -> None:
 
 def end_early(machine: Controller, now: float, rank: int, left: tuple[int, ...]) -> list[AnyAction]:
     """A member ends with exit code 0, the others go on, and that is acted upon."""
-    epoch = machine.state.world.elastic.epoch
+    epoch = machine.state.world.epoch
     leave(machine, now, rank)
     broken = WorldBroken(generation=0, epoch=epoch, rank=left[0], at_s=now, error="reset")
     machine.handle(now, broken)
@@ -296,7 +296,7 @@ def test_members_that_always_end_early_end_the_job_as_crashes_would() -> None:
         rank += 3
         machine.handle(now + 8.0, RankJoined(generation=0, rank=rank, depth="elastic"))
         for member in (0, 2, rank):
-            epoch = machine.state.world.elastic.epoch
+            epoch = machine.state.world.epoch
             machine.handle(now + 8.1, reformed(member, epoch, step=int(now) + 8))
     end = end_early(machine, 31.0, rank, (0, 2))
     assert [a.assignment.phase for a in end if isinstance(a, AssignNodes)] == ["end"]

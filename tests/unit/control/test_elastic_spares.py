@@ -85,7 +85,7 @@ class Lab:
         """All members of the newest order have formed their world."""
         actions: list[AnyAction] = []
         elastic = self.machine.state.world.elastic
-        epoch = elastic.epoch
+        epoch = self.machine.state.world.epoch
         for rank in elastic.members:
             event = WorldReformed(
                 generation=0, epoch=epoch, rank=rank, step=5, began_s=0.0, ordered_s=0.0,
@@ -125,7 +125,7 @@ def test_spare_slots_are_filled_once_the_world_is_there_and_their_members_are_he
     assert started(lab.begun) == {3: 3, 4: 4}
     assert lab.ready(3) == []
     assert lab.ready(4) == []
-    assert lab.machine.state.world.elastic.epoch == 0
+    assert lab.machine.state.world.epoch == 0
 
 
 def test_spare_slots_that_make_no_node_are_beside_the_ranks() -> None:

@@ -6,6 +6,7 @@ import pytest
 from tests.unit.control.groups_lab import Lab
 
 from perdure.control.lighthouse.watch import ReplicaWatch
+from perdure.control.membership.quorum import make_quorum_config
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
@@ -35,7 +36,7 @@ class World:
         config = TorchftConfig(replicas=GROUPS, lighthouse="stock", **torchft)
         spec = JobSpec(script="x.py", nodes=GROUPS, torchft=config, observe=observe)
         self.lab = Lab(observe=observe, lighthouse="stock", **torchft)
-        self.watch, self.now, self.step = ReplicaWatch(spec), 1000.0, 10
+        self.watch, self.now, self.step = ReplicaWatch(1, make_quorum_config(spec)), 1000.0, 10
         self.states, self.still = ["S"] * GROUPS, set[int]()
         self.busy: BusyPhase | None = None
         self.found: list[AnyEvent] = []
@@ -53,7 +54,7 @@ class World:
 
     def take_over(self) -> None:
         """Another controller comes: it has heard the journal, and no heartbeat yet."""
-        self.watch = ReplicaWatch(self.lab.machine.state.the_spec())
+        self.watch = ReplicaWatch(1, make_quorum_config(self.lab.machine.state.the_spec()))
         for at_s, event in self.journal:
             self.watch.note(at_s, event)
 
@@ -188,7 +189,7 @@ def test_who_is_waited_for_in_vain_for_as_long_as_the_job_file_says_is_left_behi
 
 def test_the_first_steps_of_a_group_may_take_a_minute() -> None:
     world = World()
-    world.watch = ReplicaWatch(world.lab.machine.state.the_spec())
+    world.watch = ReplicaWatch(1, make_quorum_config(world.lab.machine.state.the_spec()))
     world.still = {1}
     began_s = world.now
     world.wait(65.0)

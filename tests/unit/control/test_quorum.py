@@ -10,9 +10,9 @@ from perdure.control.lighthouse.outputs import (
     Late,
     LeftOut,
     Output,
-    QuorumConfig,
     Seen,
 )
+from perdure.control.lighthouse.patience import QuorumConfig
 from perdure.control.lighthouse.quorum import Quorums
 from perdure.model.orders import ReplicaGroup
 

@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 
 from perdure.control.job import JobState
-from perdure.control.senders import find_node, find_untrue, is_sender, sift_beat
+from perdure.control.membership import membership_of
+from perdure.control.senders import find_untrue, is_sender, sift_beat
 from perdure.control.world import WorldState
 from perdure.model.bus.access import ASKED_BY, BROUGHT_BY, ROLES, build_access
 from perdure.model.events import (
@@ -154,8 +155,18 @@ def test_what_is_not_is_not(sender: str, source: str, event: AnyEvent, words: st
 def test_a_replica_group_is_the_node_of_its_number() -> None:
     spec = JobSpec(script="x.py", name="job", nproc=2, nodes=3, torchft=TorchftConfig(replicas=3))
     state = JobState(spec=spec, generation=7)
-    assert [find_node(state, {}, generation, 5) for generation in (0, 7)] == [2, 2]
+    locate = membership_of(state).locate
+    assert [locate(state, {}, generation, 5) for generation in (0, 7)] == [2, 2]
     assert "not of node 1" in find_untrue(state, {}, "1", "a1-1-x", exited(1, 5, generation=2))
+
+
+def test_the_store_of_a_group_is_its_own_nodes_to_tell() -> None:
+    """D3: ranks of a group would meet where another group's node says."""
+    spec = JobSpec(script="x.py", name="job", nproc=2, nodes=3, torchft=TorchftConfig(replicas=3))
+    worlds = {n: WorldState(n, generation=5 + n, placement=(n,)) for n in range(3)}
+    state = JobState(spec=spec, generation=7, worlds=worlds)
+    assert find_untrue(state, {}, "2", "a2-1-x", store(7)) == ""
+    assert "not of node 1" in find_untrue(state, {}, "1", "a1-1-x", store(7))
 
 
 def test_only_senders_that_the_job_has_are_heard() -> None:

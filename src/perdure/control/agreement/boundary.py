@@ -123,7 +123,7 @@ def send_boundary(
             number=state.boundaries * (TRIES_MAX + 1) + boundary.tries,
             change=boundary.change,
             leaves=boundary.leaves,
-            epoch=world.elastic.epoch if boundary.move == "commit" else 0,
+            epoch=world.epoch if boundary.move == "commit" else 0,
             reason=reason,
         )
         for world, suffix, ranks in addressed

@@ -47,11 +47,6 @@ def hold_all(state: JobState, now: float, command: OpenCommand) -> list[AnyActio
     Each comes there before every step, so nothing has to be agreed upon, and one that starts or
     comes back meanwhile is held as well.
     """
-    if state.phase != "running":
-        return state.answer(command.id, False, f"the job is {state.phase}", {})
-    if state.the_spec().torchft.lighthouse != "perdure":
-        why = 'only perdure\'s own lighthouse can hold replicas (torchft.lighthouse = "perdure")'
-        return state.answer(command.id, False, why, {})
     who, why = command.who or "an operator", str(command.args.get("why", ""))
     pause = Pause(command.id, max(state.step, 0), who, why, command.id)
     state.steering.pause = pause

@@ -40,11 +40,10 @@ from perdure.control.lighthouse.outputs import (
     Late,
     LeftOut,
     Output,
-    QuorumConfig,
     Seen,
     Stands,
 )
-from perdure.control.lighthouse.silences import Silences
+from perdure.control.lighthouse.patience import QuorumConfig, Silences
 from perdure.model.bus.lighthouse import Member, set_step
 from perdure.model.orders import ReplicaGroup
 

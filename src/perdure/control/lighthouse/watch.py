@@ -14,10 +14,7 @@ Both `gone` events carry no replica id: nobody here knows it. Pure: time is an a
 
 from dataclasses import dataclass, field
 
-import msgspec
-
-from perdure.control.lighthouse.outputs import make_quorum_config
-from perdure.control.lighthouse.silences import Silences
+from perdure.control.lighthouse.patience import QuorumConfig, Silences
 from perdure.detect.unwatched import Unwatched
 from perdure.model.events import (
     AnyEvent,
@@ -29,7 +26,7 @@ from perdure.model.events import (
     ReplicaSeen,
     ReplicaWaiting,
 )
-from perdure.model.job import DetectConfig, JobSpec
+from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import NodeBeat
 
 _TRUSTED_AFTER = 3
@@ -65,9 +62,9 @@ class _Group:
 class ReplicaWatch(Unwatched):
     """The detector of such a job."""
 
-    def __init__(self, spec: JobSpec) -> None:
-        """Watch the groups of `spec`."""
-        self._spec, self._config = spec, make_quorum_config(spec)
+    def __init__(self, nproc: int, config: QuorumConfig) -> None:
+        """Watch groups of `nproc` ranks each."""
+        self._nproc, self._config = nproc, config
         self._groups: dict[int, _Group] = {}
         # Known from the journal alone, so that the next controller knows it before any heartbeat:
         # each group's newest generation, and what was told of it.
@@ -78,7 +75,7 @@ class ReplicaWatch(Unwatched):
 
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from now on."""
-        self._config = make_quorum_config(msgspec.structs.replace(self._spec, detect=config))
+        self._config = self._config.follow(config)
 
     def note(self, now: float, event: AnyEvent) -> list[AnyEvent]:
         """Take an event of the journal, its own among them."""
@@ -108,7 +105,7 @@ class ReplicaWatch(Unwatched):
         self._gone.discard(number)
 
     def _note_wait(self, now: float, event: ReplicaWaiting) -> None:
-        number = event.rank // self._spec.nproc
+        number = event.rank // self._nproc
         known = self._generations.setdefault(number, event.generation)
         if event.generation != known:
             return

@@ -83,7 +83,7 @@ def note_world(
         elastic.caught_up.add(event.rank)
         return admit(state, now)
     if isinstance(event, WorldBroken):
-        known = event.epoch < elastic.epoch
+        known = event.epoch < state.world.epoch
         if is_elastic(state) and not known and event.rank in elastic.members:
             elastic.retry_s = elastic.retry_s or now + _choose_patience_s(state)
             elastic.broken_s = elastic.broken_s or event.at_s
@@ -100,7 +100,7 @@ def note_world(
     if event.epoch:  # The first waits for processes to start, which no later one does.
         took_s = event.formed_s - max(event.began_s, event.ordered_s)
         elastic.slowest_s = max(elastic.slowest_s, took_s)
-    if event.epoch == elastic.epoch:
+    if event.epoch == state.world.epoch:
         elastic.answered.add(event.rank)
         if event.step > elastic.step >= 0:
             elastic.retries = 0
@@ -185,10 +185,12 @@ def order_world(
     """
     elastic = state.world.elastic
     elastic.members = (*list_living_members(state), *new)
-    elastic.epoch += 1
+    state.world.epoch += 1
     if elastic.broken_s is not None and not state.book.is_open(state.world.generation):
         cause, world = explain_break(elastic.broken_s), state.world
-        state.book.decide(cause, "retry", world.generation, world.placement, epoch=elastic.epoch)
+        state.book.decide(
+            cause, "retry", world.generation, world.placement, epoch=state.world.epoch
+        )
     elastic.answered.clear()
     elastic.retry_s = elastic.broken_s = None
     elastic.deadline_s = now + REFORM_TIMEOUT_S
@@ -196,7 +198,7 @@ def order_world(
     stores = [elastic.stores[m] for m in elastic.members if m in elastic.stores]
     elastic.order = ReformWorld(
         generation=state.world.generation,
-        epoch=elastic.epoch,
+        epoch=state.world.epoch,
         ranks=elastic.members,
         urgent=urgent,
         store=stores[elastic.retries % len(stores)] if stores else "",
@@ -223,6 +225,10 @@ class Elastic(Fixed):
     def goes_on(self, state: JobState) -> bool:
         """Return whether this generation can be formed again in place."""
         return is_elastic(state)
+
+    def begins_saves(self, state: JobState) -> bool:
+        """Return False: the first member saves at the same intervals, and needs nobody for it."""
+        return False
 
     def fill(self, state: JobState, reason: str) -> list[AnyAction]:
         """Return the order that starts a member in each slot that has nobody."""
@@ -325,7 +331,7 @@ class Elastic(Fixed):
             if excused or elastic.excused:
                 elastic.deadline_s = now + REFORM_TIMEOUT_S
                 return Outcome()
-            return _give_up(state, f"ranks {silent} did not form epoch {elastic.epoch} in time")
+            return _give_up(state, f"ranks {silent} did not form epoch {state.world.epoch} in time")
         if elastic.retry_s is not None and now >= elastic.retry_s:
             if is_observed(state):
                 elastic.retry_s = None

@@ -3,12 +3,13 @@
 `Fixed` is also what is asked of every kind of world: the others answer otherwise where they differ.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
+from perdure.control.membership.members import node_of_member
 from perdure.control.world import WorldState
 from perdure.model.events import NodeRegistered, RankExited
 from perdure.model.orders import AnyAction, Assignment
@@ -17,6 +18,8 @@ from perdure.model.verdicts import Verdict
 GONE = "its ranks are gone, keeper and all"
 Addressed = tuple[WorldState, str, tuple[int, ...]]
 """A world, what the id of an agreement has more there, and those of its ranks that are told."""
+Started = Mapping[int, Mapping[int, int]]
+"""Generation -> rank -> the node that has started it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Fixed:
 
     # --- commands ----------------------------------------------------------------------------
 
-    def refuse(self, kind: str) -> str:
+    def refuse(self, state: JobState, kind: str) -> str:
         """Return why there is no such command here; empty where there is, as for all of them."""
         return ""
 
@@ -61,6 +64,10 @@ class Fixed:
 
     def can_save(self, state: JobState) -> bool:
         """Return whether all whom a checkpoint takes can be asked now."""
+        return state.agrees
+
+    def begins_saves(self, state: JobState) -> bool:
+        """Return whether the controller begins the checkpoints that are due by time."""
         return state.agrees
 
     def sets_at_once(self, state: JobState) -> bool:
@@ -146,6 +153,13 @@ class Fixed:
     def announce(self, state: JobState, world: WorldState) -> tuple[list[AnyAction], str]:
         """Return what is said before `world` starts, and why it does."""
         return [], f"generation {world.generation}: all older ranks are gone"
+
+    def locate(self, state: JobState, started: Started, generation: int, rank: int) -> int | None:
+        """Return the node that runs `rank` in `generation`; None where nobody can know any more."""
+        known = started.get(generation, {}).get(rank)
+        if known is None and generation == state.generation and rank >= 0:
+            return node_of_member(state, rank)
+        return known
 
     # --- what becomes of it ------------------------------------------------------------------
 

@@ -97,14 +97,14 @@ def order_following(state: JobState, ranks: tuple[int, ...]) -> list[AnyAction]:
     """Have `ranks` follow the members of the newest epoch, unless they do already."""
     elastic, members = state.world.elastic, list_living_members(state)
     donors = {m: elastic.donor_addresses[m] for m in members if m in elastic.donor_addresses}
-    told = [m for m in ranks if elastic.following.get(m) != elastic.epoch]
+    told = [m for m in ranks if elastic.following.get(m) != state.world.epoch]
     out = elastic.lost | set(state.world.exits) | {*members, *told}
-    before = [m for m, e in elastic.following.items() if e == elastic.epoch and m not in out]
-    elastic.following |= dict.fromkeys(told, elastic.epoch)
+    before = [m for m, e in elastic.following.items() if e == state.world.epoch and m not in out]
+    elastic.following |= dict.fromkeys(told, state.world.epoch)
     return [
         FollowWorld(
             generation=state.world.generation,
-            epoch=elastic.epoch,
+            epoch=state.world.epoch,
             rank=rank,
             donors=donors,
             ahead=(*before, *told[:turn]),

@@ -6,14 +6,22 @@ change of settings and a checkpoint has to be agreed upon.
 
 from collections.abc import Collection
 
+import msgspec
 from msgspec import structs
 
 from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
-from perdure.control.lighthouse.outputs import make_quorum_config
-from perdure.control.membership.fixed import Addressed, Fixed
+from perdure.control.lighthouse.patience import QuorumConfig
+from perdure.control.membership.fixed import Addressed, Fixed, Started
 from perdure.control.world import WorldState
+from perdure.model.job import JobSpec
 from perdure.model.orders import AnyAction, Assignment, HoldReplicas, ReplicaGroup
+
+
+def make_quorum_config(spec: JobSpec) -> QuorumConfig:
+    """Return for how long the members of a job wait for one another."""
+    own = msgspec.convert(spec.torchft, QuorumConfig, from_attributes=True)
+    return own.follow(spec.detect)
 
 
 def hold_groups(state: JobState, reason: str) -> HoldReplicas:
@@ -56,11 +64,20 @@ class Quorum(Fixed):
 
     kind = "replica groups"
 
-    def refuse(self, kind: str) -> str:
-        """Return why there is no such command here; empty where there is."""
-        return (
-            f"{kind} is not for a torchft job; see docs/torchft.md" if kind in _OF_ONE_WORLD else ""
-        )
+    def refuse(self, state: JobState, kind: str) -> str:
+        """Return why there is no such command here, or not now; empty where there is.
+
+        Groups are held at the lighthouse, which has nobody to hold before they begin.
+        """
+        if kind in _OF_ONE_WORLD:
+            return f"{kind} is not for a torchft job; see docs/torchft.md"
+        if kind in ("pause", "resume") and state.phase != "running":
+            return f"the job is {state.phase}"
+        if kind == "pause" and state.the_spec().torchft.lighthouse != "perdure":
+            return (
+                'only perdure\'s own lighthouse can hold replicas (torchft.lighthouse = "perdure")'
+            )
+        return ""
 
     def needs_agreement(self, kind: str) -> bool:
         """Return whether members have to agree, as they do on `set` and `checkpoint`."""
@@ -166,6 +183,10 @@ class Quorum(Fixed):
         of_group = f"generation {world.generation} of group {world.number}"
         reason = f"{of_group}: its older ranks are gone"
         return [hold_groups(state, reason)], reason
+
+    def locate(self, state: JobState, started: Started, generation: int, rank: int) -> int | None:
+        """Return the node of the rank's group: that of its number, in every generation."""
+        return rank // state.the_spec().nproc
 
     def again(self, state: JobState, reason: str) -> list[AnyAction]:
         """Return the newest word to the lighthouse once more."""

@@ -82,7 +82,7 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
         return state.answer(event.id, event.kind in ("stop", "kill"), "the job is ending", {})
     note_pace(state, event.pace)
     command = OpenCommand(event.id, event.kind, dict(event.args), event.who, now)
-    why = membership_of(state).refuse(event.kind)
+    why = membership_of(state).refuse(state, event.kind)
     if why:
         return state.answer(event.id, False, why, {})
     receive = _RECEIVE.get(event.kind)

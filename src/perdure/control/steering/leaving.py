@@ -148,7 +148,7 @@ def _finish(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     if move.restored:
         actions = fill_slots(state, move.why)
     else:
-        note_move(state, now, move, state.world.generation, epoch=elastic.epoch)
+        note_move(state, now, move, state.world.generation, epoch=state.world.epoch)
         actions = bar_left(state, move) + end_spares(state, move.nodes, move.why)
     ranks = list(move.ranks)
     agreed = move.kind == "drain" and move.step >= 0 and set(ranks) <= elastic.left

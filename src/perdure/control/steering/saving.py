@@ -63,12 +63,8 @@ def note_checkpoint(
 def plan_checkpoint(state: JobState, now: float) -> None:
     """Set when the next checkpoint of the controller's own is due."""
     state.world.checkpoint_due_s = None
-    if not state.agrees:
-        return
-    if state.world.elastic.members:
-        return  # Its first member saves at the same intervals, and needs nobody for it.
-    if state.steering.pause is not None:
-        return  # Nothing new comes about while all stand still.
+    if not membership_of(state).begins_saves(state) or state.steering.pause is not None:
+        return  # In a pause nothing new comes about.
     interval_s = decide_checkpoint_interval(
         state.the_spec().checkpoint,
         stall_s=state.stall_s,
@@ -123,9 +119,9 @@ def open_due_checkpoint(state: JobState, now: float) -> None:
 
 
 def _saves_itself(state: JobState) -> bool:
-    spec, config = state.the_spec(), state.the_spec().checkpoint
+    config = state.the_spec().checkpoint
     wanted = bool(config.every_steps or config.every_s or config.url)
-    known = spec.torchft.lighthouse == "perdure" and bool(state.quorum.members)
+    known = not membership_of(state).refuse_saving(state) and bool(state.quorum.members)
     return wanted and known and state.phase == "running"
 
 

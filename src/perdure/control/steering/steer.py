@@ -129,9 +129,10 @@ def start_pause(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
     """Begin a pause, if it can begin now; one that is there already is as good."""
     if state.steering.pause is not None:
         return answer_pause(state)  # Or it is answered with the one that is under way.
-    if state.of_replicas:
+    membership = membership_of(state)
+    if not membership.needs_agreement(command.kind):
         return hold_all(state, now, command)
-    why = membership_of(state).refuse_step(state)
+    why = membership.refuse_step(state)
     if why:
         return state.answer(command.id, False, why, {})
     if not state.agrees or state.steering.resuming is not None:
@@ -148,8 +149,6 @@ def receive_resume(state: JobState, now: float, command: OpenCommand) -> list[An
     if state.steering.resuming is not None:
         state.commands[command.id] = command
         return []
-    if state.of_replicas and state.phase != "running":
-        return state.answer(command.id, False, f"the job is {state.phase}", {})
     who = command.who or "an operator"
     actions = state.answer_all("pause", False, f"resumed by {who} before it began", {})
     if state.boundary is not None and state.boundary.kind == "pause":

@@ -22,6 +22,7 @@ import msgspec
 from perdure.control import Memory
 from perdure.control.joining import preview_invitations
 from perdure.control.lighthouse.watch import ReplicaWatch
+from perdure.control.membership.quorum import make_quorum_config
 from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import make_journal_event
 from perdure.control.senders import describe_sender, find_role, find_untrue, sift_beat
@@ -100,7 +101,9 @@ def make_detector(spec: JobSpec) -> Detector | Unwatched:
     """Return what finds who hangs, is slow or stopped: perdure's lighthouse has its own eyes."""
     if spec.lighthouse is None:
         return Detector(spec)
-    return Unwatched() if spec.lighthouse.own else ReplicaWatch(spec)
+    if spec.lighthouse.own:
+        return Unwatched()
+    return ReplicaWatch(spec.nproc, make_quorum_config(spec))
 
 
 class ControllerService:
