@@ -44,6 +44,8 @@ class OpenCommand:
     args: dict[str, Any]
     who: str
     at_s: float
+    settled: dict[str, int] = field(default_factory=dict)
+    """What its agreement has: `at_step`, and of replica groups the `generation` that saves."""
 
 
 class Answer(NamedTuple):

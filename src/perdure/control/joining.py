@@ -37,7 +37,8 @@ def receive_invite(state: JobState, now: float, command: OpenCommand) -> list[An
     until_s = float(args.get("until_s", now + expires_s if expires_s else 0.0))
     uses = int(args.get("uses", 1))
     machines = {str(k)[:64]: str(v)[:64] for k, v in dict(args.get("machines", {})).items()}
-    if not (0 < len(id_) <= 32 and len(digest) == 64 and 0 <= expires_s < 1e12 and uses >= 0):
+    known_time = 0 <= expires_s < 1e12 and 0 <= until_s < 1e12
+    if not (0 < len(id_) <= 32 and len(digest) == 64 and known_time and uses >= 0):
         return state.answer(command.id, False, "not an invitation", {})
     if id_ in state.invitations:
         return state.answer(command.id, True, "known", {"id": id_})

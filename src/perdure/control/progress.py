@@ -103,9 +103,9 @@ def _finish_boundary(
     state.step = max(state.step, done.step)
     command = state.commands.get(done.command)
     if command is not None:
-        command.args["at_step"] = done.step  # Carried out; its answer may come later.
+        command.settled["at_step"] = done.step  # Carried out; its answer may come later.
         if done.kind == "checkpoint" and done.shrunk:
-            del command.args["at_step"]  # Who wrote it may be gone: once more.
+            del command.settled["at_step"]  # Who wrote it may be gone: once more.
     if done.kind == "checkpoint":
         plan_checkpoint(state, now)
     return start_waiting_command(state, now) + admit(state, now)
@@ -125,7 +125,7 @@ def settle_members(state: JobState, now: float, before: tuple[int, ...]) -> list
         for command in state.commands.values():
             open_ = boundary is not None and boundary.command == command.id
             if command.kind == "checkpoint" and not open_:
-                command.args.pop("at_step", None)  # Who was writing it may be gone: once more.
+                command.settled.pop("at_step", None)  # Who was writing it may be gone: once more.
     if boundary is not None and boundary.move == "prepare":
         new = set(asked) - set(boundary.ranks)
         boundary.ranks = asked
@@ -158,7 +158,7 @@ def after_boundary(state: JobState, now: float, actions: list[AnyAction]) -> lis
         plan_checkpoint(state, now)
     if any(abort.kind in ("checkpoint", "stop") for abort in aborts):
         for command in sorted(state.commands.values(), key=lambda c: c.id):
-            if command.kind == "checkpoint" and "at_step" not in command.args:
+            if command.kind == "checkpoint" and "at_step" not in command.settled:
                 why = "the ranks could not agree on a step"
                 actions += state.answer(command.id, False, why, {})
         return actions

@@ -166,7 +166,7 @@ def commit_boundary(state: JobState, now: float) -> list[AnyAction]:
     actions = send_boundary(state, f"{who} agreed on step {boundary.step}")
     command = state.commands.get(boundary.command)
     if command is not None:  # It will be done; its answer comes then.
-        command.args |= membership_of(state).map_settled(state, boundary)
+        command.settled |= membership_of(state).map_settled(state, boundary)
     if boundary.kind == "set":
         actions += commit_open(state, boundary)
     elif boundary.kind == "pause":

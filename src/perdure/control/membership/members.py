@@ -69,7 +69,7 @@ def is_closed(state: JobState) -> bool:
     together = boundary is not None and boundary.kind not in ("set", "pause")
     if together and boundary is not None and boundary.move == "commit":
         return True
-    return any(c.kind == "stop" and "at_step" in c.args for c in state.commands.values())
+    return any(c.kind == "stop" and "at_step" in c.settled for c in state.commands.values())
 
 
 def call_spares(state: JobState, far_from: Collection[int] = ()) -> tuple[int, ...]:

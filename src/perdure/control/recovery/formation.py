@@ -68,7 +68,7 @@ def form_world(
     restart_pause(state)
     for command in state.commands.values():
         if command.kind == "checkpoint":
-            command.args.pop("at_step", None)  # What it agreed on died with the older world.
+            command.settled.pop("at_step", None)  # What it agreed on died with the older world.
     return [assign(state, state.world, "store", reason, grace_s=grace_s)]
 
 

@@ -1,6 +1,7 @@
 """Operators' commands: taken once by id, answered once, never half applied."""
 
 from collections.abc import Callable
+from functools import partial
 
 from perdure.control.agreement.boundary import note_pace, open_boundary
 from perdure.control.job import JobState, OpenCommand
@@ -28,7 +29,7 @@ def stop_deadline(state: JobState) -> float | None:
     if state.over:
         return None
     open_ = [
-        c.at_s for c in state.commands.values() if c.kind == "stop" and "at_step" not in c.args
+        c.at_s for c in state.commands.values() if c.kind == "stop" and "at_step" not in c.settled
     ]
     return min(open_) + _STOP_TIMEOUT_S if open_ else None
 
@@ -36,7 +37,7 @@ def stop_deadline(state: JobState) -> float | None:
 def find_reached_stop(state: JobState) -> OpenCommand | None:
     """Return the stop that all ranks have carried out, if there is one."""
     stops = [c for c in state.commands.values() if c.kind == "stop"]
-    return next((command for command in stops if "at_step" in command.args), None)
+    return next((command for command in stops if "at_step" in command.settled), None)
 
 
 def finish_job(state: JobState, now: float) -> list[AnyAction]:
@@ -60,17 +61,24 @@ def give_up_stop(state: JobState, now: float) -> list[AnyAction]:
 def receive_command(
     state: JobState, now: float, event: CommandReceived | NodeAsked
 ) -> list[AnyAction]:
-    """Begin, queue or refuse a command; a repeated one gets the answer it had.
+    """Begin, queue or refuse a command; a repeated one gets the answer it had."""
+    known = event.as_command() if isinstance(event, NodeAsked) else event
+    return _refuse_malformed(state, known.id, lambda: _receive(state, now, known))
 
-    Arguments come from outside and are of any type: one that cannot be read refuses the command,
-    in a replay as well, and is no end of the controller.
+
+def _refuse_malformed(
+    state: JobState, id_: str, begin: Callable[[], list[AnyAction]]
+) -> list[AnyAction]:
+    """Return what `begin` does, or the refusal of a command whose arguments it cannot read.
+
+    They come from outside and are of any type. What cannot be read is no end of the controller,
+    whenever it is read, and in a replay as well.
     """
-    event = event.as_command() if isinstance(event, NodeAsked) else event
     try:
-        return _receive(state, now, event)
-    except (TypeError, ValueError, KeyError) as error:
-        state.injects.pop(event.id, None)
-        return state.answer(event.id, False, f"malformed arguments: {error}", {})
+        return begin()
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        state.injects.pop(id_, None)
+        return state.answer(id_, False, f"malformed arguments: {error}", {})
 
 
 def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAction]:
@@ -162,12 +170,15 @@ def note_fault(state: JobState, now: float, event: FaultInjected) -> list[AnyAct
 
 def start_waiting_command(state: JobState, now: float) -> list[AnyAction]:
     """Begin the oldest command that waits for an agreement, if it can begin now; a stop first."""
-    waiting = [c for c in state.commands.values() if c.kind in _START and "at_step" not in c.args]
+    waiting = [
+        c for c in state.commands.values() if c.kind in _START and "at_step" not in c.settled
+    ]
     actions: list[AnyAction] = []
     for command in sorted(waiting, key=lambda c: (c.kind != "stop", c.at_s, c.id)):
         if state.boundary is not None or state.over:
             break
-        actions += _START[command.kind](state, now, command)
+        start = partial(_START[command.kind], state, now, command)
+        actions += _refuse_malformed(state, command.id, start)
     return actions
 
 

@@ -48,7 +48,7 @@ def note_checkpoint(
     if world is not None and world.checkpoint_due_s is not None:
         plan_checkpoint(state, now)
     for command in sorted(state.commands.values(), key=lambda c: c.id):
-        if command.kind != "checkpoint" or command.args.get("at_step") != event.step:
+        if command.kind != "checkpoint" or command.settled.get("at_step") != event.step:
             continue
         if command.id == _OWN:
             del state.commands[_OWN]
@@ -129,5 +129,8 @@ def reopen_lost(state: JobState) -> None:
     """Have those begun again whose group was lost before it had saved."""
     living = {g.generation for g in state.worlds.values() if g.phase == "running"}
     for command in state.commands.values():
-        if command.kind == "checkpoint" and command.args.get("generation", -1) not in {-1, *living}:
-            del command.args["at_step"], command.args["generation"]
+        if command.kind == "checkpoint" and command.settled.get("generation", -1) not in {
+            -1,
+            *living,
+        }:
+            command.settled.clear()

@@ -24,6 +24,7 @@ from perdure.control.steering.group_verbs import (
 from perdure.control.steering.leaving import find_objection, list_leavers
 from perdure.control.steering.moves import restore_move
 from perdure.control.targets import UnknownTargetError, resolve_nodes
+from perdure.model.numbers import refuse_number
 from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
 from perdure.policy import estimate_restart_cost_s
@@ -104,6 +105,9 @@ def receive_verb(state: JobState, now: float, command: OpenCommand) -> list[AnyA
 
 def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) -> list[AnyAction]:
     args, of_groups = command.args, isinstance(plan, GroupPlan)
+    patience_s = float(args.get("deadline_s") or LEAVE_DEADLINE_S)
+    if why := refuse_number(patience_s):
+        raise ValueError(f"deadline_s: {why}")
     actions = overtake(state, command.at_s, plan, reason) if of_groups else []
     placement = () if of_groups else state.world.placement
     state.commands[command.id] = command
@@ -115,7 +119,7 @@ def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) 
         who=command.who or "an operator",
         why=reason,
         at_s=command.at_s,
-        deadline_s=command.at_s + float(args.get("deadline_s") or LEAVE_DEADLINE_S),
+        deadline_s=command.at_s + patience_s,
         force=bool(args.get("force")),
         wait=bool(args.get("wait")),
         instead=plan.words if plan.way != plan.verb else "",
