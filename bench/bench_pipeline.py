@@ -63,7 +63,7 @@ class Pair:
 
     def __init__(self, name: str, pace_s: float, count: int, rank: int, group: Group) -> None:
         kind, chunks = SCHEDULES[name]
-        self.rank, self.size, self.count = rank, group.size, count
+        self.rank, self.size, self.count = rank, len(group.members), count
         stages = self.size * chunks
         torch.manual_seed(1)
         blocks = [Block(pace_s / chunks) for _ in range(stages)]

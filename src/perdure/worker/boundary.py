@@ -83,7 +83,8 @@ class BoundaryGate:
         """Decided upon for steps that this rank did not come to: it has healed past them."""
         self.holds: dict[str, Agreed] = {}
         """Agreements in which the training thread stands still, by id."""
-        self._committed = 0
+        self.committed = 0
+        """Steps that this rank has committed."""
         self._closed = ""
         self.next_step = NEVER
         """The earliest step at which the training thread has to call `arrive`."""
@@ -105,7 +106,7 @@ class BoundaryGate:
                         self._remove(order.id)
                     elif order.kind in self._plans:
                         answer = BoundaryAnswered(
-                            id=order.id, rank=self._rank, ok=True, step=self._committed,
+                            id=order.id, rank=self._rank, ok=True, step=self.committed,
                             planned=True,
                         )  # fmt: skip
                 self._changed.notify_all()
@@ -126,7 +127,7 @@ class BoundaryGate:
             if entry is not None:
                 entry.decision = entry.decision or "abort"
                 self._remove(id_)
-            step = self._committed
+            step = self.committed
             self._changed.notify_all()
         self._emit(BoundaryReached(id=id_ + RESUMED, rank=self._rank, step=step, at_s=self._now()))
 
@@ -163,7 +164,7 @@ class BoundaryGate:
     def advance(self, committed: int) -> bool:
         """Note that `committed` steps are; True where something is agreed for this step."""
         with self._changed:
-            self._committed = committed
+            self.committed = committed
             return committed >= self.next_step
 
     def arrive(self, committed: int) -> list[Agreed]:
@@ -233,9 +234,9 @@ class BoundaryGate:
         if not reason:
             # The gate is set before the step is read: whoever passed it is seen here.
             self.next_step = min(self.next_step, order.step)
-            past = self._committed >= order.step
-            if past and not (self._committed == order.step and self._stands()):
-                reason = f"already at step {self._committed}"
+            past = self.committed >= order.step
+            if past and not (self.committed == order.step and self._stands()):
+                reason = f"already at step {self.committed}"
         refused = ""
         if not reason and order.change is not None:
             reason = refused = self._check(order.change)
@@ -247,7 +248,7 @@ class BoundaryGate:
             )
             self._changed.notify_all()
         answer = self._answers[order.id] = BoundaryAnswered(
-            id=order.id, rank=self._rank, ok=not reason, step=self._committed, reason=reason,
+            id=order.id, rank=self._rank, ok=not reason, step=self.committed, reason=reason,
             refused=bool(refused),
         )  # fmt: skip
         return answer
@@ -255,7 +256,7 @@ class BoundaryGate:
     def _stands(self) -> bool:
         """Whether no step begins before a resume: now, or because of what lies right ahead."""
         return bool(self.holds) or any(
-            e.agreed.kind in _HOLDS and e.agreed.step == self._committed and e.decision == "commit"
+            e.agreed.kind in _HOLDS and e.agreed.step == self.committed and e.decision == "commit"
             for e in self._open.values()
         )
 

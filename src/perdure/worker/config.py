@@ -47,7 +47,7 @@ class Config(Mapping[str, Value]):
             object.__setattr__(self, name, {})
         object.__setattr__(self, "_changed", set())
         object.__setattr__(self, "_epoch", 0)
-        object.__setattr__(self, "_on_declare", None)
+        object.__setattr__(self, "_on_declare", lambda: None)
         self.declare_all(values or {})
 
     def declare(
@@ -83,7 +83,7 @@ class Config(Mapping[str, Value]):
                 choices=tuple(choices), note=note,
             )  # fmt: skip
             self._add(spec, check, on_change)
-        if name and not defaults and self._on_declare is not None:
+        if name and not defaults:
             self._on_declare()
         return self.declare_all(defaults)
 
@@ -92,7 +92,7 @@ class Config(Mapping[str, Value]):
         for each, value in defaults.items():
             spec = KeySpec(name=each, type=_name_type(each, value.__class__), default=value)
             self._add(spec, None, None)
-        if self._on_declare is not None and defaults:
+        if defaults:
             self._on_declare()
         return self
 
@@ -109,8 +109,7 @@ class Config(Mapping[str, Value]):
         for name, value, note in zip(names, (micro_batch, accumulate), notes, strict=True):
             spec = KeySpec(name=name, type="int", default=value, min=1, note=note, product=names)
             self._add(spec, None, on_change)
-        if self._on_declare is not None:
-            self._on_declare()
+        self._on_declare()
         return self
 
     def _add(self, spec: KeySpec, check: Check | None, on_change: OnChange | None) -> None:

@@ -243,20 +243,21 @@ class Executor:
         finally:
             self._depth.account(kind, "boundary")
 
-    def declare(self, step: int) -> None:
-        """Tell which keys there are; any rank may veto a value."""
-        if not self._depth.speaks:
-            return
+    def declare(self, *, again: bool = True) -> None:
+        """Tell which keys there are, `again` whenever one is added; any rank may veto a value."""
         config = self._depth.config
-        self._emit(
-            KeysDeclared(
-                generation=self._generation,
-                keys=config.specs(),
-                epoch=config.epoch,
-                values=dict(config),
-                step=step,
+        if again:
+            config.when_declared(lambda: self.declare(again=False))
+        if self._depth.speaks:
+            self._emit(
+                KeysDeclared(
+                    generation=self._generation,
+                    keys=config.specs(),
+                    epoch=config.epoch,
+                    values=dict(config),
+                    step=self.gate.committed,
+                )
             )
-        )
 
     def end(self, step: int) -> None:
         """Agree to nothing more, as the loop has ended at `step`; tell which promises it breaks."""

@@ -73,8 +73,8 @@ class StepLoop(Depth):
             self._saved_step = self.committed
             self._progress.resume(self.committed)
             plan_steering(self._gate, self.config, self.committed, read_steering())
-            self._declare_keys()
-            self.config.when_declared(self._declare_keys)
+            self._gate.advance(self.committed)
+            self._executor.declare()
         self._gate_s = self._saver.gate_s
         self._gate.reopen()
         self._attachment.faults.step = self.committed
@@ -87,9 +87,6 @@ class StepLoop(Depth):
     def speaks(self) -> bool:
         """Whether this is rank 0."""
         return self._ring.rank == 0
-
-    def _declare_keys(self) -> None:
-        self._executor.declare(self.committed)
 
     def enter_step(self) -> None:
         """Begin a step: nothing between here and `commit_step` is perdure's."""

@@ -130,7 +130,7 @@ def test_steps_and_prepare_never_disagree(gate):
     trainer.start()
     promised = []
     for number in range(200):
-        id, step = f"b{number}", gate._committed + 2
+        id, step = f"b{number}", gate.committed + 2
         gate.handle(order("prepare", step=step, id=id))
         if gate.said[-1].ok:
             promised.append(step)

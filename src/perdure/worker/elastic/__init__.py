@@ -188,20 +188,13 @@ def open_trainer(
     micro-batch once by some rank, and has to depend on its arguments alone. Generators are
     seeded for it. A loss is to be returned unscaled; `scaler` is applied to it here.
     """
-    membership = _attach()
+    membership = Membership(attach_rank())
     _declare_rate(optimizer, lambda: ([optimizer], [scheduler]))
     replica = Replica(model, optimizer, scheduler=scheduler, scaler=scaler, clip_norm=clip_norm)
     state = ReplicatedState(
         replica, compute, count=micro_batches, seed=seed, exact=exact, bucket_bytes=bucket_bytes
     )
     return Trainer(state, membership=membership, config=config)
-
-
-def _attach() -> Membership:
-    """Return this rank's membership in its job, if it has one."""
-    membership = Membership(attach_rank())
-    membership.attachment.enter("init")
-    return membership
 
 
 def _declare_rate(
@@ -242,7 +235,7 @@ def open_sharded_trainer(
 
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
         raise ConfigError(f"elastic: shard={shard!r} is neither a number of ranks nor 'full'")
-    membership = _attach()
+    membership = Membership(attach_rank())
     replica = ShardedReplica(
         model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {})
     )
@@ -305,7 +298,7 @@ def open_pipeline_trainer(
             f"elastic: the cost profile has {stages.blocks} blocks, the model {len(blocks)}",
             hint="profile the list of blocks that is trained",
         )
-    membership = _attach()
+    membership = Membership(attach_rank())
     replica = StagedReplica(blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm)
     _declare_rate(replica.optimizer, lambda: ([replica.optimizer], [replica.scheduler]))
     choose: Choose

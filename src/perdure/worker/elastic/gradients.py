@@ -26,7 +26,7 @@ who has fewer runs one that does not count.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -189,13 +189,6 @@ class _Pass:
     next: int = 0
 
 
-@dataclass(slots=True)
-class _Group:
-    key: Any
-    params: list[Tensor] = field(default_factory=list)
-    bytes: int = 0
-
-
 class Buckets:
     """The gradients of `params`."""
 
@@ -210,7 +203,7 @@ class Buckets:
         """
         self.params = [p for p in params if p.requires_grad]
         groups = _split(self.params, bucket_bytes)
-        if not groups or groups[0].params[0].dtype not in _EXACT_ENOUGH:
+        if not groups or groups[0][0].dtype not in _EXACT_ENOUGH:
             rider = 0
         self.buckets = [
             _make_bucket(group, sets, 0 if number else rider) for number, group in enumerate(groups)
@@ -310,16 +303,19 @@ def _fill(bucket: Bucket, step: int, scale: float) -> None:
                 torch.mul(param.grad, scale, out=view)
 
 
-def _split(params: Sequence[Tensor], bucket_bytes: int) -> list[_Group]:
+def _split(params: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
     """Return the parameters, last first, in groups of about `bucket_bytes`."""
-    groups: list[_Group] = []
+    groups: list[list[Tensor]] = []
+    filled = 0
     for param in reversed(params):
-        key = (param.dtype, param.device)
         limit = _FIRST_BYTES if len(groups) == 1 else bucket_bytes
-        if not groups or groups[-1].key != key or groups[-1].bytes >= limit:
-            groups.append(_Group(key))
-        groups[-1].params.append(param)
-        groups[-1].bytes += param.nbytes
+        last = groups[-1][0] if groups else None
+        alike = last is not None and (last.dtype, last.device) == (param.dtype, param.device)
+        if not alike or filled >= limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(param)
+        filled += param.nbytes
     return groups
 
 
@@ -327,16 +323,15 @@ def _of_step(sets: tuple[Any, ...], step: int) -> Any:
     return sets[step % len(sets)]
 
 
-def _make_bucket(group: _Group, sets: int, rider: int) -> Bucket:
-    dtype, device = group.key
-    sizes = [p.numel() for p in group.params]
-    total = sum(sizes) + rider
-    flats = tuple(torch.zeros(total, dtype=dtype, device=device) for _ in range(sets))
+def _make_bucket(params: list[Tensor], sets: int, rider: int) -> Bucket:
+    sizes = [p.numel() for p in params]
+    total, first = sum(sizes) + rider, params[0]
+    flats = tuple(torch.zeros(total, dtype=first.dtype, device=first.device) for _ in range(sets))
     views: list[list[Tensor]] = []
     for flat in flats:
         parts = torch.split(flat[: total - rider], sizes)
-        views.append([part.view_as(p) for part, p in zip(parts, group.params, strict=True)])
-    return Bucket(list(group.params), flats, tuple(views))
+        views.append([part.view_as(p) for part, p in zip(parts, params, strict=True)])
+    return Bucket(params, flats, tuple(views))
 
 
 Compute = Callable[[int, int], Tensor]

@@ -79,11 +79,6 @@ class Group:
         if len(members) > 1:
             self._group = _connect(store, self.index, len(members), device, overtaken)
 
-    @property
-    def size(self) -> int:
-        """Return how many members there are."""
-        return len(self.members)
-
     def open(self, kind: "type[Opened]", name: str, members: tuple[int, ...] = ()) -> "Opened":
         """Return a group of these members, or of all, beside this one.
 
@@ -138,9 +133,9 @@ class Group:
         Raises:
             Broken: a connection is gone.
         """
-        with _translated():
+        with breaking(RuntimeError):
             work = call(*args)
-            self._works.append((work, kind))
+        self._works.append((work, kind))
         return work
 
     def wait_for(self, work: Any) -> None:
@@ -263,7 +258,7 @@ class ShardGroup(Group):
         if self._group is None:
             self._group = _connect(store, 0, 1, device, overtaken)
         _register_backend()
-        with _translated():
+        with breaking(RuntimeError):
             # What torch would connect by itself hears of no order meanwhile.
             dist.init_process_group(
                 _BACKEND,
@@ -306,10 +301,8 @@ def _connect(store: Any, index: int, size: int, device: Any, overtaken: Callable
     def connect() -> Any:
         return dist.ProcessGroupGloo(store, index, size, options)
 
-    try:
+    with breaking(RuntimeError, what="no connections: "):
         group = make_apart(connect, overtaken, "perdure-connect")
-    except RuntimeError as error:
-        raise Broken(f"no connections: {error}") from None
     group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
     return group
 
@@ -354,11 +347,12 @@ def start(make: Callable[[], Made], name: str, *, daemon: bool = True) -> Future
 
 
 @contextlib.contextmanager
-def _translated() -> Any:
+def breaking(*kinds: type[RuntimeError], what: str = "") -> Iterator[None]:
+    """Turn errors of these kinds into `Broken`: a member, or `what` it served, is lost."""
     try:
         yield
-    except RuntimeError as error:
-        raise Broken(str(error).splitlines()[0]) from None
+    except kinds as error:
+        raise Broken(what + str(error).partition("\n")[0]) from None
 
 
 def exchange_progress(
@@ -406,12 +400,3 @@ def read_keys(store: Any, keys: Sequence[str], overtaken: Callable[[], bool]) ->
         pause_s = min(1.5 * pause_s, _LOOK_S_MAX)
     found: list[bytes] = store.multi_get(list(keys)) if keys else []
     return found
-
-
-@contextlib.contextmanager
-def reaching_store() -> Iterator[None]:
-    """Turn the loss of a store into `Broken`: its member is lost."""
-    try:
-        yield
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise Broken(f"the store is gone: {error}") from None

@@ -40,7 +40,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
-from perdure.worker.elastic.group import start
+from perdure.worker.elastic.group import read_progress, start
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving import (
     fill_blob,
@@ -363,11 +363,11 @@ class Follower:
             Lost: a donor is gone or refuses.
         """
         self._called, self._choose = called, choose
-        self.donors: tuple[int, ...] = ()
         self.bytes = 0
         self.behind = 1
         """Parts that a donor had still to send when it sent its newest."""
-        self._connections: dict[int, Connection] = {}
+        self.connections: dict[int, Connection] = {}
+        """By whom it follows."""
         ahead = 1
         try:
             while not self._agree(order, ahead):
@@ -390,14 +390,13 @@ class Follower:
         for donor in sorted(order.donors):
             host, _, port = order.donors[donor].rpartition(":")
             sock = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-            self._connections[donor] = Connection(sock)
-            self._connections[donor].send(Ask(order.generation, order.rank))
-        answers = {donor: one.read(At) for donor, one in self._connections.items()}
-        self.donors = self._choose(answers, order.ahead)
-        for donor in set(answers) - set(self.donors):
-            self._connections.pop(donor).close()
-        connections = list(self._connections.values())
-        step = max(answers[donor].step for donor in self.donors) + ahead
+            self.connections[donor] = Connection(sock)
+            self.connections[donor].send(Ask(order.generation, order.rank))
+        answers = {donor: one.read(At) for donor, one in self.connections.items()}
+        for donor in set(answers) - set(self._choose(answers, order.ahead)):
+            self.connections.pop(donor).close()
+        connections = list(self.connections.values())
+        step = max(answers[donor].step for donor in self.connections) + ahead
         for share, connection in enumerate(connections):
             connection.send(Take(step, share, len(connections)))
         agreed = all([connection.read(At).step < step for connection in connections])
@@ -440,12 +439,12 @@ class Follower:
 
     def close(self) -> None:
         """End the connections, and with them who reads from them."""
-        for connection in self._connections.values():
+        for connection in self.connections.values():
             connection.close()
-        self._connections.clear()
+        self.connections.clear()
 
     def _read_row(self) -> list[Future[Piece]]:
-        connections = self._connections.values()
+        connections = self.connections.values()
         return [start(functools.partial(_read_piece, one), "perdure-follow") for one in connections]
 
     def _take_row(self, wait_s: float) -> list[Piece] | None:
@@ -456,7 +455,7 @@ class Follower:
                 last bit.
         """
         left = wait(self._row, wait_s, FIRST_EXCEPTION).not_done
-        for donor, piece in zip(self._connections, self._row, strict=True):
+        for donor, piece in zip(self.connections, self._row, strict=True):
             if piece.done() and (error := piece.exception()):
                 raise Lost(f"donor {donor}: {error}")
         if left:
@@ -478,28 +477,18 @@ def _read_piece(connection: Connection) -> Piece:
 class CatchUp:
     """A rank on its way into a world: its state, brought to where the members are."""
 
-    def __init__(self, state: Followed | None) -> None:
+    def __init__(self, membership: Membership, state: Followed | None) -> None:
         """Follow nobody yet; a `state` that cannot be followed is None."""
-        self._state = state
+        self._membership, self._state = membership, state
         self._follower: Follower | None = None
-        self.error = ""
+        self._error = ""
 
-    @property
-    def follows(self) -> bool:
-        """Return whether it is still connected to the members."""
-        return self._follower is not None
-
-    @property
-    def donors(self) -> tuple[int, ...]:
-        """Return whom it follows."""
-        return self._follower.donors if self._follower is not None else ()
-
-    def follow(self, order: FollowWorld, membership: Membership) -> bool:
+    def follow(self, order: FollowWorld) -> bool:
         """Follow until this rank is called; return whether it has a state then.
 
         The controller is told once nothing is left to catch up on.
         """
-        began, called, told = time.monotonic(), membership.overtaken, False
+        began, called, told = time.monotonic(), self._membership.overtaken, False
         self.close()
         try:
             if self._state is None:
@@ -512,20 +501,19 @@ class CatchUp:
                 if self._advance(self._state, follower) and not told and not follower.behind:
                     told = True
                     took_s = time.monotonic() - began
-                    self._tell(membership, self._state.applied, follower.bytes, took_s)
+                    self._tell(self._state.applied, follower.bytes, took_s)
         except Lost as error:
             self._lose(error)
-        return self.follows
+        return self._follower is not None
 
-    def give_up(self, membership: Membership) -> None:
+    def give_up(self) -> None:
         """Say that this rank gets its state within the join."""
         if self._state is not None:
             self._state.applied = FRESH
-        self._tell(membership, FRESH)
+        self._tell(FRESH)
 
-    def _tell(
-        self, membership: Membership, step: int, bytes_: int = 0, took_s: float = 0.0
-    ) -> None:
+    def _tell(self, step: int, bytes_: int = 0, took_s: float = 0.0) -> None:
+        membership = self._membership
         membership.emit(
             MemberReady(
                 generation=membership.generation,
@@ -534,22 +522,26 @@ class CatchUp:
                 step=step,
                 bytes=bytes_,
                 took_s=took_s,
-                error=self.error[:300],
+                error=self._error[:300],
             )
         )
 
-    def finish(self, steps: Sequence[int]) -> None:
-        """Take the last steps, now that the members stand still.
+    def finish(self, store: Any, members: Sequence[int]) -> None:
+        """Take the last steps, now that the `members` of this epoch stand still at `store`.
 
-        `steps` are how far those of the donors are who are members of this epoch.
+        Raises:
+            Broken: there is a newer epoch.
         """
         follower, state = self._follower, self._state
         if follower is None or state is None:
             return
+        donors = [donor for donor in follower.connections if donor in members]
+        told = read_progress(store, donors, type(state.stand()), self._membership.overtaken)
+        # What all donors have applied is on its way from all of them.
+        last = min((progress.applied for progress in told.values()), default=FRESH)
         try:
             deadline = time.monotonic() + _LAST_S
-            # What all donors have applied is on its way from all of them.
-            while steps and state.applied < min(steps) and time.monotonic() < deadline:
+            while state.applied < last and time.monotonic() < deadline:
                 self._advance(state, follower)
         except Lost as error:
             self._lose(error)
@@ -562,7 +554,7 @@ class CatchUp:
             follower.close()
 
     def _lose(self, error: Lost) -> None:
-        self.error = str(error)
+        self._error = str(error)
         self.close()
 
     def _advance(self, state: Followed, follower: Follower) -> bool:

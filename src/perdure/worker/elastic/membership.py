@@ -45,6 +45,7 @@ class Membership:
         """Join `attachment`'s job; with None, or without its control line, stand alone."""
         env = os.environ
         self.attachment = attachment = attachment or stand_alone()
+        attachment.enter("init")
         self.me = int(env.get("PERDURE_MEMBER", "") or env.get("RANK", "0"))
         self.generation = int(env.get("PERDURE_GENERATION", "0") or 0)
         self.epoch = -1
@@ -56,7 +57,13 @@ class Membership:
         self.on_order: Callable[[], object] = lambda: None
         """Hears of a newer epoch, in the control thread."""
         self._changed = threading.Condition()
-        self._order: ReformWorld | None = None
+        self._order = ReformWorld(
+            generation=self.generation,
+            epoch=-1 if self.joins else 0,
+            ranks=() if self.joins else tuple(range(int(env.get("WORLD_SIZE", "1")))),
+            reason="the first world",
+        )
+        """The newest; of epoch -1 where none has come yet."""
         self._follow: FollowWorld | None = None
         self._coming = False
         """An order has come, and is being carried out before it can be read."""
@@ -68,14 +75,6 @@ class Membership:
         """Of the store that this rank serves."""
         self._served: Any = None
         self.supervised = attachment.control is not None
-        if not self.joins:
-            size = int(env.get("WORLD_SIZE", "1"))
-            self._order = ReformWorld(
-                generation=self.generation,
-                epoch=0,
-                ranks=tuple(range(size)),
-                reason="the first world",
-            )
         attachment.obey(self.take, ReformWorld)
         attachment.obey(self.take_follow, FollowWorld)
 
@@ -107,7 +106,7 @@ class Membership:
         if order.generation != self.generation:
             return
         with self._changed:
-            if self._order is not None and order.epoch <= self._order.epoch:
+            if order.epoch <= self._order.epoch:
                 return
             self._coming = True
         if order.urgent:
@@ -163,19 +162,18 @@ class Membership:
     @property
     def ordered(self) -> int:
         """Return the newest epoch that was ordered, formed or not."""
-        return self._order.epoch if self._order is not None else -1
+        return self._order.epoch
 
     @property
     def steering(self) -> Steering:
         """Return what was agreed before this rank could be asked."""
         order = self._order
-        first = order is None or (order.epoch == 0 and not self.joins)
-        return read_steering() if order is None or first else order.steering
+        first = order.epoch < 0 or (order.epoch == 0 and not self.joins)
+        return read_steering() if first else order.steering
 
     def overtaken(self) -> bool:
         """Return whether there is a newer world than the one that this rank is in."""
-        order = self._order
-        return order is not None and order.epoch > self.epoch
+        return self._order.epoch > self.epoch
 
     def wait(self, broken: str = "") -> ReformWorld:
         """Return the newest order, once it is newer than the world that this rank is in.
@@ -207,7 +205,6 @@ class Membership:
                     raise PlatformError(f"no new world within {_ORDER_S:g} s: {broken}")
                 self._changed.wait(_LOOK_S)
             order = self._order
-            assert order is not None
             if self.me not in order.ranks:
                 raise PlatformError(f"epoch {order.epoch} goes on without rank {self.me}")
             self.epoch, self._meet = order.epoch, order.store

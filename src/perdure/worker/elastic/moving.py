@@ -13,6 +13,7 @@ What moves is blocks of a staged state, or rows of a sharded one.
 """
 
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +28,10 @@ from perdure.worker.elastic.group import Group
 
 _BLOB_BYTES = 8 << 20
 """Tensors are sent together up to about this size."""
+_ALIGN = 64
 _MARK = "__perdure_tensor__"
 
-Place = Callable[[list[int], torch.dtype], Tensor]
+Place = Callable[[Sequence[int], torch.dtype], Tensor]
 """(shape, type) -> a tensor to be filled"""
 
 
@@ -130,6 +132,25 @@ def hash_blobs(skeleton: bytes, blobs: Sequence[Tensor]) -> str:
     for blob in blobs:
         digest.update(view_bytes(blob))
     return digest.hexdigest()
+
+
+def round_up(size: int) -> int:
+    """Return the bytes that a tensor of `size` takes where each begins at a whole `_ALIGN`."""
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def make_places(memory: Tensor) -> Place:
+    """Return what gives a place in `memory`, bytes, to one tensor after another."""
+    at = 0
+
+    def place(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nonlocal at
+        size = math.prod(shape) * dtype.itemsize
+        part = memory[at : at + size]
+        at += round_up(size)
+        return part.view(dtype).view(torch.Size(shape))
+
+    return place
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

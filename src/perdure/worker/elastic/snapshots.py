@@ -20,7 +20,6 @@ whole needs none.
 
 import contextlib
 import functools
-import math
 import mmap
 import os
 import threading
@@ -31,7 +30,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor
 
 from perdure.files import replace_file
@@ -40,7 +38,13 @@ from perdure.model.paths import job_paths
 from perdure.plan.elastic.shards import NO_LINE, Snapshot, plan_mirrors
 from perdure.plan.elastic.stage_commit import StageSnapshot
 from perdure.worker.elastic.group import Broken, Group
-from perdure.worker.elastic.moving import Place, open_state, pack_state
+from perdure.worker.elastic.moving import (
+    hash_blobs,
+    make_places,
+    open_state,
+    pack_state,
+    round_up,
+)
 
 _SOON_S, _SHARE = 1.0, 0.02
 """Steps that take long have a snapshot each, as far as that takes this share of the time."""
@@ -65,39 +69,28 @@ class Mirror:
             Broken: a member was lost, or the world is left.
         """
         lengths = {owner: torch.zeros(1, dtype=torch.int64) for owner in self.owners}
-        self.group.send(torch.tensor([len(mine)]), self._keeper, 0)
-        for owner, length in lengths.items():
-            self.group.receive(length, owner, 0)
-        self.group.wait()
+        self.swap(torch.tensor([len(mine)]), lengths)
         found = {o: torch.empty(int(n), dtype=torch.uint8) for o, n in lengths.items()}
-        if mine:
-            self.group.send(torch.frombuffer(bytearray(mine), dtype=torch.uint8), self._keeper, 1)
-        for owner, header in found.items():
-            if header.numel():
-                self.group.receive(header, owner, 1)
-        self.group.wait()
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self.swap(torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else nothing, found)
         return {owner: header.numpy().tobytes() for owner, header in found.items()}
 
-    def swap_data(self, mine: Tensor, sizes: Mapping[int, int], into: Mapping[int, Tensor]) -> None:
-        """Send `mine` to the keeper; take `sizes` bytes of each owner, to its place if any.
+    def swap(self, mine: Tensor, into: Mapping[int, Tensor]) -> None:
+        """Send `mine` to the keeper, and fill `into` with what the owners send, all in chunks.
 
         Raises:
             Broken: a member was lost, or the world is left.
         """
-        for at in range(0, max([mine.numel(), *sizes.values()]), _CHUNK_BYTES):
-            tag, end = 2 + at // _CHUNK_BYTES, at + _CHUNK_BYTES
+        for at in range(0, max(one.numel() for one in (mine, *into.values())), _CHUNK_BYTES):
+            tag, end = at // _CHUNK_BYTES, at + _CHUNK_BYTES
             if at < mine.numel():
                 self.group.send(mine[at:end], self._keeper, tag)
-            for owner, size in sizes.items():
-                if at < size:
-                    place = into.get(owner)
-                    if place is None:
-                        place = torch.empty(size, dtype=torch.uint8)
+            for owner, place in into.items():
+                if at < place.numel():
                     self.group.receive(place[at:end], owner, tag)
             self.group.wait()
 
 
-_ALIGN = 64
 _LEAVE_S = 5.0
 _LOOK_S = 0.05
 
@@ -181,7 +174,7 @@ class Snapshots(Generic[AnySnapshot]):
         began = time.monotonic()
         self.finish()
         skeleton, tensors = pack_state(content)
-        header = _Header(snapshot, skeleton, sum(_round_up(t.nbytes) for t in tensors), "")
+        header = _Header(snapshot, skeleton, sum(round_up(t.nbytes) for t in tensors), "")
         self._copied.clear()
         self._thread = threading.Thread(
             target=self._write, args=(header, tensors), name="perdure-peers", daemon=True
@@ -259,10 +252,10 @@ class Snapshots(Generic[AnySnapshot]):
         began = time.monotonic()
         try:
             slot, data = self._make_room(self._me, header.size)
-            place = _make_places(data)
+            place = make_places(data)
             for tensor in tensors:
                 place(list(tensor.shape), tensor.dtype).copy_(tensor)
-            header = msgspec.structs.replace(header, digest=_hash(data))
+            header = msgspec.structs.replace(header, digest=hash_blobs(b"", [data]))
             self._publish(slot, header)
             self.error = ""
         except OSError as error:
@@ -287,21 +280,26 @@ class Snapshots(Generic[AnySnapshot]):
         for owner, header in headers.items():
             with contextlib.suppress(OSError):
                 rooms[owner] = self._make_room(owner, header.size)
-        sizes = {owner: header.size for owner, header in headers.items()}
-        mirror.swap_data(
-            data if not self.error else data[:0], sizes, {m: d for m, (_, d) in rooms.items()}
-        )
+        places = {
+            owner: rooms[owner][1] if owner in rooms else torch.empty(h.size, dtype=torch.uint8)
+            for owner, h in headers.items()
+        }
+        mirror.swap(data if not self.error else data[:0], places)
         for owner, (slot, memory) in rooms.items():
-            if _hash(memory) == headers[owner].digest:
+            if hash_blobs(b"", [memory]) == headers[owner].digest:
                 self._publish(slot, headers[owner])
 
     def _make_room(self, owner: int, size: int) -> tuple[str, Tensor]:
         """Return the name and the memory of the slot that `owner`'s next snapshot goes to.
 
+        That is the one that has not the newest of its snapshots.
+
         Raises:
             OSError: there is no room.
         """
-        slot = self._choose_slot(owner)
+        names = [f"m{owner}-{slot}" for slot in "ab"]
+        steps = {n: h.snapshot.step for n, h in self._headers() if n in names}
+        slot = min(names, key=lambda name: steps.get(name, -1))
         self._remove(slot + ".head")
         try:
             return slot, self._open(slot, size)
@@ -312,12 +310,6 @@ class Snapshots(Generic[AnySnapshot]):
     def _publish(self, slot: str, header: _Header[AnySnapshot]) -> None:
         assert self._folder is not None
         replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
-
-    def _choose_slot(self, owner: int) -> str:
-        """Return the slot that has not the newest of `owner`'s snapshots."""
-        names = [f"m{owner}-{slot}" for slot in "ab"]
-        steps = {n: h.snapshot.step for n, h in self._headers() if n in names}
-        return min(names, key=lambda name: steps.get(name, -1))
 
     def _open(self, slot: str, size: int) -> Tensor:
         """Return the slot's memory, which stays mapped; it is all there before it is written.
@@ -361,10 +353,10 @@ class Snapshots(Generic[AnySnapshot]):
                     size = max(header.size, 1)
                     memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
                 data = torch.frombuffer(memory, dtype=torch.uint8)[: header.size]
-                if _hash(data) != header.digest:
+                if hash_blobs(b"", [data]) != header.digest:
                     self._remove(name + ".head")
                     break
-                return open_state(header.skeleton, _make_places(data))[0]
+                return open_state(header.skeleton, make_places(data))[0]
         raise Broken(f"the snapshot of step {wanted.step} by rank {wanted.owner} is damaged")
 
     def _headers(self) -> list[tuple[str, _Header[AnySnapshot]]]:
@@ -403,26 +395,3 @@ def _make_private(folder: Path) -> None:
                 raise PlatformError(f"{one} belongs to somebody else")
     except OSError as error:
         raise PlatformError(f"no place for snapshots in memory: {error}") from error
-
-
-def _make_places(memory: Tensor) -> Place:
-    """Return what gives a place in `memory` to one tensor after another."""
-    at = 0
-
-    def place(shape: list[int], dtype: torch.dtype) -> Tensor:
-        nonlocal at
-        size = math.prod(shape) * dtype.itemsize
-        part = memory[at : at + size]
-        at += _round_up(size)
-        return part.view(dtype).view(shape)
-
-    return place
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
-def _hash(memory: Tensor) -> str:
-    data: Any = memory.numpy()
-    return xxhash.xxh3_128(data).hexdigest()

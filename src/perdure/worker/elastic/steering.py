@@ -133,11 +133,7 @@ class Steering(Depth):
                 raise Broken("a newer epoch was ordered") from None
         if not self._declared and self.speaks:
             self._declared = True
-            self._declare()
-            self.config.when_declared(self._declare)
-
-    def _declare(self) -> None:
-        self._executor.declare(self._applied)
+            self._executor.declare()
 
     # --- as a depth ---------------------------------------------------------------------------
 

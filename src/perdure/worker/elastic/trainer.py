@@ -36,10 +36,9 @@ from perdure.worker.elastic.checkpoints import Saving
 from perdure.worker.elastic.group import (
     Broken,
     Group,
+    breaking,
     exchange_progress,
     make_device,
-    reaching_store,
-    read_progress,
 )
 from perdure.worker.elastic.joining import CatchUp, Donor
 from perdure.worker.elastic.membership import Membership, read_host_address
@@ -84,7 +83,7 @@ class Trainer:
         config = config if config is not None else Config()
         self._steering = Steering(membership, config, self._saving, self._progress)
         self._donor = Donor(membership.generation, state.followed)
-        self._catching = CatchUp(state.followed)
+        self._catching = CatchUp(membership, state.followed)
         self._group: Group | None = None
         self._device: Any = None
         self._furthest = 0
@@ -134,7 +133,9 @@ class Trainer:
         if self._membership.joins:
             self._progress.hold()
             self._join()
-        self._form_first()
+        why = ""
+        while self._group is None:  # What this takes belongs to the start, and to no step.
+            why = self._reform(why)
         while not self._over:
             self._progress.begin(self.applied)
             self._keep_trying()
@@ -261,7 +262,7 @@ class Trainer:
             PlatformError: members do not find the same one.
         """
         extra: dict[str, Any] = {}
-        try:
+        with breaking(RuntimeError):
             found = self._saving.read_newest()
             if group.index == 0:
                 group.store.set("checkpoint", str(found))
@@ -273,8 +274,6 @@ class Trainer:
                     hint="all nodes have to see the same checkpoints",
                 )
             restored = self._saving.restore(extra)
-        except RuntimeError as error:
-            raise Broken(str(error).splitlines()[0]) from None
         if restored:
             self._steering.load(extra)
             self.state.start_at(restored)
@@ -307,19 +306,13 @@ class Trainer:
                 why = self._reform(why)
                 continue
             tries += 1
-            if self._catching.follow(order, self._membership):
+            if self._catching.follow(order):
                 continue
             if tries >= FOLLOW_TRIES_MAX:
                 followed = order.epoch
-                self._catching.give_up(self._membership)
+                self._catching.give_up()
             else:
                 time.sleep(_RETRY_S)
-
-    def _form_first(self) -> None:
-        """Come into the first world: what that takes belongs to the start, and to no step."""
-        why = ""
-        while self._group is None:
-            why = self._reform(why)
 
     def _reform(self, why: str) -> str:
         """Form the newest world; return why that failed, or an empty string."""
@@ -329,7 +322,7 @@ class Trainer:
         order = self._membership.wait(why)
         ordered = time.monotonic()
         try:
-            with reaching_store():
+            with breaking(dist.DistNetworkError, dist.DistStoreError, what="the store is gone: "):
                 plan = self._form(order.ranks)
         except Broken as error:
             self._leave()
@@ -352,7 +345,7 @@ class Trainer:
         store = membership.store() if len(members) > 1 else _HashStore()
         if len(members) > 1:
             self._device = self._device or make_device()
-        self._catch_up_last(store, members)
+        self._catching.finish(store, members)
         me, overtaken = membership.me, membership.overtaken
         progress = exchange_progress(store, members, me, state.stand(), overtaken)
         plan = state.decide(progress, line)
@@ -369,16 +362,6 @@ class Trainer:
             if state.snapshots.every:  # To go back to, before there is a newer one.
                 self._take_snapshot(members)
         return plan
-
-    def _catch_up_last(self, store: Any, members: tuple[int, ...]) -> None:
-        """A rank that has followed takes what is still on its way: the members stand still."""
-        if self._catching.follows:
-            donors = [donor for donor in self._catching.donors if donor in members]
-            kind = type(self.state.stand())
-            progress = read_progress(store, donors, kind, self._membership.overtaken)
-            self._catching.finish(
-                [member_progress.applied for member_progress in progress.values()]
-            )
 
     def _bring_together(self, plan: Plan, group: Group) -> None:
         """Have who is one step behind roll forward, and give a state to who lacks it.

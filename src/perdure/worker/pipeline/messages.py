@@ -7,6 +7,7 @@ from micro-batch to micro-batch and from step to step, and nobody waits for a de
 Gradients have the shapes of what they are gradients of, and need no description.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError
+from perdure.worker.elastic.moving import make_places, round_up
 
 HEADER_BYTES = 512
-_ALIGN = 64
 
 
 class Kind(msgspec.Struct, frozen=True, array_like=True):
@@ -32,10 +33,7 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
     @property
     def nbytes(self) -> int:
         """Return its size."""
-        size = getattr(torch, self.dtype).itemsize
-        for length in self.shape:
-            size *= length
-        return int(size)
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +46,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def payload(self) -> int:
         """Return the bytes of all, each begun at a whole multiple of the alignment."""
-        return sum(_padded(kind.nbytes) for kind in self.kinds)
+        return sum(round_up(kind.nbytes) for kind in self.kinds)
 
     def gradients(self) -> "Layout":
         """Return what comes back."""
@@ -115,13 +113,5 @@ def unpack(payload: Tensor, layout: Layout, device: Any) -> list[Tensor]:
 
 
 def _views(payload: Tensor, layout: Layout) -> list[Tensor]:
-    found, at = [], 0
-    for kind in layout.kinds:
-        part = payload[at : at + kind.nbytes].view(getattr(torch, kind.dtype))
-        found.append(part.view(kind.shape))
-        at += _padded(kind.nbytes)
-    return found
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+    place = make_places(payload)
+    return [place(kind.shape, getattr(torch, kind.dtype)) for kind in layout.kinds]

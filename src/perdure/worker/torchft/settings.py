@@ -237,7 +237,7 @@ class ReplicaConfig(Depth):
             self._tell_missed(executor)
         if committed and not self._told:
             self._told = True
-            executor.declare(step)
+            executor.declare(again=False)
 
     def _tell_missed(self, executor: Executor) -> None:
         """A checkpoint that was promised will not come."""

@@ -201,7 +201,8 @@ class Followed(State, Protocol):
 
     def hash_settings(self) -> str:
         """Return a hash of all else that an update depends on: of the optimizer's settings."""
-        return hash_settings(self.replica.optimizer)
+        groups = read_settings(self.replica.optimizer, None)["groups"]
+        return xxhash.xxh3_64(repr(groups).encode()).hexdigest()
 
 
 class PartState(State):
@@ -266,9 +267,3 @@ def load_settings(
         group.update(saved)
     if scheduler is not None and "scheduler" in settings:
         scheduler.load_state_dict(settings["scheduler"])
-
-
-def hash_settings(optimizer: torch.optim.Optimizer) -> str:
-    """Return a hash of all that an update depends on beside gradients and state."""
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return xxhash.xxh3_64(repr(groups).encode()).hexdigest()

@@ -29,13 +29,14 @@ whose gradients are dropped.
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
@@ -123,14 +124,7 @@ class Skeleton:
         for unit in units:
             fully_shard(unit, mesh=mesh, **self._options)
         state = {
-            name: DTensor.from_local(
-                parts[name][PARAMETER],
-                mesh,
-                [ShardPlacement(0)],
-                run_check=False,
-                shape=shape,
-                stride=_stride_of(shape),
-            )
+            name: cut_along(parts[name][PARAMETER], mesh, shape)
             for name, shape in self.shapes.items()
         }
         model.load_state_dict(state, strict=False, assign=True)
@@ -181,16 +175,13 @@ class _Watch:
             parameter = getattr(owner, key)
             if self._known.get(name) is not parameter and parameter.requires_grad:
                 self._known[name] = parameter
-                parameter.register_post_accumulate_grad_hook(self._make_hook(name))
+                hook = functools.partial(_take_over, self._take, name)
+                parameter.register_post_accumulate_grad_hook(hook)
 
-    def _make_hook(self, name: str) -> Callable[[Tensor], None]:
-        take = self._take
 
-        def hook(parameter: Tensor) -> None:
-            take(name, parameter)
-            parameter.grad = None
-
-        return hook
+def _take_over(take: Callable[[str, Tensor], object], name: str, parameter: Tensor) -> None:
+    take(name, parameter)
+    parameter.grad = None
 
 
 def list_units(model: nn.Module) -> list[nn.Module]:
@@ -213,20 +204,6 @@ def list_units(model: nn.Module) -> list[nn.Module]:
             hint="give a list of blocks, or keep them in an nn.ModuleList",
         )
     return units
-
-
-def release(model: nn.Module) -> None:
-    """Free what a broken pass has left gathered, and what torch remembers of the mesh.
-
-    Its caches would keep the mesh, and with it the descriptors of its process group.
-    """
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-    clear_redistribute_planner_cache()
-    for cached in (MeshTopoInfo.build_from_mesh, _gen_transform_infos):
-        cached.cache_clear()
-    if isinstance(model, FSDPModule):
-        with contextlib.suppress(Exception):  # Whatever state it is in: it is not used again.
-            model.reset_iter_state()
 
 
 def _strip(model: nn.Module) -> nn.Module:
@@ -256,20 +233,11 @@ def _places_of(unit: nn.Module) -> list[tuple[nn.Module, str]]:
     return places
 
 
-def _stride_of(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
-def shard_like(value: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
-    """Return `value`, this member's rows, as a sharded tensor like `parameter`."""
-    assert isinstance(parameter, DTensor)
+def cut_along(value: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
+    """Return `value`, this member's rows of a tensor of that `shape`, as one that `mesh` has."""
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=shape,
-        stride=_stride_of(shape),
+        value, mesh, [ShardPlacement(0)], run_check=False, shape=shape, stride=stride
     )
 
 
@@ -298,14 +266,16 @@ class ShardedReplica:
         self._initial: nn.Module | None = model
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._clip_norm = clip_norm
-        self._sharded: dict[str, Tensor] = {}
+        self._sharded: dict[str, Any] = {}
+        """The parameters, DTensors of the newest world."""
         self.guard = BufferGuard(model)
         self._updated = False
         self._counts = True
         """The pass under way counts: its gradients are taken."""
         self._before: dict[str, Tensor | None] = {}
         """Gradients as they were before the pass under way."""
-        self._on_gradient: Callable[[Tensor], object] = lambda parameter: None
+        self.on_gradient: Callable[[Tensor], object] = lambda parameter: None
+        """Hears of each stand-in whose gradient of a pass is there."""
 
     @property
     def model(self) -> nn.Module:
@@ -373,7 +343,8 @@ class ShardedReplica:
             state = dict(plain.get("scalars", {}).get(name, {}))
             for key, value in placed[name].items():
                 if key != PARAMETER:
-                    state[key] = shard_like(value, parameter, self.skeleton.shapes[name])
+                    shape = self.skeleton.shapes[name]
+                    state[key] = cut_along(value, parameter.device_mesh, shape)
             if state:
                 self.optimizer.state[parameter] = {
                     key: value.clone() if not isinstance(value, DTensor | float | int) else value
@@ -383,27 +354,27 @@ class ShardedReplica:
         if "groups" not in plain:
             self.begun()
         self.shard = shard
-        self._empty_initial()
+        if self._initial is not None:  # It is freed: nobody is to be sent of it any more.
+            for initial in self._initial.parameters():
+                initial.data = initial.data.new_empty(0)
+        self._initial = None
         self._updated = False
         self.guard = BufferGuard(self.model)
 
-    def _empty_initial(self) -> None:
-        """Free the model that was given, as far as nobody is to be sent of it."""
-        if self._initial is not None:
-            for parameter in self._initial.parameters():
-                parameter.data = parameter.data.new_empty(0)
-        self._initial = None
-
     def release(self) -> None:
-        """Free what is gathered, as the world is left."""
-        if self._model is not None:
-            release(self._model)
+        """Free what a broken pass has left gathered, and what torch remembers of the mesh.
+
+        Its caches would keep the mesh, and with it the descriptors of its process group.
+        """
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        clear_redistribute_planner_cache()
+        for cached in (MeshTopoInfo.build_from_mesh, _gen_transform_infos):
+            cached.cache_clear()
+        if isinstance(self._model, FSDPModule):
+            with contextlib.suppress(Exception):  # Whatever state it is in: it is not used again.
+                self._model.reset_iter_state()
 
     # --- a step -------------------------------------------------------------------------------
-
-    def watch(self, on_gradient: Callable[[Tensor], object]) -> None:
-        """Tell `on_gradient` of each stand-in whose gradient of a pass is there."""
-        self._on_gradient = on_gradient
 
     def backward(self, loss: Tensor, counts: bool) -> None:
         """Add a pass's gradients to those of the stand-ins, if it `counts`.
@@ -429,7 +400,7 @@ class ShardedReplica:
         gradient = gradient.to(stand_in.dtype)
         self._before.setdefault(name, stand_in.grad)
         stand_in.grad = gradient if stand_in.grad is None else stand_in.grad + gradient
-        self._on_gradient(stand_in)
+        self.on_gradient(stand_in)
 
     def update(self) -> None:
         """Apply the gradients that the stand-ins have, whole: this member's rows of them.
@@ -444,9 +415,8 @@ class ShardedReplica:
             gradient, parameter = stand_in.grad, self._sharded[name]
             assert gradient is not None
             rows = self.shard.rows(len(gradient))
-            parameter.grad = shard_like(
-                gradient[rows.start : rows.stop], parameter, self.skeleton.shapes[name]
-            )
+            mine = gradient[rows.start : rows.stop]
+            parameter.grad = cut_along(mine, parameter.device_mesh, self.skeleton.shapes[name])
         if self._updated:
             self.optimizer.step()
         else:
@@ -511,7 +481,7 @@ class ShardedState(PartState):
             exact=exact,
             whole=False,
         )
-        replica.watch(buckets.note)
+        replica.on_gradient = buckets.note
         self._saves = False
         """This member is of the first copy."""
 
