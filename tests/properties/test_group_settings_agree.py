@@ -50,7 +50,7 @@ class Rank:
 
     @property
     def blocked(self) -> bool:
-        gate = self.settings._gate
+        gate = self.settings._executor.gate
         assert gate is not None
         return any(not done and agreed.step <= self.step for agreed, done in gate.promises())
 

@@ -6,7 +6,6 @@ import pytest
 
 from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec, PreemptionConfig, TorchftConfig
-from perdure.model.orders import FenceAbort
 from perdure.worker.torchft.manager import Replica
 
 
@@ -71,6 +70,6 @@ def test_a_replica_breaks_no_connection(observed: bool) -> None:
     replica = Replica()
     replica.fences = Fences()  # type: ignore[assignment]
     replica.join(None, lambda event: None, lambda: 0.0, observed=observed)  # type: ignore[arg-type]
-    replica.take_fence(FenceAbort(quorum_id=7, groups=(0,), reason="r"))
+    replica.break_up(7)
     replica.break_up(8)  # Its own Manager has met an error.
     assert broken == ([] if observed else [7, 8])

@@ -84,9 +84,7 @@ def test_what_one_group_saves_the_next_run_goes_on_from(
     manager.step = 8
     first.begin_step(manager, committed=True)
     assert [e.step for e in events if isinstance(e, BoundaryReached)] == [8]
-    checkpoints = first._checkpoints
-    assert checkpoints is not None
-    checkpoints._made.close()
+    first._saver.close()
     saved = next(e for e in events if isinstance(e, CheckpointSaved))
     assert (saved.step, saved.generation) == (8, 5)
 

@@ -162,6 +162,9 @@ def test_without_perdure_the_defaults_hold_and_peers_heal_all_the_same() -> None
         def register_state_dict_fn(self, key: str, load: Any, save: Any) -> None:
             found[key] = (load, save)
 
+        def current_step(self) -> int:
+            return 0
+
     alone.begin_step(Manager(), committed=False)
     alone.begin_step(Manager(), committed=True)
     load, save = found[STATE_KEY]

@@ -44,7 +44,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec
 from perdure.model.orders import FenceAbort, ResumeRanks, SendBoundary
-from perdure.model.ring import PHASE_INDEX
+from perdure.model.ring import PHASE_INDEX, RING_BYTES
 from perdure.worker.ring import RingWriter
 from perdure.worker.settings import read_spec, read_steering
 from perdure.worker.torchft.fence import Fences
@@ -56,7 +56,7 @@ class ReplicaAccount:
 
     def __init__(self) -> None:
         """Count nothing before the first quorum."""
-        self._ring: RingWriter | None = None
+        self._ring = RingWriter(bytearray(RING_BYTES), "")
         self._end_ns = 0
         """Up to here time is accounted for; 0 before the first quorum."""
         self._gate_ns = self._wait_ns = 0
@@ -73,7 +73,7 @@ class ReplicaAccount:
 
     def note_quorum(self) -> None:
         """Note that a quorum with other members was answered; called in the quorum's thread."""
-        if self._ring is not None and not self._end_ns:
+        if not self._end_ns:
             self._end_ns = time.monotonic_ns()
             self._ring.stamp("first_step", self._end_ns)
 
@@ -99,8 +99,6 @@ class ReplicaAccount:
     def end_attempt(self, manager: Any, *, committed: bool, healing: bool) -> None:
         """Close the attempt at a step: `should_commit` has returned."""
         self.note_quorum()  # Its process group is of a kind that was not watched.
-        if self._ring is None:
-            return
         begin, now = self._end_ns, time.monotonic_ns()
         gate = min(self._gate_ns, now - begin)
         spent = now - begin - gate
@@ -186,10 +184,6 @@ class Replica:
     def break_up(self, quorum_id: int) -> int:
         """Break the process groups of a quorum; nothing where the job is only observed."""
         return 0 if self._observed else self.fences.break_up(quorum_id)
-
-    def take_fence(self, order: FenceAbort) -> None:
-        """Do so by order. Called in the control thread."""
-        self.break_up(order.quorum_id)
 
     def begin_wait(self) -> float:
         """Note that the calling thread is about to wait for a collective; return when."""
@@ -432,7 +426,7 @@ def join_replica(attachment: Any) -> None:
         observed=spec.observe,
         tells_quorums=spec.torchft.lighthouse != "perdure",
     )
-    attachment.obey(replica.take_fence, FenceAbort)
+    attachment.obey(lambda order: replica.break_up(order.quorum_id), FenceAbort)
     settings.join(
         rank=ring.rank,
         generation=ring.generation,

@@ -9,7 +9,7 @@ that heals takes the values over with the state, from the same peer at the same 
 them what that peer has promised: so it is bound as if it had been asked. A promise that was made
 after the state was handed out names a quorum that the controller has not asked, and is void.
 
-A checkpoint (`ReplicaCheckpoints`) is what the Manager would hand to a healing peer, written down.
+A checkpoint is what the Manager would hand to a healing peer, written down.
 One group saves, since all have the same state at a step, before it begins that step. The next run
 of the job loads it before a group's first quorum, unless others train already, from whom it then
 heals. Random generators are each group's own and are left alone; where the data goes on is the
@@ -19,6 +19,7 @@ script's business, which knows it by `manager.current_step()`.
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from perdure.model.job import CheckpointConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.signals.progress import Phase
 from perdure.model.steering import Change, Steering
-from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
+from perdure.worker.boundary import PLANS, Agreed
 from perdure.worker.config import Config
 from perdure.worker.control import Control
 from perdure.worker.executor import Depth, Executor
@@ -58,58 +59,6 @@ class _State:
         self._manager.load_state_dict(state["torchft"])
 
 
-class ReplicaCheckpoints:
-    """Checkpoints of one rank of a replica group; none is touched before the first is wanted."""
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        generation: int,
-        nproc: int,
-        emit: Callable[[AnyEvent], object],
-        now: Callable[[], float],
-        config: CheckpointConfig,
-    ) -> None:
-        """Save and load as local rank of `rank`."""
-        self._local, self._nproc, self._generation = rank % nproc, nproc, generation
-        self._emit, self._now, self._config = emit, now, config
-        self._made: Any = None
-
-    def _open(self, manager: Any) -> Any:
-        if self._made is None:
-            from perdure.worker.checkpoint import Checkpointer
-
-            self._made = Checkpointer(
-                url=read_checkpoint_url(self._config),
-                config=self._config,
-                rank=self._local,
-                world_size=self._nproc,
-                generation=self._generation,
-                emit=self._emit,
-                now=self._now,
-            )
-            self._made.register("torchft", _State(manager))
-        return self._made
-
-    def save(self, manager: Any, step: int) -> None:
-        """Begin to save; only the copy is waited for. A failure is told of, and harms nothing."""
-        self._open(manager).save(step, reason="command", extra={})
-
-    def load(self, manager: Any) -> None:
-        """Load the newest checkpoint, where there is one and the script has loaded none itself."""
-        url = read_checkpoint_url(self._config)
-        if manager.current_step() != 0 or not _holds_any(url):
-            return
-        from perdure.worker.rng import capture_rng, restore_rng
-
-        own = capture_rng()
-        step = self._open(manager).restore({})
-        restore_rng(own)
-        if step:
-            say(f"goes on from the checkpoint of step {step}")
-
-
 def _holds_any(url: str) -> bool:
     """Whether there may be a checkpoint; of what is no directory here it is not known."""
     if not url:
@@ -131,16 +80,19 @@ class ReplicaConfig(Depth):
     def __init__(self) -> None:
         """Hold the script's defaults; `join` connects them to the job."""
         self.config = Config()
-        self._executor: Executor | None = None
-        self._gate: BoundaryGate | None = None
         self._emit: Callable[[AnyEvent], object] = lambda event: None
         self._quorum_id: Callable[[], int] = lambda: -1
+        self._executor = self._make_executor(-1, 0, time.monotonic, None)
+        """Of a script alone, nobody asks it anything."""
         self._manager: Any = None
         """The one that has come to a step, while it is there."""
         self._rank = -1
         self._group = ""
         self._speaks = self._heals = False
-        self._checkpoints: ReplicaCheckpoints | None = None
+        self._saves: dict[str, Any] | None = None
+        """Which checkpoints there are: those of this rank of the group."""
+        self._saver: Any = None
+        """What saves and loads them; not there before the first is wanted."""
         self._begun = False
         self._told = False
         """The controller knows of the keys."""
@@ -168,33 +120,39 @@ class ReplicaConfig(Depth):
         self._heals = steering.heals
         self._emit, self._quorum_id, self._rank = emit, quorum_id, rank
         self._group, self._speaks = str(rank // nproc), rank % nproc == 0
-        self._executor = Executor(
+        self._executor = self._make_executor(rank, generation, now, line)
+        if checkpoint is not None:
+            self._saves = {
+                "url": read_checkpoint_url(checkpoint),
+                "config": checkpoint,
+                "rank": rank % nproc,
+                "world_size": nproc,
+                "generation": generation,
+                "emit": emit,
+                "now": now,
+            }
+        plan_steering(self._executor.gate, self.config, 0, steering)
+
+    def _make_executor(
+        self, rank: int, generation: int, now: Callable[[], float], line: Control | None
+    ) -> Executor:
+        plans = (*PLANS, "checkpoint")
+        return Executor(
             self,
             rank=rank,
             generation=generation,
             emit=self._answer,
             now=now,
             line=line,
-            plans=(*PLANS, "checkpoint"),
+            plans=plans,
         )
-        if checkpoint is not None:
-            self._checkpoints = ReplicaCheckpoints(
-                rank=rank,
-                generation=generation,
-                nproc=nproc,
-                emit=emit,
-                now=now,
-                config=checkpoint,
-            )
-        plan_steering(self._executor.gate, self.config, 0, steering)
-        self._gate = self._executor.gate
 
     # --- control thread -----------------------------------------------------------------------
 
     def take(self, order: SendBoundary | ResumeRanks) -> None:
         """Take one move of an agreement; a decision concerns also who was not asked."""
-        gate = self._gate
-        if gate is None or isinstance(order, ResumeRanks):
+        gate = self._executor.gate
+        if isinstance(order, ResumeRanks):
             return
         with self._lock:
             if order.move == "commit" and order.change is not None and not gate.knows(order.id):
@@ -224,12 +182,8 @@ class ReplicaConfig(Depth):
             if self.config.specs():
                 manager.register_state_dict_fn(STATE_KEY, self.load_state, self.save_state)
             self.config.when_declared(_refuse)
-            if self._checkpoints is not None and not self._heals:
-                self._checkpoints.load(manager)
-        executor = self._executor
-        if executor is None:
-            return
-        step = int(manager.current_step())
+            self._load(manager)
+        executor, step = self._executor, int(manager.current_step())
         if executor.is_due(step):
             self._manager = manager
             executor.stop_at(step)
@@ -246,6 +200,27 @@ class ReplicaConfig(Depth):
         for step in missed:
             why = f"the group was left out before step {step}, and has healed past it"
             executor.tell_failed(step, why)
+
+    def _load(self, manager: Any) -> None:
+        """Load the newest checkpoint, where there is one and the script has loaded none itself."""
+        if self._saves is None or self._heals or manager.current_step() != 0:
+            return
+        if _holds_any(self._saves["url"]):
+            from perdure.worker.rng import capture_rng, restore_rng
+
+            own = capture_rng()
+            step = self._open(manager).restore({})
+            restore_rng(own)
+            if step:
+                say(f"goes on from the checkpoint of step {step}")
+
+    def _open(self, manager: Any) -> Any:
+        if self._saver is None and self._saves is not None:
+            from perdure.worker.checkpoint import Checkpointer
+
+            self._saver = Checkpointer(**self._saves)
+            self._saver.register("torchft", _State(manager))
+        return self._saver
 
     # --- as a depth ---------------------------------------------------------------------------
 
@@ -266,16 +241,15 @@ class ReplicaConfig(Depth):
         return True
 
     def save(self, step: int, reason: str) -> None:
-        """Save what the manager would hand to a healing peer."""
-        if self._checkpoints is not None:
-            self._checkpoints.save(self._manager, step)
+        """Begin to save what the manager would hand to a healing peer; the copy is waited for."""
+        if self._saves is not None:
+            self._open(self._manager).save(step, reason="command", extra={})
 
     # --- healing ------------------------------------------------------------------------------
 
     def save_state(self) -> dict[str, str]:
         """Return what a healing peer needs. Called beside training, at the begin of a step."""
-        promises = self._gate.promises() if self._gate is not None else ()
-        promises = tuple(p for p in promises if p[0].change is not None)
+        promises = [p for p in self._executor.gate.promises() if p[0].change is not None]
         state = {
             "epoch": self.config.epoch,
             "values": dict(self.config),
@@ -289,16 +263,16 @@ class ReplicaConfig(Depth):
         state = json.loads(saved["state"])
         values = {n: v for n, v in state["values"].items() if self.config.get(n) != v}
         self.config.apply(Change(epoch=state["epoch"], step=0, values=values))
-        self._applied = list(state["applied"])
-        if self._gate is None:
+        self._applied, gate = list(state["applied"]), self._executor.gate
+        if self._rank < 0:  # Alone, it would never hear what was decided.
             return
         for text, decided in state["promises"]:
             agreed: Agreed = decode(text.encode(), Agreed)
             name = agreed.id.partition("@")[0]
             mine = msgspec.structs.replace(agreed, id=f"{name}@{self._group}")
             with self._lock:
-                if not self._gate.knows(mine.id):
-                    self._gate.plan(mine, decided=decided)
+                if not gate.knows(mine.id):
+                    gate.plan(mine, decided=decided)
 
 
 def _refuse() -> None:
