@@ -15,7 +15,7 @@ from perdure.model.failures import ExitRecord, Rung, names_lost_peer
 from perdure.model.job import JobSpec
 from perdure.model.signals.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.signals.progress import CommProgress, JobHabits, RankAccount
-from perdure.model.steering import Change, KeySpec, Pace, Verb
+from perdure.model.steering import Change, KeySpec, Pace, Value, Verb
 from perdure.model.verdicts import Verdict
 
 
@@ -603,7 +603,7 @@ class KeysDeclared(GenerationEvent, frozen=True, kw_only=True):
     keys: tuple[KeySpec, ...]
     epoch: int = 0
     """The change in force when the generation began, from its checkpoint."""
-    values: dict[str, Any] = msgspec.field(default_factory=dict)
+    values: dict[str, Value] = msgspec.field(default_factory=dict)
     """The values in force then."""
     step: int = 0
     """Committed steps then."""

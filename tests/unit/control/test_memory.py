@@ -1,9 +1,12 @@
 """T3: what a controller knows of its journal is bounded, whoever speaks."""
 
 import msgspec
+import pytest
 
 from perdure.control import memory
 from perdure.control.memory import Memory, decode_memory, encode_memory, prune_entries
+from perdure.model.codec import decode
+from perdure.model.errors import ProtocolError
 from perdure.model.events import (
     AnyEvent,
     GenerationStopped,
@@ -24,6 +27,13 @@ from perdure.model.signals.progress import (
 )
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
+
+
+def test_what_no_memory_could_be_read_with_again_is_no_message() -> None:
+    """A rank's word in it made every snapshot of the job unreadable: all was replayed each time."""
+    said = b'{"type":"KeysDeclared","generation":0,"keys":[],"values":{"lr":{"a":[1]}}}'
+    with pytest.raises(ProtocolError, match="values"):
+        decode(said, AnyEvent)
 
 
 def tell(known: Memory, source: str, number: int) -> None:
