@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perdure.control import Controller
+from perdure.control.membership import membership_of
 from perdure.model.events import (
     AnyEvent,
     CheckpointSaved,
@@ -415,7 +416,10 @@ class Cluster:
 
     def find_members(self) -> list[Member]:
         """Those of the newest epoch: who was ready later has not been let in."""
-        return [self.members[rank] for rank in self.machine.state.asked]
+        return [
+            self.members[rank]
+            for rank in membership_of(self.machine.state).list_asked(self.machine.state)
+        ]
 
     def is_settled(self) -> bool:
         state = self.machine.state

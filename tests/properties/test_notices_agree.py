@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.properties.test_elastic_settings_agree import DEFAULT, RANKS, Cluster
 
+from perdure.control.membership import membership_of
 from perdure.model.events import (
     NodeLost,
     NodeRegistered,
@@ -87,7 +88,9 @@ class Spot(Cluster):
         generation = self.generation
         for rank in [r for r in self.members if r % RANKS == node]:
             if generation == self.generation and rank in self.members:
-                self.caught += rank in self.machine.state.asked
+                self.caught += rank in membership_of(self.machine.state).list_asked(
+                    self.machine.state
+                )
                 self.kill(rank)
         if node in self.back:
             self.do(NodeLost(node=node, at_s=self.now, reason="silent"))
@@ -165,7 +168,11 @@ def test_with_grace_enough_nobody_is_caught_and_nothing_fails(seed: int) -> None
     cluster = Spot(random, (1.0, 2.0, 5.0))
     for _ in range(1500):
         cluster.take_turns()
-        free = not cluster.gone and not cluster.back and len(cluster.machine.state.asked) == RANKS
+        free = (
+            not cluster.gone
+            and not cluster.back
+            and len(membership_of(cluster.machine.state).list_asked(cluster.machine.state)) == RANKS
+        )
         if free and random.random() < 0.1:
             for node in random.sample(range(RANKS), random.choice((1, 1, 2))):
                 cluster.notice(node)

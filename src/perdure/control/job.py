@@ -17,6 +17,7 @@ from perdure.model.orders import (
     AnyAction,
     Assignment,
     EndJob,
+    RestoreNode,
     ResumeRanks,
     SendBoundary,
 )
@@ -310,22 +311,11 @@ class JobState:
         """Return the world that is in `generation`; None where none is."""
         return next((w for w in self.worlds.values() if w.generation == generation), None)
 
-    def find_world_of(self, rank: int) -> WorldState | None:
-        """Return the world that `rank` is in now; None where it is in none."""
-        if self.of_replicas:
-            return self.worlds.get(rank // self.the_spec().nproc)
-        return self.world if rank in self.asked else None
-
     def list_members(self) -> list[WorldState]:
         """Return the replica groups of the quorum in force that are not known to be gone."""
         worlds = [world for _, world in sorted(self.worlds.items())]
         there = [w for w in worlds if w.alive and w.replica and not w.absent]
         return [world for world in there if world.replica in self.quorum.members]
-
-    @property
-    def of_replicas(self) -> bool:
-        """Whether this is a torchft job: `replicas` handles it, and not one world's machine."""
-        return self.spec is not None and self.spec.torchft.replicas > 0
 
     def the_spec(self) -> JobSpec:
         """Return the job's specification, which is there from the first event on."""
@@ -338,31 +328,24 @@ class JobState:
         return tuple(range(self.the_spec().world_size))
 
     @property
-    def asked(self) -> tuple[int, ...]:
-        """Return whom agreements are made with: all ranks; of an elastic world, who is in it."""
-        if self.of_replicas:
-            there = [world for _, world in sorted(self.worlds.items()) if world.alive]
-            return tuple(
-                rank for w in there if w.active for rank in self.the_spec().ranks_of(w.number)
-            )
-        elastic = self.world.elastic
-        if not elastic.members:
-            return self.ranks
-        gone = elastic.lost | elastic.left | set(self.world.exits)
-        return tuple(rank for rank in elastic.members if rank not in gone)
-
-    @property
     def assignment(self) -> Assignment | None:
-        """Return what all nodes were told last; in a torchft job only its end is told to all."""
-        if self.farewell is not None or self.of_replicas:
-            return self.farewell
-        return self.world.assignment
+        """Return what all nodes of a job with one world were told last."""
+        return self.farewell or self.world.assignment
 
-    @property
-    def agrees(self) -> bool:
-        """Whether the only world trains, and all its ranks take part in agreements."""
-        world = self.worlds.get(0)
-        return world is not None and world.phase == "running" and world.stepping and self.resumable
+    def release(self, node: int, who: str, reason: str) -> list[AnyAction]:
+        """Let `node` run ranks again."""
+        self.forget_cordon(node)
+        self.restoring[node] = who
+        return [RestoreNode(node=node, who=who, reason=reason)]
+
+    def forget_cordon(self, node: int) -> None:
+        """Hold nothing against a node any more."""
+        self.cordoned.pop(node, None)
+        self.cordoned_by.pop(node, None)
+        self.cordons_noted.discard(node)
+        self.barred.discard(node)
+        self.going.discard(node)
+        self.blames.pop(node, None)
 
     def note_failure(self, world: WorldState, failure: Failure) -> None:
         """Remember why `world` could not go on."""
@@ -384,10 +367,3 @@ class JobState:
         out = {*self.world.placement, *self.lost, *self.cordoned, *self.leaving}
         ready = (node for node in self.nodes if node not in out)
         return tuple(sorted(ready, key=lambda node: (self.blames.get(node, 0), node)))
-
-    @property
-    def resumable(self) -> bool:
-        """Whether every rank of this generation has called `perdure.init`."""
-        if self.world.elastic.members:
-            return bool(self.asked)
-        return len(self.world.joined) == self.the_spec().world_size

@@ -27,7 +27,7 @@ from perdure.control.membership.elastic import (
     leave_outside,
     note_world,
 )
-from perdure.control.observing import is_observed, note_withheld, withhold_verdict
+from perdure.control.observing import describe_withheld, note_withheld
 from perdure.control.progress import (
     after_boundary,
     note_answer,
@@ -99,6 +99,7 @@ from perdure.control.steering.saving import (
     save_if_due,
 )
 from perdure.model.events import (
+    ActionWithheld,
     AnyEvent,
     BoundaryAnswered,
     BoundaryReached,
@@ -198,7 +199,7 @@ class Controller:
             self.state.book.take(event)
             return []
         state, kind = self.state, membership_of(self.state).kind
-        before = _list_asked(state) if kind == "one world" else ()
+        before = membership_of(state).list_fleeting(state)
         handler = HANDLERS[kind].get(type(event))
         actions = handler(state, now, event) if handler is not None else []
         if kind == "replica groups":
@@ -210,10 +211,6 @@ class Controller:
         return list(self.state.book.pending(now))
 
 
-def _list_asked(state: JobState) -> tuple[int, ...]:
-    return state.asked if state.world.elastic.members else ()
-
-
 def _advance(
     state: JobState, now: float, event: AnyEvent, before: tuple[int, ...]
 ) -> list[AnyAction]:
@@ -223,9 +220,9 @@ def _advance(
         actions += _weigh_again(state, now)
     while True:  # An eviction takes members away as well.
         actions += settle_members(state, now, before) if before else []
-        before = _list_asked(state)
+        before = membership_of(state).list_fleeting(state)
         actions += advance_moves(state, now)
-        if _list_asked(state) == before:
+        if membership_of(state).list_fleeting(state) == before:
             return actions
 
 
@@ -361,21 +358,7 @@ def _lose_node(state: JobState, now: float, event: NodeLost) -> list[AnyAction]:
     if state.phase == "ending":
         return advance_end(state, now)
     why = f"node lost: {event.reason}"
-    if is_observed(state):  # It may train on: none of its ranks is counted as lost.
-        if event.node not in state.world.placement or not state.world.has_ranks:
-            return []
-        would, node = "restarted the world", f"node {event.node}"
-        return note_withheld(
-            state,
-            state.world,
-            now,
-            cause="NodeLost",
-            culprit=node,
-            reason=why,
-            would=would,
-            first_seen_s=event.at_s,
-        )
-    lost = membership_of(state).lose(state, event.node, why)
+    lost = membership_of(state).miss(state, now, event, why)
     if not lost.broken:
         return lost.actions
     if event.node not in state.world.placement and not membership_of(state).goes_on(state):
@@ -406,7 +389,8 @@ def _judge(state: JobState, now: float, event: VerdictReached) -> list[AnyAction
         state.world.pending_verdicts[f"{verdict.kind} {verdict.culprit}"] = verdict
     reaction = weigh_verdict(state, verdict, now)
     if reaction.rung == "none":
-        return withhold_verdict(state, now, verdict, reaction.reason, ground=reaction.ground)
+        nothing = describe_withheld(now, verdict, reaction.reason)
+        return note_withheld(state.world, nothing, reaction.ground)
     if verdict.kind in STACKS_FOR:
         asked = [] if state.world.stacks is not None else ask_stacks(state, now, verdict)
         if hold_action(state, now, verdict):
@@ -426,7 +410,8 @@ def _weigh_again(state: JobState, now: float) -> list[AnyAction]:
         reaction = weigh_verdict(state, verdict, now)
         if reaction.rung != "none":
             return [*actions, *_act_upon(state, now, verdict)]
-        actions += withhold_verdict(state, now, verdict, reaction.reason, ground=reaction.ground)
+        nothing = describe_withheld(now, verdict, reaction.reason)
+        actions += note_withheld(state.world, nothing, reaction.ground)
     return actions
 
 
@@ -436,9 +421,11 @@ def _act_upon(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
     if verdict.kind in STACKS_FOR:
         state.world.stacks = None  # Acted upon once; the next one's are taken anew.
     reaction = weigh_verdict(state, verdict, now)
-    if is_observed(state):
-        would = "stopped the job" if reaction.rung == "stop" else "restarted the world"
-        return withhold_verdict(state, now, verdict, reaction.reason, would=would)
+    would = "stopped the job" if reaction.rung == "stop" else "restarted the world"
+    event = describe_withheld(now, verdict, reaction.reason, would=would)
+    held = membership_of(state).withhold(state.world, event)
+    if held is not None:
+        return held
     if reaction.rung == "stop":
         found, world = explain_verdict(verdict), state.world
         state.book.decide(found, "give up", world.generation, world.placement)
@@ -447,18 +434,14 @@ def _act_upon(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
     cause = f"{verdict.kind} ({verdict.activity})"
     ended = membership_of(state).end_hung(state, verdict)
     if ended:
-        elastic = state.world.elastic
-        if verdict.culprit.rank in elastic.members:
-            found, epoch = explain_verdict(verdict), state.world.epoch + 1
-            state.book.decide(
-                found, "reform", state.world.generation, state.world.placement, epoch=epoch
-            )
         return [*actions, *ended]
     freed = free_slot(state, verdict)
     hangs = verdict.kind in STACKS_FOR and not freed
     interrupt_s = state.the_spec().policy.interrupt_s if hangs else 0.0
     if interrupt_s:
-        waiting = tuple(r for r in state.asked if r not in state.world.exits)
+        waiting = tuple(
+            r for r in membership_of(state).list_asked(state) if r not in state.world.exits
+        )
         actions.append(
             InterruptCollectives(generation=state.world.generation, ranks=waiting, reason=cause)
         )
@@ -526,16 +509,18 @@ def _fail(
     state.note_failure(state.world, failure)
     state.world.first_exit_s = exit_s
     reason = f"{decision.reason}; {why}" if why else decision.reason
-    if is_observed(state):
+    withheld = _describe_loss(failure, decision.rung, reason, exit_s)
+    held = membership_of(state).withhold(state.world, withheld)
+    if held is not None:  # It cannot go on: it ends, as it would without perdure.
         state.book.decide(found, "give up", world, nodes)
-        return _end_observed(state, now, failure, decision.rung, reason, code or 1, exit_s)
+        why = f"{culprit}: {cause}; observed only: nothing is restarted"
+        return [*held, *end_job(state, now, "failed", code or 1, why)]
     if decision.rung != "give up":
-        in_place = membership_of(state).stand_in(state, now, reason, freed=freed)
+        in_place = membership_of(state).stand_in(state, now, found, reason, freed=freed)
         state.world.failed_s = (
             state.world.failed_s if freed else now
         )  # Nobody stands still for a slot.
         if not in_place.broken:
-            state.book.decide(found, "reform", world, nodes, epoch=state.world.epoch)
             return in_place.actions
     state.book.decide(found, decision.rung, world, nodes)
     actions = drop_boundary(state, decision.reason)
@@ -544,20 +529,13 @@ def _fail(
     return [*actions, *form_world(state, now, reason, without=without, grace_s=grace_s)]
 
 
-def _end_observed(
-    state: JobState,
-    now: float,
-    failure: Failure,
-    rung: str,
-    reason: str,
-    code: int,
-    exit_s: float | None,
-) -> list[AnyAction]:
-    """A world that is only observed cannot go on: it ends, as it would without perdure."""
-    noted = note_withheld(
-        state,
-        state.world,
-        now,
+def _describe_loss(
+    failure: Failure, rung: str, reason: str, exit_s: float | None
+) -> ActionWithheld:
+    """Return what would have been done about a failure, which nothing is."""
+    return ActionWithheld(
+        at_s=failure.at_s,
+        generation=failure.generation,
         cause=failure.cause if exit_s is None else "Crash",
         culprit=failure.culprit,
         reason=reason,
@@ -565,8 +543,6 @@ def _end_observed(
         step=failure.step,
         first_seen_s=exit_s or 0.0,
     )
-    why = f"{failure.culprit}: {failure.cause}; observed only: nothing is restarted"
-    return [*noted, *end_job(state, now, "failed", code, why)]
 
 
 # --- time --------------------------------------------------------------------------------
@@ -611,17 +587,20 @@ def _phase_overdue(state: JobState, now: float) -> list[AnyAction]:
     if state.world.phase == "forming" and missing:
         return wait_for_nodes(state, now, missing)
     why = f"{state.world.phase} the world took too long"
-    if state.world.phase == "starting" and is_observed(state):  # Its ranks may train, untold of.
-        state.world.deadline_s = None
-        return note_withheld(
-            state,
-            state.world,
-            now,
+    if state.world.phase == "starting":
+        withheld = ActionWithheld(
+            at_s=now,
+            generation=state.world.generation,
             cause=why,
             culprit="the job",
             reason=why,
             would="restarted the world",
+            step=state.step,
         )
+        held = membership_of(state).withhold(state.world, withheld)
+        if held is not None:  # Its ranks may train, untold of.
+            state.world.deadline_s = None
+            return held
     return _fail(state, now, "the job", why, code=1)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from perdure.control.job import JobState
 from perdure.control.machine import Controller
+from perdure.control.membership import choose_membership, membership_of
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
@@ -157,10 +158,9 @@ class Memory:
     def make_timer(self, now: float) -> TimerFired:
         """Return what a passed deadline is to the machine."""
         state, fold = self.machine.state, self.fold
-        worlds = state.worlds.values()
-        due = [w.checkpoint_due_s for w in worlds if w.checkpoint_due_s is not None]
-        ends = [w.elastic.deadline_s for w in worlds if w.elastic.deadline_s is not None]
-        paced, overdue = min(due, default=now + 1.0) <= now, min(ends, default=now + 1.0) <= now
+        due = [world.checkpoint_due_s for world in state.worlds.values()]
+        paced = any(due_s is not None and due_s <= now for due_s in due)
+        overdue = membership_of(state).is_overdue(state, now)
         return TimerFired(
             pace=fold.estimate_pace() if paced else None,
             busy=fold.list_busy_ranks() if overdue else (),
@@ -205,10 +205,7 @@ def prune_entries(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     Pruning twice is pruning once: what is left of a part of the journal and the entries after it
     gives the same as all of them.
     """
-    oldest, of_groups = (
-        _newest_started(entries) - _GENERATIONS + 1,
-        _list_group_generations(entries),
-    )
+    oldest, beside = _newest_started(entries) - _GENERATIONS + 1, _list_beside(entries)
     kept: list[JournalEntry] = []
     counts: dict[tuple[type, int | str], int] = {}
     for entry in reversed(entries):
@@ -216,7 +213,7 @@ def prune_entries(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
         if isinstance(event, _UNHEARD):
             continue
         generation = _read_generation(event)
-        if generation is not None and generation < oldest and generation not in of_groups:
+        if generation is not None and generation < oldest and generation not in beside:
             continue
         if isinstance(event, RanksStarted | RankExited):
             kept.append(entry)
@@ -235,12 +232,12 @@ def _newest_started(entries: Sequence[JournalEntry]) -> int:
     return max(started, default=-1)
 
 
-def _list_group_generations(entries: Sequence[JournalEntry]) -> set[int]:
-    """Return the generation that each group of a torchft job is in; of any other job, none."""
+def _list_beside(entries: Sequence[JournalEntry]) -> set[int]:
+    """Return the older generations that live beside the newest one."""
     events = [entry.body for entry in entries]
-    if not any(isinstance(e, JobSubmitted) and e.spec.torchft.replicas for e in events):
-        return set()
-    return set({e.node: e.generation for e in events if isinstance(e, RanksStarted)}.values())
+    specs = (e.spec for e in events if isinstance(e, JobSubmitted))
+    started = [e for e in events if isinstance(e, RanksStarted)]
+    return {g for spec in specs for g in choose_membership(spec).list_beside(started)}
 
 
 def _read_generation(event: AnyEvent) -> int | None:

@@ -18,12 +18,15 @@ from perdure.control.agreement.boundary import open_boundary
 from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.membership import membership_of
 from perdure.control.membership.members import list_living_members, list_spare_members
-from perdure.control.observing import is_observed, note_withheld
-from perdure.control.recovery.placement import cordon, release
 from perdure.control.steering.group_moves import count_left, take_back
 from perdure.control.steering.leaving import end_spares, list_leavers
 from perdure.control.steering.moves import restore_move
-from perdure.model.events import NodeRegistered, PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.events import (
+    ActionWithheld,
+    NodeRegistered,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
+)
 from perdure.model.failures import ExitRecord, is_explained
 from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S
@@ -172,7 +175,7 @@ def _compute_lead_s(state: JobState, notice: OpenNotice) -> float:
 
 
 def _compute_reserve_s(state: JobState) -> float:
-    return state.the_spec().preemption.reserve_s + 2 * state.world.elastic.slowest_s
+    return state.the_spec().preemption.reserve_s + 2 * membership_of(state).moving_s(state)
 
 
 def _serves_to_the_end(state: JobState, notices: list[OpenNotice]) -> bool:
@@ -207,19 +210,20 @@ def _hand_over(state: JobState, now: float, notices: list[OpenNotice]) -> list[A
     """Decide on `notices`, and begin what was decided."""
     actions: list[AnyAction] = []
     busy: list[OpenNotice] = []
-    if is_observed(state):
-        nodes = sorted({n.node for n in notices})
-        decided = decide_hand_over(_look(state, now, nodes, notices), state.the_spec().preemption)
-        return note_withheld(
-            state,
-            state.world,
-            now,
-            cause="Preemption",
-            culprit=", ".join(f"node {node}" for node in nodes),
-            reason=f"{_describe(state, now, notices)}; {decided.reason}",
-            would=_WOULD[decided.way],
-            first_seen_s=notices[0].at_s,
-        )
+    nodes, decided, why = _decide(state, now, notices)
+    withheld = ActionWithheld(
+        at_s=now,
+        generation=state.world.generation,
+        cause="Preemption",
+        culprit=", ".join(f"node {node}" for node in nodes),
+        reason=why,
+        would=_WOULD[decided.way],
+        step=state.step,
+        first_seen_s=notices[0].at_s,
+    )
+    held = membership_of(state).withhold(state.world, withheld)
+    if held is not None:
+        return held
     for notice in notices:
         if not _runs(state, notice.node):
             actions += _cordon(state, notice.node, _describe(state, now, [notice]))
@@ -227,17 +231,25 @@ def _hand_over(state: JobState, now: float, notices: list[OpenNotice]) -> list[A
             busy.append(notice)
     if not busy:
         return actions
-    nodes = sorted({n.node for n in busy})
-    decided = decide_hand_over(_look(state, now, nodes, busy), state.the_spec().preemption)
-    why = f"{_describe(state, now, busy)}; {decided.reason}"
+    nodes, decided, why = _decide(state, now, busy)
     if decided.way == "mark":
         for node in nodes if busy[0].certain else ():
             actions += _cordon(state, node, why)
         return actions
     if decided.way == "checkpoint" and not busy[0].certain:
-        can = state.boundary is None and state.world.phase == "running" and state.resumable
+        joined = membership_of(state).has_joined(state)
+        can = state.boundary is None and state.world.phase == "running" and joined
         return actions + (open_boundary(state, now, "checkpoint", reason=why) if can else [])
     return actions + _begin_move(state, now, nodes, busy, decided, why)
+
+
+def _decide(
+    state: JobState, now: float, notices: list[OpenNotice]
+) -> tuple[list[int], HandOver, str]:
+    """Return the nodes that go away, what the policy has to say, and both in words."""
+    nodes = sorted({n.node for n in notices})
+    decided = decide_hand_over(_look(state, now, nodes, notices), state.the_spec().preemption)
+    return nodes, decided, f"{_describe(state, now, notices)}; {decided.reason}"
 
 
 def _begin_move(
@@ -328,7 +340,7 @@ def _cordon(state: JobState, node: int, why: str) -> list[AnyAction]:
         return []
     state.going.add(node)
     spares = end_spares(state, (node,), why) if membership_of(state).goes_on(state) else []
-    return cordon(state, node, why) + spares
+    return membership_of(state).cordon(state, node, why) + spares
 
 
 def _free(state: JobState, node: int, source: str, why: str) -> list[AnyAction]:
@@ -336,10 +348,8 @@ def _free(state: JobState, node: int, source: str, why: str) -> list[AnyAction]:
     if node not in state.going:
         return []
     state.going.discard(node)
-    actions: list[AnyAction] = []
-    if node in state.cordoned and node not in state.barred and not is_observed(state):
-        actions += release(state, node, source, why)
-    return actions + membership_of(state).fill(state, why)
+    membership = membership_of(state)
+    return [*membership.free(state, node, source, why), *membership.fill(state, why)]
 
 
 # --- replica groups ------------------------------------------------------------------------------
@@ -366,18 +376,19 @@ def _note_group(state: JobState, now: float, event: PreemptionNoticed) -> list[A
         return []  # The groups save by themselves, as often as pays.
     source = f"{event.source}: {event.reason}" if event.reason else event.source
     why = f"node {event.node} goes away ({source}); {decided.reason}"
-    if is_observed(state):
-        would, node = "had its group leave the quorum", f"node {event.node}"
-        return note_withheld(
-            state,
-            group,
-            now,
-            cause="Preemption",
-            culprit=node,
-            reason=why,
-            would=would,
-            first_seen_s=event.at_s,
-        )
+    withheld = ActionWithheld(
+        at_s=now,
+        generation=group.generation,
+        cause="Preemption",
+        culprit=f"node {event.node}",
+        reason=why,
+        would="had its group leave the quorum",
+        step=state.step,
+        first_seen_s=event.at_s,
+    )
+    held = membership_of(state).withhold(group, withheld)
+    if held is not None:
+        return held
     state.moves[id_] = OpenMove(
         id=id_,
         kind="drain" if decided.way == "drain" else "evict",

@@ -24,7 +24,8 @@ from perdure.control.agreement.pauses import (
 )
 from perdure.control.agreements import OpenBoundary
 from perdure.control.job import JobState
-from perdure.control.membership.elastic import admit, note_ready
+from perdure.control.membership import membership_of
+from perdure.control.membership.elastic import admit, note_joined
 from perdure.control.steering.commands import inject_again, start_waiting_command
 from perdure.control.steering.leaving import leave_together
 from perdure.control.steering.moves import note_held
@@ -50,11 +51,8 @@ def note_progress(
     if event.generation != state.world.generation:
         return []
     match event:
-        case RankJoined(depth="elastic"):
-            return note_ready(state, now, event)
         case RankJoined():
-            state.world.joined.add(event.rank)
-            return []
+            return note_joined(state, now, event)
         case CheckpointRestored():
             state.world.resumed_step = event.step
             return []
@@ -116,8 +114,8 @@ def settle_members(state: JobState, now: float, before: tuple[int, ...]) -> list
 
     Who comes in is asked about what is not decided yet; nobody waits for who is gone.
     """
-    asked, boundary = state.asked, state.boundary
-    if not state.world.elastic.members or not asked or asked == before:
+    asked, boundary = membership_of(state).list_fleeting(state), state.boundary
+    if not asked or asked == before:
         return []
     lost = set(before) - set(asked)
     actions: list[AnyAction] = []

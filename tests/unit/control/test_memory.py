@@ -85,7 +85,9 @@ def started(node: int, generation: int) -> RanksStarted:
 
 def test_an_overdue_world_is_told_who_is_busy_as_declared() -> None:
     phases = {0: BusyPhase("evaluate", 1.0, 90.0), 1: BusyPhase("evaluate", 1.0, 40.0), 2: None}
-    known = Memory(JobSpec(name="job", script="train.py", nproc=4))
+    spec = JobSpec(name="job", script="train.py", nproc=4)
+    known = Memory(spec)
+    known.machine.handle(0.0, JobSubmitted(spec=spec, at_s=0.0))
     ranks = [
         RankProgress(
             rank, 100 + rank, "step", 1.0, 1.0, RankAccount(),
@@ -96,6 +98,7 @@ def test_an_overdue_world_is_told_who_is_busy_as_declared() -> None:
     stopped = ProcSample(state="T", cpu_s=0.0, io_bytes=0)
     ranks.append(msgspec.structs.replace(ranks[0], rank=3, proc=stopped))
     known.fold.take_beat(50.0, NodeBeat(0, "a", 1, 50.0, 0, tuple(ranks)))
+    known.machine.state.world.elastic.members = (0, 1, 2, 3)
     known.machine.state.world.elastic.deadline_s = 60.0
     assert known.make_timer(59.0).busy == ()
     assert known.make_timer(60.0).busy == (0,)

@@ -8,6 +8,7 @@ carry them out.
 
 from perdure.control.agreements import OpenBoundary, Pause, Resume
 from perdure.control.job import JobState, OpenCommand
+from perdure.control.membership import membership_of
 from perdure.control.membership.quorum import hold_groups
 from perdure.model.events import BoundaryReached, JobPaused, JobResumed
 from perdure.model.orders import AnyAction, RecordEvent, ResumeRanks
@@ -71,7 +72,11 @@ def answer_pause(state: JobState) -> list[AnyAction]:
         state.step = max(state.step, pause.step)
     actions: list[AnyAction] = []
     for id_ in waiting:
-        result = {"step": pause.step, "ranks": list(state.asked), "paused": True}
+        result = {
+            "step": pause.step,
+            "ranks": list(membership_of(state).list_asked(state)),
+            "paused": True,
+        }
         already = "" if id_ == pause.command else "it is paused already"
         actions += state.answer(id_, True, reason or already, result)
     return actions
@@ -82,7 +87,11 @@ def stands(state: JobState) -> bool:
     pause = state.steering.pause
     if pause is not None and pause.hold:
         return all(world.stands is not None for world in state.list_members())
-    return pause is not None and bool(pause.reached) and pause.reached >= set(state.asked)
+    return (
+        pause is not None
+        and bool(pause.reached)
+        and pause.reached >= set(membership_of(state).list_asked(state))
+    )
 
 
 def begin_resume(state: JobState, now: float, who: str) -> list[AnyAction]:
@@ -94,7 +103,9 @@ def begin_resume(state: JobState, now: float, who: str) -> list[AnyAction]:
     if boundary is not None and boundary.kind == "pause":
         state.boundary = None  # Committed, or there would be no pause: those who come to it pass.
     step = max(state.step, 0) if pause.hold else pause.step
-    resume = Resume(pause.id, step, state.generation, state.asked, who, "")
+    resume = Resume(
+        pause.id, step, state.generation, membership_of(state).list_asked(state), who, ""
+    )
     state.steering.resume = resume
     words = f"resumed by {who or 'an operator'}"
     early = state.answer_all("pause", False, words, {})
@@ -131,7 +142,9 @@ def close_resume(state: JobState) -> list[AnyAction]:
     resume = state.steering.resuming
     if resume is None or resume.generation != state.generation:
         return []
-    done = resume.reached and resume.reached >= set(resume.ranks) & set(state.asked)
+    done = resume.reached and resume.reached >= set(resume.ranks) & set(
+        membership_of(state).list_asked(state)
+    )
     return finish_resume(state, "") if done else []
 
 
@@ -142,7 +155,11 @@ def finish_resume(state: JobState, reason: str) -> list[AnyAction]:
     resume.done = True
     if resume.noted:
         state.steering.resume = None
-    result = {"step": resume.step, "ranks": list(state.asked), "paused": False}
+    result = {
+        "step": resume.step,
+        "ranks": list(membership_of(state).list_asked(state)),
+        "paused": False,
+    }
     return state.answer_all("resume", True, reason, result)
 
 

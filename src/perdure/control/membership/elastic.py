@@ -27,7 +27,6 @@ from perdure.control.membership.members import (
     order_following,
     split_called,
 )
-from perdure.control.observing import is_observed
 from perdure.model.events import (
     MemberReady,
     NodeRegistered,
@@ -36,7 +35,7 @@ from perdure.model.events import (
     WorldBroken,
     WorldReformed,
 )
-from perdure.model.failures import explain_break
+from perdure.model.failures import Cause, explain_break, explain_verdict
 from perdure.model.orders import AnyAction, ReformWorld
 from perdure.model.verdicts import Verdict
 
@@ -55,11 +54,16 @@ def is_elastic(state: JobState) -> bool:
     return bool(elastic.members) and not elastic.given_up and state.world.phase == "running"
 
 
-def note_ready(state: JobState, now: float, event: RankJoined) -> list[AnyAction]:
-    """A rank is ready to be a member: of the first world, or of one that exists already."""
+def note_joined(state: JobState, now: float, event: RankJoined) -> list[AnyAction]:
+    """Take in a rank that has called `perdure.init`.
+
+    It may be ready to be a member: of the first world, or of one that exists already.
+    """
+    state.world.joined.add(event.rank)
+    if event.depth != "elastic":
+        return []
     elastic, world = state.world.elastic, state.ranks
     elastic.ready.add(event.rank)
-    state.world.joined.add(event.rank)
     if event.store:
         elastic.stores[event.rank] = event.store
     if event.feed:
@@ -216,11 +220,31 @@ def _has_stores(state: JobState) -> bool:
     return not state.world.elastic.given_up
 
 
+def _note_reform(state: JobState, found: Cause, epochs: int = 0) -> None:
+    """Keep that the world failed and goes on, as the newest epoch or one so many later."""
+    world, epoch = state.world, state.world.epoch + epochs
+    state.book.decide(found, "reform", world.generation, world.placement, epoch=epoch)
+
+
 class Elastic(Fixed):
     """Members come in, are lost, and leave; the others go on."""
 
     promised = ("set", "pause", "checkpoint")
     """The first member saves for all."""
+
+    def list_asked(self, state: JobState) -> tuple[int, ...]:
+        """Return who is in the world, those who have applied the last step among them."""
+        elastic = state.world.elastic
+        gone = elastic.lost | elastic.left | set(state.world.exits)
+        return tuple(rank for rank in elastic.members if rank not in gone)
+
+    def list_fleeting(self, state: JobState) -> tuple[int, ...]:
+        """Return all members."""
+        return self.list_asked(state)
+
+    def has_joined(self, state: JobState) -> bool:
+        """Return whether anybody is in the world."""
+        return bool(self.list_asked(state))
 
     def goes_on(self, state: JobState) -> bool:
         """Return whether this generation can be formed again in place."""
@@ -229,6 +253,14 @@ class Elastic(Fixed):
     def begins_saves(self, state: JobState) -> bool:
         """Return False: the first member saves at the same intervals, and needs nobody for it."""
         return False
+
+    def goes_on_without(self, state: JobState, verdict: Verdict) -> bool:
+        """Return whether a member is concerned, where the others can go on."""
+        return not state.world.elastic.given_up and verdict.culprit.rank is not None
+
+    def moving_s(self, state: JobState) -> float:
+        """Return how long it took whoever was slowest."""
+        return state.world.elastic.slowest_s
 
     def fill(self, state: JobState, reason: str) -> list[AnyAction]:
         """Return the order that starts a member in each slot that has nobody."""
@@ -242,7 +274,14 @@ class Elastic(Fixed):
         times = [t for t in (elastic.deadline_s, elastic.retry_s) if t is not None]
         return min(times, default=None)
 
-    def stand_in(self, state: JobState, now: float, reason: str, *, freed: bool = False) -> Outcome:
+    def is_overdue(self, state: JobState, now: float) -> bool:
+        """Return whether the world should have been formed again by now."""
+        deadline_s = state.world.elastic.deadline_s
+        return deadline_s is not None and now >= deadline_s
+
+    def stand_in(
+        self, state: JobState, now: float, found: Cause, reason: str, *, freed: bool = False
+    ) -> Outcome:
         """Return the order that leaves out who is lost, where that can be done in place.
 
         Spares come in with it, so that the world is at its full strength at once. With `freed`, the
@@ -250,12 +289,14 @@ class Elastic(Fixed):
         """
         elastic = state.world.elastic
         if not is_elastic(state):
-            return super().stand_in(state, now, reason)
+            return super().stand_in(state, now, found, reason)
         left = list_living_members(state)
         if left == elastic.members:
             if not freed:
                 return Outcome(broken="no member of it is lost")
-            return Outcome([*fill_slots(state, reason), *admit(state, now)])
+            actions = [*fill_slots(state, reason), *admit(state, now)]
+            _note_reform(state, found)
+            return Outcome(actions)
         if not have_state(state, left):
             elastic.given_up = "no member that has the state is left"
             return Outcome(broken=elastic.given_up)
@@ -266,6 +307,7 @@ class Elastic(Fixed):
         spares, followers = split_called(state, called)
         why = f"{reason}; ranks {list(spares)} stand in" if spares else reason
         order = order_world(state, now, why, new=spares)
+        _note_reform(state, found)
         return Outcome([order, *order_following(state, followers), *fill_slots(state, reason)])
 
     def leave(self, state: JobState, now: float, event: RankExited) -> Outcome:
@@ -333,16 +375,18 @@ class Elastic(Fixed):
                 return Outcome()
             return _give_up(state, f"ranks {silent} did not form epoch {state.world.epoch} in time")
         if elastic.retry_s is not None and now >= elastic.retry_s:
-            if is_observed(state):
-                elastic.retry_s = None
-                return Outcome(broken="the world broke, and is not formed again")
-            elastic.retries += 1
-            if elastic.retries > RETRIES_MAX:
-                times = f"{elastic.retries} times at step {elastic.step}"
-                return _give_up(state, f"the world broke {times}")
-            why = f"the world broke, and nobody is lost: try {elastic.retries}"
-            return Outcome([order_world(state, now, why)])
+            return self.try_again(state, now)
         return Outcome()
+
+    def try_again(self, state: JobState, now: float) -> Outcome:
+        """Form a world again that broke although nobody is known to be lost."""
+        elastic = state.world.elastic
+        elastic.retries += 1
+        if elastic.retries > RETRIES_MAX:
+            times = f"{elastic.retries} times at step {elastic.step}"
+            return _give_up(state, f"the world broke {times}")
+        why = f"the world broke, and nobody is lost: try {elastic.retries}"
+        return Outcome([order_world(state, now, why)])
 
     def again(self, state: JobState, reason: str) -> list[AnyAction]:
         """Return the open order again: a controller has just taken over."""
@@ -367,8 +411,7 @@ class Elastic(Fixed):
         alone = rank in left and len(left) < 2
         if alone or rank in state.world.exits or rank not in {*left, *state.world.elastic.extra}:
             return []
+        if rank in state.world.elastic.members:
+            _note_reform(state, explain_verdict(verdict), 1)
         why = f"{verdict.kind} ({verdict.activity}): the others go on without it"
         return [end_rank(state, rank, why)]
-
-
-ELASTIC = Elastic()

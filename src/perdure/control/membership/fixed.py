@@ -3,7 +3,7 @@
 `Fixed` is also what is asked of every kind of world: the others answer otherwise where they differ.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,8 +11,9 @@ from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
 from perdure.control.membership.members import node_of_member
 from perdure.control.world import WorldState
-from perdure.model.events import NodeRegistered, RankExited
-from perdure.model.orders import AnyAction, Assignment
+from perdure.model.events import ActionWithheld, NodeLost, NodeRegistered, RankExited, RanksStarted
+from perdure.model.failures import Cause
+from perdure.model.orders import AnyAction, Assignment, CordonNode
 from perdure.model.verdicts import Verdict
 
 GONE = "its ranks are gone, keeper and all"
@@ -36,6 +37,59 @@ class Fixed:
     """The membership of a world that nobody joins and nobody leaves."""
 
     kind: Literal["one world", "replica groups"] = "one world"
+
+    # --- who is there ------------------------------------------------------------------------
+
+    def make_worlds(self) -> dict[int, WorldState]:
+        """Return a new job's worlds, by number: one."""
+        return {0: WorldState()}
+
+    def make_farewell(self, state: JobState) -> WorldState:
+        """Return what is ended on every node in the end."""
+        return state.world
+
+    def list_asked(self, state: JobState) -> tuple[int, ...]:
+        """Return whom agreements are made with: all ranks."""
+        return state.ranks
+
+    def list_fleeting(self, state: JobState) -> tuple[int, ...]:
+        """Return those of them that may come and go while the others train on: here, nobody."""
+        return ()
+
+    def find_world_of(self, state: JobState, rank: int) -> WorldState | None:
+        """Return the world that `rank` is in now; None where it is in none."""
+        return state.world if rank in self.list_asked(state) else None
+
+    def has_joined(self, state: JobState) -> bool:
+        """Return whether every rank of this generation has called `perdure.init`."""
+        return len(state.world.joined) == state.the_spec().world_size
+
+    def agrees(self, state: JobState) -> bool:
+        """Return whether the only world trains, and all its ranks take part in agreements."""
+        world = state.world
+        return world.phase == "running" and world.stepping and self.has_joined(state)
+
+    def list_beside(self, started: Iterable[RanksStarted]) -> set[int]:
+        """Return the older generations that live beside the newest: none."""
+        return set()
+
+    # --- what is done ------------------------------------------------------------------------
+
+    def withhold(self, world: WorldState, event: ActionWithheld) -> list[AnyAction] | None:
+        """Return the record that something is not done that was decided; None where it is."""
+        return None
+
+    def cordon(self, state: JobState, node: int, reason: str) -> list[AnyAction]:
+        """Leave `node` out from now on, while another can stand in."""
+        if node in state.cordoned:
+            return []
+        state.cordoned[node] = reason
+        return [CordonNode(node=node, reason=reason)]
+
+    def free(self, state: JobState, node: int, who: str, reason: str) -> list[AnyAction]:
+        """Let `node` run ranks again, if it does not for the controller's own cordon."""
+        own = node in state.cordoned and node not in state.barred
+        return state.release(node, who, reason) if own else []
 
     # --- commands ----------------------------------------------------------------------------
 
@@ -64,11 +118,11 @@ class Fixed:
 
     def can_save(self, state: JobState) -> bool:
         """Return whether all whom a checkpoint takes can be asked now."""
-        return state.agrees
+        return self.agrees(state)
 
     def begins_saves(self, state: JobState) -> bool:
         """Return whether the controller begins the checkpoints that are due by time."""
-        return state.agrees
+        return self.agrees(state)
 
     def sets_at_once(self, state: JobState) -> bool:
         """Return whether what only perdure's own parts look at is set without a step.
@@ -93,7 +147,7 @@ class Fixed:
 
     def can_ask(self, state: JobState) -> bool:
         """Return whether all who would have to promise can be asked now: they train."""
-        return state.agrees
+        return self.agrees(state)
 
     def is_whole(self, state: JobState) -> bool:
         """Return whether it is known whom to ask."""
@@ -101,7 +155,7 @@ class Fixed:
 
     def ask(self, state: JobState, kind: str) -> tuple[int, ...]:
         """Return the ranks that have to promise: all."""
-        return state.asked
+        return self.list_asked(state)
 
     def address(self, state: JobState, boundary: OpenBoundary, move: str) -> list[Addressed]:
         """Return who is told a move of an agreement."""
@@ -118,11 +172,13 @@ class Fixed:
     def is_in_force(self, state: JobState, change: OpenChange) -> bool:
         """Return whether a change is, on every rank that has promised it and is there still."""
         promised = state.ranks if change.generation < state.generation else change.ranks
-        return bool(change.reached) and change.reached >= set(promised) & set(state.asked)
+        return bool(change.reached) and change.reached >= set(promised) & set(
+            self.list_asked(state)
+        )
 
     def list_changed(self, state: JobState, change: OpenChange) -> list[int]:
         """Return the ranks that a change is in force on, or will be."""
-        return list(state.asked)
+        return list(self.list_asked(state))
 
     # --- formation ---------------------------------------------------------------------------
 
@@ -167,6 +223,14 @@ class Fixed:
         """Return whether the others go on in place without who is lost, or leaves."""
         return False
 
+    def goes_on_without(self, state: JobState, verdict: Verdict) -> bool:
+        """Return whether one process alone is concerned by `verdict`, and the others go on."""
+        return False
+
+    def moving_s(self, state: JobState) -> float:
+        """Return how long members take at most to come into a world, as far as was seen."""
+        return 0.0
+
     def fill(self, state: JobState, reason: str) -> list[AnyAction]:
         """Return the order that starts new members where there are none."""
         return []
@@ -174,6 +238,10 @@ class Fixed:
     def deadline(self, state: JobState) -> float | None:
         """Return when something of the membership is due: here, nothing ever is."""
         return None
+
+    def is_overdue(self, state: JobState, now: float) -> bool:
+        """Return whether members are waited for no longer, unless they are busy."""
+        return False
 
     def fire(self, state: JobState, now: float, busy: Collection[int]) -> Outcome:
         """Return what is due; the world may have to be formed anew."""
@@ -191,6 +259,10 @@ class Fixed:
         All go with one.
         """
         return Outcome(broken=why)
+
+    def miss(self, state: JobState, now: float, event: NodeLost, why: str) -> Outcome:
+        """Do without a node that has fallen silent."""
+        return self.lose(state, event.node, why)
 
     def come_back(self, state: JobState, event: NodeRegistered) -> Outcome:
         """Return what follows where a node registers: ranks of the world may be gone with it.
@@ -216,13 +288,12 @@ class Fixed:
         exits = state.world.exits
         return set(exits) >= set(state.ranks) and not any(end.failed for end in exits.values())
 
-    def stand_in(self, state: JobState, now: float, reason: str, *, freed: bool = False) -> Outcome:
+    def stand_in(
+        self, state: JobState, now: float, found: Cause, reason: str, *, freed: bool = False
+    ) -> Outcome:
         """Go on in place without who is lost, spares in their stead: here nobody can."""
         return Outcome(broken="its members are fixed")
 
     def end_hung(self, state: JobState, verdict: Verdict) -> list[AnyAction]:
         """Return the order that ends a hung process, if there is one without which others go on."""
         return []
-
-
-FIXED = Fixed()

@@ -4,7 +4,7 @@ What is done to one touches no other, so that nothing waits for the other nodes;
 change of settings and a checkpoint has to be agreed upon.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import msgspec
 from msgspec import structs
@@ -14,6 +14,7 @@ from perdure.control.job import JobState
 from perdure.control.lighthouse.patience import QuorumConfig
 from perdure.control.membership.fixed import Addressed, Fixed, Started
 from perdure.control.world import WorldState
+from perdure.model.events import RanksStarted
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnyAction, Assignment, HoldReplicas, ReplicaGroup
 
@@ -78,6 +79,32 @@ class Quorum(Fixed):
                 'only perdure\'s own lighthouse can hold replicas (torchft.lighthouse = "perdure")'
             )
         return ""
+
+    def make_worlds(self) -> dict[int, WorldState]:
+        """Return no world: each group begins with its node."""
+        return {}
+
+    def make_farewell(self, state: JobState) -> WorldState:
+        """Return what is like none of the groups, and older than nothing that they run."""
+        return WorldState(generation=state.generation)
+
+    def list_asked(self, state: JobState) -> tuple[int, ...]:
+        """Return the ranks of all groups that live and are no spares."""
+        there = [group for _, group in sorted(state.worlds.items()) if group.alive]
+        ranks_of = state.the_spec().ranks_of
+        return tuple(rank for group in there if group.active for rank in ranks_of(group.number))
+
+    def find_world_of(self, state: JobState, rank: int) -> WorldState | None:
+        """Return the group that `rank` is in."""
+        return state.worlds.get(rank // state.the_spec().nproc)
+
+    def agrees(self, state: JobState) -> bool:
+        """Return False: there is no world of all ranks."""
+        return False
+
+    def list_beside(self, started: Iterable[RanksStarted]) -> set[int]:
+        """Return the generation that each group is in."""
+        return set({event.node: event.generation for event in started}.values())
 
     def needs_agreement(self, kind: str) -> bool:
         """Return whether members have to agree, as they do on `set` and `checkpoint`."""
@@ -191,6 +218,3 @@ class Quorum(Fixed):
     def again(self, state: JobState, reason: str) -> list[AnyAction]:
         """Return the newest word to the lighthouse once more."""
         return self.tell(state, reason)
-
-
-QUORUM = Quorum()

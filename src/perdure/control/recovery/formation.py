@@ -28,8 +28,7 @@ _END_TIMEOUT_S = 20.0
 def note_submission(state: JobState, now: float, event: JobSubmitted) -> list[AnyAction]:
     """Learn what the job is; its nodes have to register in time."""
     state.spec, state.submitted_s = event.spec, event.at_s
-    if state.of_replicas:
-        state.worlds.clear()  # Each begins with its node.
+    state.worlds = membership_of(state).make_worlds()
     patience_s = event.spec.restart.node_wait_s if event.spec.remote else 0.0
     state.deadline_s = now + max(REGISTER_TIMEOUT_S, patience_s)
     return []
@@ -210,7 +209,7 @@ def end_job(
     why, answers = f"the job has ended: {reason}", list[AnyAction]()
     for id_, command in sorted(state.commands.items()):  # The end is all that can become of it.
         answers += state.answer(id_, command.kind in ("stop", "kill"), why, {})
-    all_ = WorldState(generation=state.generation) if state.of_replicas else state.world
+    all_ = membership_of(state).make_farewell(state)
     state.farewell = _number(state, all_, "end", reason, grace_s)
     for world in state.worlds.values():
         if world.alive:

@@ -17,8 +17,8 @@ from msgspec import structs
 from perdure.control.agreement.boundary import answer_boundary, reach_boundary
 from perdure.control.agreement.changes import declare_keys, note_high, reach_change
 from perdure.control.job import JobState
+from perdure.control.membership import membership_of
 from perdure.control.membership.quorum import hold_groups
-from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.formation import (
     FORM_TIMEOUT_S,
     REGISTER_TIMEOUT_S,
@@ -29,6 +29,7 @@ from perdure.control.recovery.formation import (
 from perdure.control.world import WorldState
 from perdure.detect.certainty import TIMEOUT_S
 from perdure.model.events import (
+    ActionWithheld,
     AnyEvent,
     BoundaryAnswered,
     BoundaryReached,
@@ -84,11 +85,22 @@ def fail_group(
         code=code,
         signal=signal,
     )
-    if is_observed(state):
-        return _note_loss(state, now, group, failure, found, silent=silent)
+    decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
+    withheld = ActionWithheld(
+        at_s=now,
+        generation=group.generation,
+        cause=failure.cause,
+        culprit=failure.culprit,
+        reason=decision.reason,
+        would="restarted the group" if decision.rung == "restart" else "given the group up",
+        step=state.step,
+        first_seen_s=now,
+    )
+    held = membership_of(state).withhold(group, withheld)
+    if held is not None:
+        return [*held, *_stay_away(state, now, group, failure, found, silent=silent)]
     actions = let_go(state, group, f"{failure.culprit}: {cause}")
     done = any(other.phase == "done" for other in state.worlds.values())
-    decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
     rung: Rung = "give up" if done else decision.rung
     state.book.decide(_name_group(found, failure), rung, group.generation, group=group.number)
     state.note_failure(group, failure)
@@ -116,7 +128,7 @@ def _name_group(found: Cause | None, failure: Failure) -> Cause:
     )  # fmt: skip
 
 
-def _note_loss(
+def _stay_away(
     state: JobState,
     now: float,
     group: WorldState,
@@ -129,29 +141,17 @@ def _note_loss(
 
     One that is merely silent is left alone; what is left of one that has ended is ended as well.
     """
-    decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
-    would = "restarted the group" if decision.rung == "restart" else "given the group up"
-    actions = note_withheld(
-        state,
-        group,
-        now,
-        cause=failure.cause,
-        culprit=failure.culprit,
-        reason=decision.reason,
-        would=would,
-        first_seen_s=now,
-    )
     if silent and group.phase == "forming":
-        return actions  # It still has until its deadline.
+        return []  # It still has until its deadline.
     group.deadline_s = None
     if silent:
-        return actions
+        return []
     state.book.decide(_name_group(found, failure), "give up", group.generation, group=group.number)
     state.note_failure(group, failure)
     group.enter("it is given up")
     group.active, group.absent = False, failure.cause
-    actions.append(assign(state, group, "stop", f"{failure.culprit}: {failure.cause}"))
-    return [*actions, *finish_if_over(state, now)]
+    stop = assign(state, group, "stop", f"{failure.culprit}: {failure.cause}")
+    return [stop, *finish_if_over(state, now)]
 
 
 def _note_outage(state: JobState, now: float, group: WorldState) -> list[AnyAction]:
@@ -362,18 +362,17 @@ def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAc
     detect = state.the_spec().detect
     state.step = max(state.step, event.step)
     group.absent, group.absent_s = event.reason, event.at_s
-    noted: list[AnyAction] = []
-    if is_observed(state):
-        noted = note_withheld(
-            state,
-            group,
-            now,
-            cause=group.absent,
-            culprit=f"group {group.number}",
-            reason="perdure's own lighthouse would form the next quorum without it",
-            would="left the group out of the quorum",
-            first_seen_s=now,
-        )
+    withheld = ActionWithheld(
+        at_s=now,
+        generation=group.generation,
+        cause=group.absent,
+        culprit=f"group {group.number}",
+        reason="perdure's own lighthouse would form the next quorum without it",
+        would="left the group out of the quorum",
+        step=state.step,
+        first_seen_s=now,
+    )
+    noted = membership_of(state).withhold(group, withheld) or []
     # It may validate or save for long: it costs the others nothing any more, and heals once back.
     patience_s = detect.quiet_action_s or TIMEOUT_S
     group.deadline_s = now + (detect.stopped_action_s if event.stopped else patience_s)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from perdure.control.job import JobState, OpenCommand
-from perdure.control.recovery.placement import cordon
+from perdure.control.membership import membership_of
 from perdure.control.recovery.response import weigh_verdict
 from perdure.control.targets import UnknownTargetError, resolve_nodes
 from perdure.model.bus.wire import Notice
@@ -147,5 +147,5 @@ def note_device(state: JobState, now: float, event: DeviceReported) -> list[AnyA
         return actions  # `_judge` weighs it, or there is nothing to do.
     reaction = weigh_verdict(state, verdict)
     if event.node not in state.world.placement or reaction.leave_out:
-        actions += cordon(state, event.node, verdict.reason)
+        actions += membership_of(state).cordon(state, event.node, verdict.reason)
     return actions

@@ -7,8 +7,8 @@ every other node keeps its ranks, and what it has warm.
 from typing import Any
 
 from perdure.control.job import JobState, OpenMove, OpenNotice
+from perdure.control.membership import membership_of
 from perdure.control.membership.members import node_of_member
-from perdure.control.observing import is_observed
 from perdure.model.events import NodeCordoned, NodeRestored
 from perdure.model.failures import LATE_S
 from perdure.model.orders import AnyAction, CordonNode, NoteDraining, RestoreNode
@@ -93,14 +93,6 @@ def count_shortage(state: JobState, leaving: set[int]) -> int:
     return max(0, sum(node in out for node in state.world.placement) - len(spares))
 
 
-def cordon(state: JobState, node: int, reason: str) -> list[AnyAction]:
-    """Leave `node` out from now on, while another can stand in."""
-    if node in state.cordoned or is_observed(state):
-        return []
-    state.cordoned[node] = reason
-    return [CordonNode(node=node, reason=reason)]
-
-
 def bar(state: JobState, node: int, who: str, reason: str) -> list[AnyAction]:
     """Leave `node` out from now on, at an operator's word."""
     if node in state.barred:
@@ -111,13 +103,6 @@ def bar(state: JobState, node: int, who: str, reason: str) -> list[AnyAction]:
     return [CordonNode(node=node, who=who, reason=reason)]
 
 
-def release(state: JobState, node: int, who: str, reason: str) -> list[AnyAction]:
-    """Let `node` run ranks again."""
-    _forget(state, node)
-    state.restoring[node] = who
-    return [RestoreNode(node=node, who=who, reason=reason)]
-
-
 def bar_left(state: JobState, move: OpenMove) -> list[AnyAction]:
     """Leave out from now on the nodes that were left, at whose word it was."""
     actions: list[AnyAction] = []
@@ -125,7 +110,7 @@ def bar_left(state: JobState, move: OpenMove) -> list[AnyAction]:
         if move.who:
             actions += bar(state, node, move.who, move.why)
         else:
-            actions += cordon(state, node, move.why)
+            actions += membership_of(state).cordon(state, node, move.why)
     return actions
 
 
@@ -138,7 +123,8 @@ def keep_nodes(
     for node in move.nodes:
         actions.append(NoteDraining(node=node, who=move.who, over=True, reason=why))
         if not move.who:
-            actions += cordon(state, node, move.why)  # It goes away all the same.
+            # It goes away all the same.
+            actions += membership_of(state).cordon(state, node, move.why)
     took_s = round(now - move.at_s, 3)
     result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": took_s} | more
     return actions + state.answer_open(move.id, False, f"{why}; nothing was moved", result)
@@ -166,14 +152,5 @@ def note_cordon(state: JobState, now: float, event: NodeCordoned | NodeRestored)
             state.cordoned_by.setdefault(event.node, event.who)
     else:
         state.restoring.pop(event.node, None)
-        _forget(state, event.node)
+        state.forget_cordon(event.node)
     return []
-
-
-def _forget(state: JobState, node: int) -> None:
-    state.cordoned.pop(node, None)
-    state.cordoned_by.pop(node, None)
-    state.cordons_noted.discard(node)
-    state.barred.discard(node)
-    state.going.discard(node)
-    state.blames.pop(node, None)

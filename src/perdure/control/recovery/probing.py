@@ -5,8 +5,9 @@ the journal (`ProbeJudged`), where the detector hears of it as of every other ev
 """
 
 from perdure.control.job import JobState, OpenCommand
+from perdure.control.membership import membership_of
 from perdure.control.membership.members import node_of_member
-from perdure.control.observing import is_observed, withhold_verdict
+from perdure.control.observing import describe_withheld
 from perdure.model.events import ProbeEnded
 from perdure.model.orders import AnyAction, NoteFinding, RunProbe
 from perdure.model.signals.links import ProbeFinding
@@ -25,8 +26,10 @@ def probe_verdict(state: JobState, now: float, verdict: Verdict) -> list[AnyActi
         src, dst = (node_of_member(state, r) for r in verdict.culprit.link)
         links = [(src, dst)] if src != dst else []
     why = f"{verdict.kind} of {verdict.culprit} leaves open what is slow"
-    if is_observed(state):
-        return withhold_verdict(state, now, verdict, why, would="probed the links")
+    event = describe_withheld(now, verdict, why, would="probed the links")
+    held = membership_of(state).withhold(state.world, event)
+    if held is not None:
+        return held
     return _begin(state, now, nodes, links, why)
 
 

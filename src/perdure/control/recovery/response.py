@@ -11,8 +11,9 @@ import math
 from msgspec import structs
 
 from perdure.control.job import JobState
+from perdure.control.membership import membership_of
 from perdure.control.membership.members import list_spare_members, node_of_member
-from perdure.control.recovery.placement import cordon, find_blamed_node
+from perdure.control.recovery.placement import find_blamed_node
 from perdure.control.world import StackRequest
 from perdure.model.events import RankExited, StacksTaken, VerdictWithdrawn
 from perdure.model.failures import ExitRecord
@@ -39,7 +40,9 @@ def weigh_verdict(state: JobState, verdict: Verdict, now: float | None = None) -
         spares=_list_stand_ins(state, verdict, node),
         blames=state.blames.get(node, 0) if node is not None else 0,
         restart_s=estimate_restart_cost_s(tuple(state.restarts_s)),
-        lost_s=0.0 if _is_in_place(state, verdict) else _estimate_lost_s(state, now),
+        lost_s=0.0
+        if membership_of(state).goes_on_without(state, verdict)
+        else _estimate_lost_s(state, now),
         replaced=_is_replaced(state, verdict, node),
         replaced_s=now - max((at_s for _, at_s in state.replaced.values()), default=-math.inf),
     )
@@ -52,7 +55,7 @@ def _list_stand_ins(state: JobState, verdict: Verdict, node: int | None) -> tupl
     A rank of an elastic world is followed by a member that is ready elsewhere; spare nodes run
     such members, or have become part of the world.
     """
-    if not _is_in_place(state, verdict) or node is None:
+    if not membership_of(state).goes_on_without(state, verdict) or node is None:
         return state.spares
     ready = list_spare_members(state, beside=(node,))
     return tuple(dict.fromkeys(node_of_member(state, member) for member in ready))
@@ -67,12 +70,6 @@ def _estimate_lost_s(state: JobState, now: float) -> float:
     return max(0.0, now - max(kept)) if kept else 0.0
 
 
-def _is_in_place(state: JobState, verdict: Verdict) -> bool:
-    """Return whether one process of an elastic world is concerned, and the others go on."""
-    elastic = state.world.elastic
-    return bool(elastic.members) and not elastic.given_up and verdict.culprit.rank is not None
-
-
 def _is_replaced(state: JobState, verdict: Verdict, node: int | None) -> bool:
     """Return whether the node runs these ranks only because another was as slow with them."""
     generation, at_s = state.replaced.get(_name_place(state, verdict, node), (-2, 0.0))
@@ -80,7 +77,7 @@ def _is_replaced(state: JobState, verdict: Verdict, node: int | None) -> bool:
 
 
 def _name_place(state: JobState, verdict: Verdict, node: int | None) -> str:
-    if _is_in_place(state, verdict):
+    if membership_of(state).goes_on_without(state, verdict):
         return f"{verdict.kind} rank {verdict.culprit.rank}"
     group = (
         state.world.placement.index(node)
@@ -102,14 +99,19 @@ def blame(
     for each in {node, *(end for end in ends if state.blames.get(end, 0) == blames)}:
         state.blames[each] = blames + 1  # Of a link whose ends are alike it may be either.
     actions: list[AnyAction] = []
-    if reaction.leave_out and verdict.kind in SLOW and _is_in_place(state, verdict):
+    if (
+        reaction.leave_out
+        and verdict.kind in SLOW
+        and membership_of(state).goes_on_without(state, verdict)
+    ):
         for member in list_spare_members(state, beside=(node,)):  # One of them takes its part.
             state.replaced[f"{verdict.kind} rank {member}"] = (state.world.generation - 1, now)
     elif reaction.leave_out and verdict.kind in SLOW:
         place = _name_place(state, verdict, node)
         state.replaced[place] = (state.world.generation, now)
     if reaction.cordon:
-        actions = cordon(state, node, f"{verdict.kind}: {reaction.reason}")
+        reason = f"{verdict.kind}: {reaction.reason}"
+        actions = membership_of(state).cordon(state, node, reason)
     return actions, node if reaction.leave_out else None
 
 
@@ -177,7 +179,9 @@ def ask_stacks(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]
     Of ranks that wait in a circle for the stacks of all: whether they are blocked settles it.
     """
     culprit = verdict.culprit.rank
-    living = [rank for rank in state.asked if rank not in state.world.exits]
+    living = [
+        rank for rank in membership_of(state).list_asked(state) if rank not in state.world.exits
+    ]
     circle = verdict.evidence.get("circle", ())
     ranks = tuple(rank for rank in living if rank in circle) or (
         *(rank for rank in living if rank == culprit),

@@ -127,7 +127,7 @@ def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyA
 
 def _receive_inject(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     rank = int(command.args.get("rank", -1))
-    world = state.find_world_of(rank)
+    world = membership_of(state).find_world_of(state, rank)
     if world is None:
         return state.answer(command.id, False, f"there is no rank {rank}", {})
     state.injects[command.id] = command
@@ -155,7 +155,10 @@ def inject_action(command: OpenCommand, generation: int, reason: str) -> InjectF
 
 def inject_again(state: JobState, reason: str) -> list[AnyAction]:
     """Return the orders of all faults that are armed or open, for the generation that lives."""
-    homes = ((c, state.find_world_of(int(c.args["rank"]))) for c in state.injects.values())
+    homes = (
+        (c, membership_of(state).find_world_of(state, int(c.args["rank"])))
+        for c in state.injects.values()
+    )
     return [inject_action(c, world.generation, reason) for c, world in homes if world is not None]
 
 
@@ -186,7 +189,7 @@ def _start_stop(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
     """Begin a stop. One that no agreement can carry (the script does not take part, or no step
     was made yet) ends the ranks with SIGTERM and the configured grace.
     """  # noqa: D205
-    if state.agrees:
+    if membership_of(state).agrees(state):
         state.world.checkpoint_due_s = None
         reason = f"stop asked for by {command.who or 'an operator'}"
         return open_boundary(state, now, "stop", reason=reason, command=command.id)

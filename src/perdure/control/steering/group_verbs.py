@@ -10,7 +10,6 @@ import msgspec
 
 from perdure.control.job import JobState, OpenMove
 from perdure.control.recovery.groups import list_spare_groups, start_group
-from perdure.control.recovery.placement import release
 from perdure.control.steering.group_moves import count_left, name_replicas, take_back
 from perdure.model.orders import AnyAction
 from perdure.model.steering import PlaceVerb
@@ -76,7 +75,7 @@ def restore_group(
         if number in move.nodes and move.stage != "ending":
             actions += take_back(state, now, move, reason)
     if number in state.cordoned:
-        actions += release(state, number, who, reason)
+        actions += state.release(number, who, reason)
     if group.phase in ("parked", "failed"):
         wanted = state.the_spec().torchft.replicas
         group.active = sum(g.active and g.alive for g in state.worlds.values()) < wanted

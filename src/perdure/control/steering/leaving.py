@@ -68,7 +68,7 @@ def advance_leaving(state: JobState, now: float, move: OpenMove) -> list[AnyActi
         return []  # Who stays is still on its way into the world.
     if move.kind == "evict":
         return _put_out(state, now, move, leavers)
-    ready = state.agrees
+    ready = membership_of(state).agrees(state)
     if not ready or boundary is not None or state.world.elastic.order is not None:
         return []
     move.stage, move.ranks, move.generation = "agreeing", leavers, state.world.generation
@@ -99,7 +99,7 @@ def note_move(state: JobState, now: float, move: OpenMove, world: int, *, epoch:
 
 def guard(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Save while there is time: nobody can stand in for a node that the platform takes away."""
-    can = state.agrees
+    can = membership_of(state).agrees(state)
     if move.who or state.boundary is not None or not can or move.guarded:
         return []
     move.guarded = True

@@ -172,7 +172,7 @@ def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     if not state.world.joined:
         why = "the script does not call perdure.init(), so perdure cannot save its state"
         return _give_up(state, now, move, why)
-    if not state.resumable or state.boundary is not None:
+    if not membership_of(state).has_joined(state) or state.boundary is not None:
         return []
     move.stage, move.generation, move.saved = "agreeing", state.world.generation, False
     actions = open_boundary(state, now, "drain", reason=move.why, command=move.id)
@@ -263,7 +263,10 @@ def _free(state: JobState, move: OpenMove, why: str) -> list[AnyAction]:
         actions += drop_boundary(state, why)
     if held:
         state.released = ResumeRanks(
-            generation=state.world.generation, ranks=state.asked, id=move.boundary, reason=why
+            generation=state.world.generation,
+            ranks=membership_of(state).list_asked(state),
+            id=move.boundary,
+            reason=why,
         )
         actions.append(state.released)
     return actions

@@ -135,7 +135,7 @@ def start_pause(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
     why = membership.refuse_step(state)
     if why:
         return state.answer(command.id, False, why, {})
-    if not state.agrees or state.steering.resuming is not None:
+    if not membership_of(state).agrees(state) or state.steering.resuming is not None:
         return []
     reason = f"pause asked for by {command.who or 'an operator'}"
     return open_boundary(state, now, "pause", reason=reason, command=command.id)
@@ -153,6 +153,10 @@ def receive_resume(state: JobState, now: float, command: OpenCommand) -> list[An
     actions = state.answer_all("pause", False, f"resumed by {who} before it began", {})
     if state.boundary is not None and state.boundary.kind == "pause":
         actions += drop_boundary(state, f"resumed by {who}")
-    done = {"step": max(state.step, 0), "ranks": list(state.asked), "paused": False}
+    done = {
+        "step": max(state.step, 0),
+        "ranks": list(membership_of(state).list_asked(state)),
+        "paused": False,
+    }
     reason = "the pause had not begun" if actions else "it is not paused"
     return actions + state.answer(command.id, True, reason, done)

@@ -12,7 +12,7 @@ import msgspec
 
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
 from perdure.control.membership import membership_of
-from perdure.control.recovery.placement import bar, count_shortage, release
+from perdure.control.recovery.placement import bar, count_shortage
 from perdure.control.steering.group_verbs import (
     GroupPlan,
     Plan,
@@ -130,7 +130,7 @@ def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) 
 
 def _restore(state: JobState, now: float, node: int, who: str, reason: str) -> list[AnyAction]:
     actions = restore_move(state, now, node, reason)
-    actions += release(state, node, who, reason) if node in state.cordoned else []
+    actions += state.release(node, who, reason) if node in state.cordoned else []
     return actions + membership_of(state).fill(state, reason)
 
 
@@ -216,7 +216,7 @@ def _plan_elastic_leave(
     there = [(node, list(list_leavers(state, (node,)))) for node in nodes]
     moves = [{"node": node, "to": None, "ranks": ranks} for node, ranks in there if ranks]
     leavers = [rank for _, ranks in there for rank in ranks]
-    left = len(state.asked) - len(leavers)
+    left = len(membership_of(state).list_asked(state)) - len(leavers)
     one = len(leavers) == 1
     if verb == "drain":
         how = f"{'leaves' if one else 'leave'} at a step that all agree on; nothing is made again"
