@@ -76,7 +76,8 @@ _TIME_ERROR = 5
 def read_box(home: str, project: str, checkpoints: str = "") -> BoxFacts:
     """Return the facts of this machine, for jobs under `home` whose code is in `project`."""
     places = {"state": home, "project": project, "temporary": "/tmp", "shared memory": "/dev/shm"}
-    places |= {"checkpoints": checkpoints} if checkpoints and "://" not in checkpoints else {}
+    if checkpoints and "://" not in checkpoints:
+        places["checkpoints"] = checkpoints
     gpus, driver = _try(read_gpus, ((), ""))
     limit, used, kills = _try(read_memory, (0, 0, None))
     scripts, count = _try(lambda: scan_project(project), ((), 0))

@@ -40,18 +40,18 @@ def verify_all(url: str) -> list[VerifyResult]:
 def verify_checkpoint(fs: Any, path: str) -> VerifyResult:
     """Return what is wrong with one checkpoint: missing, unexpected, cut short, altered."""
     step = parse_checkpoint_name(path.rsplit("/", 1)[-1])
-    problems: list[str] = []
     try:
         manifest: Manifest = decode(fs.cat_file(f"{path}/{MANIFEST}"), Manifest)
     except (OSError, ProtocolError) as error:
         why = "no manifest" if isinstance(error, OSError) else str(error)
         return VerifyResult(path, False, -1 if step is None else step, 0, 0, (why,))
-    if not manifest.files:
-        problems.append("the roster is empty")
     present = {row.rstrip("/").rsplit("/", 1)[-1] for row in fs.ls(path, detail=False)}
     expected = {entry.path for entry in manifest.files} | {MANIFEST}
-    problems += [f"{name} is missing" for name in sorted(expected - present)]
-    problems += [f"{name} is not in the roster" for name in sorted(present - expected)]
+    problems = [
+        *(() if manifest.files else ("the roster is empty",)),
+        *(f"{name} is missing" for name in sorted(expected - present)),
+        *(f"{name} is not in the roster" for name in sorted(present - expected)),
+    ]
     total = 0
     for entry in manifest.files:
         if entry.path not in present:

@@ -42,8 +42,7 @@ class Nvml:
         """Use `module`, which has to be initialized."""
         self._nvml, self._clock = module, clock
         visible = (environ if environ is not None else os.environ).get("CUDA_VISIBLE_DEVICES")
-        everything = self._list()
-        self.gpus: Sequence[tuple[str, int, str, Any]] = choose_visible(everything, visible)
+        self.gpus: Sequence[tuple[str, int, str, Any]] = choose_visible(self._list(), visible)
         """(UUID, index, kind, handle)"""
         self._events = self._watch_xids()
         self._xids: dict[str, deque[Xid]] = {}
@@ -101,8 +100,7 @@ class Nvml:
             uuid = _text(self._call("nvmlDeviceGetUUID", handle))
             if handle is None or not uuid:
                 continue
-            parts = self._list_mig(handle, index)
-            found += parts or [(uuid, index, "gpu", handle)]
+            found += self._list_mig(handle, index) or [(uuid, index, "gpu", handle)]
         return found
 
     def _list_mig(self, handle: Any, index: int) -> list[tuple[str, int, str, Any]]:
@@ -125,8 +123,9 @@ class Nvml:
             return None
         for _, index, _, _ in self.gpus:
             handle = self._call("nvmlDeviceGetHandleByIndex", index)
-            kind = nvml.nvmlEventTypeXidCriticalError
-            self._call("nvmlDeviceRegisterEvents", handle, kind, events)
+            self._call(
+                "nvmlDeviceRegisterEvents", handle, nvml.nvmlEventTypeXidCriticalError, events
+            )
         return events
 
     def _take_xids(self, offset_s: float) -> None:

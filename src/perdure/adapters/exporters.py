@@ -38,9 +38,14 @@ def check_exporters() -> Check:
         except PackageNotFoundError:
             missing.append(f"{package} ({use})")
     evidence = ", ".join(there) or "none of them"
-    evidence += f"; not installed: {', '.join(missing)}" if missing else ""
-    mend = "pip install 'perdure[metrics]'" if missing else ""
-    return Check(name="metrics out", state="note", evidence=evidence, mend=mend)
+    if not missing:
+        return Check(name="metrics out", state="note", evidence=evidence)
+    return Check(
+        name="metrics out",
+        state="note",
+        evidence=f"{evidence}; not installed: {', '.join(missing)}",
+        mend="pip install 'perdure[metrics]'",
+    )
 
 
 def _load(module: str, package: str) -> Any:
@@ -186,8 +191,7 @@ def export_spans(spans: Sequence[IncidentSpan], key: str, exporter: Any) -> None
         )
         inside = api.set_span_in_context(root)
         for name, start_s, end_s in span.phases:
-            child = tracer.start_span(name, context=inside, start_time=_nanos(start_s))
-            child.end(_nanos(end_s))
+            tracer.start_span(name, context=inside, start_time=_nanos(start_s)).end(_nanos(end_s))
         root.end(_nanos(span.end_s))
     provider.force_flush()
     provider.shutdown()

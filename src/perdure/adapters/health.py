@@ -105,8 +105,12 @@ def check_state_directory(home: str) -> Check:
         wrong.append("slow to sync: every decision waits that long")
     if not wrong:
         return Check(name=name, state="ok", evidence=evidence)
-    mend = "a local disk with room: PERDURE_HOME for the journal, checkpoint.url for the rest"
-    return Check(name=name, state="degraded", evidence=f"{evidence}; {'; '.join(wrong)}", mend=mend)
+    return Check(
+        name=name,
+        state="degraded",
+        evidence=f"{evidence}; {'; '.join(wrong)}",
+        mend="a local disk with room: PERDURE_HOME for the journal, checkpoint.url for the rest",
+    )
 
 
 def find_filesystem(path: str, mounts: str = "/proc/self/mounts") -> str:
@@ -237,8 +241,9 @@ def check_gpus() -> Check:
     if gpus:
         return Check(name="GPUs", state="ok", evidence=f"{len(gpus)}: {', '.join(gpus)}")
     cores = len(os.sched_getaffinity(0))
-    evidence = f"none that NVML shows; {cores} CPU cores, gloo"
-    return Check(name="GPUs", state="note", evidence=evidence)
+    return Check(
+        name="GPUs", state="note", evidence=f"none that NVML shows; {cores} CPU cores, gloo"
+    )
 
 
 def check_namespaces() -> Check:

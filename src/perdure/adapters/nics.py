@@ -47,8 +47,10 @@ class NicReader:
 
         One that is new is left out once: its counters have grown since the machine was started.
         """
-        looks = [self._look_ethernet(name) for name in sorted(set(interfaces))]
-        looks += [self._look_rdma(port) for port in self._list_ports()]
+        looks = [
+            *(self._look_ethernet(name) for name in sorted(set(interfaces))),
+            *(self._look_rdma(port) for port in self._list_ports()),
+        ]
         samples = []
         for name, kind, up, counters in looks:
             before, self._before[name] = self._before.get(name), counters

@@ -133,8 +133,10 @@ class NumberedFiles:
     async def read(self, numbers: Iterable[int]) -> list[bytes]:
         """Return their contents."""
         paths = [self.folder / str(number) for number in numbers]
-        pairs = zip(cycle(self._threads), paths, strict=False)
-        calls = [thread.call(path.read_bytes) for thread, path in pairs]
+        calls = [
+            thread.call(path.read_bytes)
+            for thread, path in zip(cycle(self._threads), paths, strict=False)
+        ]
         return await self._within(asyncio.gather(*calls))
 
     async def drop(self, numbers: Iterable[int]) -> None:

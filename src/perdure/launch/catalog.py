@@ -195,8 +195,7 @@ def find_line(text: str, keys: list[str]) -> int:
             table = [part.strip(" \"'") for part in header[1].split(".")]
             found = table
         elif assignment := re.match(r"\s*([A-Za-z0-9_.\"'-]+)\s*=", line):
-            own = [part.strip("\"'") for part in assignment[1].split(".")]
-            found = [*table, *own]
+            found = [*table, *(part.strip("\"'") for part in assignment[1].split("."))]
         else:
             continue
         names = [key for key in keys if not key.isdigit()]

@@ -27,13 +27,17 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         cwd=os.path.normpath(os.path.join(project, spec.cwd)),
         launch=msgspec.structs.replace(spec.launch, project=project),
     )
-    command = ("perdure", "run", "--config", "job.json", "--detach")
     return Plan(
         job=spec.name,
         kind="local",
         profile=profile,
         files={"job.json": render_job(placed)},
-        steps=(Step("start the job in a session of its own", command),),
+        steps=(
+            Step(
+                "start the job in a session of its own",
+                ("perdure", "run", "--config", "job.json", "--detach"),
+            ),
+        ),
         findings=check_plan(spec, profile),
         attach=(f"perdure attach {spec.name}", f"perdure watch {spec.name}"),
         place=project,
@@ -51,7 +55,6 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     read_secrets(spec.launch.secrets, here)
     pid = local.submit(local.render(spec, here.home))
     here.tell(f"started (pid {pid})")
-    outputs = {f"outputs/{o}": f"{plan.place}/{o}" for o in spec.launch.outputs}
     return LaunchRecord(
         job=plan.job,
         profile=plan.profile,
@@ -60,7 +63,10 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         python=sys.executable,
         id=str(pid),
         launched_s=time.time(),
-        roots={"job": job_paths(here.home, plan.job, os.getuid()).root, **outputs},
+        roots={
+            "job": job_paths(here.home, plan.job, os.getuid()).root,
+            **{f"outputs/{o}": f"{plan.place}/{o}" for o in spec.launch.outputs},
+        },
     )
 
 

@@ -93,5 +93,9 @@ def _check_meter(profile: Profile) -> list[Finding]:
     hint = f"by hand: {teardown.how}" if not teardown.stop_command else "perdure teardown JOB"
     if unnamed:
         hint = f"teardown.id, for perdure teardown JOB; or by hand: {teardown.how}"
-    text = f"nothing stops the meter but a person ({profile.meter_stop_verb})"
-    return warning(not profile.ends_by_itself, text, hint, "GEN1")
+    return warning(
+        not profile.ends_by_itself,
+        f"nothing stops the meter but a person ({profile.meter_stop_verb})",
+        hint,
+        "GEN1",
+    )

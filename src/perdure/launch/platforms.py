@@ -177,5 +177,6 @@ def write_files(
             if content.startswith("#!"):
                 path.chmod(0o755)
     except OSError as error:
-        text = f"cannot write {error.filename}: {error.strerror}"
-        raise PlatformError(text, hint=hint) from error
+        raise PlatformError(
+            f"cannot write {error.filename}: {error.strerror}", hint=hint
+        ) from error

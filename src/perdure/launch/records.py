@@ -67,8 +67,9 @@ def _read_task(home: str, job: str) -> LaunchRecord | None:
     array = read_record(home, name) if task.isdigit() else None
     if array is None or task not in list_tasks(array.profile.slurm.array):
         return None
-    roots = {"job": f"{array.home}/jobs/{job}"}
-    return msgspec.structs.replace(array, job=job, id=f"{array.id}_{task}", roots=roots)
+    return msgspec.structs.replace(
+        array, job=job, id=f"{array.id}_{task}", roots={"job": f"{array.home}/jobs/{job}"}
+    )
 
 
 def list_records(home: str) -> list[LaunchRecord]:

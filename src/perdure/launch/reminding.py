@@ -30,20 +30,26 @@ def collect_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float
     found = []
     if record.stop_asked_s:
         hours = (now_s - record.stop_asked_s) / 3600
-        text = f"stop was asked for {hours:.1f} h ago, and {record.profile.platform} has not said "
-        text += f"that {record.box} is gone: perdure teardown {job} asks again"
+        text = (
+            f"stop was asked for {hours:.1f} h ago, and {record.profile.platform} has not said "
+            f"that {record.box} is gone: perdure teardown {job} asks again"
+        )
         found.append(Reminder(job, "stop-asked", text))
-    an_hour = f", {teardown.price_per_hour:g} {teardown.currency} an hour"
-    price = an_hour if teardown.price_per_hour else ""
+    hourly = teardown.price_per_hour
+    price = f", {hourly:g} {teardown.currency} an hour" if hourly else ""
     if rows and all(row.state in _OVER for row in rows) and not record.stop_asked_s:
         ended_s = max(row.ended_s or row.seen_s for row in rows)
-        text = f"it has ended {max(0.0, now_s - ended_s) / 3600:.1f} h ago, and {record.box} is "
-        text += f"billed on{price}: perdure pull {job} DIR, verify, teardown"
+        text = (
+            f"it has ended {max(0.0, now_s - ended_s) / 3600:.1f} h ago, and {record.box} is "
+            f"billed on{price}: perdure pull {job} DIR, verify, teardown"
+        )
         found.append(Reminder(job, "ended", text))
     for row in rows:
         if row.state in ("running", "orphaned") and 0 <= row.load < IDLE_LOAD:
-            text = f"it runs, and {row.host} has done nothing for a quarter of an hour "
-            text += f"(load {row.load:.2f}){price}: perdure diagnose {job}"
+            text = (
+                f"it runs, and {row.host} has done nothing for a quarter of an hour "
+                f"(load {row.load:.2f}){price}: perdure diagnose {job}"
+            )
             found.append(Reminder(job, "idle", text))
     return [*found, *_remind_of_budget(record, now_s)]
 
@@ -58,8 +64,10 @@ def _remind_of_budget(record: LaunchRecord, now_s: float) -> list[Reminder]:
     if not teardown.price_per_hour:
         text = f"its budget is {money}, and the profile has no price: teardown.price_per_hour"
     elif cost >= budget:
-        text = f"its budget of {money} is spent: {cost:.2f} in {hours:.1f} h; nothing is stopped "
-        text += f"for it: perdure stop {record.job}, pull, verify, teardown"
+        text = (
+            f"its budget of {money} is spent: {cost:.2f} in {hours:.1f} h; nothing is stopped "
+            f"for it: perdure stop {record.job}, pull, verify, teardown"
+        )
     elif cost >= _WARN * budget:
         left = (budget - cost) / (cost / hours)
         text = f"{cost:.2f} of its budget of {money} are spent; the rest lasts {left:.1f} h"

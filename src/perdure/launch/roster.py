@@ -60,8 +60,10 @@ def check_names(names: Iterable[str], name: str) -> None:
     for path in names:
         why = explain_unsafe(path)
         if why:
-            text = f"{name} names the file {show(path)}, which {why}: it would lie elsewhere"
-            raise SafetyError(text, hint=_HINT)
+            raise SafetyError(
+                f"{name} names the file {show(path)}, which {why}: it would lie elsewhere",
+                hint=_HINT,
+            )
 
 
 def check_target(target: Path, names: Iterable[str]) -> None:

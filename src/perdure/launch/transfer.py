@@ -104,8 +104,8 @@ def list_files(project: Path, exclude: Sequence[str]) -> list[str]:
     Raises:
         PlatformError: there is no rsync, whose patterns `exclude` are, or it cannot read all.
     """
-    command = ["rsync", "-a", "-n", "-s", "-8", "--out-format=%n"]
-    command += [f"--exclude={pattern}" for pattern in exclude]
+    excludes = [f"--exclude={pattern}" for pattern in exclude]
+    command = ["rsync", "-a", "-n", "-s", "-8", "--out-format=%n", *excludes]
     with tempfile.TemporaryDirectory(prefix="perdure-") as empty:
         try:
             done = subprocess.run([*command, f"{project}/", f"{empty}/"], capture_output=True)
@@ -151,8 +151,10 @@ def _repeat(
     *,
     shared: bool = False,
 ) -> None:
-    command = ["rsync", "-a", "-s", f"--partial-dir={PARTIAL}", f"--timeout={STALL_S}"]
-    command += ["--info=progress2", "--no-human-readable", "--outbuf=L"]
+    command = [
+        *("rsync", "-a", "-s", f"--partial-dir={PARTIAL}", f"--timeout={STALL_S}"),
+        *("--info=progress2", "--no-human-readable", "--outbuf=L"),
+    ]
     if channel.host:
         command += ["-e", shlex.join(channel.ssh(shared=shared))]
     fruitless = changed = 0
@@ -166,8 +168,10 @@ def _repeat(
         if code == 0 or changed == _CHANGED_MAX:
             return
         if code not in _AGAIN and not changing:
-            hint = _HINTS.get(code, "rsync has to be on both machines")
-            raise PlatformError(f"{what}: rsync ended with {code}: {last}", hint=hint)
+            raise PlatformError(
+                f"{what}: rsync ended with {code}: {last}",
+                hint=_HINTS.get(code, "rsync has to be on both machines"),
+            )
         fruitless = 0 if moved else fruitless + 1
         if fruitless == FRUITLESS_MAX:
             raise PlatformError(

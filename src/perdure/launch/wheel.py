@@ -65,8 +65,10 @@ def _fill(archive: zipfile.ZipFile, known: Distribution) -> None:
             add(f"perdure/{source.relative_to(PACKAGE)}", source.read_bytes())
     add(f"{info}/METADATA", (known.read_text("METADATA") or "").encode())
     add(f"{info}/entry_points.txt", (known.read_text("entry_points.txt") or "").encode())
-    tags = "Wheel-Version: 1.0\nGenerator: perdure\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    add(f"{info}/WHEEL", tags.encode())
+    add(
+        f"{info}/WHEEL",
+        b"Wheel-Version: 1.0\nGenerator: perdure\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    )
     archive.writestr(f"{info}/RECORD", "\n".join([*rows, f"{info}/RECORD,,"]) + "\n")
 
 

@@ -181,8 +181,9 @@ class NatsStream:
         inbox = client.new_inbox()
         subscription = await client.subscribe(inbox, cb=take)
         question = {"seq": first, "batch": min(_BATCH, last - first + 1)}
-        subject = f"$JS.API.DIRECT.GET.{self._name}"
-        await client.publish(subject, json.dumps(question).encode(), reply=inbox)
+        await client.publish(
+            f"$JS.API.DIRECT.GET.{self._name}", json.dumps(question).encode(), reply=inbox
+        )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), _DIRECT_S)
         await subscription.unsubscribe()

@@ -109,9 +109,12 @@ class MetadataService:
             PlatformError: it cannot be reached, takes longer than `timeout_s`, speaks no HTTP, or
                 answers with another status, of which the `hint` says more.
         """
-        lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"Host: {self._host_header}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        lines += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+        lines = [
+            f"{method} {self._prefix}{path} HTTP/1.1",
+            f"Host: {self._host_header}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+            *(f"Content-Length: {len(body)}", "Connection: close", "", ""),
+        ]
         request = "\r\n".join(lines).encode() + body
         try:
             async with asyncio.timeout(timeout_s):

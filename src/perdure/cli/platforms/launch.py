@@ -110,8 +110,11 @@ def launch(
         wait_for_start(paths_of(home, plan.job), int(record.id))
     how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
     text = "; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach))
-    document = {"job": plan.job, "id": record.id, "attach": plan.attach, "record": record}
-    answer(document, text, as_json=as_json)
+    answer(
+        {"job": plan.job, "id": record.id, "attach": plan.attach, "record": record},
+        text,
+        as_json=as_json,
+    )
     return _follow(plan.job, stop) if follow else 0
 
 
@@ -217,8 +220,9 @@ def check_name(plan: Plan, home: str) -> None:
     if before is None or before.torn_down_s or _place(before.profile) == _place(plan.profile):
         return
     if plan.kind == "local" or not before.profile.ends_by_itself:
-        why = f"job `{job}` was launched on {before.box}, and is not torn down"
-        raise ConfigError(why, hint=hint)
+        raise ConfigError(
+            f"job `{job}` was launched on {before.box}, and is not torn down", hint=hint
+        )
 
 
 def _place(profile: Profile) -> tuple[str, str]:

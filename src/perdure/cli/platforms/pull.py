@@ -167,8 +167,9 @@ def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
     if manifest.left:
         lines.append(f"left there as you say: {describe_files(manifest.left)}")
     if manifest.excluded:
-        some = name_first(manifest.excluded)
-        lines.append(f"not looked into (caches, environments, secrets): {some}")
+        lines.append(
+            f"not looked into (caches, environments, secrets): {name_first(manifest.excluded)}"
+        )
     lines += [f"cannot be brought: {why}" for why in manifest.unread]
     return lines
 

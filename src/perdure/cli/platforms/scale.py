@@ -27,5 +27,8 @@ def scale(
 
     done = scale_pods(record, pods, here())
     changes = [f"{name} added" for name in done.added] + [f"{name} left" for name in done.removed]
-    text = "; ".join([f"{job}: {done.pods} pods, {done.before} before", *changes])
-    answer(done, text, as_json=as_json)
+    answer(
+        done,
+        "; ".join([f"{job}: {done.pods} pods, {done.before} before", *changes]),
+        as_json=as_json,
+    )

@@ -204,8 +204,11 @@ def _stop_under_lock(
 def _close(home: str, record: LaunchRecord, told: dict[str, Any], *, as_json: bool) -> int:
     """Write down that a job is torn down, and say so."""
     write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
-    text = f"{record.job}: torn down; still billed, if you have any: {_left(record)}"
-    answer({**told, "torn_down": True}, text, as_json=as_json)
+    answer(
+        {**told, "torn_down": True},
+        f"{record.job}: torn down; still billed, if you have any: {_left(record)}",
+        as_json=as_json,
+    )
     return 0
 
 
@@ -265,8 +268,11 @@ def forget(
     said = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(at_s))} forget"
     write_record(place.home, msgspec.structs.replace(record, notes=(*record.notes, said)))
     aside = forget_record(place.home, job, at_s)
-    document = {"job": job, "lost": lines, "remains": remains, "record": str(aside)}
-    answer(document, f"{job}: forgotten; its record is {aside}", as_json=as_json)
+    answer(
+        {"job": job, "lost": lines, "remains": remains, "record": str(aside)},
+        f"{job}: forgotten; its record is {aside}",
+        as_json=as_json,
+    )
     return 0
 
 
@@ -429,8 +435,8 @@ def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look)
     """
     if waived.box_is_gone:
         return
-    jobs = {record.job: record}
-    jobs |= {other.job: other for other in list_neighbours(record, list_records(place.home))}
+    neighbours = list_neighbours(record, list_records(place.home))
+    jobs = {other.job: other for other in (record, *neighbours)}
     for name, roster in before.rosters.items():
         for box in jobs[name].boxes if name in jobs else ():
             state = query_state(box, place)
@@ -470,8 +476,9 @@ def _note_waived(home: str, record: LaunchRecord, waived: Waived, look: Look) ->
     )
     words = [word for let_go, word in flags if let_go]
     if words:
-        notes = (*record.notes, *(f"{at} teardown {word}" for word in words))
-        record = msgspec.structs.replace(record, notes=notes)
+        record = msgspec.structs.replace(
+            record, notes=(*record.notes, *(f"{at} teardown {word}" for word in words))
+        )
         write_record(home, record)
     return record
 
@@ -508,13 +515,14 @@ def _clean(record: LaunchRecord) -> None:
     """Take secrets and what starts the job again off the box; it may be about to be deleted."""
     from perdure.launch.ssh.ask import in_job
 
-    script = "rc=0; if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off || rc=1; fi; "
-    script += 'rm -rf "$CRED_FILE" launch/credentials || rc=1; exit $rc'
-    channel = Channel(record.profile.launch)
-    sent = (
-        f'test -e "{record.place}/launch/env.sh" || exit 0; '  # Else it lies in the project here.
+    script = in_job(
+        record.place,
+        "rc=0; if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off || rc=1; fi; "
+        'rm -rf "$CRED_FILE" launch/credentials || rc=1; exit $rc',
     )
-    done = channel.ask(sent + in_job(record.place, script))
+    channel = Channel(record.profile.launch)
+    # Where nothing was sent, it lies in the project here.
+    done = channel.ask(f'test -e "{record.place}/launch/env.sh" || exit 0; {script}')
     if done.code:
         note(f"{channel.name}: {done.err}")
     channel.disconnect()

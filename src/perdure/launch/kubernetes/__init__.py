@@ -65,7 +65,6 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
     files = {CLAIM: dump(claims)} if claims else {}
     files[JOB] = dump(documents)
     steps = [Step("create what is not there yet", client.command("create", "-f", CLAIM))]
-    name = name_objects(spec)
     return Plan(
         job=spec.name,
         kind="kubernetes",
@@ -80,7 +79,7 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         ),
         attach=(f"perdure watch {spec.name}", f"perdure logs {spec.name} -f"),
         place=locate_job_folder(spec, profile),
-        settings={"name": name, "claim": name_claim(spec, section),
+        settings={"name": name_objects(spec), "claim": name_claim(spec, section),
                   "secrets": list(spec.launch.secrets), "gpus": spec.launch.gpus,
                   "pods": spec.num_nodes, "exclude": spec.launch.exclude,
                   "project": "" if section.project else spec.launch.project,
@@ -101,10 +100,9 @@ def list_roots(spec: JobSpec, profile: Profile) -> dict[str, str]:
 
 def dump(documents: Sequence[Any]) -> str:
     """Return documents as YAML, in the order in which they were made."""
-    made = yaml.dump_all(
-        documents, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=1000
+    return str(
+        yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=1000)
     )
-    return str(made)
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML carries no types
@@ -141,8 +139,10 @@ def compare_version(section: KubernetesSection, server: str) -> list[Finding]:
     wanted, there = parse_version(section.server), parse_version(server)
     hint = f'kubernetes.server = "{there[0]}.{there[1]}"'
     drops = f"the manifest is for {section.server}, and the server is {server}: it drops fields"
-    newer = f"the server is {server}, newer than {section.server}"
-    return [*error(there < wanted, drops, hint), *note(there > wanted, newer, hint)]
+    return [
+        *error(there < wanted, drops, hint),
+        *note(there > wanted, f"the server is {server}, newer than {section.server}", hint),
+    ]
 
 
 def check_claim(plan: Plan, claim: Any) -> list[Finding]:
@@ -150,8 +150,11 @@ def check_claim(plan: Plan, claim: Any) -> list[Finding]:
     name, pods = plan.settings["claim"], plan.settings["pods"]
     if not claim:
         text = f"no claim {name}: pods would wait for ever"
-        hint = "kubernetes.claim, or kubernetes.storage for a new one"
-        return error(not plan.profile.kubernetes.storage, text, hint)
+        return error(
+            not plan.profile.kubernetes.storage,
+            text,
+            "kubernetes.claim, or kubernetes.storage for a new one",
+        )
     modes = claim.get("spec", {}).get("accessModes", ())
     text = f"claim {name} is {', '.join(modes)}, and {pods} pods share it"
     apart = pods > 1 and "ReadWriteMany" not in modes
@@ -222,23 +225,26 @@ def query_state(record: LaunchRecord, here: Here) -> BoxState:
 
 
 def _judge_now(record: LaunchRecord, job: PodOutcome) -> BoxState:
-    deadline_s = record.profile.kubernetes.start_deadline_s
-    return judge(job, time.time() - record.launched_s, deadline_s)
+    return judge(job, time.time() - record.launched_s, record.profile.kubernetes.start_deadline_s)
 
 
 def list_past(record: LaunchRecord) -> tuple[str, ...]:
     """Return what happened to the job's pods and their nodes, by the server, the oldest first."""
     client = Client(record.profile.kubernetes)
-    pods = client.get_all("pods", "-l", f"{JOB_LABEL}={record.id}")
-    return tell_past(record.id, pods, client.get_all("events"))
+    return tell_past(
+        record.id,
+        client.get_all("pods", "-l", f"{JOB_LABEL}={record.id}"),
+        client.get_all("events"),
+    )
 
 
 def judge(job: PodOutcome, waited_s: float, deadline_s: float) -> BoxState:
     """Return the state of a launched job; a start that does not come is told after a deadline."""
     reason = f"[{job.trap}] {job.reason}" if job.trap else job.reason
     if job.state == "waiting" and job.stuck and job.attempt == 1 and waited_s > deadline_s:
-        text = f"not started after {waited_s:.0f} s: {reason}"
-        return BoxState(state="not-started", code=1, reason=text)
+        return BoxState(
+            state="not-started", code=1, reason=f"not started after {waited_s:.0f} s: {reason}"
+        )
     where = "" if job.over else f"in pod {job.pod}"
     return judge_outcome(job, job.attempt, reason or where)
 
@@ -263,8 +269,8 @@ def _run_once(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     job, pods = client.look(record.id)
     if not job.pod and list(argv) == ["logs", record.job] and pods:
         pod = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
-        words = ["logs", pod["metadata"]["name"], "-c", name_container(section)]
-        words += ["--previous"] if _is_restarted(pod) else []
+        previous = ["--previous"] if _is_restarted(pod) else []
+        words = ["logs", pod["metadata"]["name"], "-c", name_container(section), *previous]
         return show_lines(client.command(*words), SILENCE_S)
     if job.state == "waiting":
         raise PlatformError(

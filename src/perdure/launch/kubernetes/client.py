@@ -39,6 +39,8 @@ Object = Mapping[str, Any]
 REQUEST_S = 15
 TIMEOUT_S = 30.0
 DELETE_S = 300.0
+GENTLY = ("--ignore-not-found", "--cascade=foreground", "--wait")
+"""How objects are deleted: with what they own, and until that is gone."""
 
 
 class Client:
@@ -78,8 +80,10 @@ class Client:
                 "no kubectl here", hint="install it; kubectl config view"
             ) from error
         except subprocess.TimeoutExpired as error:
-            text = f"kubectl {words[0]}: no answer in {timeout_s:g} s"
-            raise UnreachedError(text, hint="kubectl cluster-info says") from error
+            raise UnreachedError(
+                f"kubectl {words[0]}: no answer in {timeout_s:g} s",
+                hint="kubectl cluster-info says",
+            ) from error
         out, err = (said.decode(errors="replace") for said in (done.stdout, done.stderr))
         return done.returncode, out, err.strip()
 
@@ -105,8 +109,10 @@ class Client:
         try:
             return str(json.loads(out)["serverVersion"]["gitVersion"])
         except (ValueError, KeyError) as error:
-            text = f"kubectl version: {last_line(err, f'exit code {code}')}"
-            raise PlatformError(text, hint="kubectl cluster-info says") from error
+            raise PlatformError(
+                f"kubectl version: {last_line(err, f'exit code {code}')}",
+                hint="kubectl cluster-info says",
+            ) from error
 
     def find_refusal(self, manifest: str) -> str:
         """Return why the server would refuse a manifest; empty where it would take it."""
@@ -145,14 +151,15 @@ class Client:
         if code:
             raise PlatformError(f"kubectl {words[0]}: {last_line(err)}", hint=hint)
 
-    def delete(self, *words: str, stdin: str | None = None) -> None:
+    def delete(self, *words: str, stdin: str | None = None, hint: str = "kubectl get pods") -> None:
         """Delete the objects that `words` name, and wait until their pods are gone.
 
         Raises:
             PlatformError: they cannot be deleted, or a pod does not go.
         """
-        how = ("delete", "--ignore-not-found", "--cascade=foreground", "--wait")
-        self.act(*how, *words, stdin=stdin, timeout_s=DELETE_S, hint="kubectl get pods")
+        self.act(
+            "delete", *GENTLY, *words, stdin=stdin, timeout_s=DELETE_S, hint="kubectl get pods"
+        )
 
     def look(self, name: str) -> tuple[PodOutcome, Sequence[Object]]:
         """Return how the job `name` is, and its pods.
@@ -172,8 +179,8 @@ class Client:
 
     def list_events(self, kind: str, name: str = "") -> dict[str, list[str]]:
         """Return what was said of objects of a kind, or of one: name -> lines, the newest last."""
-        selected = f"--field-selector=involvedObject.kind={kind}"
-        selected += f",involvedObject.name={name}" if name else ""
+        one = f",involvedObject.name={name}" if name else ""
+        selected = f"--field-selector=involvedObject.kind={kind}{one}"
         said: dict[str, list[str]] = {}
         for event in self.get_all("events", selected, "--sort-by=.lastTimestamp"):
             told = f"{event.get('reason', '')} {event.get('message', '')}"
@@ -271,8 +278,7 @@ def _delete(client: Client, name: str, here: Here) -> None:
 
 def list_words(record: LaunchRecord, argv: Sequence[str]) -> list[str]:
     """Return the command that runs a perdure command line in a pod of a job."""
-    python = (record.python, "-P", "-m", "perdure")
-    return ["env", f"PERDURE_HOME={record.home}", *python, *argv]
+    return ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure", *argv]
 
 
 def name_container(section: KubernetesSection) -> str:

@@ -77,8 +77,9 @@ def place_spec(spec: JobSpec, profile: Profile) -> JobSpec:
     placed = msgspec.structs.replace(spec, cwd=cwd, tee="all", remote=spec.num_nodes - 1)
     if spec.num_nodes > 1 and not spec.checkpoint.url:
         url = f"{profile.overrides.DURABLE_DIR}/checkpoints/{spec.name}"
-        checkpoint = msgspec.structs.replace(spec.checkpoint, url=url)
-        placed = msgspec.structs.replace(placed, checkpoint=checkpoint)
+        placed = msgspec.structs.replace(
+            placed, checkpoint=msgspec.structs.replace(spec.checkpoint, url=url)
+        )
     return placed
 
 
@@ -100,8 +101,10 @@ def make_claim(spec: JobSpec, profile: Profile) -> Document:
         "resources": {"requests": {"storage": section.storage}},
         **_fill(storageClassName=section.storage_class),
     }
-    head = _head("v1", "PersistentVolumeClaim", name_claim(spec, section), spec, section)
-    return {**head, "spec": body}
+    return {
+        **_head("v1", "PersistentVolumeClaim", name_claim(spec, section), spec, section),
+        "spec": body,
+    }
 
 
 def make_documents(spec: JobSpec, profile: Profile) -> list[Document]:
@@ -146,17 +149,18 @@ def _make_jobs(spec: JobSpec, profile: Profile) -> list[Document]:
 
     There the controller numbers the nodes: each pod of the second Job asks it for a place.
     """
-    section = profile.kubernetes
     name, pods = name_objects(spec), spec.first_nodes
-    if pods == 1 or parse_version(section.server) >= INDEXED:
-        head = _head("batch/v1", "Job", name, spec, section)
-        return [{**head, "spec": make_job_spec(spec, profile, pods)}]
-    first = _head("batch/v1", "Job", name, spec, section)
-    rest = _head("batch/v1", "Job", f"{name}-nodes", spec, section)
+    if pods == 1 or parse_version(profile.kubernetes.server) >= INDEXED:
+        return [_make_job(spec, profile, name, pods)]
     return [
-        {**first, "spec": make_job_spec(spec, profile, 1, role="first")},
-        {**rest, "spec": make_job_spec(spec, profile, pods - 1, role="node")},
+        _make_job(spec, profile, name, 1, role="first"),
+        _make_job(spec, profile, f"{name}-nodes", pods - 1, role="node"),
     ]
+
+
+def _make_job(spec: JobSpec, profile: Profile, name: str, pods: int, *, role: str = "") -> Document:
+    head = _head("batch/v1", "Job", name, spec, profile.kubernetes)
+    return {**head, "spec": make_job_spec(spec, profile, pods, role=role)}
 
 
 def list_added_jobs(spec: JobSpec, pods: int) -> list[str]:
@@ -170,9 +174,9 @@ def make_added(spec: JobSpec, profile: Profile, name: str) -> Document:
     It has a Job of its own: what a Job completes is fixed before 1.27, and which of its pods it
     ends, where it is to have fewer, nobody can say.
     """
-    head = _head("batch/v1", "Job", name, spec, profile.kubernetes)
-    head["metadata"]["labels"][ADDED_LABEL] = "true"
-    return {**head, "spec": make_job_spec(spec, profile, 1, role="node")}
+    job = _make_job(spec, profile, name, 1, role="node")
+    job["metadata"]["labels"][ADDED_LABEL] = "true"
+    return job
 
 
 def _make_jobset(spec: JobSpec, profile: Profile) -> Document:
@@ -184,8 +188,10 @@ def _make_jobset(spec: JobSpec, profile: Profile) -> Document:
         "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": job}],
     }
-    head = _head("jobset.x-k8s.io/v1alpha2", "JobSet", name_objects(spec), spec, section)
-    return {**head, "spec": body}
+    return {
+        **_head("jobset.x-k8s.io/v1alpha2", "JobSet", name_objects(spec), spec, section),
+        "spec": body,
+    }
 
 
 def _make_trainjob(spec: JobSpec, profile: Profile) -> list[Document]:
@@ -272,8 +278,14 @@ def _make_rules(container: str, version: tuple[int, int]) -> list[Document]:
     """Return what is no failure (a disruption, an end on notice), and what ends the Job at once."""
 
     def codes(action: str, operator: str, *values: int) -> Document:
-        exits = {"containerName": container, "operator": operator, "values": list(values)}
-        rule = {"action": action, "onExitCodes": exits}
+        rule = {
+            "action": action,
+            "onExitCodes": {
+                "containerName": container,
+                "operator": operator,
+                "values": list(values),
+            },
+        }
         # Until 1.28 the published schema, and so kubectl, wants the field in every rule.
         return rule if version >= (1, 29) else {**rule, "onPodConditions": []}
 

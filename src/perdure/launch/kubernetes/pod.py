@@ -140,8 +140,7 @@ class Pod:
             for path in (stale.endpoint, stale.credential("joiner")):
                 Path(path).unlink(missing_ok=True)
             command += ["--placement", self.write_placement()]
-        process = subprocess.Popen(command, env=self.env)
-        code = follow(process, self.told, _WORDS, self.invite_once)
+        code = follow(subprocess.Popen(command, env=self.env), self.told, _WORDS, self.invite_once)
         state, _ = look_at_job(locate_own_job(self.spec.name, self.home))
         code = decide_code(code, state, bool(self.told))
         if code not in (LEFT_ON_NOTICE, *AGAIN):
@@ -155,8 +154,8 @@ class Pod:
 
     def invite(self) -> bool:
         """Leave an invitation for the other pods; return whether the job was there to invite."""
-        words = [*self.perdure, "invite", self.spec.name, "--out", str(self.invitation)]
-        words += ["--uses", "0", "--expires", "never"]  # Each pod, and each that comes for one.
+        each = ("--uses", "0", "--expires", "never")  # Each pod, and each that comes for one.
+        words = [*self.perdure, "invite", self.spec.name, "--out", str(self.invitation), *each]
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(words, env=self.env, capture_output=True, timeout=_CALL_S)
             return done.returncode == 0
@@ -230,9 +229,7 @@ def decide_code(code: int, state: str, told: bool) -> int:
 
     A job that was stopped on a notice is not done, although `perdure run` leaves with 0.
     """
-    if told and state != "done":
-        return LEFT_ON_NOTICE
-    return code
+    return LEFT_ON_NOTICE if told and state != "done" else code
 
 
 def check_gpus(wanted: str) -> str:

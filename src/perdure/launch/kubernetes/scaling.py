@@ -13,7 +13,6 @@ import msgspec
 import yaml
 
 from perdure.launch.kubernetes.client import (
-    DELETE_S,
     Client,
     PodChannel,
     list_words,
@@ -124,8 +123,12 @@ class _Scaler:
 
     def in_first(self, *argv: str) -> str:
         """Return what a perdure command prints in the first pod."""
-        container = name_container(self.record.profile.kubernetes)
-        channel = PodChannel(self.client, self.first, container, self.record.python)
+        channel = PodChannel(
+            self.client,
+            self.first,
+            name_container(self.record.profile.kubernetes),
+            self.record.python,
+        )
         return channel.run(shlex.join(list_words(self.record, argv)), timeout_s=_CALL_S).out
 
     def set_first(self, pods: int | None) -> None:
@@ -150,5 +153,4 @@ class _Scaler:
                     "--reason", f"from {before} to {after} pods",
                 )  # fmt: skip
         self.here.tell(f"{', '.join(names)}: left at an agreed step, and deleted")
-        how = ("--cascade=foreground", "--wait", "--ignore-not-found")
-        self.client.act("delete", "job", *names, *how, timeout_s=DELETE_S, hint=_HINT)
+        self.client.delete("job", *names, hint=_HINT)

@@ -80,8 +80,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
 
 def describe_hand(plan: Plan, folder: Path) -> list[str]:
     """Return what a person does to start a session of Colab, step by step."""
-    section = plan.profile.notebook
-    runtime = section.accelerator or "CPU"
+    runtime = plan.profile.notebook.accelerator or "CPU"
     return [
         f"1. colab.research.google.com: File > Upload notebook: {folder / f'{plan.job}.ipynb'}",
         f"2. Runtime > Change runtime type: {runtime}, which the notebook asks for itself",
@@ -211,8 +210,7 @@ def query_state(record: LaunchRecord, here: Here) -> BoxState:
     pattern = f"^{re.escape(record.job)}/status\\.json$"
     # Apart from what was fetched: that a state was asked for changes nothing that was pulled.
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
-        words = ("output", record.id, "-p", folder, "-o", "--file-pattern", pattern)
-        code, out = call(here, *words)
+        code, out = call(here, "output", record.id, "-p", folder, "-o", "--file-pattern", pattern)
         if code and "404" not in out:  # Else the session might be taken for one that left nothing.
             raise PlatformError(
                 f"kaggle kernels output: {last_line(out, 'it said nothing')}", hint=_NOTHING_SAID
@@ -225,9 +223,11 @@ def query_state(record: LaunchRecord, here: Here) -> BoxState:
     reason = f"session {left.get('session', 0)}: {left.get('state')}: {left.get('reason')}"
     if left.get("next") == "requeue":
         reason += "; the same `perdure launch` goes on"
-    failed = left.get("state") not in ("done", "stopped")
     return BoxState(
-        state="ended", code=int(failed), reason=reason, attempt=int(left.get("session", 0))
+        state="ended",
+        code=int(left.get("state") not in ("done", "stopped")),
+        reason=reason,
+        attempt=int(left.get("session", 0)),
     )
 
 
@@ -237,8 +237,7 @@ def fetch(record: LaunchRecord, here: Here) -> None:
     Raises:
         PlatformError: Kaggle gives nothing, or it is in Drive.
     """
-    words = ("output", identify(record), "-p", record.home, "-o")
-    code, out = call(here, *words, timeout_s=_FETCH_S)
+    code, out = call(here, "output", identify(record), "-p", record.home, "-o", timeout_s=_FETCH_S)
     if code or not os.path.isdir(os.path.join(record.home, record.job)):
         raise PlatformError(
             f"kaggle kernels output: {last_line(out, 'it said nothing')}", hint="ask again later"

@@ -89,8 +89,7 @@ def place(spec: JobSpec, profile: Profile) -> JobSpec:
             url = f"local://{url}"
         checkpoint = msgspec.structs.replace(checkpoint, url=url)
     if not checkpoint.every_steps and not checkpoint.every_s:
-        every = profile.notebook.every_steps
-        checkpoint = msgspec.structs.replace(checkpoint, every_steps=every)
+        checkpoint = msgspec.structs.replace(checkpoint, every_steps=profile.notebook.every_steps)
     return msgspec.structs.replace(place_job(spec), checkpoint=checkpoint, tee="all")
 
 
@@ -145,8 +144,11 @@ def pack(project: str, exclude: tuple[str, ...], job: str) -> str:
         PlatformError: its files cannot be listed.
     """
     sources = read_project(Path(project), exclude)
-    files = {f"project/{name}": data for name, data in sources.items()}
-    files |= {"job.json": job.encode(), name_wheel(): _store_wheel()}
+    files = {
+        **{f"project/{name}": data for name, data in sources.items()},
+        "job.json": job.encode(),
+        name_wheel(): _store_wheel(),
+    }
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as archive:
         for name, content in sorted(files.items()):

@@ -138,7 +138,6 @@ def build_roster(
 
 def _add(told: PullManifest, box: Roster, prefix: str) -> PullManifest:
     """Return a roster with that of one more box."""
-    own = [os.path.basename(path) for path in box.others]
     return msgspec.structs.replace(
         told,
         roots=told.roots | box.roots,
@@ -146,7 +145,7 @@ def _add(told: PullManifest, box: Roster, prefix: str) -> PullManifest:
         left=(*told.left, *box.left),
         excluded=(*told.excluded, *(f"{prefix}{path}" for path in box.excluded)),
         unread=(*told.unread, *(f"{prefix}{why}" for why in box.unread)),
-        others=(*told.others, *own),
+        others=(*told.others, *(os.path.basename(path) for path in box.others)),
     )
 
 

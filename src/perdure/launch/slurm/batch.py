@@ -146,9 +146,8 @@ def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list
     """Return the option of `perdure run` that puts an agent on each node of the allocation."""
     if spec.num_nodes < 2 or spec.groups:
         return []
-    listed = os.environ["SLURM_JOB_NODELIST"]
     hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", listed],
+        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
         capture_output=True,
         text=True,
         timeout=_CALL_S,
@@ -157,8 +156,8 @@ def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list
     addresses = resolve_addresses(hosts)
     here = all(_is_loopback(address) for address in addresses)
     step = ["srun", "--nodes=1", "--ntasks=1", "--relative={node}", "--overlap",
-            f"--cpus-per-task={chain.cpus}", "--kill-on-bad-exit=0", "--input=none"]  # fmt: skip
-    step += [f"--gres={chain.gres}"] if chain.gres else []
+            f"--cpus-per-task={chain.cpus}", "--kill-on-bad-exit=0", "--input=none",
+            *([f"--gres={chain.gres}"] if chain.gres else [])]  # fmt: skip
     document = {
         "bind": "127.0.0.1" if here else addresses[0],
         "addresses": [] if here else addresses,

@@ -118,8 +118,10 @@ class Slurm:
         )
         job = parse_job_id(done.out.splitlines())
         if done.code or not job:
-            reason = extract_reason(done.err or done.out)
-            raise PlatformError(f"sbatch refuses: {reason}", hint=f"look at {folder}/job.sbatch")
+            raise PlatformError(
+                f"sbatch refuses: {extract_reason(done.err or done.out)}",
+                hint=f"look at {folder}/job.sbatch",
+            )
         return job
 
     def find_submitted(self, folder: str) -> str:
@@ -154,21 +156,18 @@ class Slurm:
             PlatformError: nobody answered.
         """
         _, out, err = self.call("scontrol", "-d", "-o", "show", "job", job)
-        found = [read_scontrol(parse_scontrol(line)) for line in out.splitlines()]
-        tasks = [row for row in found if row is not None]
+        rows = (read_scontrol(parse_scontrol(line)) for line in out.splitlines())
+        tasks = [row for row in rows if row is not None]
         own = tasks[0] if tasks else None
         if own is None and "Invalid job id" not in err and err:
             raise PlatformError(f"scontrol: {err}", hint="ask again: this says nothing of the job")
-        now = join_ends([explain_attempt([row]) for row in tasks]) if len(tasks) > 1 else None
-        if own is not None and now is None:
-            now = explain_attempt([own])
+        ends = [explain_attempt([row]) for row in tasks]
+        now = join_ends(ends) if len(ends) > 1 else next(iter(ends), None)
         if now is not None and not now.over:
             return now, own
         told = explain_rows(self.account(job), job)
         # slurmdbd hears of an end a little later than slurmctld.
-        if told.over or now is None:
-            return told, own
-        return now, own
+        return (told if told.over or now is None else now), own
 
     def account(self, job: str) -> Sequence[SlurmRow]:
         """Return the rows of all attempts of a job and their steps; none without accounting."""
@@ -247,13 +246,12 @@ def _read_runs(record: LaunchRecord) -> BoxState:
         raise PlatformError(
             f"Slurm says nothing of job {record.id}", hint=f"sacct -D -j {record.id}"
         ) from None
-    reason = f"Slurm has forgotten it; its last run's own record says {run.state}"
     return BoxState(
         state="ended" if run.state in ("done", "failed", "stopped") else "killed",
         code=run.code,
         attempt=run.restart + 1,
         ended_s=run.ended_s,
-        reason=reason,
+        reason=f"Slurm has forgotten it; its last run's own record says {run.state}",
     )
 
 
@@ -282,8 +280,7 @@ def _has_begun(record: LaunchRecord, end: Outcome) -> bool:
     """Return whether there is anything yet that could be asked to stop."""
     if end.state == "waiting":
         return False
-    begun = Slurm(record.profile).ask(f"test -e {_locate_document(record)}")
-    return begun.code == 0
+    return Slurm(record.profile).ask(f"test -e {_locate_document(record)}").code == 0
 
 
 def _run_array(record: LaunchRecord, command: str, here: Here) -> int:

@@ -101,5 +101,8 @@ def _check_running(slurm: Slurm, plan: Plan, here: Here) -> list[Finding]:
     if end is None:
         return []
     text = f"job {plan.job} is Slurm job {job} already: {end.state} {end.reason}".rstrip()
-    hint = f"perdure attach {plan.job}, perdure stop {plan.job}, or another name"
-    return error(end.state in ("waiting", "running"), text, hint)
+    return error(
+        end.state in ("waiting", "running"),
+        text,
+        f"perdure attach {plan.job}, perdure stop {plan.job}, or another name",
+    )

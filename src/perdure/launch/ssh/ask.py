@@ -38,8 +38,7 @@ def query_state(record: LaunchRecord, here: Here) -> BoxState:
 def ask_state(channel: Channel, record: LaunchRecord) -> BoxState:
     """Return how the job is, over `channel`."""
     folder = shlex.quote(record.place)
-    script = f"python3 {folder}/launch/box.py state {folder}/launch"
-    return channel.query(script, BoxState)
+    return channel.query(f"python3 {folder}/launch/box.py state {folder}/launch", BoxState)
 
 
 Carry = Callable[[LaunchRecord, Sequence[str]], str]
@@ -48,8 +47,9 @@ Carry = Callable[[LaunchRecord, Sequence[str]], str]
 
 def run_beside(record: LaunchRecord, argv: Sequence[str]) -> str:
     """Return the script that runs a command line on the job's box."""
-    words = shlex.join(argv)
-    return in_job(record.place, f'{show_columns()} exec "$PERDURE_PYTHON" -P -m perdure {words}')
+    return in_job(
+        record.place, f'{show_columns()} exec "$PERDURE_PYTHON" -P -m perdure {shlex.join(argv)}'
+    )
 
 
 def show_columns() -> str:
@@ -85,8 +85,10 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here, *, carry: Carry =
         try:
             done = channel.run(script, timeout_s=900)
         except UnreachedError as error:
-            hint = f"it may have been done all the same: perdure events {record.job}"
-            raise UnreachedError(f"the answer was lost: {error}", hint=hint) from error
+            raise UnreachedError(
+                f"the answer was lost: {error}",
+                hint=f"it may have been done all the same: perdure events {record.job}",
+            ) from error
     print(done.out, end="", flush=True)
     if done.err:
         print(done.err, file=sys.stderr, flush=True)
@@ -129,8 +131,7 @@ def follow(
     while True:
         before = show.shown
         show.begin()
-        script = carry(record, argv)
-        code = channel.stream(script, show, silence_s=None if endless else SILENCE_S)
+        code = channel.stream(carry(record, argv), show, silence_s=None if endless else SILENCE_S)
         if code is not None:
             return code
         broken = 0 if show.shown > before else broken

@@ -83,9 +83,10 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
         ]
 
         def reach(channel: Channel) -> dict[str, bool]:
-            words = shlex.quote(msgspec.json.encode(wanted).decode())
             return channel.query(
-                f"python3 - reach {words}", dict[str, bool], stdin=read_program("box.py").encode()
+                f"python3 - reach {shlex.quote(msgspec.json.encode(wanted).decode())}",
+                dict[str, bool],
+                stdin=read_program("box.py").encode(),
             )
 
         reached = list(pool.map(reach, channels))

@@ -116,8 +116,7 @@ def check_banner(plan: Plan) -> list[Finding]:
     """Return whether shells there print something at every login."""
     said = Channel(plan.profile.launch).ask("true").banner.splitlines()
     text = f"a shell of the box prints at every login: {next(iter(said), '')}"
-    hint = "rsync breaks on it: ~/.bashrc has to be silent without a tty"
-    return error(said, text, hint)
+    return error(said, text, "rsync breaks on it: ~/.bashrc has to be silent without a tty")
 
 
 def probe(plan: Plan) -> dict[str, Any]:
@@ -136,9 +135,11 @@ def probe(plan: Plan) -> dict[str, Any]:
     }
     argument = shlex.quote(msgspec.json.encode(wanted).decode())
     names = f'DATA_DIR="{expand_tilde(overrides.DATA_DIR)}"; export DATA_DIR; '
-    script = f"{ASK}{names}exec python3 - probe {argument}"
     return Channel(profile.launch).query(
-        script, dict[str, Any], stdin=read_program("box.py").encode(), timeout_s=120
+        f"{ASK}{names}exec python3 - probe {argument}",
+        dict[str, Any],
+        stdin=read_program("box.py").encode(),
+        timeout_s=120,
     )
 
 

@@ -28,6 +28,7 @@ INVITATION = "credentials/invitation.json"
 KEPT_ENDPOINT = "credentials/door.json"
 """Below the first box's `launch`: what lets invitations outlive its reboot. Secret, not pulled."""
 
+_PERDURE = ("$PERDURE_PYTHON", "-P", "-m", "perdure")
 _MAKE_WAIT_S = 1800.0
 """Waited for another launch that makes the same environment."""
 
@@ -135,16 +136,14 @@ def _check_hosts(spec: JobSpec, profile: Profile) -> None:
 
 def _list_run() -> list[str]:
     """Return the command of the box with the controller; variables are those of env.sh."""
-    words = ["$PERDURE_PYTHON", "-P", "-m", "perdure", "run", "--config"]
-    return [*words, "$JOB_DIR/launch/job.json"]
+    return [*_PERDURE, "run", "--config", "$JOB_DIR/launch/job.json"]
 
 
 def _list_join(spec: JobSpec) -> list[str]:
     """Return the command of each other box."""
     cwd = os.path.normpath(f"$JOB_DIR/project/{locate_in_project(spec, spec.cwd, 'cwd')}")
-    words = ["$PERDURE_PYTHON", "-P", "-m", "perdure", "join"]
-    words += [f"$JOB_DIR/launch/{INVITATION}", "--address", "$PERDURE_NODE_ADDRESS"]
-    return [*words, "--cwd", cwd, "--wait", f"{spec.bus.orphan_s:g}"]
+    where = [f"$JOB_DIR/launch/{INVITATION}", "--address", "$PERDURE_NODE_ADDRESS", "--cwd", cwd]
+    return [*_PERDURE, "join", *where, "--wait", f"{spec.bus.orphan_s:g}"]
 
 
 def _render_box(spec: JobSpec, profile: Profile, folder: str, command: list[str]) -> Plan:
@@ -163,8 +162,7 @@ def _render_box(spec: JobSpec, profile: Profile, folder: str, command: list[str]
     }
     relaunch = profile.interruption.relaunch != "none"
     if relaunch:
-        script = f"{profile.interruption.relaunch}.sh"
-        files["relaunch.sh"] = fill(script, job=folder)
+        files["relaunch.sh"] = fill(f"{profile.interruption.relaunch}.sh", job=folder)
     return Plan(
         job=spec.name,
         kind="ssh",
@@ -194,10 +192,12 @@ def place_checkpoints(spec: JobSpec, profile: Profile) -> JobSpec:
     """Return the job with one place for the checkpoints of all boxes, where they share a disk."""
     if spec.checkpoint.url or len(profile.launch.hosts) < 2 or profile.shared_fs is not True:
         return spec
-    checkpoint = msgspec.structs.replace(
-        spec.checkpoint, url=f"$DURABLE_DIR/checkpoints/{spec.name}"
+    return msgspec.structs.replace(
+        spec,
+        checkpoint=msgspec.structs.replace(
+            spec.checkpoint, url=f"$DURABLE_DIR/checkpoints/{spec.name}"
+        ),
     )
-    return msgspec.structs.replace(spec, checkpoint=checkpoint)
 
 
 def render_environment(spec: JobSpec, profile: Profile, folder: str) -> str:

@@ -85,8 +85,11 @@ def make_launch_record(plan: Plan) -> LaunchRecord:
     Raises:
         PlatformError: it was not, or does not answer.
     """
-    script = r'printf "%s\n" "$JOB_DIR" "$PERDURE_HOME" "$PERDURE_PYTHON" "$DURABLE_DIR"'
-    folder, home, python, durable = must(Channel(plan.profile.launch), plan, script).split("\n")
+    folder, home, python, durable = must(
+        Channel(plan.profile.launch),
+        plan,
+        r'printf "%s\n" "$JOB_DIR" "$PERDURE_HOME" "$PERDURE_PYTHON" "$DURABLE_DIR"',
+    ).split("\n")
     return LaunchRecord(
         job=plan.job,
         profile=plan.profile,
@@ -113,8 +116,10 @@ def list_roots(plan: Plan, folder: str, home: str, durable: str) -> dict[str, st
 
 def _make_folder(channel: Channel, plan: Plan) -> str:
     """Return the absolute path of the job's folder on the box, made where it was missing."""
-    script = f'mkdir -p "{plan.place}/launch" "{plan.place}/project" && cd "{plan.place}" && pwd'
-    return channel.must(script, hint="overrides.DATA_DIR")
+    return channel.must(
+        f'mkdir -p "{plan.place}/launch" "{plan.place}/project" && cd "{plan.place}" && pwd',
+        hint="overrides.DATA_DIR",
+    )
 
 
 def _send_files(channel: Channel, plan: Plan, folder: str, here: Here) -> None:
@@ -154,8 +159,10 @@ def _check_project(channel: Channel, plan: Plan, folder: str) -> None:
 
 def _mend_project(channel: Channel, folder: str, here: Here) -> None:
     """Mend line ends and execute bits of its scripts there."""
-    script = f"python3 {shlex.quote(folder)}/launch/results.py repair {shlex.quote(folder)}/project"
-    told = channel.query(script, dict[str, list[str]])
+    told = channel.query(
+        f"python3 {shlex.quote(folder)}/launch/results.py repair {shlex.quote(folder)}/project",
+        dict[str, list[str]],
+    )
     for what, names in told.items():
         if names:
             here.tell(f"mended {what.replace('_', ' ')} of {', '.join(names)}")
@@ -164,8 +171,8 @@ def _mend_project(channel: Channel, folder: str, here: Here) -> None:
 def _compare(channel: Channel, source: Path, target: str, exclude: tuple[str, ...]) -> list[str]:
     """Return the files whose contents differ, by their hashes."""
     at = f"{channel.host}:{target}/" if channel.host else f"{target}/"
-    command = ["rsync", "-acn", "-s", "--out-format=%n"]
-    command += [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
+    excludes = [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
+    command = ["rsync", "-acn", "-s", "--out-format=%n", *excludes]
     if channel.host:
         command += ["-e", shlex.join(channel.ssh())]  # Names and hashes: little.
     try:
@@ -182,8 +189,10 @@ def _send_secrets(channel: Channel, plan: Plan, secrets: dict[str, str]) -> None
     """Write the secrets to CRED_FILE, on the box's own disk; they are in no argument and no log."""
     lines = [f"{name}={shlex.quote(value)}\n" for name, value in secrets.items()]
     # Removed first: one that is there already would keep its mode, whatever the umask.
-    write = 'umask 077; mkdir -p "$(dirname "$CRED_FILE")"; rm -f "$CRED_FILE"; cat > "$CRED_FILE"'
-    script = in_job(plan.place, write)
+    script = in_job(
+        plan.place,
+        'umask 077; mkdir -p "$(dirname "$CRED_FILE")"; rm -f "$CRED_FILE"; cat > "$CRED_FILE"',
+    )
     done = channel.ask(script, stdin="".join(lines).encode())
     if done.code:
         raise PlatformError(f"{channel.name}: cannot write secrets: {done.err}")
@@ -234,14 +243,17 @@ def wait_endpoint(plan: Plan, record: LaunchRecord) -> None:
         return
     state = ask_state(channel, record)
     if state.over:
-        last = _read_last_words(channel, record)
-        raise PlatformError(f"{channel.name}: {state.reason}: {last}", hint="launch it again")
+        raise PlatformError(
+            f"{channel.name}: {state.reason}: {_read_last_words(channel, record)}",
+            hint="launch it again",
+        )
 
 
 def _read_last_words(channel: Channel, record: LaunchRecord) -> str:
     """Return the last line of what was started there, errors of perdure's own first."""
-    output = channel.ask(f"tail -n 5 {shlex.quote(record.place)}/launch/run.out").out
-    lines = output.strip().splitlines() or ["it wrote nothing"]
+    lines = channel.ask(
+        f"tail -n 5 {shlex.quote(record.place)}/launch/run.out"
+    ).out.strip().splitlines() or ["it wrote nothing"]
     mark = "perdure: error: "
     return next((line.removeprefix(mark) for line in lines if line.startswith(mark)), lines[-1])
 

@@ -191,12 +191,14 @@ def explain_pod(pod: Object, events: Sequence[str] = ()) -> PodOutcome:
     if reason in _POD_REASONS or reason.startswith("OutOf"):
         state = _POD_REASONS.get(reason, "node failed")
         local = state == "evicted" and "ephemeral" in message
-        trap = "K8S5" if local else ""
-        return PodOutcome(state=state, code=code, reason=_join(reason, message), trap=trap)
+        return PodOutcome(
+            state=state, code=code, reason=_join(reason, message), trap="K8S5" if local else ""
+        )
     target = _find_condition(status, "DisruptionTarget")
     if target.get("status") == "True" and (why := target.get("reason", "")) in _DISRUPTIONS:
-        text = _join(why, target.get("message", ""))
-        return PodOutcome(state=_DISRUPTIONS[why], code=code, reason=text)
+        return PodOutcome(
+            state=_DISRUPTIONS[why], code=code, reason=_join(why, target.get("message", ""))
+        )
     if pod.get("metadata", {}).get("deletionTimestamp"):
         return PodOutcome(state="cancelled", code=code, reason="deleted; the Job makes another")
     if phase == "Failed":
@@ -239,8 +241,12 @@ def _explain_pending(status: Object, events: Sequence[str]) -> PodOutcome:
 
 def _explain_waiting(waiting: Object) -> PodOutcome:
     trap, words = _STUCK[waiting["reason"]]
-    text = _join(f"{waiting['reason']}: {words}", waiting.get("message", ""))
-    return PodOutcome(state="waiting", reason=text, trap=trap, stuck=True)
+    return PodOutcome(
+        state="waiting",
+        reason=_join(f"{waiting['reason']}: {words}", waiting.get("message", "")),
+        trap=trap,
+        stuck=True,
+    )
 
 
 def _choose_worst_end(status: Object) -> tuple[int, str]:
@@ -290,14 +296,12 @@ def explain_job(
     failed = _find_condition(status, "Failed")
     if failed.get("status") == "True":
         return _explain_failed(failed, [state for _, state in states], attempt)
-    if spec.get("suspend"):
-        return PodOutcome(
-            state="waiting", reason="suspended: it goes on once suspend is false", attempt=attempt
-        )
-    if spec.get("parallelism") == 0:
-        return PodOutcome(
-            state="waiting", reason="scaled down to no pod; the Job is there", attempt=attempt
-        )
+    for held, why in (
+        (spec.get("suspend"), "suspended: it goes on once suspend is false"),
+        (spec.get("parallelism") == 0, "scaled down to no pod; the Job is there"),
+    ):
+        if held:
+            return PodOutcome(state="waiting", reason=why, attempt=attempt)
     # Beside a Job without numbers stands one for the other nodes, whose pods are looked at too.
     own = job.get("metadata", {}).get("name", "")
     mine = [
@@ -312,9 +316,13 @@ def explain_job(
         return PodOutcome(state="running", attempt=attempt, pod=first)
     told = (stuck or waiting or [PodOutcome(state="waiting", reason="no pod yet")])[0]
     reason = f"{len(running)} of {wanted} pods run; {told.reason or 'one is on its way'}"
-    state: State = "running" if first else "waiting"
     return PodOutcome(
-        state=state, reason=reason, trap=told.trap, attempt=attempt, pod=first, stuck=told.stuck
+        state="running" if first else "waiting",
+        reason=reason,
+        trap=told.trap,
+        attempt=attempt,
+        pod=first,
+        stuck=told.stuck,
     )
 
 
@@ -328,11 +336,18 @@ def _explain_failed(condition: Object, states: Sequence[PodOutcome], attempt: in
         (s for s in reversed(states) if s.state not in ("done", "running", "waiting")), None
     )
     if last is None:
-        gone = "its pods are gone; see the logs on the volume"
-        return PodOutcome(state="failed", code=1, reason=_join(text, gone), attempt=attempt)
-    reason = _join(text, last.reason)
+        return PodOutcome(
+            state="failed",
+            code=1,
+            reason=_join(text, "its pods are gone; see the logs on the volume"),
+            attempt=attempt,
+        )
     return PodOutcome(
-        state=last.state, code=last.code or 1, reason=reason, trap=last.trap, attempt=attempt
+        state=last.state,
+        code=last.code or 1,
+        reason=_join(text, last.reason),
+        trap=last.trap,
+        attempt=attempt,
     )
 
 
@@ -392,9 +407,14 @@ def _find_pod_loss(pod: Object, own: str) -> PodLoss | None:
     if state.state == "running":
         if any(one.get("lastState", {}).get("terminated") for one in _list_containers(pod)):
             state = explain_pod({"status": {**status, "phase": "Failed"}})
-        elif name != own and _is_unready(pod):
-            reason = f"pod {name}: not ready"
-            return PodLoss(id=f"{uid}-unready", pod=name, reason=reason, asks=True, doubtful=True)
+        elif name != own and _find_condition(status, "Ready").get("status") == "False":
+            return PodLoss(
+                id=f"{uid}-unready",
+                pod=name,
+                reason=f"pod {name}: not ready",
+                asks=True,
+                doubtful=True,
+            )
         else:
             return None
     elif state.state in ("waiting", "done") or name == own:
@@ -415,8 +435,9 @@ def explain_pod_loss(loss: PodLoss, events: Sequence[Object]) -> PodLoss | None:
     told = [e for e in sorted(events, key=_read_event_time) if e.get("reason") in _TAKEN]
     if told:
         reason, message = told[-1]["reason"], told[-1].get("message", "")
-        text = f"pod {loss.pod}: {_OF_PODS[reason]}: {message}".removesuffix(": ")
-        return msgspec.structs.replace(loss, reason=text)
+        return msgspec.structs.replace(
+            loss, reason=f"pod {loss.pod}: {_OF_PODS[reason]}: {message}".removesuffix(": ")
+        )
     return None if loss.doubtful else loss
 
 
@@ -432,11 +453,6 @@ def parse_time(text: str) -> float:
 def _read_role(pod: Object) -> tuple[str, int]:
     """Return which pod of which Job this is: the next one of both takes its place."""
     return str(pod["metadata"].get("labels", {}).get("job-name", "")), read_pod_index(pod)
-
-
-def _is_unready(pod: Object) -> bool:
-    rows = pod.get("status", {}).get("conditions", ())
-    return any(row.get("type") == "Ready" and row.get("status") == "False" for row in rows)
 
 
 def _list_containers(pod: Object) -> Sequence[Object]:

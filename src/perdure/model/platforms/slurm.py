@@ -188,8 +188,12 @@ def explain_attempt(rows: Sequence[SlurmRow]) -> Outcome:
     for worst in _WORST:
         for kind, row in found:
             if kind == worst:
-                reason = f"{row.state} in {row.id}"
-                return replace(end, state=worst, signal=end.signal or row.signal, reason=reason)
+                return replace(
+                    end,
+                    state=worst,
+                    signal=end.signal or row.signal,
+                    reason=f"{row.state} in {row.id}",
+                )
     if _OOM in (own.derived_code, own.derived_signal):
         return replace(end, state="out of memory", reason=f"a step left with {_OOM}")
     return replace(end, state="failed") if state == "done" and (end.code or end.signal) else end
