@@ -17,6 +17,7 @@ the same step are found at once.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from perdure.model.events import CheckpointSaved, RankJoined, WorldBroken, WorldReformed
 from perdure.model.orders import Order, ReformWorld
@@ -26,7 +27,7 @@ from perdure.plan.elastic.microbatches import assign
 from perdure.sim.clock import VirtualClock
 from perdure.sim.ranks import Broken, Rank
 from perdure.sim.simulation import Scenario, Simulation
-from perdure.sim.training import Disk, World
+from perdure.sim.training import World
 
 COUNT = 12
 """Micro-batches of a step."""
@@ -45,33 +46,27 @@ def mix(*parts: int) -> int:
 
 
 @dataclass(slots=True)
-class Reduction:
-    """One all-reduce: who takes part with what."""
+class Fabric(World):
+    """One generation's store and connections, and the witness of its training."""
 
-    given: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Member -> micro-batch -> gradient."""
-
-
-@dataclass(slots=True)
-class Fabric:
-    """The store and the connections of one generation, and the witness of its training."""
-
-    generation: int
-    clock: VirtualClock
-    chance: random.Random
-    disk: Disk
-    truth: dict[int, int]
+    clock: VirtualClock = field(kw_only=True)
+    chance: random.Random = field(kw_only=True)
+    truth: dict[int, int] = field(kw_only=True)
     """Steps applied -> parameters: of all generations, for a step has one outcome."""
-    target: int
-    save_every: int
     members: dict[int, "Member"] = field(default_factory=dict)
     progress: dict[int, dict[int, MemberProgress]] = field(default_factory=dict)
     connected: dict[int, set[int]] = field(default_factory=dict)
-    reductions: dict[tuple[int, int], Reduction] = field(default_factory=dict)
+    reductions: dict[tuple[int, int], dict[int, dict[int, int]]] = field(default_factory=dict)
+    """(Epoch, step) -> member -> micro-batch -> gradient: who takes part with what."""
     furthest: int = 0
     """Steps that some member has applied."""
-    formed: int = 0
-    """Epochs that all their members have formed."""
+
+    def step_at(self, now: float) -> int:
+        """Return the steps that the furthest member has applied."""
+        return max(self.start_step, self.furthest)
+
+    def freeze(self, now: float) -> None:
+        """Do nothing: a death stops nobody in an elastic world."""
 
     def soon(self, at_most_s: float, call: Callable[[], None]) -> None:
         """Have `call` made within that time."""
@@ -85,27 +80,14 @@ class Fabric:
         for member in self.members.values():
             near = member.epoch == gone.epoch or (member.meets_at(gone) and not gone.alive)
             if member is not gone and member.alive and near:
-                self.soon(_FEEL_S, member.make_breaker())
-
-
-@dataclass(slots=True)
-class ElasticWorld(World):
-    """One generation of an elastic job, as what surrounds its members looks at it."""
-
-    fabric: Fabric = field(kw_only=True)
-
-    def step_at(self, now: float) -> int:
-        """Return the steps that the furthest member has applied."""
-        return max(self.start_step, self.fabric.furthest)
-
-    def freeze(self, now: float) -> None:
-        """Do nothing: a death stops nobody in an elastic world."""
+                self.soon(_FEEL_S, member.bind(member.feel_loss))
 
 
 @dataclass(slots=True)
 class Member(Rank):
     """One rank and its trainer."""
 
+    world: Fabric
     applied: int = 0
     value: int = 0
     done: dict[int, int] = field(default_factory=dict)
@@ -128,12 +110,6 @@ class Member(Rank):
     ordered_s: float = 0.0
 
     @property
-    def fabric(self) -> Fabric:
-        """Return what the members of its generation share."""
-        assert isinstance(self.world, ElasticWorld)
-        return self.world.fabric
-
-    @property
     def store(self) -> str:
         """Return the address of the store that it serves."""
         return f"member:{self.rank}"
@@ -142,24 +118,31 @@ class Member(Rank):
         """Return whether the world that it was ordered into meets at the other one's store."""
         return self.newest is not None and self.newest.store == other.store
 
+    def bind(self, move: Callable[[], None], epoch: int | None = None) -> Callable[[], None]:
+        """Return `move`, void once this turn has ended; or if it is dead, or not in `epoch`."""
+        turn, there = self.turn, self.alive and epoch in (None, self.epoch)
+
+        def perhaps() -> None:
+            if there and self.turn == turn:
+                move()
+
+        return perhaps
+
     # --- beginning and end --------------------------------------------------------------------
 
     def begin(self) -> None:
         """The process is there; in a moment it has what it needs to be a member."""
-        self.fabric.members[self.rank] = self
-        self.fabric.clock.after(self.world.startup_s, self.start)
+        self.world.members[self.rank] = self
+        self.world.clock.after(self.world.startup_s, self.start)
 
     def start(self) -> None:
         """Restore, say that it is ready, and go into the first world."""
         if not self.alive:
             return
-        fabric = self.fabric
+        fabric = self.world
         if fabric.disk.verified:
-            self.applied, self.value, self.fresh = (
-                fabric.disk.verified,
-                fabric.truth[fabric.disk.verified],
-                False,
-            )
+            self.applied, self.fresh = fabric.disk.verified, False
+            self.value = fabric.truth[self.applied]
         fabric.truth.setdefault(0, 0)
         self.emit(
             RankJoined(
@@ -180,7 +163,7 @@ class Member(Rank):
         self.alive = False
         self.turn += 1
         if not self.ended:
-            self.fabric.feel(self)
+            self.world.feel(self)
 
     # --- orders -------------------------------------------------------------------------------
 
@@ -198,20 +181,15 @@ class Member(Rank):
         if self.newest is not None and order.epoch <= self.newest.epoch:
             return
         self.newest = order
-        self.ordered_s = self.fabric.clock.now
+        self.ordered_s = self.world.clock.now
         if self.computes or (self.waits and not order.urgent):
             return
         self.form()
 
-    def make_breaker(self) -> Callable[[], None]:
-        """Return what happens when this member feels that a peer is gone."""
-        turn = self.turn
-
-        def break_up() -> None:
-            if self.turn == turn and self.waits:
-                self.break_world("Connection reset by peer")
-
-        return break_up
+    def feel_loss(self) -> None:
+        """Feel that a peer is gone, where it waits for one."""
+        if self.waits:
+            self.break_world("Connection reset by peer")
 
     def break_world(self, why: str) -> None:
         """Leave the world that broke, and wait for the next one."""
@@ -219,7 +197,7 @@ class Member(Rank):
         if self._overtaken():
             self.form()
             return
-        fabric = self.fabric
+        fabric = self.world
         self.emit(
             WorldBroken(
                 generation=fabric.generation,
@@ -229,29 +207,28 @@ class Member(Rank):
                 error=why,
             )
         )
-        turn = self.turn
+        fabric.clock.after(_ORDER_S, self.bind(self._give_up))
 
-        def give_up() -> None:
-            if self.turn == turn and self.alive and not self._overtaken():
-                self.end(1)
-
-        fabric.clock.after(_ORDER_S, give_up)
+    def _give_up(self) -> None:
+        if not self._overtaken():
+            self.end(1)
 
     def disconnect(self) -> None:
         """Disconnect; whoever waits for this member learns of it."""
         self.turn += 1
         self.waits = self.computes = False
-        self.left_s = self.fabric.clock.now
-        self.fabric.feel(self)
+        self.left_s = self.world.clock.now
+        self.world.feel(self)
 
-    def _overtaken(self) -> bool:
-        return self.newest is not None and self.newest.epoch > self.epoch
+    def _overtaken(self) -> ReformWorld | None:
+        """Return the order to form a newer world than it is in."""
+        return self.newest if self.newest is not None and self.newest.epoch > self.epoch else None
 
     # --- forming a world ----------------------------------------------------------------------
 
     def form(self) -> None:
         """Publish how far it is, and wait for the others to do so."""
-        order, fabric = self.newest, self.fabric
+        order, fabric = self.newest, self.world
         assert order is not None
         self.disconnect()
         self.epoch, self.members = order.epoch, order.ranks
@@ -267,42 +244,38 @@ class Member(Rank):
         progress[self.rank] = mine
         self.waits = True
         if set(progress) >= set(order.ranks):
-            for number in order.ranks:
-                fabric.soon(_LINE_S, fabric.members[number].make_next(order.epoch, "connect"))
+            self._meet(Member.connect)
 
-    def make_next(self, epoch: int, what: str) -> Callable[[], None]:
-        """Return the next move in forming `epoch`, void if it is left before."""
-        turn = self.turn
+    def _meet(self, move: Callable[["Member"], None]) -> None:
+        """Let every member make the next move in forming this epoch, if it does not leave it."""
+        for number in self.members:
+            member = self.world.members[number]
+            self.world.soon(_LINE_S, member.bind(partial(member.go_on, move), self.epoch))
 
-        def move() -> None:
-            if not self.alive or self.turn != turn or self.epoch != epoch or not self.waits:
-                return
-            if self._overtaken() and self.newest is not None and self.newest.urgent:
-                self.form()
-            elif what == "connect":
-                self._connect(epoch)
-            else:
-                self._come_together(epoch)
+    def go_on(self, move: Callable[["Member"], None]) -> None:
+        """Make the next move in forming a world, where nothing more urgent was ordered."""
+        newer = self._overtaken()
+        if self.waits and newer is not None and newer.urgent:
+            self.form()
+        elif self.waits:
+            move(self)
 
-        return move
-
-    def _connect(self, epoch: int) -> None:
-        fabric = self.fabric
-        there = fabric.connected.setdefault(epoch, set())
+    def connect(self) -> None:
+        """Wait for the others' connections."""
+        there = self.world.connected.setdefault(self.epoch, set())
         there.add(self.rank)
         if there >= set(self.members):
-            for number in self.members:
-                fabric.soon(_LINE_S, fabric.members[number].make_next(epoch, "bring"))
+            self._meet(Member.come_together)
 
-    def _come_together(self, epoch: int) -> None:
+    def come_together(self) -> None:
         """Take what it lacks from who has it, if that one still lives in this epoch."""
-        fabric = self.fabric
-        progress = {number: fabric.progress[epoch][number] for number in self.members}
+        fabric = self.world
+        progress = {number: fabric.progress[self.epoch][number] for number in self.members}
         plan = decide_reformation(COUNT, progress)
         givers = [plan.holder] if self.rank in plan.forward else []
         if self.rank in plan.fresh:
             givers = list(plan.donors)
-        gone = [g for g in givers if not self._is_there(fabric.members[g], epoch)]
+        gone = [g for g in givers if not self._is_there(fabric.members[g])]
         if gone:
             self.break_world(f"rank {gone[0]} was lost")
             return
@@ -322,11 +295,11 @@ class Member(Rank):
         self.waits = False
         self._compute()
 
-    def _is_there(self, other: "Member", epoch: int) -> bool:
-        return other.alive and other.epoch == epoch
+    def _is_there(self, other: "Member") -> bool:
+        return other.alive and other.epoch == self.epoch
 
     def _tell_formed(self, plan: Reformation | None, *, finished: bool = False) -> None:
-        fabric = self.fabric
+        fabric = self.world
         self.emit(
             WorldReformed(
                 generation=fabric.generation,
@@ -353,66 +326,49 @@ class Member(Rank):
             self._begin_reduction()
             return
         self.computes = True
-        turn, micro_batch = self.turn, self.todo[0]
+        self.world.soon(2 * _MICRO_BATCH_S, self.bind(self._finish_micro_batch))
 
-        def finish() -> None:
-            if self.turn != turn or not self.alive:
-                return
-            self.computes = False
-            last = len(self.todo) == 1
-            if not (last and self._overtaken() and self.fabric.chance.random() < 0.5):
-                self.done[micro_batch] = mix(self.value, self.applied, micro_batch)
-                self.todo.pop(0)
-            self._compute()
-
-        self.fabric.soon(2 * _MICRO_BATCH_S, finish)
+    def _finish_micro_batch(self) -> None:
+        self.computes = False
+        last = len(self.todo) == 1
+        if not (last and self._overtaken() and self.world.chance.random() < 0.5):
+            micro_batch = self.todo.pop(0)
+            self.done[micro_batch] = mix(self.value, self.applied, micro_batch)
+        self._compute()
 
     def _begin_reduction(self) -> None:
         """Take part; once all do, it ends for each of them at a moment of its own."""
-        fabric, step = self.fabric, self.applied
-        mine = dict(self.done) if step < fabric.target else {}
-        reduction = fabric.reductions.setdefault((self.epoch, step), Reduction())
-        reduction.given[self.rank] = mine
+        fabric, step = self.world, self.applied
+        given = fabric.reductions.setdefault((self.epoch, step), {})
+        given[self.rank] = dict(self.done) if step < fabric.target else {}
         self.waits = True
-        if set(reduction.given) >= set(self.members):
-            for number in self.members:
-                member = fabric.members[number]
-                fabric.soon(_REDUCE_S, member.make_end(self.epoch, step, reduction))
+        members = [fabric.members[number] for number in self.members]
+        if set(given) >= set(self.members):
+            for member in members:
+                fabric.soon(_REDUCE_S, member.bind(member.end_reduction, self.epoch))
+        elif not all(member.rank in given or self._is_there(member) for member in members):
+            fabric.soon(_FEEL_S, self.bind(self.feel_loss))  # It left while this one computed.
+
+    def end_reduction(self) -> None:
+        """Come to the end of a reduction: it may fail if a peer has died in it."""
+        members = [self.world.members[n] for n in self.members]
+        # Who has come to the end of it has sent all that others need.
+        whole = all(m.ended or self._is_there(m) for m in members)
+        if not whole and self.world.chance.random() < 0.5:
+            return  # It waits for what the dead one still had to send.
+        self.waits = False
+        if self.applied >= self.world.target:
+            self._finish()
             return
-        awaited = [fabric.members[n] for n in self.members if n not in reduction.given]
-        if not all(self._is_there(member, self.epoch) for member in awaited):
-            fabric.soon(_FEEL_S, self.make_breaker())  # It left while this one computed.
+        self._save(self.applied)
+        self._apply(self._sum(self.world.reductions[self.epoch, self.applied]))
+        self.todo = list(assign(COUNT, self.members)[self.rank])
+        self._compute()
 
-    def make_end(self, epoch: int, step: int, reduction: Reduction) -> Callable[[], None]:
-        """Return the end of a reduction here: it may fail if a peer has died in it."""
-        turn = self.turn
-
-        def finish() -> None:
-            if not self.alive or self.turn != turn or self.epoch != epoch:
-                return
-            members = [self.fabric.members[n] for n in self.members]
-            # Who has come to the end of it has sent all that others need.
-            whole = all(m.ended or self._is_there(m, epoch) for m in members)
-            if not whole and self.fabric.chance.random() < 0.5:
-                return  # It waits for what the dead one still had to send.
-            self.waits = False
-            if step >= self.fabric.target:
-                self._finish()
-                return
-            self._save(step)
-            self._apply(self._sum(reduction))
-            if self._overtaken():
-                self.form()
-                return
-            self.todo = list(assign(COUNT, self.members)[self.rank])
-            self._compute()
-
-        return finish
-
-    def _sum(self, reduction: Reduction) -> dict[int, int]:
+    def _sum(self, given: dict[int, dict[int, int]]) -> dict[int, int]:
         total: dict[int, int] = {}
         for number in self.members:
-            for micro_batch, gradient in reduction.given[number].items():
+            for micro_batch, gradient in given[number].items():
                 if micro_batch in total:
                     raise Broken(f"micro-batch {micro_batch} counts twice: {self.applied}")
                 total[micro_batch] = gradient
@@ -420,7 +376,7 @@ class Member(Rank):
 
     def _apply(self, gradients: dict[int, int]) -> None:
         """Apply a step: every micro-batch once, each of these very parameters."""
-        fabric = self.fabric
+        fabric = self.world
         if sorted(gradients) != list(range(COUNT)):
             raise Broken(f"step {self.applied} was made of {sorted(gradients)}")
         stale = [m for m, g in gradients.items() if g != mix(self.value, self.applied, m)]
@@ -435,7 +391,7 @@ class Member(Rank):
 
     def _save(self, step: int) -> None:
         """The first member saves what all have applied: the step before is reduced by all."""
-        fabric = self.fabric
+        fabric = self.world
         if step % fabric.save_every or self.rank != self.members[0] or step <= fabric.disk.verified:
             return
         fabric.disk.verified = step
@@ -455,8 +411,7 @@ class Member(Rank):
         """Everyone has applied the last step."""
         self.ended = True
         self._tell_formed(None, finished=True)
-        turn = self.turn
-        self.fabric.soon(0.05, lambda: self.end(0) if self.alive and self.turn == turn else None)
+        self.world.soon(0.05, self.bind(partial(self.end, 0)))
 
     # --- what its ring says -------------------------------------------------------------------
 
@@ -490,24 +445,19 @@ class ElasticSimulation(Simulation):
         self.truth: dict[int, int] = {}
         super().__init__(scenario)
 
-    def world_of(self, generation: int) -> World:
-        """Return the world of `generation`, made at its first rank's start."""
-        if generation not in self.worlds:
-            s = self.scenario
-            fabric = Fabric(
-                generation, self.clock, self.chance, self.disk, self.truth, s.steps, s.save_every
-            )
-            self.worlds[generation] = ElasticWorld(
-                generation, s.nodes * s.nproc, s.steps, s.step_s, s.startup_s, s.save_every,
-                0.1, self.disk, start_step=self.disk.verified, fabric=fabric,
-            )  # fmt: skip
-        return self.worlds[generation]
+    def _make_world(self, generation: int) -> World:
+        s = self.scenario
+        return Fabric(
+            generation, s.nodes * s.nproc, s.steps, s.step_s, s.startup_s, s.save_every,
+            0.1, self.disk, start_step=self.disk.verified, clock=self.clock, chance=self.chance,
+            truth=self.truth,
+        )  # fmt: skip
 
     @property
     def reformed(self) -> int:
         """Epochs after each generation's first that some member has formed."""
-        worlds = [world for world in self.worlds.values() if isinstance(world, ElasticWorld)]
-        return sum(bool(epoch) for world in worlds for epoch in world.fabric.connected)
+        formed = [e.body for e in self.journal if isinstance(e.body, WorldReformed)]
+        return len({(event.generation, event.epoch) for event in formed if event.epoch})
 
     def _fault(self, kind: str, node: int, rank: int, down_s: float) -> Callable[[], None]:
         if kind != "crash":

@@ -158,15 +158,18 @@ class Simulation:
     def world_of(self, generation: int) -> World:
         """Return the world of `generation`, made at its first rank's start."""
         if generation not in self.worlds:
-            s = self.scenario
-            self.worlds[generation] = World(
-                generation, s.nodes * s.nproc, s.steps, s.step_s, s.startup_s, s.save_every,
-                0.1, self.disk,
-            )  # fmt: skip
-            self.clock.after(s.startup_s, lambda: self._watch_finish(generation))
-            if s.bug_at_step:
-                self.clock.after(s.startup_s, lambda: self._watch_bug(generation))
+            self.worlds[generation] = self._make_world(generation)
         return self.worlds[generation]
+
+    def _make_world(self, generation: int) -> World:
+        s = self.scenario
+        self.clock.after(s.startup_s, lambda: self._watch_finish(generation))
+        if s.bug_at_step:
+            self.clock.after(s.startup_s, lambda: self._watch_bug(generation))
+        return World(
+            generation, s.nodes * s.nproc, s.steps, s.step_s, s.startup_s, s.save_every,
+            0.1, self.disk,
+        )  # fmt: skip
 
     # --- invariants --------------------------------------------------------------------------
 
