@@ -1,5 +1,5 @@
 """Signals to verdicts: hang, early exit, slowness, lost node; and progress worth journaling."""
 
-from perdure.detect.detector import Detector
+from perdure.detect.detector import Detector, Unwatched
 
-__all__ = ["Detector"]
+__all__ = ["Detector", "Unwatched"]

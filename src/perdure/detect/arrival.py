@@ -147,7 +147,7 @@ def _blame_unheard(
             continue
         reason = (
             f"node {there.node} is not heard of for {now - there.received_s:.1f} s, and link "
-            f"{link.src}->{link.dst} gets no answer for {link.last_ack_s:.1f} s"
+            f"{link.src}->{link.dst} gets no answer for {link.newest.last_ack_s:.1f} s"
         )
         evidence: dict[str, object] = {"links": [link.show()], "unheard": sorted(missed)}
         waiting = tuple(sorted(silent))

@@ -7,16 +7,21 @@ that the kernel gets no answer on, ranks blocked in a circle) is acted upon at o
 two lies what the job itself has taught: where its steps are known, ten times its longest silence is
 enough, though never less than `SOONEST_S`, for storage that fails over takes minutes. A number in
 the job file stands above all of it.
+
+What collectives and sockets alone could not settle (one end of a link, a card, or a slow machine)
+an active probe may: it is judged elsewhere (`plan.probe`), outside the training and from other
+evidence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from perdure.detect.cadence import Habits
 from perdure.detect.watch import LONG_PHASES, RankWatch
 from perdure.model.job import DetectConfig
-from perdure.model.verdicts import Activity, Ground, Verdict
+from perdure.model.signals.links import ProbeFinding
+from perdure.model.verdicts import Activity, Culprit, Ground, Verdict
 
 SURE = 0.7
 """Confidence from which a verdict may be acted upon by what the job has taught."""
@@ -177,9 +182,9 @@ def _decide_by_habits(
     """Return what the job's own longest silence says, where its steps have taught enough."""
     if verdict.confidence < SURE or not suspects:
         return None
-    if any(w.phase in LONG_PHASES or not w.learned(LEARNED_STEPS) for w in suspects):
+    if any(w.newest.phase in LONG_PHASES or not w.learned(LEARNED_STEPS) for w in suspects):
         return None
-    longest_s = max(habits.longest_s(w.phase) for w in suspects)
+    longest_s = max(habits.longest_s(w.newest.phase) for w in suspects)
     if longest_s <= 0:
         return None
     wait_s = max(SOONEST_S, LEARNED_FACTOR * longest_s)
@@ -188,3 +193,41 @@ def _decide_by_habits(
         f"was {longest_s:.1f} s{_describe_changes(activity)}"
     )
     return Grounds("habit", still.since_s + wait_s, why)
+
+
+def settle_verdict(
+    verdict: Verdict, finding: ProbeFinding, nodes: Mapping[int, int]
+) -> Verdict | None:
+    """Return the better verdict, where `verdict` asked for a probe and it found something.
+
+    `nodes` says where each rank runs.
+    """
+    if "probe" not in verdict.evidence or finding.kind == "nothing":
+        return None
+    kind, culprit = verdict.kind, verdict.culprit
+    if finding.kind == "slow link" and finding.link is not None:
+        culprit = Culprit(link=_choose_link_ranks(verdict, finding.link, nodes))
+    elif finding.kind == "slow host" and verdict.kind == "CommSlow":
+        kind, culprit = "Straggler", Culprit(node=finding.node)
+    else:
+        culprit = Culprit(node=finding.node)
+    evidence = {name: value for name, value in verdict.evidence.items() if name != "probe"}
+    return msgspec.structs.replace(
+        verdict,
+        kind=kind,
+        culprit=culprit,
+        confidence=max(verdict.confidence, finding.confidence),
+        reason=f"probe: {finding.reason}; {verdict.reason}",
+        evidence={**evidence, "probed": finding.evidence},
+    )
+
+
+def _choose_link_ranks(
+    verdict: Verdict, link: tuple[int, int], nodes: Mapping[int, int]
+) -> tuple[int, int]:
+    """Return the verdict's own ranks where they lie at the link's ends, else each node's first."""
+    known = verdict.culprit.link
+    if known is not None and (nodes.get(known[0]), nodes.get(known[1])) == link:
+        return known
+    first = {node: rank for rank, node in sorted(nodes.items(), reverse=True)}
+    return first.get(link[0], -1), first.get(link[1], -1)

@@ -72,7 +72,7 @@ class DesyncWatch:
 
     def take(self, watch: RankWatch, spans: Sequence[CollectiveSpan] = ()) -> None:
         """Learn from a rank whose record binds step, sequence and operation together."""
-        if watch.recorder not in BOUND:
+        if watch.newest.recorder not in BOUND:
             return
         self._take_passed(watch, spans)
         step, rank = watch.account.step, watch.rank
@@ -137,7 +137,7 @@ class DesyncWatch:
         groups: dict[tuple[str, int, int, int], dict[int, CommProgress]] = {}
         for rank, watch in sorted(watches.items() if doubtful or thorough else ()):
             # A record that is polled names its operation late, once it stays pending.
-            if watch.recorder not in BOUND and (not thorough or watch.silence_s < POLLED_S):
+            if watch.newest.recorder not in BOUND and (not thorough or watch.silence_s < POLLED_S):
                 continue
             for c in watch.comms:
                 if c.size < 2 or not c.op or c.started_seq <= 0 or is_point_to_point(c.op):
@@ -158,7 +158,7 @@ class DesyncWatch:
         """
         left: dict[tuple[str, int, int, int], dict[int, CommProgress]] = {}
         for rank, watch in sorted(watches.items()):
-            for c in watch.comms if watch.recorder in BOUND else ():
+            for c in watch.comms if watch.newest.recorder in BOUND else ():
                 if c.size > 1 and c.started_seq > c.ended_seq and not is_point_to_point(c.op):
                     left.setdefault((*_key(c), c.started_seq), {})[rank] = c
         for (name, _, _, seq), inside in left.items():

@@ -14,11 +14,16 @@ import msgspec
 
 from perdure.detect.arrival import Finding, find_culprit
 from perdure.detect.cadence import Cadence, Habits
-from perdure.detect.certainty import AGAIN, SURE, Grounds, decide_grounds, measure_stillness
-from perdure.detect.clocks import NodeClocks
+from perdure.detect.certainty import (
+    AGAIN,
+    SURE,
+    Grounds,
+    decide_grounds,
+    measure_stillness,
+    settle_verdict,
+)
 from perdure.detect.desync import DesyncWatch
-from perdure.detect.nodes import NodeWatch
-from perdure.detect.probes import settle_verdict
+from perdure.detect.nodes import NodeClocks, NodeWatch
 from perdure.detect.progress import ProgressNotes
 from perdure.detect.slow import SlowWatch
 from perdure.detect.watch import RankWatch
@@ -60,6 +65,38 @@ FRESH_S = 2.0
 """Nothing is acted upon by a heartbeat older than this: its agent may be restarting."""
 
 
+class Unwatched:
+    """In the place of a detector, where another part of perdure does the watching.
+
+    Replica groups of a torchft job have no collective and no step in common outside a quorum; who
+    is silent or late there, perdure's lighthouse finds (`perdure.control.lighthouse.quorum`). Where
+    that is torchft's own, `perdure.control.lighthouse.watch` does.
+    """
+
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Take other thresholds."""
+
+    def take_beat(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
+        """Take a heartbeat."""
+        return []
+
+    def note(self, now: float, event: AnyEvent) -> list[AnyEvent]:
+        """Take an event of the journal."""
+        return []
+
+    def tick(self, now: float) -> list[AnyEvent]:
+        """Do what is due."""
+        return []
+
+    def next_deadline(self) -> float | None:
+        """Return when `tick` is wanted: never."""
+        return None
+
+    def suspects(self) -> set[int]:
+        """Return the nodes under suspicion."""
+        return set()
+
+
 class Detector:
     """Watches one job, one generation of it at a time."""
 
@@ -77,33 +114,15 @@ class Detector:
         self._notes = ProgressNotes(spec)
         self._habits = Habits()
         self._cadences: dict[int, Cadence] = {}
-        self._generation = -1
-        self._watches: dict[int, RankWatch] = {}
-        self._exited: dict[int, tuple[CommProgress, ...]] = {}
-        self._exit_s: dict[int, float] = {}
-        self._open: Verdict | None = None
-        self._closed = self._failed = self._explained = self._left = False
-        self._epoch = 0
         self._looked_s = self._weighed_s = 0.0
         self._look_every_s = max(0.05, spec.world_size / 10_000)
         self._weigh_every_s = max(0.19, spec.world_size / 10_000)
         self._clocks = NodeClocks()
-        self._slow = SlowWatch(spec, -1)
-        self._desync = DesyncWatch()
-        self._waiting: tuple[int, ...] = ()
-        """Ranks whose progress ends the open verdict, where it names none."""
-        self._early: frozenset[int] = frozenset()
-        self._finished: set[int] = set()
-        """Members of an elastic world that have applied its last step."""
-        self._quits: dict[int, Verdict] = {}
-        """What is said of those that ended before, and is not acted upon yet."""
         self._acted: dict[str, int] = {}
         """Kind, culprit and place of each verdict that was acted upon -> in which generation."""
-        self._stacks: dict[int, tuple[ThreadStack, ...]] = {}
-        self._stack_s = self._stack_changed_s = 0.0
-        """When stacks came last, and when one of them had changed."""
-        self._second_s: float | None = None
-        """When a second look at the stacks was asked for, before the open verdict is acted upon."""
+        self._stack_s = 0.0
+        """When stacks came last."""
+        self._begin(-1, 0.0)
 
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from now on; what is open by now stays open."""
@@ -206,16 +225,28 @@ class Detector:
 
     def _begin(self, generation: int, now: float) -> None:
         self._generation = generation
-        self._watches, self._exited, self._exit_s = {}, {}, {}
-        self._open, self._closed, self._failed = None, False, False
+        self._watches: dict[int, RankWatch] = {}
+        self._exited: dict[int, tuple[CommProgress, ...]] = {}
+        self._exit_s: dict[int, float] = {}
+        self._open: Verdict | None = None
+        self._closed = self._failed = False
         self._explained = False
         """A rank of this generation has failed of itself, so that others' connections ended."""
         self._epoch, self._left = 0, False
         """The newest that was formed or has broken, and whether a rank has ended in it."""
         self._slow, self._desync = SlowWatch(self._spec, generation), DesyncWatch()
-        self._waiting, self._early = (), frozenset()
-        self._finished, self._quits = set(), {}
-        self._stacks, self._second_s, self._stack_changed_s = {}, None, 0.0
+        self._waiting: tuple[int, ...] = ()
+        """Ranks whose progress ends the open verdict, where it names none."""
+        self._early: frozenset[int] = frozenset()
+        self._finished: set[int] = set()
+        """Members of an elastic world that have applied its last step."""
+        self._quits: dict[int, Verdict] = {}
+        """What is said of those that ended before, and is not acted upon yet."""
+        self._stacks: dict[int, tuple[ThreadStack, ...]] = {}
+        self._stack_changed_s = 0.0
+        """When one of the stacks had changed."""
+        self._second_s: float | None = None
+        """When a second look at the stacks was asked for, before the open verdict is acted upon."""
         self._nodes.trust()
         self._notes.begin(generation, now)
 
@@ -228,7 +259,7 @@ class Detector:
             if progress.rank in self._exit_s:
                 return None
             cadence = self._cadences.setdefault(progress.rank, Cadence())
-            watch = RankWatch(progress.rank, beat.node, cadence, self._config)
+            watch = RankWatch(progress.rank, beat.node, cadence, self._config, progress)
             self._watches[progress.rank] = watch
             watch.clock_s = clock_s
             watch.begin(progress, beat.sent_s)
@@ -544,9 +575,9 @@ class Detector:
                 allowed_s, why = watch.compute_allowance(self._habits)
                 first_s = watch.progress_s
                 evidence |= {
-                    "pid": watch.pid,
-                    "proc_state": watch.state,
-                    "phase": watch.phase,
+                    "pid": watch.newest.pid,
+                    "proc_state": watch.newest.proc.state,
+                    "phase": watch.newest.phase,
                     "silence_s": round(watch.silence_s, 3),
                     "allowed_s": round(allowed_s, 3),
                     "allowed_for": why,

@@ -46,8 +46,10 @@ class Link:
 
     src: int
     dst: int
-    near: bool = False
+    near: bool
     """Within a node."""
+    newest: LinkSample
+    """All sockets between the two together, as its node has seen them last."""
     learned_s: float = 0.0
     seen_s: float = 0.0
     cell: float = 0.0
@@ -56,32 +58,31 @@ class Link:
     """Share of the time for which it was busier than usual."""
     moved_s: float = 0.0
     base: Baseline = field(default_factory=Baseline)
-    lost: float = 0.0
-    retrans: int = 0
-    rtt_s: float = 0.0
-    unsent: int = 0
-    backoff: int = 0
-    last_ack_s: float = 0.0
     swept_s: float = 0.0
     """When its node looked last."""
     tried_s: float = 0.0
     """No later than this, the kernel last sent again what nobody had answered."""
-    unread: int = 0
     comms: tuple[str, ...] = ()
     slow: Persistence | None = None
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Return from which rank to which it is."""
+        return self.src, self.dst
+
     def show(self) -> dict[str, object]:
         """Return what is known, as evidence."""
+        newest = self.newest
         return {
             "link": [self.src, self.dst],
             "busy_ms_per_mb": round(self.cell, 3),
             "usual_ms_per_mb": round(self.base.value, 3),
-            "rtt_ms": round(self.rtt_s * 1e3, 3),
-            "retransmits": self.retrans,
-            "unsent_bytes": self.unsent,
-            "backoff": self.backoff,
-            "last_ack_s": round(self.last_ack_s, 3),
-            "unread_bytes": self.unread,
+            "rtt_ms": round(newest.rtt_s * 1e3, 3),
+            "retransmits": newest.retrans,
+            "unsent_bytes": newest.unsent_bytes,
+            "backoff": newest.backoff,
+            "last_ack_s": round(newest.last_ack_s, 3),
+            "unread_bytes": newest.unread_bytes,
         }
 
 
@@ -125,29 +126,24 @@ class LinkWatch:
             self._usual_s = now
             self._sort_cells(now)
         for key, samples in by_ends.items():
+            sample = samples[0] if len(samples) == 1 else _merge(samples)
             link = self.links.get(key)
             if link is None:
-                link = self.links[key] = Link(*key, self._node_of(key[0]) == self._node_of(key[1]))
-            backoff, looked_s = link.backoff, min(link.swept_s, link.seen_s)
-            s = samples[0] if len(samples) == 1 else _merge(samples)
-            link.rtt_s, link.retrans, link.unread = s.rtt_s, s.retrans, s.unread_bytes
-            link.unsent, link.backoff, link.last_ack_s = s.unsent_bytes, s.backoff, s.last_ack_s
+                near = self._node_of(key[0]) == self._node_of(key[1])
+                link = self.links[key] = Link(*key, near, sample)
+            if sample.backoff > link.newest.backoff:
+                link.tried_s = min(link.swept_s, link.seen_s)
+            link.newest, link.seen_s, link.swept_s = sample, now, sweep.at_s
             link.comms = tuple(sorted({each.comm for each in samples}))
-            self._update(now, link, s.bytes_acked, s.busy_s)
-            link.swept_s = sweep.at_s
-            if link.backoff > backoff:
-                link.tried_s = looked_s
+            if sample.bytes_acked >= 100_000:
+                self._update(now, link, sample.bytes_acked, sample.busy_s)
 
     def _update(self, now: float, link: Link, acked: int, busy_s: float) -> None:
-        link.seen_s = now
-        link.lost = link.retrans * SEGMENT / acked if acked else 0.0
-        if acked < 100_000:
-            return
         cell = link.cell = busy_s * 1e9 / acked
         link.moved_s = now
         config = self.config
         calm = cell <= config.link_floor_ms_per_mb or cell <= CALM * link.base.value
-        excess = 0.0 if calm and link.retrans < LOST_MIN else self._compute_excess(link)
+        excess = 0.0 if calm and link.newest.retrans < LOST_MIN else self._compute_excess(link)
         if link.slow is None and excess > 0.0:
             link.slow = Persistence(now, config.slow_confirm_s, 0.1)
         if link.slow is not None:
@@ -182,8 +178,9 @@ class LinkWatch:
             extra = link.cell - usual
             if ratio >= config.link_fused_ratio and extra >= config.link_floor_ms_per_mb:
                 return ratio - 1.0
-        if link.lost >= config.link_loss_ratio and link.retrans >= LOST_MIN:
-            return LOSS_EXCESS * link.lost / config.link_loss_ratio
+        lost = link.newest.retrans * SEGMENT / link.newest.bytes_acked
+        if lost >= config.link_loss_ratio and link.newest.retrans >= LOST_MIN:
+            return LOSS_EXCESS * lost / config.link_loss_ratio
         return 0.0
 
     def is_unread(self, link: Link) -> bool:
@@ -191,7 +188,7 @@ class LinkWatch:
         back = self.links.get((link.dst, link.src))
         if back is None or link.seen_s - back.seen_s > UNREAD_S:
             return False  # A look long ago: what is still unread is told of in every sweep.
-        return back.unread >= UNREAD_MIN
+        return back.newest.unread_bytes >= UNREAD_MIN
 
     def list_slow_links(self, now: float, *, fused: bool) -> list[Link]:
         """Return links under suspicion now, the worst first.
@@ -207,10 +204,10 @@ class LinkWatch:
             and link.slow.lasting(now, FRESH_S) >= 0.9 * (least - 1.0)
             and not self.is_unread(link)
         ]
-        excess = {(x.src, x.dst): x.slow.recent(now, FRESH_S) for x in slow if x.slow is not None}
+        excess = {x.ends: x.slow.recent(now, FRESH_S) for x in slow if x.slow is not None}
         worst = max(excess.values(), default=0.0)
-        clear = [x for x in slow if excess[x.src, x.dst] >= MINOR * worst]
-        return sorted(clear, key=lambda x: (-excess[x.src, x.dst], x.src, x.dst))
+        clear = [x for x in slow if excess[x.ends] >= MINOR * worst]
+        return sorted(clear, key=lambda x: (-excess[x.ends], x.ends))
 
     def stands_out(self, now: float, ends: tuple[int, int], nodes: set[int]) -> bool:
         """Return whether a link is slow alone, of all that begin or end on `nodes`.
@@ -228,7 +225,7 @@ class LinkWatch:
             for other in self.links.values()
             if other is not link
             and now - other.moved_s <= FRESH_S
-            and not nodes.isdisjoint((self._node_of(other.src), self._node_of(other.dst)))
+            and not nodes.isdisjoint(self._nodes_of(other))
         ]
         return len(others) >= OTHERS and all(others)
 
@@ -237,8 +234,8 @@ class LinkWatch:
             link
             for link in self.links.values()
             if now - link.seen_s <= FRESH_S
-            and link.backoff > 0
-            and link.last_ack_s >= self.config.link_stuck_s
+            and link.newest.backoff > 0
+            and link.newest.last_ack_s >= self.config.link_stuck_s
             and not self.is_unread(link)
         ]
 
@@ -256,10 +253,9 @@ class LinkWatch:
     def list_stuck_links(self, now: float) -> list[Link]:
         """Return links that have something to send and get no answer, the worst first."""
         stuck = self._list_unanswered(now)
-        self._deaf = {(x.src, x.dst) for x in stuck if self._is_deaf(now, x)}
-        turned = {(x.src, x.dst): self._turn(x) for x in stuck}
-        guilty = {(x.src, x.dst): x for x in turned.values()}.values()
-        return sorted(guilty, key=lambda x: (-(x.unsent > 0), -x.backoff, -x.unsent, x.src, x.dst))
+        self._deaf = {x.ends for x in stuck if self._is_deaf(now, x)}
+        turned = [self.links[x.dst, x.src] if x.ends in self._deaf else x for x in stuck]
+        return sorted({x.ends: x for x in turned}.values(), key=_rate_stuck)
 
     def _is_deaf(self, now: float, link: Link) -> bool:
         """Return whether `src` hears nothing from a `dst` that does hear `src`.
@@ -270,24 +266,23 @@ class LinkWatch:
         back = self.links.get((link.dst, link.src))
         if back is None:
             return False
-        heard_s = back.last_ack_s + now - back.seen_s
-        return heard_s < ONE_WAY * (link.last_ack_s + now - link.seen_s)
+        heard_s = back.newest.last_ack_s + now - back.seen_s
+        return heard_s < ONE_WAY * (link.newest.last_ack_s + now - link.seen_s)
 
-    def _turn(self, link: Link) -> Link:
-        return self.links[link.dst, link.src] if (link.src, link.dst) in self._deaf else link
+    def _nodes_of(self, link: Link) -> tuple[int, int]:
+        return self._node_of(link.src), self._node_of(link.dst)
 
     def place(self, now: float, guilty: list[Link], word: str) -> Place | None:
         """Return the link, or the node, that explains the `guilty` (the worst first)."""
         if not guilty:
             return None
-        node_of = self._node_of
         evidence: dict[str, object] = {"links": [link.show() for link in guilty[:8]]}
-        far = [x for x in guilty if node_of(x.src) != node_of(x.dst)]
+        far = [x for x in guilty if self._node_of(x.src) != self._node_of(x.dst)]
         if not far:
-            several = len({(x.src, x.dst) for x in guilty}) > 1
-            probe = (node_of(guilty[0].src),) if several else ()
+            several = len({x.ends for x in guilty}) > 1
+            probe = (self._node_of(guilty[0].src),) if several else ()
             return self._pin(guilty[0], word, 0.8 if several else 0.9, evidence, probe)
-        pairs = sorted({(node_of(x.src), node_of(x.dst)) for x in far})
+        pairs = sorted({self._nodes_of(x) for x in far})
         if len(pairs) == 1:
             return self._single(now, far[0], pairs[0], word, evidence)
         nodes = sorted({n for pair in pairs for n in pair})
@@ -320,7 +315,7 @@ class LinkWatch:
         """Both directions of one pair of nodes: the worse one, or either card."""
         worst = far[0]
         back = [x for x in far if self._node_of(x.src) == self._node_of(worst.dst)]
-        nodes = tuple(sorted({self._node_of(worst.src), self._node_of(worst.dst)}))
+        nodes = tuple(sorted(set(self._nodes_of(worst))))
         clear = not back or worst.cell > 3 * back[0].cell > 0
         return self._pin(worst, word, 0.8 if clear else 0.6, evidence, nodes)
 
@@ -333,38 +328,35 @@ class LinkWatch:
         probe: tuple[int, ...],
     ) -> Place:
         facts = []
-        if link.backoff:
-            facts.append(f"no answer for {link.last_ack_s:.1f} s")
+        if link.newest.backoff:
+            facts.append(f"no answer for {link.newest.last_ack_s:.1f} s")
         elif link.cell and link.base.known:
             facts.append(f"{link.cell:.1f} ms busy per MB, usually {link.base.value:.1f}")
         elif link.cell:
             facts.append(f"{link.cell:.1f} ms busy per MB")
-        if link.retrans >= LOST_MIN:
-            facts.append(f"{link.retrans} segments sent again")
+        if link.newest.retrans >= LOST_MIN:
+            facts.append(f"{link.newest.retrans} segments sent again")
         reason = f"link {link.src}->{link.dst} is {word}: {', '.join(facts) or 'see the links'}"
-        return Place((link.src, link.dst), None, confidence, reason, evidence, probe)
+        return Place(link.ends, None, confidence, reason, evidence, probe)
 
     def _active_pairs(self, now: float) -> set[tuple[int, int]]:
-        node_of = self._node_of
-        return {
-            (node_of(x.src), node_of(x.dst))
-            for x in self.links.values()
-            if now - max(x.moved_s, x.seen_s) <= FRESH_S and node_of(x.src) != node_of(x.dst)
-        }
+        """Return the pairs of nodes between which a link was seen lately."""
+        seen = (self._nodes_of(x) for x in self.links.values() if now - x.seen_s <= FRESH_S)
+        return {(src, dst) for src, dst in seen if src != dst}
 
     def have_choice(self, now: float) -> bool:
         """Return whether a link between nodes has others to be compared with."""
-        node_of, pairs = self._node_of, set[tuple[int, int]]()
-        for link in self.links.values():
-            if now - max(link.moved_s, link.seen_s) <= FRESH_S and not link.near:
-                pairs.add((node_of(link.src), node_of(link.dst)))
-                if len(pairs) > 2:
-                    return True
-        return False
+        return len(self._active_pairs(now)) > 2
 
     def _is_most(self, now: float, node: int, pairs: list[tuple[int, int]]) -> bool:
         active = {p for p in self._active_pairs(now) if node in p}
-        return len([p for p in pairs if p in active]) * 2 >= len(active)
+        return 2 * len(active & set(pairs)) >= len(active)
+
+
+def _rate_stuck(link: Link) -> tuple[float, ...]:
+    """Return what comes first of the links that nobody answers on: what waits, and how long."""
+    newest = link.newest
+    return -(newest.unsent_bytes > 0), -newest.backoff, -newest.unsent_bytes, *link.ends
 
 
 def _merge(samples: list[LinkSample]) -> LinkSample:

@@ -29,19 +29,15 @@ class ProgressNotes:
         """Begin before the first generation."""
         self._spec = spec
         self._interval_s = INTERVAL_S * max(1.0, spec.world_size / RANKS_AT_FULL_RATE)
-        self._generation = -1
-        self._noted_s = 0.0
-        self._moved = False
-        self._stepping = False
-        self._ready: dict[int, float] = {}
-        self._epochs: dict[int, int] = {}
-        """The newest epoch of each member of an elastic world."""
+        self.begin(-1, 0.0)
 
     def begin(self, generation: int, now: float) -> None:
         """Begin a new generation."""
         self._generation, self._noted_s = generation, now
         self._moved = self._stepping = False
-        self._ready, self._epochs = {}, {}
+        self._ready: dict[int, float] = {}
+        self._epochs: dict[int, int] = {}
+        """The newest epoch of each member of an elastic world."""
 
     def mark_noted(self, at_s: float) -> None:
         """A `ProgressNoted` of this generation is in the journal."""
@@ -101,13 +97,13 @@ class ProgressNotes:
     ) -> ProgressNoted:
         self._noted_s, self._moved = now, False
         accounts: dict[int, RankAccount] = {r: w.account for r, w in sorted(watches.items())}
-        live = [w for w in watches.values() if not w.gone and not w.unseen]
+        live = [w for w in watches.values() if not w.gone and not w.newest.unseen]
         size = self._spec.world_size  # Beyond it are members that came later, or are held.
         steps = [
             a.step
             for r, a in accounts.items()
             if (r < size or a.step >= 0)
-            and not watches[r].unseen
+            and not watches[r].newest.unseen
             and not (watches[r].gone and self._is_out(r))
         ]
         return ProgressNoted(
@@ -133,7 +129,7 @@ class ProgressNotes:
         return GenerationStepping(
             generation=self._generation,
             at_s=max(self._ready.values()),
-            step=min((w.account.step for w in watches.values() if not w.unseen), default=-1),
+            step=min((w.account.step for w in watches.values() if not w.newest.unseen), default=-1),
             stamps={name: at_s for name, at_s in stamps.items() if at_s > 0},
         )
 

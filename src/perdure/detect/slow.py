@@ -611,7 +611,7 @@ class SlowWatch:
             "extra_s_per_step": share.extra_s,
             "exposed_s_per_step": share.frontier_s,
             "step_s": round(share.step_s, 5),
-            "pid": watch.pid,
+            "pid": watch.newest.pid,
         }
         if taken is not None:
             evidence["run_delay_share"] = round(taken, 3)

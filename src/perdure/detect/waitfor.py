@@ -138,7 +138,7 @@ def _list_in_flight(
         sure = [
             r
             for r in inside
-            if current[r].ended_seq >= 0 and not (left and watches[r].recorder == "status")
+            if current[r].ended_seq >= 0 and not (left and watches[r].newest.recorder == "status")
         ]
         if sure:
             c = current[sure[0]]

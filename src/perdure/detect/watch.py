@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from perdure.detect.cadence import Cadence, Habits
 from perdure.model.job import DetectConfig
-from perdure.model.signals.progress import BusyPhase, CommProgress, RankAccount, RankProgress
+from perdure.model.signals.progress import CommProgress, RankAccount, RankProgress
 from perdure.model.verdicts import Activity
 
 SAMPLE_S = 1.0
@@ -42,7 +42,8 @@ class RankWatch:
     node: int
     cadence: Cadence
     config: DetectConfig
-    pid: int = 0
+    newest: RankProgress
+    """What its newest heartbeat shows."""
     received_s: float = 0.0
     """When the controller heard of it last."""
     began_s: float = 0.0
@@ -51,17 +52,15 @@ class RankWatch:
     """When the newest heartbeat was sent: silence is measured up to here, not up to now, so
     that a late heartbeat is never taken for a silent rank."""
     progress_s: float = 0.0
-    phase: str = "spawned"
-    phase_since_s: float = 0.0
     heartbeat_s: float = 0.0
     account: RankAccount = field(default_factory=RankAccount)
+    """As its newest heartbeat has it, or the record of its end."""
     comms: tuple[CommProgress, ...] = ()
     collectives: int = 0
     """Collectives entered so far, in all communicators."""
     moves: int = 0
     instrumented: bool = False
     """It has shown a step or a collective."""
-    state: str = "?"
     stopped_in_gap: bool = False
     busy_s: float = 0.0
     """When CPU or I/O was last seen to move."""
@@ -70,11 +69,6 @@ class RankWatch:
     gone: bool = False
     clock_s: float = 0.0
     """Added to its node's stamps to make them the controller's."""
-    recorder: str = ""
-    busy_phase: BusyPhase | None = None
-    """What the script has declared to be busy with."""
-    unseen: bool = False
-    """Its ring cannot be read: of its steps and collectives nothing is known."""
     peers: dict[str, int] = field(default_factory=dict)
     """Communicator -> the other end of a send or receive that is under way, where known."""
     _anchor: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
@@ -87,7 +81,7 @@ class RankWatch:
     @property
     def stopped(self) -> bool:
         """Return whether it is in state T. A debugger's `t` is not: py-spy makes it too."""
-        return self.state == "T"
+        return self.newest.proc.state == "T"
 
     @property
     def declared_busy(self) -> bool:
@@ -95,7 +89,7 @@ class RankWatch:
 
         A stopped process is in none: no evaluation is ever in state T.
         """
-        phase = self.busy_phase
+        phase = self.newest.busy_phase
         return phase is not None and self.seen_s <= phase.until_s and not self.stopped
 
     @property
@@ -105,7 +99,7 @@ class RankWatch:
             return "gone"
         if self.stopped:
             return "stopped"
-        if self.phase in _DISK_PHASES:
+        if self.newest.phase in _DISK_PHASES:
             return "busy"
         if self.blocked_s > self.busy_s and self.seen_s - self.blocked_s <= 2 * SAMPLE_S:
             return "blocked"
@@ -153,14 +147,14 @@ class RankWatch:
             progress.heartbeat_s > self.heartbeat_s
             or stepped > 0
             or collectives > self.collectives
-            or progress.phase != self.phase
+            or progress.phase != self.newest.phase
         )
         if moved:
             self._move(progress, sent_s, habits, stepped, collectives > self.collectives)
         elif not self.instrumented and self.busy_s == sent_s:
             self.progress_s = sent_s
         self._store(progress)
-        self.stopped_in_gap |= self.stopped or self.phase == "paused" or self.declared_busy
+        self.stopped_in_gap |= self.stopped or progress.phase == "paused" or self.declared_busy
         return moved
 
     def _move(
@@ -169,15 +163,15 @@ class RankWatch:
         at_s = min(self._newest_stamp(new), sent_s)
         if at_s <= self.progress_s:
             at_s = sent_s
-        gap_s = at_s - self.progress_s
-        if new.phase != self.phase and self.phase_since_s > 0 and not self.stopped_in_gap:
-            habits.end_phase(self.phase, new.phase_since_s - self.phase_since_s)
+        gap_s, old = at_s - self.progress_s, self.newest
+        if new.phase != old.phase and old.phase_since_s > 0 and not self.stopped_in_gap:
+            habits.end_phase(old.phase, new.phase_since_s - old.phase_since_s)
         if self.instrumented and len(self.cadence) >= 3 and not self.stopped_in_gap:
             floor_s = self.config.hang_floor_s
             if gap_s > floor_s and gap_s > floor_s + self.cadence.usual_s:
                 habits.end_gap(self.position, gap_s)
         if self.instrumented and self.account.step >= 0 and not self.stopped_in_gap:
-            habits.end_silence(self.phase, gap_s)
+            habits.end_silence(old.phase, gap_s)
         last_s, new_last_s = self.account.last_step_s, new.account.last_step_s
         if self.stopped_in_gap:
             pass  # What a stopped rank took says nothing about what its steps take.
@@ -208,15 +202,10 @@ class RankWatch:
         self._anchor = (sent_s, progress.proc.cpu_s, progress.proc.io_bytes)
 
     def _store(self, progress: RankProgress) -> None:
-        self.pid = progress.pid
-        self.phase, self.phase_since_s = progress.phase, progress.phase_since_s
+        self.newest = progress
         self.heartbeat_s = max(self.heartbeat_s, progress.heartbeat_s)
         self.account, self.comms = progress.account, progress.comms
         self.collectives = max(self.collectives, _entered(progress.comms))
-        self.state = progress.proc.state
-        self.recorder = progress.recorder
-        self.busy_phase = progress.busy_phase
-        self.unseen = progress.unseen
         self.peers = _read_peers(progress)
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
 
@@ -225,25 +214,25 @@ class RankWatch:
 
         A stopped process gets no allowance for a phase: no evaluation is ever in state T.
         """
-        config = self.config
-        if self.phase == "paused" and not self.stopped:
+        config, phase, busy_phase = self.config, self.newest.phase, self.newest.busy_phase
+        if phase == "paused" and not self.stopped:
             return math.inf, "a pause"
-        if self.busy_phase is not None and self.declared_busy:
-            most_s = self.busy_phase.until_s - self.progress_s
-            return most_s, f"the declared busy phase {self.busy_phase.name}"
+        if busy_phase is not None and self.declared_busy:
+            most_s = busy_phase.until_s - self.progress_s
+            return most_s, f"the declared busy phase {busy_phase.name}"
         factor, floor_s = config.hang_step_factor, config.hang_floor_s
         if self.stopped:
             return floor_s + factor * self.cadence.typical_s, "a stopped process"
-        if not self.instrumented or self.phase == "finished":
+        if not self.instrumented or phase == "finished":
             return config.startup_allowance_s, "before the first, or after the last, step"
         base_s = floor_s + factor * self.cadence.usual_s
-        trains = self.phase in _START_PHASES and self.moves >= MOVES_MIN
-        if self.phase in LONG_PHASES and not trains:
-            known_s = habits.phase_s(self.phase)
+        trains = phase in _START_PHASES and self.moves >= MOVES_MIN
+        if phase in LONG_PHASES and not trains:
+            known_s = habits.phase_s(phase)
             room_s = 0.0 if known_s is None else floor_s + SLACK * known_s
-            if known_s is None or self.phase in _DISK_PHASES:
+            if known_s is None or phase in _DISK_PHASES:
                 room_s = max(room_s, config.phase_allowance_s)
-            return max(base_s, room_s), f"phase {self.phase}"
+            return max(base_s, room_s), f"phase {phase}"
         steps = self.account.step
         first = steps <= self.account.start_step if steps >= 0 else self.moves < MOVES_MIN
         if first or len(self.cadence) < 3:

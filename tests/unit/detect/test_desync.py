@@ -4,13 +4,20 @@ from perdure.detect.cadence import Cadence
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.job import DetectConfig
-from perdure.model.signals.progress import CollectiveSpan, CommProgress, RankAccount
+from perdure.model.signals.progress import (
+    CollectiveSpan,
+    CommProgress,
+    RankAccount,
+    RankProgress,
+)
 
 
 def make_watch(rank, step, seq, op="allreduce", size=4, recorder="compiled"):
-    watch = RankWatch(rank, 0, Cadence(), DetectConfig())
-    watch.account, watch.recorder = RankAccount(step=step), recorder
-    watch.comms = (CommProgress("pg", 3, seq, seq, op, 1.0, (0, 1, 2), size),)
+    comms = (CommProgress("pg", 3, seq, seq, op, 1.0, (0, 1, 2), size),)
+    account = RankAccount(step=step)
+    shown = RankProgress(rank, 1, "step", 1.0, 1.0, account, comms, recorder=recorder)
+    watch = RankWatch(rank, 0, Cadence(), DetectConfig(), shown)
+    watch.account, watch.comms = account, comms
     return watch
 
 

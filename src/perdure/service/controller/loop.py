@@ -27,9 +27,8 @@ from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import make_journal_event
 from perdure.control.senders import describe_sender, find_role, find_untrue, sift_beat
 from perdure.control.steering.verbs import preview_verb
-from perdure.detect import Detector
+from perdure.detect import Detector, Unwatched
 from perdure.detect.devices import DeviceJudge
-from perdure.detect.unwatched import Unwatched
 from perdure.model.bus.version import can_talk
 from perdure.model.bus.wire import (
     Command,
