@@ -39,6 +39,8 @@ from perdure.telemetry.segments import Presence
 
 NOTES_MAX = 1000
 """Remarks that a report has; the newest of them."""
+REFORMS_KEPT = 100
+"""Worlds formed in place that a picture of the present knows of."""
 WITHHELD_MAX = 100
 """The newest are kept of what would have been done."""
 
@@ -161,6 +163,21 @@ class History:
     """What would have been done, the newest last, in a job that is only observed."""
     notes: list[NoteRow] = field(default_factory=list)
     """Remarks of operators, the newest last."""
+    dropped: int = 0
+    """Generations that are only counted any more, and the number of the newest of them."""
+    dropped_to: int = -1
+    dropped_incidents: int = 0
+
+    @property
+    def num_generations(self) -> int:
+        """Return how many there were."""
+        return self.dropped + len(self.generations)
+
+    @property
+    def num_incidents(self) -> int:
+        """Return how many generations have failed, and parts of perdure's own have died."""
+        failed = sum(g.incident is not None for g in self.generations.values())
+        return self.dropped_incidents + failed + len(self.lost_parts)
 
     @property
     def newest(self) -> Generation | None:
@@ -242,11 +259,36 @@ class History:
         for generation in self.generations.values():
             if generation.number < before and not generation.condensed:
                 generation.condense()
+            for history in generation.ranks.values():
+                history.stalls.clear()
+        if self.spec is not None and not self.spec.groups:  # A group's own may be an old one.
+            self._drop(before)
+        self.dropped_incidents += len(self.lost_parts)
+        self.lost_parts.clear()
+        del self.reforms[:-REFORMS_KEPT]
         furthest = max(self.checkpoints, key=lambda c: c.step, default=None)
         kept = self.checkpoints[-checkpoints:]
         if furthest is not None and furthest not in kept:
             kept = [furthest, *kept]
         self.checkpoints = kept
+
+    def _drop(self, before: int) -> None:
+        """Only count what nothing hangs on any more of generations older than `before`.
+
+        What the job has to show is what the newest has committed that committed any, as far as
+        later ones did not go further back.
+        """
+        old = [g for g in reversed(self.ordered()) if g.number < before]
+        known = next((g for g in old if g.step >= 0), None)
+        known = known or next((g for g in old if g.resumable), None)
+        first = known.number if known is not None else before
+        for generation in old:
+            silent = generation.step < 0 and generation.start_step is None
+            if generation is not known and (silent or generation.number < first):
+                del self.generations[generation.number]
+                self.dropped += 1
+                self.dropped_to = max(self.dropped_to, generation.number)
+                self.dropped_incidents += generation.incident is not None
 
     def _came_later(self, rank: int) -> bool:
         """Return whether `rank` is no rank of a first world, but a member started beside it."""
@@ -254,7 +296,12 @@ class History:
         return spec is not None and not spec.groups and rank >= spec.world_size
 
     def _of(self, number: int) -> Generation:
-        return self.generations.setdefault(number, Generation(number))
+        known = self.generations.get(number)
+        if known is None:
+            known = Generation(number)
+            if number > self.dropped_to:
+                self.generations[number] = known
+        return known
 
     def _reform(self, event: WorldReformed) -> None:
         """A member is in a new epoch: the incident that it ends did not end its generation."""
@@ -281,9 +328,12 @@ class History:
         return [(r.generation, r.epoch) for r in known] == [(event.generation, event.epoch)]
 
     def _stop(self, event: GenerationStopped) -> None:
-        known = [n for n in self.generations if n <= event.generation]
-        if known:
-            self.generations[max(known)].stopped.setdefault(event.node, event.at_s)
+        generation = self.generations.get(event.generation)
+        if generation is None:
+            known = [n for n in self.generations if n <= event.generation]
+            generation = self.generations[max(known)] if known else None
+        if generation is not None:
+            generation.stopped.setdefault(event.node, event.at_s)
 
     def _note(self, event: ProgressNoted) -> None:
         generation = self._of(event.generation)

@@ -34,7 +34,7 @@ def name_state(history: History) -> str:
     if newest.incident is not None:
         return "recovering"
     if newest.stepping is None:
-        return "recovering" if len(history.generations) > 1 else "forming"
+        return "recovering" if history.num_generations > 1 else "forming"
     return "running"
 
 

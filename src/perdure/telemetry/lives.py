@@ -187,9 +187,12 @@ class LifeFold:
                     life.evictions[-1].back_step = event.step
 
     def _stop(self, event: GenerationStopped) -> None:
-        mine = [e for e in self.of_group(event.node) if e.generation <= event.generation]
-        if mine and mine[-1].stopped_s is None:
-            mine[-1].stopped_s = event.at_s
+        life = self.lives.get(event.generation)
+        if life is None or life.group != event.node:
+            mine = [e for e in self.of_group(event.node) if e.generation <= event.generation]
+            life = mine[-1] if mine else None
+        if life is not None and life.stopped_s is None:
+            life.stopped_s = event.at_s
 
     def _end_standing(self, lives: list[Life], at_s: float) -> None:
         for life in lives:

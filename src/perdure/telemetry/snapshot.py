@@ -194,7 +194,7 @@ class SnapshotFold:
             at_s=now,
             started_s=history.start_s,
             generation=number,
-            restarts=max(0, len(history.generations) - 1),
+            restarts=max(0, history.num_generations - 1),
             step=step,
             steps_per_s=_compute_slowest_speed(rows) if running else 0.0,
             world_size=self._spec.world_size,
@@ -207,8 +207,7 @@ class SnapshotFold:
                 _describe_checkpoint(c) for c in history.checkpoints[-CHECKPOINTS_SHOWN:]
             ),
             metrics=dict(sorted(self.certain.metrics.items())),
-            incidents=sum(g.incident is not None for g in history.generations.values())
-            + len(history.lost_parts),
+            incidents=history.num_incidents,
             settings=settings,
             keys=steering.keys,
             epoch=epoch,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.journals import Story, tell
 
 from perdure.model.events import GenerationStepping
-from perdure.telemetry import LedgerFold, SnapshotFold
+from perdure.telemetry import LedgerFold, SnapshotFold, make_report
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import KEPT, RecentFold
 
@@ -140,3 +140,27 @@ def test_a_picture_holds_them_after_the_past_is_forgotten():
     assert (picture.incidents, len(picture.recent)) == (KEPT + 5, KEPT)
     assert all(row.total_s is not None for row in picture.recent)
     assert len(fold.certain.recent.closed) == KEPT
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_month_of_failures_is_counted_and_costs_a_picture_nothing(resumable: bool) -> None:
+    """10,000 of them: what is kept of each would be sent, written and read for ever."""
+    sizes = []
+    for failures in (30, 300):
+        story = Story(resumable=resumable)
+        story.start()
+        for _ in range(failures):
+            story.train(5)
+            story.crash()
+            story.lose_controller()
+            story.start()
+        fold = SnapshotFold(story.spec)
+        for entry in story.entries:
+            fold.add(entry)
+        picture = fold.snapshot(story.now)
+        assert (picture.restarts, picture.incidents) == (failures, 2 * failures)
+        assert picture.depth == ("resumable" if resumable else "supervised")
+        committed = make_report(story.entries, story.now).steps_committed
+        assert picture.step == (-1 if committed is None else committed)
+        sizes.append(len(fold.certain.history.generations) + len(fold.certain.history.lost_parts))
+    assert sizes[0] == sizes[1] < 5
