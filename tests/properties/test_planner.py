@@ -9,8 +9,13 @@ from perdure.model.errors import ConfigError, MeasureError
 from perdure.model.planning.costs import CostProfile
 from perdure.model.planning.world import World, make_devices
 from perdure.plan.pipeline.simulate import simulate
-from perdure.plan.worlds.moves import compute_missing_bytes, decide_change
-from perdure.plan.worlds.planner import Option, Request, plan_worlds
+from perdure.plan.worlds.planner import (
+    Option,
+    Request,
+    compute_missing_bytes,
+    decide_change,
+    plan_worlds,
+)
 from perdure.plan.worlds.score import Scorer
 
 ALL = ("1f1b", "interleaved", "rerouted", "zero-bubble")

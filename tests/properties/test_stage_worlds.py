@@ -51,9 +51,15 @@ class Member:
 
     def stand(self, memory: dict[StageSnapshot, dict[int, Content]]) -> StageProgress:
         return StageProgress(
-            "a", self.applied, self.line, self.runs, tuple(sorted(self.blocks | self.old)),
-            tuple(sorted(self.done)), self.ready, tuple(sorted(memory)),
-        )  # fmt: skip
+            node="a",
+            applied=self.applied,
+            line=self.line,
+            runs=self.runs,
+            held=tuple(sorted(self.blocks | self.old)),
+            done=tuple(sorted(self.done)),
+            ready=self.ready,
+            snapshots=tuple(sorted(memory)),
+        )
 
 
 class Job:

@@ -86,8 +86,8 @@ def plan_next(nodes: Iterable[int], measured: Sequence[PairProbe]) -> tuple[Pair
 
 def judge(pairs: Iterable[PairProbe], hosts: Iterable[HostProbe] = ()) -> ProbeFinding:
     """Return what all rounds together prove."""
-    seconds = _fold_pairs(pairs)
-    machines = _fold_hosts(hosts)
+    seconds = _fold(((p.src, p.dst), p.seconds) for p in pairs)
+    machines = _fold((h.node, h.seconds) for h in hosts)
     slow = _list_slow(seconds, PAIR_RATIO, PAIR_FLOOR_S)
     slow_hosts = _list_slow(machines, HOST_RATIO, HOST_FLOOR_S)
     evidence = {
@@ -177,19 +177,11 @@ def _say_nothing(seconds: dict[Pair, float], machines: dict[int, float]) -> str:
     return "; ".join(parts) or "one node alone cannot be compared"
 
 
-def _fold_pairs(pairs: Iterable[PairProbe]) -> dict[Pair, float]:
-    """Return the best time of each direction; infinite where none ended."""
-    found: dict[Pair, float] = {}
-    for p in pairs:
-        key = (p.src, p.dst)
-        found[key] = min(found.get(key, float("inf")), p.seconds or float("inf"))
-    return found
-
-
-def _fold_hosts(hosts: Iterable[HostProbe]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for h in hosts:
-        found[h.node] = min(found.get(h.node, float("inf")), h.seconds or float("inf"))
+def _fold(measured: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
+    """Return the best time of each direction, or machine; infinite where none ended (0)."""
+    found: dict[_Key, float] = {}
+    for key, seconds in measured:
+        found[key] = min(found.get(key, float("inf")), seconds or float("inf"))
     return found
 
 

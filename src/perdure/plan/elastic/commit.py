@@ -15,7 +15,7 @@ those behind roll forward with the result of those ahead. Nobody ahead: all stan
 step, whose parameters nobody has touched, and redo only what the lost rank had not delivered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -23,6 +23,22 @@ from perdure.plan.elastic.microbatches import reassign
 
 FRESH = -1
 """Steps applied by a rank that has no state yet: it has just joined."""
+
+
+NO_LINE = -1
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far one member of a world whose state is in parts is, while nothing is under way."""
+
+    node: str
+    applied: int
+    """Steps that its state contains; `FRESH` where it has none."""
+    line: int = NO_LINE
+    done: tuple[int, ...] = ()
+    """Micro-batches, or tasks, of step number `applied` whose gradients it holds."""
+    ready: int = NO_LINE
+    """The line in which it has reduced step number `applied`, without knowing that all have."""
 
 
 class MemberProgress(msgspec.Struct, frozen=True):
@@ -36,24 +52,37 @@ class MemberProgress(msgspec.Struct, frozen=True):
     """It keeps the reduced result of the step before, number `applied - 1`."""
 
 
-class Reformation(msgspec.Struct, frozen=True):
-    """What the members of a new epoch do before they go on. The same on every one of them."""
+class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the members of a new epoch go on. The same on every one of them."""
 
     step: int
-    """Steps that every member's parameters contain afterwards: the number of the next one."""
+    """Steps that every member's state contains afterwards: the number of the next one."""
+    forward: tuple[int, ...]
+    """Members one step behind, which first apply what was reduced: `holder` knows that all have."""
+    holder: int
+    """Who has applied it, and sends the result or tells the losses; -1 where nobody needs it."""
+    todo: dict[int, tuple[int, ...]]
+    """Member -> micro-batches, or tasks, of step `step` that it has to compute."""
+    redone: int
+    """How many micro-batches were assigned to somebody before, and are not done."""
+    reason: str
+
+
+class Reformation(CommittedStep, frozen=True, kw_only=True):
+    """What the members of a new epoch do before they go on, where each has the whole state."""
+
     donors: tuple[int, ...]
     """Members that have this state."""
-    forward: tuple[int, ...]
-    """Members one step behind, which apply the reduced result that `holder` sends."""
     fresh: tuple[int, ...]
     """Members that receive the whole state from the donors."""
-    holder: int
-    """Who sends the reduced result; -1 where nobody needs it."""
-    todo: dict[int, tuple[int, ...]]
-    """Member -> micro-batches of step `step` that it has to compute."""
-    redone: int
-    """How many of them were assigned to somebody before, and are not done."""
-    reason: str
+
+
+class DividedReformation(CommittedStep, frozen=True, kw_only=True):
+    """What they do where each has a part of the state; they may have to go back."""
+
+    line: int
+    back: int
+    """Steps that were applied and are taken again."""
 
 
 def decide_reformation(count: int, progress: Mapping[int, MemberProgress]) -> Reformation:
@@ -66,9 +95,16 @@ def decide_reformation(count: int, progress: Mapping[int, MemberProgress]) -> Re
     step = max(s.applied for s in progress.values())
     if step == FRESH:
         first, *others = members
-        todo = reassign(count, members, {})
-        why = f"nobody has a state: rank {first}'s is everyone's"
-        return Reformation(0, (first,), (), tuple(others), -1, todo, 0, why)
+        return Reformation(
+            step=0,
+            donors=(first,),
+            forward=(),
+            fresh=tuple(others),
+            holder=-1,
+            todo=reassign(count, members, {}),
+            redone=0,
+            reason=f"nobody has a state: rank {first}'s is everyone's",
+        )
     donors = tuple(r for r in members if progress[r].applied == step)
     holder = next((r for r in donors if progress[r].holds), -1)
     behind = [r for r in members if progress[r].applied == step - 1 != FRESH]
@@ -98,3 +134,16 @@ def _explain(
     if fresh:
         parts.append(f"ranks {list(fresh)} receive the state")
     return "; ".join(parts)
+
+
+def tell_apart(
+    progress: Mapping[int, Progress], holding: Collection[int], state: tuple[int, int]
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return who of those that are `holding` anything has (step, line) `state`, and who goes to it.
+
+    The latter have reduced its last step, and somebody lives who knows that all have.
+    """
+    having = {member: progress[member] for member in sorted(holding)}
+    live = [m for m, one in having.items() if (one.applied, one.line) == state]
+    behind = [m for m, one in having.items() if (one.applied + 1, one.ready) == state]
+    return live, tuple(behind) if live else ()

@@ -17,9 +17,8 @@ from itertools import pairwise
 
 import msgspec
 
+from perdure.plan.elastic.commit import NO_LINE, DividedReformation, Progress, tell_apart
 from perdure.plan.elastic.microbatches import reassign
-
-NO_LINE = -1
 
 
 class Shard(msgspec.Struct, frozen=True, order=True):
@@ -52,19 +51,11 @@ class Snapshot(msgspec.Struct, frozen=True, order=True):
     """The member that has written it."""
 
 
-class ShardProgress(msgspec.Struct, frozen=True):
+class ShardProgress(Progress, frozen=True):
     """What one member holds, at a moment when it computes and reduces nothing."""
 
-    node: str
-    applied: int
-    """Steps that its state contains; `FRESH` where it has none."""
-    line: int = NO_LINE
     shards: tuple[Shard, ...] = ()
     """Held live, the newest world's last; two while a state is passed on to a new world."""
-    done: tuple[int, ...] = ()
-    """Micro-batches of step number `applied` whose gradients it holds."""
-    ready: int = NO_LINE
-    """The line in which it has reduced step number `applied`, without knowing that all have."""
     snapshots: tuple[Snapshot, ...] = ()
     """What it can read of the peer checkpoint."""
 
@@ -88,24 +79,13 @@ class Transfer(msgspec.Struct, frozen=True):
     end: int
 
 
-class ShardReformation(msgspec.Struct, frozen=True):
+class ShardReformation(DividedReformation, frozen=True, kw_only=True):
     """What the members of a new epoch do before they go on. The same on every one of them."""
 
-    step: int
-    line: int
     layout: dict[int, Shard]
     copies: tuple[tuple[int, ...], ...]
-    forward: tuple[int, ...]
-    """Members that first apply what they have reduced: `holder` knows that all have."""
-    holder: int
-    """Who has applied it and tells the losses; -1 where nobody needs it."""
     sources: tuple[Source, ...]
     """Empty where nobody has a state: then the first member's model is everyone's."""
-    back: int
-    """Steps that were applied and are taken again."""
-    todo: dict[int, tuple[int, ...]]
-    redone: int
-    reason: str
 
     @property
     def fresh(self) -> bool:
@@ -148,11 +128,8 @@ def decide_shards(
         if found is None:
             return None
         step, line, sources = found
-    live = sorted(m for m, s in progress.items() if (s.applied, s.line) == (step, line))
-    behind = sorted(
-        m for m, s in progress.items() if s.shards and (s.applied + 1, s.ready) == (step, line)
-    )
-    forward = tuple(behind) if live else ()
+    holding = [m for m, s in progress.items() if s.shards]
+    live, forward = tell_apart(progress, holding, (step, line))
     kept = {m: progress[m].done for m in live}
     todo = reassign(count, members, kept)
     left = sum(len(mine) for mine in todo.values())

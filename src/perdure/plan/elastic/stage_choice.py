@@ -12,7 +12,7 @@ import msgspec
 
 from perdure.model.errors import ConfigError, MeasureError
 from perdure.model.planning.costs import CostProfile, Place
-from perdure.model.planning.world import Device, ScheduleName, Stage, World
+from perdure.model.planning.world import Device, Stage, World
 from perdure.plan.elastic.stages import (
     Choice,
     Layout,
@@ -20,11 +20,12 @@ from perdure.plan.elastic.stages import (
     Section,
     add_newcomers,
     cut_balanced,
+    keep,
     place,
 )
+from perdure.plan.worlds.candidates import share_out
 from perdure.plan.worlds.measures import StageTimes, refresh
-from perdure.plan.worlds.moves import decide_change
-from perdure.plan.worlds.planner import Option, Request, plan_worlds
+from perdure.plan.worlds.planner import Option, Request, decide_change, plan_worlds
 from perdure.plan.worlds.score import Scorer
 
 FIXED_S = 0.2
@@ -108,7 +109,7 @@ class PlannedChoice:
         if best is None:
             why = "the profile tells of no world that fits"
             if stays is not None:
-                return _stay(stays, why)
+                return keep(stays, why)
             model = Model(tuple(self._weights), tuple(self._sizes), len(self._weights))
             return cut_balanced(model, len(members))._replace(reason=why)
         choice = self._use_all(best.world, len(members))
@@ -123,12 +124,12 @@ class PlannedChoice:
         held = {member: range(*section) for section, copies in pairs for member in copies}
         placed = place(choice, [int(d.name) for d in devices], held, self._sizes)
         if placed == stays:
-            return _stay(stays, f"{stays.shape} is the planner's best, and goes on where it is")
+            return keep(stays, f"{stays.shape} is the planner's best, and goes on where it is")
         scorer = Scorer(self._profile, devices)
         try:
             old = self._request.global_batch / scorer.score(self._make_world(stays)).step_s
         except ConfigError as error:
-            return _stay(stays, f"{stays.shape} goes on where it is: {error.message}")
+            return keep(stays, f"{stays.shape} goes on where it is: {error.message}")
         change = decide_change(
             self._make_world(rest),
             old,
@@ -139,7 +140,7 @@ class PlannedChoice:
             dwell_s=self._dwell_s,
         )
         if change.decision == "stay":
-            return _stay(stays, change.reason)
+            return keep(stays, change.reason)
         return choice._replace(reason=change.reason)
 
     def _choose_best(self, devices: Sequence[Device]) -> Option | None:
@@ -161,13 +162,9 @@ class PlannedChoice:
         return Choice(sections, tuple(copies), None, f"{world.shape} is the planner's best")
 
     def _make_world(self, layout: Layout) -> World:
-        sizes = {len(copies) for copies in layout.copies}
-        replicas = min(sizes)
-        each, more = divmod(self._count, replicas)
-        even = len(sizes) == 1
-        name: ScheduleName = "1f1b" if even else "rerouted"
+        even, replicas = len(set(layout.sizes)) == 1, min(layout.sizes)
         return World(
-            schedule=name,
+            schedule="1f1b" if even else "rerouted",
             micro_batch=self._request.micro_batches[0],
             count=self._count,
             chunks=1,
@@ -175,15 +172,10 @@ class PlannedChoice:
                 Stage(section.first, section.stop, self._recompute, tuple(map(str, copies)))
                 for section, copies in zip(layout.sections, layout.copies, strict=True)
             ),
-            shares=tuple(each + (r < more) for r in range(replicas)) if even else (),
+            shares=share_out(self._count, [1.0] * replicas) if even else (),
         )
 
     def _estimate_bytes_per_s(self, devices: Sequence[Device]) -> float:
         where: Place = "node" if len({device.node for device in devices}) == 1 else "cluster"
         known = {t.place: t.bytes_per_s for t in self._profile.transfers}
         return known.get(where, min(known.values(), default=_BYTES_PER_S))
-
-
-def _stay(layout: Layout, reason: str) -> Choice:
-    sizes = tuple(len(copies) for copies in layout.copies)
-    return Choice(layout.sections, sizes, layout, reason)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from perdure.plan.elastic.shards import NO_LINE
+from perdure.plan.elastic.commit import DividedReformation, Progress, tell_apart
 from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.elastic.stages import Choose, Layout, Runs, list_blocks, place, remaining_layout
 from perdure.plan.worlds.measures import StageTimes
@@ -32,21 +32,16 @@ class StageSnapshot(msgspec.Struct, frozen=True, order=True):
     """The member that has written it."""
 
 
-class StageProgress(msgspec.Struct, frozen=True):
-    """What one member holds, at a moment when it computes and reduces nothing."""
+class StageProgress(Progress, frozen=True):
+    """What one member holds, at a moment when it computes and reduces nothing.
 
-    node: str
-    applied: int
-    """Steps that its state contains; `FRESH` where it has none."""
-    line: int = NO_LINE
+    What it has `done` are tasks (`stage_orders`).
+    """
+
     runs: Runs = ()
     """Its sections in the newest world that it was in; none before the first."""
     held: tuple[int, ...] = ()
     """Blocks that it has live; more than its sections' while they are passed on."""
-    done: tuple[int, ...] = ()
-    """Tasks of step number `applied` (`stage_orders`) whose gradients it holds."""
-    ready: int = NO_LINE
-    """The line in which it has reduced step number `applied`, without knowing that all have."""
     snapshots: tuple[StageSnapshot, ...] = ()
     """What it can read of the peer checkpoint."""
     times: tuple[StageTimes, ...] = ()
@@ -70,18 +65,12 @@ class Move(NamedTuple):
     """Each sends its share; the member itself, where it has a snapshot."""
 
 
-class StageReformation(msgspec.Struct, frozen=True):
+class StageReformation(DividedReformation, frozen=True, kw_only=True):
     """What the members of a new epoch do before they go on. The same on every one of them."""
 
-    step: int
-    line: int
     layout: Layout
     changed: bool
     """The model is cut or placed otherwise than before."""
-    forward: tuple[int, ...]
-    """Members that first apply what they have reduced: `holder` knows that all have."""
-    holder: int
-    """Who has applied it and tells the losses; -1 where nobody needs it."""
     plain: Holder
     """Who tells what all members have alike."""
     fresh: bool
@@ -90,13 +79,6 @@ class StageReformation(msgspec.Struct, frozen=True):
     kept: dict[int, tuple[int, ...]]
     """Member -> tasks of step `step` that it need not do again."""
     passes: Passes
-    back: int
-    """Steps that were applied and are taken again."""
-    todo: dict[int, tuple[int, ...]]
-    """Member -> tasks that it has to do."""
-    redone: int
-    """Micro-batches that some stage does again."""
-    reason: str
 
 
 def decide_stages(
@@ -123,18 +105,14 @@ def decide_stages(
             return None
         fresh, found = True, (0, line, {b: (Holder(whole[0]),) for b in range(blocks)})
     step, line, holders = found
-    live = [
-        m
-        for m in members
-        if progress[m].held and (progress[m].applied, progress[m].line) == (step, line)
-    ]
-    forward = tuple(_list_behind(progress, step, line)) if live else ()
+    holding = [m for m in members if progress[m].held]
+    live, forward = tell_apart(progress, holding, (step, line))
     layout, why = _choose_layout(blocks, sizes, choose, progress, holders)
     kept = _map_kept(layout, {m: progress[m] for m in live})
     passes = plan_passes(layout, count, kept, schedule=schedule)
     moves = tuple(plan_moves(layout, holders))
     newest = max(s.applied for s in progress.values())
-    old = {progress[m].runs for m in members if progress[m].held}
+    old = {progress[m].runs for m in holding}
     began = any(s.done for s in progress.values())
     plan = StageReformation(
         step=step,
@@ -223,13 +201,6 @@ def _choose_layout(
         for holder in having:
             held[holder.member].add(block)
     return place(choice, members, held, sizes), choice.reason
-
-
-def _list_behind(progress: Mapping[int, StageProgress], step: int, line: int) -> Iterable[int]:
-    for member in sorted(progress):
-        one = progress[member]
-        if one.held and (one.applied + 1, one.ready) == (step, line):
-            yield member
 
 
 def _map_kept(layout: Layout, progress: Mapping[int, StageProgress]) -> dict[int, tuple[int, ...]]:

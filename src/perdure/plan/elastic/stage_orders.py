@@ -20,12 +20,10 @@ from perdure.model.planning.pipeline import Orders, Routes
 from perdure.plan.elastic.microbatches import assign
 from perdure.plan.elastic.stages import Layout
 from perdure.plan.pipeline.orders import (
-    Ranks,
     join_replicas,
-    order_1f1b,
+    number_cells,
     order_greedily,
-    order_interleaved,
-    order_zero_bubble,
+    order_replica,
     route_spread,
     route_straight,
 )
@@ -111,32 +109,22 @@ def _order_replicas(
     shares = list(assign(len(numbers), range(replicas)).values())
     routes = route_straight(places, shares, stages // places)
     named = [[numbers[i] for i in share] for share in shares]
+    if stages > places:
+        schedule = "interleaved"
+    elif schedule == "interleaved":
+        schedule = "1f1b"
     try:
-        lists = [_order_one(stages, places, mine, schedule) for mine in named]
+        lists = [order_replica(schedule, places, stages // places, mine) for mine in named]
     except ConfigError:  # These are no whole groups of micro-batches.
         return cells, routes, _order_freely(routes, numbers, len(cells), works)
     return cells, routes, join_replicas(lists)
-
-
-def _order_one(stages: int, places: int, numbers: Sequence[int], schedule: StageSchedule) -> Ranks:
-    """Return the lists of one replica.
-
-    Raises:
-        ConfigError: its ranks have several stages, and these micro-batches are no whole groups.
-    """
-    if stages > places:
-        return order_interleaved(places, stages // places, numbers)
-    return (order_zero_bubble if schedule == "zero-bubble" else order_1f1b)(places, numbers)
 
 
 def _order_spread(
     layout: Layout, numbers: Sequence[int], works: Sequence[float]
 ) -> tuple[tuple[int, ...], Routes, Orders]:
     """Cells are numbered place by place."""
-    cells, columns = layout.members, list[range]()
-    for members in layout.copies:
-        start = columns[-1].stop if columns else 0
-        columns.append(range(start, start + len(members)))
+    cells, columns = layout.members, number_cells([len(members) for members in layout.copies])
     turns = len(layout.sections) // len(columns)
     routes = route_spread(columns * turns, len(numbers))
     return cells, routes, _order_freely(routes, numbers, len(cells), works)

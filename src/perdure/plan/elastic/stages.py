@@ -46,9 +46,14 @@ class Layout(msgspec.Struct, frozen=True):
         return list_runs(self.sections, len(self.copies))
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many members each place has."""
+        return tuple(map(len, self.copies))
+
+    @property
     def shape(self) -> str:
         """`2x3` is two copies of three places; `(3,2)` the copies of each where they differ."""
-        sizes = [len(members) for members in self.copies]
+        sizes = self.sizes
         interleaved = " interleaved" if len(self.sections) > len(self.copies) else ""
         if len(set(sizes)) == 1:
             return f"{sizes[0]}x{len(sizes)}{interleaved}"
@@ -128,51 +133,43 @@ def choose_balanced(
     if rest is None:
         return best
     stays = add_newcomers(rest, members, model.weights)
-    busiest = compute_largest_work(model.weights, stays.sections, [len(c) for c in stays.copies])
+    busiest = compute_largest_work(model.weights, stays.sections, stays.sizes)
     least = compute_largest_work(model.weights, best.sections, best.copies)
     if len(stays.copies) < len(best.copies):
         return best._replace(reason=f"{rest.shape} has too few stages")
     if busiest > TOLERANCE * least:
         more = f"the busiest stage of {stays.shape} has {busiest / least:.1f} times the work"
         return best._replace(reason=f"{more} of {_shape(best)}'s")
-    sizes = tuple(len(c) for c in stays.copies)
-    return Choice(stays.sections, sizes, stays, f"{stays.shape} goes on where it is")
+    return keep(stays, f"{stays.shape} goes on where it is")
+
+
+def keep(layout: Layout, reason: str) -> Choice:
+    """Return the choice of a layout that stays as it is."""
+    return Choice(layout.sections, layout.sizes, layout, reason)
 
 
 def cut_balanced(model: Model, size: int) -> Choice:
-    """Return the cut for `size` members whose busiest stage has least work."""
+    """Return the cut for `size` members whose busiest stage has least work.
+
+    Interleaved, sections are of about equal work, since a place that had more of it than another
+    would hold up the pipeline in each of its turns; copies left over go to the busiest places.
+    """
     blocks = len(model.weights)
-    stages = max(1, min(model.stages, size, blocks))
-    if stages > 1 and model.runs > 1 and stages * model.runs <= blocks:
-        return _cut_interleaved(model, size, stages)
-    copies, extra = divmod(size, stages)
+    places = max(1, min(model.stages, size, blocks))
+    copies, extra = divmod(size, places)
+    interleaved = places > 1 and model.runs > 1 and places * model.runs <= blocks
+    loads = (1.0, 1.0) if interleaved else (1 / copies, 1 / (copies + 1))
     sums = [0.0, *accumulate(model.weights)]
-    cutter = Cutter(
-        blocks, lambda first, stop, place: sums[stop] - sums[first], (1 / copies, 1 / (copies + 1))
-    )
-    found = cutter.cut(stages, extra)
+    cutter = Cutter(blocks, lambda first, stop, place: sums[stop] - sums[first], loads)
+    found = cutter.cut(places * model.runs) if interleaved else cutter.cut(places, extra)
     assert found is not None
     _, cuts, extras = found
     sections = tuple(Section(a, b) for a, b in pairwise(cuts))
+    if interleaved:
+        works = _compute_works(model.weights, sections, places)
+        busiest = sorted(range(places), key=lambda place: -works[place])[:extra]
+        extras = tuple(place in busiest for place in range(places))
     return Choice(sections, tuple(copies + more for more in extras), None, "the model is cut anew")
-
-
-def _cut_interleaved(model: Model, size: int, places: int) -> Choice:
-    """Return the cut whose longest section is shortest; copies left over go to the busiest places.
-
-    Sections are of about equal work: a place that had more of it than another would hold up the
-    pipeline in each of its turns.
-    """
-    sums = [0.0, *accumulate(model.weights)]
-    cutter = Cutter(len(model.weights), lambda first, stop, place: sums[stop] - sums[first])
-    found = cutter.cut(places * model.runs)
-    assert found is not None
-    sections = tuple(Section(a, b) for a, b in pairwise(found[1]))
-    works = _compute_works(model.weights, sections, places)
-    copies, extra = divmod(size, places)
-    busiest = sorted(range(places), key=lambda place: -works[place])[:extra]
-    sizes = tuple(copies + (place in busiest) for place in range(places))
-    return Choice(sections, sizes, None, "the model is cut anew")
 
 
 def list_runs(sections: Sequence[Section], places: int) -> tuple[Runs, ...]:

@@ -15,9 +15,11 @@ every other.
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.planning.pipeline import Action, Orders, Routes
+from perdure.model.planning.world import ScheduleName
 from perdure.plan.pipeline.simulate import Pipe
 
 Ranks = list[list[Action]]
@@ -99,6 +101,28 @@ def order_zero_bubble(ranks: int, micro_batches: Sequence[int]) -> Ranks:
                     mine.append(left.pop(0))
         lists.append(mine + left)
     return lists
+
+
+def order_replica(
+    schedule: ScheduleName, ranks: int, chunks: int, micro_batches: Sequence[int]
+) -> Ranks:
+    """Return what the ranks of one replica do, each with `chunks` stages.
+
+    Raises:
+        ConfigError: Interleaved, the micro-batches are not a whole number of equal groups.
+    """
+    match schedule:
+        case "interleaved":
+            return order_interleaved(ranks, chunks, micro_batches)
+        case "zero-bubble":
+            return order_zero_bubble(ranks, micro_batches)
+        case "1f1b" | "rerouted":
+            return order_1f1b(ranks, micro_batches)
+
+
+def number_cells(copies: Sequence[int]) -> list[range]:
+    """Return the cells of each stage, numbered stage by stage, where it has so many copies."""
+    return [range(end - size, end) for end, size in zip(accumulate(copies), copies, strict=True)]
 
 
 def join_replicas(replicas: Sequence[Ranks]) -> Orders:

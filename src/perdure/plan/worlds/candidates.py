@@ -19,7 +19,7 @@ import msgspec
 
 from perdure.model.planning.costs import Place
 from perdure.model.planning.world import Device, ScheduleName, Stage, World
-from perdure.plan.pipeline.orders import choose_groups, order_interleaved, order_zero_bubble
+from perdure.plan.pipeline.orders import choose_groups, order_replica
 from perdure.plan.worlds.chain import Chain, Cutter
 from perdure.plan.worlds.score import Scorer
 
@@ -251,27 +251,22 @@ class Shaper:
         return None
 
     def _fits(self, world: World, memory: int) -> bool:
-        share = max(world.shares, default=0)
-        match world.schedule:
-            case "1f1b" | "rerouted":
-                return True  # cut so that it does
-            case "interleaved":
-                for each in set(world.shares):
-                    choose_groups(world.ranks, each)
-                lists = order_interleaved(world.ranks, world.chunks, range(share))
-            case "zero-bubble":
-                lists = order_zero_bubble(world.ranks, range(share))
+        if world.schedule in ("1f1b", "rerouted"):
+            return True  # cut so that it does
+        if world.schedule == "interleaved":
+            for each in set(world.shares):
+                choose_groups(world.ranks, each)
+        share = range(max(world.shares))
+        lists = order_replica(world.schedule, world.ranks, world.chunks, share)
         return self.scorer.compute_peak_bytes(world, tuple(map(tuple, lists))) <= memory
 
     def _compute_link_s(self, family: Family, chosen: Sequence[Device]) -> float:
         """Return the seconds a byte occupies the link between neighbours of a pipeline."""
-        size = len(chosen)
         if family.ranks == 1:
             return 0.0
-        if family.layout == "replica" and size % family.ranks == 0:
-            row = chosen[: family.ranks]
-        else:
-            row = chosen[:: size // family.ranks]
+        copies, uneven = divmod(len(chosen), family.ranks)
+        together = family.layout == "replica" and not uneven
+        row = chosen[: family.ranks] if together else chosen[::copies]
         where: Place = "node" if len({device.node for device in row}) == 1 else "cluster"
         return 1.0 / self.scorer.profile.estimate_transfer(where).bytes_per_s
 
@@ -279,15 +274,12 @@ class Shaper:
         self, family: Family, chosen: Sequence[Device], cuts: Sequence[int], more: bool
     ) -> float:
         """Return what is left of the first rank's all-reduce, which begins as all else ends."""
-        size, chain = len(chosen), self.scorer.chain(family.micro_batch)
-        if family.layout == "replica" and size % family.ranks == 0:
-            column = chosen[:: family.ranks]
-        else:
-            column = chosen[: size // family.ranks + more]
-        if len(column) == 1:
-            return 0.0
-        gradient_bytes = chain.stage(cuts[0], cuts[1], False).gradient_bytes
-        return self.scorer.compute_reduce_s(column, gradient_bytes) * (1.0 - self.scorer.overlap)
+        copies, uneven = divmod(len(chosen), family.ranks)
+        together = family.layout == "replica" and not uneven
+        column = chosen[:: family.ranks] if together else chosen[: copies + more]
+        stage = self.scorer.chain(family.micro_batch).stage(cuts[0], cuts[1], False)
+        reduce_s = self.scorer.compute_reduce_s(column, stage.gradient_bytes)
+        return reduce_s * (1.0 - self.scorer.overlap)
 
     def _make_cutter(
         self,

@@ -17,10 +17,9 @@ from perdure.model.planning.world import Device, World
 from perdure.plan.pipeline.orders import (
     Ranks,
     join_replicas,
-    order_1f1b,
+    number_cells,
     order_greedily,
-    order_interleaved,
-    order_zero_bubble,
+    order_replica,
     route_spread,
 )
 from perdure.plan.pipeline.simulate import Hop, Pipe, simulate
@@ -112,8 +111,7 @@ class Scorer:
             orders, devices = plan_orders(world)
             return orders, self._make_pipe(world, devices), list(devices)
         names = [name for stage in world.stages for name in stage.devices]
-        ends = list(accumulate(len(stage.devices) for stage in world.stages))
-        cells = [range(e - len(s.devices), e) for e, s in zip(ends, world.stages, strict=True)]
+        cells = number_cells([len(stage.devices) for stage in world.stages])
         pipe = self._make_pipe(world, names)
         caps = [len(world.stages) - stage for stage in range(len(world.stages))]
         routes = route_spread(cells, world.count if count is None else count)
@@ -262,13 +260,7 @@ class Scorer:
 
 
 def _order(world: World, micro_batches: Sequence[int]) -> Ranks:
-    match world.schedule:
-        case "interleaved":
-            return order_interleaved(world.ranks, world.chunks, micro_batches)
-        case "zero-bubble":
-            return order_zero_bubble(world.ranks, micro_batches)
-        case "1f1b" | "rerouted":
-            return order_1f1b(world.ranks, micro_batches)
+    return order_replica(world.schedule, world.ranks, world.chunks, micro_batches)
 
 
 def _choose_window(count: int, group: int, length: int) -> tuple[int, int]:

@@ -35,7 +35,8 @@ from torch import Tensor
 from perdure.files import replace_file
 from perdure.model.errors import PlatformError
 from perdure.model.paths import job_paths
-from perdure.plan.elastic.shards import NO_LINE, Snapshot, plan_mirrors
+from perdure.plan.elastic.commit import NO_LINE
+from perdure.plan.elastic.shards import Snapshot, plan_mirrors
 from perdure.plan.elastic.stage_commit import StageSnapshot
 from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.elastic.moving import (

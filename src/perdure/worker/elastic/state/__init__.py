@@ -16,8 +16,8 @@ import xxhash
 from torch import Tensor, nn
 
 from perdure.model.errors import PlatformError
-from perdure.plan.elastic.commit import FRESH, Reformation
-from perdure.plan.elastic.shards import NO_LINE, ShardReformation
+from perdure.plan.elastic.commit import FRESH, NO_LINE, Reformation
+from perdure.plan.elastic.shards import ShardReformation
 from perdure.plan.elastic.stage_commit import StageReformation
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.gradients import Work

@@ -49,9 +49,8 @@ from torch.distributed.tensor._redistribute import (
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 
 from perdure.model.errors import ConfigError
-from perdure.plan.elastic.commit import FRESH
+from perdure.plan.elastic.commit import FRESH, NO_LINE
 from perdure.plan.elastic.shards import (
-    NO_LINE,
     WHOLE,
     Shard,
     ShardProgress,

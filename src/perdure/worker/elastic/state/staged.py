@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from perdure.model.planning.pipeline import Action, Executed
-from perdure.plan.elastic.commit import FRESH
-from perdure.plan.elastic.shards import NO_LINE
+from perdure.plan.elastic.commit import FRESH, NO_LINE
 from perdure.plan.elastic.stage_commit import (
     Holder,
     StageProgress,
