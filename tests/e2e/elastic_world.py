@@ -32,10 +32,10 @@ from perdure.model.codec import decode, encode
 from perdure.model.events import AnyEvent, MemberReady, RankJoined, WorldBroken, WorldReformed
 from perdure.model.orders import FollowWorld, ReformWorld
 from perdure.plan.elastic.microbatches import plan_batches
+from perdure.worker.data import MicroBatches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.samples import MicroBatches
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
 from perdure.worker.interrupt import shut_down_gloo

@@ -30,7 +30,7 @@ from perdure.model.events import (  # noqa: E402
     CheckpointSaved,
 )
 from perdure.model.job import CheckpointConfig  # noqa: E402
-from perdure.worker.checkpoint import Checkpointer, writing  # noqa: E402
+from perdure.worker.checkpoint import Checkpointer, checkpointer  # noqa: E402
 from perdure.worker.checkpoint.registry import Registry, read_bucket_order  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -164,12 +164,12 @@ def compare_without_replay(folder: str) -> str:
 def fail_on_one_rank(folder: str) -> str:
     """One rank's disk is full at the first save; training and the second save go on."""
     one = Training(folder, "ddp", seed=1, generation=0)
-    rank, write = dist.get_rank(), writing.write_tensors
+    rank, write = dist.get_rank(), checkpointer.write_tensors
     if rank == 1:
-        writing.write_tensors = write_to_full_disk
+        checkpointer.write_tensors = write_to_full_disk
     began = time.monotonic()
     one.train(0, 2, save_at=1)
-    writing.write_tensors = write
+    checkpointer.write_tensors = write
     failed = [e.error for e in one.events if isinstance(e, CheckpointFailed)]
     if time.monotonic() - began > 20 or list(Path(folder).glob("step-*[0-9]")):
         return f"waited too long, or published: {failed}"

@@ -17,18 +17,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+
+def keep_rng() -> tuple[Any, Tensor, Any]:
+    """Return the states of Python's, torch's and NumPy's generators as they are, to put back."""
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), torch.get_rng_state(), drawn
+
+
+def put_back_rng(kept: tuple[Any, Tensor, Any]) -> None:
+    """Put the generators back to what `keep_rng` returned."""
+    random.setstate(kept[0])
+    torch.set_rng_state(kept[1])
+    if kept[2] is not None:
+        sys.modules["numpy"].random.set_state(kept[2])
 
 
 def capture_rng() -> dict[str, Any]:
     """Return the state of every generator."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
-        "torch": torch.get_rng_state(),
-    }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    (version, words, gauss), generator, drawn = keep_rng()
+    state: dict[str, Any] = {"python": [version, list(words), gauss], "torch": generator}
+    if drawn is not None:
+        kind, keys, position, has_gauss, cached = drawn
         state["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
@@ -38,14 +50,13 @@ def capture_rng() -> dict[str, Any]:
 def restore_rng(state: dict[str, Any]) -> None:
     """Put every generator back to `state`."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(state["torch"])
+    drawn = None
     if "numpy" in state:
         import numpy
 
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        array = numpy.array(keys, dtype=numpy.uint32)
-        numpy.random.set_state((kind, array, position, has_gauss, cached))
+        kind, keys, *more = state["numpy"]
+        drawn = (kind, numpy.array(keys, dtype=numpy.uint32), *more)
+    put_back_rng(((version, tuple(words), gauss), state["torch"], drawn))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

@@ -20,7 +20,7 @@ from perdure.adapters.checkpoints import verify_all
 from perdure.model.checkpoints import Manifest
 from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
-from perdure.worker.checkpoint import Checkpointer, writing
+from perdure.worker.checkpoint import Checkpointer, checkpointer
 from perdure.worker.checkpoint.files import list_checkpoints
 from perdure.worker.checkpoint.sharded import SavePlanCache
 from perdure.worker.checkpoint.staging import Staging
@@ -225,26 +225,26 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
 ) -> None:
     """Rank 0 publishes step 1 (and cleans up) only once rank 1 has begun to write step 2."""
     ahead = threading.Event()
-    publish, wait, came = writing.publish, writing.SaveTask._wait, []
+    publish, wait, came = checkpointer.publish, checkpointer.SaveTask._wait, []
 
     def publish_late(folder: Path, root: Path, step: int, manifest: Manifest) -> Path:
         if step == 1:
             came.append(ahead.wait(20))
         return publish(folder, root, step, manifest)
 
-    def wait_ahead(task: writing.SaveTask, path: Path, rank: int) -> Path:
+    def wait_ahead(task: checkpointer.SaveTask, path: Path, rank: int) -> Path:
         if (task._rank, task._step) == (1, 2):  # Its own plan of the next step is written.
             ahead.set()
         return wait(task, path, rank)
 
-    monkeypatch.setattr(writing, "publish", publish_late)
-    monkeypatch.setattr(writing.SaveTask, "_wait", wait_ahead)
-    monkeypatch.setattr(writing, "TIMEOUT_S", 10.0)
+    monkeypatch.setattr(checkpointer, "publish", publish_late)
+    monkeypatch.setattr(checkpointer.SaveTask, "_wait", wait_ahead)
+    monkeypatch.setattr(checkpointer, "TIMEOUT_S", 10.0)
 
     def save_twice(rank: int) -> list[Manifest | None]:
         staging, cache, done = Staging(), SavePlanCache(rank), []
         for step in (1, 2):
-            task = writing.SaveTask(
+            task = checkpointer.SaveTask(
                 root=tmp_path, remote=None, step=step, attempt=f"g0.{step}", rank=rank,
                 world_size=2, reason="test", allow_pickle=False,
             )  # fmt: skip
@@ -260,7 +260,7 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
 
 def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(tmp_path: Path) -> None:
     first, late = (
-        writing.SaveTask(
+        checkpointer.SaveTask(
             root=tmp_path, remote=None, step=1, attempt="g0.1", rank=rank, world_size=2,
             reason="test", allow_pickle=False,
         )
@@ -270,6 +270,6 @@ def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(tmp_path: Path) -
     staging = Staging()
     tensors = staging.begin({"weight": torch.ones(8)}, ())
     began = time.monotonic()
-    with pytest.raises(writing.SaveAbandoned):
+    with pytest.raises(checkpointer.SaveAbandoned):
         late.write(staging, SavePlanCache(1), tensors, {"fingerprint": {}, "extra": {}})
     assert time.monotonic() - began < 5

@@ -121,7 +121,8 @@ def test_optimizer_state_comes_back_as_it_was_and_only_that(tmp_path: Path) -> N
     saver, _ = make_saver(str(tmp_path))
     saver.register("model", model)
     saver.register("optimizer", optimizer)
-    saver.save(1, reason="test", extra={}, wait=True)
+    saver.save(1, reason="test", extra={})
+    saver.close()
     optimizer.state.clear()
     optimizer.param_groups[0]["lr"] = 0.0
     assert saver.restore({}) == 1
@@ -133,7 +134,8 @@ def test_optimizer_state_comes_back_as_it_was_and_only_that(tmp_path: Path) -> N
 def test_a_changed_script_is_told_so_and_never_begins_at_zero(tmp_path: Path) -> None:
     saver, _ = make_saver(str(tmp_path))
     saver.register("model", nn.Linear(4, 4))
-    saver.save(1, reason="test", extra={}, wait=True)
+    saver.save(1, reason="test", extra={})
+    saver.close()
     other, _ = make_saver(str(tmp_path))
     other.register("model", nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ConfigError, match="step-00000001 does not fit the script"):

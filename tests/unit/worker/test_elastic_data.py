@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from perdure.model.errors import ConfigError  # noqa: E402
 from perdure.plan.elastic.microbatches import plan_batches  # noqa: E402
-from perdure.worker.elastic.samples import MicroBatches  # noqa: E402
+from perdure.worker.data import MicroBatches  # noqa: E402
 
 pytestmark = pytest.mark.torch
 PLAN = plan_batches(6, 2)

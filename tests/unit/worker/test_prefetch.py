@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from perdure.worker.elastic.samples import Prefetcher
+from perdure.worker.data import Prefetcher
 
 
 def load_one(step: int, number: int) -> tuple[torch.Tensor, int]:

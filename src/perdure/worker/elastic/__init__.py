@@ -28,11 +28,11 @@ from perdure.plan.elastic.stage_orders import INTERLEAVED_RUNS, SCHEDULES, Stage
 from perdure.plan.elastic.stages import Choose, Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
+from perdure.worker.data import MicroBatches, Prefetcher
 from perdure.worker.elastic.gradients import BUCKET_BYTES
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving import hash_tensors as hash_tensors
 from perdure.worker.elastic.moving import map_tensors
-from perdure.worker.elastic.samples import MicroBatches, Prefetcher
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState, make_model
 from perdure.worker.elastic.trainer import Step, Trainer
 from perdure.worker.learning_rate import declare_rate

@@ -39,9 +39,9 @@ from perdure.model.planning.costs import (
 )
 from perdure.plan.elastic.microbatches import plan_batches
 from perdure.plan.worlds.measures import settle
+from perdure.worker.data import MicroBatches
 from perdure.worker.elastic import list_blocks
 from perdure.worker.elastic.moving import collect_tensors, map_tensors
-from perdure.worker.elastic.samples import MicroBatches
 from perdure.worker.elastic.state.replicated import make_model
 from perdure.worker.pipeline.messages import list_tensors
 from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks, make_leaves
