@@ -233,9 +233,9 @@ elif sys.argv[1] == "again":
     dist.all_reduce(t)
 elif sys.argv[1] == "exit":
     def leave():
-        attachment.recorder.set_before(None)
+        attachment.recorder.library.set_before(None)
         raise SystemExit(5)
-    attachment.recorder.set_before(leave)
+    attachment.recorder.library.set_before(leave)
     try:
         dist.all_reduce(t)
         for _ in range(100):

@@ -25,8 +25,7 @@ from perdure.model.paths import job_paths
 from perdure.model.ring import RING_BYTES
 from perdure.model.signals.progress import Phase
 from perdure.worker.control import Control
-from perdure.worker.harm.faults import Faults
-from perdure.worker.harm.slowdowns import arm_forward
+from perdure.worker.harm import Faults, arm_forward
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.recording.groups import list_process_groups, note_groups, read_members
 from perdure.worker.recording.recorder import TraceWriter, list_dumps, make_recorder
@@ -51,8 +50,10 @@ class Attachment:
         self.recorder: Any = None
         self.stages: StepStamps | None = None
         """Where steps go, where that is stamped."""
-        self._phase: Phase = "spawned"
-        self._entered: set[str] = set()
+        self._entered: set[Phase] = set()
+        """Phases of the start-up that were stamped."""
+        self.started = False
+        """The phase is the loop's from now on."""
         self.faults = Faults(
             rank=ring.rank,
             generation=ring.generation,
@@ -84,17 +85,13 @@ class Attachment:
 
     def enter(self, phase: Literal["script", "init", "group"]) -> None:
         """Stamp a phase of the start-up, once; show it unless the rank is already beyond it."""
-        order: tuple[Phase, ...] = ("spawned", "script", "init", "group")
+        order = ("script", "init", "group")
+        beyond = self.started or not self._entered.isdisjoint(order[order.index(phase) :])
         if phase not in self._entered:
             self._entered.add(phase)
             self.ring.stamp(phase)
-        if self._phase in order and order.index(phase) > order.index(self._phase):
-            self._phase = phase
+        if not beyond:
             self.ring.set_phase(phase)
-
-    def leave_startup(self) -> None:
-        """Let the phase be the loop's from now on."""
-        self._phase = "step"
 
     def start_control(self) -> None:
         """Open the line to the agent, where there is one."""
@@ -109,7 +106,11 @@ class Attachment:
 
     def start_recorder(self) -> None:
         """Watch collectives, by the means that `PERDURE_RECORDER` names (default `auto`)."""
-        if self.recorder is not None or not _has_distributed():
+        if self.recorder is not None or "torch" not in sys.modules:
+            return
+        import torch.distributed
+
+        if not torch.distributed.is_available():
             return
         home = os.environ.get("PERDURE_HOME", "")
         if home:
@@ -122,12 +123,11 @@ class Attachment:
             )
             self.obey(traces.handle, TakeStacks)
         self.recorder = make_recorder(self.ring, read_members, list_dumps("_json"), self.faults)
-        if self.recorder is None:
-            return
-        self.recorder.start()
-        self.stages = install_stages(self.ring, self.recorder)
-        _note_group(self)
-        note_groups(os.environ["PERDURE_RING"])
+        if self.recorder is not None:
+            self.recorder.start()
+            self.stages = install_stages(self.ring, self.recorder.library)
+            _note_group(self)
+            note_groups(os.environ["PERDURE_RING"])
 
     def start_replica(self) -> None:
         """Repair torchft as soon as the script has imported it (see `worker.torchft.manager`)."""
@@ -209,14 +209,6 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _has_distributed() -> bool:
-    if "torch" not in sys.modules:
-        return False
-    import torch.distributed
-
-    return torch.distributed.is_available()
-
-
 def _note_group(attachment: Attachment) -> None:
     """Stamp the moment at which the default process group is there.
 
@@ -232,8 +224,8 @@ def _note_group(attachment: Attachment) -> None:
     @functools.wraps(publish)
     def update(group: Any) -> None:
         publish(group)
-        if group is None and hasattr(attachment.recorder, "forget_groups"):
-            attachment.recorder.forget_groups()
+        if group is None and attachment.recorder.library is not None:
+            attachment.recorder.library.forget_groups()
         if group is not None and attachment.pid == os.getpid():
             attachment.enter("group")
 

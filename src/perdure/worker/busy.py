@@ -13,6 +13,7 @@ well; their silence and that of the rank are one. Without perdure nothing is don
 """
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -26,41 +27,10 @@ AT_MOST_S_MAX = 7 * 86400.0
 """A phase that may take longer is a loop, and hangs in it would never be found."""
 
 
-class BusyPhases:
-    """The phases that a process is in."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._open: dict[int, tuple[int, int, bytes]] = {}
-        """Number -> (until, since, name); numbers grow."""
-        self._number = 0
-        self._lock = threading.RLock()  # A signal's handler may come in the middle.
-
-    def enter(self, attachment: Attachment, name: bytes, at_most_s: float) -> int:
-        """Begin a phase, and return its number for `leave`."""
-        now = time.monotonic_ns()
-        with self._lock:
-            if attachment.stages is not None:
-                attachment.stages.suspend()
-            self._number += 1
-            self._open[self._number] = (now + int(at_most_s * 1e9), now, name)
-            self._show(attachment)
-            return self._number
-
-    def leave(self, attachment: Attachment, number: int) -> None:
-        """End it."""
-        with self._lock:
-            self._open.pop(number, None)
-            self._show(attachment)
-            if attachment.stages is not None:
-                attachment.stages.resume()
-
-    def _show(self, attachment: Attachment) -> None:
-        until, since, name = max(self._open.values(), default=(0, 0, b""))
-        attachment.ring.set_busy(name, since, until)
-
-
-_phases = BusyPhases()
+_lock = threading.RLock()  # A signal's handler may come in the middle.
+_numbers = itertools.count()
+_open: dict[int, tuple[int, int, bytes]] = {}
+"""The phases that this process is in: number -> (until, since, name)."""
 
 
 class Busy:
@@ -73,11 +43,16 @@ class Busy:
 
     def __enter__(self) -> None:
         """Begin the phase; nothing happens where perdure does not watch this process."""
-        attachment = attach_ring()
-        number = 0
-        if attachment is not None:
-            number = _phases.enter(attachment, self._name, self._at_most_s)
+        attachment, number = attach_ring(), next(_numbers)
         self._entered.append((attachment, number))
+        if attachment is None:
+            return
+        now = time.monotonic_ns()
+        with _lock:
+            if attachment.stages is not None:
+                attachment.stages.suspend()
+            _open[number] = (now + int(self._at_most_s * 1e9), now, self._name)
+            _show(attachment)
 
     def __exit__(
         self,
@@ -87,8 +62,18 @@ class Busy:
     ) -> None:
         """End it, however the body has ended."""
         attachment, number = self._entered.pop()
-        if attachment is not None:
-            _phases.leave(attachment, number)
+        if attachment is None:
+            return
+        with _lock:
+            _open.pop(number, None)
+            _show(attachment)
+            if attachment.stages is not None:
+                attachment.stages.resume()
+
+
+def _show(attachment: Attachment) -> None:
+    until, since, name = max(_open.values(), default=(0, 0, b""))
+    attachment.ring.set_busy(name, since, until)
 
 
 def declare_busy(name: str, *, at_most_s: float) -> Busy:

@@ -44,11 +44,8 @@ class Place(NamedTuple):
 
 def list_memory_places(own: str = OWN, root: str = ROOT) -> list[Place]:
     """Return where this process's memory may be accounted for, likeliest first."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = Path(own).read_text().splitlines()
     places = []
-    for number, controllers, path in (line.split(":", 2) for line in lines):
+    for number, controllers, path in (line.split(":", 2) for line in _read(own).splitlines()):
         path = path.lstrip("/")
         if number == "0":
             places += [Place(os.path.join(base, path), 2) for base in (root, f"{root}/unified")]
@@ -72,10 +69,8 @@ def read_oom_kills(own: str = OWN, root: str = ROOT) -> int:
 
 def read_counter(path: str) -> int | None:
     """Return `oom_kill` in the file `path`; None where it does not say."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE)
-        return int(found[1]) if found else None
-    return None
+    found = re.search(r"^oom_kill (\d+)$", _read(path), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 # --- a cgroup of a rank's own ------------------------------------------------------------------
@@ -96,7 +91,8 @@ def list_parent_cgroups(own: str = OWN, root: str = ROOT) -> list[Place]:
         above = Place(os.path.dirname(place.path), 2)
         for parent in [place] if place.version == 1 else [place, above]:
             writable = os.path.exists(parent.counter) and os.access(parent.path, os.W_OK)
-            if writable and (parent.version == 1 or _gives_memory(parent)):
+            given = _read(os.path.join(parent.path, "cgroup.subtree_control")).split()
+            if writable and (parent.version == 1 or "memory" in given):
                 found.append(parent)
     return found
 
@@ -114,10 +110,10 @@ def limit_self(name: str, limit_bytes: int, own: str = OWN, root: str = ROOT) ->
         place = Place(os.path.join(parent.path, name), parent.version)
         try:
             os.makedirs(place.path, exist_ok=True)
-            _write(place.limit, limit_bytes)
+            Path(place.limit).write_text(str(limit_bytes))
             with contextlib.suppress(OSError):  # Not every kernel accounts for swap.
-                _write(place.swap_limit, limit_bytes if place.version == 1 else 0)
-            _write(os.path.join(place.path, "cgroup.procs"), os.getpid())
+                Path(place.swap_limit).write_text(str(limit_bytes if place.version == 1 else 0))
+            Path(place.path, "cgroup.procs").write_text(str(os.getpid()))
             return place.path
         except OSError as failed:
             error = failed
@@ -159,11 +155,8 @@ class OomKills:
                         os.rmdir(path)
 
 
-def _gives_memory(place: Place) -> bool:
+def _read(path: str) -> str:
+    """Return what a file has; nothing where it cannot be read."""
     with contextlib.suppress(OSError):
-        return "memory" in Path(place.path, "cgroup.subtree_control").read_text().split()
-    return False
-
-
-def _write(path: str, value: int) -> None:
-    Path(path).write_text(str(value))
+        return Path(path).read_text()
+    return ""

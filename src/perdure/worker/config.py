@@ -43,11 +43,17 @@ class Config(Mapping[str, Value]):
 
     def __init__(self, values: Mapping[str, Value] | None = None) -> None:
         """Start with `values`, in epoch 0."""
-        for name in ("_values", "_specs", "_checks", "_hooks"):
-            object.__setattr__(self, name, {})
-        object.__setattr__(self, "_changed", set())
-        object.__setattr__(self, "_epoch", 0)
-        object.__setattr__(self, "_on_declare", lambda: None)
+        empty: dict[str, Any] = {
+            "_values": {},
+            "_specs": {},
+            "_checks": {},
+            "_hooks": {},
+            "_changed": set(),
+            "_epoch": 0,
+            "_on_declare": lambda: None,
+        }
+        for name, held in empty.items():
+            object.__setattr__(self, name, held)
         self.declare_all(values or {})
 
     def declare(
@@ -83,8 +89,8 @@ class Config(Mapping[str, Value]):
                 choices=tuple(choices), note=note,
             )  # fmt: skip
             self._add(spec, check, on_change)
-        if name and not defaults:
-            self._on_declare()
+            if not defaults:
+                self._on_declare()
         return self.declare_all(defaults)
 
     def declare_all(self, defaults: Mapping[str, Value]) -> "Config":
@@ -119,23 +125,23 @@ class Config(Mapping[str, Value]):
             raise ConfigError(f"the default of a setting is impossible: {fault}")
         name = spec.name
         self._specs[name] = spec
-        self._checks[name], self._hooks[name] = check, on_change
+        self._checks[name], self._hooks[name] = check or _accept, on_change or _accept
         kept = self._values.get(name, spec.default)
         fault = find_fault(spec, kept)
         if fault:
             say(f"a setting is back at its default: {fault}")
             kept = spec.default
         self._values[name] = kept
-        if kept != spec.default and on_change is not None:
-            on_change(kept)
+        if kept != spec.default:
+            self._hooks[name](kept)
 
     # --- changes, by perdure ------------------------------------------------------------------
 
     def reapply(self, name: str) -> None:
         """Tell a setting's hook its value again, if it has one that is not the default."""
-        spec, hook = self._specs.get(name), self._hooks.get(name)
-        if spec is not None and hook is not None and self._values[name] != spec.default:
-            hook(self._values[name])
+        spec = self._specs.get(name)
+        if spec is not None and self._values[name] != spec.default:
+            self._hooks[name](self._values[name])
 
     def specs(self) -> tuple[KeySpec, ...]:
         """Return what was declared."""
@@ -151,11 +157,8 @@ class Config(Mapping[str, Value]):
             fault = find_fault(self._specs[name], value)
             if fault:
                 return fault
-            check = self._checks[name]
-            if check is None:
-                continue
             try:
-                said = check(value)
+                said = self._checks[name](value)
             except Exception as error:
                 return f"{name}: {error or error.__class__.__name__}"
             if said is False or (isinstance(said, str) and said):
@@ -169,8 +172,7 @@ class Config(Mapping[str, Value]):
         self._changed.update(mine)
         object.__setattr__(self, "_epoch", max(self.epoch, change.epoch))
         for name, value in mine.items():
-            if self._hooks[name] is not None:
-                self._hooks[name](value)
+            self._hooks[name](value)
 
     def declare_own(self, spec: KeySpec, on_change: OnChange) -> None:
         """Declare a key of perdure's own, which only counts as saved once it was changed."""
@@ -236,6 +238,10 @@ class Config(Mapping[str, Value]):
         """Return it as `Config(lr=0.1)`."""
         values = ", ".join(f"{name}={value!r}" for name, value in self._values.items())
         return f"Config({values})"
+
+
+def _accept(value: object) -> None:
+    """Do nothing about a value."""
 
 
 def _name_type(name: str, kind: type) -> Literal["bool", "int", "float", "str"]:

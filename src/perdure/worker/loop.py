@@ -138,4 +138,4 @@ class StepLoop(Depth):
         extra = {"config": self.config.state(), "metrics": self._metrics.last}
         self._saver.save(step, reason=reason, extra=extra)
         self._saved_step = step
-        self._progress.mark_saved(step)
+        self._ring.add_mark(step)  # What was done up to it is safe once it is written.

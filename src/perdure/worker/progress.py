@@ -41,12 +41,8 @@ class Progress:
 
     def enter_restore(self) -> None:
         """The rank is about to load a checkpoint."""
-        self._attachment.leave_startup()
+        self._attachment.started = True
         self._ring.set_phase("restore")
-
-    def hold(self) -> None:
-        """The rank is ready, and waits until the world has a place for it."""
-        self._ring.set_phase("paused")
 
     def stall(self) -> None:
         """The rank is between two worlds."""
@@ -118,10 +114,6 @@ class Progress:
     def mark_work(self) -> None:
         """A micro-batch was done: progress, though no step."""
         self._ring.set_phase("step")
-
-    def mark_saved(self, step: int) -> None:
-        """Note a snapshot of `step`: what was done up to it is safe once it is written."""
-        self._ring.add_mark(step)
 
     def commit(self, step: int, saving_ns: int = 0) -> None:
         """The step is applied; `step` are. Within it a checkpoint was waited for `saving_ns`."""

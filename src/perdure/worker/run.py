@@ -34,7 +34,8 @@ class Run:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._step = 0
-        self._loop: StepLoop | None = None
+        self.loop: StepLoop | None = None
+        """What is behind `steps`, for adapters of trainers that call back; None where alone."""
         self._registered: dict[str, Any] = {}
         self._saver: Any = None
         self._metrics: MetricsBuffer | None = None
@@ -44,17 +45,12 @@ class Run:
     @property
     def joined(self) -> bool:
         """Whether perdure supervises this process."""
-        return self._loop is not None
-
-    @property
-    def loop(self) -> StepLoop | None:
-        """The loop behind `steps`, for adapters of trainers that call back; None where alone."""
-        return self._loop
+        return self.loop is not None
 
     @property
     def step(self) -> int:
         """Committed steps so far: inside the loop, the number of the step under way."""
-        return self._step if self._loop is None else self._loop.committed
+        return self._step if self.loop is None else self.loop.committed
 
     def register(self, **objects: Any) -> None:
         """Name what a checkpoint holds: models, optimizers, schedulers, scalers, anything with
@@ -81,7 +77,7 @@ class Run:
         The first one is where the newest verified checkpoint left off. A step is committed when
         the next one is asked for. A stop agreed by all ranks ends the loop early.
         """
-        loop = self._loop
+        loop = self.loop
         if loop is None:
             while self._step < total:
                 yield self._step
@@ -125,8 +121,8 @@ class Run:
         """
         from perdure.worker.data import open_batches
 
-        if self._loop is not None:
-            self._loop.begin()
+        if self.loop is not None:
+            self.loop.begin()
 
         def read_sizes() -> tuple[int, int]:
             if batch_size is not None:
@@ -188,8 +184,8 @@ class Run:
 
     def checkpoint_now(self) -> None:
         """Save at the end of this step. Every rank must call it in the same step."""
-        if self._loop is not None:
-            self._loop.save_requested = True
+        if self.loop is not None:
+            self.loop.save_requested = True
 
     def _join(self, attachment: Attachment) -> None:
         from perdure.worker.checkpoint import Checkpointer
@@ -207,10 +203,10 @@ class Run:
             emit=attachment.emit,
             now=attachment.now,
         )
-        self._loop = StepLoop(attachment, self._saver, self._metrics, self.config)
-        self._loop.every_steps = checkpoint.every_steps
-        declare_own_keys(self.config, checkpoint, self._loop)
-        self._loop.save_at_end = bool(checkpoint.every_steps or checkpoint.every_s)
+        self.loop = StepLoop(attachment, self._saver, self._metrics, self.config)
+        self.loop.every_steps = checkpoint.every_steps
+        declare_own_keys(self.config, checkpoint, self.loop)
+        self.loop.save_at_end = bool(checkpoint.every_steps or checkpoint.every_s)
         attachment.faults.step = 0  # There will be steps: a fault may wait for one.
         attachment.emit(RankJoined(generation=ring.generation, rank=self.rank))
 

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from perdure.model.orders import InjectFault
-from perdure.worker.harm.faults import (
+from perdure.worker.harm import (
     NEVER,
     Faults,
     exhaust_memory,

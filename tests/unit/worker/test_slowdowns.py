@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 from torch.utils.data import dataloader as loading  # noqa: E402
 
-from perdure.worker.harm import slowdowns  # noqa: E402
-from perdure.worker.harm.slowdowns import Slowdown, arm_forward  # noqa: E402
+from perdure.worker import harm  # noqa: E402
+from perdure.worker.harm import Slowdown, arm_forward  # noqa: E402
 
 pytestmark = pytest.mark.torch
 EXTRA_S = 0.05
@@ -81,7 +81,7 @@ class Clock:
 
 def test_a_factor_is_of_the_step_without_the_fault(training, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(slowdowns, "time", clock)
+    monkeypatch.setattr(harm, "time", clock)
     slowdown = Slowdown("forward", factor=2.5)
     slowdown.begin()
     ends = []

@@ -131,7 +131,7 @@ class Trainer:
                 self.state.start_at(restored)
         self._announce()
         if self._membership.joins:
-            self._progress.hold()
+            self._membership.attachment.ring.set_phase("paused")  # Until the world has a place.
             self._join()
         why = ""
         while self._group is None:  # What this takes belongs to the start, and to no step.

@@ -73,10 +73,12 @@ def find_library() -> Path | None:
     if torch is None:
         return None
     name = library_name(torch)
-    for folder in (HERE / "prebuilt", cache_dir()):
-        if (folder / name).is_file():
-            return folder / name
-    return None
+    return next(iter(list_built(name, cache_dir() / "native" / name)), None)
+
+
+def list_built(name: str, cached: Path) -> list[Path]:
+    """Return what was built: `name` in a wheel beside this file, `cached` in the user's cache."""
+    return [path for path in (HERE / "prebuilt" / name, cached) if path.is_file()]
 
 
 def explain_missing() -> str:
@@ -98,18 +100,15 @@ def build_command() -> str:
 
 def library_name(torch: Torch) -> str:
     """Return the file name of the library for `torch`; different where anything differs."""
-    state = hashlib.sha256()
-    for part in (SOURCE.read_bytes(), " ".join((*_FLAGS, *_macros())).encode()):
-        state.update(part)
-    state.update(torch.commit.encode())
+    state = SOURCE.read_bytes() + " ".join((*_FLAGS, *_macros())).encode() + torch.commit.encode()
     version = re.sub(r"[^\w.+-]", "_", torch.version)
-    return f"recorder-torch{version}-{platform.machine()}-{state.hexdigest()[:12]}.so"
+    digest = hashlib.sha256(state).hexdigest()
+    return f"recorder-torch{version}-{platform.machine()}-{digest[:12]}.so"
 
 
 def cache_dir() -> Path:
-    """Return the directory of built libraries."""
-    base = os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")
-    return Path(base) / "perdure" / "native"
+    """Return the user's directory of what was built."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache"), "perdure")
 
 
 def find_compiler() -> str | None:
@@ -128,14 +127,18 @@ def build(folder: Path | None = None) -> Path:
     compiler = find_compiler()
     if torch is None or compiler is None:
         raise BuildError(explain_missing())
-    folder = folder or cache_dir()
+    folder = folder or cache_dir() / "native"
     target = folder / library_name(torch)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # Given up by the kernel whatever happens to us.
             if not target.is_file():
-                _compile(compiler, torch, target)
+                include = torch.root / "include"
+                command = [compiler, *_FLAGS, *_macros(), str(SOURCE)]
+                command += [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
+                command += [f"-L{torch.root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl", "-pthread"]
+                run_compiler(command, target)
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror}") from error
     return target
@@ -146,14 +149,6 @@ def _macros() -> list[str]:
     names = sorted(name for name in vars(layout) if _MACROS.match(name)) + list(_SIZES)
     macros = [f"-D{name}={getattr(layout, name)}" for name in names]
     return [*macros, f'-DP2P_SUFFIX="{layout.P2P_SUFFIX}"']
-
-
-def _compile(compiler: str, torch: Torch, target: Path) -> None:
-    include = torch.root / "include"
-    command = [compiler, *_FLAGS, *_macros(), str(SOURCE)]
-    command += [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
-    command += [f"-L{torch.root / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl", "-pthread"]
-    run_compiler(command, target)
 
 
 def run_compiler(command: list[str], target: Path) -> None:
@@ -171,7 +166,8 @@ def run_compiler(command: list[str], target: Path) -> None:
             command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
         )
         if done.returncode != 0:
-            raise BuildError(_find_error(done.stderr))
+            lines = done.stderr.strip().splitlines() or ["no output"]
+            raise BuildError(next((line for line in lines if "error" in line), lines[-1]))
         os.chmod(temporary, 0o755)
         os.rename(temporary, target)
     except subprocess.TimeoutExpired as error:
@@ -179,11 +175,6 @@ def run_compiler(command: list[str], target: Path) -> None:
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
-
-
-def _find_error(output: str) -> str:
-    lines = output.strip().splitlines()
-    return next((line for line in lines if "error" in line), lines[-1] if lines else "no output")
 
 
 MODES = ("auto", "compiled", "python", "status", "off")

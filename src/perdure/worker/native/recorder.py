@@ -51,20 +51,16 @@ class NativeLibrary:
         self.end_backward: Callable[[int], int] = quick.perdure_end_backward
         quick.perdure_end_backward.argtypes = [ctypes.c_int64]
         quick.perdure_end_backward.restype = ctypes.c_int64
-        names = list_operators()
-        count = self._register(names)
-        if count <= 0:
-            raise RuntimeError("no operator of c10d could be taken over")
         self._before: Any = None
         self._raised: BaseException | None = None
-
-    def _register(self, names: list[str]) -> int:
+        names = list_operators()
         ops = [name.strip("_") for name in names]
         codes = [layout.OP_INDEX.get(op, layout.OP_INDEX["other"]) for op in ops]
         texts = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
         numbers = (ctypes.c_int64 * len(names))(*codes)
         p2p = bytes(op in layout.POINT_TO_POINT for op in ops)
-        return int(self._calls.perdure_register(texts, numbers, p2p, len(names)))
+        if calls.perdure_register(texts, numbers, p2p, len(names)) <= 0:
+            raise RuntimeError("no operator of c10d could be taken over")
 
     def attach(self, path: str) -> int:
         """Record into the ring at `path`; return a descriptor that tells of new communicators.
@@ -128,13 +124,9 @@ class CompiledRecorder(Recorder):
         Raises:
             OSError: the library cannot map it.
         """
-        self._library = library
+        self.library = library
         self._descriptor = library.attach(ring.path)
         super().__init__(ring, members)
-        self.blocked_ns = library.blocked_ns
-        self.begin_backward = library.begin_backward
-        self.end_backward = library.end_backward
-        self.set_before = library.set_before
 
     def stop(self) -> bool:
         """End the thread, and say once more who is in each communicator."""
@@ -144,10 +136,6 @@ class CompiledRecorder(Recorder):
         ended = super().stop()
         self._name_all()
         return ended
-
-    def forget_groups(self) -> None:
-        """Forget the process groups: the default one was destroyed."""
-        self._library.forget_groups()
 
     def _run(self) -> None:
         poller = select.poll()
@@ -166,7 +154,7 @@ class CompiledRecorder(Recorder):
         for slot, name in self._ring.list_unnamed_communicators():
             _, ranks = self._members(name.removesuffix(layout.P2P_SUFFIX))
             if ranks:
-                self._library.set_ranks(slot, ranks)
+                self.library.set_ranks(slot, ranks)
                 self._ring.set_comm_timeout(slot, read_group_timeout_s(name))
             else:
                 known = False

@@ -17,8 +17,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -46,6 +46,7 @@ from perdure.worker.elastic.state.replicated import make_model
 from perdure.worker.pipeline.messages import list_tensors
 from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks, make_leaves
 from perdure.worker.rng import take_fingerprint
+from perdure.worker.stderr import say
 
 ROUNDS_MIN = 7
 ROUNDS_MAX = 200
@@ -266,70 +267,63 @@ _NOISY = 0.25
 def measure_call(call: Mapping[str, Any]) -> None:
     """Measure what `train` was called with, write profile and report, and end the process."""
     request: ProfileRequest = decode(os.environ[ASK].encode(), ProfileRequest)
-    script = Script(**{name: call[name] for name in Script.__annotations__})
     try:
-        report = _measure(request, script)
+        report = _measure(request, SimpleNamespace(**call))
     except PerdureError as error:
         report = ProfileReport(error=error.message, hint=error.hint, exit_code=error.exit_code)
     replace_file(request.report, encode(report))
     sys.exit(report.exit_code)
 
 
-@dataclass(frozen=True)
-class Script:
-    """What a script has given to `perdure.elastic.train`."""
-
-    blocks: Any
-    optimizer: Callable[[Any], Any]
-    dataset: Any
-    loss: Callable[[Any, Any], Any]
-    global_batch: int
-    micro_batch: int
-    seed: int
-    shuffle: bool
-    device: Any
-    collate_fn: Any
-
-    def load(self, sizes: Sequence[int]) -> dict[int, tuple[Any, Any]]:
-        """Return the first micro-batch of each size, on the device."""
-        batches = {}
-        for size in sizes:
-            plan = plan_batches(self.global_batch, size)
-            data = MicroBatches(
-                self.dataset, plan, seed=self.seed, shuffle=self.shuffle, collate_fn=self.collate_fn
-            )
-            inputs, targets = data.load(0, 0)
-            batches[size] = map_tensors((inputs, targets), lambda tensor: tensor.to(self.device))
-        return batches
+def _load(script: Any, sizes: Sequence[int]) -> dict[int, tuple[Any, Any]]:
+    """Return the first micro-batch of each size, on the device."""
+    batches = {}
+    for size in sizes:
+        plan = plan_batches(script.global_batch, size)
+        data = MicroBatches(
+            script.dataset,
+            plan,
+            seed=script.seed,
+            shuffle=script.shuffle,
+            collate_fn=script.collate_fn,
+        )
+        inputs, targets = data.load(0, 0)
+        batches[size] = map_tensors((inputs, targets), lambda tensor: tensor.to(script.device))
+    return batches
 
 
-def _measure(request: ProfileRequest, script: Script) -> ProfileReport:
+def _measure(request: ProfileRequest, script: Any) -> ProfileReport:
+    """Measure what `script`, the arguments of `train`, is made of."""
     # A program as well, which Python warns of where its package has it already.
     from perdure.worker.profiling.links import LinkFigures, measure_links
 
     base_bytes = _measure_base_bytes(script.device)
     chain = [block.to(script.device) for block in list_blocks(make_model(script.blocks))]
     sizes = request.micro_batches or _list_sizes(script.global_batch, script.micro_batch)
-    batches = script.load(sizes)
+    batches = _load(script, sizes)
     machine = _describe_machine(script.device)
     key = _hash(*machine, *map(_describe_block, chain), _shapes(batches),
                 _source(script.loss), _source(script.optimizer), request.seconds)  # fmt: skip
     folder = Path(request.folder)
     folder.mkdir(parents=True, exist_ok=True)
     measured = []
-    kept_at = folder / f"blocks-{key}.json"
-    kept = read_kept(kept_at, Figures, request)
-    if kept is None:
-        meter = BlockMeter(chain, script.loss, seconds=request.seconds, say=_say)
-        kept = meter.measure(batches, script.optimizer, base_bytes)
-        replace_file(kept_at, encode(kept))
-        measured.append("blocks")
-    links_at = folder / f"links-{_hash(*machine, request.ranks)}.json"
-    links = read_kept(links_at, LinkFigures, request)
-    if links is None:
-        links = measure_links(request.ranks, _say)
-        replace_file(links_at, encode(links))
-        measured.append("links")
+
+    def take(what: str, name: str, kind: Any, measure: Callable[[], Any]) -> Any:
+        """Return what was measured before, or is now."""
+        path = folder / f"{what}-{name}.json"
+        kept = read_kept(path, kind, request)
+        if kept is None:
+            kept = measure()
+            replace_file(path, encode(kept))
+            measured.append(what)
+        return kept
+
+    meter = BlockMeter(chain, script.loss, seconds=request.seconds, say=say)
+    kept = take(
+        "blocks", key, Figures, lambda: meter.measure(batches, script.optimizer, base_bytes)
+    )
+    name = _hash(*machine, request.ranks)
+    links = take("links", name, LinkFigures, lambda: measure_links(request.ranks, say))
     profile = CostProfile(
         request.model, ", ".join(machine), kept.base_bytes, kept.blocks,
         links.transfers, links.all_reduces,
@@ -407,7 +401,3 @@ def _measure_base_bytes(device: Any) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return int(total - free - torch.cuda.memory_reserved(device))
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _say(text: str) -> None:
-    print(f"perdure: {text}", file=sys.stderr, flush=True)

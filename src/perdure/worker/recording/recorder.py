@@ -40,7 +40,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.orders import TakeStacks
-from perdure.worker.harm.faults import Faults
+from perdure.worker.harm import Faults
 from perdure.worker.native.build import build_command, explain_missing, read_mode
 from perdure.worker.recording.groups import read_group_timeout_s
 from perdure.worker.ring import RingWriter
@@ -122,6 +122,8 @@ class Recorder(ABC):
     """What every recorder has: a rank's ring, and a thread of its own."""
 
     kind = "off"
+    library: Any = None
+    """What is compiled of it, and knows for how long the training was blocked."""
 
     def __init__(self, ring: RingWriter, members: Members) -> None:
         """Write to `ring`; `members` returns size and global ranks of a group by its name."""
@@ -308,7 +310,7 @@ def make_recorder(
         with contextlib.suppress(OSError):
             if library is not None:
                 recorder = CompiledRecorder(ring, members, library)
-                faults.arm_collectives = recorder.set_before
+                faults.arm_collectives = library.set_before
                 return recorder
         if mode == "compiled":
             why = why_not_loaded() or f"{explain_missing()}; {build_command()} builds it"

@@ -27,7 +27,7 @@ _OTHERS_MAX = 64
 
 
 class Blocking(Protocol):
-    """A recorder that knows for how long the training was blocked."""
+    """What is compiled of a recorder: it knows for how long the training was blocked."""
 
     def blocked_ns(self) -> int:
         """Return nanoseconds blocked in collectives so far."""
@@ -171,13 +171,13 @@ class StepStamps:
         self._blocked = self._blocked_ns()
 
 
-def install_stages(ring: RingWriter, recorder: Any) -> StepStamps | None:
+def install_stages(ring: RingWriter, recorder: Blocking | None) -> StepStamps | None:
     """Begin to stamp stages into `ring`; None where it is turned off or cannot be done.
 
     Without a recorder that knows what was blocked there are none: they would name the all-reduce
     of a slow rank as its peers' slow backward pass.
     """
-    if os.environ.get("PERDURE_STAGES", "") == "off" or not hasattr(recorder, "blocked_ns"):
+    if os.environ.get("PERDURE_STAGES", "") == "off" or recorder is None:
         return None
     import torch
 

@@ -8,6 +8,8 @@ from typing import Any
 from perdure.model.errors import ConfigError
 from perdure.worker.busy import declare_busy
 from perdure.worker.loop import StepLoop
+from perdure.worker.rng import capture_rng
+from perdure.worker.run import Run
 
 FIRST_S = 3600.0
 """At most so long is the first evaluation, or save, of which nothing is known."""
@@ -16,81 +18,81 @@ LONGER = 10.0
 """Later ones are at most so many times as long as the longest so far, and `LEAST_S` at least."""
 
 
-class BusyCalls:
-    """Declares calls of a library's methods as busy phases, by how long they took so far."""
+class Driven:
+    """perdure's part in one Trainer: the steps of `loop` are taken one by one, as it calls back."""
 
-    def __init__(self) -> None:
-        """Know of none."""
+    def __init__(self, trainer: Any, run: Run, loop: StepLoop) -> None:
+        """Touch nothing yet."""
+        self._trainer, self._run, self._loop = trainer, run, loop
+        self._inside = False
+        """Whether a step is under way."""
+        self._stopping = False
+        """Whether all ranks have agreed to stop."""
+        self._called = False
+        self._resume_rng: dict[str, Any] | None = None
+        """Random state to go on with; None once that was done."""
         self._longest_s: dict[str, float] = {}
+        """Of each busy phase, how long it took at most so far."""
 
-    def wrap(self, owner: Any, method: str, name: str) -> None:
-        """Make each call of `owner.method` a busy phase called `name`."""
+    def declare_busy(self, owner: Any, method: str, name: str) -> None:
+        """Make each call of `owner.method` a busy phase called `name`, by how long they took."""
         original = getattr(owner, method)
 
         @functools.wraps(original)
         def call(*args: Any, **options: Any) -> Any:
-            with declare_busy(name, at_most_s=self.compute_limit_s(name)):
+            longest_s = self._longest_s.get(name, 0.0)
+            limit_s = min(FIRST_S * 24, max(LEAST_S, LONGER * longest_s)) if longest_s else FIRST_S
+            with declare_busy(name, at_most_s=limit_s):
                 began_s = time.monotonic()
                 result = original(*args, **options)
-                self._note(name, time.monotonic() - began_s)
+                self._longest_s[name] = max(longest_s, time.monotonic() - began_s)
                 return result
 
         setattr(owner, method, call)
 
-    def compute_limit_s(self, name: str) -> float:
-        """Return how long the next phase of this name may take at most, in seconds."""
-        longest_s = self._longest_s.get(name)
-        return FIRST_S if longest_s is None else min(FIRST_S * 24, max(LEAST_S, LONGER * longest_s))
-
-    def _note(self, name: str, took_s: float) -> None:
-        self._longest_s[name] = max(self._longest_s.get(name, 0.0), took_s)
-
-
-class DrivenSteps:
-    """The steps of `loop`, taken one by one."""
-
-    def __init__(self, loop: StepLoop) -> None:
-        """Touch nothing yet."""
-        self.loop = loop
-        """Where steps are restored and, after an exception, abandoned."""
-        self.inside = False
-        """Whether a step is under way."""
-        self.stopping = False
-        """Whether all ranks have agreed to stop."""
-
-    def read_newest(self, name: str) -> Any:
-        """Return the state of object `name` in the newest usable checkpoint; None without one.
+    def read_newest(self, call: str, hint: str = "") -> Any:
+        """Return the trainer's state in the newest usable checkpoint; None without one.
 
         Raises:
-            ConfigError: the checkpoint holds no such object.
+            ConfigError: the checkpoint holds none, or it is the second time that `call` begins: a
+                run's steps are those of one call.
         """
-        step, objects = self.loop.read_newest()
-        if step and name not in objects:
+        if self._called:
+            raise ConfigError(f"attach: {call} is resumable once in a run", hint=hint)
+        self._called = True
+        step, objects = self._loop.read_newest()
+        if step and "trainer" not in objects:
             raise ConfigError(
                 f"the checkpoint of step {step} was not made by this trainer",
                 hint="give the changed script a new job name or checkpoint url",
             )
-        return objects.get(name)
+        return objects.get("trainer")
 
-    def advance(self) -> bool:
+    def restore(self) -> None:
+        """Restore, now that everything there is to restore into was registered."""
+        self._loop.begin()
+        if self._loop.committed:
+            self._resume_rng = capture_rng()
+
+    def enter_next(self) -> bool:
         """Commit the step under way and enter the next; False where training is to stop here."""
-        self.commit()
-        self.inside = not self.stopping
-        if self.inside:
-            self.loop.enter_step()
-        return self.inside
+        self._commit()
+        self._inside = not self._stopping
+        if self._inside:
+            self._loop.enter_step()
+        return self._inside
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         """Commit the step under way, if any, and do what is due at its end."""
-        if self.inside:
-            self.inside = False
-            self.loop.commit_step()
-        self.stopping = self.loop.stopping
+        if self._inside:
+            self._inside = False
+            self._loop.commit_step()
+        self._stopping = self._loop.stopping
 
     def finish(self) -> None:
         """End in good order: the last step, the last checkpoint."""
-        self.commit()
-        self.loop.leave()
+        self._commit()
+        self._loop.leave()
 
 
 def check_names(library: str, thing: object, names: Iterable[str]) -> None:

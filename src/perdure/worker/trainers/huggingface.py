@@ -27,7 +27,7 @@ from perdure.worker.learning_rate import declare_rate, refuse_zero
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng, restore_rng
 from perdure.worker.run import Run, init
-from perdure.worker.trainers.driven import BusyCalls, DrivenSteps, check_names
+from perdure.worker.trainers.driven import Driven, check_names
 
 _STATE = "trainer_state.json"
 _METHODS = ("get_batch_samples", "_load_from_checkpoint", "_finalize_training")
@@ -66,21 +66,17 @@ def _refuse(trainer: Any) -> None:
         )
 
 
-class _Attached(TrainerCallback):  # type: ignore[misc]
+class _Attached(Driven, TrainerCallback):  # type: ignore[misc]
     """perdure's part in one Trainer."""
 
     def __init__(self, trainer: Any, run: Run, loop: StepLoop) -> None:
-        self._trainer, self._run = trainer, run
-        self._steps = DrivenSteps(loop)
-        self._called = False
+        super().__init__(trainer, run, loop)
         self._folder: str | None = None
         """What `train` was given to go on from, when that is perdure's."""
         self._epoch_rng: dict[str, Any] | None = None
         """Random state at the beginning of this epoch: its order may have been drawn from it."""
         self._first = False
         """Whether this epoch's first batches are still to be asked for."""
-        self._resume_rng: dict[str, Any] | None = None
-        """Random state to go on with; None once that was done."""
         self._resume_first = False
 
     def install(self) -> None:
@@ -95,9 +91,8 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         trainer.get_batch_samples = self.get_batch_samples
         trainer._load_from_checkpoint = self.load_from_checkpoint
         trainer._finalize_training = self.finalize_training
-        calls = BusyCalls()
         for method, name in _LONG.items():
-            calls.wrap(trainer, method, name)
+            self.declare_busy(trainer, method, name)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train from perdure's newest checkpoint on, or as asked where there is none yet.
@@ -105,10 +100,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         Raises:
             ConfigError: it was called before; a run's steps are those of one call.
         """
-        if self._called:
-            raise ConfigError("attach: train() is resumable once in a run")
-        self._called = True
-        saved = self._steps.read_newest("trainer")
+        saved = self.read_newest("train()")
         with tempfile.TemporaryDirectory(prefix="perdure-trainer-") as folder:
             if saved is not None:
                 Path(folder, _STATE).write_text(saved["state"])
@@ -118,7 +110,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
             try:
                 return self._train(resume_from_checkpoint, *args, **options)
             except BaseException:
-                self._steps.loop.abandon()
+                self._loop.abandon()
                 raise
 
     def load_from_checkpoint(self, folder: Any, *args: Any, **options: Any) -> None:
@@ -141,9 +133,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         )
         if trainer.accelerator.scaler is not None:
             self._run.register(scaler=trainer.accelerator.scaler)
-        self._steps.loop.begin()
-        if self._steps.loop.committed:
-            self._resume_rng = capture_rng()
+        self.restore()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note what the order of this epoch will be drawn from; on resume, put it back."""
@@ -156,7 +146,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         """End the step before; hand out the batches of the next one, or none at the end."""
         trainer = self._trainer
         over = trainer.state.global_step >= trainer.state.max_steps
-        if over or not self._steps.advance():
+        if over or not self.enter_next():
             trainer.control.should_training_stop = True
             return [], None
         self._first = False
@@ -171,17 +161,17 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave out what a Trainer does at an epoch's end where all ranks have agreed to stop."""
         self._epoch_rng = None
-        if self._steps.stopping:
+        if self._stopping:
             control.should_log = control.should_evaluate = control.should_save = False
 
     def finalize_training(self, *args: Any, **options: Any) -> Any:
         """End the last step, before the Trainer loads its best model again."""
-        self._steps.finish()
+        self.finish()
         return self._finalize_training(*args, **options)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show what the Trainer logs of a step."""
-        if self._steps.inside:
+        if self._inside:
             self._run.log(**{n: v for n, v in (logs or {}).items() if isinstance(v, int | float)})
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from perdure.worker.learning_rate import declare_rate, refuse_zero
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng, restore_rng
 from perdure.worker.run import Run, init
-from perdure.worker.trainers.driven import BusyCalls, DrivenSteps, check_names
+from perdure.worker.trainers.driven import Driven, check_names
 
 _OF_TRAINER = (
     "fit_loop", "_signal_connector", "_logger_connector", "strategy", "validate_loop", "test_loop",
@@ -70,14 +70,13 @@ class _Stopped(Exception):
     """All ranks have agreed to stop before this batch."""
 
 
-class _Attached:
+class _Attached(Driven):
     """perdure's part in one Trainer."""
 
     def __init__(self, trainer: Any, run: Run, loop: StepLoop) -> None:
-        self._trainer, self._run = trainer, run
+        super().__init__(trainer, run, loop)
         self._fit, self._epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._steps = DrivenSteps(loop)
-        self._called = self._finished = False
+        self._finished = False
         self._entered = 0
         """Lightning's count of steps when this one was begun."""
         self._iterator_rng: dict[str, Any] = {}
@@ -86,8 +85,6 @@ class _Attached:
         """Random state before this epoch's first batch; None while that is to come."""
         self._loops: dict[str, Any] | None = None
         """Counters of an epoch that is to be gone on with."""
-        self._resume_rng: dict[str, Any] | None = None
-        """Random state to go on with; None once that was done."""
 
     def install(self) -> None:
         """Come between the loops and their methods."""
@@ -96,11 +93,11 @@ class _Attached:
         self._on_run_start, self._advance = epoch.on_run_start, epoch.advance
         fit.run, fit.setup_data, fit.on_run_end = self.run, self.setup_data, self.on_run_end
         epoch.on_run_start, epoch.advance = self.on_run_start, self.advance
-        calls, trainer = BusyCalls(), self._trainer
+        trainer = self._trainer
         for loop in (epoch.val_loop, trainer.validate_loop, trainer.test_loop):
-            calls.wrap(loop, "run", "evaluate")
-        calls.wrap(trainer.predict_loop, "run", "predict")
-        calls.wrap(trainer, "save_checkpoint", "save")
+            self.declare_busy(loop, "run", "evaluate")
+        self.declare_busy(trainer.predict_loop, "run", "predict")
+        self.declare_busy(trainer, "save_checkpoint", "save")
 
     # --- from the first batch to the last -----------------------------------------------------
 
@@ -110,23 +107,16 @@ class _Attached:
         Raises:
             ConfigError: it was called before; a run's steps are those of one call.
         """
-        if self._called:
-            raise ConfigError(
-                "attach: fit() is resumable once in a run", hint="attach after tuning"
-            )
-        self._called = True
         self._take_back_sigterm()
-        self._steps.read_newest("trainer")
+        self.read_newest("fit()", hint="attach after tuning")
         self._register()
-        self._steps.loop.begin()
-        if self._steps.loop.committed:
-            self._resume_rng = capture_rng()
+        self.restore()
         try:
             self._run_fit()
         except _Stopped:
             self._fit.on_run_end()
         except BaseException:
-            self._steps.loop.abandon()
+            self._loop.abandon()
             raise
         self._finish()
 
@@ -176,8 +166,8 @@ class _Attached:
     def advance(self, fetcher: Any) -> None:
         """End the step before, if this batch is not part of it; then train on a batch."""
         count = self._epoch.global_step
-        if not self._steps.inside or count != self._entered:
-            if not self._steps.advance():
+        if not self._inside or count != self._entered:
+            if not self.enter_next():
                 raise _Stopped
             self._entered = count
         if self._resume_rng is not None:
@@ -197,7 +187,7 @@ class _Attached:
     def _finish(self) -> None:
         if not self._finished:
             self._finished = True
-            self._steps.finish()
+            self.finish()
 
     # --- positioning --------------------------------------------------------------------------
 

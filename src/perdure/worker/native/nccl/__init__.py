@@ -7,13 +7,12 @@ named by what it was made of.
 """
 
 import hashlib
-import os
 import platform
 import shutil
 from pathlib import Path
 
 from perdure.model.errors import PlatformError
-from perdure.worker.native.build import run_compiler
+from perdure.worker.native.build import cache_dir, list_built, run_compiler
 
 PLUGIN_NAME = "libnccl-profiler-perdure.so"
 """In a wheel, where it lies in `prebuilt/` beside the recorder."""
@@ -32,10 +31,8 @@ def find_nccl_plugin() -> str:
 
     The path is absolute: with a bare name NCCL would search the library path.
     """
-    for path in (_HERE.parent / "prebuilt" / PLUGIN_NAME, _cached()):
-        if path.is_file() and len(str(path)) <= PATH_MAX:
-            return str(path)
-    return ""
+    found = map(str, list_built(PLUGIN_NAME, _cached()))
+    return next((path for path in found if len(path) <= PATH_MAX), "")
 
 
 def build_nccl_plugin(target: Path | None = None) -> str:
@@ -59,8 +56,7 @@ def build_nccl_plugin(target: Path | None = None) -> str:
 
 
 def _cached() -> Path:
-    digest = hashlib.sha256(" ".join((platform.machine(), *_FLAGS)).encode())
-    for name in _SOURCES:
-        digest.update((_HERE / name).read_bytes())
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base, "perdure", f"libnccl-profiler-perdure-{digest.hexdigest()[:16]}.so")
+    made_of = [" ".join((platform.machine(), *_FLAGS)).encode()]
+    made_of += [(_HERE / name).read_bytes() for name in _SOURCES]
+    digest = hashlib.sha256(b"".join(made_of)).hexdigest()
+    return cache_dir() / f"libnccl-profiler-perdure-{digest[:16]}.so"

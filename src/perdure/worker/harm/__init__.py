@@ -1,1 +1,0 @@
-"""Harm done on purpose, inside a rank: faults, slow stages, a lossy network."""
