@@ -11,13 +11,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from perdure.adapters.devices import load_nvml
-from perdure.adapters.health import find_filesystem
+from perdure.adapters.health import find_filesystem, read_installed
 from perdure.adapters.host import list_cgroups, list_parents, read_state
 from perdure.files import replace_file
 from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
@@ -255,16 +254,14 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str]:
         return (), ""
     try:
         nvml.nvmlInit()
+        try:
+            found = tuple(_read_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount()))
+            number = nvml.nvmlSystemGetCudaDriverVersion()
+        finally:
+            nvml.nvmlShutdown()
     except nvml.NVMLError:
         return (), ""
-    try:
-        found = tuple(_read_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount()))
-        number = nvml.nvmlSystemGetCudaDriverVersion()
-        return found, f"{number // 1000}.{number % 1000 // 10}"
-    except nvml.NVMLError:
-        return (), ""
-    finally:
-        nvml.nvmlShutdown()
+    return found, f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _read_gpu(nvml: Any, index: int) -> Gpu:
@@ -301,9 +298,8 @@ def read_holders(pattern: str = "/dev/nvidia") -> tuple[DeviceHolder, ...]:
 
 def read_torch() -> tuple[str, str]:
     """Return torch's version and the CUDA it was built with, without importing it."""
-    try:
-        found = version("torch")
-    except PackageNotFoundError:
+    found = read_installed("torch")
+    if not found:
         return "", ""
     spec = find_spec("torch")
     text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""

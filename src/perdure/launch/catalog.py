@@ -59,8 +59,8 @@ def describe_source(resolved: Resolved, key: str) -> str:
 
 def list_profiles(home: str) -> list[str]:
     """Return the names of all profiles, the user's own among them."""
-    files = [*SHIPPED.glob("*.toml"), *Path(home, "profiles").glob("*.toml")]
-    return sorted({path.stem for path in files})
+    folders = (SHIPPED, Path(home, "profiles"))
+    return sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
 
 
 def load_profile(name: str, home: str) -> Resolved:

@@ -88,18 +88,15 @@ class Channel:
         `shared` connections are multiplexed over one that stays for a minute; bulk data must not
         be among them, since a stuck transfer would hold up every poll.
         """
-        section = self._section
+        section, alone = self._section, ["ControlMaster=no", "ControlPath=none"]
         options = [
+            *section.ssh_options,
             "BatchMode=yes",
             f"ConnectTimeout={section.connect_timeout_s}",
             "ServerAliveInterval=5",
             "ServerAliveCountMax=3",
+            *(_list_shared_options() if shared else alone),
         ]
-        if shared:
-            options += ["ControlMaster=auto", f"ControlPath={_sockets()}/%C", "ControlPersist=60"]
-        else:
-            options += ["ControlMaster=no", "ControlPath=none"]
-        options = [*section.ssh_options, *options]
         words = [word for option in options for word in ("-o", option)]
         return ["ssh", *list_config(section), *words]
 
@@ -137,8 +134,10 @@ class Channel:
         banner, _, out = said.decode(errors="replace").partition(BEGIN + "\n")
         trailer = _TRAILER.search(err)
         if trailer is None:
-            last = last_line(err, "it said nothing")
-            raise UnreachedError(f"{self.name} did not answer: {last}", hint=self._make_hint())
+            raise UnreachedError(
+                f"{self.name} did not answer: {last_line(err, 'it said nothing')}",
+                hint=self._make_hint(),
+            )
         err = err[: trailer.start()].rstrip()
         return Done(int(trailer[1]), out, err, trailer[2], banner.strip())
 
@@ -215,8 +214,9 @@ class Channel:
         """
         done = self.ask(script, stdin=stdin, timeout_s=timeout_s)
         if done.code:
-            last = last_line(done.err or done.out, "it said nothing")
-            raise PlatformError(f"{self.name}: {last}", hint=hint)
+            raise PlatformError(
+                f"{self.name}: {last_line(done.err or done.out, 'it said nothing')}", hint=hint
+            )
         return done.out.strip()
 
     def query(
@@ -238,8 +238,9 @@ class Channel:
         done = self.ask(script, stdin=stdin, timeout_s=timeout_s, bytes_max=bytes_max)
         lines = [line for line in done.out.splitlines() if line.startswith(ANSWER)]
         if done.code or not lines:
-            last = last_line(done.err, "no answer")
-            raise PlatformError(f"{self.name}: exit code {done.code}: {last}")
+            raise PlatformError(
+                f"{self.name}: exit code {done.code}: {last_line(done.err, 'no answer')}"
+            )
         try:
             return msgspec.json.decode(lines[-1][len(ANSWER) :], type=type_)
         except (msgspec.DecodeError, UnicodeError) as error:
@@ -410,11 +411,11 @@ def _pass_errors(pipe: IO[bytes], codes: list[int]) -> None:
             print(line, end="", file=sys.stderr, flush=True)
 
 
-def _sockets() -> str:
-    """Return the private folder of shared connections: paths of sockets have to be short."""
+def _list_shared_options() -> list[str]:
+    """Return what shares a connection, in a private folder: paths of sockets have to be short."""
     folder = f"/tmp/perdure-{os.getuid()}/ssh"
     os.makedirs(folder, mode=0o700, exist_ok=True)
     if os.stat(folder).st_uid != os.getuid():
         raise PlatformError(f"{folder} belongs to another user", hint="remove it")
     os.chmod(os.path.dirname(folder), 0o700)
-    return folder
+    return ["ControlMaster=auto", f"ControlPath={folder}/%C", "ControlPersist=60"]

@@ -88,8 +88,10 @@ def load_platform(kind: Kind) -> Platform:
         ConfigError: perdure renders nothing for it.
     """
     if kind not in MODULES:
-        known = ", ".join(sorted(MODULES))
-        raise ConfigError(f"no launcher for platforms of kind {kind}", hint=f"there is {known}")
+        raise ConfigError(
+            f"no launcher for platforms of kind {kind}",
+            hint=f"there is {', '.join(sorted(MODULES))}",
+        )
     return cast(Platform, import_module(MODULES[kind]))
 
 
@@ -115,11 +117,9 @@ def render_job(spec: JobSpec) -> str:
     plain = msgspec.to_builtins(JobSpec(script=""))
     shown: dict[str, Any] = {"name": spec.name}
     for key, value in document.items():
-        if isinstance(value, dict) and isinstance(plain[key], dict):
+        if isinstance(value, dict):
             value = {k: v for k, v in value.items() if k not in plain[key] or v != plain[key][k]}
-            if value:
-                shown[key] = value
-        elif value != plain[key]:
+        if value not in ({}, plain[key]):
             shown[key] = value
     return msgspec.json.format(msgspec.json.encode(shown)).decode() + "\n"
 

@@ -22,6 +22,18 @@ RUNS = "runs.jsonl"
 """In a job's folder: a line for each run that ended."""
 STUCK_RUNS = 3
 """So many runs in a row that ended at the walltime without a later checkpoint end the chain."""
+JOB_WORDS = {
+    "requeue": "the walltime is near; goes on from {step}",
+    "often": "put back {run.restart} times; slurm.requeue_max",
+    "stuck": f"{STUCK_RUNS} runs ended at their walltime without a checkpoint after step "
+    "{run.checkpoint}: a longer slurm.time_limit",
+}
+SESSION_WORDS = {
+    "requeue": "left before the session's end; the next one goes on from {step}",
+    "often": "{runs} sessions; notebook.sessions_max",
+    "stuck": f"{STUCK_RUNS} sessions ended without a checkpoint after {{step}}",
+}
+"""Why another run follows, or none does: said of a job of Slurm's, and of a notebook's session."""
 _POLL_S = 0.2
 
 
@@ -43,7 +55,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(
-    run: Run, before: list[Run], requeue_max: int
+    run: Run, before: list[Run], requeue_max: int, words: Mapping[str, str] = JOB_WORDS
 ) -> tuple[Literal["leave", "requeue", "give up"], str]:
     """Return what follows a run, and why.
 
@@ -58,17 +70,16 @@ def decide(
         return "leave", "ended by Slurm, which puts it back itself where it is to go on"
     if not run.warned:
         return "leave", f"{run.state} without a warning"
+    step = f"step {run.checkpoint}" if run.checkpoint >= 0 else "the beginning"
+    said = {"run": run, "runs": run.restart + 1, "step": step}
+    told = {key: text.format_map(said) for key, text in words.items()}
     if run.restart >= requeue_max:
-        return "give up", f"put back {run.restart} times; slurm.requeue_max"
+        return "give up", told["often"]
     newest = [*before, run][-STUCK_RUNS:]
     stuck = all(r.warned and r.checkpoint <= newest[0].checkpoint for r in newest)
     if len(newest) == STUCK_RUNS and stuck:
-        return "give up", (
-            f"{STUCK_RUNS} runs ended at their walltime without a checkpoint after step "
-            f"{run.checkpoint}: a longer slurm.time_limit"
-        )
-    where = f"step {run.checkpoint}" if run.checkpoint >= 0 else "the beginning"
-    return "requeue", f"the walltime is near; goes on from {where}"
+        return "give up", told["stuck"]
+    return "requeue", told["requeue"]
 
 
 def hear(*numbers: int) -> list[int]:
@@ -85,17 +96,17 @@ def follow(
     words: Mapping[int, str],
     meanwhile: Callable[[], None] = lambda: None,
     *,
-    observed: bool = False,
+    leaves: bool = True,
 ) -> int:
     """Wait for a command of perdure's, stopping it once we were told to; return its exit code.
 
     It is told once: a second signal would end it at once, without a checkpoint. `words` say why, by
-    the signal; what has none is passed on in silence. A job that is `observed` is not stopped for a
-    warning (USR1), and saves nothing: it goes on until it is really ended.
+    the signal; what has none is passed on in silence. One that does not leave (`Unordered.leaves`)
+    is not stopped for a warning (USR1), and saves nothing: it goes on until it is really ended.
     """
     passed = False
     while process.poll() is None:
-        if observed and signal.SIGUSR1 in told:
+        if not leaves and signal.SIGUSR1 in told:
             told.remove(signal.SIGUSR1)
             say(f"{words[signal.SIGUSR1]}: observed only: would have stopped at an agreed step")
         if told and not passed:

@@ -112,8 +112,9 @@ def list_files(project: Path, exclude: Sequence[str]) -> list[str]:
         except FileNotFoundError:
             raise PlatformError("rsync is not installed here", hint=_INSTALL) from None
     if done.returncode:
-        text = done.stderr.decode(errors="replace").strip()
-        raise PlatformError(f"cannot read {project}: {text}")
+        raise PlatformError(
+            f"cannot read {project}: {done.stderr.decode(errors='replace').strip()}"
+        )
     names = os.fsdecode(done.stdout).splitlines()
     return sorted(name.partition(" -> ")[0] for name in names if not name.endswith("/"))
 

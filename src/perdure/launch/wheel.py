@@ -91,18 +91,14 @@ def choose_extras(spec: JobSpec) -> tuple[str, ...]:
     Only the script itself is read, where it can be; what else a project needs stands in
     `launch.packages` or `launch.requirements`.
     """
-    wanted = set()
-    if spec.groups:
-        wanted.add("torchft")
-    if spec.metrics.prometheus_port:
-        wanted.add("metrics")
+    by_field = {"torchft": spec.groups, "metrics": spec.metrics.prometheus_port}
     path = Path(os.path.join(spec.launch.project, spec.cwd, spec.script))
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         text = ""
-    wanted |= {name for found in _USES.findall(text) for name in found if name in MODULES}
-    return tuple(sorted(wanted))
+    imported = {name for found in _USES.findall(text) for name in found if name in MODULES}
+    return tuple(sorted(imported | {name for name, asked in by_field.items() if asked}))
 
 
 _PROGRAMS = Path(__file__).resolve().parent / "ssh"

@@ -192,6 +192,8 @@ class Unordered(msgspec.Struct, frozen=True, kw_only=True):
     """It ends a keeper that has never said what it holds."""
     quiet_action_s: float | None
     """It ends one that has not answered for so long, needed or not; None: never."""
+    leaves: bool
+    """A run that its place warns of its end leaves, saved; else it goes on until it is ended."""
 
 
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -510,6 +512,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             saves=acts,
             ends_unknown=acts,
             quiet_action_s=self.detect.quiet_action_s if acts else None,
+            leaves=acts,
         )
 
     def ranks_of(self, group: int) -> range:

@@ -199,6 +199,7 @@ class WorldShape(msgspec.Struct, frozen=True):
     stages: tuple[StageRow, ...]
 
 
+FIXED_WORLD = "its world has the ranks that it began with"
 SNAPSHOT_SCHEMA = 1
 """Raised when a field is taken away or means something else; a new field does not raise it."""
 
@@ -249,4 +250,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Nothing is ever acted upon (`--observe`)."""
     withheld: tuple[WithheldRow, ...] = ()
     """The newest things that would have been done, had it not been."""
+    fixed: str | None = None
+    """What keeps its world at the ranks that it began with, its depth first; empty: it takes in
+    nodes that join while it trains; None: not known before it trains."""
     schema: int = SNAPSHOT_SCHEMA

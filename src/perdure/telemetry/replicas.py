@@ -21,7 +21,7 @@ from perdure.model.events import (
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec
-from perdure.model.report import RankRow, ReplicaRow, Snapshot
+from perdure.model.report import FIXED_WORLD, RankRow, ReplicaRow, Snapshot
 
 _RANK_STATES = {
     "training": "running",
@@ -155,6 +155,7 @@ class ReplicaFold:
             restarts=self.starts,
             incidents=self.losses,
             depth="torchft",
+            fixed=f"torchft: {FIXED_WORLD}",
             ranks=tuple(_set_state(row, states[row.rank // spec.nproc]) for row in picture.ranks),
             replicas=rows,
         )

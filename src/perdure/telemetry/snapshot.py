@@ -21,7 +21,7 @@ from perdure.model.events import (
     RanksStarted,
 )
 from perdure.model.job import JobSpec
-from perdure.model.report import RankRow, Snapshot
+from perdure.model.report import FIXED_WORLD, RankRow, Snapshot
 from perdure.model.signals.progress import NodeBeat
 from perdure.model.steering import Pace
 from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
@@ -187,6 +187,7 @@ class SnapshotFold:
             state = "paused"
         running = state in ("running", "stopping")
         nodes = NodeStates(self.certain.lost, self.certain.cordoned, self.certain.draining)
+        depth, fixed = self._describe_world(state)
         picture = Snapshot(
             version=self.certain.entries + self._beats,
             job=self._spec.name,
@@ -198,7 +199,7 @@ class SnapshotFold:
             step=step,
             steps_per_s=_compute_slowest_speed(rows) if running else 0.0,
             world_size=self._spec.world_size,
-            depth=self._name_depth(),
+            depth=depth,
             reason=history.reason,
             ranks=rows,
             devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
@@ -218,15 +219,18 @@ class SnapshotFold:
             world=self.certain.shapes.find_shape_of(number),
             observed=self._spec.observe,
             withheld=tuple(history.withheld[-_WITHHELD_SHOWN:]),
+            fixed=fixed,
         )
         return self.certain.replicas.complete(self._spec, picture)
 
-    def _name_depth(self) -> str:
+    def _describe_world(self, state: str) -> tuple[str, str | None]:
+        """Return the depth, and what keeps the world at its ranks; see `Snapshot.fixed`."""
         generations = self._history.generations.values()
         if self._history.elastic or any(g.formed for g in generations):
-            return "elastic"
-        resumable = self._rows.joined or any(g.resumable for g in generations)
-        return "resumable" if resumable else "supervised"
+            return "elastic", ""
+        if self._rows.joined or any(g.resumable for g in generations):
+            return "resumable", f"resumable: {FIXED_WORLD}"
+        return "supervised", f"supervised: {FIXED_WORLD}" if state == "running" else None
 
 
 def _list_present(rows: Sequence[RankRow], newest: Generation | None) -> list[RankRow]:

@@ -21,13 +21,12 @@ from perdure.launch.catalog import load_profile
 from perdure.launch.notebook import cells, render
 from perdure.launch.notebook.runner import (
     compute_time_left,
-    decide_next,
     keep,
     read_newest_step,
     read_stamps,
     record,
 )
-from perdure.launch.runs import STUCK_RUNS, Run, decide
+from perdure.launch.runs import SESSION_WORDS, STUCK_RUNS, Run, decide
 from perdure.model.checkpoints import Manifest
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
@@ -353,6 +352,7 @@ def test_a_sitting_warns_itself_before_the_ceiling(
     (data / "project" / "plots").mkdir(parents=True)
     (data / "project" / "plots" / "loss.svg").write_text("<svg/>")
     (data / "project" / "state.json").write_bytes(msgspec.json.encode(STOPPED))
+    (data / "job.json").write_text('{"name": "gpt", "script": "train.py"}')
     python = tmp_path / "python"
     python.write_text(FAKE)
     python.chmod(0o755)
@@ -382,11 +382,12 @@ def test_sessions_that_get_nowhere_are_given_up() -> None:
         return Run(job="gpt", restart=number, state="stopped", code=0, checkpoint=step, warned=True)
 
     runs = [run(number, 40) for number in range(STUCK_RUNS)]
-    assert decide_next(runs[-1], runs[:-1], 99) == (
+    assert decide(runs[-1], runs[:-1], 98, SESSION_WORDS) == (
         "give up", f"{STUCK_RUNS} sessions ended without a checkpoint after step 40"
     )  # fmt: skip
-    assert decide_next(run(4, 90), runs, 99)[0] == "requeue"
-    assert decide_next(run(4, 90), runs, 5) == ("give up", "5 sessions; notebook.sessions_max")
+    assert decide(run(4, 90), runs, 98, SESSION_WORDS)[0] == "requeue"
+    often = ("give up", "5 sessions; notebook.sessions_max")
+    assert decide(run(4, 90), runs, 4, SESSION_WORDS) == often
 
 
 def test_what_a_script_writes_into_its_project_outlives_the_session(

@@ -103,9 +103,10 @@ def test_p4_gloo_is_told_the_interface_where_a_name_may_be_loopback(
 def test_a_job_that_is_only_observed_is_not_stopped_for_a_warning(
     observed: bool, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    leaves = JobSpec(script="t.py", observe=observed).unordered.leaves
     program = "trap 'exit 15' TERM; echo ready; for i in 1 2 3 4 5 6 7 8; do sleep 0.1; done"
     with subprocess.Popen(["sh", "-c", program], stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == b"ready\n"
-        assert follow(job, [signal.SIGUSR1], WORDS, observed=observed) == code
+        assert follow(job, [signal.SIGUSR1], WORDS, leaves=leaves) == code
     assert ("would have stopped" in capfd.readouterr().out) is observed

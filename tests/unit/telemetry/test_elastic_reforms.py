@@ -186,7 +186,7 @@ def test_a_drained_members_step_is_not_the_jobs() -> None:
     )  # fmt: skip
     screen.take_beat(8.0, NodeBeat(0, "a", 1, 8.0, 0, rows))
     picture = screen.snapshot(8.0)
-    assert (picture.step, picture.depth) == (90, "elastic")
+    assert (picture.step, picture.depth, picture.fixed) == (90, "elastic", "")
     for rank in (0, 1):
         record = ExitRecord(rank, 0, 1 + rank, 9.0)
         end = RankExited(node=0, record=record, account=account(95, 8.9), detected_s=9.0)

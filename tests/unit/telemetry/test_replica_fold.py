@@ -63,6 +63,7 @@ def test_groups_start_train_and_stand_by() -> None:
     assert lab.states() == ["training", "training", "training", "spare"]
     picture = lab.picture()
     assert (picture.state, picture.step, picture.depth) == ("running", 5, "torchft")
+    assert (picture.fixed or "").startswith("torchft: its world")
     assert [row.quorum_id for row in picture.replicas] == [7, 7, 7, -1]
     assert len(picture.ranks) == 4
 

@@ -39,7 +39,9 @@ def test_states_follow_the_job():
     tell(story)
     for entry in story.entries:
         fold.add(entry)
-        state = fold.snapshot(entry.at_s).state
+        picture = fold.snapshot(entry.at_s)
+        state = picture.state
+        assert (picture.fixed is None) == (picture.depth == "supervised" and state != "running")
         if not states or states[-1] != state:
             states.append(state)
     cycle = ["running", "recovering"]
@@ -54,6 +56,7 @@ def test_heartbeats_give_steps_speed_and_waiting():
         fold.take_beat(story.now + i, beat(i, story.now + i, i * 2))
     snapshot = fold.snapshot(story.now + 10)
     assert (snapshot.step, snapshot.steps_per_s, snapshot.depth) == (20, 2.0, "resumable")
+    assert snapshot.fixed == "resumable: its world has the ranks that it began with"
     row = snapshot.ranks[1]
     assert (row.state, row.pid, row.cpu_s, row.rss_bytes) == ("waiting", 101, 3.0, 9)
     assert row.collective == "allreduce #7 (waiting 2.0 s)"

@@ -159,19 +159,18 @@ def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
         f"not named as a result: {folder}: {counts[folder]} files, {size / 1e6:.1f} MB"
         for folder, size in sizes.most_common(_SHOWN_MAX)
     ]
-    if len(sizes) > _SHOWN_MAX:
-        rest = sum(size for _, size in sizes.most_common()[_SHOWN_MAX:])
-        lines.append(f"and {len(sizes) - _SHOWN_MAX} more folders, {rest / 1e6:.1f} MB")
-    if manifest.sent:
-        lines.append(f"{manifest.sent} files of the project are here as they are there")
-    if manifest.left:
-        lines.append(f"left there as you say: {describe_files(manifest.left)}")
-    if manifest.excluded:
-        lines.append(
-            f"not looked into (caches, environments, secrets): {name_first(manifest.excluded)}"
-        )
-    lines += [f"cannot be brought: {why}" for why in manifest.unread]
-    return lines
+    rest = [size for _, size in sizes.most_common()[_SHOWN_MAX:]]
+    more = (
+        (rest, f"and {len(rest)} more folders, {sum(rest) / 1e6:.1f} MB"),
+        (manifest.sent, f"{manifest.sent} files of the project are here as they are there"),
+        (manifest.left, f"left there as you say: {describe_files(manifest.left)}"),
+        (
+            manifest.excluded,
+            f"not looked into (caches, environments, secrets): {name_first(manifest.excluded)}",
+        ),
+        *((True, f"cannot be brought: {why}") for why in manifest.unread),
+    )
+    return [*lines, *(text for there, text in more if there)]
 
 
 def _ask_size(record: LaunchRecord, manifest: PullManifest, up_to_gb: float, *, yes: bool) -> None:

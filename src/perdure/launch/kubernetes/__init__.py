@@ -120,18 +120,24 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     """Ask the server for its version, its verdict, and for what the manifests refer to."""
     section, client = plan.profile.kubernetes, Client(plan.profile.kubernetes)
+    wanted, gpus = set(plan.settings["secrets"]), plan.settings["gpus"]
     found = compare_version(section, client.read_version())
-    for name, text in plan.files.items():
-        refusal = client.find_refusal(text)
-        found += error(refusal, f"the server refuses {name}: {refusal}")
+    refused = {name: client.find_refusal(text) for name, text in plan.files.items()}
+    for name, why in refused.items():
+        found += error(why, f"the server refuses {name}: {why}")
     found += check_claim(plan, client.get("pvc", plan.settings["claim"]))
-    if wanted := set(plan.settings["secrets"]):
-        lacking = sorted(wanted - (client.list_secret_keys(section.secret) or set()))
-        text = f"Secret {section.secret} has no {', '.join(lacking)}"
-        found += error(lacking, text, "kubectl create secret generic", "U34")
-    if plan.settings["gpus"]:
-        found += check_nodes(client.get_all("nodes"), section.gpu_resource, plan.settings["gpus"])
-    return {}, tuple(found)
+    lacking = sorted(wanted - (client.list_secret_keys(section.secret) or set())) if wanted else ()
+    nodes = client.get_all("nodes") if gpus else ()
+    return {}, (
+        *found,
+        *error(
+            lacking,
+            f"Secret {section.secret} has no {', '.join(lacking)}",
+            "kubectl create secret generic",
+            "U34",
+        ),
+        *(check_nodes(nodes, section.gpu_resource, gpus) if gpus else ()),
+    )
 
 
 def compare_version(section: KubernetesSection, server: str) -> list[Finding]:
@@ -163,7 +169,7 @@ def check_claim(plan: Plan, claim: Any) -> list[Finding]:
 
 def check_nodes(nodes: Sequence[Any], resource: str, gpus: int) -> list[Finding]:
     """Return whether any node has as many GPUs to give as a pod asks for."""
-    given = [int(n.get("status", {}).get("allocatable", {}).get(resource, 0)) for n in nodes]
+    given = (int(n.get("status", {}).get("allocatable", {}).get(resource, 0)) for n in nodes)
     most = max(given, default=0)
     return warning(
         most < gpus,

@@ -119,8 +119,11 @@ class Client:
         code, _, err = self.call(
             "create", "--dry-run=server", "-o", "name", "-f", "-", stdin=manifest
         )
-        lines = [line for line in err.splitlines() if "AlreadyExists" not in line]
-        refused = [line for line in lines if not line.startswith("Warning:")]
+        refused = (
+            line
+            for line in err.splitlines()
+            if "AlreadyExists" not in line and not line.startswith("Warning:")
+        )
         return "; ".join(refused) if code else ""
 
     def list_secret_keys(self, name: str) -> set[str] | None:

@@ -209,8 +209,10 @@ def _lint_failure_policy(job: Object, pod: Object, at: str) -> Found:
         return []
     rules, never = policy.get("rules", ()), pod.get("restartPolicy") == "Never"
     names = {c.get("name") for c in (*pod.get("initContainers", ()), *pod.get("containers", ()))}
-    found = _error(at, not never, "only with restartPolicy: Never")
-    found += _error(at, not 1 <= len(rules) <= 20, f"{len(rules)} rules: 1 to 20")
+    found = [
+        *_error(at, not never, "only with restartPolicy: Never"),
+        *_error(at, not 1 <= len(rules) <= 20, f"{len(rules)} rules: 1 to 20"),
+    ]
     for number, rule in enumerate(rules):
         where, action = f"{at}.rules[{number}]", rule.get("action")
         known = action in ("FailJob", "FailIndex", "Ignore", "Count")

@@ -213,11 +213,8 @@ def _make_trainjob(spec: JobSpec, profile: Profile) -> list[Document]:
         "spec": {"mlPolicy": {"numNodes": spec.first_nodes}, "template": template},
     }
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
-    train = {
-        **_head(api, "TrainJob", name, spec, section),
-        "spec": {"runtimeRef": reference, "trainer": {"numNodes": spec.first_nodes}},
-    }
-    return [runtime, train]
+    body = {"runtimeRef": reference, "trainer": {"numNodes": spec.first_nodes}}
+    return [runtime, {**_head(api, "TrainJob", name, spec, section), "spec": body}]
 
 
 def make_job_spec(

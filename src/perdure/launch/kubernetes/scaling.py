@@ -93,15 +93,15 @@ class _Scaler:
                 f"{name} has room for {most} pods",
                 hint=f"nodes_max = {pods} in the job file, at the next launch",
             )
-        if pods > first and (depth := self.ask_depth()) != "elastic":
+        if pods > first and (fixed := self.ask_fixed()):
             raise SafetyError(
-                f"{name} is {depth}: its world has the ranks that it began with",
+                f"{name} is {fixed}",
                 hint="perdure.elastic grows; or perdure stop, and launch it with more nodes: "
                 "it resumes",
             )
 
-    def ask_depth(self) -> str:
-        """Return the depth of the job, by its own word, once it trains."""
+    def ask_fixed(self) -> str:
+        """Return what keeps the job's world as it is, by its own word; empty where it grows."""
         if not self.first:
             raise PlatformError(
                 f"no first pod of job `{self.record.job}` runs",
@@ -114,12 +114,12 @@ class _Scaler:
             raise PlatformError(
                 f"pod {self.first} does not say how the job is: {told[-200:]}", hint="ask again"
             ) from error
-        if snapshot.depth == "supervised" and snapshot.state != "running":
+        if snapshot.fixed is None:
             raise PlatformError(
                 f"job `{self.record.job}` does not train yet: {snapshot.state}",
                 hint="ask again: its depth is not known before",
             )
-        return snapshot.depth
+        return snapshot.fixed
 
     def in_first(self, *argv: str) -> str:
         """Return what a perdure command prints in the first pod."""

@@ -78,16 +78,21 @@ def explain_security(section: KubernetesSection) -> list[Finding]:
 def find_violations(pod: Object) -> list[str]:
     """Return what `restricted` refuses in the spec of a pod, each as a field and its value."""
     context = _map(pod, "securityContext")
-    found = [f"{name}: true" for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name)]
-    for volume in _list(pod, "volumes"):
-        found += [f"volumes: {kind}" for kind in volume if kind not in {"name", *_VOLUMES}]
-    for one in _list(context, "sysctls"):
-        if one.get("name") not in _SYSCTLS:
-            found.append(f"securityContext.sysctls: {one.get('name')}")
-    found += _find_in_context(context, "securityContext")
-    for container in _list_containers(pod):
-        found += _find_in_container(container, context)
-    return found
+    kinds = (kind for volume in _list(pod, "volumes") for kind in volume)
+    sysctls = (one.get("name") for one in _list(context, "sysctls"))
+    parts = ("initContainers", "containers", "ephemeralContainers")
+    return [
+        *(f"{name}: true" for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name)),
+        *(f"volumes: {kind}" for kind in kinds if kind not in {"name", *_VOLUMES}),
+        *(f"securityContext.sysctls: {name}" for name in sysctls if name not in _SYSCTLS),
+        *_find_in_context(context, "securityContext"),
+        *(
+            text
+            for part in parts
+            for container in _list(pod, part)
+            for text in _find_in_container(container, context)
+        ),
+    ]
 
 
 def _find_in_container(container: Object, pod: Object) -> Iterator[str]:
@@ -138,11 +143,6 @@ def _find_in_context(context: Object, at: str) -> Iterator[str]:
         "seLinuxOptions": role or selinux.get("type", "") not in _SELINUX,
     }
     yield from (f"{at}: {text}" for text, refused in rows.items() if refused)
-
-
-def _list_containers(pod: Object) -> list[Object]:
-    kinds = ("initContainers", "containers", "ephemeralContainers")
-    return [one for kind in kinds for one in _list(pod, kind)]
 
 
 def _map(value: Object, name: str) -> Object:

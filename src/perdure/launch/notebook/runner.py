@@ -27,7 +27,7 @@ from perdure.launch.notebook.session import write_durably
 from perdure.launch.results.pulling import EXCLUDED
 from perdure.launch.runs import (
     RUNS,
-    STUCK_RUNS,
+    SESSION_WORDS,
     Run,
     append_run,
     decide,
@@ -40,6 +40,7 @@ from perdure.launch.runs import (
 )
 from perdure.launch.ssh.results import walk_area
 from perdure.model.checkpoints import MANIFEST, parse_checkpoint_name
+from perdure.model.job import JobSpec
 
 KEEP_S = 30.0
 """Journal, logs and outputs are as old as this at most where a session ends without a word."""
@@ -56,6 +57,7 @@ def main(path: str) -> int:
     """Be one session of the chain; return the exit code of `perdure run`."""
     settings: dict[str, Any] = msgspec.json.decode(Path(path).read_bytes())
     name, durable, data = settings["job"], Path(settings["durable"]), Path(settings["data"])
+    spec = msgspec.json.decode((data / "job.json").read_bytes(), type=JobSpec)
     told = hear(signal.SIGUSR1, signal.SIGTERM)
     signal.signal(signal.SIGALRM, lambda got, frame: told.append(signal.SIGUSR1))
     # A notebook whose kernel was restarted would run the job a second time beside this one.
@@ -78,29 +80,21 @@ def main(path: str) -> int:
         keep(name, durable / f"session-{session}", settings["outputs"], data, sent)
 
     with repeat(keep_all, KEEP_S):
-        code = follow(process, told, _WORDS, observed=is_observed(data / "job.json"))
+        code = follow(process, told, _WORDS, leaves=spec.unordered.leaves)
     signal.setitimer(signal.ITIMER_REAL, 0)
     keep_all()
     state, saved = look_at_job(locate_own_job(name))
-    checkpoint = max(
-        saved, read_newest_step(durable)
-    )  # It may have gone on from one and saved none.
     run = Run(
-        job=name, restart=len(before), state=state, code=code, checkpoint=checkpoint,
+        job=name, restart=len(before), state=state, code=code,
+        # It may have gone on from one and saved none.
+        checkpoint=max(saved, read_newest_step(durable)),
         # A cell that was stopped ends the session, and not the job.
         warned=bool(told), started_s=began_s, ended_s=time.time(),
     )  # fmt: skip
-    what, why = decide_next(run, before, settings["sessions_max"])
+    what, why = decide(run, before, settings["sessions_max"] - 1, SESSION_WORDS)
     record(durable, run, session, what, why)
     say(f"{what}: {why}")
     return code
-
-
-def is_observed(document: Path) -> bool:
-    """Return whether the job of a document is only observed."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return bool(msgspec.json.decode(document.read_bytes()).get("observe"))
-    return False
 
 
 def end_with_parent() -> None:
@@ -142,19 +136,6 @@ def compute_time_left(settings: dict[str, Any], now: float) -> float:
     return float(ceiling - settings["stop_before_s"] - now)
 
 
-def decide_next(run: Run, before: list[Run], sessions_max: int) -> tuple[str, str]:
-    """Return what follows a session (as `runs.decide` says), and why, in a notebook's words."""
-    what, why = decide(run, before, sessions_max - 1)
-    step = f"step {run.checkpoint}" if run.checkpoint >= 0 else "the beginning"
-    if what == "requeue":
-        why = f"left before the session's end; the next one goes on from {step}"
-    elif what == "give up" and run.restart >= sessions_max - 1:
-        why = f"{run.restart + 1} sessions; notebook.sessions_max"
-    elif what == "give up":
-        why = f"{STUCK_RUNS} sessions ended without a checkpoint after {step}"
-    return what, why
-
-
 def read_newest_step(durable: Path) -> int:
     """Return the step of the newest whole checkpoint; -1 for none."""
     names = [path.parent.name for path in durable.glob(f"checkpoints/*/{MANIFEST}")]
@@ -182,9 +163,11 @@ def keep(
     was not, or not so, when it was `sent`. The session takes the rest with it.
     """
     root = Path(locate_own_job(name).root)
-    wanted = {root / part: folder / part for part in _KEPT}
-    wanted |= {data / "project" / out: folder / "outputs" / out for out in outputs}
-    wanted[data / "run.out"] = folder / "run.out"
+    wanted = {
+        **{root / part: folder / part for part in _KEPT},
+        **{data / "project" / out: folder / "outputs" / out for out in outputs},
+        data / "run.out": folder / "run.out",
+    }
     named = tuple(f"{os.path.normpath(out)}/" for out in outputs)
     for path, stamp in read_stamps(data / "project").items():
         if sent.get(path) != stamp and not path.startswith(named):

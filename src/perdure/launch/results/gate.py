@@ -85,16 +85,24 @@ def find_obstacles(
 
 def _compare_box(on_box: PullManifest, pulled: PullManifest, pull: str) -> list[Finding]:
     """Return what is on the box and not here, for all that is known."""
-    found: list[Finding] = []
-    for why in on_box.unread[:NAMED_MAX]:
-        text = f"on the box, and only there, for all that is known: {why}"
-        found += _refuse(True, text, f"--leave {why.partition(': ')[0]!r} leaves it behind")
     here = {(file.path, file.sha256) for file in pulled.files}
     newer = [file.path for file in on_box.files if (file.path, file.sha256) not in here]
-    if newer:
-        text = f"{name_first(newer, 1)} on the box is not what was pulled"
-        found += _refuse(True, text, f"{pull}; --leave {newer[0]!r} leaves it behind")
-    return found
+    return [
+        *(
+            one
+            for why in on_box.unread[:NAMED_MAX]
+            for one in _refuse(
+                True,
+                f"on the box, and only there, for all that is known: {why}",
+                f"--leave {why.partition(': ')[0]!r} leaves it behind",
+            )
+        ),
+        *_refuse(
+            newer,
+            f"{name_first(newer, 1)} on the box is not what was pulled",
+            f"{pull}; --leave {next(iter(newer), '')!r} leaves it behind",
+        ),
+    ]
 
 
 def _refuse(when: object, text: str, hint: str) -> list[Finding]:
@@ -104,8 +112,10 @@ def _refuse(when: object, text: str, hint: str) -> list[Finding]:
 def list_changed_files(before: PullManifest, now: PullManifest) -> list[str]:
     """Return the files that are on the box now and were not, or not so, when it was looked at."""
     known = {(file.path, file.bytes, file.stamp) for file in before.files}
-    changed = [f.path for f in now.files if (f.path, f.bytes, f.stamp) not in known]
-    return [*changed, *(why for why in now.unread if why not in before.unread)]
+    return [
+        *(f.path for f in now.files if (f.path, f.bytes, f.stamp) not in known),
+        *(why for why in now.unread if why not in before.unread),
+    ]
 
 
 def is_destroyed(record: LaunchRecord) -> bool:

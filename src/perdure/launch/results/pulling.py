@@ -414,9 +414,8 @@ def compare_files(target: Path, manifest: PullManifest) -> list[str]:
         for path in target.rglob("*")
         if path.is_file() or path.is_symlink()
     }
-    own = {PULL_MANIFEST, PULL_VERIFIED}
-    problems += [f"{name} is not in the roster" for name in sorted(present - set(expected) - own)]
-    return problems
+    strangers = present - expected.keys() - {PULL_MANIFEST, PULL_VERIFIED}
+    return [*problems, *(f"{name} is not in the roster" for name in sorted(strangers))]
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):

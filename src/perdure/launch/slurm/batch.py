@@ -69,8 +69,9 @@ def main(place: str, warned: str) -> int:
     paths = locate_own_job(name)
     wait_for_predecessor(paths)
     process = subprocess.Popen(command)
-    look = (lambda: None) if spec.observe else heed(notice, process, told)
-    code = follow(process, told, WORDS, look, observed=spec.observe)
+    leaves = spec.unordered.leaves
+    look = heed(notice, process, told) if leaves else (lambda: None)
+    code = follow(process, told, WORDS, look, leaves=leaves)
     state, checkpoint = look_at_job(paths)
     run = Run(
         job=job, restart=restart, state=state, code=code, checkpoint=checkpoint,

@@ -188,8 +188,11 @@ class Slurm:
             return attempts[allocation.restart]
         end, row = self.look(allocation.job)
         if row is not None and row.restarts > allocation.restart:
-            reason = "Slurm has put it back, after a preemption or the failure of a node"
-            return Outcome(state="unknown", reason=f"{reason}; accounting is off")
+            return Outcome(
+                state="unknown",
+                reason="Slurm has put it back, after a preemption or the failure of a node; "
+                "accounting is off",
+            )
         return end
 
 
@@ -306,8 +309,8 @@ def _carry(record: LaunchRecord, argv: Sequence[str], node: str) -> str:
     words = shlex.join([record.python, "-P", "-m", "perdure", *argv])
     command = f"exec {words}"
     if node and argv[0] != "logs":
-        options = f"--jobid={record.id} --overlap --nodes=1 --ntasks=1 --nodelist={node} --quiet"
-        command = _STEP.format(options=f"{options} --input=none", words=words)
+        options = f"--jobid={record.id} --overlap --nodes=1 --ntasks=1 --nodelist={node}"
+        command = _STEP.format(options=f"{options} --quiet --input=none", words=words)
     return render_hook(record.profile) + (
         f"test -e {_locate_document(record)} || "
         f"{{ echo 'perdure: it has written nothing yet' >&2; exit {_NOT_YET}; }}\n"

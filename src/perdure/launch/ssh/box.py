@@ -153,9 +153,8 @@ def read_job_state(folder: str) -> dict[str, Any]:
         code, number = exited.get("code", 0), exited.get("signal", 0)
         how = f"signal {number}" if number else f"exit code {code}"
         reason = exited.get("refused") or f"`perdure run` ended with {how}"
-        reason += tell_memory(count_kills(folder))
-        return {**told, "state": "ended", "code": code, "signal": number,
-                "ended_s": exited["at"], "reason": reason}  # fmt: skip
+        return {**told, "state": "ended", "code": code, "signal": number, "ended_s": exited["at"],
+                "reason": reason + tell_memory(count_kills(folder))}  # fmt: skip
     if start["boot_id"] != now["boot_id"]:
         up_s = float(first_line("/proc/uptime").split()[0])
         return {**told, "state": "rebooted", "reason": "the machine has started anew since the "
@@ -163,14 +162,10 @@ def read_job_state(folder: str) -> dict[str, Any]:
     if start_time(start["pid"]) == start["pid_start"]:
         return {**told, "state": "running", "reason": f"supervisor {start['pid']} lives"}
     if start_time(start.get("child", 0)) == start.get("child_start", -1):
-        return {
-            **told,
-            "state": "orphaned",
-            "reason": "the supervisor is gone, `perdure run` goes on",
-        }
+        reason = "the supervisor is gone, `perdure run` goes on"
+        return {**told, "state": "orphaned", "reason": reason}
     reason = "supervisor and `perdure run` are gone, and neither wrote down why: killed"
-    reason += tell_memory(count_kills(folder))
-    return {**told, "state": "killed", "reason": reason}
+    return {**told, "state": "killed", "reason": reason + tell_memory(count_kills(folder))}
 
 
 def find_memory_events() -> str:
@@ -194,8 +189,8 @@ def find_memory_events() -> str:
 
 def count_oom_kills(path: str) -> int:
     """Return how many processes were killed for memory, by such a file; 0 where it is gone."""
-    lines = read_text(path).splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    rows = map(str.split, read_text(path).splitlines())
+    return sum(int(row[1]) for row in rows if row[:1] == ["oom_kill"])
 
 
 def count_kills(folder: str) -> int:
@@ -216,8 +211,7 @@ def tell_memory(kills: int) -> str:
 def tell_end(folder: str) -> dict[str, Any]:
     """Tell the job of `folder` to end, where it runs; return how it was."""
     found, start = read_job_state(folder), read(folder, "start.json") or {}
-    pids = {"running": start.get("pid"), "orphaned": start.get("child")}
-    pid = pids.get(found["state"])
+    pid = {"running": start.get("pid"), "orphaned": start.get("child")}.get(found["state"])
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -276,30 +270,27 @@ def take_devices(wanted: int) -> tuple[str, list[int]]:
     if not gpus or not wanted:
         return "", []
     folder = os.path.join(home(), ".perdure-locks")
-    taken: list[str] = []
-    locks: list[int] = []
+    taken: dict[str, int] = {}
     holders: list[str] = []
     for gpu in gpus:
         if len(taken) == wanted:
             break
-        busy = gpu["pids"]
-        if busy:
-            holders.append(f"GPU {gpu['index']}: process {', '.join(busy)}")
+        if gpu["pids"]:
+            holders.append(f"GPU {gpu['index']}: process {', '.join(gpu['pids'])}")
             continue
         lock = take_lock(os.path.join(folder, f"{gpu['uuid']}.lock"))
         if lock is None:
             holders.append(f"GPU {gpu['index']}: another run of perdure")
             continue
-        locks.append(lock)
-        taken.append(gpu["uuid"])
+        taken[gpu["uuid"]] = lock
     if len(taken) < wanted:
-        for lock in locks:
+        for lock in taken.values():
             os.close(lock)
         raise LookupError(
             f"{wanted} GPUs are wanted and {len(taken)} of {len(gpus)} are free; "
             + "; ".join(holders)
         )
-    return ",".join(taken), locks
+    return ",".join(taken), list(taken.values())
 
 
 def list_gpus() -> list[dict[str, Any]]:
@@ -546,13 +537,12 @@ def list_starters() -> list[str]:
 
     A container often has crontab and systemctl, and nothing behind them.
     """
-    found = []
-    if shutil.which("systemctl") and first_line("/proc/1/comm") == "systemd":
-        found.append("systemd")
     names = {first_line(f"/proc/{pid}/comm") for pid in os.listdir("/proc") if pid.isdigit()}
-    if shutil.which("crontab") and names & {"cron", "crond"}:
-        found.append("cron")
-    return found
+    there = {
+        "systemd": shutil.which("systemctl") and first_line("/proc/1/comm") == "systemd",
+        "cron": shutil.which("crontab") and names & {"cron", "crond"},
+    }
+    return [name for name, runs in there.items() if runs]
 
 
 # --- a port of the box that others try to reach

@@ -212,8 +212,12 @@ def _write_network(plan: Plan, network: Network) -> None:
 
 def _write(plan: Plan, name: str, text: str) -> None:
     """Write a file of a box's `launch`, for its owner alone, over standard input."""
-    script = f'umask 077; mkdir -p "$(dirname launch/{name})"; cat > launch/{name}'
-    must(Channel(plan.profile.launch), plan, script, stdin=text.encode())
+    must(
+        Channel(plan.profile.launch),
+        plan,
+        f'umask 077; mkdir -p "$(dirname launch/{name})"; cat > launch/{name}',
+        stdin=text.encode(),
+    )
 
 
 def _check_disk(plan: Plan, records: Sequence[LaunchRecord], here: Here) -> None:

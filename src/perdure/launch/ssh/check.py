@@ -258,8 +258,7 @@ def check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
     ]
     if not told["python"]:
         return found + error(True, f"there is no {launch.python} on the box", named)
-    old = error(version < (3, 11), needed, named)
-    return found + (old or check_torch(profile, told["torch"]))
+    return found + (error(version < (3, 11), needed, named) or check_torch(profile, told["torch"]))
 
 
 def check_torch(profile: Profile, version: str) -> list[Finding]:

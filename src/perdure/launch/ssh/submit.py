@@ -180,8 +180,9 @@ def _compare(channel: Channel, source: Path, target: str, exclude: tuple[str, ..
     except subprocess.TimeoutExpired:
         raise PlatformError(f"cannot compare with {at}: no end in {_SETUP_S:.0f} s") from None
     if done.returncode:
-        why = done.stderr.decode(errors="replace").strip()
-        raise PlatformError(f"cannot compare with {at}: {why}")
+        raise PlatformError(
+            f"cannot compare with {at}: {done.stderr.decode(errors='replace').strip()}"
+        )
     return [line for line in os.fsdecode(done.stdout).splitlines() if not line.endswith("/")]
 
 

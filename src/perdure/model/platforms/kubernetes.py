@@ -213,12 +213,13 @@ def explain_pod(pod: Object, events: Sequence[str] = ()) -> PodOutcome:
 
 
 def _explain_end(code: int, ended: str, message: str) -> PodOutcome:
-    if ended == "OOMKilled":
-        return PodOutcome(state="out of memory", code=code or 137, reason="OOMKilled", trap="U9")
-    if ended == "DeadlineExceeded":
-        return PodOutcome(state="time limit", code=code, reason=ended)
-    if ended in ("ContainerCannotRun", "StartError"):
-        return PodOutcome(state="failed", code=code, reason=_join(ended, message))
+    match ended:
+        case "OOMKilled":
+            return PodOutcome(state="out of memory", code=code or 137, reason=ended, trap="U9")
+        case "DeadlineExceeded":
+            return PodOutcome(state="time limit", code=code, reason=ended)
+        case "ContainerCannotRun" | "StartError":
+            return PodOutcome(state="failed", code=code, reason=_join(ended, message))
     if code == LEFT_ON_NOTICE:
         return PodOutcome(state="preempted", code=code, reason="left on SIGTERM, its state saved")
     killed = f" (signal {code - 128})" if 128 < code < 193 else ""

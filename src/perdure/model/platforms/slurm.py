@@ -72,13 +72,11 @@ def parse_time_limit(text: str) -> int:
         raise ConfigError(
             f"slurm.time_limit = {text!r} is no time limit", hint="minutes, HH:MM:SS or D-HH:MM:SS"
         )
-    days, *parts = (int(part) if part else None for part in match.groups())
-    first, second, third = parts
-    if days is not None:  # D-HH[:MM[:SS]]
-        return days * 86400 + (first or 0) * 3600 + (second or 0) * 60 + (third or 0)
-    if third is not None:  # HH:MM:SS
-        return (first or 0) * 3600 + (second or 0) * 60 + third
-    return (first or 0) * 60 + (second or 0)  # MM[:SS]
+    days, *parts = match.groups()
+    has_hours = days is not None or parts[-1] is not None  # D-HH[:MM[:SS]], HH:MM:SS; MM[:SS]
+    units_s = (3600, 60, 1) if has_hours else (60, 1, 0)
+    seconds = sum(int(part or 0) * unit for part, unit in zip(parts, units_s, strict=True))
+    return int(days or 0) * 86400 + seconds
 
 
 _STATES: dict[str, State] = {

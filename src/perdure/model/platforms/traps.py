@@ -7,6 +7,7 @@ import msgspec
 When = Literal["prevented", "detected", "watched", "diagnosed"]
 """`prevented`: what perdure renders or runs does not fall into it. `detected`: looked for before
 a launch. `watched`: looked for while the job runs. `diagnosed`: named after a death."""
+CheckState = Literal["ok", "degraded", "missing", "note"]
 Scope = Literal["any", "ssh", "slurm", "kubernetes", "notebook", "nodes"]
 
 
@@ -39,7 +40,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that perdure needs or profits from."""
 
     name: str
-    state: Literal["ok", "degraded", "missing", "note"]
+    state: CheckState
     """`degraded`: perdure goes on without it, and says what it then cannot do; `missing`: a job
     cannot run; `note`: neither good nor bad."""
     evidence: str
