@@ -102,7 +102,6 @@ class OpenMove:
     """Committed when the ranks were ended."""
     to: dict[int, int] = field(default_factory=dict)
     """Node -> the one that stands in, once it was left."""
-    moved_s: float = 0.0
     ranks: tuple[int, ...] = ()
     """In an elastic world: the members that leave."""
     restored: bool = False
@@ -210,12 +209,10 @@ class JobState:
     and when. In an elastic world: kind and each rank that might take the part of a slow one."""
     cordoned: dict[int, str] = field(default_factory=dict)
     """Node -> why it runs nothing while another can."""
-    barred: set[int] = field(default_factory=set)
-    """Nodes cordoned by an operator: they run nothing, whatever is lost."""
     cordons_noted: set[int] = field(default_factory=set)
     """Cordoned nodes whose `NodeCordoned` is in the journal."""
     cordoned_by: dict[int, str] = field(default_factory=dict)
-    """Cordoned node -> the operator who asked for it."""
+    """Node that runs nothing, whatever is lost -> the operator who asked for it."""
     restoring: dict[int, str] = field(default_factory=dict)
     """Restored node -> by whom, until `NodeRestored` is in the journal."""
     moves: dict[str, OpenMove] = field(default_factory=dict)
@@ -314,8 +311,8 @@ class JobState:
     def list_members(self) -> list[WorldState]:
         """Return the replica groups of the quorum in force that are not known to be gone."""
         worlds = [world for _, world in sorted(self.worlds.items())]
-        there = [w for w in worlds if w.alive and w.replica and not w.absent]
-        return [world for world in there if world.replica in self.quorum.members]
+        there = [w for w in worlds if w.alive and w.replica.name and not w.replica.absent]
+        return [world for world in there if world.replica.name in self.quorum.members]
 
     def the_spec(self) -> JobSpec:
         """Return the job's specification, which is there from the first event on."""
@@ -343,7 +340,6 @@ class JobState:
         self.cordoned.pop(node, None)
         self.cordoned_by.pop(node, None)
         self.cordons_noted.discard(node)
-        self.barred.discard(node)
         self.going.discard(node)
         self.blames.pop(node, None)
 
@@ -351,6 +347,11 @@ class JobState:
         """Remember why `world` could not go on."""
         self.failures.append(failure)
         world.failures.append(failure)
+
+    @property
+    def barred(self) -> set[int]:
+        """Return the nodes that an operator has cordoned: they run nothing, whatever is lost."""
+        return set(self.cordoned_by)
 
     @property
     def leaving(self) -> set[int]:

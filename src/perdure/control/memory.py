@@ -158,12 +158,11 @@ class Memory:
     def make_timer(self, now: float) -> TimerFired:
         """Return what a passed deadline is to the machine."""
         state, fold = self.machine.state, self.fold
-        due = [world.checkpoint_due_s for world in state.worlds.values()]
-        paced = any(due_s is not None and due_s <= now for due_s in due)
-        overdue = membership_of(state).is_overdue(state, now)
+        saves = [world.checkpoint_due_s for world in state.worlds.values()]
+        awaited_s = membership_of(state).deadline(state)
         return TimerFired(
-            pace=fold.estimate_pace() if paced else None,
-            busy=fold.list_busy_ranks() if overdue else (),
+            pace=fold.estimate_pace() if _has_passed(now, *saves) else None,
+            busy=fold.list_busy_ranks() if _has_passed(now, awaited_s) else (),
         )
 
     def recent(self) -> list[tuple[float, AnyEvent]]:
@@ -181,6 +180,10 @@ class Memory:
             recent=prune_entries(self._recent),
             term=self.term,
         )
+
+
+def _has_passed(now: float, *due_s: float | None) -> bool:
+    return any(time_s is not None and time_s <= now for time_s in due_s)
 
 
 def encode_memory(memory: Memory) -> bytes:

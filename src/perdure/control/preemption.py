@@ -359,7 +359,7 @@ def _note_group(state: JobState, now: float, event: PreemptionNoticed) -> list[A
     """Have the group of a noticed node leave, where others go on without it."""
     gone_s = event.at_s + event.grace_s
     group, id_ = state.worlds.get(event.node), f"preemption-{event.node}"
-    if group is None or not group.alive or state.phase != "running" or group.leaving:
+    if group is None or not group.alive or state.phase != "running" or group.replica.leaving:
         return []
     if any(event.node in move.nodes for move in state.moves.values()):
         return []

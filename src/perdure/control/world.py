@@ -97,8 +97,6 @@ class ElasticState:
     """The number of tries in a row at `step`."""
     step: int = -1
     """Steps applied when the newest epoch was formed."""
-    reforms: int = 0
-    """Worlds formed in place so far."""
     slowest_s: float = 0.0
     """What connecting, and bringing states together, took a member at most after the first."""
     given_up: str = ""
@@ -121,6 +119,26 @@ class ElasticState:
     """Ranks that have followed, or given it up: they can be called in."""
     doomed: dict[int, str] = field(default_factory=dict)
     """Rank whose process was ordered to be ended -> why."""
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """What is remembered of a world that is a replica group; of the past, whether it is a spare."""
+
+    active: bool = True
+    """It trains, or shall; otherwise it is a spare replica group, held at the lighthouse."""
+    name: str = ""
+    """Its replica id, once it has asked the lighthouse for a quorum."""
+    trained: bool = False
+    """It was in a quorum since it was started."""
+    absent: str = ""
+    """Why it was left out of the quorum, while it lives."""
+    absent_s: float = 0.0
+    """The time since when it is left out."""
+    leaving: str = ""
+    """Why it is about to be left: it gets no quorum any more."""
+    stands: int | None = None
+    """The step that it asks to begin, where it is held at the lighthouse; else None."""
 
 
 @dataclass(slots=True)
@@ -159,6 +177,7 @@ class WorldState:
     newest of them, oldest first."""
     stacks: StackRequest | None = None
     elastic: ElasticState = field(default_factory=ElasticState)
+    replica: ReplicaState = field(default_factory=ReplicaState)
 
     failures: list[Failure] = field(default_factory=list)
     """The failures of all its generations, or of those since an operator restored it."""
@@ -166,21 +185,6 @@ class WorldState:
     """When the failure that is being recovered from was decided upon."""
     first_exit_s: float | None = None
     """When the rank that the newest failure is blamed on ended; None where it was no exit."""
-
-    active: bool = True
-    """It trains, or shall; otherwise it is a spare replica group, held at the lighthouse."""
-    replica: str = ""
-    """Its replica id, once it has asked the lighthouse for a quorum."""
-    trained: bool = False
-    """It was in a quorum since it was started."""
-    absent: str = ""
-    """Why it was left out of the quorum, while it lives."""
-    absent_s: float = 0.0
-    """The time since when it is left out."""
-    leaving: str = ""
-    """Why it is about to be left: it gets no quorum any more."""
-    stands: int | None = None
-    """The step that it asks to begin, where it is held at the lighthouse; else None."""
 
     @property
     def alive(self) -> bool:
@@ -212,7 +216,7 @@ class WorldState:
             failures=self.failures,
             failed_s=self.failed_s,
             first_exit_s=self.first_exit_s,
-            active=self.active,
+            replica=ReplicaState(active=self.replica.active),
         )
         new.enter("a generation is begun")
         return new

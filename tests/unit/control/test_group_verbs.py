@@ -103,12 +103,12 @@ def test_with_wait_a_drain_begins_once_a_spare_stands_ready() -> None:
     lab.exit(1, signal=9)  # The spare stands in, and nobody stands by.
     lab.form(0, 2, 3)
     assert lab.ask("drain", "replica:0", wait=True) is None
-    assert not lab.machine.state.worlds[0].leaving
+    assert not lab.machine.state.worlds[0].replica.leaving
     lab.start(1)
     lab.see(1)
     assert held(lab)[0] == (True, False)
     assert held(lab)[1] == (False, False)
-    assert lab.machine.state.worlds[0].leaving
+    assert lab.machine.state.worlds[0].replica.leaving
 
 
 def test_a_drain_that_is_overdue_is_taken_back() -> None:
@@ -133,7 +133,7 @@ def test_a_restore_takes_a_drain_back_and_starts_what_was_left() -> None:
     lab.ask("restore", "replica:0", id_="r")
     answered = lab.machine.state.answered
     assert (answered["d"][0], answered["r"][0]) == (False, True)
-    assert lab.machine.state.worlds[0].active
+    assert lab.machine.state.worlds[0].replica.active
     lab.ask("evict", "replica:0")
     lab.form(1, 2, 3)
     lab.stop(0)
@@ -144,7 +144,7 @@ def test_a_restore_takes_a_drain_back_and_starts_what_was_left() -> None:
     assert lab.find(RestoreNode).node == 0
     assert lab.generation(0) > before
     assert lab.phases()[0] == "forming"
-    assert not lab.machine.state.worlds[0].active, "the others are at full strength"
+    assert not lab.machine.state.worlds[0].replica.active, "the others are at full strength"
     again = lab.ask("restore", "replica:1")
     assert again is not None
     assert again.ok

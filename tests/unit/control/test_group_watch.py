@@ -134,7 +134,7 @@ def test_a_stopped_group_is_told_of_and_left_alone_each_time() -> None:
         world.still = set()
         world.train(1.0)
         assert world.told() == ["ReplicaSeen 2"]
-        assert world.lab.machine.state.worlds[2].absent == ""
+        assert world.lab.machine.state.worlds[2].replica.absent == ""
 
 
 def test_a_stop_that_is_over_at_once_is_nothing() -> None:

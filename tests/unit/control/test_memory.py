@@ -98,7 +98,10 @@ def test_an_overdue_world_is_told_who_is_busy_as_declared() -> None:
     stopped = ProcSample(state="T", cpu_s=0.0, io_bytes=0)
     ranks.append(msgspec.structs.replace(ranks[0], rank=3, proc=stopped))
     known.fold.take_beat(50.0, NodeBeat(0, "a", 1, 50.0, 0, tuple(ranks)))
-    known.machine.state.world.elastic.members = (0, 1, 2, 3)
-    known.machine.state.world.elastic.deadline_s = 60.0
+    world = known.machine.state.world
+    for step in ("a generation is begun", "its store is served, and nothing older lives"):
+        world.enter(step)  # type: ignore[arg-type]
+    world.enter("all its nodes have started its ranks")
+    world.elastic.members, world.elastic.deadline_s = (0, 1, 2, 3), 60.0
     assert known.make_timer(59.0).busy == ()
     assert known.make_timer(60.0).busy == (0,)

@@ -49,7 +49,12 @@ def test_a_death_restarts_its_group_and_releases_the_others() -> None:
 
 def test_a_spare_takes_the_place_and_the_lost_group_becomes_the_spare() -> None:
     lab = Lab(spares=1)
-    assert [g.active for g in lab.machine.state.worlds.values()] == [True, True, True, False]
+    assert [g.replica.active for g in lab.machine.state.worlds.values()] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     lab.exit(0, signal=9)
     hold = lab.find(HoldReplicas)
     assert {g.group: g.held for g in hold.groups} == {1: False, 2: False, 3: False}

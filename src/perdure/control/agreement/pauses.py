@@ -52,7 +52,7 @@ def hold_all(state: JobState, now: float, command: OpenCommand) -> list[AnyActio
     pause = Pause(command.id, max(state.step, 0), who, why, command.id)
     state.steering.pause = pause
     for world in state.worlds.values():
-        world.stands = None
+        world.replica.stands = None
     held = hold_groups(state, f"paused by {who}")
     pause.hold = held.number
     return [held, _note_pause(pause, now)]
@@ -66,7 +66,11 @@ def answer_pause(state: JobState) -> list[AnyAction]:
         return []
     reason = ""
     if pause.hold:
-        steps = [world.stands for world in state.list_members() if world.stands is not None]
+        steps = [
+            world.replica.stands
+            for world in state.list_members()
+            if world.replica.stands is not None
+        ]
         reason = "" if steps else "no replica trains yet, and none will begin"
         pause.step = min(steps, default=max(state.step, 0))
         state.step = max(state.step, pause.step)
@@ -86,7 +90,7 @@ def stands(state: JobState) -> bool:
     """Return whether all ranks of this generation, or all members of the quorum, stand still."""
     pause = state.steering.pause
     if pause is not None and pause.hold:
-        return all(world.stands is not None for world in state.list_members())
+        return all(world.replica.stands is not None for world in state.list_members())
     return (
         pause is not None
         and bool(pause.reached)
@@ -112,7 +116,7 @@ def begin_resume(state: JobState, now: float, who: str) -> list[AnyAction]:
     if not pause.hold:
         return [*early, _note_resume(resume, now), *send_resume(state)]
     for world in state.worlds.values():
-        world.stands = None
+        world.replica.stands = None
     held = hold_groups(state, words)
     return [*early, held, _note_resume(resume, now), *finish_resume(state, "")]
 

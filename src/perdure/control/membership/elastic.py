@@ -274,11 +274,6 @@ class Elastic(Fixed):
         times = [t for t in (elastic.deadline_s, elastic.retry_s) if t is not None]
         return min(times, default=None)
 
-    def is_overdue(self, state: JobState, now: float) -> bool:
-        """Return whether the world should have been formed again by now."""
-        deadline_s = state.world.elastic.deadline_s
-        return deadline_s is not None and now >= deadline_s
-
     def stand_in(
         self, state: JobState, now: float, found: Cause, reason: str, *, freed: bool = False
     ) -> Outcome:
@@ -300,7 +295,6 @@ class Elastic(Fixed):
         if not have_state(state, left):
             elastic.given_up = "no member that has the state is left"
             return Outcome(broken=elastic.given_up)
-        elastic.reforms += 1
         elastic.retries = 0  # It is the loss that had broken the world.
         nodes = {node_of_member(state, rank) for rank in elastic.members if rank not in left}
         called = call_spares(state, nodes) if not elastic.finished else ()

@@ -239,10 +239,6 @@ class Fixed:
         """Return when something of the membership is due: here, nothing ever is."""
         return None
 
-    def is_overdue(self, state: JobState, now: float) -> bool:
-        """Return whether members are waited for no longer, unless they are busy."""
-        return False
-
     def fire(self, state: JobState, now: float, busy: Collection[int]) -> Outcome:
         """Return what is due; the world may have to be formed anew."""
         return Outcome()

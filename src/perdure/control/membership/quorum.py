@@ -16,7 +16,14 @@ from perdure.control.membership.fixed import Addressed, Fixed, Started
 from perdure.control.world import WorldState
 from perdure.model.events import RanksStarted
 from perdure.model.job import JobSpec
-from perdure.model.orders import AnyAction, Assignment, HoldReplicas, ReplicaGroup
+from perdure.model.orders import (
+    AnyAction,
+    Assignment,
+    EvictReplica,
+    FenceAbort,
+    HoldReplicas,
+    ReplicaGroup,
+)
 
 
 def make_quorum_config(spec: JobSpec) -> QuorumConfig:
@@ -36,15 +43,17 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
     for number, group in sorted(state.worlds.items()):
         if group.store is None or not group.alive:
             continue
-        held = not group.active or bool(group.leaving) or paused
+        held = not group.replica.active or bool(group.replica.leaving) or paused
         store = f"{group.store.host}:{group.store.port}"
-        ready = not group.active and not group.leaving and number not in state.barred
+        ready = (
+            not group.replica.active and not group.replica.leaving and number not in state.barred
+        )
         spare = ready and not paused
         groups.append(ReplicaGroup(number, group.generation, store, held, spare))
     held_names = tuple(
-        g.replica
+        g.replica.name
         for _, g in sorted(state.worlds.items())
-        if g.replica and (not g.active or g.leaving or paused)
+        if g.replica.name and (not g.replica.active or g.replica.leaving or paused)
     )
     patience = make_quorum_config(state.the_spec())
     return HoldReplicas(
@@ -55,6 +64,74 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
         alone_s=patience.alone_s,
         reason=reason,
     )
+
+
+def wanted_groups(state: JobState) -> int:
+    """Return how many groups shall train, where so many are there."""
+    return state.the_spec().torchft.replicas
+
+
+def least_groups(state: JobState) -> int:
+    """Return without how many groups nothing is trained."""
+    return max(1, state.the_spec().torchft.min_replicas)
+
+
+def refuse_drain(state: JobState) -> str:
+    """Return why no group can be left while it lives; empty where the lighthouse is our own."""
+    if state.the_spec().torchft.lighthouse == "perdure":
+        return ""
+    return (
+        "only perdure's own lighthouse can form a quorum without a living replica "
+        '(torchft.lighthouse = "perdure"); evict ends its processes'
+    )
+
+
+def let_go(state: JobState, group: WorldState, reason: str) -> list[AnyAction]:
+    """Have the lighthouse forget it, and those who hang on it in a collective go on."""
+    name, quorum = group.replica.name, state.quorum
+    evict = EvictReplica(replica=name, generation=group.generation, reason=reason)
+    if name not in quorum.members:
+        return [evict]
+    others = tuple(
+        g.number
+        for g in state.worlds.values()
+        if g is not group and g.replica.name in quorum.members
+    )
+    fence = FenceAbort(quorum_id=quorum.quorum_id, groups=others, reason=reason)
+    return [evict, fence] if others else [evict]
+
+
+def list_spare_groups(state: JobState) -> list[WorldState]:
+    """Return the spare groups that stand ready."""
+    groups = [g for _, g in sorted(state.worlds.items()) if g.number not in state.barred]
+    ready = [
+        g for g in groups if not g.replica.active and not g.replica.leaving and g.phase == "running"
+    ]
+    return [g for g in ready if g.replica.name and not g.replica.absent]
+
+
+def promote(state: JobState, reason: str) -> list[AnyAction]:
+    """Release a spare that stands ready in the place of each active group that is away."""
+    spares = list_spare_groups(state)
+    away = [
+        g
+        for _, g in sorted(state.worlds.items())
+        if g.replica.active and g.alive and g.replica.absent
+    ]
+    away += [g for _, g in sorted(state.worlds.items()) if g.phase == "failed" and g.replica.active]
+    missing = wanted_groups(state) - sum(
+        g.replica.active and g.alive for g in state.worlds.values()
+    )
+    changed = False
+    for spare in spares:
+        if away:
+            away.pop(0).replica.active = False
+        elif missing > 0:
+            missing -= 1
+        else:
+            break
+        spare.replica.active = changed = True
+    return [hold_groups(state, reason)] if changed else []
 
 
 _OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
@@ -92,7 +169,9 @@ class Quorum(Fixed):
         """Return the ranks of all groups that live and are no spares."""
         there = [group for _, group in sorted(state.worlds.items()) if group.alive]
         ranks_of = state.the_spec().ranks_of
-        return tuple(rank for group in there if group.active for rank in ranks_of(group.number))
+        return tuple(
+            rank for group in there if group.replica.active for rank in ranks_of(group.number)
+        )
 
     def find_world_of(self, state: JobState, rank: int) -> WorldState | None:
         """Return the group that `rank` is in."""

@@ -129,8 +129,10 @@ def _number(
 
 def _make_steering(state: JobState, world: WorldState) -> Steering:
     """Return what its ranks have to know before their first step."""
-    others = (w for w in state.worlds.values() if w is not world and w.alive and not w.absent)
-    heals = any(w.replica in state.quorum.members for w in others if w.replica)
+    others = (
+        w for w in state.worlds.values() if w is not world and w.alive and not w.replica.absent
+    )
+    heals = any(w.replica.name in state.quorum.members for w in others if w.replica.name)
     return structs.replace(make_steering(state.steering), heals=heals)
 
 

@@ -18,7 +18,13 @@ from perdure.control.agreement.boundary import answer_boundary, reach_boundary
 from perdure.control.agreement.changes import declare_keys, note_high, reach_change
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
-from perdure.control.membership.quorum import hold_groups
+from perdure.control.membership.quorum import (
+    hold_groups,
+    least_groups,
+    let_go,
+    promote,
+    wanted_groups,
+)
 from perdure.control.recovery.formation import (
     FORM_TIMEOUT_S,
     REGISTER_TIMEOUT_S,
@@ -26,7 +32,7 @@ from perdure.control.recovery.formation import (
     assign,
     end_job,
 )
-from perdure.control.world import WorldState
+from perdure.control.world import ReplicaState, WorldState
 from perdure.detect.certainty import TIMEOUT_S
 from perdure.model.events import (
     ActionWithheld,
@@ -44,7 +50,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.failures import Cause, Rung, explain_exit, explain_node
-from perdure.model.orders import AnyAction, AssignNodes, EvictReplica, FenceAbort
+from perdure.model.orders import AnyAction, AssignNodes
 from perdure.policy import Failure, decide_recovery
 
 
@@ -79,8 +85,8 @@ def fail_group(
         cause=cause,
         culprit=f"group {group.number}" + (f", {who}" if who else ""),
         generation=group.generation,
-        step=state.step if group.trained else -1,
-        progress_max=state.progress_max if group.trained else 0,
+        step=state.step if group.replica.trained else -1,
+        progress_max=state.progress_max if group.replica.trained else 0,
         error=error,
         code=code,
         signal=signal,
@@ -104,15 +110,15 @@ def fail_group(
     rung: Rung = "give up" if done else decision.rung
     state.book.decide(_name_group(found, failure), rung, group.generation, group=group.number)
     state.note_failure(group, failure)
-    group.absent, group.store = group.absent or cause, None
-    if group.leaving or group.number in state.barred:
-        return [*actions, *park_group(state, now, group, group.leaving or "it is cordoned")]
+    group.replica.absent, group.store = group.replica.absent or cause, None
+    if group.replica.leaving or group.number in state.barred:
+        return [*actions, *park_group(state, now, group, group.replica.leaving or "it is cordoned")]
     actions += promote(state, decision.reason)
     actions += [] if done else _note_outage(state, now, group)
     if done or decision.rung == "give up":
         why = "others have finished" if done else decision.reason
         group.enter("it is given up")
-        group.deadline_s, group.active = None, False
+        group.deadline_s, group.replica.active = None, False
         actions += [assign(state, group, "stop", why), hold_groups(state, why)]
         return [*actions, *finish_if_over(state, now)]
     return [*actions, *start_group(state, now, group, decision.reason)]
@@ -149,7 +155,7 @@ def _stay_away(
     state.book.decide(_name_group(found, failure), "give up", group.generation, group=group.number)
     state.note_failure(group, failure)
     group.enter("it is given up")
-    group.active, group.absent = False, failure.cause
+    group.replica.active, group.replica.absent = False, failure.cause
     stop = assign(state, group, "stop", f"{failure.culprit}: {failure.cause}")
     return [stop, *finish_if_over(state, now)]
 
@@ -162,7 +168,7 @@ def _note_outage(state: JobState, now: float, group: WorldState) -> list[AnyActi
     since the checkpoint are lost.
     """
     others = [g for _, g in sorted(state.worlds.items()) if g is not group and g.alive]
-    if not group.trained or any(g.trained and not g.absent for g in others):
+    if not group.replica.trained or any(g.replica.trained and not g.replica.absent for g in others):
         return []
     state.quorum.outages += 1
     if state.saved_step <= 0:
@@ -178,62 +184,27 @@ def park_group(
     """End what a group runs, and start it no more until it is restored."""
     actions = let_go(state, group, reason) if group.alive else []
     group.enter("it is left, or lost while cordoned")
-    group.deadline_s, group.active = None, False
-    group.leaving, group.absent, group.store, group.stands = "", reason, None, None
+    group.deadline_s, group.replica.active = None, False
+    group.replica.leaving, group.replica.absent, group.store, group.replica.stands = (
+        "",
+        reason,
+        None,
+        None,
+    )
     actions += promote(state, reason)
     stop = assign(state, group, "stop", reason, grace_s=grace_s)
     return [*actions, stop, hold_groups(state, reason), *finish_if_over(state, now)]
-
-
-def let_go(state: JobState, group: WorldState, reason: str) -> list[AnyAction]:
-    """Have the lighthouse forget it, and those who hang on it in a collective go on."""
-    name, quorum = group.replica, state.quorum
-    evict = EvictReplica(replica=name, generation=group.generation, reason=reason)
-    if name not in quorum.members:
-        return [evict]
-    others = tuple(
-        g.number for g in state.worlds.values() if g is not group and g.replica in quorum.members
-    )
-    fence = FenceAbort(quorum_id=quorum.quorum_id, groups=others, reason=reason)
-    return [evict, fence] if others else [evict]
-
-
-def list_spare_groups(state: JobState) -> list[WorldState]:
-    """Return the spare groups that stand ready."""
-    groups = [g for _, g in sorted(state.worlds.items()) if g.number not in state.barred]
-    ready = [g for g in groups if not g.active and not g.leaving and g.phase == "running"]
-    return [g for g in ready if g.replica and not g.absent]
-
-
-def promote(state: JobState, reason: str) -> list[AnyAction]:
-    """Release a spare that stands ready in the place of each active group that is away."""
-    spares = list_spare_groups(state)
-    away = [g for _, g in sorted(state.worlds.items()) if g.active and g.alive and g.absent]
-    away += [g for _, g in sorted(state.worlds.items()) if g.phase == "failed" and g.active]
-    wanted = state.the_spec().torchft.replicas
-    missing = wanted - sum(g.active and g.alive for g in state.worlds.values())
-    changed = False
-    for spare in spares:
-        if away:
-            away.pop(0).active = False
-        elif missing > 0:
-            missing -= 1
-        else:
-            break
-        spare.active = changed = True
-    return [hold_groups(state, reason)] if changed else []
 
 
 def finish_if_over(state: JobState, now: float) -> list[AnyAction]:
     """End the job once no group trains any more that has trained."""
     groups = state.worlds.values()
     done = sum(g.phase == "done" for g in groups)
-    if any(g.alive and g.trained and g.active for g in groups):
+    if any(g.alive and g.replica.trained and g.replica.active for g in groups):
         return []
     if done:
         return end_job(state, now, "done", 0, f"{done} replica groups ended with exit code 0")
-    least = max(1, state.the_spec().torchft.min_replicas)
-    if sum(g.alive for g in groups) >= least:
+    if sum(g.alive for g in groups) >= least_groups(state):
         return []
     last = state.failures[-1] if state.failures else None
     why = f"{last.culprit}: {last.cause}" if last else "no replica group is left"
@@ -263,12 +234,13 @@ def _register(state: JobState, now: float, event: NodeRegistered) -> list[AnyAct
 
 
 def _begin(state: JobState, now: float, reason: str) -> list[AnyAction]:
-    spec = state.the_spec()
     state.enter("enough nodes are there")
     state.deadline_s = None
     actions: list[AnyAction] = []
     for node in sorted(state.nodes):
-        group = WorldState(node, placement=(node,), active=node < spec.torchft.replicas)
+        group = WorldState(
+            node, placement=(node,), replica=ReplicaState(active=node < wanted_groups(state))
+        )
         state.worlds[node] = group
         actions += start_group(state, now, group, reason)
     return actions
@@ -288,7 +260,7 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
     if group is None or record.rank in group.exits or not group.has_ranks:
         return []
     group.exits[record.rank] = record
-    group.trained |= account.step > account.start_step
+    group.replica.trained |= account.step > account.start_step
     state.step, state.progress_max = (
         max(state.step, account.step),
         max(state.progress_max, account.step),
@@ -337,9 +309,9 @@ def _note_quorum(state: JobState, now: float, event: QuorumFormed) -> list[AnyAc
     state.step = max(state.step, event.step)
     state.progress_max = max(state.progress_max, event.step)
     for group in state.worlds.values():
-        if group.replica in event.members:
-            group.trained, group.absent = True, ""
-            group.stands = None
+        if group.replica.name in event.members:
+            group.replica.trained, group.replica.absent = True, ""
+            group.replica.stands = None
             if group.phase == "running":
                 group.deadline_s = None
     return []
@@ -351,21 +323,21 @@ def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAc
         return []
     pause = state.steering.pause
     if event.held and pause is not None and event.hold >= pause.hold:
-        group.stands = event.step
+        group.replica.stands = event.step
     if not event.gone:
-        group.replica, group.absent = event.replica, ""
+        group.replica.name, group.replica.absent = event.replica, ""
         if group.phase == "running":
             group.deadline_s = None
         return promote(state, f"group {group.number} stands ready")
-    if event.replica != group.replica or group.exits or group.absent == event.reason:
+    if event.replica != group.replica.name or group.exits or group.replica.absent == event.reason:
         return []
     detect = state.the_spec().detect
     state.step = max(state.step, event.step)
-    group.absent, group.absent_s = event.reason, event.at_s
+    group.replica.absent, group.replica.absent_s = event.reason, event.at_s
     withheld = ActionWithheld(
         at_s=now,
         generation=group.generation,
-        cause=group.absent,
+        cause=group.replica.absent,
         culprit=f"group {group.number}",
         reason="perdure's own lighthouse would form the next quorum without it",
         would="left the group out of the quorum",
@@ -382,7 +354,7 @@ def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAc
 def _declare(state: JobState, now: float, event: KeysDeclared) -> list[AnyAction]:
     """Take over the keys of the newest group that has trained."""
     for group in state.worlds.values():
-        group.trained |= group.generation == event.generation
+        group.replica.trained |= group.generation == event.generation
     declare_keys(state, event)
     note_high(state, event.step)
     state.step, state.progress_max = (
@@ -401,7 +373,7 @@ def _fire(state: JobState, now: float, event: TimerFired) -> list[AnyAction]:
     if state.phase == "pending" and state.deadline_s is not None:
         if now < state.deadline_s:
             return []
-        if len(state.nodes) >= state.the_spec().torchft.replicas:
+        if len(state.nodes) >= wanted_groups(state):
             return _begin(state, now, f"{len(state.nodes)} nodes are there")
         why = f"not all nodes registered within {REGISTER_TIMEOUT_S:g} s"
         return end_job(state, now, "failed", 1, why)
@@ -410,9 +382,9 @@ def _fire(state: JobState, now: float, event: TimerFired) -> list[AnyAction]:
         group = state.worlds[number]
         if group.deadline_s is None or now < group.deadline_s:
             continue
-        cause = group.absent or f"{group.phase} took too long"
+        cause = group.replica.absent or f"{group.phase} took too long"
         silent = group.phase != "forming"  # Of one that is being formed, nothing trains.
-        since_s = group.absent_s if group.absent else now
+        since_s = group.replica.absent_s if group.replica.absent else now
         found = explain_node(number, cause, state.step, since_s, since_s, cause)
         actions += fail_group(state, now, group, cause, silent=silent, found=found)
     return actions

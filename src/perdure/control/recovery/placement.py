@@ -99,7 +99,6 @@ def bar(state: JobState, node: int, who: str, reason: str) -> list[AnyAction]:
         return []
     state.cordoned[node] = reason
     state.cordoned_by[node] = who
-    state.barred.add(node)
     return [CordonNode(node=node, who=who, reason=reason)]
 
 
@@ -148,7 +147,6 @@ def note_cordon(state: JobState, now: float, event: NodeCordoned | NodeRestored)
         state.cordoned.setdefault(event.node, event.reason)
         state.cordons_noted.add(event.node)
         if event.who:
-            state.barred.add(event.node)
             state.cordoned_by.setdefault(event.node, event.who)
     else:
         state.restoring.pop(event.node, None)

@@ -13,8 +13,14 @@ As in `moves`, levels only are looked at after every event; a replay leads to th
 from typing import Any
 
 from perdure.control.job import JobState, OpenMove
-from perdure.control.membership.quorum import hold_groups
-from perdure.control.recovery.groups import list_spare_groups, park_group, promote
+from perdure.control.membership.quorum import (
+    hold_groups,
+    least_groups,
+    list_spare_groups,
+    promote,
+    wanted_groups,
+)
+from perdure.control.recovery.groups import park_group
 from perdure.control.recovery.placement import bar, keep_nodes
 from perdure.control.world import WorldState
 from perdure.model.orders import AnyAction
@@ -25,10 +31,10 @@ def take_back(
 ) -> list[AnyAction]:
     """Leave everything as it was, as far as nothing is ended yet, and say why."""
     for group in _groups(state, move):
-        if group.leaving:
-            group.leaving, group.active = "", group.number in move.actives
+        if group.replica.leaving:
+            group.replica.leaving, group.replica.active = "", group.number in move.actives
     for number in move.stand_ins if keep else []:
-        state.worlds[number].active = False
+        state.worlds[number].replica.active = False
     kept = keep_nodes(state, now, move, why, replicas=move.nodes)
     return [hold_groups(state, why), *kept] if move.stage == "leaving" else kept
 
@@ -42,11 +48,14 @@ def count_left(state: JobState, leaving: set[int]) -> tuple[int, int]:
     staying = [
         g
         for number, g in state.worlds.items()
-        if number not in leaving and g.active and g.alive and not (g.leaving or g.absent)
+        if number not in leaving
+        and g.replica.active
+        and g.alive
+        and not (g.replica.leaving or g.replica.absent)
     ]
-    members = [g for g in staying if g.replica in quorum.members or not quorum.members]
+    members = [g for g in staying if g.replica.name in quorum.members or not quorum.members]
     coming = [g for g in list_spare_groups(state) if g.number not in leaving]
-    wanted = state.the_spec().torchft.replicas
+    wanted = wanted_groups(state)
     return len(members), max(len(members), min(len(staying) + len(coming), wanted))
 
 
@@ -80,7 +89,7 @@ def advance_group_move(state: JobState, now: float, move: OpenMove) -> list[AnyA
 def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Begin what was accepted, once enough would be left."""
     members, left = count_left(state, set(move.nodes))
-    least = max(1, state.the_spec().torchft.min_replicas)
+    least = least_groups(state)
     training = any(_trains(state, group) for group in _groups(state, move))
     spares = [g for g in list_spare_groups(state) if g.number not in move.nodes]
     short = training and (left < least or not members)
@@ -89,36 +98,36 @@ def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
             return []
         return take_back(state, now, move, "no spare replica stood ready in time")
     move.step = state.step
-    actives = {g.number for g in state.worlds.values() if g.active}
+    actives = {g.number for g in state.worlds.values() if g.replica.active}
     if move.kind == "evict" or not training:
         ended = _end(state, now, move)
         move.stand_ins = _list_stand_ins(state, actives)
         return ended
     move.actives = [n for n in move.nodes if n in actives]
     for group in _groups(state, move):
-        group.leaving, group.active = move.why, False
+        group.replica.leaving, group.replica.active = move.why, False
     promote(state, move.why)  # One order says all of it.
     move.stage, move.stand_ins = "leaving", _list_stand_ins(state, actives)
     return [hold_groups(state, move.why)]
 
 
 def _list_stand_ins(state: JobState, before: set[int]) -> list[int]:
-    return sorted(n for n, g in state.worlds.items() if g.active and n not in before)
+    return sorted(n for n, g in state.worlds.items() if g.replica.active and n not in before)
 
 
 def _trains(state: JobState, group: WorldState) -> bool:
     if not state.quorum.members:
-        return group.active and group.alive
-    return group.alive and group.replica in state.quorum.members
+        return group.replica.active and group.alive
+    return group.alive and group.replica.name in state.quorum.members
 
 
 def _is_left(state: JobState, move: OpenMove) -> bool:
     """Whether the others go on without it: in their quorum, or, in a pause, once it stands."""
 
     def out(group: WorldState) -> bool:
-        if not group.alive or group.replica not in state.quorum.members:
+        if not group.alive or group.replica.name not in state.quorum.members:
             return True
-        return state.steering.pause is not None and group.stands is not None
+        return state.steering.pause is not None and group.replica.stands is not None
 
     return all(out(group) for group in _groups(state, move))
 

@@ -9,7 +9,13 @@ from typing import Literal
 import msgspec
 
 from perdure.control.job import JobState, OpenMove
-from perdure.control.recovery.groups import list_spare_groups, start_group
+from perdure.control.membership.quorum import (
+    least_groups,
+    list_spare_groups,
+    refuse_drain,
+    wanted_groups,
+)
+from perdure.control.recovery.groups import start_group
 from perdure.control.steering.group_moves import count_left, name_replicas, take_back
 from perdure.model.orders import AnyAction
 from perdure.model.steering import PlaceVerb
@@ -77,8 +83,10 @@ def restore_group(
     if number in state.cordoned:
         actions += state.release(number, who, reason)
     if group.phase in ("parked", "failed"):
-        wanted = state.the_spec().torchft.replicas
-        group.active = sum(g.active and g.alive for g in state.worlds.values()) < wanted
+        wanted = wanted_groups(state)
+        group.replica.active = (
+            sum(g.replica.active and g.alive for g in state.worlds.values()) < wanted
+        )
         group.failures.clear()
         actions += start_group(state, now, group, reason)
     return actions
@@ -116,7 +124,7 @@ def _plan_restore(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
 def _plan_cordon(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
     todo = [n for n in groups if n not in state.barred]
     already = [f"replica {n} is cordoned already" for n in groups if n in state.barred]
-    least = max(1, state.the_spec().torchft.min_replicas)
+    least = least_groups(state)
     free = [n for n, g in state.worlds.items() if g.alive and n not in {*todo, *state.barred}]
     refusal = ""
     if todo and len(free) < least:
@@ -147,7 +155,7 @@ def _plan_leave(
     before = count_left(state, set())[1]
     members, left = count_left(state, set(todo))
     spares = [g.number for g in list_spare_groups(state) if g.number not in todo]
-    lost = sum(state.worlds[n].active and state.worlds[n].alive for n in todo)
+    lost = sum(state.worlds[n].replica.active and state.worlds[n].alive for n in todo)
     stand_ins = spares[:lost]
     refusal = _find_refusal(state, verb, members, left, before, wait)
     ready = f"{name_replicas(stand_ins)} stand{'' if len(stand_ins) > 1 else 's'} in"
@@ -168,13 +176,9 @@ def _find_refusal(
     state: JobState, verb: str, members: int, left: int, before: int, wait: bool
 ) -> str:
     """Return why it must not be; empty where it may."""
-    config = state.the_spec().torchft
-    least = max(1, config.min_replicas)
-    if verb == "drain" and config.lighthouse != "perdure":
-        return (
-            "only perdure's own lighthouse can form a quorum without a living replica "
-            '(torchft.lighthouse = "perdure"); evict ends its processes'
-        )
+    least = least_groups(state)
+    if verb == "drain" and refuse_drain(state):
+        return refuse_drain(state)
     if left >= before and members:
         return ""  # It trains nothing now.
     if not members:

@@ -202,7 +202,7 @@ def _settle(state: JobState, now: float) -> list[AnyAction]:
         agreed = move.stage == "held" and move.saved
         if move.kind == "drain" and not agreed and not move.instead:
             move.instead = "the world was ended before its ranks agreed on a step"
-        move.stage, move.moved_s, move.from_step = "moved", now, state.step
+        move.stage, move.from_step = "moved", state.step
         move.to = {node: state.world.placement[group] for node, group in move.groups.items()}
         move.generation = state.world.generation - 1
         note_move(state, now, move, move.generation)
