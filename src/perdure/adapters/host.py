@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from perdure.model.signals.progress import ProcSample
 
@@ -242,37 +243,67 @@ def read_all(name: str) -> Iterator[tuple[int, bytes]]:
                 yield int(pid), data
 
 
-def read_stats() -> dict[int, tuple[str, int]]:
-    """Return pid -> (state, parent's pid) of every process, by one look at the process table."""
-    words = ((pid, _split_stat(text)) for pid, text in read_all("stat"))
-    return {pid: (stat[0].decode(), int(stat[1])) for pid, stat in words if stat}
+def read_environ(pid: int) -> dict[str, str]:
+    """Return the environment that `pid` was started with; empty where it may not be read."""
+    try:
+        data = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(item).partition("=") for item in data.split(b"\0") if item)
+    return {name: value for name, _, value in pairs}
+
+
+class Process(NamedTuple):
+    """One line of the process table."""
+
+    pid: int
+    parent: int
+    session: int
+    state: str
+    start: int
+    """Clock ticks since boot."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether only its exit status is left."""
+        return self.state in "ZXx"
+
+
+def parse_process(pid: int, text: bytes) -> Process:
+    """Return what `/proc/PID/stat` says, whose second field is the program's name in brackets.
+
+    The name may hold brackets and spaces.
+    """
+    words = text[text.rindex(b")") + 2 :].split()
+    return Process(pid, int(words[1]), int(words[3]), words[0].decode(), int(words[19]))
+
+
+def scan_processes() -> dict[int, Process]:
+    """Return every process that can be seen, by pid."""
+    return {pid: parse_process(pid, text) for pid, text in read_all("stat") if text}
+
+
+def read_process(pid: int) -> Process | None:
+    """Return process `pid`; None where it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return parse_process(pid, file.read())
+    except (OSError, ValueError):
+        return None
 
 
 def list_parents() -> dict[int, int]:
     """Return pid -> parent's pid of every process."""
-    return {pid: parent for pid, (_, parent) in read_stats().items()}
+    return {pid: process.parent for pid, process in scan_processes().items()}
 
 
 def list_ancestors(pid: int) -> list[int]:
     """Return the ancestors of a process, nearest first."""
     found: list[int] = []
-    while pid > 1 and (stat := _read_stat(pid)):
-        pid = int(stat[1])
+    while pid > 1 and (process := read_process(pid)):
+        pid = process.parent
         found.append(pid)
     return found
-
-
-def _read_stat(pid: int) -> list[bytes]:
-    """Return what the kernel says of a process, from its state on; nothing where it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return _split_stat(file.read())
-    except OSError:
-        return []
-
-
-def _split_stat(text: bytes) -> list[bytes]:
-    return text[text.rfind(b")") + 2 :].split()
 
 
 def list_children(pid: int) -> set[int]:
@@ -295,7 +326,7 @@ def list_descendants(roots: Iterable[int]) -> dict[int, set[int]]:
         if pid in found:
             continue
         above, path = parents[pid], 0
-        while above and above not in found and path < 64:
+        while above and above not in found and path < 4096:
             above, path = parents.get(above, 0), path + 1
         if above in found:
             found[above].add(pid)
@@ -306,14 +337,14 @@ def read_start_time(pid: int) -> int:
     """Return the start time of a process in ticks since boot, which tells it from a later one
     with the same pid; 0 if it is gone (or a zombie).
     """  # noqa: D205
-    stat = _read_stat(pid)
-    return int(stat[19]) if stat and stat[0] not in (b"Z", b"X") else 0
+    process = read_process(pid)
+    return process.start if process and not process.dead else 0
 
 
 def read_state(pid: int) -> str:
     """Return the state letter of a process, X if it is gone."""
-    stat = _read_stat(pid)
-    return stat[0].decode() if stat else "X"
+    process = read_process(pid)
+    return process.state if process else "X"
 
 
 def find_marked(marks: Mapping[str, str]) -> dict[int, int]:
@@ -326,6 +357,12 @@ def find_marked(marks: Mapping[str, str]) -> dict[int, int]:
     marked = [pid for pid, data in read_all("environ") if wanted <= set(data.split(b"\0"))]
     starts = {pid: read_start_time(pid) for pid in marked if pid != os.getpid()}
     return {pid: start for pid, start in starts.items() if start}
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal, where there is such a process and it is ours."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def kill_process(pid: int, start: int) -> bool:

@@ -1,6 +1,7 @@
 """Files that are there whole or not at all: who reads one finds the old content or the new one."""
 
 import contextlib
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -33,6 +34,18 @@ def replace_file(
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def is_locked(path: str | Path) -> bool:
+    """Return whether somebody holds the lock of the file at `path`, or it is not for us to know."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def sync_path(path: str | Path) -> None:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from perdure.adapters.host import send_signal
 from perdure.keeper.execution import start_image
 from perdure.keeper.json_lines import LineSocket
-from perdure.keeper.reaping import send_signal
 from perdure.keeper.zygote import (
     ForkFailed,
     FromImage,

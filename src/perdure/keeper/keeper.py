@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from perdure.adapters.host import send_signal
 from perdure.keeper import reaping as reap
 from perdure.keeper.image import ImageProcess, Warmth, zygote_environ
 from perdure.keeper.json_lines import LineSocket
@@ -306,18 +307,15 @@ def make_private(path: str) -> None:
 
 def end_strays(job: str, node: int) -> None:
     """End what a keeper that was killed has left: children of ranks that had detached."""
-    marks = {
-        reap.KEEPER: reap.keeper_mark(os.getpid()),
-        "PERDURE_HOME": os.environ["PERDURE_HOME"],
-        "PERDURE_JOB": job,
-        "PERDURE_NODE": str(node),
-    }
+    home = os.environ["PERDURE_HOME"]
+    marks = {"PERDURE_HOME": home, "PERDURE_JOB": job, "PERDURE_NODE": str(node)}
+    mark = reap.keeper_mark(os.getpid())
     deadline = time.monotonic() + _STRAYS_MAX_S
-    while strays := reap.list_strays(reap.scan_processes(), marks):
+    while strays := reap.list_strays(marks, mark):
         if time.monotonic() > deadline:
             raise PlatformError(f"processes of an earlier keeper do not end: {strays}")
         for pid in strays:
-            reap.send_signal(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

@@ -13,6 +13,7 @@ from resource import struct_rusage
 
 import msgspec
 
+from perdure.adapters.host import read_process, scan_processes, send_signal
 from perdure.keeper import execution as launch
 from perdure.keeper import exits
 from perdure.keeper import reaping as reap
@@ -235,7 +236,7 @@ class Ranks:
         """Send a signal to a rank that lives."""
         found = self._ranks.get(rank)
         if found is not None and found.generation == generation and found.record is None:
-            reap.send_signal(found.pid, number)
+            send_signal(found.pid, number)
 
     # --- progress -----------------------------------------------------------------------------
 
@@ -396,7 +397,7 @@ class Ranks:
         except OSError as error:
             self._log(f"generation {order.generation}: no process for every rank yet: {error}")
             for pid in pids.values():
-                reap.send_signal(pid, signal.SIGKILL)
+                send_signal(pid, signal.SIGKILL)
             self._put_back(order)
             return
         self._adopt(order, pids, warm=False, why_cold=why_cold)
@@ -412,7 +413,7 @@ class Ranks:
         at_s = time.monotonic() + self._offset_s
         if not order.beside:
             self._first_start = min(
-                (p.start for p in map(reap.read_process, pids.values()) if p), default=0
+                (p.start for p in map(read_process, pids.values()) if p), default=0
             )
         for number, pid in pids.items():
             rank = Rank(pid, order.generation, number, self._evidence[number])
@@ -445,9 +446,9 @@ class Ranks:
         self._log(f"generation {order.generation}: {reason}")
         spared = self._warmth.pids | {self._store_pid} | set(self._by_pid)
         for pid in reap.list_processes_below(
-            reap.scan_processes(), os.getpid(), {}, spared, order.generation
+            scan_processes(), os.getpid(), {}, spared, order.generation
         ):
-            reap.send_signal(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         if order.generation <= self._ended:
             return
         if isinstance(order, KeeperSpawn):
@@ -498,14 +499,14 @@ class Ranks:
             if not ending.warned:
                 ending.warned = True
                 for rank in ranks:
-                    reap.send_signal(rank.pid, signal.SIGTERM)
+                    send_signal(rank.pid, signal.SIGTERM)
             ending.next_look_s = ending.deadline_s
             return
         for rank in ranks:  # Before the table is read, which takes a while.
-            reap.send_signal(rank.pid, signal.SIGKILL)
+            send_signal(rank.pid, signal.SIGKILL)
         newer = self._first_start if self.generation > ending.upto else None
         members = reap.list_processes_below(
-            reap.scan_processes(),
+            scan_processes(),
             os.getpid(),
             self._roots,
             self._warmth.pids,
@@ -513,7 +514,7 @@ class Ranks:
             newer,
         )
         for pid in members:
-            reap.send_signal(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         if ranks or members:
             ending.next_look_s = now + ending.wait_s
             ending.wait_s = min(2 * ending.wait_s, _RESCAN_S_MAX)

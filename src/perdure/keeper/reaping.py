@@ -7,69 +7,18 @@ killed its successor has no tree to look at, and finds what survived by the mark
 environment that every rank and everything it executes inherits.
 """
 
-import os
 from collections.abc import Container, Mapping
-from typing import NamedTuple
+
+from perdure.adapters.host import Process, find_marked, read_environ, read_start_time
 
 GENERATION = "PERDURE_GENERATION"
 KEEPER = "PERDURE_KEEPER"
 """Names the keeper, by pid and start time, below which a process was started."""
 
 
-class Process(NamedTuple):
-    """One line of the process table."""
-
-    pid: int
-    parent: int
-    session: int
-    state: str
-    start: int
-    """Clock ticks since boot."""
-
-    @property
-    def dead(self) -> bool:
-        """Whether only its exit status is left."""
-        return self.state in "ZXx"
-
-
-def scan_processes(proc: str = "/proc") -> dict[int, Process]:
-    """Return every process that can be seen, by pid."""
-    table = {}
-    for name in os.listdir(proc):
-        if name.isdigit():
-            process = read_process(int(name), proc)
-            if process is not None:
-                table[process.pid] = process
-    return table
-
-
-def read_process(pid: int, proc: str = "/proc") -> Process | None:
-    """Return process `pid`; None where it is gone."""
-    try:
-        with open(f"{proc}/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return None
-    # The second field is the program's name in brackets, which may hold brackets and spaces.
-    fields = text[text.rindex(b")") + 2 :].split()
-    return Process(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
-
-
-def read_environ(pid: int, proc: str = "/proc") -> dict[str, str]:
-    """Return the environment that `pid` was executed with; empty where it may not be read."""
-    try:
-        with open(f"{proc}/{pid}/environ", "rb") as file:
-            data = file.read()
-    except OSError:
-        return {}
-    pairs = (item.partition(b"=") for item in data.split(b"\0") if item)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-
-
 def keeper_mark(pid: int) -> str:
     """Return the value of `PERDURE_KEEPER` for what the keeper `pid` starts."""
-    process = read_process(pid)
-    return f"{pid}:{process.start if process else 0}"
+    return f"{pid}:{read_start_time(pid)}"
 
 
 def list_processes_below(
@@ -103,31 +52,9 @@ def list_processes_below(
     return sorted(members)
 
 
-def list_strays(
-    table: Mapping[int, Process], marks: Mapping[str, str], proc: str = "/proc"
-) -> list[int]:
-    """Return living processes of an earlier keeper of the same node.
-
-    `marks` holds this keeper's `PERDURE_KEEPER`, and what else must be equal.
-    """
-    strays = []
-    for process in table.values():
-        if process.dead or process.pid == os.getpid():
-            continue
-        environ = read_environ(process.pid, proc)
-        mine = environ.get(KEEPER, marks[KEEPER]) == marks[KEEPER]
-        if not mine and all(environ.get(k) == v for k, v in marks.items() if k != KEEPER):
-            strays.append(process.pid)
-    return sorted(strays)
-
-
-def send_signal(pid: int, number: int) -> bool:
-    """Send a signal; False where there is no such process (any more)."""
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+def list_strays(marks: Mapping[str, str], mark: str) -> list[int]:
+    """Return living processes that have `marks` and are an earlier keeper's; `mark` is ours."""
+    return sorted(p for p in find_marked(marks) if read_environ(p).get(KEEPER, mark) != mark)
 
 
 def _ancestors(

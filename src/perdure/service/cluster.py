@@ -6,9 +6,7 @@ is `nats-server` and `controller`. A torchft job's lighthouse is its own, the st
 """
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -45,8 +43,7 @@ def end_standbys(children: Iterable[Child]) -> None:
     """End the controllers that still wait, once the job has ended."""
     for child in children:
         if child.part.startswith("controller") and child.pidfd >= 0:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            child.kill()
 
 
 def end_servers(servers: Iterable[Child]) -> None:

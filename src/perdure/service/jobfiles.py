@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from perdure.files import replace_file
+from perdure.files import is_locked, replace_file
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
@@ -247,18 +247,7 @@ class JobLock:
 
 def is_alive(paths: JobPaths) -> bool:
     """Return whether a `perdure run` of this job lives now."""
-    try:
-        fd = os.open(paths.lock, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(fd)
+    return os.access(paths.lock, os.R_OK | os.W_OK) and is_locked(paths.lock)
 
 
 def wait_for_start(paths: JobPaths, pid: int) -> None:

@@ -73,7 +73,14 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_document,
 )
-from perdure.service.part import Tasks, read_run_pid, run_part, set_up_log, watch_process
+from perdure.service.part import (
+    Tasks,
+    read_run_pid,
+    run_part,
+    set_up_log,
+    wait_event,
+    watch_process,
+)
 from perdure.service.ports import Bus, Reply
 from perdure.worker.process import set_death_signal
 
@@ -151,8 +158,7 @@ class LighthouseService:
             due_s = self.machine.next_deadline()
             wait_s = NOTE_S if due_s is None else max(due_s - now, _TICK_S_MIN)
             self._wake.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+            await wait_event(self._wake, wait_s)
             lag_s = self._clock() - now - wait_s
             if lag_s > _LAG_S:
                 log.warning("this process came %.2f s too late: nobody's silence counts", lag_s)

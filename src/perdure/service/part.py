@@ -10,9 +10,11 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from perdure.model.errors import PerdureError
+
+T = TypeVar("T")
 
 
 class Tasks:
@@ -35,6 +37,25 @@ class Tasks:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def wait_event(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Return whether `event` is set, which is waited for, but not for longer than `timeout_s`."""
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(event.wait(), timeout_s)
+    return False
+
+
+async def run_until(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what `work` returns; None once `event` is set before, which cancels it."""
+    task, over = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        over.cancel()
+        await asyncio.gather(task, over, return_exceptions=True)
 
 
 def set_up_log() -> None:

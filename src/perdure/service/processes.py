@@ -22,10 +22,12 @@ from perdure.adapters import host
 from perdure.adapters.host import (
     list_ancestors,
     list_children,
+    list_descendants,
     read_all,
     read_start_time,
     read_state,
-    read_stats,
+    scan_processes,
+    send_signal,
 )
 from perdure.worker.process import set_death_signal
 
@@ -45,6 +47,11 @@ class Child:
     def reap(self) -> int | None:
         """Return how it ended as `subprocess` says it (-9 for SIGKILL); None while it lives."""
         return self.process.poll()
+
+    def kill(self) -> None:
+        """Kill it; its end is then seen like any other."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Give its descriptor back."""
@@ -141,17 +148,7 @@ def describe_exit(status: int) -> str:
 
 def list_living_descendants(pid: int) -> list[int]:
     """Return the living descendants of `pid`, zombies left out."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for other, (state, parent) in read_stats().items():
-        children.setdefault(parent, []).append((other, state))
-    found: list[int] = []
-    queue = [pid]
-    while queue:
-        for child, state in children.get(queue.pop(), ()):
-            queue.append(child)
-            if state not in ("Z", "X"):
-                found.append(child)
-    return sorted(found)
+    return sorted(child for child in list_descendants([pid])[pid] if read_state(child) not in "ZXx")
 
 
 def find_marked(job: str, home: str) -> list[int]:
@@ -223,7 +220,7 @@ def reap_adopted(known: set[int]) -> None:
     try:
         pids = list_children(os.getpid())
     except OSError:
-        pids = {pid for pid, (_, parent) in read_stats().items() if parent == os.getpid()}
+        pids = {p.pid for p in scan_processes().values() if p.parent == os.getpid()}
     for pid in pids:
         if pid not in known:
             with contextlib.suppress(ChildProcessError):
@@ -242,8 +239,7 @@ def end_family(job: str, home: str, *, spare: frozenset[int], timeout_s: float =
         if not pids or time.monotonic() > deadline:
             return sorted(pids)
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

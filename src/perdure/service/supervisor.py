@@ -52,7 +52,7 @@ from perdure.service.jobfiles import (
     set_previous_aside,
     write_document,
 )
-from perdure.service.part import Tasks
+from perdure.service.part import Tasks, run_until
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,
@@ -185,7 +185,7 @@ class Supervisor:
         self._catch_signals()
         self._start_watch()
         try:
-            await self._start_or_fail()
+            await run_until(self._over, self._start())  # A part may keep dying meanwhile.
             await self._over.wait()
             await self._let_go()
         finally:
@@ -202,18 +202,6 @@ class Supervisor:
         if self._ended is not None:
             return self._ended.exit_code
         return 128 + self._signals[-1] if self._signals else 1
-
-    async def _start_or_fail(self) -> None:
-        """Start everything, unless a part keeps dying meanwhile."""
-        start = asyncio.create_task(self._start())
-        over = asyncio.create_task(self._over.wait())
-        try:
-            await asyncio.wait((start, over), return_when=asyncio.FIRST_COMPLETED)
-            if start.done():
-                start.result()
-        finally:
-            start.cancel()
-            over.cancel()
 
     async def _start(self) -> None:
         self._start_part("guard")
@@ -343,8 +331,7 @@ class Supervisor:
         for child in self._stopped.list_stopped(self._children.values()):
             if not self._over.is_set():
                 self._killed[child.pid] = f"stopped (state T) for {_STOPPED_S:g} s, then killed"
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+                child.kill()
 
     async def _restart_later(self, child: Child, at_s: float) -> None:
         """An agent left in good order: at the end, which may wait for another node, or too soon."""

@@ -1,14 +1,18 @@
 """Whose process is it: a table in, pids out."""
 
-from pathlib import Path
+import contextlib
+import os
+import subprocess
+import time
 
-from perdure.keeper.reaping import (
+from perdure.adapters.host import (
     Process,
-    list_processes_below,
-    list_strays,
+    find_marked,
+    parse_process,
     read_process,
     scan_processes,
 )
+from perdure.keeper.reaping import list_processes_below, list_strays
 
 KEEPER = 10
 
@@ -54,26 +58,36 @@ def test_nothing_older() -> None:
     assert list_processes_below(TABLE, KEEPER, ROOTS, {11}, 0, newer_start=50) == []
 
 
-def test_a_program_name_may_hold_brackets(tmp_path: Path) -> None:
-    folder = tmp_path / "77"
-    folder.mkdir()
+def test_a_program_name_may_hold_brackets() -> None:
     fields = ["T", "5", "6", "7", *["0"] * 15, "4242", "0"]
-    (folder / "stat").write_text(f"77 (a) S 1 (b) {' '.join(fields)}\n")
-    assert read_process(77, str(tmp_path)) == Process(77, 5, 7, "T", 4242)
-    assert list(scan_processes(str(tmp_path))) == [77]
-    assert read_process(78, str(tmp_path)) is None
+    text = f"77 (a) S 1 (b) {' '.join(fields)}\n".encode()
+    assert parse_process(77, text) == Process(77, 5, 7, "T", 4242)
 
 
-def test_strays_of_an_earlier_keeper(tmp_path: Path) -> None:
-    environs = {
-        50: "PERDURE_KEEPER=1:1 PERDURE_JOB=a PERDURE_NODE=0",
-        51: "PERDURE_KEEPER=2:2 PERDURE_JOB=a PERDURE_NODE=0",
-        52: "PERDURE_KEEPER=1:1 PERDURE_JOB=b PERDURE_NODE=0",
-        53: "PERDURE_JOB=a PERDURE_NODE=0",
-    }
-    for pid, text in environs.items():
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "environ").write_text(text.replace(" ", "\0") + "\0")
-    table = make_table(*((pid, 1, pid, "S", 1) for pid in environs))
-    marks = {"PERDURE_KEEPER": "2:2", "PERDURE_JOB": "a", "PERDURE_NODE": "0"}
-    assert list_strays(table, marks, str(tmp_path)) == [50]
+def test_the_table_has_who_lives_and_nobody_else() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(10.0)
+    assert scan_processes()[os.getpid()] == read_process(os.getpid())
+    assert read_process(gone.pid) is None
+
+
+def test_strays_of_an_earlier_keeper() -> None:
+    home = f"PERDURE_HOME=reap-{os.getpid()}"
+    environs = (
+        "PERDURE_KEEPER=1:1 PERDURE_JOB=a PERDURE_NODE=0",
+        "PERDURE_KEEPER=2:2 PERDURE_JOB=a PERDURE_NODE=0",
+        "PERDURE_KEEPER=1:1 PERDURE_JOB=b PERDURE_NODE=0",
+        "PERDURE_JOB=a PERDURE_NODE=0",
+    )
+    marks = dict(item.split("=") for item in (home, "PERDURE_JOB=a", "PERDURE_NODE=0"))
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for text in environs:
+            words = ["env", "-i", home, *text.split(), "sleep", "60"]
+            processes.append(stack.enter_context(subprocess.Popen(words)))
+            stack.callback(processes[-1].kill)
+        deadline = time.monotonic() + 10.0
+        while len(find_marked({"PERDURE_HOME": marks["PERDURE_HOME"]})) < len(environs):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert list_strays(marks, "2:2") == [processes[0].pid]

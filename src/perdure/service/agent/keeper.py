@@ -32,7 +32,7 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.service.aside import Asides
-from perdure.service.part import LINE_MAX, read_line
+from perdure.service.part import LINE_MAX, read_line, wait_event
 
 log = logging.getLogger("perdure.agent")
 
@@ -118,11 +118,7 @@ class KeeperLink:
 
     async def wait_death(self, timeout_s: float) -> bool:
         """Return whether the keeper is dead within `timeout_s` (or was never there)."""
-        try:
-            await asyncio.wait_for(self._dead.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return await wait_event(self._dead, timeout_s)
 
     def close(self) -> None:
         """Hang up and touch nothing: the keeper goes on."""
@@ -133,9 +129,7 @@ class KeeperLink:
     async def end(self, timeout_s: float) -> None:
         """Wait for a keeper that was told to exit; kill it and its own after `timeout_s`."""
         if not await self.wait_death(timeout_s):
-            log.warning("the keeper does not leave: killing it")
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            self.kill("does not leave")
             await self.wait_death(_DEATH_S)
         await self._bury()
 

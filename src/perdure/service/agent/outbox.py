@@ -36,6 +36,7 @@ from perdure.model.events import (
     MetricsLogged,
 )
 from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
+from perdure.service.part import wait_event
 from perdure.service.ports import Bus
 
 log = logging.getLogger("perdure.agent")
@@ -117,11 +118,7 @@ class Outbox:
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is in the journal; False where it is not after `timeout_s`."""
-        try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return await wait_event(self._empty, timeout_s)
 
     async def run(self) -> None:
         """Send, until cancelled."""

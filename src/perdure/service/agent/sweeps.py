@@ -27,6 +27,7 @@ from perdure.model.paths import JobPaths
 from perdure.model.signals.devices import DeviceSample
 from perdure.model.signals.links import LinkSweep, NicSample
 from perdure.model.signals.progress import NodeBeat
+from perdure.service.part import wait_event
 from perdure.worker.recording.groups import SUFFIX
 
 log = logging.getLogger("perdure.agent")
@@ -118,9 +119,7 @@ class LinkTelemetry:
                 await asyncio.to_thread(self.sweep, began_s, looked)
             while (left_s := began_s + self.period_s(now()) - now()) > 0:
                 self._wake.clear()
-                try:
-                    await asyncio.wait_for(self._wake.wait(), left_s)
-                except TimeoutError:
+                if not await wait_event(self._wake, left_s):
                     break
 
     def sweep(self, now: float, ranks: Ranks) -> None:

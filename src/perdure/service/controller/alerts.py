@@ -7,7 +7,6 @@ them.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 import urllib.error
@@ -23,6 +22,7 @@ import tenacity
 from perdure.model.codec import encode
 from perdure.model.events import JournalEntry
 from perdure.model.job import AlertsConfig
+from perdure.service.part import wait_event
 from perdure.telemetry.alerts import Alert, AlertFold
 
 log = logging.getLogger("perdure.alerts")
@@ -99,8 +99,7 @@ class Alerter:
             wait_s = None
             if self._held is not None and self._sent_s:
                 wait_s = max(0.0, self._sent_s[0] + WINDOW_S - self._clock())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+            if await wait_event(self._wake, wait_s):
                 continue
             held, self._held = self._held, None
             if held is not None:
@@ -109,8 +108,7 @@ class Alerter:
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until the queue is empty, for `timeout_s` at the most."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        await wait_event(self._idle, timeout_s)
 
     async def send(self, alert: Alert) -> None:
         """Deliver one alert, of the journal or not; `dropped` counts those that were lost."""

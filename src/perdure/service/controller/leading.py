@@ -36,7 +36,7 @@ from perdure.model.errors import FencedError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.service.jobfiles import load_endpoint
-from perdure.service.part import Tasks
+from perdure.service.part import Tasks, run_until
 from perdure.service.ports import STUCK_S, JournalStream
 
 log = logging.getLogger("perdure.controller")
@@ -252,15 +252,8 @@ async def run_while(lease: LeaseLoop | None, work: Coroutine[Any, Any, T]) -> T:
     """
     if lease is None:
         return await work
-    task = asyncio.create_task(work)
-    over = asyncio.create_task(lease.over.wait())
-    try:
-        await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        over.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-    if task.cancelled():
+    result = await run_until(lease.over, work)
+    if result is None:
         lease.check()
-    return task.result()
+    assert result is not None
+    return result

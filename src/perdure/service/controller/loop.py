@@ -11,7 +11,6 @@ replaced by one that never knew of it, and the senders repeat what was not ackno
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -60,6 +59,7 @@ from perdure.service.controller.inbox import Inbox
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.neighbours import MINE, check_journal
+from perdure.service.part import wait_event
 from perdure.service.ports import Bus, Reply
 from perdure.telemetry import LinkFold
 
@@ -231,8 +231,7 @@ class ControllerService:
             due.append(max(detector_s, self._settled_at_s))
         wait_s = min(time_s for time_s in due if time_s is not None) - self._clock()
         if not self.inbox and wait_s > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+            await wait_event(self._wake, wait_s)
         lag_s = -wait_s
         if lag_s > _LAG_S or self._bus.reconnects != self._reconnects:
             self._reconnects = self._bus.reconnects

@@ -16,7 +16,7 @@ from functools import partial
 from secrets import token_hex
 
 from perdure.adapters.exporters import PrometheusServer
-from perdure.adapters.host import read_state
+from perdure.adapters.host import read_state, send_signal
 from perdure.adapters.nats import NatsBus, NatsStream, server_config
 from perdure.model.bus.wire import Command
 from perdure.model.errors import PlatformError
@@ -209,8 +209,7 @@ def _end_orphans(spec: JobSpec, paths: JobPaths) -> None:
     if not run_pid or read_state(run_pid) not in "XZ":
         return
     for pid in set(find_marked(spec.name, resolve_home())) & set(find_by_argument("controller")):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
     _end_servers(_list_folders(spec, paths))
 
 
@@ -218,5 +217,4 @@ def _end_servers(folders: Iterable[str]) -> None:
     """End the job's own nats-servers, found by argument: a full disk makes pids in files old."""
     for folder in folders:
         for pid in find_by_argument(server_config(folder)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGTERM)
+            send_signal(pid, signal.SIGTERM)

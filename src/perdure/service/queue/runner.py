@@ -5,17 +5,14 @@ finds an attempt without a claim spawns a holder for the same number, and if the
 yet come to life, the claim lets only one of the two go on.
 """
 
-import contextlib
-import fcntl
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from perdure.adapters.devices import Nvml
+from perdure.adapters.host import send_signal
 from perdure.control.queue import (
     Book,
     QueueEntry,
@@ -25,6 +22,7 @@ from perdure.control.queue import (
     list_oversized,
     next_deadline,
 )
+from perdure.files import is_locked
 from perdure.model.errors import PlatformError
 from perdure.model.queue import Attempt, Claim, Ended, Ending, Found, Started
 from perdure.service.jobfiles import write_document
@@ -37,6 +35,7 @@ from perdure.service.queue.store import (
     QueueStore,
     RunnerLock,
     create_once,
+    find_carrier,
     has_proof,
     look_at_attempt,
 )
@@ -148,7 +147,8 @@ class Runner:
         if isinstance(found, Claim):
             if line.removed and key not in self._stopped:
                 self._stopped.add(key)
-                stop_attempt(found)
+                # The holder ends the command; where that is gone it is told itself.
+                send_signal(find_carrier(found), signal.SIGTERM)
             return None
         at_s, times = self._spawned.get(key, (float("-inf"), 0))
         if time.monotonic() - at_s < CLAIM_S:
@@ -214,17 +214,6 @@ class Runner:
         self._leave = True
 
 
-def stop_attempt(claim: Claim) -> None:
-    """Ask an attempt to stop: its holder, or the command itself where that is gone."""
-    from perdure.adapters.host import read_start_time
-
-    for pid, start in ((claim.holder, claim.holder_start), (claim.child, claim.child_start)):
-        if start and read_start_time(pid) == start:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-            return
-
-
 def list_busy_slots(slots: Iterable[str]) -> list[str]:
     """Return the GPUs that somebody uses: a lock is held, or NVML shows a process on it."""
     gpus = [slot for slot in slots if not slot.startswith(CPU_SLOT)]
@@ -234,15 +223,4 @@ def list_busy_slots(slots: Iterable[str]) -> list[str]:
     used = nvml.list_used() if nvml is not None else frozenset()
     if nvml is not None:
         nvml.close()
-    return [gpu for gpu in gpus if gpu in used or _is_locked(locate_locks() / f"{gpu}.lock")]
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+    return [gpu for gpu in gpus if gpu in used or is_locked(locate_locks() / f"{gpu}.lock")]

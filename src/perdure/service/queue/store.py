@@ -21,7 +21,7 @@ from typing import Any
 
 from perdure.adapters.host import read_boot_id, read_start_time
 from perdure.control.queue import Book
-from perdure.files import sync_path
+from perdure.files import is_locked, sync_path
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.queue import NAME, Claim, Ending, Item, Record
@@ -148,15 +148,9 @@ class RunnerLock:
 
 def read_runner_pid(store: QueueStore) -> int:
     """Return the pid of the living runner; 0 where there is none."""
-    try:
-        with open(store.root / "runner.lock", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return 0
-    except OSError:
-        text = (store.root / "runner.lock").read_text()
-        return int(text) if text.isdigit() else -1
-    return 0
+    path = store.root / "runner.lock"
+    text = path.read_text() if is_locked(path) else "0"
+    return int(text) if text.isdigit() else -1
 
 
 def look_at_attempt(store: QueueStore, item: Item, number: int) -> Claim | Ending | None:
@@ -174,19 +168,21 @@ def look_at_attempt(store: QueueStore, item: Item, number: int) -> Claim | Endin
         if claim is None:
             return None
         same_boot = claim.boot_id == read_boot_id()
-        if same_boot and any(
-            start and read_start_time(pid) == start
-            for pid, start in (
-                (claim.holder, claim.holder_start),
-                (claim.child, claim.child_start),
-            )
-        ):
+        if same_boot and find_carrier(claim):
             return claim
     at_s = max(path.stat().st_mtime for path in folder.iterdir())
     why = "nobody saw its end (killed?)" if same_boot else "the machine was started anew"
     if has_proof(store, item):
         why = ""
     return Ending(at_s=at_s, reason=why)
+
+
+def find_carrier(claim: Claim) -> int:
+    """Return the pid of an attempt's holder, of the command where that is gone, or else 0."""
+    for pid, start in ((claim.holder, claim.holder_start), (claim.child, claim.child_start)):
+        if start and read_start_time(pid) == start:
+            return pid
+    return 0
 
 
 def has_proof(store: QueueStore, item: Item) -> bool:
