@@ -40,8 +40,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnyOrder, Assignment, InjectFault, TakeStacks
 from perdure.model.signals.progress import NodeBeat
-from perdure.service.jobfiles import make_folders, paths_of, write_document
-from perdure.service.neighbours import MINE
+from perdure.service.jobfiles import MINE, make_folders, paths_of, write_document
 from perdure.service.ports import Reply
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]

@@ -37,7 +37,7 @@ from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
 from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
 from perdure.service.access.joining import ask_place, read_invitation
-from perdure.service.neighbours import MINE
+from perdure.service.jobfiles import MINE
 from tests.e2e.harness import SCRIPTS, Job
 
 JOB = "prey"

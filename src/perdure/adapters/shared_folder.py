@@ -21,7 +21,7 @@ from secrets import token_hex
 from typing import Any, Protocol, TypeVar
 
 from perdure.adapters.file_thread import FileThread
-from perdure.files import sync_path
+from perdure.files import create_file
 from perdure.model.errors import FencedError, PlatformError
 
 T = TypeVar("T")
@@ -105,24 +105,8 @@ class NumberedFiles:
             OSError: the file system refuses.
         """
         path = self.folder / str(number)
-        temporary = self.folder / f".{number}-{token_hex(8)}"
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                if self._synced:
-                    file.flush()
-                    os.fsync(file.fileno())
-            try:
-                os.link(temporary, path)
-            except FileExistsError:  # By this very call, if the answer was lost and it was resent.
-                if path.read_bytes() != data:
-                    return False
-            if self._synced:
-                sync_path(self.folder)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
-        return True
+        # By this very call it may be there, if the answer was lost and it was resent.
+        return create_file(path, data, synced=self._synced) or path.read_bytes() == data
 
     async def list_taken(self) -> list[int]:
         """Return the numbers that are taken."""

@@ -308,13 +308,12 @@ class Agent:
 
     def _end(self, now: float, wanted: Assignment) -> list[Request]:
         """Leave once the controller knows that nothing is left here."""
-        farewell = (TellKeeper(KeeperExit()), Leave(wanted.reason))
         older = wanted.generation - 1
         if older < 0:
-            self.state.leaving = True
-            return list(farewell)
+            return self._leave(wanted.reason)
         if older <= self.state.reported_stopped:
             return []
+        farewell = (TellKeeper(KeeperExit()), Leave(wanted.reason))
         return [self._report_stopped(now, older, *farewell)]
 
     def _leave(self, reason: str) -> list[Request]:

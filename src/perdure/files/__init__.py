@@ -5,6 +5,7 @@ import fcntl
 import os
 import threading
 from pathlib import Path
+from secrets import token_hex
 
 
 def replace_file(
@@ -34,6 +35,32 @@ def replace_file(
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def create_file(path: Path, data: bytes, *, synced: bool = True) -> bool:
+    """Put `data` at `path`, whole; return False where something was there, and still is.
+
+    `synced`: what is at `path` then is there after a loss of power.
+
+    Raises:
+        OSError: the disk is full, read-only or not ours.
+    """
+    temporary = path.with_name(f".{path.name}-{token_hex(8)}")
+    made = True
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        os.link(temporary, path)
+    except FileExistsError:
+        made = False
+    finally:
+        temporary.unlink(missing_ok=True)
+    if synced:
+        sync_path(path.parent)
+    return made
 
 
 def is_locked(path: str | Path) -> bool:

@@ -13,7 +13,6 @@ import os
 import pkgutil
 import random
 import runpy
-import signal
 import sys
 import time
 import types
@@ -22,7 +21,7 @@ from typing import Any
 
 from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
-from perdure.worker.process import set_death_signal, set_title
+from perdure.worker.process import die_with, set_title
 from perdure.worker.start.cold import attach
 from perdure.worker.start.failure import save_failure
 from perdure.worker.start.imports import record_imports
@@ -68,9 +67,7 @@ def leave_image(go: int, keeper: int) -> None:
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0005)
-    set_death_signal(signal.SIGKILL)
-    if os.getppid() != keeper:  # It died before it could be noted.
-        os._exit(1)
+    die_with(keeper)
 
 
 def redirect_streams(stdout: str, stderr: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import perdure
 from perdure.model.bus.wire import KeeperSpawn, RankLaunch
-from perdure.worker.process import set_death_signal
+from perdure.worker.process import die_with
 from perdure.worker.start.failure import ENV as TRACEBACK
 from perdure.worker.start.streams import open_streams
 
@@ -102,9 +102,7 @@ def start_cold(
         os.setsid()
         open_streams(launch.stdout, launch.stderr)
         os.chdir(spawn.cwd)
-        set_death_signal(signal.SIGKILL)
-        if os.getppid() != keeper:
-            os._exit(1)
+        die_with(keeper)
 
     program = shutil.which(command[0], path=env.get("PATH")) or command[0]
     if os.path.dirname(program):
@@ -138,9 +136,3 @@ def start_failed() -> int:
     if not pid:
         os._exit(1)
     return pid
-
-
-def describe_exit(status: int) -> str:
-    """Return wait status `status` in words."""
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -41,7 +41,7 @@ def list_processes_below(
         if process.dead:
             continue
         chain = _ancestors(process, table, keeper)
-        if chain is None or any(pid in spared for pid in chain):
+        if not chain or any(pid in spared for pid in chain):
             continue
         generation = _generation_of(process, chain, roots)
         if generation is None:
@@ -57,23 +57,17 @@ def list_strays(marks: Mapping[str, str], mark: str) -> list[int]:
     return sorted(p for p in find_marked(marks) if read_environ(p).get(KEEPER, mark) != mark)
 
 
-def _ancestors(
-    process: Process, table: Mapping[int, Process], keeper: int
-) -> tuple[int, ...] | None:
-    """Return the pids from `process` up to below `keeper`; None where it is not below it."""
+def _ancestors(process: Process, table: Mapping[int, Process], keeper: int) -> list[int]:
+    """Return the pids from `process` up to below `keeper`; none where it is not below it."""
     chain: list[int] = []
     at: Process | None = process
     while at is not None and at.pid != keeper and len(chain) < 4096:
         chain.append(at.pid)
         at = table.get(at.parent)
-    if at is None or at.pid != keeper or not chain:
-        return None
-    return tuple(chain)
+    return chain if at is not None and at.pid == keeper else []
 
 
-def _generation_of(
-    process: Process, chain: tuple[int, ...], roots: Mapping[int, int]
-) -> int | None:
+def _generation_of(process: Process, chain: list[int], roots: Mapping[int, int]) -> int | None:
     for pid in chain:
         if pid in roots:
             return roots[pid]

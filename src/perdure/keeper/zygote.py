@@ -146,17 +146,10 @@ class Image:
         """Return None when the keeper is gone, and in each forked child what it has to do."""
         for line in self._lines:
             message: ToImage = decode(line, ToImage)
-            match message:
-                case Preload():
-                    self._send(self._prepare(message.names))
-                case ForkRanks():
-                    child = self._fork(message, len(message.ranks), self._fork_ranks)
-                    if child is not None:
-                        return child
-                case ForkStore():
-                    child = self._fork(message, 1, self._fork_store)
-                    if child is not None:
-                        return child
+            if isinstance(message, Preload):
+                self._send(self._prepare(message.names))
+            elif (child := self._fork(message)) is not None:
+                return child
         return None
 
     def _send(self, message: FromImage) -> None:
@@ -209,13 +202,8 @@ class Image:
             return f"import {name}: {type(error).__name__}: {error}"
         return ""
 
-    def _fork(
-        self,
-        message: ForkRanks | ForkStore,
-        count: int,
-        fork_all: Callable[[Any, int, int], Callable[[], None] | None],
-    ) -> Callable[[], None] | None:
-        """Fork `count` grandchildren through a child; in them, return what they have to do."""
+    def _fork(self, message: ForkRanks | ForkStore) -> Callable[[], None] | None:
+        """Fork grandchildren through a child; in them, return what they have to do."""
         answer, answer_end = os.pipe()
         go, go_end = os.pipe()
         try:
@@ -229,7 +217,10 @@ class Image:
             os.close(answer)
             self._lines.close()
             self._sock.close()
-            child = fork_all(message, go, answer_end)
+            if isinstance(message, ForkRanks):
+                child, count = self._fork_ranks(message, go, answer_end), len(message.ranks)
+            else:
+                child, count = self._fork_store(message, go, answer_end), 1
             if child is not None:
                 os.close(go_end)
                 return child

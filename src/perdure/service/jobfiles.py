@@ -9,13 +9,15 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from perdure import __version__
 from perdure.files import is_locked, replace_file
+from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
@@ -26,14 +28,17 @@ from perdure.model.paths import LOCK, JobPaths, job_paths
 from perdure.model.platforms.slurm import Allocation
 from perdure.model.report import Snapshot
 from perdure.model.steering import Steering
-from perdure.service.neighbours import MINE
 
 T = TypeVar("T")
+
+MINE = Spoken(PROTOCOL, PROTOCOL_MIN, __version__)
+"""What this version speaks."""
 
 PREVIOUS = "previous"
 """Everything but the checkpoints of earlier runs under the same name, numbered from 1."""
 KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
 SPACE_MIN_BYTES = 8_000_000
+_ROOM = "make room, or choose another state directory with PERDURE_HOME"
 _LAST_LINES_GUESS = 1 << 16
 _START_S, _LOOK_S = 20.0, 0.02
 
@@ -76,20 +81,33 @@ def paths_of(home: str, job: str) -> JobPaths:
     return job_paths(home, job, os.getuid())
 
 
+@contextlib.contextmanager
+def on_disk(what: str = "", hint: str = _ROOM) -> Iterator[None]:
+    """Give the name `what` to what cannot be done where the disk refuses something inside.
+
+    Without it, that is to use the file that the disk's word names.
+
+    Raises:
+        PlatformError: the disk is full, read-only or not ours.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise PlatformError(
+            f"cannot {what or f'use {error.filename}'}: {why}", hint=hint
+        ) from error
+
+
 def write_atomic(path: str, data: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by `data`.
 
     Raises:
         PlatformError: the disk is full, read-only or not ours.
     """
-    try:
+    with on_disk(f"write {path}"):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         replace_file(path, data, mode=mode)
-    except OSError as error:
-        raise PlatformError(
-            f"cannot write {path}: {error.strerror or error}",
-            hint="make room, or choose another state directory with PERDURE_HOME",
-        ) from error
 
 
 def read_document(path: str, type_: type[T]) -> T | None:
@@ -222,14 +240,9 @@ class JobLock:
         Raises:
             ConfigError: a run of this job is alive.
         """
-        try:
+        with on_disk(f"use {paths.root}", "choose another state directory with PERDURE_HOME"):
             os.makedirs(paths.root, mode=0o700, exist_ok=True)  # Its [env] is nobody else's.
             self._fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise PlatformError(
-                f"cannot use {paths.root}: {error.strerror}",
-                hint="choose another state directory with PERDURE_HOME",
-            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -314,7 +327,4 @@ def check_space(paths: JobPaths) -> None:
     """
     free = shutil.disk_usage(paths.root).free
     if free < SPACE_MIN_BYTES:
-        raise PlatformError(
-            f"no space left in {paths.root}: {free / 1e6:.1f} MB",
-            hint="make room, or choose another state directory with PERDURE_HOME",
-        )
+        raise PlatformError(f"no space left in {paths.root}: {free / 1e6:.1f} MB", hint=_ROOM)

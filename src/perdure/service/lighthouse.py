@@ -12,8 +12,8 @@ supervisor starts both again. The next lighthouse takes the same port, reads the
 """
 
 import asyncio
-import contextlib
 import importlib
+import itertools
 import logging
 import os
 import shutil
@@ -82,7 +82,7 @@ from perdure.service.part import (
     watch_process,
 )
 from perdure.service.ports import Bus, Reply
-from perdure.worker.process import set_death_signal
+from perdure.worker.process import die_with, set_title
 
 log = logging.getLogger("perdure.lighthouse")
 
@@ -116,7 +116,7 @@ class LighthouseService:
         self.machine = Quorums(make_quorum_config(spec))
         self._server = LighthouseServer(self._take_request, self._take_heartbeat)
         self._futures: dict[int, asyncio.Future[bytes]] = {}
-        self._token = 0
+        self._tokens = itertools.count(1)
         self._wake = asyncio.Event()
         self._file = LighthouseFile(port=0)
         self._bus: Bus | None = None
@@ -184,8 +184,7 @@ class LighthouseService:
 
     async def _take_request(self, data: bytes) -> bytes:
         member = parse_request(data)
-        self._token += 1
-        token = self._token
+        token = next(self._tokens)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._futures[token] = future
         self._do(self.machine.ask(self._clock(), token, member))
@@ -418,7 +417,7 @@ def main(job: str) -> int:
 def _keep_serving(spec: JobSpec, path: str) -> int:
     """Have a child serve, and another one at once should it be killed or stopped."""
     asked: list[int] = []
-    child = 0
+    parent, child = os.getpid(), 0
 
     def leave(number: int, frame: object) -> None:
         asked.append(number)
@@ -429,7 +428,7 @@ def _keep_serving(spec: JobSpec, path: str) -> int:
     for _ in range(_LIVES):
         child = os.fork()
         if child == 0:
-            set_death_signal(signal.SIGKILL)
+            die_with(parent)
             os._exit(_serve(spec, path))
         _, status = os.waitpid(child, os.WUNTRACED)
         if os.WIFSTOPPED(status):
@@ -445,10 +444,7 @@ def _keep_serving(spec: JobSpec, path: str) -> int:
 def _serve(spec: JobSpec, path: str) -> int:
     """Be the lighthouse; return the exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        setproctitle.setproctitle(f"perdure lighthouse {spec.name}: serving")
+    set_title(f"perdure lighthouse {spec.name}: serving")
     try:
         return run_part(_main(spec, path), log, "")
     except BaseException:

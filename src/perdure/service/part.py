@@ -12,9 +12,13 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from perdure.model.errors import PerdureError
+from perdure.model.errors import PerdureError, PlatformError
+
+log = logging.getLogger("perdure.part")
 
 T = TypeVar("T")
+RETRY_S_MAX = 60.0
+"""Between two looks at what cannot be looked at."""
 
 
 class Tasks:
@@ -56,6 +60,33 @@ async def run_until(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | N
         task.cancel()
         over.cancel()
         await asyncio.gather(task, over, return_exceptions=True)
+
+
+async def keep_looking(
+    look: Callable[[], Awaitable[float]],
+    pause: Callable[[float], Awaitable[None]],
+    *,
+    failed: str,
+    well: str,
+) -> None:
+    """Call `look` until cancelled, after each time pausing for as long as it says.
+
+    What cannot be looked at is said to have `failed` once, and asked ever less often.
+    """
+    failures = 0
+    while True:
+        try:
+            wait_s = await look()
+        except PlatformError as error:
+            failures += 1
+            if failures == 1:
+                log.warning("%s: %s", failed, error)
+            wait_s = min(RETRY_S_MAX, 2.0 ** min(failures, 10))
+        else:
+            if failures:
+                log.info(well)
+            failures = 0
+        await pause(wait_s)
 
 
 def set_up_log() -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
@@ -29,7 +30,7 @@ from perdure.adapters.host import (
     scan_processes,
     send_signal,
 )
-from perdure.worker.process import set_death_signal
+from perdure.worker.process import die_with
 
 
 @dataclass(slots=True)
@@ -111,13 +112,7 @@ def guarded(name: str) -> Iterator[None]:
 
 def start_bound(command: list[str], output: BinaryIO) -> "subprocess.Popen[bytes]":
     """Start a program that the kernel kills when the thread that calls this has ended."""
-    parent = os.getpid()
-
-    def bind() -> None:
-        set_death_signal(signal.SIGKILL)
-        if os.getppid() != parent:  # It ended before it could be noted.
-            os._exit(1)
-
+    bind = partial(die_with, os.getpid())
     return subprocess.Popen(
         command, stdout=output, stderr=output, start_new_session=True, preexec_fn=bind
     )

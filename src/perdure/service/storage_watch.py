@@ -38,13 +38,9 @@ class StorageWatch:
         """Watch where the job's checkpoints land."""
         self._spec, self._paths = spec, paths
         self._told: Grade = "ok"
-        self._next_s = float("-inf")
 
     def look(self, now: float) -> RoomNoted | None:
-        """Look, if it is time to; return what has changed."""
-        if now < self._next_s:
-            return None
-        self._next_s = now + LOOK_S
+        """Look; return what has changed."""
         budget = compute_storage_budget(self._spec, self._paths)
         if budget is None or budget.grade == self._told:
             return None

@@ -30,7 +30,7 @@ from perdure.service.access.credentials import (
     set_certificates,
     write_credentials,
 )
-from perdure.service.access.invited import read_invitations
+from perdure.service.access.joining import read_invitations
 from perdure.service.agent.outbox import Outbox
 from perdure.service.cluster import (
     end_servers,
@@ -44,6 +44,7 @@ from perdure.service.controller.journal import clear_stream, read_end
 from perdure.service.controller.leading import prepare_arbiter
 from perdure.service.jobfiles import (
     JobLock,
+    Parts,
     check_space,
     load_snapshot,
     make_folders,
@@ -171,7 +172,8 @@ class Supervisor:
         self._bus: NatsBus | None = None
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
         self._shown, self._torchft = -1, dict[str, str]()
-        self._parts_written = True
+        self._parts: Parts | None = None
+        """Who runs the job, as it is written down."""
         self._told = ""
         """What came of the newest request to end logins."""
 
@@ -252,9 +254,8 @@ class Supervisor:
         if self._ended is None:
             return
         end_standbys(self._children.values())
-        last = [self._children.get(part) for part in ("lighthouse", "guard")]
-        last += list_servers(self._children.values())
-        spare = {child.pid for child in last if child is not None}
+        last = ("lighthouse", "guard", "nats-server")
+        spare = {c.pid for c in self._children.values() if c.part.startswith(last)}
         deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and len(self._signals) < 3:
             reap_adopted({child.pid for child in self._children.values()})
@@ -386,13 +387,14 @@ class Supervisor:
             self._restart(child, cause, at_s)
 
     def _write_parts(self) -> None:
-        try:
-            write_document(self._paths.parts, make_parts(self._children, self._started_s))
-        except PlatformError as error:
-            log.warning("%s", error)
-            self._parts_written = False
-        else:
-            self._parts_written = True
+        """Write down who runs the job, if that has changed, or could not be written before."""
+        parts = make_parts(self._children, self._started_s)
+        if parts != self._parts:
+            try:
+                write_document(self._paths.parts, parts)
+                self._parts = parts
+            except PlatformError as error:
+                log.warning("%s", error)
 
     # --- signals ------------------------------------------------------------------------------
 
@@ -455,8 +457,7 @@ class Supervisor:
         while True:
             self._show_lines()
             self._show_snapshot()
-            if not self._parts_written:
-                self._write_parts()
+            self._write_parts()
             reap_adopted({child.pid for child in self._children.values()})
             self._end_stopped()
             self._end_logins()

@@ -46,7 +46,7 @@ from torch.utils.data import (
 
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.microbatches import BatchPlan
-from perdure.worker.process import set_death_signal
+from perdure.worker.process import die_with
 from perdure.worker.rng import keep_rng, put_back_rng
 from perdure.worker.stderr import say
 
@@ -338,9 +338,7 @@ class Prefetcher:
 def _begin(load: Load, parent: int) -> None:
     """Become a loading process: one thread, and no longer there than the rank."""
     global _load
-    set_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     _load = load

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import signal
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -19,13 +20,15 @@ def set_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def set_death_signal(signal: int) -> None:
-    """Have `signal` sent to this process when its parent's thread ends.
+def die_with(parent: int) -> None:
+    """Have this process be killed when the thread of `parent` that has started it has ended.
 
-    Not to be relied on alone: it is lost across a set-uid exec, and a parent that is gone
-    already sends nothing, so the caller looks at `os.getppid()` afterwards.
+    The kernel's signal is lost across a set-uid exec, and a parent that is gone already sends
+    nothing: then this process ends here.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -10,7 +10,7 @@ from perdure.control.joining import preview_invitations
 from perdure.model.codec import encode
 from perdure.model.events import CommandReceived, JournalEntry, NodeLost
 from perdure.model.orders import AnswerCommand, RecordEvent
-from perdure.service.access.invited import read_invitations
+from perdure.service.access.joining import read_invitations
 
 DIGEST = sha256(b"secret").hexdigest()
 

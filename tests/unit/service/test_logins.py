@@ -35,8 +35,7 @@ from perdure.service.access.credentials import (
 )
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
-from perdure.service.jobfiles import load_endpoint, paths_of, write_document
-from perdure.service.neighbours import MINE
+from perdure.service.jobfiles import MINE, load_endpoint, paths_of, write_document
 from perdure.service.supervisor import Supervisor
 
 JOB = "far"

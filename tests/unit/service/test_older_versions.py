@@ -10,12 +10,11 @@ import pytest
 from tests.older import DEPTHS, SAVED, find_spec, lay_down, read_journal
 from tests.unit.service.test_controller import Rig
 
-from perdure import __version__
 from perdure.adapters.checkpoints import verify_all
 from perdure.cli.app import run_command
 from perdure.control import Memory
 from perdure.control.memory import decode_memory, encode_memory
-from perdure.model.bus.version import PROTOCOL, Spoken, can_talk, make_spoken
+from perdure.model.bus.version import PROTOCOL, Spoken, can_talk
 from perdure.model.bus.wire import Endpoint, Invitation
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
@@ -29,7 +28,7 @@ from perdure.model.events import (
 )
 from perdure.service.access.joining import read_invitation
 from perdure.service.agent.shell import _main as run_agent
-from perdure.service.jobfiles import parse_journal, paths_of, write_atomic, write_document
+from perdure.service.jobfiles import MINE, parse_journal, paths_of, write_atomic, write_document
 
 NEWER = Spoken(PROTOCOL + 2, PROTOCOL + 1, "9.0.0")
 
@@ -94,7 +93,7 @@ def test_an_invitation_to_another_version_is_refused_in_a_line() -> None:
         with pytest.raises(PlatformError, match="do not work together") as caught:
             read_invitation(encode(Invitation(job="far", endpoint=endpoint)))
         assert str(speaks) in caught.value.message
-        assert str(make_spoken(__version__)) in caught.value.message
+        assert str(MINE) in caught.value.message
         assert where in caught.value.hint
 
 
@@ -130,10 +129,10 @@ async def test_a_newer_agent_is_told_to_leave_and_is_in_the_journal(rig: Rig) ->
     await rig.send(hello)
     assert rig.assigned() == [("end", 0)]
     (note,) = [body for body in rig.bodies() if isinstance(body, MessagesSetAside)]
-    assert note.reason == f"node 0 runs {NEWER}, and this job {make_spoken(__version__)}"
+    assert note.reason == f"node 0 runs {NEWER}, and this job {MINE}"
     rig.time_s += 1.0
     await rig.until(lambda: rig.snapshots and rig.snapshots[-1].reason.startswith(note.reason))
-    mine = msgspec.structs.replace(hello, speaks=make_spoken(__version__))
+    mine = msgspec.structs.replace(hello, speaks=MINE)
     await rig.send(mine)
     assert rig.assigned()[-1] == ("store", 0), "the one that fits is taken"
 

@@ -51,8 +51,8 @@ _CHANNELS: tuple[tuple[str, str, type, type | None, str], ...] = (
 
 def make_asyncapi(version: str) -> dict[str, Any]:
     """Return the document; `version` is perdure's."""
-    types = [t for _, _, sent, answer, _ in _CHANNELS for t in (sent, answer) if t is not None]
-    types = list(dict.fromkeys(types))
+    said = (t for _, _, sent, answer, _ in _CHANNELS for t in (sent, answer) if t is not None)
+    types = list(dict.fromkeys(said))
     _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}

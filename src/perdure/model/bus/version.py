@@ -13,6 +13,8 @@ reason: fields are passed over, events and orders set aside (`MessagesSetAside`)
 
 import msgspec
 
+from perdure.model.errors import PlatformError
+
 PROTOCOL = 2
 PROTOCOL_MIN = 2
 """The oldest that this version still speaks."""
@@ -33,17 +35,34 @@ class Spoken(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"perdure {self.version or '0.1'} ({numbers})"
 
 
-def make_spoken(version: str) -> Spoken:
-    """Return what this version speaks."""
-    return Spoken(PROTOCOL, PROTOCOL_MIN, version)
-
-
 def can_talk(mine: Spoken, theirs: Spoken) -> bool:
     """Return whether there is a number that both speak."""
     low = max(mine.protocol_min, theirs.protocol_min)
     return low <= min(mine.protocol, theirs.protocol)
 
 
-def name_older(mine: Spoken, theirs: Spoken) -> str:
-    """Return which of two that cannot talk has to be upgraded: `mine` or `theirs`."""
-    return "mine" if mine.protocol < theirs.protocol_min else "theirs"
+def check_spoken(mine: Spoken, theirs: Spoken, who: str) -> None:
+    """Return where this version and that of `who` can work together.
+
+    Raises:
+        PlatformError: they cannot.
+    """
+    if not can_talk(mine, theirs):
+        where = "here" if mine.protocol < theirs.protocol_min else f"where {who} runs"
+        raise PlatformError(
+            f"{who} runs {theirs}, and this is {mine}: they do not work together",
+            hint=f"install the newer one {where}, and start it anew",
+        )
+
+
+def check_journal(mine: Spoken, written_by: Spoken) -> None:
+    """Return where a controller of this version can go on with a journal.
+
+    Raises:
+        PlatformError: it was written by one that leaves out what this one needs.
+    """
+    if written_by.protocol_min > mine.protocol:
+        raise PlatformError(
+            f"this journal was written by {written_by}, and this is {mine}",
+            hint="go on with the newer one, or run the job under another name",
+        )

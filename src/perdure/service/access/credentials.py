@@ -43,20 +43,14 @@ from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
 from perdure.service.access.kept_endpoint import keep_endpoint
-from perdure.service.jobfiles import load_endpoint, write_atomic, write_document
-from perdure.service.neighbours import MINE
+from perdure.service.jobfiles import MINE, load_endpoint, on_disk, write_atomic, write_document
 from perdure.service.placement import LOOPBACK, Placement
 
 
 def list_users(spec: JobSpec) -> list[tuple[Role, int | None]]:
     """Return everybody who may connect: each role once, agents one a node."""
-    users: list[tuple[Role, int | None]] = []
-    for role in ROLES:
-        if role == "agent":
-            users += [(role, node) for node in range(spec.num_nodes)]
-        else:
-            users.append((role, None))
-    return users
+    nodes = {"agent": range(spec.num_nodes)}
+    return [(role, node) for role in ROLES for node in nodes.get(role, (None,))]
 
 
 def make_server(spec: JobSpec, paths: JobPaths, host: str) -> NatsServer:
@@ -190,11 +184,9 @@ def write_credentials(
         PlatformError: a file cannot be read or written.
     """
     folder = os.path.dirname(paths.credential("run"))
-    try:
+    with on_disk(f"make {folder}", hint=""):
         os.makedirs(folder, mode=0o700, exist_ok=True)
         os.chmod(folder, 0o700)
-    except OSError as error:
-        raise PlatformError(f"cannot make {folder}: {error.strerror}") from error
     config = spec.nats
     server = servers[0] if servers else None
     ca = read_pem(config.tls_ca) if config.tls_ca else _join_certificates(servers)
@@ -244,13 +236,11 @@ def make_token(path: str) -> str:
         token = token_urlsafe(24)
     except (OSError, UnicodeDecodeError) as error:
         raise PlatformError(f"cannot read {path}: {error}") from error
-    try:
+    with on_disk(f"write {path}", hint=""):
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
             file.write(token + "\n")
-    except OSError as error:
-        raise PlatformError(f"cannot write {path}: {error.strerror}") from error
     return token
 
 

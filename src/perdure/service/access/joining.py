@@ -24,6 +24,9 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.nats import NatsBus
+from perdure.control.job import JobState
+from perdure.control.joining import note_invitation
+from perdure.model.bus.version import check_spoken
 from perdure.model.bus.wire import (
     Admission,
     CommandReply,
@@ -39,11 +42,18 @@ from perdure.model.errors import (
     RequestError,
     SafetyError,
 )
-from perdure.model.events import digest_secret
+from perdure.model.events import (
+    InvitationMade,
+    InvitationRevoked,
+    InvitationUsed,
+    JournalEntry,
+    digest_secret,
+)
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.service.agent.notices import OrphanedError, StartedAnewError
 from perdure.service.jobfiles import (
+    MINE,
     JobLock,
     load_endpoint,
     make_folders,
@@ -53,7 +63,6 @@ from perdure.service.jobfiles import (
     write_atomic,
     write_document,
 )
-from perdure.service.neighbours import MINE, check_spoken
 from perdure.service.processes import (
     Child,
     describe_exit,
@@ -72,6 +81,7 @@ _ANSWER_S = 5.0
 _AGAIN_S = 0.5
 _POLL_S = 0.1
 _RESTARTS_MAX = 30
+_INVITATIONS = (b'"InvitationMade"', b'"InvitationUsed"', b'"InvitationRevoked"')
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -125,8 +135,43 @@ def read_invitation(data: bytes) -> Invitation:
         invitation: Invitation = decode(data, Invitation)
     except ProtocolError:
         raise ConfigError("not an invitation", hint="perdure invite JOB > FILE") from None
-    check_spoken(invitation.endpoint.speaks, f"the job {invitation.job}")
+    check_spoken(MINE, invitation.endpoint.speaks, f"the job {invitation.job}")
     return invitation
+
+
+def read_invitations(folder: str) -> list[dict[str, Any]]:
+    """Return what `perdure invite` would ask for, of each invitation of the run in `folder`.
+
+    Where the door to the job's bus outlives its runs, who joined an earlier one comes back with its
+    invitation (`service/access/kept_endpoint.py`). What has become of it is in that run's journal,
+    and told to the new run's controller before anybody asks: a spent one stays spent, a revoked one
+    is not taken over.
+    """
+    state = JobState()
+    with contextlib.suppress(OSError), open(os.path.join(folder, "journal.jsonl"), "rb") as file:
+        for line in file:
+            if any(name in line for name in _INVITATIONS):
+                _note_invitation(state, line)
+    return [
+        {
+            "id": id_,
+            "digest": each.digest,
+            "until_s": each.until_s,
+            "uses": each.uses,
+            "machines": dict(each.machines),
+        }
+        for id_, each in state.invitations.items()
+        if not each.revoked
+    ]
+
+
+def _note_invitation(state: JobState, line: bytes) -> None:
+    try:
+        entry: JournalEntry = decode(line, JournalEntry)
+    except ProtocolError:
+        return  # Cut short by a loss of power.
+    if isinstance(entry.body, InvitationMade | InvitationUsed | InvitationRevoked):
+        note_invitation(state, entry.at_s, entry.body)
 
 
 async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> Admission:

@@ -17,9 +17,10 @@ import time
 import msgspec
 
 from perdure.adapters.nats import NatsServer, make_certificate
-from perdure.files import sync_path
+from perdure.files import replace_file, sync_path
+from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
-from perdure.service.jobfiles import read_document, write_atomic, write_document
+from perdure.service.jobfiles import read_document, write_atomic
 
 log = logging.getLogger("perdure.run")
 
@@ -60,7 +61,10 @@ def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
     elif not _is_free(server.host, endpoint.port):
         log.warning("port %d is taken: who joined before needs another invitation", endpoint.port)
         endpoint = msgspec.structs.replace(endpoint, port=_choose_port(server.host))
-    _write_synced(path, endpoint)
+    folder = os.path.dirname(path)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    replace_file(path, encode(endpoint) + b"\n", mode=0o600, synced=True)
+    sync_path(folder)  # It is there after a loss of power.
     server.port = endpoint.port
     server.set_password(JOINER, endpoint.password)
     if certificate:
@@ -107,12 +111,3 @@ def _is_free(host: str, port: int) -> bool:
         if time.monotonic() > deadline:
             raise PlatformError(f"{host} is not an address of this machine")
         time.sleep(1.0)
-
-
-def _write_synced(path: str, endpoint: KeptEndpoint) -> None:
-    """Write the document so that it is there after a loss of power."""
-    folder = os.path.dirname(path)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    write_document(path, endpoint, mode=0o600)
-    sync_path(path)
-    sync_path(folder)

@@ -17,7 +17,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 
 from perdure.adapters.host import end_leftovers, read_start_time, read_state
@@ -267,8 +266,3 @@ def _read_peer_pid(writer: asyncio.StreamWriter) -> int:
     size = struct.calcsize("3i")
     pid, _, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(pid)
-
-
-def keeper_command(job: str, node: int) -> list[str]:
-    """Return the command line of a keeper."""
-    return [sys.executable, "-P", "-m", "perdure", "keeper", job, str(node)]

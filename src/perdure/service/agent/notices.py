@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from perdure.model.errors import PlatformError
 from perdure.model.events import Announced, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.job import PreemptionConfig
+from perdure.service.part import keep_looking
 from perdure.service.ports import Bus, NoticeSource
 
 log = logging.getLogger("perdure.agent")
 
-RETRY_S_MAX = 60.0
-_RETRY_S = 1.0
 _PAUSE_S_MIN = 0.1
 """Between two looks at a source that should have waited, and did not."""
 _LOOK_S = 1.0
@@ -76,21 +75,13 @@ class NoticeWatch:
 
     async def watch(self, source: NoticeSource) -> None:
         """Look at `source` until cancelled."""
-        failures = 0
-        while True:
-            try:
-                found = await source.read()
-            except PlatformError as error:
-                failures += 1
-                if failures == 1:
-                    log.warning("%s: no notices from there for now: %s", source.name, error.message)
-                await self._pause(min(RETRY_S_MAX, _RETRY_S * 2.0 ** min(failures, 10)))
-                continue
-            if failures:
-                log.info("%s: can be read", source.name)
-                failures = 0
-            self.take(source, found)
-            await self._pause(max(source.pause_s, _PAUSE_S_MIN))
+
+        async def look() -> float:
+            self.take(source, await source.read())
+            return max(source.pause_s, _PAUSE_S_MIN)
+
+        failed = f"{source.name}: no notices from there for now"
+        await keep_looking(look, self._pause, failed=failed, well=f"{source.name}: can be read")
 
     def take(self, source: NoticeSource, found: Sequence[Announced]) -> None:
         """Compare what `source` announces with what it did before."""

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from secrets import token_hex
 from typing import Any, assert_never
 
@@ -44,6 +44,7 @@ from perdure.agent.messages import (
     TermHeard,
 )
 from perdure.launch.environment import GROUP_DEVICES, rank_environment
+from perdure.model.bus.version import check_spoken
 from perdure.model.bus.wire import (
     Endpoint,
     FromKeeper,
@@ -66,7 +67,7 @@ from perdure.model.job import JobSpec
 from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
-from perdure.service.agent.keeper import KeeperLink, keeper_command
+from perdure.service.agent.keeper import KeeperLink
 from perdure.service.agent.notices import NoticeWatch, wait_to_leave
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
@@ -74,16 +75,17 @@ from perdure.service.agent.ranks import WorkerServer
 from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
 from perdure.service.aside import Asides
 from perdure.service.jobfiles import (
+    MINE,
     load_endpoint,
     load_spec,
     paths_of,
     resolve_home,
     write_steering,
 )
-from perdure.service.neighbours import MINE, check_spoken
 from perdure.service.part import Tasks, read_run_pid, run_part, watch_process
 from perdure.service.placement import choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
+from perdure.service.processes import part_command
 from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
 
 log = logging.getLogger("perdure.agent")
@@ -151,7 +153,7 @@ class AgentService:
         )
         self._keeper = KeeperLink(
             paths.keeper_socket(node),
-            keeper or keeper_command(spec.name, node),
+            keeper or part_command("keeper", spec.name, str(node)),
             env=self._env | marks | cold | offset,
             log_path=paths.log(f"keeper-{node}"),
             marks=marks,
@@ -213,8 +215,7 @@ class AgentService:
         """Hand `input_` to the machine and do what it asks."""
         if self._left.is_set():
             return
-        for request in self.machine.handle(self.now(), input_):
-            self._do(request)
+        self._do_all(self.machine.handle(self.now(), input_))
         self._set_timer()
 
     def _take_order(self, data: bytes) -> None:
@@ -304,7 +305,7 @@ class AgentService:
             case _:
                 assert_never(request)
 
-    def _do_all(self, requests: tuple[Request, ...]) -> None:
+    def _do_all(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self._do(request)
 
@@ -440,7 +441,7 @@ async def _main(job: str, node: int) -> None:
     home = resolve_home()
     paths = paths_of(home, job)
     spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
-    check_spoken(endpoint.speaks, f"the job {job}")
+    check_spoken(MINE, endpoint.speaks, f"the job {job}")
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     run_pid = read_run_pid()

@@ -48,7 +48,7 @@ from perdure.model.job import JobSpec
 from perdure.model.plain import make_plain
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.aside import Asides
-from perdure.service.neighbours import MINE
+from perdure.service.jobfiles import MINE
 from perdure.service.part import Tasks
 from perdure.service.ports import Bus, Reply
 

@@ -298,8 +298,6 @@ class Journal:
                     data, expected_last=self._groups, message_id=message_id
                 )
                 break
-            except FencedError:
-                raise
             except PlatformError as error:
                 failures += 1
                 if failures == 1:

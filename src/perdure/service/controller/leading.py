@@ -120,38 +120,35 @@ class LeaseLoop:
             except PlatformError as error:
                 log.warning("the lease is not given back: %s", error)
 
-    def _miss(self, error: PlatformError) -> Fact:
-        if not self._missing:
-            log.warning("%s; trying again", error)
-        self._missing = True
-        return LeaseUnanswered()
-
     async def _carry_out(self, request: Request) -> Fact | None:
-        match request:
-            case ReadLease():
-                try:
+        """Do what is asked; return what the register has answered, where it was asked."""
+        fact: Fact
+        try:
+            match request:
+                case ReadLease():
                     revision, holder = await self._register.read()
-                except PlatformError as error:
-                    return self._miss(error)
-                self._missing = False
-                return LeaseRead(revision=revision, holder=holder)
-            case WriteLease(expected=expected):
-                try:
+                    fact = LeaseRead(revision=revision, holder=holder)
+                case WriteLease(expected=expected):
                     written = await self._register.write(self.lease.me, expected)
-                except PlatformError as error:
-                    return self._miss(error)
-                self._missing = False
-                return LeaseRefused() if written is None else LeaseWritten(revision=written)
-            case TakeOver(term=term):
-                log.info("holds the lease, in term %d", term)
-                self.won.set()
-            case StandDown(reason=reason):
-                log.error("acts no more: %s", reason)
-                self.reason = reason
-                self.over.set()
-            case _:
-                assert_never(request)
-        return None
+                    fact = LeaseRefused() if written is None else LeaseWritten(revision=written)
+                case TakeOver(term=term):
+                    log.info("holds the lease, in term %d", term)
+                    self.won.set()
+                    return None
+                case StandDown(reason=reason):
+                    log.error("acts no more: %s", reason)
+                    self.reason = reason
+                    self.over.set()
+                    return None
+                case _:
+                    assert_never(request)
+        except PlatformError as error:
+            if not self._missing:
+                log.warning("%s; trying again", error)
+            self._missing = True
+            return LeaseUnanswered()
+        self._missing = False
+        return fact
 
 
 def prepare_arbiter(spec: JobSpec, started_s: float) -> JobSpec:

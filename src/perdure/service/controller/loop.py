@@ -28,7 +28,7 @@ from perdure.control.senders import describe_sender, find_role, find_untrue, sif
 from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector, Unwatched
 from perdure.detect.devices import DeviceJudge
-from perdure.model.bus.version import can_talk
+from perdure.model.bus.version import can_talk, check_journal
 from perdure.model.bus.wire import (
     Command,
     CommandReply,
@@ -58,7 +58,7 @@ from perdure.model.signals.progress import NodeBeat
 from perdure.service.controller.inbox import Inbox
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
-from perdure.service.neighbours import MINE, check_journal
+from perdure.service.jobfiles import MINE
 from perdure.service.part import wait_event
 from perdure.service.ports import Bus, Reply
 from perdure.telemetry import LinkFold
@@ -190,7 +190,7 @@ class ControllerService:
             tail = await self._journal.open()
         for entry in tail:
             if isinstance(entry.body, ControllerStarted):
-                check_journal(entry.body.speaks)
+                check_journal(MINE, entry.body.speaks)
             self._memory.replay(entry)
             if isinstance(entry.body, JobEnded):
                 self._ended = entry.body
@@ -360,9 +360,7 @@ class ControllerService:
                     or preview_invitations(state, turn.now, kind, command.args)
                 )
                 if known is not None:
-                    ok, reason, result = known
-                    told = CommandReply(id=command.id, ok=ok, reason=reason, result=result)
-                    turn.replies.append((reply, encode(told)))
+                    turn.replies.append((reply, encode(CommandReply(command.id, *known))))
                     return
                 self._waiting.setdefault(command.id, []).append(reply)
                 if command.id not in state.commands:

@@ -17,12 +17,12 @@ from perdure.adapters.notices.kubernetes import KubernetesPods, is_pod
 from perdure.model.bus.wire import Command, Notice
 from perdure.model.errors import PlatformError
 from perdure.model.platforms.kubernetes import JOB_LABEL, PodLoss, explain_pod_loss, list_pod_losses
+from perdure.service.part import keep_looking
 
 log = logging.getLogger("perdure.controller")
 
 SOURCE = "kubernetes"
 LOOK_S = 1.0
-RETRY_S_MAX = 60.0
 
 
 class PodSource(Protocol):
@@ -52,23 +52,12 @@ class PodWatch:
 
     async def run(self) -> None:
         """Look until cancelled; a server that cannot be asked is asked ever less often."""
-        failures = 0
-        while True:
-            try:
-                await self.look()
-            except PlatformError as error:
-                failures += 1
-                if failures == 1:
-                    log.warning("pods are not watched: %s (%s)", error.message, error.hint)
-                await self._pause(min(RETRY_S_MAX, LOOK_S * 2.0 ** min(failures, 10)))
-                continue
-            if failures:
-                log.info("pods are watched")
-                failures = 0
-            await self._pause(LOOK_S)
+        await keep_looking(
+            self.look, self._pause, failed="pods are not watched", well="pods are watched"
+        )
 
-    async def look(self) -> None:
-        """Tell what is new.
+    async def look(self) -> float:
+        """Tell what is new; return how long to wait before the next look.
 
         Raises:
             PlatformError: the server cannot be asked.
@@ -81,6 +70,7 @@ class PodWatch:
             if known is not None:
                 self._told.add(known.id)
                 self._tell(_make_command(known))
+        return LOOK_S
 
 
 def open_watch(tell: Callable[[Command], None]) -> PodWatch | None:

@@ -14,18 +14,17 @@ import contextlib
 import fcntl
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from perdure.adapters.host import read_boot_id, read_start_time
 from perdure.control.queue import Book
-from perdure.files import is_locked, sync_path
+from perdure.files import create_file, is_locked, sync_path
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.errors import ConfigError
 from perdure.model.queue import NAME, Claim, Ending, Item, Record
-from perdure.service.jobfiles import load_snapshot, paths_of, read_document
+from perdure.service.jobfiles import load_snapshot, on_disk, paths_of, read_document
 
 ATTEMPT, CLAIM, ENDING, OUTPUT = "attempt.json", "claim.json", "ending.json", "output.log"
 
@@ -43,6 +42,7 @@ class QueueStore:
             raise ConfigError(f"`{name}` is no name of a queue", hint="letters, digits and _.=+-")
         self.home, self.name = home, name
         self.root = Path(home, "queues", name)
+        self._journal = self.root / "journal.jsonl"
         self.book = Book()
         self._offset = 0
 
@@ -53,7 +53,7 @@ class QueueStore:
     def read(self) -> Book:
         """Return the book with everything that was written since the last look."""
         try:
-            with open(self.root / "journal.jsonl", "rb") as file:
+            with open(self._journal, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
@@ -65,53 +65,39 @@ class QueueStore:
         return self.book
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator["Writer"]:
+    def writing(self) -> Iterator[Self]:
         """Hold the journal: what is decided inside stands on all that was written before.
+
+        What others have written is read, and a record that was torn by a kill is cut off.
 
         Raises:
             PlatformError: the directory cannot be used.
         """
-        try:
+        with on_disk():
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = open(self.root / "journal.lock", "wb")  # noqa: SIM115
-        except OSError as error:
-            raise _explain(error, self.root) from error
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Writer(self)
-
-
-class Writer:
-    """The right to write to a journal, which has been read to its end."""
-
-    def __init__(self, store: QueueStore) -> None:
-        """Read what others have written, and cut off a record that was torn by a kill."""
-        self._store = store
-        self.book = store.read()
-        path = store.root / "journal.jsonl"
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.ftruncate(self._fd, store._offset)
-            os.close(self._fd)
-        except OSError as error:
-            raise _explain(error, path) from error
+            self.read()
+            with on_disk(f"use {self._journal}"), open(self._journal, "ab") as file:
+                file.truncate(self._offset)
+            yield self
 
     def append(self, *records: Record) -> None:
         """Write records and bring them to the disk; then they are in the book.
 
+        Only for who holds the journal.
+
         Raises:
             PlatformError: they could not be written; none of them counts.
         """
-        path = self._store.root / "journal.jsonl"
-        try:
-            with open(path, "ab") as file:
+        with on_disk(f"use {self._journal}"):
+            with open(self._journal, "ab") as file:
                 file.write(b"".join(encode(record) + b"\n" for record in records))
                 file.flush()
                 os.fsync(file.fileno())
-            sync_path(self._store.root)
-        except OSError as error:
-            raise _explain(error, path) from error
-        self.book = self._store.read()
+            sync_path(self.root)
+        self.read()
 
 
 class RunnerLock:
@@ -123,11 +109,9 @@ class RunnerLock:
         Raises:
             ConfigError: the queue is being run.
         """
-        try:
+        with on_disk():
             store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = open(store.root / "runner.lock", "a+b")  # noqa: SIM115
-        except OSError as error:
-            raise _explain(error, store.root) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -213,23 +197,4 @@ def _is_there(cwd: str, pattern: str) -> bool:
 
 def create_once(path: Path, value: Any) -> bool:
     """Write a document that comes into being whole; return False where it was there already."""
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(encode(value) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        os.unlink(temporary)
-    sync_path(path.parent)
-    return True
-
-
-def _explain(error: OSError, path: Path) -> PlatformError:
-    return PlatformError(
-        f"cannot use {error.filename or path}: {error.strerror}",
-        hint="make room, or choose another state directory with PERDURE_HOME",
-    )
+    return create_file(path, encode(value) + b"\n")
