@@ -20,12 +20,6 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?I?)B?", re.IGNORECASE)
 
 
-File = Annotated[
-    Path, typer.Argument(metavar="PROFILE", help="A cost profile, as in docs/planning.md.")
-]
-Devices = Annotated[int, typer.Option("--devices", min=1, help="How many devices there are.")]
-GlobalBatch = Annotated[int, typer.Option("--global-batch", min=1, help="Samples of a step.")]
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of a device: 16GB, 80GiB.")]
 PerNode = Annotated[
     int | None,
     typer.Option(
@@ -34,41 +28,48 @@ PerNode = Annotated[
         help="Devices of a node. Default: 1; all, where only links within a node were measured.",
     ),
 ]
-MicroBatch = Annotated[
-    list[int] | None, typer.Option("--micro-batch", min=1, help="Only this size; repeatable.")
-]
-Ranks = Annotated[
-    list[int] | None,
-    typer.Option("--ranks", min=1, help="Only pipelines of so many ranks; repeatable."),
-]
+
 Schedules = Annotated[
     list[str] | None,
     typer.Option("--schedule", help="1f1b, interleaved, rerouted or zero-bubble; repeatable."),
 ]
-Recompute = Annotated[
-    str, typer.Option("--recompute", help="auto (where memory asks for it), never or always.")
-]
+
 Slow = Annotated[
     list[str] | None,
     typer.Option("--slow", metavar="DEVICE=FACTOR", help="A straggler, n3/0=1.5; repeatable."),
 ]
-DrawTimeline = Annotated[bool, typer.Option("--timeline", help="Draw the chosen world's step.")]
-Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the timeline.")]
+
+Recompute = Annotated[
+    str, typer.Option("--recompute", help="auto (where memory asks for it), never or always.")
+]
+
+MicroBatch = Annotated[
+    list[int] | None, typer.Option("--micro-batch", min=1, help="Only this size; repeatable.")
+]
 
 
 def plan(
-    file: File,
-    devices: Devices,
-    global_batch: GlobalBatch,
-    memory: Memory,
+    file: Annotated[
+        Path, typer.Argument(metavar="PROFILE", help="A cost profile, as in docs/planning.md.")
+    ],
+    devices: Annotated[int, typer.Option("--devices", min=1, help="How many devices there are.")],
+    global_batch: Annotated[int, typer.Option("--global-batch", min=1, help="Samples of a step.")],
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Of a device: 16GB, 80GiB.")
+    ],
     per_node: PerNode = None,
     micro_batch: MicroBatch = None,
-    ranks: Ranks = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--ranks", min=1, help="Only pipelines of so many ranks; repeatable."),
+    ] = None,
     schedule: Schedules = None,
     recompute: Recompute = "auto",
     slow: Slow = None,
-    timeline: DrawTimeline = False,
-    width: Width = 100,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw the chosen world's step.")
+    ] = False,
+    width: Annotated[int, typer.Option("--width", min=40, help="Columns of the timeline.")] = 100,
     as_json: Json = False,
 ) -> None:
     """Choose D, P, micro-batch, recompute, schedule and placement for so many devices.

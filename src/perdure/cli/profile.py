@@ -26,34 +26,34 @@ from perdure.service.jobfiles import resolve_home
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
 """What follows the script is the script's."""
 
-Script = Annotated[
-    Path, typer.Argument(help="A Python file that calls perdure.elastic.train with blocks=[...].")
-]
-Args = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
-MicroBatch = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--micro-batch", min=1, help="Samples; repeatable. Default: the script's, half and double."
-    ),
-]
-Ranks = Annotated[
-    int, typer.Option("--ranks", min=1, help="Processes of the largest group that is measured.")
-]
-Seconds = Annotated[
-    float, typer.Option("--seconds", min=0.0, help="At least so long for each micro-batch size.")
-]
-Again = Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Also write the profile here.")]
-
 
 def profile(
-    script: Script,
-    args: Args = None,
-    micro_batch: MicroBatch = None,
-    ranks: Ranks = 8,
-    seconds: Seconds = 2.0,
-    again: Again = False,
-    out: Out = None,
+    script: Annotated[
+        Path,
+        typer.Argument(help="A Python file that calls perdure.elastic.train with blocks=[...]."),
+    ],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--micro-batch",
+            min=1,
+            help="Samples; repeatable. Default: the script's, half and double.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Processes of the largest group that is measured.")
+    ] = 8,
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", min=0.0, help="At least so long for each micro-batch size."),
+    ] = 2.0,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure also what was measured before.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write the profile here.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure what a model's blocks and this machine's links cost, for `perdure plan`.

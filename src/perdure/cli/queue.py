@@ -15,7 +15,6 @@ from perdure.cli.running.jobspec import read_job_file, validate
 from perdure.cli.speech.say import Json, answer, keep_given, note, render_table
 from perdure.control.queue import Book, QueueEntry, explain, list_oversized
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.numbers import NUMBER_HINT, find_bad_number
 from perdure.model.queue import (
     Again,
     Item,
@@ -26,6 +25,7 @@ from perdure.model.queue import (
     expand_file,
     replace_fields,
 )
+from perdure.model.source import find_misfit
 from perdure.service.jobfiles import resolve_home
 from perdure.service.queue.holder import CPU_SLOT
 from perdure.service.queue.store import OUTPUT, QueueStore, read_runner_pid
@@ -151,19 +151,12 @@ def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned
     Raises:
         ConfigError: a field is unknown or wrong, or an entry cannot be.
     """
-    keys, why = find_bad_number(document)
-    if why:
-        raise ConfigError(f"{place}: {'.'.join(keys)}: {why}", hint=NUMBER_HINT)
+    wrong = find_misfit(document, QueueFile, "its fields are in docs/queue.md")
+    if wrong is not None:
+        at = f"{wrong.place}: " if wrong.place else ""
+        raise ConfigError(f"{place}: {at}{wrong.what}", hint=wrong.hint)
     try:
-        file = msgspec.convert(document, QueueFile)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$")
-        at = where.rstrip("`").lstrip(".")
-        raise ConfigError(
-            f"{place}: {at + ': ' if at else ''}{what}", hint="its fields are in docs/queue.md"
-        ) from error
-    try:
-        planned = expand_file(file)
+        planned = expand_file(msgspec.convert(document, QueueFile))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error.message}", hint=error.hint) from error
     return tuple(_locate(one, folder) for one in planned)

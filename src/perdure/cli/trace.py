@@ -5,9 +5,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from msgspec import json as msgspec_json
 
 from perdure.cli.speech.say import Json, Width, answer, keep_given, note, print_json, write_asked
+from perdure.dash.svg import stand_alone
 from perdure.dash.terminal import print_exact
 from perdure.lab.policies.policies import (
     POLICIES,
@@ -19,6 +19,17 @@ from perdure.lab.policies.policies import (
 )
 from perdure.lab.policies.throughput import MODELS, Throughput, read_throughput
 from perdure.lab.report import MeasuredCosts, Physics
+from perdure.lab.screens import (
+    draw_nodes,
+    draw_rates,
+    draw_replay,
+    render_comparison,
+    render_page,
+    render_replay,
+    render_replay_page,
+    render_simulation_page,
+    render_summary,
+)
 from perdure.lab.traces import (
     FORMATS,
     AvailabilityTrace,
@@ -29,9 +40,11 @@ from perdure.lab.traces import (
 from perdure.lab.traces.figures import (
     AvailabilityModel,
     describe_availability,
+    draw_victims,
     fit_availability,
 )
-from perdure.lab.traces.formats import add_quiet
+from perdure.lab.traces.figures import generate as generate_trace
+from perdure.lab.traces.formats import Format, add_quiet
 from perdure.lab.traces.transform import announce, coalesce, cut, scale_to, speed_up
 from perdure.model.errors import ConfigError
 from perdure.service.jobfiles import resolve_home
@@ -126,17 +139,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a trace: how many nodes were there when, how often that changed, and how."""
-    from perdure.dash.svg import stand_alone
-    from perdure.lab.screens import draw_nodes, render_page, render_summary
-
     trace = load_trace(
-        file,
-        format_name,
-        duration,
-        nodes=nodes,
-        speed=speed,
-        scale=scale_to,
-        coalesce_s=coalesce,
+        file, format_name, duration, nodes=nodes, speed=speed, scale=scale_to, coalesce_s=coalesce
     )
     figures = describe_availability(trace)
     counts = [(i.begin_s, len(i.living)) for i in list_intervals(trace)]
@@ -185,23 +189,20 @@ def convert(
         notice_s=notice,
         coalesce_s=coalesce,
     )
-    _write_trace(trace, target.name, gap, out, as_json)
+    _write_trace(trace, target, gap, out)
+    if as_json:
+        print_json({"file": str(out), "format": target.name, "loses": target.loses})
 
 
-def _write_trace(
-    trace: AvailabilityTrace, to: str, gap_s: float, out: Path | None, as_json: bool
-) -> None:
+def _write_trace(trace: AvailabilityTrace, to: Format, gap_s: float, out: Path | None) -> None:
     """Write `trace` to `out`, or to the terminal."""
-    target = find_format(to)
-    text = target.write(trace, gap_s)
-    if target.loses:
-        note(f"{to} has no place for {target.loses}")
+    text = to.write(trace, gap_s)
+    if to.loses:
+        note(f"{to.name} has no place for {to.loses}")
     if out is None:
         print_exact(text, end="")
     else:
         write_asked(out, text)
-    if as_json:
-        print_json({"file": str(out), "format": to, "loses": target.loses})
 
 
 @app.command()
@@ -251,8 +252,6 @@ def generate(
     Nodes leave and come without memory, in bursts. With --json the document is the model drawn
     from; the trace needs --out then.
     """
-    from perdure.lab.traces.figures import generate as draw
-
     if as_json and out is None:
         raise ConfigError("--json needs --out", hint="the trace itself goes to that file")
     if like is not None:
@@ -261,8 +260,8 @@ def generate(
     else:
         model, length_s = AvailabilityModel(16, 16, 0.25, 2.0), 12 * 3600.0
     model = _change_model(model, nodes, mtbf, absence, burst, notice)
-    trace = draw(model, hours * 3600.0 if hours is not None else length_s, seed)
-    _write_trace(trace, to, 60.0, out, False)
+    trace = generate_trace(model, hours * 3600.0 if hours is not None else length_s, seed)
+    _write_trace(trace, find_format(to), 60.0, out)
     if as_json:
         document = {"file": str(out), "format": to, "seed": seed, "duration_s": trace.duration_s}
         print_json({**document, "model": model})
@@ -294,13 +293,8 @@ Draw = Annotated[
     bool, typer.Option("--draw-victims", help="Draw who leaves; a trace of counts always does.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of the victims that are drawn.")]
-CostsIn = Annotated[
-    Path | None,
-    typer.Option(
-        "--costs", metavar="FILE", help="perdure's costs, as trace replay has measured them."
-    ),
-]
 SWEEP_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
 
 Tau = Annotated[
     str,
@@ -325,7 +319,12 @@ def simulate(
         list[str] | None,
         typer.Option("--set", metavar="POLICY.FIELD=VALUE", help="Change a parameter; repeated."),
     ] = None,
-    costs: CostsIn = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            "--costs", metavar="FILE", help="perdure's costs, as trace replay has measured them."
+        ),
+    ] = None,
     sweep: Annotated[
         bool,
         typer.Option(
@@ -375,8 +374,6 @@ def simulate(
         policies = change_policy(policies, setting)
     drawn = draw or not trace.named
     if drawn:
-        from perdure.lab.traces.figures import draw_victims
-
         trace = draw_victims(trace, seed)
     table = load_throughput(tau, trace, state_gb)
     physics = Physics(bytes_per_s=link_gbit / 8e-9)
@@ -452,8 +449,6 @@ def _simulate(
     as_json: bool,
 ) -> None:
     from perdure.cli.speech.bar import Bar
-    from perdure.dash.svg import stand_alone
-    from perdure.lab.screens import draw_rates, render_comparison, render_simulation_page
     from perdure.lab.simulation.compare import compare, sweep_communicator
 
     with Bar() as bar:
@@ -488,13 +483,7 @@ Systems = Annotated[
         help="What is played, in turn: all, or of perdure, torchrun, torchft.",
     ),
 ]
-NodesMax = Annotated[
-    int, typer.Option("--nodes-max", min=1, max=8, help="Scale to so many nodes at most.")
-]
-Until = Annotated[
-    float | None,
-    typer.Option("--until", metavar="SECONDS", min=1.0, help="Play the trace up to there."),
-]
+
 CoalesceLive = Annotated[
     float,
     typer.Option(
@@ -504,37 +493,41 @@ CoalesceLive = Annotated[
         help="Take changes so close together, in seconds as they are played.",
     ),
 ]
-PaceMs = Annotated[
-    float, typer.Option("--pace-ms", min=1.0, help="Declared time of a micro-batch, of 56 a step.")
-]
-Stages = Annotated[
-    int,
-    typer.Option("--stages", min=1, max=8, help="Cut perdure's model into so many, if they fit."),
-]
-Measure = Annotated[
-    bool, typer.Option("--measure", help="Measure throughput again, though it is known.")
-]
-CostsOut = Annotated[
-    Path | None,
-    typer.Option("--costs", metavar="FILE", help="Also write what changes cost, for simulate."),
-]
 
 
 @app.command()
 def replay(
     file: File,
     policy: Systems = "perdure",
-    nodes_max: NodesMax = 8,
+    nodes_max: Annotated[
+        int, typer.Option("--nodes-max", min=1, max=8, help="Scale to so many nodes at most.")
+    ] = 8,
     speed: Speed = 1.0,
-    until: Until = None,
+    until: Annotated[
+        float | None,
+        typer.Option("--until", metavar="SECONDS", min=1.0, help="Play the trace up to there."),
+    ] = None,
     notice: Notice = 0.0,
     coalesce_s: CoalesceLive = 0.5,
     draw: Draw = False,
     seed: Seed = 0,
-    pace_ms: PaceMs = 20.0,
-    stages: Stages = 1,
-    measure: Measure = False,
-    costs: CostsOut = None,
+    pace_ms: Annotated[
+        float,
+        typer.Option("--pace-ms", min=1.0, help="Declared time of a micro-batch, of 56 a step."),
+    ] = 20.0,
+    stages: Annotated[
+        int,
+        typer.Option(
+            "--stages", min=1, max=8, help="Cut perdure's model into so many, if they fit."
+        ),
+    ] = 1,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure throughput again, though it is known.")
+    ] = False,
+    costs: Annotated[
+        Path | None,
+        typer.Option("--costs", metavar="FILE", help="Also write what changes cost, for simulate."),
+    ] = None,
     format_name: FormatName = None,
     duration: Duration = None,
     nodes: AllNodes = None,
@@ -550,9 +543,7 @@ def replay(
     measured so far.
     """
     from perdure.cli.speech.bar import Bar
-    from perdure.dash.svg import stand_alone
     from perdure.lab.live import session
-    from perdure.lab.screens import draw_replay, render_replay, render_replay_page
 
     systems = pick_names(policy, session.SYSTEMS, "no system `{}` to replay against")
     trace = load_trace(file, format_name, duration, nodes=nodes)
@@ -564,7 +555,7 @@ def replay(
     with Bar("replay") as bar:
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:
-        write_asked(costs, msgspec_json.format(msgspec_json.encode(result.costs)).decode() + "\n")
+        write_asked(costs, msgspec.json.format(msgspec.json.encode(result.costs)).decode() + "\n")
     if svg is not None:
         write_asked(svg, stand_alone(draw_replay(result)))
     if html is not None:
@@ -581,9 +572,6 @@ def prepare(
     seed: int | None,
 ) -> AvailabilityTrace:
     """Return `trace` as it is played: its seconds are those of the clock."""
-    from perdure.lab.traces.figures import draw_victims
-    from perdure.lab.traces.transform import scale_to
-
     trace = speed_up(trace, speed) if speed != 1.0 else trace
     if max(len(i.living) for i in list_intervals(trace)) > nodes_max:
         trace = scale_to(trace, nodes_max)

@@ -17,14 +17,10 @@ import msgspec
 from perdure.model.errors import ConfigError
 from perdure.model.numbers import NUMBER_HINT, find_bad_number
 from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
+from perdure.model.source import find_misfit
 
 SHIPPED = Path(__file__).resolve().parent / "profiles"
 BASELINE = "generic-ssh"
-SECTIONS: dict[str, type[msgspec.Struct]] = {
-    field.name: type(field.default)
-    for field in msgspec.structs.fields(Profile)
-    if isinstance(field.default, msgspec.Struct)
-}
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -165,25 +161,12 @@ _FILLER: dict[str, Any] = {
 
 def _check(document: dict[str, Any], text: str, path: Path) -> None:
     """Refuse a document that is wrong by itself, with file, line and a hint."""
-    keys, why = find_bad_number(document)
-    if why:
-        line = find_line(text, keys) or 1
-        raise ConfigError(f"{path}, line {line}: {why} (at {'.'.join(keys)})", hint=NUMBER_HINT)
-    try:
-        msgspec.convert(_FILLER | document, Profile)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$")
-        keys = [part for part in re.split(r"[.\[\]]+", where.strip("`")) if part]
-        hint = "perdure profiles generic-ssh shows every key with its meaning"
-        if "unknown field" in what:
-            wrong = what.split("`")[1]
-            known = SECTIONS.get(keys[0] if keys else "", Profile).__struct_fields__
-            near = get_close_matches(wrong, known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"keys: {', '.join(known)}"
-            keys.append(wrong)
-        line = find_line(text, keys) or 1
-        at = f" (at {'.'.join(keys)})" if keys else ""
-        raise ConfigError(f"{path}, line {line}: {what}{at}", hint=hint) from None
+    hint = "perdure profiles generic-ssh shows every key with its meaning"
+    wrong = find_misfit(_FILLER | document, Profile, hint, "keys")
+    if wrong is not None:
+        line = find_line(text, wrong.keys) or 1
+        at = f" (at {'.'.join(wrong.keys)})" if wrong.keys else ""
+        raise ConfigError(f"{path}, line {line}: {wrong.what}{at}", hint=wrong.hint)
 
 
 def find_line(text: str, keys: list[str]) -> int:

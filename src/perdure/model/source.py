@@ -1,12 +1,14 @@
-"""A file's text, and where in it something is wrong: file, line, column, what was expected."""
+"""What a person has written, and where in it something is wrong, and what was expected there."""
 
 import json
 import re
+from difflib import get_close_matches
 from typing import Any, Never, TypeVar
 
 import msgspec
 
 from perdure.model.errors import ConfigError
+from perdure.model.numbers import NUMBER_HINT, find_bad_number
 
 T = TypeVar("T")
 Path = list[str | int]
@@ -16,6 +18,49 @@ _BYTE = re.compile(r" \(byte (\d+)\)$")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _decoder = json.JSONDecoder()
 _HINT = "docs/traces.md shows each format; --format NAME reads it as that one"
+
+
+class Misfit(msgspec.Struct, frozen=True):
+    """Why a document cannot be taken."""
+
+    what: str
+    place: str
+    """Such as `detect.beat_s`; empty: the document itself."""
+    keys: list[str]
+    """The way there, a field that is unknown at its end."""
+    hint: str
+
+
+def list_sections(type_: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """Return the fields of a document that have fields of their own, and the types of those."""
+    fields = msgspec.structs.fields(type_)
+    return {f.name: type(f.default) for f in fields if isinstance(f.default, msgspec.Struct)}
+
+
+def find_misfit(
+    document: dict[str, Any], type_: type[msgspec.Struct], hint: str, noun: str = ""
+) -> Misfit | None:
+    """Return why `document` is no `type_` with numbers that can be taken; None where it is.
+
+    With a `noun` for its fields, the hint of an unknown one has a near name, or all that there are.
+    """
+    keys, why = find_bad_number(document)
+    if why:
+        return Misfit(why, ".".join(keys), keys, NUMBER_HINT)
+    try:
+        msgspec.convert(document, type_)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        place = where.rstrip("`").lstrip(".")
+        keys = re.findall(r"[^.\[\]]+", place)
+        if noun and "unknown field" in what:
+            section = list_sections(type_).get(keys[0]) if keys else None
+            known = (section or type_).__struct_fields__
+            keys.append(what.split("`")[1])
+            near = get_close_matches(keys[-1], known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"{noun}: {', '.join(known)}"
+        return Misfit(what, place, keys, hint)
+    return None
 
 
 class Source:

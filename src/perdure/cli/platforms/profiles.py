@@ -9,7 +9,6 @@ import typer
 
 from perdure.cli.speech.say import Json, answer, note, read_meanings, render_table
 from perdure.launch.catalog import (
-    SECTIONS,
     Resolved,
     describe_source,
     flatten,
@@ -19,6 +18,7 @@ from perdure.launch.catalog import (
 )
 from perdure.launch.platforms import Here, load_platform
 from perdure.model.platforms.profile import HOST_DEPENDENT, Profile, list_unmeasured
+from perdure.model.source import list_sections
 from perdure.service.jobfiles import resolve_home
 
 Host = Annotated[
@@ -193,7 +193,7 @@ def _show(value: Any) -> str:
 def read_key_meanings() -> dict[str, str]:
     """Return dotted key -> what its docstring says, where the key is defined."""
     places: dict[type, str] = {Profile: ""}
-    places |= {type_: f"{name}." for name, type_ in SECTIONS.items()}
+    places |= {type_: f"{name}." for name, type_ in list_sections(Profile).items()}
     return {
         place + field: text
         for type_, place in places.items()

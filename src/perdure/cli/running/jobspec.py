@@ -35,14 +35,8 @@ from perdure.model import job
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.job import JobSpec
-from perdure.model.numbers import NUMBER_HINT, find_bad_number
+from perdure.model.source import find_misfit
 from perdure.service.jobfiles import is_alive, paths_of
-
-SECTIONS = {
-    field.name: type(field.default)
-    for field in msgspec.structs.fields(JobSpec)
-    if isinstance(field.default, msgspec.Struct)
-}
 
 _PATHS = {
     "nats": ("creds", "tls_cert", "tls_key", "tls_ca"),
@@ -286,27 +280,15 @@ def validate(document: dict[str, Any], source: str) -> JobSpec:
         ConfigError: a field is unknown or wrong; the message has its path, and its line where
             `source` is a TOML file that has it; the hint has near names.
     """
-    keys, why = find_bad_number(document)
-    if why:
-        place = f"{source}{_find_line(source, keys)}: {'.'.join(keys)}"
-        raise ConfigError(f"{place}: {why}", hint=NUMBER_HINT)
-    try:
+    hint = f"every field of a job file is documented in {job.__file__}"
+    wrong = find_misfit(document, JobSpec, hint, "fields")
+    if wrong is None:
         return msgspec.convert(document, JobSpec)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$")
-        place = where.rstrip("`").lstrip(".")
-        hint = f"every field of a job file is documented in {job.__file__}"
-        keys = re.findall(r"[^.\[\]]+", place)
-        if "unknown field" in what:
-            known = (SECTIONS.get(place) or JobSpec).__struct_fields__
-            keys.append(what.split("`")[1])
-            near = get_close_matches(keys[-1], known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"fields: {', '.join(known)}"
-        at = f"{place}: " if place else ""
-        if place == "name":
-            what, hint = "not a name of a job", "letters, digits and _.-, at most 63, no - in front"
-        line = _find_line(source, keys)
-        raise ConfigError(f"{source}{line}: {at}{what}", hint=hint) from error
+    what, hint = wrong.what, wrong.hint
+    if wrong.place == "name":
+        what, hint = "not a name of a job", "letters, digits and _.-, at most 63, no - in front"
+    at = f"{wrong.place}: " if wrong.place else ""
+    raise ConfigError(f"{source}{_find_line(source, wrong.keys)}: {at}{what}", hint=hint)
 
 
 def _find_line(source: str, keys: list[str]) -> str:
