@@ -13,10 +13,10 @@ from perdure.dash.svg import (
     render_stack,
     render_timeline,
 )
-from perdure.dash.text import PHASES, describe_note
+from perdure.dash.text import describe_note
 from perdure.dash.verdicts import describe_grounds, render_waits
 from perdure.model.plain import show_controls
-from perdure.model.report import Recovery, Report, Snapshot
+from perdure.model.report import PHASES, Recovery, Report, Snapshot
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.links import DelayMatrix
 from perdure.telemetry.series import Series

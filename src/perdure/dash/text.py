@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
 from perdure.model.plain import REASON_MAX, shorten_line, show_controls
-from perdure.model.report import NoteRow, Recovery, Report
+from perdure.model.report import PHASES, NoteRow, Recovery, Report
 from perdure.telemetry.series import Series
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 
 
 def render_text(report: Report, series: Series | None = None, width: int = 100) -> str:

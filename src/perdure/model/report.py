@@ -26,6 +26,10 @@ ACCOUNTS = (
 """Every slot-second paid for is in exactly one of these."""
 
 
+PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
+"""Of a recovery, one after another."""
+
+
 class Account(msgspec.Struct, frozen=True):
     """One line of the ledger, in slot-seconds and as a fraction of all that was paid for."""
 

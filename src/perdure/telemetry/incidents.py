@@ -40,28 +40,21 @@ def name_state(history: History) -> str:
 
 def list_recoveries(history: History, end_s: float) -> tuple[Recovery, ...]:
     """Return all incidents by time: failures of ranks and nodes, and of perdure's own parts."""
-    generations = history.ordered()
     found = list_part_deaths(history)
     found += [reform.describe() for reform in history.reforms if reform.told]
-    for index, generation in enumerate(generations):
-        if generation.incident is not None:
-            after = generations[index + 1] if index + 1 < len(generations) else None
-            later = generations[index + 1 :]
-            found.append(
-                _build_recovery(history, generation, generation.incident, after, later, end_s)
-            )
+    found += _find_recoveries(history, history.generations, end_s)
     told = (history.machines.explain(r) for r in found)
     return tuple(sorted(told, key=lambda r: (r.at_s, r.culprit)))
 
 
-def find_recovery(history: History, number: int, end_s: float) -> Recovery | None:
-    """Return the incident of generation `number`; None where nothing ended it."""
-    generation = history.generations.get(number)
-    if generation is None or generation.incident is None:
-        return None
-    later = [history.generations[n] for n in sorted(history.generations) if n > number]
-    after = later[0] if later else None
-    return _build_recovery(history, generation, generation.incident, after, later, end_s)
+def _find_recoveries(history: History, numbers: Iterable[int], end_s: float) -> list[Recovery]:
+    """Return the incidents of those generations that something ended, the oldest first."""
+    chosen = [history.generations[number] for number in sorted(numbers)]
+    return [
+        _build_recovery(history, generation, generation.incident, end_s)
+        for generation in chosen
+        if generation.incident is not None
+    ]
 
 
 def list_part_deaths(history: History) -> list[Recovery]:
@@ -163,11 +156,10 @@ def _build_recovery(
     history: History,
     generation: Generation,
     incident: FailureDecided,
-    after: Generation | None,
-    later: list[Generation],
     end_s: float,
 ) -> Recovery:
-    ended = history.ended is not None
+    later = [one for one in history.ordered() if one.number > generation.number]
+    after, ended = next(iter(later), None), history.ended is not None
     stopped_s = _latest(generation.stopped.values())
     group_s = restored_s = first_s = None
     over_s = end_s
@@ -282,29 +274,14 @@ class RecentFold:
 
     def _close(self, history: History, before: int, now: float) -> None:
         """Put down the incidents of the generations before `before`: they are over."""
-        for number in sorted(history.generations):
-            if self.told < number < before:
-                self.told = number
-                recovery = find_recovery(history, number, now)
-                if recovery is not None:
-                    self.closed.append(_make_row(recovery, recovery.total_s))
+        numbers = [number for number in history.generations if self.told < number < before]
+        over = _find_recoveries(history, numbers, now)
+        self.closed += [IncidentRow(r.at_s, r.cause, r.culprit, r.rung, r.total_s) for r in over]
+        self.told = max([self.told, *numbers])
 
     def list_incident_rows(self, history: History, now: float) -> tuple[IncidentRow, ...]:
         """Return the newest incidents, those that are not over last."""
-        rows = list(self.closed)
-        for number in sorted(history.generations):
-            if number > self.told:
-                recovery = find_recovery(history, number, now)
-                if recovery is not None:
-                    rows.append(_make_row(recovery, None))
-        return tuple(sorted(rows, key=lambda row: row.at_s)[-KEPT:])
-
-
-def _make_row(recovery: Recovery, total_s: float | None) -> IncidentRow:
-    return IncidentRow(
-        at_s=recovery.at_s,
-        cause=recovery.cause,
-        culprit=recovery.culprit,
-        rung=recovery.rung,
-        total_s=total_s,
-    )
+        numbers = [number for number in history.generations if number > self.told]
+        there = _find_recoveries(history, numbers, now)
+        rows = [IncidentRow(r.at_s, r.cause, r.culprit, r.rung, None) for r in there]
+        return tuple(sorted([*self.closed, *rows], key=lambda row: row.at_s)[-KEPT:])

@@ -6,10 +6,12 @@ An incident is one trace, and a phase of its recovery one span.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from perdure.model.report import DeviceRow, RankRow, Recovery, Report, Snapshot
+from perdure.model.report import PHASES, DeviceRow, RankRow, Recovery, Report, Snapshot
 
 RANKS_MAX = 512
 STATES = (
@@ -31,76 +33,71 @@ class Metric(NamedTuple):
 
 def list_metrics(snapshot: Snapshot, ranks_max: int = RANKS_MAX) -> list[Metric]:
     """Return the metrics of `snapshot`, those of the job first."""
-    job = snapshot.job
-    found: list[Metric] = []
+    job, newest = snapshot.job, snapshot.checkpoints[-1] if snapshot.checkpoints else {}
+    saved = {name: float(v) for name, v in newest.items() if isinstance(v, int | float)}
 
     def one(
         name: str, help: str, value: float, kind: Literal["gauge", "counter"] = "gauge"
-    ) -> None:
-        found.append(Metric(f"perdure_{name}", kind, help, ("job",), [((job,), value)]))
+    ) -> Metric:
+        return Metric(f"perdure_{name}", kind, help, ("job",), [((job,), value)])
 
-    def many(
-        name: str, help: str, label: str, values: list[tuple[str, float]] | dict[str, float]
-    ) -> None:
-        rows = values.items() if isinstance(values, dict) else values
-        samples = [((job, key), value) for key, value in rows]
-        found.append(Metric(f"perdure_{name}", "gauge", help, ("job", label), samples))
+    def many(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+        samples = [((job, key), value) for key, value in values.items()]
+        return Metric(f"perdure_{name}", "gauge", help, ("job", label), samples)
 
-    states = {state: float(snapshot.state == state) for state in STATES}
-    many("job_state", "1 for the state that the job is in.", "state", states)
-    one("step", "Steps committed by every rank; -1 where unknown.", snapshot.step)
-    one("steps_per_second", "Speed of the slowest rank.", snapshot.steps_per_s)
-    one("generation", "Generation of the world.", snapshot.generation)
-    one("world_size", "Ranks of the job.", snapshot.world_size)
-    one("restarts_total", "Times that the world was formed again.", snapshot.restarts, "counter")
-    one("incidents_total", "Incidents so far.", snapshot.incidents, "counter")
-    one("paused", "1 while an operator has it stand still.", float(snapshot.paused))
-    one("settings_epoch", "The change of live configuration in force.", snapshot.epoch)
-    one("snapshot_time_seconds", "Job time of these figures.", snapshot.at_s)
-    if snapshot.checkpoints:
-        newest = snapshot.checkpoints[-1]
-        one("checkpoint_step", "Step of the newest checkpoint.", _number(newest.get("step")))
-        one("checkpoint_stall_seconds", "Stall for it.", _number(newest.get("stall_s")))
-        one("checkpoint_save_seconds", "From its snapshot on.", _number(newest.get("save_s")))
-        one("checkpoint_time_seconds", "When it was saved.", _number(newest.get("at_s")))
     over = [
         row.total_s for row in snapshot.recent if row.total_s is not None and row.rung != "none"
     ]
-    if over:
-        one("last_recovery_seconds", "From the last failure to the first new step.", over[-1])
-    counts = Counter(row.state for row in snapshot.ranks)
-    many("ranks", "Ranks by state.", "state", {s: float(counts[s]) for s in RANK_STATES})
-    many("metric", "Last value of `run.log`.", "name", dict(sorted(snapshot.metrics.items())))
+    ranks = Counter(row.state for row in snapshot.ranks)
     numbers = {k: float(v) for k, v in snapshot.settings.items() if isinstance(v, int | float)}
-    many("setting", "Live configuration in force.", "key", dict(sorted(numbers.items())))
     open_kinds = Counter(
         v.kind for v in snapshot.verdicts
         if v.generation == snapshot.generation and "withdrawn" not in v.evidence
     )  # fmt: skip
-    many("verdicts_open", "Verdicts on this generation.", "kind",
-         {kind: float(count) for kind, count in sorted(open_kinds.items())})  # fmt: skip
-    found += _list_rank_metrics(snapshot, ranks_max)
-    found += _list_replica_metrics(snapshot)
-    return found + _list_device_metrics(snapshot)
+    of_checkpoints = [
+        one("checkpoint_step", "Step of the newest checkpoint.", saved.get("step", -1.0)),
+        one("checkpoint_stall_seconds", "Stall for it.", saved.get("stall_s", -1.0)),
+        one("checkpoint_save_seconds", "From its snapshot on.", saved.get("save_s", -1.0)),
+        one("checkpoint_time_seconds", "When it was saved.", saved.get("at_s", -1.0)),
+    ]
+    return [
+        many("job_state", "1 for the state that the job is in.", "state",
+             {state: float(snapshot.state == state) for state in STATES}),
+        one("step", "Steps committed by every rank; -1 where unknown.", snapshot.step),
+        one("steps_per_second", "Speed of the slowest rank.", snapshot.steps_per_s),
+        one("generation", "Generation of the world.", snapshot.generation),
+        one("world_size", "Ranks of the job.", snapshot.world_size),
+        one("restarts_total", "Times that the world was formed again.", snapshot.restarts,
+            "counter"),
+        one("incidents_total", "Incidents so far.", snapshot.incidents, "counter"),
+        one("paused", "1 while an operator has it stand still.", float(snapshot.paused)),
+        one("settings_epoch", "The change of live configuration in force.", snapshot.epoch),
+        one("snapshot_time_seconds", "Job time of these figures.", snapshot.at_s),
+        *(of_checkpoints if newest else ()),
+        *(one("last_recovery_seconds", "From the last failure to the first new step.", total_s)
+          for total_s in over[-1:]),
+        many("ranks", "Ranks by state.", "state", {s: float(ranks[s]) for s in RANK_STATES}),
+        many("metric", "Last value of `run.log`.", "name", dict(sorted(snapshot.metrics.items()))),
+        many("setting", "Live configuration in force.", "key", dict(sorted(numbers.items()))),
+        many("verdicts_open", "Verdicts on this generation.", "kind",
+             {kind: float(count) for kind, count in sorted(open_kinds.items())}),
+        *_list_rank_metrics(snapshot, ranks_max),
+        *_list_replica_metrics(snapshot),
+        *_list_device_metrics(snapshot),
+    ]  # fmt: skip
 
 
 def _list_rank_metrics(snapshot: Snapshot, ranks_max: int) -> list[Metric]:
-    job, rows = snapshot.job, snapshot.ranks
+    job, rows, node_of = snapshot.job, snapshot.ranks, attrgetter("node")
+    groups: list[tuple[tuple[str, ...], list[RankRow]]]
     if len(rows) <= ranks_max:
         labels: tuple[str, ...] = ("job", "rank", "node")
-        groups: list[tuple[tuple[str, ...], list[RankRow]]] = [
-            ((job, str(r.rank), str(r.node)), [r]) for r in rows
-        ]
+        groups = [((job, str(r.rank), str(r.node)), [r]) for r in rows]
     else:
         labels = ("job", "node")
-        by_node: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            by_node.setdefault(row.node, []).append(index)
-        groups = [
-            ((job, str(node)), [rows[i] for i in indices])
-            for node, indices in sorted(by_node.items())
-        ]
-    scope = "rank" if "rank" in labels else "node"
+        by_node = groupby(sorted(rows, key=node_of), node_of)
+        groups = [((job, str(node)), list(mine)) for node, mine in by_node]
+    scope = labels[1]
     return [
         Metric(f"perdure_{scope}_step", "gauge", "Its steps; of a node, of its last rank.", labels,
                [(key, min(r.step for r in group)) for key, group in groups]),
@@ -114,19 +111,16 @@ def _list_rank_metrics(snapshot: Snapshot, ranks_max: int) -> list[Metric]:
 
 
 def _list_replica_metrics(snapshot: Snapshot) -> list[Metric]:
-    rows = snapshot.replicas
-    if not rows:
-        return []
-    keys = [(snapshot.job, str(row.group)) for row in rows]
-    training = [float(row.state == "training") for row in rows]
-    steps = [float(row.step) for row in rows]
-    labels = ("job", "group")
-    return [
+    keys, labels = [(snapshot.job, str(r.group)) for r in snapshot.replicas], ("job", "group")
+    training = [float(row.state == "training") for row in snapshot.replicas]
+    steps = [float(row.step) for row in snapshot.replicas]
+    found = [
         Metric("perdure_replica_training", "gauge", "1 while the replica group trains.", labels,
                list(zip(keys, training, strict=True))),
         Metric("perdure_replica_step", "gauge", "Its step.", labels,
                list(zip(keys, steps, strict=True))),
     ]  # fmt: skip
+    return found if keys else []
 
 
 def _list_device_metrics(snapshot: Snapshot) -> list[Metric]:
@@ -155,13 +149,6 @@ def _list_device_metrics(snapshot: Snapshot) -> list[Metric]:
         known = [(where, value) for where, value in samples if value >= 0]
         found.append(Metric(f"perdure_device_{name}", "gauge", help, labels, known))
     return [metric for metric in found if metric.samples]
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else -1.0
-
-
-PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 
 
 class IncidentSpan(NamedTuple):
