@@ -10,7 +10,15 @@ no longer has.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from perdure.model.events import AnyEvent, DeviceReported, NodeRegistered, NodeRestored
+from perdure.model.events import (
+    AnyEvent,
+    DeviceReported,
+    NodeCordoned,
+    NodeDraining,
+    NodeLost,
+    NodeRegistered,
+    NodeRestored,
+)
 from perdure.model.job import JobSpec
 from perdure.model.report import DeviceRow, RankRow
 from perdure.model.signals.devices import DeviceSample, name_throttle
@@ -45,29 +53,45 @@ class DeviceFold:
             case NodeRegistered():
                 self.slots[event.node] = event.device_ids
                 self.hosts[event.node] = event.host
-                known = {*event.device_ids, f"node {event.node}"}
-                gone = [d for d, f in self.faults.items() if f.node == event.node]
-                for device in gone:
-                    if device not in known:
-                        del self.faults[device]
+                self._forget_faults(event.node, {*event.device_ids, f"node {event.node}"})
             case DeviceReported(healthy=False):
-                fault = Fault(event.node, event.reason, event.source)
-                self.faults[event.device] = fault
+                self.faults[event.device] = Fault(event.node, event.reason, event.source)
             case DeviceReported():
                 self.faults.pop(event.device, None)
             case NodeRestored():
-                gone = [d for d, f in self.faults.items() if f.node == event.node]
-                for device in gone:
-                    del self.faults[device]
+                self._forget_faults(event.node, set())
+
+    def _forget_faults(self, node: int, there: set[str]) -> None:
+        """Forget what was wrong on a node, but for those of its devices that are still there."""
+        self.faults = {d: f for d, f in self.faults.items() if f.node != node or d in there}
 
 
 @dataclass(slots=True)
 class NodeStates:
     """The nodes of which something is to be said beside their devices."""
 
-    lost: set[int]
-    cordoned: set[int]
-    draining: set[int]
+    lost: set[int] = field(default_factory=set)
+    cordoned: set[int] = field(default_factory=set)
+    draining: set[int] = field(default_factory=set)
+    """Nodes that their ranks are about to leave."""
+
+    def add(self, event: AnyEvent) -> None:
+        """Take the next event."""
+        match event:
+            case NodeRegistered():
+                self.lost.discard(event.node)
+            case NodeLost():
+                self.lost.add(event.node)
+            case NodeDraining(over=False):
+                self.draining.add(event.node)
+            case NodeDraining():
+                self.draining.discard(event.node)
+            case NodeCordoned():
+                self.cordoned.add(event.node)
+                self.draining.discard(event.node)
+            case NodeRestored():
+                self.cordoned.discard(event.node)
+                self.draining.discard(event.node)
 
 
 class DeviceView:

@@ -49,9 +49,6 @@ class Life:
     """It was held there before its first quorum: a spare."""
     joined_s: float | None = None
     """Its first quorum."""
-    gone_s: float | None = None
-    """Since when it is left out while it lives."""
-    gone_why: str = ""
     evictions: list[Eviction] = field(default_factory=list)
     lost_s: float | None = None
     """Its keeper died."""
@@ -72,22 +69,28 @@ class Life:
         return min((e.record.at_s for e in self.ends.values()), default=self.lost_s)
 
     @property
+    def away(self) -> Eviction | None:
+        """Return how it was left out while it lived; None where it was not, or has come back."""
+        over_s = self.over_s if self.ends else None
+        for newest in self.evictions[-1:]:
+            if newest.back_s is None and (over_s is None or over_s > newest.at_s):
+                return newest
+        return None
+
+    @property
     def away_s(self) -> float | None:
         """Return since when it was left out while it lived; None where it was not."""
-        over_s = self.over_s if self.ends else None
-        if self.gone_s is None or (over_s is not None and over_s <= self.gone_s):
-            return None
-        return self.gone_s
+        return self.away.at_s if self.away is not None else None
 
     @property
     def left_out(self) -> FailureDecided | None:
         """Return as a failure that it was left out by the lighthouse, and then ended."""
-        if self.away_s is None or self.over_s is None or not self.ends or self.lost_s is not None:
+        if self.away is None or self.over_s is None or not self.ends or self.lost_s is not None:
             return None
         return FailureDecided(
-            id="", world=self.generation, group=self.group, cause=self.gone_why,
-            culprit=f"group {self.group}", at_step=-1, failure_s=self.away_s,
-            detected_s=self.away_s, at_s=self.over_s, rung="give up", reason=self.gone_why,
+            id="", world=self.generation, group=self.group, cause=self.away.why,
+            culprit=f"group {self.group}", at_step=-1, failure_s=self.away.at_s,
+            detected_s=self.away.at_s, at_s=self.over_s, rung="give up", reason=self.away.why,
         )  # fmt: skip
 
     @property
@@ -162,12 +165,10 @@ class LifeFold:
             return
         if event.gone:
             if event.replica == life.replica and life.joined_s is not None:
-                life.gone_s, life.gone_why = event.at_s, event.reason
                 step = max(event.step, self.step)
                 life.evictions.append(Eviction(event.at_s, event.reason, step))
             return
         if not event.replica:  # It moves again; of quorums nobody has told.
-            life.gone_s = None
             del life.evictions[-1:]
             return
         life.replica = event.replica
@@ -181,7 +182,6 @@ class LifeFold:
         for life in self.lives.values():
             if life.replica and life.replica in event.members:
                 life.joined_s = life.joined_s or event.at_s
-                life.gone_s = None
                 if life.evictions and life.evictions[-1].back_s is None:
                     life.evictions[-1].back_s = event.at_s
                     life.evictions[-1].back_step = event.step

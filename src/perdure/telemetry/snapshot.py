@@ -13,11 +13,6 @@ from perdure.model.events import (
     JournalEntry,
     MetricsLogged,
     NodeAsked,
-    NodeCordoned,
-    NodeDraining,
-    NodeLost,
-    NodeRegistered,
-    NodeRestored,
     RanksStarted,
 )
 from perdure.model.job import JobSpec
@@ -53,10 +48,7 @@ class Certain:
     homes: dict[int, int] = field(default_factory=dict)
     """Rank -> node, as last started."""
     devices: DeviceFold = field(default_factory=DeviceFold)
-    cordoned: set[int] = field(default_factory=set)
-    draining: set[int] = field(default_factory=set)
-    """Nodes that their ranks are about to leave."""
-    lost: set[int] = field(default_factory=set)
+    nodes: NodeStates = field(default_factory=NodeStates)
     metrics: dict[str, float] = field(default_factory=dict)
     stopping: bool = False
     replicas: ReplicaFold = field(default_factory=ReplicaFold)
@@ -79,10 +71,6 @@ class SnapshotFold:
         self._rows = RankRows(spec)
         self._beat_generation = self.certain.generation
 
-    @property
-    def _history(self) -> History:
-        return self.certain.history
-
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
         certain = self.certain
@@ -95,6 +83,7 @@ class SnapshotFold:
             certain.shapes.add(entry.body)
             certain.steering.add(entry.body)
             certain.devices.add(entry.body)
+            certain.nodes.add(entry.body)
             certain.recent.add(entry, certain.history)
         match entry.body:
             case RanksStarted() as event:
@@ -103,20 +92,6 @@ class SnapshotFold:
                 if event.generation > certain.generation:
                     self._condense(event.generation)
                 self._begin(event.generation)
-            case NodeRegistered() as event:
-                certain.lost.discard(event.node)
-            case NodeLost() as event:
-                certain.lost.add(event.node)
-            case NodeCordoned() as event:
-                certain.cordoned.add(event.node)
-                certain.draining.discard(event.node)
-            case NodeRestored() as event:
-                certain.cordoned.discard(event.node)
-                certain.draining.discard(event.node)
-            case NodeDraining() as event if event.over:
-                certain.draining.discard(event.node)
-            case NodeDraining() as event:
-                certain.draining.add(event.node)
             case MetricsLogged() as event:
                 for _, values in sorted(event.rows, key=lambda row: row[0]):
                     certain.metrics |= values
@@ -156,7 +131,7 @@ class SnapshotFold:
 
     def snapshot(self, now: float) -> Snapshot:
         """Return the picture at `now`."""
-        history = self._history
+        history, nodes = self.certain.history, self.certain.nodes
         newest = history.newest
         number = newest.number if newest else -1
         verdicts = self.certain.verdicts.verdicts()
@@ -165,9 +140,9 @@ class SnapshotFold:
             for v in verdicts
             if v.culprit.rank is not None and v.generation == number and not is_withdrawn(v)
         }
-        if self.certain.lost:
+        if nodes.lost:
             homes = self.certain.homes.items()
-            suspected |= {rank for rank, node in homes if node in self.certain.lost}
+            suspected |= {rank for rank, node in homes if node in nodes.lost}
         state = name_state(history)
         if self.certain.stopping and history.ended is None:
             state = "stopping"
@@ -185,8 +160,7 @@ class SnapshotFold:
         settings, epoch = steering.settings_at(step)
         if state == "running" and steering.paused:
             state = "paused"
-        running = state in ("running", "stopping")
-        nodes = NodeStates(self.certain.lost, self.certain.cordoned, self.certain.draining)
+        living = [row.steps_per_s for row in rows if row.state not in _OVER]
         depth, fixed = self._describe_world(state)
         picture = Snapshot(
             version=self.certain.entries + self._beats,
@@ -197,7 +171,7 @@ class SnapshotFold:
             generation=number,
             restarts=max(0, history.num_generations - 1),
             step=step,
-            steps_per_s=_compute_slowest_speed(rows) if running else 0.0,
+            steps_per_s=min(living, default=0.0) if state in ("running", "stopping") else 0.0,
             world_size=self._spec.world_size,
             depth=depth,
             reason=history.reason,
@@ -215,7 +189,7 @@ class SnapshotFold:
             coming=steering.list_coming(step),
             paused=bool(steering.paused),
             recent=self.certain.recent.list_incident_rows(history, now),
-            cordoned=tuple(sorted(self.certain.cordoned)),
+            cordoned=tuple(sorted(nodes.cordoned)),
             world=self.certain.shapes.find_shape_of(number),
             observed=self._spec.observe,
             withheld=tuple(history.withheld[-_WITHHELD_SHOWN:]),
@@ -225,8 +199,8 @@ class SnapshotFold:
 
     def _describe_world(self, state: str) -> tuple[str, str | None]:
         """Return the depth, and what keeps the world at its ranks; see `Snapshot.fixed`."""
-        generations = self._history.generations.values()
-        if self._history.elastic or any(g.formed for g in generations):
+        generations = self.certain.history.generations.values()
+        if self.certain.history.elastic or any(g.formed for g in generations):
             return "elastic", ""
         if self._rows.joined or any(g.resumable for g in generations):
             return "resumable", f"resumable: {FIXED_WORLD}"
@@ -246,11 +220,6 @@ def _list_present(rows: Sequence[RankRow], newest: Generation | None) -> list[Ra
         return there
     living = [row for row in there if row.state not in _OVER]
     return living or sorted(there, key=lambda row: row.step)[-1:]
-
-
-def _compute_slowest_speed(rows: Sequence[RankRow]) -> float:
-    """Return the speed of the slowest rank that has not ended."""
-    return min((r.steps_per_s for r in rows if r.state not in _OVER), default=0.0)
 
 
 def _describe_checkpoint(saved: CheckpointSaved) -> dict[str, object]:
