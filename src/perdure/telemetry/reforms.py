@@ -81,13 +81,14 @@ class Reform:
         """Return the line of the report."""
         ordered_s, formed_s = self.ordered_s, self.formed_s
         connected_s = self.connected_s or formed_s
-        why = self.how if self.rung == "morph" else "the others went on in place"
-        if self.rung not in ("morph", "shrink"):
-            names = ", ".join(map(str, self.new))
-            why = {"join": f"rank {names} came in", "retry": "the same members went on"}.get(
-                self.rung, f"rank {names} stood in at once"
-            )
         failure, names = self.failure, ", ".join(map(str, self.new))
+        why = {
+            "morph": self.how,
+            "join": f"rank {names} came in",
+            "retry": "the same members went on",
+            "replace": f"rank {names} stood in at once",
+            "shrink": "the others went on in place",
+        }[self.rung]
         failure_s = failure.failure_s if failure is not None else self.began_s
         detected_s = failure.detected_s if failure is not None else failure_s
         decided_s = (failure.at_s if failure is not None else 0.0) or detected_s

@@ -21,7 +21,7 @@ from perdure.model.events import (
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec
-from perdure.model.report import FIXED_WORLD, RankRow, ReplicaRow, Snapshot
+from perdure.model.report import FIXED_WORLD, ReplicaRow, Snapshot
 
 _RANK_STATES = {
     "training": "running",
@@ -62,7 +62,6 @@ class ReplicaFold:
     """Lives of groups begun after their first: what is a restart here."""
     losses: int = 0
     """Groups lost so far, or left out while they lived; each time one counts."""
-    last_loss: str = ""
     cordoned: set[int] = field(default_factory=set)
     """Groups that an operator has cordoned, or had left."""
     over: bool = False
@@ -94,14 +93,14 @@ class ReplicaFold:
                     if record.asked and node in self.cordoned:
                         view.away = "left"
                     elif record.failed:
-                        self._lose(view, "failed", f"group {node}: {record.cause}")
+                        self._lose(view, "failed")
                     else:
                         self.losses -= view.away == "evicted"  # It was not lost, but leaving.
                         view.away = "finished"
             case KeeperLost(node=node, generation=generation):
                 view = self.groups.get(node)
                 if view is not None and generation == view.generation:
-                    self._lose(view, "failed", f"group {node}: its keeper died")
+                    self._lose(view, "failed")
             case NodeCordoned(node=node):
                 self.cordoned.add(node)
             case NodeRestored(node=node):
@@ -116,21 +115,17 @@ class ReplicaFold:
         if not event.gone:
             view.replica, view.away = event.replica, ""
         elif event.replica == view.replica and not view.exits:
-            self._lose(view, "evicted", f"group {event.group}: {event.reason}")
+            self._lose(view, "evicted")
 
-    def _lose(self, view: GroupView, away: str, why: str) -> None:
-        if not view.away:
-            self.losses += 1
-        view.late = ""
-        view.away, self.last_loss = away, why
+    def _lose(self, view: GroupView, away: str) -> None:
+        self.losses += not view.away
+        view.away, view.late = away, ""
 
     def complete(self, spec: JobSpec, picture: Snapshot) -> Snapshot:
         """Return `picture` with the replica groups in it; unchanged where there are none."""
         if not spec.groups:
             return picture
-        steps: dict[int, int] = {}
-        for row in picture.ranks:
-            steps[row.rank // spec.nproc] = row.step
+        steps = {row.rank // spec.nproc: row.step for row in picture.ranks}
         told = spec.lighthouse is not None and spec.lighthouse.own
         rows = tuple(
             self._make_row(group, steps.get(group, -1), told=told) for group in range(spec.groups)
@@ -140,7 +135,7 @@ class ReplicaFold:
         state = picture.state
         if state not in _OVER:
             left = sum(row.state == "left" for row in rows)
-            full = training >= min(spec.torchft.replicas, spec.groups - left)
+            full = training >= min(spec.nodes, spec.groups - left)
             began = bool(self.members) or self.losses > 0
             state = "running" if full else "recovering" if began else "forming"
         step = max([self.step, *(row.step for row in rows if row.state == "training")])
@@ -156,21 +151,25 @@ class ReplicaFold:
             incidents=self.losses,
             depth="torchft",
             fixed=f"torchft: {FIXED_WORLD}",
-            ranks=tuple(_set_state(row, states[row.rank // spec.nproc]) for row in picture.ranks),
+            ranks=tuple(
+                msgspec.structs.replace(
+                    row, state=_RANK_STATES.get(states[row.rank // spec.nproc], "starting")
+                )
+                for row in picture.ranks
+            ),
             replicas=rows,
         )
 
     def _make_row(self, group: int, step: int, *, told: bool) -> ReplicaRow:
         """Return one group; of quorums nothing is `told` by a lighthouse that is not perdure's."""
-        view = self.groups.get(group)
-        if not told and view is not None and not view.away:
+        known = self.groups.get(group)
+        view = known or GroupView(-1)
+        if known is not None and not told and not view.away:
             state = "training" if step > 0 else "starting"
-        elif not told and view is not None and view.away == "evicted":
+        elif not told and view.away == "evicted":
             state = "silent"  # Whom such a lighthouse leaves out, it tells nobody.
-        elif view is None or not view.replica:
-            state = view.away if view is not None and view.away else "starting"
-        elif view.away:
-            state = view.away
+        elif view.away or not view.replica:
+            state = view.away or "starting"
         elif view.replica not in self.members:
             state = "spare"
         else:
@@ -179,14 +178,10 @@ class ReplicaFold:
         inside = state in ("training", "healing")
         return ReplicaRow(
             group=group,
-            replica=view.replica if view is not None else "",
+            replica=view.replica,
             node=group,
             state=state,
             step=step,
             quorum_id=self.quorum_id if inside else -1,
-            late=view.late if view is not None else "",
+            late=view.late,
         )
-
-
-def _set_state(row: RankRow, group_state: str) -> RankRow:
-    return msgspec.structs.replace(row, state=_RANK_STATES.get(group_state, "starting"))

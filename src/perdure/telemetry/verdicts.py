@@ -27,7 +27,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.failures import ExitRecord, explain_exit
-from perdure.model.verdicts import Culprit, Verdict
+from perdure.model.verdicts import Culprit, Verdict, VerdictKind
 from perdure.telemetry.platforms import MachineFold, Notice, NoticeFold
 
 _SLOW = ("CommSlow", "Straggler", "HostBusy")
@@ -90,7 +90,8 @@ class VerdictFold:
                 verdict = msgspec.structs.replace(event.verdict, evidence=evidence)
                 self.reached[_key(verdict)] = verdict
             case ActionWithheld() as event:
-                self.withheld.setdefault(_key_withheld(event), []).append(describe_withheld(event))
+                key = f"{event.generation} {event.cause} {event.culprit} {event.first_seen_s!r}"
+                self.withheld.setdefault(key, []).append(describe_withheld(event))
             case RankExited() as event if event.record.failed and not event.record.asked:
                 exits = self.exits.setdefault(event.record.generation, [[]])
                 if all(e.record.rank != event.record.rank for world in exits for e in world):
@@ -150,12 +151,11 @@ class VerdictFold:
             return
         grace_s = notice.gone_s - notice.at_s
         reason = f"{notice.words}: node {notice.node} goes away in {grace_s:.0f} s"
-        verdict = self._put("Preemption", notice.node, -1, notice.at_s, at_s, reason)
         evidence: dict[str, Any] = {"source": notice.source, "grace_s": round(grace_s, 3)}
         evidence |= {"announced": notice.reason} if notice.reason else {}
         if isinstance(event, PreemptionWithdrawn):
             evidence |= {"withdrawn": event.reason, "withdrawn_s": event.at_s}
-        self.reached[_key(verdict)] = msgspec.structs.replace(verdict, evidence=evidence)
+        self._put("Preemption", notice.node, -1, notice.at_s, at_s, reason, evidence)
 
     def _is_taken(self, entry: JournalEntry) -> bool:
         """Return whether `entry` is a death that was announced: evidence, and no new verdict."""
@@ -185,10 +185,17 @@ class VerdictFold:
                 self.reached[key] = msgspec.structs.replace(verdict, evidence=evidence)
 
     def _put(
-        self, kind: str, node: int, generation: int, first_s: float, at_s: float, reason: str
-    ) -> Verdict:
+        self,
+        kind: VerdictKind,
+        node: int,
+        generation: int,
+        first_s: float,
+        at_s: float,
+        reason: str,
+        evidence: dict[str, Any] | None = None,
+    ) -> None:
         verdict = Verdict(
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             culprit=Culprit(node=node),
             generation=generation,
             first_seen_s=first_s,
@@ -197,9 +204,9 @@ class VerdictFold:
             reason=reason,
             actionable=True,
             certain=True,
+            evidence=evidence or {},
         )
         self.reached[_key(verdict)] = verdict
-        return verdict
 
     def _find_crash(
         self, generation: int, since_s: float, exits: list[RankExited]
@@ -237,21 +244,13 @@ class VerdictFold:
 
     def _complete(self, verdict: Verdict) -> Verdict:
         """Return `verdict` with its stacks, and with why nothing was done about it."""
-        verdict = self._add_stacks(verdict)
-        why = self.withheld.get(_key(verdict))
-        if why is None:
-            return verdict
-        return msgspec.structs.replace(verdict, evidence={**verdict.evidence, "nothing_done": why})
-
-    def _add_stacks(self, verdict: Verdict) -> Verdict:
+        more: dict[str, Any] = {}
         taken = self.stacks.get(verdict.generation)
-        if taken is None or taken.at_s < verdict.first_seen_s:
-            return verdict
-        more: dict[str, Any] = {
-            "stacks": {str(rank): text for rank, text in sorted(taken.stacks.items())}
-        }
-        if taken.traces:
-            more["flight_recorder"] = taken.traces
+        if taken is not None and taken.at_s >= verdict.first_seen_s:
+            more["stacks"] = {str(rank): text for rank, text in sorted(taken.stacks.items())}
+            more |= {"flight_recorder": taken.traces} if taken.traces else {}
+        if why := self.withheld.get(_key(verdict)):
+            more["nothing_done"] = why
         return msgspec.structs.replace(verdict, evidence={**verdict.evidence, **more})
 
 
@@ -270,10 +269,6 @@ def describe_withheld(event: ActionWithheld) -> str:
         return event.reason
     where = f" at step {event.step}" if event.step >= 0 else ""
     return f"would have {event.would}{where}: {event.reason}"
-
-
-def _key_withheld(event: ActionWithheld) -> str:
-    return f"{event.generation} {event.cause} {event.culprit} {event.first_seen_s!r}"
 
 
 def _make_evidence(record: ExitRecord, others: list[RankExited]) -> dict[str, object]:
