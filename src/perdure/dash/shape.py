@@ -39,6 +39,11 @@ def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     ]
 
 
+def clip(text: str, width: int) -> str:
+    """Return `text` as it fits into `width` columns."""
+    return text if len(text) <= width else text[: max(1, width - 1)] + "…"
+
+
 def render_span(numbers: Sequence[int], most: int = 3) -> str:
     """Return ascending numbers as ranges, such as `0-511,513`; of many, the first ones.
 

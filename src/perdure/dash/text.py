@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 
+from perdure.dash.shape import clip
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
-from perdure.model.plain import REASON_MAX, shorten_line, show_controls
+from perdure.model.plain import REASON_MAX, name_step, shorten_line, show_controls
 from perdure.model.report import PHASES, NoteRow, Recovery, Report
 from perdure.telemetry.series import Series
 
@@ -41,9 +42,9 @@ def _render_recoveries(report: Report, series: Series | None, width: int) -> str
     for number, r in enumerate(report.recoveries, 1):
         rung = r.rung if r.rung != "none" else "no restart"
         what = f"{r.culprit}: {r.cause}{name_step(r.at_step)} -> {rung}"
-        lines.append(_clip(f"{number:>3}  {r.at_s - start_s:7.1f} s  {what}", width))
+        lines.append(clip(f"{number:>3}  {r.at_s - start_s:7.1f} s  {what}", width))
         if r.rung == "none":
-            lines.append(_clip(f"{'':16}{r.reason}", width))
+            lines.append(clip(f"{'':16}{r.reason}", width))
             continue
         phases = "  ".join(f"{p} {getattr(r, f'{p}_s'):.2f}" for p in PHASES)
         lines += [f"{'':16}{phases}", f"{'':16}total {r.total_s:.2f}; {_describe_loss(r)}"]
@@ -57,18 +58,13 @@ def _render_notes(report: Report, series: Series | None, width: int) -> str:
     lines = ["Remarks"]
     for note in report.notes:
         what = shorten_line(show_controls(describe_note(note)))
-        lines.append(_clip(f"     {note.at_s - start_s:7.1f} s  {what}", width))
+        lines.append(clip(f"     {note.at_s - start_s:7.1f} s  {what}", width))
     return "\n".join(lines)
 
 
 def describe_note(note: NoteRow) -> str:
     """Return who has remarked what, and at which step."""
     return f"{note.who or 'an operator'}{name_step(note.step)}: {note.text}"
-
-
-def name_step(step: int) -> str:
-    """Return ` at step 7`, or nothing where it is not known."""
-    return f" at step {step}" if step >= 0 else ""
 
 
 def _describe_loss(r: Recovery) -> str:
@@ -126,7 +122,3 @@ def _render_ledger(report: Report, width: int) -> str:
         bar = "█" * int(full) + (_BLOCKS[round(full % 1 * 8)] if full % 1 >= 0.0625 else "")
         lines.append(f"{name:<29}{account.s:>11.2f} s{account.fraction:>9.2%}  {bar}".rstrip())
     return "\n".join(lines)
-
-
-def _clip(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(1, width - 1)] + "…"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from perdure.model.codec import encode
-from perdure.model.plain import REASON_MAX, shorten_line, shorten_lines
+from perdure.model.plain import REASON_MAX, name_step, shorten_line, shorten_lines
 from perdure.model.report import Report, Snapshot
 from perdure.model.verdicts import Slowness, Verdict
 from perdure.telemetry import render_stacks
@@ -68,9 +68,8 @@ def render_withheld(told: Snapshot | Report) -> list[str]:
     """Return in lines that a job is only observed, and what would have been done; else none."""
     lines = ["Observed only: nothing was ever acted upon."] if told.observed else []
     for row in told.withheld:
-        where = f" at step {row.step}" if row.step >= 0 else ""
         reason = shorten_line(f"{row.cause} of {row.culprit}: {row.reason}", REASON_MAX)
-        lines.append(f"  would have {row.would}{where}: {reason}")
+        lines.append(f"  would have {row.would}{name_step(row.step)}: {reason}")
     return lines
 
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from perdure.dash.live import render_count, render_status
-from perdure.dash.shape import align, render_shape, render_span
+from perdure.dash.shape import align, clip, render_shape, render_span
 from perdure.dash.verdicts import describe_verdict
 from perdure.model.report import RankRow, Snapshot
 from perdure.model.steering import render_value
@@ -47,11 +47,12 @@ def render_watch(
     """
     width, height = max(WIDTH_MIN, width), max(HEIGHT_MIN, height)
     head = _render_head(snapshot, width, height, speeds)
+    shape = render_shape(snapshot.world, snapshot.ranks) if snapshot.world else []
     around = [
         _section("Verdicts", [_describe(v, snapshot) for v in choose_shown_verdicts(snapshot)]),
         _section("Incidents", _render_incidents(snapshot)),
         _section("Replica groups", _render_replicas(snapshot)),
-        _section("Stages", _render_stages(snapshot)),
+        _section("Stages", [ScreenLine(text) for text in shape]),
         _section("Configuration", _render_settings(snapshot, width)),
         _section("Devices", _render_devices(snapshot)),
     ]
@@ -65,7 +66,10 @@ def render_watch(
     rows = room - len(below) - 1
     ranks = render_ranks(snapshot.ranks, rows, width) if rows > 1 else []
     lines = [*head, *([ScreenLine("")] if ranks else []), *ranks, *below]
-    return [ScreenLine(_clip(line.text, width), line.style) for line in lines[:height]]
+    return [
+        ScreenLine(clip("".join(c if c.isprintable() else " " for c in text), width), style)
+        for text, style in lines[:height]
+    ]
 
 
 def render_ranks(ranks: Sequence[RankRow], rows: int, width: int = 1000) -> list[ScreenLine]:
@@ -245,11 +249,6 @@ def _render_replicas(snapshot: Snapshot) -> list[ScreenLine]:
     ]
 
 
-def _render_stages(snapshot: Snapshot) -> list[ScreenLine]:
-    shape = render_shape(snapshot.world, snapshot.ranks) if snapshot.world else []
-    return [ScreenLine(text) for text in shape]
-
-
 def _render_settings(snapshot: Snapshot, width: int) -> list[ScreenLine]:
     """What the script has declared, what of perdure's own was changed, and what is to come."""
     own = {spec.name: spec.default for spec in snapshot.keys if spec.owner == "perdure"}
@@ -260,14 +259,13 @@ def _render_settings(snapshot: Snapshot, width: int) -> list[ScreenLine]:
     ]
     if snapshot.epoch:
         words.insert(0, f"change {snapshot.epoch}")
-    lines: list[ScreenLine] = []
-    row = ""
+    rows: list[str] = []
     for word in words:
-        if row and len(row) + 2 + len(word) > width:
-            lines.append(ScreenLine(row))
-            row = ""
-        row += ("  " if row else "") + word
-    lines = [*lines, *([ScreenLine(row)] if row else [])][:4]
+        if rows and len(rows[-1]) + 2 + len(word) <= width:
+            rows[-1] += f"  {word}"
+        else:
+            rows.append(word)
+    lines = [ScreenLine(row) for row in rows[:4]]
     for change in snapshot.coming[:2]:
         words = [f"{name}={_short(value)}" for name, value in sorted(change.values.items())]
         lines.append(ScreenLine(f"from step {change.step} on: {'  '.join(words)}", "yellow"))
@@ -307,11 +305,6 @@ def _render_duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60:.0f}m{seconds % 60:02.0f}s"
     return f"{seconds // 3600:.0f}h{seconds % 3600 // 60:02.0f}m"
-
-
-def _clip(text: str, width: int) -> str:
-    clean = "".join(c if c.isprintable() else " " for c in text)
-    return clean if len(clean) <= width else clean[: width - 1] + "…"
 
 
 def render_clock(at_s: float) -> str:

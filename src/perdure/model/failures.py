@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from perdure.model.plain import name_step
 from perdure.model.verdicts import Verdict
 
 
@@ -103,8 +104,7 @@ def find_early(exits: Iterable[ExitRecord], record: ExitRecord) -> int | None:
 def explain_exit(record: ExitRecord, detected_s: float, step: int, early: int | None) -> Cause:
     """Return what a rank's end is as a cause; `early` is who had left before (`find_early`)."""
     culprit, cause = f"rank {record.rank}", record.cause
-    where = f" at step {step}" if step >= 0 else ""
-    reason = f"{culprit} ended with {record.cause}{where}"
+    reason = f"{culprit} ended with {record.cause}{name_step(step)}"
     if early is not None:
         culprit, cause = f"rank {early}", f"left early; then {culprit}: {cause}"
         reason = f"{culprit} ended with exit code 0 while others needed it: {reason}"

@@ -82,6 +82,11 @@ def shorten_lines(lines: Sequence[str]) -> list[str]:
     return [*shown[:_FIRST_LINES], mark, *shown[-_LAST_LINES:]]
 
 
+def name_step(step: int) -> str:
+    """Return ` at step 7`, or nothing where it is not known."""
+    return f" at step {step}" if step >= 0 else ""
+
+
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     if code == 9:

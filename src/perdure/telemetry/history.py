@@ -215,7 +215,8 @@ class History:
                 for rank in event.pids:
                     generation.rank(rank)
                     generation.homes[rank] = event.node
-                    if self._came_later(rank):
+                    if self.spec and not self.spec.groups and rank >= self.spec.world_size:
+                        # It is no rank of a first world, but a member started beside it.
                         generation.joined.setdefault(rank, event.at_s)
             case GenerationStopped() as event:
                 self._stop(event)
@@ -289,11 +290,6 @@ class History:
                 self.dropped += 1
                 self.dropped_to = max(self.dropped_to, generation.number)
                 self.dropped_incidents += generation.incident is not None
-
-    def _came_later(self, rank: int) -> bool:
-        """Return whether `rank` is no rank of a first world, but a member started beside it."""
-        spec = self.spec
-        return spec is not None and not spec.groups and rank >= spec.world_size
 
     def _of(self, number: int) -> Generation:
         known = self.generations.get(number)

@@ -142,7 +142,9 @@ class LinkFold:
         beat = self._join.resolve(beat)
         sweep = beat.sweep
         if beat.generation > self._generation:
-            self._begin(beat.generation)
+            self._generation = beat.generation
+            self._cells, self._notes, self._sockets, self._said = {}, {}, {}, ""
+            self._noted_s, self._due_s = 0.0, None
         if sweep is None or beat.generation < self._generation:
             return beat
         if self._due_s is None:
@@ -178,11 +180,6 @@ class LinkFold:
         """
         made = _quieten([_make_sample(cell, since_s) for cell in self._cells.values()])
         return tuple(sorted(made, key=_rank_sample)[:LINKS_MAX])
-
-    def _begin(self, generation: int) -> None:
-        self._generation = generation
-        self._cells, self._notes, self._sockets, self._said = {}, {}, {}, ""
-        self._noted_s, self._due_s = 0.0, None
 
     def _fold(self, now: float, sweep: LinkSweep) -> None:
         for sample in sweep.links:

@@ -13,6 +13,7 @@ because it is a signal that is answered; what is left is SIGKILL by somebody, or
 perdure's own.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -174,7 +175,7 @@ def explain_vanishing(
             {"boot_id": boots[-1], "boot_id_now": facts.boot_id, "last_event_s": last_s},
         )
     known = {str(pid) for pid in pids}
-    lines = [line for line in facts.kernel_log if known & set(_words(line))]
+    lines = [line for line in facts.kernel_log if known & set(re.split(r"[,()=\s]+", line))]
     if lines:
         return Vanishing(
             "out of memory",
@@ -198,7 +199,3 @@ def explain_vanishing(
         "crash of perdure's own; the same --name resumes the job",
         {"last_event_s": last_s, **seen},
     )
-
-
-def _words(line: str) -> list[str]:
-    return line.replace(",", " ").replace("(", " ").replace(")", " ").replace("=", " ").split()

@@ -206,36 +206,28 @@ class RankRows:
     ) -> RankRow:
         history = newest.ranks.get(rank) if newest is not None else None
         record = history.exit if history is not None else None
+        over = "" if record is None else "failed" if record.failed else "exited"
+        state = over or ("suspected" if suspected else "")
+        known = history.account.step if history is not None else -1
         track = self._tracks.get(rank)
         if track is None:
-            state = "suspected" if suspected else "starting"
-            if record is not None:
-                state = "failed" if record.failed else "exited"
-            step = history.account.step if history is not None else -1
-            return RankRow(rank, node, pid, state, "", step, 0.0, "", 0.0, 0)
+            return RankRow(rank, node, pid, state or "starting", "", known, 0.0, "", 0.0, 0)
         progress = track.progress
         phase, proc = progress.phase, progress.proc
         collective, waiting = _describe_collective(progress, track.sent_s)
-        speed, step = 0.0, progress.account.step
-        if history is not None and record is not None:
-            state = "failed" if record.failed else "exited"
-            step = max(step, history.account.step)
-        else:
-            speed = track.compute_speed()
-            if suspected:
-                state = "suspected"
-            elif phase not in _IN_LOOP:
-                state = "running" if stepping else "starting"
-            else:
-                state = "waiting" if waiting and phase != "paused" else "running"
+        step = progress.account.step
+        if not state and phase not in _IN_LOOP:
+            state = "running" if stepping else "starting"
+        elif not state:
+            state = "waiting" if waiting and phase != "paused" else "running"
         return RankRow(
             rank,
             node,
             progress.pid,
             state,
             phase,
-            step,
-            speed,
+            max(step, known) if over else step,
+            0.0 if over else track.compute_speed(),
             collective,
             proc.cpu_s,
             proc.rss_bytes,

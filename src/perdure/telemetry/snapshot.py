@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.events import (
-    CheckpointSaved,
     CommandReceived,
     Decision,
     JournalEntry,
@@ -32,6 +31,7 @@ from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 VERDICTS_SHOWN = 20
 _WITHHELD_SHOWN = 20
 CHECKPOINTS_SHOWN = 20
+_OF_CHECKPOINT = ("step", "path", "bytes", "at_s", "stall_s", "save_s", "reason")
 _OVER = ("exited", "failed")
 CONDENSE_EVERY = 1000
 """Entries between two clearances, should no generation begin."""
@@ -179,7 +179,8 @@ class SnapshotFold:
             devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
             verdicts=verdicts[-VERDICTS_SHOWN:],
             checkpoints=tuple(
-                _describe_checkpoint(c) for c in history.checkpoints[-CHECKPOINTS_SHOWN:]
+                {name: getattr(saved, name) for name in _OF_CHECKPOINT}
+                for saved in history.checkpoints[-CHECKPOINTS_SHOWN:]
             ),
             metrics=dict(sorted(self.certain.metrics.items())),
             incidents=history.num_incidents,
@@ -220,15 +221,3 @@ def _list_present(rows: Sequence[RankRow], newest: Generation | None) -> list[Ra
         return there
     living = [row for row in there if row.state not in _OVER]
     return living or sorted(there, key=lambda row: row.step)[-1:]
-
-
-def _describe_checkpoint(saved: CheckpointSaved) -> dict[str, object]:
-    return {
-        "step": saved.step,
-        "path": saved.path,
-        "bytes": saved.bytes,
-        "at_s": saved.at_s,
-        "stall_s": saved.stall_s,
-        "save_s": saved.save_s,
-        "reason": saved.reason,
-    }

@@ -29,7 +29,7 @@ def group_stacks(stacks: Mapping[str, str]) -> tuple[StackGroup, ...]:
     """Return the groups of `stacks` (rank -> py-spy's text), in the order of their first rank."""
     groups: dict[tuple[tuple[ThreadStack, ...], str], list[str]] = {}
     for rank, text in stacks.items():
-        threads = _parse(text)
+        threads = tuple(t._replace(frames=_strip(t.frames)) for t in parse_threads(text))
         key = (threads, "" if threads else text.strip())
         groups.setdefault(key, []).append(rank)
     made: list[StackGroup] = []
@@ -55,11 +55,6 @@ def render_stacks(stacks: Mapping[str, str]) -> list[str]:
             if shared:
                 lines.append(f"    and {shared} outer frame{'s' * (shared > 1)} as above")
     return lines
-
-
-def _parse(text: str) -> tuple[ThreadStack, ...]:
-    """Return the script's threads as the script has made them."""
-    return tuple(t._replace(frames=_strip(t.frames)) for t in parse_threads(text))
 
 
 def _strip(frames: tuple[str, ...]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.failures import ExitRecord, explain_exit
+from perdure.model.plain import name_step
 from perdure.model.verdicts import Culprit, Verdict, VerdictKind
 from perdure.telemetry.platforms import MachineFold, Notice, NoticeFold
 
@@ -267,8 +268,7 @@ def describe_withheld(event: ActionWithheld) -> str:
     """Return in words why nothing was done, or what would have been."""
     if not event.would:
         return event.reason
-    where = f" at step {event.step}" if event.step >= 0 else ""
-    return f"would have {event.would}{where}: {event.reason}"
+    return f"would have {event.would}{name_step(event.step)}: {event.reason}"
 
 
 def _make_evidence(record: ExitRecord, others: list[RankExited]) -> dict[str, object]:

@@ -395,19 +395,13 @@ def write_new(target: Path, data: bytes) -> None:
         ConfigError: it is there already.
         PlatformError: it cannot be written.
     """
-    temporary = ""
     try:
-        fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with os.fdopen(fd, "wb") as file:
+        with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", dir=target.parent) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, target)
+            os.link(file.name, target)
     except FileExistsError:
         raise ConfigError(f"{target} is there already", hint="--out FILE") from None
     except OSError as error:
         raise PlatformError(f"cannot write {target}: {error.strerror}", hint="--out FILE") from None
-    finally:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)

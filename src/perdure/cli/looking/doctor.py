@@ -69,7 +69,18 @@ def doctor(
         machine = check_machine(resolve_home())
         checks = (*machine, check_recorder(), check_nccl_plugin(), check_exporters())
     traps = look_for_traps(found, on, project)
-    rows = [_describe(trap, check) for trap, check in traps]
+    rows = [
+        {
+            "id": trap.id,
+            "title": trap.title,
+            "scope": trap.scope,
+            "state": check.state,
+            "evidence": check.evidence,
+            "mend": trap.mend,
+            "fix": trap.fix,
+        }
+        for trap, check in traps
+    ]
     document = {"job": job, "checks": checks, "traps": rows, "mended": mended}
     lines = [f"mended: {line}" for line in mended]
     text = "\n".join([*lines, render_checks(checks), "", render_traps(traps, every=every)])
@@ -92,18 +103,6 @@ def look_for_traps(job: Job | None, on: str | None, project: str) -> tuple[tuple
     if on is None and facts.slurm:
         scopes.add("slurm")
     return judge(facts, frozenset(scopes))
-
-
-def _describe(trap: Trap, check: Check) -> dict[str, Any]:
-    return {
-        "id": trap.id,
-        "title": trap.title,
-        "scope": trap.scope,
-        "state": check.state,
-        "evidence": check.evidence,
-        "mend": trap.mend,
-        "fix": trap.fix,
-    }
 
 
 def mend(project: str) -> list[str]:

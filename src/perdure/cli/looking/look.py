@@ -29,6 +29,7 @@ from perdure.cli.speech.say import (
     write_asked,
 )
 from perdure.dash.links import render_links
+from perdure.dash.live import render_count
 from perdure.dash.shape import render_shape
 from perdure.dash.verdicts import (
     describe_verdict,
@@ -101,7 +102,7 @@ def ps(
             r["step"] if r["step"] >= 0 else "-",
             r["ranks"],
             r["restarts"],
-            _render_time(r["started_s"]),
+            time.strftime("%F %T", time.localtime(r["started_s"])) if r["started_s"] else "-",
         )
         for r in rows
     ]
@@ -172,16 +173,13 @@ def render_snapshot(snapshot: Snapshot) -> str:
     """Return a snapshot as text."""
     step = f", step {snapshot.step}" if snapshot.step >= 0 else ""
     speed = f" at {snapshot.steps_per_s:.1f} steps/s" if snapshot.steps_per_s > 0 else ""
-    restarts = f"{snapshot.restarts} restart" + ("" if snapshot.restarts == 1 else "s")
     lines = [
         f"{snapshot.job}: {snapshot.state}{step}{speed}; generation {snapshot.generation}, "
-        f"{restarts}, depth {snapshot.depth}"
+        f"{render_count(snapshot.restarts, 'restart')}, depth {snapshot.depth}"
     ]
-    if snapshot.reason:
-        lines.append(shorten_line(snapshot.reason, REASON_MAX))
-    lines += render_withheld(snapshot)
-    if snapshot.metrics:
-        lines.append("  ".join(f"{name} {v:.4g}" for name, v in sorted(snapshot.metrics.items())))
+    metrics = "  ".join(f"{name} {v:.4g}" for name, v in sorted(snapshot.metrics.items()))
+    reason = shorten_line(snapshot.reason, REASON_MAX)
+    lines += [line for line in (reason, *render_withheld(snapshot), metrics) if line]
     if snapshot.ranks:
         head = ("rank", "node", "pid", "state", "phase", "step", "CPU s", "MB", "collective")
         rows = [
@@ -392,7 +390,3 @@ def report(
         write_asked(html, page, hint="--html FILE")
     text = render_text(result, series, width=width)
     answer(result, text.removesuffix("\n"), as_json=as_json)
-
-
-def _render_time(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s)) if at_s else "-"

@@ -89,17 +89,13 @@ def write_asked(path: Path, text: str, *, hint: str = "another FILE") -> None:
     note(f"wrote {path}")
 
 
-def show_cell(value: Any) -> str:
-    """Return a value as a table shows it: on one line, and as wide as it is counted."""
-    return show_controls(str(value)).replace("\n", "\\n")
-
-
 def render_table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
     """Return a table with columns as wide as their widest cell; numbers lean to the right."""
-    cells = [head, *[tuple(show_cell(cell) for cell in row) for row in rows]]
+    # On one line each, and as wide as it is counted.
+    shown = [[show_controls(str(cell)).replace("\n", "\\n") for cell in row] for row in rows]
     right = [
         column
         for column in range(len(head))
         if rows and all(isinstance(r[column], int | float) or r[column] == "-" for r in rows)
     ]
-    return "\n".join(align(cells, right))
+    return "\n".join(align([head, *shown], right))

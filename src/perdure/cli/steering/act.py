@@ -22,6 +22,7 @@ from perdure.cli.speech.say import (
 from perdure.model.errors import ConfigError
 from perdure.model.faults import FAULTS
 from perdure.model.numbers import refuse_number
+from perdure.model.plain import name_step
 from perdure.model.report import Snapshot
 from perdure.model.steering import (
     LEAVE_DEADLINE_S,
@@ -92,8 +93,7 @@ def note(
     if fault:
         raise ConfigError(fault, hint=f"perdure note {job} TEXT")
     result = send_command(find_job(job), "note", {"text": text}, timeout_s=timeout_s)
-    step = result.get("step", -1)
-    answer_of(job, result, "noted" + (f" at step {step}" if step >= 0 else ""), as_json)
+    answer_of(job, result, "noted" + name_step(result.get("step", -1)), as_json)
 
 
 def stop(
@@ -110,8 +110,8 @@ def stop(
     """
     result = send_command(find_job(job), "kill" if now else "stop", {}, timeout_s=timeout_s)
     step = result.get("step")
-    known = isinstance(step, int) and step >= 0
-    answer_of(job, result, f"stopped at step {step}" if known else "stopped", as_json)
+    known = step if isinstance(step, int) else -1
+    answer_of(job, result, f"stopped{name_step(known)}", as_json)
 
 
 def _parse_args(pairs: list[str]) -> dict[str, Any]:
