@@ -22,7 +22,7 @@ from perdure.model.orders import (
     SendBoundary,
 )
 from perdure.plan.probe import ProbeSession
-from perdure.policy import Failure
+from perdure.policy import Failure, FailureLog
 
 JobPhase = Literal["pending", "running", "ending", "ended"]
 JobStep = Literal["enough nodes are there", "it is done, stopped or given up", "all is empty"]
@@ -57,6 +57,10 @@ class Answer(NamedTuple):
     result: dict[str, Any]
 
 
+ANSWERS_MAX = 4096
+"""Answers that are kept: a client asks again for minutes, and a job has commands for months."""
+RESTARTS_MAX = 100
+"""Recoveries by which the cost of the next is estimated, the newest."""
 LEFT = ("moved", "ending")
 """Stages of a move whose nodes are left already."""
 
@@ -239,7 +243,7 @@ class JobState:
     """Step of the newest checkpoint."""
     saved_s: float | None = None
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
-    failures: list[Failure] = field(default_factory=list)
+    failures: FailureLog = field(default_factory=FailureLog)
     """The failures of all worlds."""
     book: FailureBook = field(default_factory=FailureBook)
     restarts_s: list[float] = field(default_factory=list)
@@ -255,7 +259,7 @@ class JobState:
     injects: dict[str, OpenCommand] = field(default_factory=dict)
     """Injected faults that have not taken place."""
     answered: dict[str, Answer] = field(default_factory=dict)
-    """By command's id, so that a repeated command gets the same answer."""
+    """By command's id, the oldest first, so that a repeated command gets the same answer."""
     boundary: OpenBoundary | None = None
     boundaries: int = 0
     """Agreements begun so far; numbers their ids."""
@@ -269,7 +273,10 @@ class JobState:
     def answer(self, id_: str, ok: bool, reason: str, result: dict[str, Any]) -> list[AnyAction]:
         """Close a command with its answer, which is kept for a client that asks again."""
         self.commands.pop(id_, None)
+        self.answered.pop(id_, None)
         self.answered[id_] = Answer(ok, reason, result)
+        if len(self.answered) > ANSWERS_MAX:
+            del self.answered[next(iter(self.answered))]
         return self.answer_again(id_)
 
     def answer_again(self, id_: str) -> list[AnyAction]:
@@ -345,8 +352,9 @@ class JobState:
 
     def note_failure(self, world: WorldState, failure: Failure) -> None:
         """Remember why `world` could not go on."""
-        self.failures.append(failure)
-        world.failures.append(failure)
+        config = self.the_spec().restart
+        self.failures.add(failure, config)
+        world.failures.add(failure, config)
 
     @property
     def barred(self) -> set[int]:

@@ -505,7 +505,7 @@ def _fail(
         why = f"stopped by {stopped.who or 'an operator'}; then {culprit}: {cause}"
         done = state.answer(stopped.id, True, why, {"step": state.step})
         return [*done, *end_job(state, now, "stopped", 0, why)]
-    decision = decide_recovery(failure, tuple(state.failures), state.the_spec().restart)
+    decision = decide_recovery(failure, state.failures, state.the_spec().restart)
     state.note_failure(state.world, failure)
     state.world.first_exit_s = exit_s
     reason = f"{decision.reason}; {why}" if why else decision.reason

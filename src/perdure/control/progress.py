@@ -23,7 +23,7 @@ from perdure.control.agreement.pauses import (
     settle_resume,
 )
 from perdure.control.agreements import OpenBoundary
-from perdure.control.job import JobState
+from perdure.control.job import RESTARTS_MAX, JobState
 from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import admit, note_joined
 from perdure.control.steering.commands import inject_again, start_waiting_command
@@ -66,6 +66,7 @@ def note_progress(
             state.step = event.step
             if state.world.failed_s is not None:
                 state.restarts_s.append(max(0.0, now - state.world.failed_s))
+                del state.restarts_s[:-RESTARTS_MAX]
                 state.world.failed_s = None
             plan_checkpoint(state, now)
             actions = settle_resume(state) + start_waiting_command(state, now)

@@ -12,7 +12,7 @@ from perdure.model.events import StoreReady
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import Assignment, ReformWorld
 from perdure.model.verdicts import Verdict
-from perdure.policy import Failure
+from perdure.policy import FailureLog
 
 WorldPhase = Literal[
     "pending", "forming", "starting", "running", "done", "failed", "parked", "ended"
@@ -179,7 +179,7 @@ class WorldState:
     elastic: ElasticState = field(default_factory=ElasticState)
     replica: ReplicaState = field(default_factory=ReplicaState)
 
-    failures: list[Failure] = field(default_factory=list)
+    failures: FailureLog = field(default_factory=FailureLog)
     """The failures of all its generations, or of those since an operator restored it."""
     failed_s: float | None = None
     """When the failure that is being recovered from was decided upon."""

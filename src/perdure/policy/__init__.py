@@ -2,7 +2,7 @@
 
 from perdure.policy.checkpointing import decide_checkpoint_interval
 from perdure.policy.preemption import HandOver, Outlook, decide_hand_over
-from perdure.policy.recovery import Decision, Failure, decide_recovery
+from perdure.policy.recovery import Decision, Failure, FailureLog, decide_recovery
 from perdure.policy.response import (
     Reaction,
     Situation,
@@ -14,6 +14,7 @@ from perdure.policy.response import (
 __all__ = [
     "Decision",
     "Failure",
+    "FailureLog",
     "HandOver",
     "Outlook",
     "Reaction",

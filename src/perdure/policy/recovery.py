@@ -4,6 +4,7 @@ Looks only at what the script achieved between failures. How the failure was fou
 world is restarted, are other rooms' business.
 """
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -35,6 +36,35 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The platform had said that it takes the machine away."""
 
 
+@dataclass(slots=True)
+class FailureLog:
+    """The failures of a job or of a world: those that a decision can yet depend on, and counts."""
+
+    kept: list[Failure] = field(default_factory=list)
+    """Oldest first; the newest is always among them."""
+    total: int = 0
+    counted: int = 0
+    """Of all: those that no platform had announced."""
+
+    def add(self, failure: Failure, config: RestartConfig) -> None:
+        """Take the newest; a month of them costs no more than a day.
+
+        What counts is a row of the newest, those of the window, and how far the best had come.
+        """
+        self.total += 1
+        self.counted += not failure.preempted
+        known = [one for one in self.kept if not one.preempted]
+        since_s = failure.at_s - config.window_s
+        recent = min(config.window_max, sum(one.at_s >= since_s for one in known))
+        count = max(recent, config.same_fault_max, config.max_restarts + 1)
+        best = max(known[:-count], key=lambda one: one.progress_max, default=None)
+        self.kept = [*([] if best is None else [best]), *known[-count:], failure]
+
+    def clear(self) -> None:
+        """Forgive all of them."""
+        self.kept, self.total, self.counted = [], 0, 0
+
+
 class Decision(msgspec.Struct, frozen=True):
     """A rung and why it was taken."""
 
@@ -42,10 +72,8 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str
 
 
-def decide_recovery(
-    failure: Failure, earlier: tuple[Failure, ...], config: RestartConfig
-) -> Decision:
-    """Return what to do about `failure`, given the failures before it (oldest first).
+def decide_recovery(failure: Failure, past: FailureLog, config: RestartConfig) -> Decision:
+    """Return what to do about `failure`, given the failures before it.
 
     A failure counts against `max_restarts` only while nothing is achieved in between: a job that
     makes progress may be killed for ever, up to `window_max` within `window_s`. The same fault
@@ -55,7 +83,7 @@ def decide_recovery(
     """
     if failure.preempted:
         return Decision("restart", f"{failure.culprit}: {failure.cause}; it counts as no failure")
-    earlier = tuple(one for one in earlier if not one.preempted)
+    earlier = tuple(one for one in past.kept if not one.preempted)
     error = failure.error.split(":")[0].split(".")[-1]
     same = 1 + _count_same(failure, earlier)
     recent = 1 + sum(failure.at_s - one.at_s <= config.window_s for one in earlier)
@@ -87,7 +115,7 @@ def decide_recovery(
     for holds, why in against:
         if holds:
             return Decision("give up", why)
-    return Decision("restart", f"{failure.culprit}: {failure.cause}; restart {len(earlier) + 1}")
+    return Decision("restart", f"{failure.culprit}: {failure.cause}; restart {past.counted + 1}")
 
 
 def _count_same(failure: Failure, earlier: tuple[Failure, ...]) -> int:

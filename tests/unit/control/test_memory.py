@@ -2,13 +2,15 @@
 
 import msgspec
 import pytest
+from tests.unit.control.driver import started as started_job
 
-from perdure.control import memory
+from perdure.control import job, memory
 from perdure.control.memory import Memory, decode_memory, encode_memory, prune_entries
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import (
     AnyEvent,
+    CommandReceived,
     GenerationStopped,
     JobSubmitted,
     JournalEntry,
@@ -105,3 +107,27 @@ def test_an_overdue_world_is_told_who_is_busy_as_declared() -> None:
     world.elastic.members, world.elastic.deadline_s = (0, 1, 2, 3), 60.0
     assert known.make_timer(59.0).busy == ()
     assert known.make_timer(60.0).busy == (0,)
+
+
+def test_a_month_of_commands_and_failures_is_remembered_in_bounded_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is kept of each is written down, read and looked through for as long as the job runs."""
+    monkeypatch.setattr(job, "ANSWERS_MAX", 20)
+    driver = started_job(restart={"window_max": 1000, "window_s": 1.0})
+    sizes = []
+    for turn in range(1, 301):
+        driver.now += 60.0
+        driver.do(CommandReceived(id=f"c{turn}", kind="note", args={"text": "well"}))
+        driver.exit(0, step=turn, code=1, error=f"Error: {turn}")
+        driver.run()
+        for fact in driver.controller.facts(driver.now):
+            driver.do(fact)
+        if turn in (150, 300):
+            known = Memory(driver.spec)
+            known.machine = driver.controller
+            sizes.append(len(encode_memory(known)))
+    state = driver.controller.state
+    assert state.failures.total == 300
+    assert list(state.answered) == [f"c{turn}" for turn in range(281, 301)]
+    assert sizes[1] < 1.1 * sizes[0]

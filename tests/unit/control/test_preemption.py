@@ -200,7 +200,7 @@ def test_a_death_with_a_notice_counts_as_no_failure() -> None:
     wait(driver)
     actions = exit_of(driver, 1, 2, signal=9)
     assert not [a for a in actions if isinstance(a, EndJob)]
-    (failure,) = driver.controller.state.failures
+    (failure,) = driver.controller.state.failures.kept
     assert failure.preempted
     assert failure.culprit == "node 1"
     assert "Preemption (spot)" in failure.cause
@@ -215,7 +215,7 @@ def test_an_exception_on_a_noticed_node_is_a_crash() -> None:
         notice(driver, 1)
         wait(driver)
         exit_of(driver, 1, 2, **how)
-        assert not driver.controller.state.failures[0].preempted
+        assert not driver.controller.state.failures.kept[0].preempted
 
 
 def test_a_peer_that_loses_the_noticed_node_is_no_crash() -> None:
@@ -223,7 +223,7 @@ def test_a_peer_that_loses_the_noticed_node_is_no_crash() -> None:
     notice(driver, 1, 10.0)
     wait(driver, 9.0)
     exit_of(driver, 0, 0, code=1, error="RuntimeError: Connection closed by peer")
-    (failure,) = driver.controller.state.failures
+    (failure,) = driver.controller.state.failures.kept
     assert (failure.preempted, failure.culprit) == (True, "node 1")
 
 

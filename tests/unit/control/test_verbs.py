@@ -141,7 +141,7 @@ def test_evict_ends_the_world_at_once_and_counts_what_is_made_again() -> None:
     actions = ask(driver, "evict", "rank:2")
     assert one(actions, AssignNodes).assignment.placement == (0, 2)
     assert one(actions, CordonNode).node == 1
-    assert driver.controller.state.failures == [], "nobody failed"
+    assert driver.controller.state.failures.kept == [], "nobody failed"
     answer = resume(driver, 8)
     assert answer.result["steps_lost"] == 3
     assert "3 steps are made again" in answer.reason

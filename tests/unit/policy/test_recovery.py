@@ -1,10 +1,11 @@
 from functools import partial
+from random import Random
 
 import pytest
 
 from perdure.model.job import CheckpointConfig, RestartConfig
 from perdure.plan.checkpoints import young
-from perdure.policy import Failure, decide_checkpoint_interval, decide_recovery
+from perdure.policy import Failure, FailureLog, decide_checkpoint_interval, decide_recovery
 
 decide_interval = partial(decide_checkpoint_interval, optimum=young)
 
@@ -14,20 +15,55 @@ def failure(at_s: float = 0.0, **changes: object) -> Failure:
     return Failure(at_s=at_s, **({"progress_max": 10} | fields | changes))  # type: ignore[arg-type]
 
 
+def past(*failures: Failure, config: RestartConfig | None = None) -> FailureLog:
+    """Return what is remembered of `failures`, the oldest first."""
+    log = FailureLog()
+    for one in failures:
+        log.add(one, config or RestartConfig())
+    return log
+
+
+def test_a_month_of_failures_is_decided_upon_as_by_all_of_them_and_costs_no_more_than_a_day() -> (
+    None
+):
+    random, config = Random(7), RestartConfig(window_max=8, window_s=50.0, max_restarts=2)
+    log, whole, gave_up = FailureLog(), FailureLog(), 0
+    now, step = 0.0, 0
+    for number in range(3000):
+        now += random.choice((1.0, 10.0, 10.0, 100.0))
+        step += random.choice((0, 0, 1, 5))
+        cause = random.choice(("signal 9 (SIGKILL)", "exit code 1: E", "exit code 1: E"))
+        preempted = random.random() < 0.1
+        best = random.choice((step, step, 0))
+        one = failure(now, step=step, progress_max=best, cause=cause, preempted=preempted)
+        decision = decide_recovery(one, log, config)
+        assert decision.rung == decide_recovery(one, whole, config).rung
+        gave_up += decision.rung == "give up"
+        log.add(one, config)
+        whole.kept.append(one)
+        whole.counted += not preempted
+        assert log.kept[-1] == one
+        assert log.total == number + 1
+    assert 0 < gave_up < 3000
+    assert len(log.kept) <= 10
+
+
 def test_progress_makes_kills_free() -> None:
     earlier = tuple(failure(float(i), step=i * 10, progress_max=i * 10) for i in range(1, 40))
-    decision = decide_recovery(failure(41.0, step=400, progress_max=400), earlier, RestartConfig())
+    decision = decide_recovery(
+        failure(41.0, step=400, progress_max=400), past(*earlier), RestartConfig()
+    )
     assert decision.rung == "restart"
 
 
 def test_failures_without_progress_use_the_budget_up() -> None:
     config = RestartConfig(max_restarts=2)
     rungs = []
-    earlier: tuple[Failure, ...] = ()
+    earlier = FailureLog()
     for i in range(4):
         one = failure(float(i), progress_max=10)
         rungs.append(decide_recovery(one, earlier, config).rung)
-        earlier = (*earlier, one)
+        earlier.add(one, config)
     # The first failure came after progress (from 0 to 10): it and two more are restarted.
     assert rungs == ["restart", "restart", "give up", "give up"]
 
@@ -35,8 +71,8 @@ def test_failures_without_progress_use_the_budget_up() -> None:
 def test_same_fault_at_the_same_step_is_the_users() -> None:
     one = failure(cause="exit code 1: ValueError: bad", error="ValueError: bad", code=1)
     config = RestartConfig(max_restarts=100)
-    assert decide_recovery(one, (one,), config).rung == "restart"
-    decision = decide_recovery(one, (one, one), config)
+    assert decide_recovery(one, past(one, config=config), config).rung == "restart"
+    decision = decide_recovery(one, past(one, one, config=config), config)
     assert decision.rung == "give up"
     assert "rank 1" in decision.reason
     assert "step 10" in decision.reason
@@ -45,17 +81,18 @@ def test_same_fault_at_the_same_step_is_the_users() -> None:
 @pytest.mark.parametrize("error", ["ModuleNotFoundError: No module named 'x'", "SyntaxError: bad"])
 def test_import_error_before_any_progress_is_not_retried(error: str) -> None:
     one = failure(progress_max=0, step=-1, error=error, cause=f"exit code 1: {error}", code=1)
-    assert decide_recovery(one, (), RestartConfig()).rung == "give up"
+    assert decide_recovery(one, FailureLog(), RestartConfig()).rung == "give up"
 
 
 def test_import_error_after_progress_is_retried() -> None:
     one = failure(progress_max=5, error="ImportError: lazily", code=1)
-    assert decide_recovery(one, (), RestartConfig()).rung == "restart"
+    assert decide_recovery(one, FailureLog(), RestartConfig()).rung == "restart"
 
 
 def test_window_bounds_a_job_that_is_killed_all_the_time() -> None:
     config = RestartConfig(window_max=5, window_s=100.0)
-    earlier = tuple(failure(float(i), step=i, progress_max=i) for i in range(5))
+    failures = (failure(float(i), step=i, progress_max=i) for i in range(5))
+    earlier = past(*failures, config=config)
     assert decide_recovery(failure(6.0, progress_max=9, step=9), earlier, config).rung == "give up"
     assert (
         decide_recovery(failure(300.0, progress_max=9, step=9), earlier, config).rung == "restart"

@@ -277,7 +277,7 @@ class Quorum(Fixed):
 
     def complete(self, assignment: Assignment, world: WorldState) -> Assignment:
         """Say which replica group it is, and how often it has failed."""
-        failures = len(world.failures)
+        failures = world.failures.total
         return structs.replace(assignment, restart_count=failures, replica=world.number)
 
     def list_awaited_nodes(self, state: JobState, world: WorldState) -> set[int]:

@@ -91,7 +91,7 @@ def fail_group(
         code=code,
         signal=signal,
     )
-    decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
+    decision = decide_recovery(failure, group.failures, state.the_spec().restart)
     withheld = ActionWithheld(
         at_s=now,
         generation=group.generation,
@@ -206,7 +206,7 @@ def finish_if_over(state: JobState, now: float) -> list[AnyAction]:
         return end_job(state, now, "done", 0, f"{done} replica groups ended with exit code 0")
     if sum(g.alive for g in groups) >= least_groups(state):
         return []
-    last = state.failures[-1] if state.failures else None
+    last = state.failures.kept[-1] if state.failures.kept else None
     why = f"{last.culprit}: {last.cause}" if last else "no replica group is left"
     return end_job(state, now, "failed", (last.code if last else 0) or 1, why)
 

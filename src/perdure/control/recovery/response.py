@@ -149,14 +149,14 @@ def correct_culprit(state: JobState, event: RankExited) -> None:
     the job is said to have ended.
     """
     record = event.record
-    known = state.failures[-1] if state.failures else None
+    known = state.failures.kept[-1] if state.failures.kept else None
     if known is None or state.world.first_exit_s is None or known.generation != record.generation:
         return
     if not record.failed or record.asked or record.at_s >= state.world.first_exit_s:
         return
     state.world.first_exit_s = record.at_s
     code = record.code or 128 + record.signal
-    state.failures[-1] = state.world.failures[-1] = structs.replace(
+    state.failures.kept[-1] = state.world.failures.kept[-1] = structs.replace(
         known,
         cause=record.cause,
         culprit=f"rank {record.rank}",

@@ -68,7 +68,7 @@ def plan_checkpoint(state: JobState, now: float) -> None:
     interval_s = decide_checkpoint_interval(
         state.the_spec().checkpoint,
         stall_s=state.stall_s,
-        failures=len(state.failures),
+        failures=state.failures.total,
         elapsed_s=now - state.submitted_s,
         optimum=daly,
     )
