@@ -53,7 +53,7 @@ from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.jobfiles import parse_journal
-from perdure.sim.clock import VirtualClock
+from perdure.sim.network import VirtualClock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -426,7 +426,7 @@ def plan_throughput(tau: str, nodes_max: int) -> Throughput:
         ConfigError: it is not of that form, the profile is malformed, or nothing fits.
     """
     from perdure.cli.plan import load_profile, parse_size
-    from perdure.lab.policies.tabulate import tabulate
+    from perdure.lab.policies.throughput import tabulate
 
     name, colon, memory = tau.removeprefix("plan:").rpartition(":")
     file, second, batch = name.rpartition(":")

@@ -170,8 +170,7 @@ def _blame_absent(
         reason = f"rank {rank} has not entered {edge.op} of {edge.communicator}, where rank "
         reason += f"{edge.waiter} waits for it"
     finding = _blame("ComputeHang", rank, 0.95, reason, stuck)
-    behind = len(graph.edges) - sum(e.holder == rank for e in graph.edges)
-    if behind:
+    if any(e.holder != rank for e in graph.edges):
         finding.evidence["waits"] = graph.show()
     return finding
 

@@ -7,7 +7,7 @@ is present count, for without the last to arrive the minimum means nothing. No t
 compared. Sends and receives are left to the links: their numbers differ by design.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -96,7 +96,7 @@ class CollectiveWatch:
         self.senders: set[int] = set()
         """Ranks that have sent or received something."""
         self._ready: list[tuple[Comm, int]] = []
-        self.lateness: dict[int, Lateness] = {}
+        self.lateness = defaultdict[int, Lateness](Lateness)
         self.by_lateness = True
         """Whether lateness is of use: stages tell more, where there are any."""
         self.step_s = 0.0
@@ -255,9 +255,7 @@ class CollectiveWatch:
         ordered = sorted(durations.values())
         reference_s = ordered[-1] if len(ordered) == 2 else ordered[len(ordered) // 2]
         for rank, duration_s in durations.items():
-            mine = self.lateness.get(rank)
-            if mine is None:
-                mine = self.lateness[rank] = Lateness()
+            mine = self.lateness[rank]
             late_s = max(reference_s - duration_s, 0.0)
             mine.waited += 0.1 * (duration_s - least_s - mine.waited)
             mine.samples.append(late_s)

@@ -6,7 +6,7 @@ that polls (status) is not asked. The culprit is the minority; of two, the one t
 never done here before. A user's bug, so it is said only when it was seen twice.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -66,7 +66,7 @@ class DesyncWatch:
 
     def __init__(self) -> None:
         """Begin a generation."""
-        self._comms: dict[tuple[str, int, int], _Comm] = {}
+        self._comms = defaultdict[tuple[str, int, int], _Comm](_Comm)
         self._doubtful: set[tuple[str, int, int]] = set()
         self._miscounted: set[tuple[str, int, int]] = set()
 
@@ -79,7 +79,7 @@ class DesyncWatch:
         for c in watch.comms:
             if c.size < 2 or c.started_seq <= 0 or c.peer >= 0 or is_point_to_point(c.op):
                 continue
-            comm = self._of(c)
+            comm = self._comms[_key(c)]
             if c.op:
                 self._sign_in(comm, c, rank)
             if step < 0:
@@ -104,7 +104,7 @@ class DesyncWatch:
             c = watch.comms[span.comm]
             if c.size < 2 or watch.rank not in c.ranks[:2] or is_point_to_point(span.op):
                 continue
-            passed = self._of(c).passed
+            passed = self._comms[_key(c)].passed
             passed[span.seq] = (watch.rank, span.op)
             if len(passed) > PASSED_KEPT:
                 del passed[next(iter(passed))]
@@ -121,13 +121,6 @@ class DesyncWatch:
                 comm.known[signature] = None
         elif _disagree([first[0], signature]):
             self._doubtful.add(_key(c))
-
-    def _of(self, c: CommProgress) -> _Comm:
-        key = _key(c)
-        comm = self._comms.get(key)
-        if comm is None:
-            comm = self._comms[key] = _Comm()
-        return comm
 
     def find_disagreement(
         self, now: float, watches: Mapping[int, RankWatch], *, thorough: bool
@@ -163,7 +156,7 @@ class DesyncWatch:
                     left.setdefault((*_key(c), c.started_seq), {})[rank] = c
         for (name, _, _, seq), inside in left.items():
             rank, c = next(iter(inside.items()))
-            other, op = self._of(c).passed.get(seq, (rank, c.op))
+            other, op = self._comms[_key(c)].passed.get(seq, (rank, c.op))
             if other in inside or not c.op or op == c.op:
                 continue
             guilty = rank if len(inside) == 1 else other
@@ -183,12 +176,13 @@ class DesyncWatch:
     def _compare(
         self, now: float, name: str, seq: int, members: dict[int, CommProgress]
     ) -> Finding | None:
-        comm = self._of(next(iter(members.values())))
+        key = _key(next(iter(members.values())))
+        comm = self._comms[key]
         signatures = {rank: _sign(c) for rank, c in members.items()}
         if not _disagree(list(signatures.values())):
             comm.first_s.pop(seq, None)
             return None
-        self._doubtful.add(_key(next(iter(members.values()))))
+        self._doubtful.add(key)
         first_s = comm.first_s.setdefault(seq, now)
         while len(comm.first_s) > 16:
             del comm.first_s[next(iter(comm.first_s))]

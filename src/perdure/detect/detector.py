@@ -147,8 +147,7 @@ class Detector:
         suspicious = False
         for progress in beat.ranks:
             watch = self._take(now, beat, progress, clock_s)
-            if watch is not None and watch.silence_s > self._config.hang_floor_s:
-                suspicious |= watch.silence_s > watch.compute_allowance(self._habits)[0]
+            suspicious |= watch is not None and watch.is_silent(self._habits)
         out: list[AnyEvent] = [*self._notes.make(now, self._watches, self._note_habits)]
         self._slow.take(now, beat)
         if now - self._weighed_s >= self._weigh_every_s:
@@ -433,7 +432,7 @@ class Detector:
         if self._closed:
             return out
         live = {r: w for r, w in sorted(self._watches.items()) if not w.gone}
-        silent = self._list_silent(live)
+        silent = {r: w for r, w in live.items() if w.is_silent(self._habits)}
         finding = find_culprit(
             now, live, silent, self._spec.world_size, self._exited, self._slow.links
         )
@@ -500,7 +499,7 @@ class Detector:
     def _note_probe(self, now: float, event: ProbeJudged) -> list[AnyEvent]:
         """Take what an active probe has found; where it settles an open verdict, say so."""
         nodes = {rank: watch.node for rank, watch in self._watches.items()}
-        out: list[AnyEvent] = []
+        out: list[VerdictReached | VerdictWithdrawn] = []
         verdicts = [v for v in (self._open, *self._slow.open_verdicts()) if v is not None]
         for verdict in verdicts:
             better = settle_verdict(verdict, event.finding, nodes)
@@ -516,18 +515,8 @@ class Detector:
                 better = _put(better, grounds)
             out.append(VerdictReached(verdict=better))
         for derived in out:
-            if isinstance(derived, VerdictReached | VerdictWithdrawn):
-                self._note_verdict(derived)
-        return out
-
-    def _list_silent(self, live: dict[int, RankWatch]) -> dict[int, RankWatch]:
-        floor_s = self._config.hang_floor_s
-        return {
-            rank: watch
-            for rank, watch in live.items()
-            if watch.silence_s > floor_s
-            and watch.silence_s > watch.compute_allowance(self._habits)[0]
-        }
+            self._note_verdict(derived)
+        return [*out]
 
     def _report(self, now: float, finding: Finding) -> list[AnyEvent]:
         culprit = Culprit(rank=finding.rank, node=finding.node, link=finding.link)

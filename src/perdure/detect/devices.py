@@ -135,9 +135,7 @@ class DeviceJudge:
 
     def _forget(self, node: int, devices: tuple[str, ...]) -> None:
         """Forget the devices that a node no longer has."""
-        gone = [d for d, h in self._devices.items() if h.node == node and d not in devices]
-        for device in gone:
-            del self._devices[device]
+        self._devices = {d: h for d, h in self._devices.items() if h.node != node or d in devices}
 
     def _mark(self, health: _Health, healthy: bool, reason: str, at_s: float) -> None:
         health.failed = "" if healthy else reason

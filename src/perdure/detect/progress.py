@@ -136,7 +136,4 @@ class ProgressNotes:
 
 def _ended(watch: RankWatch) -> int:
     """Return the collectives that the rank has surely left: all but the last one entered."""
-    total = 0
-    for comm in watch.comms:
-        total += comm.ended_seq if comm.ended_seq >= 0 else max(comm.started_seq - 1, 0)
-    return total
+    return sum(c.ended_seq if c.ended_seq >= 0 else max(c.started_seq - 1, 0) for c in watch.comms)

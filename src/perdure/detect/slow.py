@@ -149,8 +149,7 @@ class SlowWatch:
         live = sum(not w.gone for w in watches.values())
         self.stages.look(now, live)
         self.collectives.look(now, self.stages.pace)
-        out: list[VerdictReached | VerdictWithdrawn] = []
-        out += self._withdraw(now)
+        out: list[VerdictReached | VerdictWithdrawn] = [*self._withdraw(now)]
         comm = self._find_comm_slow(now)
         if comm is not None and self._is_hosts(now, comm, self._config.slow_clear_s):
             comm = None
@@ -489,16 +488,13 @@ class SlowWatch:
         return bool(names & self.collectives.point_to_point) and pace >= 1.1
 
     def _blame_place(self, now: float, place: Place, slow: list[Comm], began_s: float) -> Verdict:
-        evidence = dict(place.evidence)
-        evidence["run_delay_share"] = round(
-            self._neighbours.sum_up({r for c in slow for r in c.ranks})[0], 3
-        )
+        taken, _ = self._neighbours.sum_up({r for c in slow for r in c.ranks})
+        evidence = place.evidence | {"run_delay_share": round(taken, 3)}
         reason = place.reason
         if slow:
             worst = max(slow, key=lambda c: c.slow.recent(now, RECENT_S) if c.slow else 0.0)
-            evidence |= worst.worst
             excess = worst.slow.recent(now, RECENT_S) if worst.slow else 0.0
-            evidence["ratio"] = round(1.0 + excess, 2)
+            evidence |= worst.worst | {"ratio": round(1.0 + excess, 2)}
             reason += f"; {worst.name} takes {1.0 + excess:.1f} times as long as usual"
             began_s = min(c.slow.onset_s() for c in slow if c.slow is not None)
         if place.probe:
@@ -536,8 +532,11 @@ class SlowWatch:
             f"{worst.name} takes {1.0 + excess:.1f} times as long as usual, measured by its last "
             f"rank to arrive; {'no link stands out' if watched else 'links are not watched'}"
         )
-        evidence = {**worst.worst, "ratio": round(1.0 + excess, 2), "probe": probe}
-        evidence["slow_communicators"] = [c.name for c in slow][:16]
+        evidence = worst.worst | {
+            "ratio": round(1.0 + excess, 2),
+            "probe": probe,
+            "slow_communicators": [c.name for c in slow][:16],
+        }
         return self._make(now, "CommSlow", culprit, confidence, reason, began_s, evidence)
 
     def _is_hidden(self, slow: list[Comm]) -> bool:
@@ -577,8 +576,7 @@ class SlowWatch:
 
     def _blame_stragglers(self, now: float, watches: Mapping[int, RankWatch]) -> list[Verdict]:
         if not self.stages.seen:
-            late = self._find_late(now, watches)
-            return [late] if late is not None else []
+            return self._find_late(now, watches)
         confirmed: dict[int, float] = {}
         for rank, suspect in sorted(self.stages.suspects.items()):
             excess = self.stages.confirm(now, rank)
@@ -615,9 +613,7 @@ class SlowWatch:
         }
         if taken is not None:
             evidence["run_delay_share"] = round(taken, 3)
-        confidence = 0.9
-        if self._is_neighbour(rank, excess):
-            confidence = 0.6
+        confidence = 0.6 if self._is_neighbour(rank, excess) else 0.9
         node = self._node_of(rank)
         mates = list(self._list_housed_ranks(node))
         culprit, who = Culprit(rank=rank), f"rank {rank}"
@@ -650,7 +646,7 @@ class SlowWatch:
         """
         return self._neighbours.take_more_from(rank) >= 0.5 * excess / (1.0 + excess)
 
-    def _find_late(self, now: float, watches: Mapping[int, RankWatch]) -> Verdict | None:
+    def _find_late(self, now: float, watches: Mapping[int, RankWatch]) -> list[Verdict]:
         """Without stages: of those that arrive late, the one that waits for nobody itself."""
         late = []
         for rank, mine in sorted(self.collectives.lateness.items()):
@@ -658,7 +654,7 @@ class SlowWatch:
             if excess > 0.0 and rank in watches and mine.late is not None:
                 late.append((mine.waited, rank, excess, mine.late.onset_s()))
         if not late or 2 * len(late) > max(len(watches), 2):
-            return None
+            return []
         waited_s, rank, excess, began_s = min(late)
         evidence: dict[str, object] = {
             "stage": "compute",
@@ -672,7 +668,7 @@ class SlowWatch:
             "for nobody itself (its stages are not recorded: compute)"
         )
         verdict = self._make(now, "Straggler", Culprit(rank=rank), 0.7, reason, began_s, evidence)
-        return msgspec.structs.replace(verdict, step=watches[rank].account.step)
+        return [msgspec.structs.replace(verdict, step=watches[rank].account.step)]
 
     # --- suspicion ----------------------------------------------------------------------------
 

@@ -120,10 +120,7 @@ class StageWatch:
         self._rows: dict[int, dict[int, Row]] = {}
         self._since: dict[int, float] = {}
         self._taken = -1
-        self._peers: dict[int, int] = {}
-        """Rank -> lowest rank of its peers."""
-        self._groups: list[tuple[int, Sequence[int]]] = []
-        self._known = 0
+        self.set_peers(())
         self._shares: dict[int, Baseline] = {}
         self._own: dict[int, float] = {}
         self._parts: dict[int, tuple[float, ...]] = {}
@@ -196,9 +193,9 @@ class StageWatch:
 
     def set_peers(self, groups: Iterable[Sequence[int]]) -> None:
         """Take the groups of ranks whose work is alike."""
-        self._groups = [(group[0], group) for group in groups]
+        self._groups: list[tuple[int, Sequence[int]]] = [(group[0], group) for group in groups]
         self._peers = {rank: key for key, group in self._groups for rank in group}
-        self._known = len(self._peers)
+        """Rank -> lowest rank of its peers."""
 
     def take(self, now: float, rank: int, stages: Iterable[StepStages]) -> None:
         """Take the ended steps of one rank."""
@@ -207,11 +204,8 @@ class StageWatch:
             whole_s = s.end_s - s.begin_s - s.other_s
             if s.step <= self._taken or not all(map(is_duration, (*own, whole_s))):
                 continue
-            row = self._rows.get(s.step)
-            if row is None:
-                row = self._rows[s.step] = {}
-                self._since[s.step] = now
-            row[rank] = (*own, sum(own), whole_s)
+            self._since.setdefault(s.step, now)
+            self._rows.setdefault(s.step, {})[rank] = (*own, sum(own), whole_s)
 
     def look(self, now: float, num_live: int) -> None:
         """Judge the rows that are complete, or will not be."""
@@ -332,7 +326,7 @@ class StageWatch:
         """Return the groups of peers; ranks of which none is known are one group."""
         if not self._groups:
             return [(-1, list(row))]
-        strangers = [r for r in row if r not in self._peers] if len(row) != self._known else []
+        strangers = [r for r in row if r not in self._peers] if len(row) != len(self._peers) else []
         return [*self._groups, *([(-1, strangers)] if strangers else [])]
 
     def _weigh(
@@ -375,14 +369,8 @@ class StageWatch:
             if excess < least / 2:
                 self._own[rank] = own + FOLLOW * (max(own_s, 1e-6) - own)
             if suspect is None:
-                self._learn_parts(rank, mine)
-
-    def _learn_parts(self, rank: int, mine: Row) -> None:
-        old = self._parts.get(rank)
-        if old is None:
-            self._parts[rank] = mine[:4]
-        else:
-            self._parts[rank] = tuple(a + 0.1 * (b - a) for a, b in zip(old, mine[:4], strict=True))
+                parts = zip(self._parts.get(rank, mine[:4]), mine[:4], strict=True)
+                self._parts[rank] = tuple(a + 0.1 * (b - a) for a, b in parts)
 
     def confirm(self, now: float, rank: int) -> float:
         """Return the confirmed excess of suspect `rank`; 0 if there is none (yet)."""

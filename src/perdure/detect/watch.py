@@ -209,6 +209,13 @@ class RankWatch:
         self.peers = _read_peers(progress)
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
 
+    def is_silent(self, habits: Habits) -> bool:
+        """Return whether it had made no progress for longer than it may when it was heard of."""
+        silence_s = self.silence_s
+        return (
+            silence_s > self.config.hang_floor_s and silence_s > self.compute_allowance(habits)[0]
+        )
+
     def compute_allowance(self, habits: Habits) -> tuple[float, str]:
         """Return how long it may be silent now, and why so long.
 
@@ -244,10 +251,7 @@ class RankWatch:
 
 
 def _entered(comms: tuple[CommProgress, ...]) -> int:
-    total = 0
-    for comm in comms:
-        total += comm.started_seq
-    return total
+    return sum([comm.started_seq for comm in comms])
 
 
 def _read_peers(progress: RankProgress) -> dict[str, int]:

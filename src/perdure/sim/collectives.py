@@ -2,8 +2,9 @@
 
 A world of any layout (tensor, pipeline, data parallel) runs steps whose collectives wait for one
 another as real ones do, so that one fault spreads as it would, and folds them into heartbeats
-with spans, stages, link sweeps and process states. Everything comes from the seed. It knows
-nothing of the detector; the caller passes beats on, and the nodes to be swept more often.
+with spans, stages, link sweeps and process states. A `Layout` says how the training is cut, a
+`Fault` what goes wrong in it, `Noise` what is beside it in health. Everything comes from the seed.
+It knows nothing of the detector; the caller passes beats on, and the nodes to be swept more often.
 """
 
 import math
@@ -11,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from perdure.model.signals.links import LinkSample, LinkSweep
 from perdure.model.signals.progress import (
@@ -22,12 +24,91 @@ from perdure.model.signals.progress import (
     RankProgress,
     StepStages,
 )
-from perdure.sim.layout import HANGS, NEVER, STAGES, Fault, Layout, Noise, Silence
-
-__all__ = ["Fault", "Layout", "Noise", "Training"]
 
 RETRY_S = 0.2
 """When the kernel first sends again what nobody has answered; it doubles each time."""
+NEVER = float("inf")
+FaultKind = Literal[
+    "stop", "spin", "sleep", "drop-link", "drop-nic", "slow-link", "slow-nic", "loss",
+    "slow-data", "slow-forward", "slow-backward", "slow-optimizer", "slow-host",
+    "other-bytes", "other-op", "node",
+]  # fmt: skip
+HANGS = ("stop", "spin", "sleep")
+Silence = Literal["evaluate", "save", "storage", "disk", "download", "preprocess"]
+"""What a rank does alone, without a sign: rank 0 evaluates on its device, or saves, and moves
+neither CPU nor I/O; a rank waits for storage in state S, or in state D; it downloads (I/O moves);
+it preprocesses (CPU moves)."""
+STAGES = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the world is cut: ranks are numbered tensor, context, data, pipeline."""
+
+    data: int = 2
+    tensor: int = 1
+    pipeline: int = 1
+    nproc: int = 1
+    """Ranks a node."""
+    context: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of the world."""
+        return self.width * self.pipeline
+
+    @property
+    def width(self) -> int:
+        """Ranks of one stage of the pipeline."""
+        return self.data * self.context * self.tensor
+
+    @property
+    def nodes(self) -> int:
+        """Nodes."""
+        return self.size // self.nproc
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return rank // self.nproc
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One injected fault."""
+
+    kind: FaultKind
+    at_s: float
+    rank: int = 0
+    peer: int = 0
+    """The other end of a link."""
+    factor: float = 1.0
+    """Of the stage's or the link's time."""
+    until_s: float = NEVER
+
+
+@dataclass(slots=True)
+class Noise:
+    """The noise that healthy training has beside it."""
+
+    jitter: float = 0.03
+    hog_every_s: float = 0.0
+    """A neighbour's burst on one node, so often; up to 1.3 s, up to 1.6 times."""
+    gc_every_s: float = 0.0
+    checkpoint_every_s: float = 0.0
+    evaluate_steps: int = 0
+    """Rank 0 evaluates alone every so many steps."""
+    resize_every_s: float = 0.0
+    """The batch of all ranks changes."""
+    rebuild_step: int = -1
+    """The data-parallel buckets are cut otherwise from this step on."""
+    silences: tuple[Silence, ...] = ()
+    """What a rank does alone now and then, each equally often..."""
+    silent_every_s: float = 0.0
+    """... so often..."""
+    silent_s: tuple[float, float] = (2.0, 400.0)
+    """... for so long: shortest and longest."""
+    compile_s: float = 0.0
+    """The first step takes each rank up to so much longer, with its CPU at work."""
 
 
 @dataclass(slots=True)
@@ -170,31 +251,28 @@ class Training:
         others = self._pause(step)
         own_s = self._step_s * (1.0 - self._comm_share) / lay.pipeline * self._batch
         parts = (0.05 * own_s, 0.3 * own_s, 0.55 * own_s, 0.1 * own_s)
-        per = lay.width
         for r in self._ranks:
             self._work(r, 0, parts[0])
         for stage in range(lay.pipeline):
-            members = self._ranks[stage * per : (stage + 1) * per]
-            if stage:
-                self._pass_on(stage - 1, stage)
-            for half in range(2):
-                for r in members:
-                    self._work(r, 1, parts[1] / 2)
-                self._reduce_all(self._tp[stage], half)
+            self._pass_through(stage, stage - 1, 1, parts[1])
         for stage in reversed(range(lay.pipeline)):
-            members = self._ranks[stage * per : (stage + 1) * per]
-            if stage < lay.pipeline - 1:
-                self._pass_on(stage + 1, stage)
-            for half in range(2):
-                for r in members:
-                    self._work(r, 2, parts[2] / 2)
-                self._reduce_all(self._tp[stage], half)
+            self._pass_through(stage, stage + 1, 2, parts[2])
         rebuilt = 0 <= self.noise.rebuild_step <= step
         for bucket in range(2):
             self._reduce_all(self._dp, bucket, scale=(1.5, 0.5)[bucket] if rebuilt else 1.0)
         for r in self._ranks:
             self._work(r, 3, parts[3])
         self._end_step(begins, others)
+
+    def _pass_through(self, stage: int, source: int, part: int, seconds: float) -> None:
+        """Let a stage of the pipeline do its forward or backward, once it has the `source`'s."""
+        lay = self.layout
+        if 0 <= source < lay.pipeline:
+            self._pass_on(source, stage)
+        for half in range(2):
+            for r in self._ranks[stage * lay.width : (stage + 1) * lay.width]:
+                self._work(r, part, seconds / 2)
+            self._reduce_all(self._tp[stage], half)
 
     def _end_step(self, begins: list[float], others: list[float]) -> None:
         self._step += 1

@@ -24,7 +24,7 @@ from perdure.model.orders import Order, ReformWorld
 from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
 from perdure.plan.elastic.commit import FRESH, MemberProgress, Reformation, decide_reformation
 from perdure.plan.elastic.microbatches import assign
-from perdure.sim.clock import VirtualClock
+from perdure.sim.network import VirtualClock
 from perdure.sim.ranks import Broken, Rank
 from perdure.sim.simulation import Scenario, Simulation
 from perdure.sim.training import World

@@ -1,16 +1,43 @@
-"""Messages between the simulated parts: late, twice, or never; and outages of the server.
+"""Virtual time, and messages in it between the simulated parts: late, twice, or never; outages too.
 
 An operator beyond it sends commands over the bad network until each is answered.
 """
 
+import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perdure.model.bus.wire import Command, CommandReply
-from perdure.sim.clock import VirtualClock
 
 REPEAT_S = 2.0
+
+
+class VirtualClock:
+    """Time that stands still while somebody thinks, and jumps to what is next.
+
+    Calls are made in the order of their time, and then of arrival.
+    """
+
+    def __init__(self, start_s: float = 1_000_000.0) -> None:
+        """Begin at `start_s`, a job time."""
+        self.now = start_s
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Have `call` made `delay_s` from now."""
+        self._count += 1
+        heapq.heappush(self._queue, (self.now + max(0.0, delay_s), self._count, call))
+
+    def step(self) -> bool:
+        """Make the next call; False where nothing is left."""
+        if not self._queue:
+            return False
+        at_s, _, call = heapq.heappop(self._queue)
+        self.now = max(self.now, at_s)
+        call()
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from perdure.model.signals.progress import (
     CommProgress,
     NodeBeat,
 )
-from perdure.sim.clock import VirtualClock
+from perdure.sim.network import VirtualClock
 from perdure.sim.ranks import Agreements, Rank
 from perdure.sim.training import World
 

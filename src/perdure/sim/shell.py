@@ -29,7 +29,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnswerCommand, AnyAction, EndJob
 from perdure.model.signals.progress import NodeBeat
-from perdure.sim.clock import VirtualClock
+from perdure.sim.network import VirtualClock
 
 SNAPSHOT_EVERY = 40
 Answer = Callable[[CommandReply], None]

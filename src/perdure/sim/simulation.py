@@ -15,8 +15,7 @@ from perdure.model.events import CheckpointSaved, CommandReceived, JobEnded, Jou
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
 from perdure.model.report import Report as LedgerReport
 from perdure.model.signals.progress import NodeBeat
-from perdure.sim.clock import VirtualClock
-from perdure.sim.network import Contradiction, Network, Operator, Weather
+from perdure.sim.network import Contradiction, Network, Operator, VirtualClock, Weather
 from perdure.sim.node import Node
 from perdure.sim.ranks import Agreements, Broken, Rank
 from perdure.sim.shell import ControllerDied, Forgotten, Shell

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Protocol
@@ -79,19 +79,23 @@ def kill_nodes(job: str, home: str, places: Sequence[int]) -> int:
     agents = [parts.agents[place] for place in places if parts and place in parts.agents]
     keepers = [pid for place in places for pid in find_by_title(f"perdure keeper {job} {place}")]
     ranks = [pid for root in (*agents, *keepers) for pid in list_living_descendants(root)]
-    killed = 0
-    for pid in dict.fromkeys((*agents, *keepers, *ranks)):  # An agent would tell of its keeper.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            killed += 1
-    return killed
+    # An agent would tell of its keeper.
+    return _kill(dict.fromkeys((*agents, *keepers, *ranks)))
 
 
 def kill_tree(pid: int) -> None:
     """Kill a process and all of its descendants."""
-    for each in (pid, *list_living_descendants(pid)):
+    _kill((pid, *list_living_descendants(pid)))
+
+
+def _kill(pids: Iterable[int]) -> int:
+    """Kill processes in this order; return how many were there."""
+    killed = 0
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+    return killed
 
 
 MICRO_BATCHES = 56

@@ -3,6 +3,10 @@
 Rates are measured or modelled samples per second, by D and P. What is not in the table cannot run:
 shapes that do not fit into memory are left out of it, and nothing is interpolated.
 
+`tabulate` makes a table of what the planner predicts: a `World` says also who has which blocks, in
+which micro-batches, and of all worlds of a shape the table has the fastest. Worlds whose stages
+differ in their number of copies have no shape, and are left out.
+
 State moves by slices, from several living peers at once: a node that lacks its slice takes
 M / P bytes over its own link, all of them at the same time, so the time is one slice's.
 """
@@ -14,7 +18,10 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from perdure.model.errors import ConfigError
+from perdure.model.planning.costs import CostProfile
+from perdure.model.planning.world import World, make_devices
 from perdure.model.source import Source
+from perdure.plan.worlds.planner import Request, plan_worlds
 
 BYTES_A_PARAMETER = 16
 """Weights and gradients of two bytes, and 12 of Adam in mixed precision."""
@@ -277,3 +284,43 @@ def has_lost_neighbours(grid: Grid, lost: Collection[str]) -> bool:
         return grid.without(lost).count_copies() == 0
     rings = ([*row, row[0]] for row in grid.rows)
     return any(a in lost and b in lost for ring in rings for a, b in pairwise(ring))
+
+
+def shape_of(world: World) -> Shape | None:
+    """Return the shape of `world`; None where its stages differ in their number of copies."""
+    even = len({len(stage.devices) for stage in world.stages}) == 1
+    return Shape(world.replicas, world.ranks) if even else None
+
+
+def tabulate(
+    profile: CostProfile, nodes_max: int, memory_bytes: int, global_batch: int
+) -> Throughput:
+    """Return what each shape on up to `nodes_max` nodes of one device would do.
+
+    Raises:
+        ConfigError: None fits.
+        MeasureError: The profile lacks a measure.
+    """
+    rates: dict[Shape, float] = {}
+    for stages in range(1, min(nodes_max, len(profile.blocks)) + 1):
+        for replicas in range(1, nodes_max // stages + 1):
+            request = Request(
+                global_batch, ranks=(stages,), schedules=("1f1b", "interleaved"), options=1
+            )
+            devices = make_devices(replicas * stages, 1, memory_bytes)
+            for option in plan_worlds(profile, devices, request).options:
+                shape = shape_of(option.world)
+                if shape is not None:
+                    rates[shape] = max(option.samples_per_s, rates.get(shape, 0.0))
+    if not rates:
+        raise ConfigError(
+            f"no world fits up to {nodes_max} nodes of {memory_bytes / 1e9:g} GB",
+            hint="perdure plan says why",
+        )
+    return Throughput(
+        "planned",
+        rates,
+        global_batch=global_batch,
+        state_bytes=sum(block.state_bytes for block in profile.blocks),
+        source=f"planner, profile {profile.fingerprint}",
+    )

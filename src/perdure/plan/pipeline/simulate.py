@@ -36,14 +36,7 @@ class Pipe(msgspec.Struct, frozen=True):
 
     def work_s(self, action: Action, cell: int) -> float:
         """Return how long an action takes on a cell."""
-        stage = self.stages[action.stage]
-        match action.kind:
-            case "F":
-                work_s = stage.forward_s
-            case "B":
-                work_s = stage.backward_s
-            case "W":
-                work_s = stage.weight_s
+        work_s = self.stages[action.stage].spent_s(action.kind)
         return work_s * self.slowdowns[cell] if self.slowdowns else work_s
 
 
@@ -89,11 +82,7 @@ class _State:
         self.waiting: dict[tuple[str, int], int] = {}
         self.links: dict[tuple[int, int], float] = {}
         self.hops: dict[tuple[int, int, int], Hop] = {}
-        self.works = {
-            "F": [stage.forward_s for stage in pipe.stages],
-            "B": [stage.backward_s for stage in pipe.stages],
-            "W": [stage.weight_s for stage in pipe.stages],
-        }
+        self.works = {kind: [stage.spent_s(kind) for stage in pipe.stages] for kind in "FBW"}
         """On a cell without a slowdown."""
 
     def advance(self, cell: int) -> list[int]:

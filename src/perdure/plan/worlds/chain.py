@@ -37,10 +37,9 @@ class StageCost(msgspec.Struct, frozen=True):
     gradient_bytes: int
     update_s: float
 
-    @property
-    def work_s(self) -> float:
-        """All of a micro-batch."""
-        return self.forward_s + self.backward_s + self.weight_s
+    def spent_s(self, kind: str) -> float:
+        """Return what an action of that kind (F, B or W) takes of a micro-batch."""
+        return {"F": self.forward_s, "B": self.backward_s, "W": self.weight_s}[kind]
 
 
 class Chain:
