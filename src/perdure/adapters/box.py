@@ -126,10 +126,12 @@ def _try(read: Callable[[], T], default: Any) -> T:
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that checks look at; of secrets only that they are set."""
-    found = {name: environ[name] for name in VARIABLES if name in environ}
-    found |= {name: "set" for name in SECRETS if environ.get(name)}
-    files = [name for name in (".netrc",) if os.path.exists(os.path.expanduser(f"~/{name}"))]
-    return found | ({"files": " ".join(files)} if files else {})
+    has_netrc = os.path.exists(os.path.expanduser("~/.netrc"))
+    return {
+        **{name: environ[name] for name in VARIABLES if name in environ},
+        **{name: "set" for name in SECRETS if environ.get(name)},
+        **({"files": ".netrc"} if has_netrc else {}),
+    }
 
 
 def read_disk(role: str, path: str) -> Disk | None:

@@ -128,14 +128,11 @@ def check_state_directory(home: str) -> Check:
 
 def find_filesystem(path: str, mounts: str = "/proc/self/mounts") -> str:
     """Return the type of the file system that holds `path`; empty where it cannot be told."""
-    best, kind = "", ""
     real = os.path.realpath(path)
-    for row in map(str.split, read_text(mounts).splitlines()):
-        mount = row[1].replace("\\040", " ")
-        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, row[2]
-    return kind
+    rows = map(str.split, read_text(mounts).splitlines())
+    kinds = {row[1].replace("\\040", " "): row[2] for row in rows}  # A later mount hides another.
+    above = [p for p in kinds if real == p or real.startswith(p.rstrip("/") + "/")]
+    return kinds[max(above, key=len)] if above else ""
 
 
 def _time_sync(place: str) -> float:

@@ -202,26 +202,22 @@ class ProcSampler:
             self._follow_descendants()
             for other in self._watched.values():
                 other.root.follow_threads()
-        own = watched.root.sample()
-        cpu_s, io_bytes, rss, threads = own.cpu_s, own.io_bytes, own.rss_bytes, own.num_threads
-        blocked = int(own.state == "D")
+        looks = [watched.root.sample()]
         for child, stat in list(watched.below.items()):
             look = stat.sample()
             if look.state == "X":
                 watched.below.pop(child).close()
-                continue
-            blocked += look.state == "D"
-            cpu_s, io_bytes = cpu_s + look.cpu_s, io_bytes + look.io_bytes
-            rss, threads = rss + look.rss_bytes, threads + look.num_threads
+            else:
+                looks.append(look)
         watched.taken_s = now
         watched.newest = ProcSample(
-            state=own.state,
-            cpu_s=cpu_s,
-            io_bytes=max(io_bytes, watched.newest.io_bytes),
-            rss_bytes=rss,
-            num_threads=threads,
+            state=looks[0].state,
+            cpu_s=sum(look.cpu_s for look in looks),
+            io_bytes=max(sum(look.io_bytes for look in looks), watched.newest.io_bytes),
+            rss_bytes=sum(look.rss_bytes for look in looks),
+            num_threads=sum(look.num_threads for look in looks),
             run_delay_s=watched.root.measure_delay(),
-            blocked=blocked,
+            blocked=sum(look.state == "D" for look in looks),
         )
         return watched.newest
 

@@ -150,8 +150,7 @@ class SockDiag:
         self._socket.close()
 
     def _ask(self, family: int, states: int, extensions: int) -> None:
-        body = struct.pack("<BBBBI", family, socket.IPPROTO_TCP, extensions, 0, states)
-        body += bytes(48)
+        body = struct.pack("<BBBBI48x", family, socket.IPPROTO_TCP, extensions, 0, states)
         header = _HEADER.pack(16 + len(body), _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0)
         try:
             self._socket.send(header + body)

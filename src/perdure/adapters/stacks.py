@@ -33,14 +33,11 @@ async def dump_stack(
     program = find_py_spy()
     if not program:
         return "no stack: py-spy is not installed"
-    command = [program, "dump", "--pid", str(pid)]
-    if nonblocking:
-        command.append("--nonblocking")
-    if native:
-        command.append("--native")
+    options = {"--nonblocking": nonblocking, "--native": native}
+    chosen = [option for option, asked in options.items() if asked]
     try:
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *(program, "dump", "--pid", str(pid), *chosen),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

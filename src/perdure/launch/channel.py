@@ -106,6 +106,14 @@ class Channel:
             return ["sh", "-c", wrap(script)]
         return [*self.ssh(shared=shared), self.host, f"exec sh -c {shlex.quote(wrap(script))}"]
 
+    def locate(self, folder: str) -> str:
+        """Return what is in the absolute folder `folder` on the box, as rsync calls it."""
+        return f"{self.host}:{folder}/" if self.host else f"{folder}/"
+
+    def carry_rsync(self, *, shared: bool = True) -> list[str]:
+        """Return the options by which rsync gets to the box."""
+        return ["-e", shlex.join(self.ssh(shared=shared))] if self.host else []
+
     def run(
         self,
         script: str,

@@ -58,8 +58,8 @@ def _replica_environment(
     GPUs, since LOCAL_RANK begins at 0 in each. A quorum may take as long as it
     takes: who is late or dead is the lighthouse's business, and it may itself be restarted.
     """
-    env = _world_environment(rank - assignment.replica * spec.nproc, spec.nproc, spec.nproc)
-    env |= {
+    env = {
+        **_world_environment(rank - assignment.replica * spec.nproc, spec.nproc, spec.nproc),
         "REPLICA_GROUP_ID": str(assignment.replica),
         "NUM_REPLICA_GROUPS": str(spec.groups),
         "TORCHFT_LIGHTHOUSE": base.get(LIGHTHOUSE_URL, ""),

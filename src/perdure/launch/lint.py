@@ -44,20 +44,29 @@ def _check_secrets(spec: JobSpec) -> list[Finding]:
 
 
 def _check_durable(spec: JobSpec, profile: Profile) -> list[Finding]:
-    found = []
-    places = {"overrides.DURABLE_DIR": profile.overrides.DURABLE_DIR}
-    url = spec.checkpoint.url
-    if url and "://" not in url:
-        places["checkpoint.url"] = url
-    for key, place in places.items():
-        tier = find_tier(profile, place)
-        wiped = is_below(place, _FLEETING)
-        stops = not wiped and tier is not None and tier.survives_stop == "no"
-        text = f"{key} = {place} is wiped at the end of a job or a boot"
-        found += error(wiped, text, "name a place that survives: see the matrix", "SLURM5")
-        text = f"{key} = {place} is on the {tier and tier.name}, which does not survive a stop"
-        found += warning(stops, text, "name a place that does")
-    return found
+    url = "" if "://" in spec.checkpoint.url else spec.checkpoint.url
+    places = {"overrides.DURABLE_DIR": profile.overrides.DURABLE_DIR, "checkpoint.url": url}
+    return [
+        one for key, place in places.items() if place for one in _check_place(profile, key, place)
+    ]
+
+
+def _check_place(profile: Profile, key: str, place: str) -> list[Finding]:
+    tier, wiped = find_tier(profile, place), is_below(place, _FLEETING)
+    stops = not wiped and tier is not None and tier.survives_stop == "no"
+    return [
+        *error(
+            wiped,
+            f"{key} = {place} is wiped at the end of a job or a boot",
+            "name a place that survives: see the matrix",
+            "SLURM5",
+        ),
+        *warning(
+            stops,
+            f"{key} = {place} is on the {tier and tier.name}, which does not survive a stop",
+            "name a place that does",
+        ),
+    ]
 
 
 def find_tier(profile: Profile, place: str) -> Tier | None:

@@ -34,15 +34,12 @@ def render(spec: JobSpec, home: str, *, nats_url: str = "", placement: str = "")
     """Return the plan of `spec` under the absolute state directory `home`."""
     folder = os.path.join(home, "launch")
     document = os.path.join(folder, f"{spec.name}.json")
-    command = [sys.executable, "-P", "-m", "perdure", "run", "--config", document]
-    if nats_url:
-        command += ["--nats", nats_url]
-    if placement:
-        command += ["--placement", placement]
+    options = {"--config": document, "--nats": nats_url, "--placement": placement}
+    words = [word for name, value in options.items() if value for word in (name, value)]
     return LocalPlan(
         job=spec.name,
         files={document: msgspec.json.format(msgspec.json.encode(spec)).decode() + "\n"},
-        command=tuple(command),
+        command=(sys.executable, "-P", "-m", "perdure", "run", *words),
         env={"PERDURE_HOME": home},
         cwd=spec.cwd,
         log=os.path.join(folder, f"{spec.name}.out"),

@@ -29,10 +29,10 @@ def collect_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float
     teardown, job = record.profile.teardown, record.job
     found = []
     if record.stop_asked_s:
-        hours = (now_s - record.stop_asked_s) / 3600
         text = (
-            f"stop was asked for {hours:.1f} h ago, and {record.profile.platform} has not said "
-            f"that {record.box} is gone: perdure teardown {job} asks again"
+            f"stop was asked for {(now_s - record.stop_asked_s) / 3600:.1f} h ago, and "
+            f"{record.profile.platform} has not said that {record.box} is gone: "
+            f"perdure teardown {job} asks again"
         )
         found.append(Reminder(job, "stop-asked", text))
     hourly = teardown.price_per_hour
@@ -44,13 +44,13 @@ def collect_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float
             f"billed on{price}: perdure pull {job} DIR, verify, teardown"
         )
         found.append(Reminder(job, "ended", text))
-    for row in rows:
-        if row.state in ("running", "orphaned") and 0 <= row.load < IDLE_LOAD:
-            text = (
-                f"it runs, and {row.host} has done nothing for a quarter of an hour "
-                f"(load {row.load:.2f}){price}: perdure diagnose {job}"
-            )
-            found.append(Reminder(job, "idle", text))
+    idle = [
+        f"it runs, and {row.host} has done nothing for a quarter of an hour "
+        f"(load {row.load:.2f}){price}: perdure diagnose {job}"
+        for row in rows
+        if row.state in ("running", "orphaned") and 0 <= row.load < IDLE_LOAD
+    ]
+    found += [Reminder(job, "idle", text) for text in idle]
     return [*found, *_remind_of_budget(record, now_s)]
 
 

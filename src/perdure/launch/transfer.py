@@ -7,7 +7,6 @@ again, from what has arrived; it is given up only when attempts bring nothing mo
 
 import os
 import re
-import shlex
 import subprocess
 import tempfile
 import time
@@ -56,10 +55,8 @@ def push(
         PlatformError: it cannot be done, or attempts bring nothing more.
     """
     options = [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
-    at = f"{channel.host}:{target}/" if channel.host else f"{target}/"
-    _repeat(
-        channel, [*options, f"{source}/", at], f"{source} to {channel.name}", tell, shared=shared
-    )
+    places = (f"{source}/", channel.locate(target))
+    _repeat(channel, [*options, *places], f"{source} to {channel.name}", tell, shared=shared)
 
 
 def pull(
@@ -80,7 +77,6 @@ def pull(
     """
     target.mkdir(parents=True, exist_ok=True)
     listed = "\0".join(f"./{name}" for name in names).encode()  # `#` begins a comment there.
-    at = f"{channel.host}:{source}/" if channel.host else f"{source}/"
     # A link, a pipe or a device that has taken a file's place there meanwhile does not come here.
     options = [
         "--ignore-missing-args",
@@ -88,7 +84,7 @@ def pull(
         "--no-D",
         "--from0",
         "--files-from=-",
-        at,
+        channel.locate(source),
         f"{target}/",
     ]
 
@@ -155,9 +151,8 @@ def _repeat(
     command = [
         *("rsync", "-a", "-s", f"--partial-dir={PARTIAL}", f"--timeout={STALL_S}"),
         *("--info=progress2", "--no-human-readable", "--outbuf=L"),
+        *channel.carry_rsync(shared=shared),
     ]
-    if channel.host:
-        command += ["-e", shlex.join(channel.ssh(shared=shared))]
     fruitless = changed = 0
     while True:
         if prepare is not None:

@@ -17,6 +17,7 @@ from perdure.launch.exchange import name_first
 from perdure.launch.platforms import Here, load_platform
 from perdure.launch.records import read_record, write_record
 from perdure.launch.results.pulling import (
+    Found,
     Sources,
     build_roster,
     compare_files,
@@ -235,38 +236,37 @@ def verify_pulled(
 ) -> int:
     """Compare a pulled directory with its roster, load what has tensors; return the exit code."""
     problems = compare_files(directory, manifest)
-    found = look_into(directory, manifest, allow_pickle=allow_pickle) if not problems else None
-    if found is not None:
-        problems = list(found.problems)
-        if not problems and not found.tensors and not nothing_to_keep:
-            problems = [
-                "no file that was pulled has a tensor in it; --nothing-to-keep, if that is right"
-            ]
+    found = Found() if problems else look_into(directory, manifest, allow_pickle=allow_pickle)
+    problems += found.problems
+    if not (problems or found.tensors or nothing_to_keep):
+        problems = [
+            "no file that was pulled has a tensor in it; --nothing-to-keep, if that is right"
+        ]
     proof = None
-    if found is not None and not problems:
+    if problems:
+        (directory / PULL_VERIFIED).unlink(missing_ok=True)
+    else:
         proof = write_verified(
             directory, manifest, found.loaded, time.time(),
             tensors=found.tensors, nothing_to_keep=nothing_to_keep,
         )  # fmt: skip
-    else:
-        (directory / PULL_VERIFIED).unlink(missing_ok=True)
     document = {
         "dir": str(directory),
         "job": manifest.job,
         "ok": not problems,
         "files": len(manifest.files),
         "bytes": sum(file.bytes for file in manifest.files),
-        "loaded": found.loaded if found else 0,
-        "tensors": found.tensors if found else 0,
-        "unknown": found.unknown if found else (),
+        "loaded": found.loaded,
+        "tensors": found.tensors,
+        "unknown": found.unknown,
         "changed": manifest.changed,
         "problems": problems,
         "verified": proof,
     }
     lines = [f"DAMAGED: {problem}" for problem in problems]
-    if found is not None and found.unknown:
+    if found.unknown:
         lines = [f"not understood, compared by SHA-256 only: {name_first(found.unknown)}", *lines]
-    if found is not None and not problems:
+    if not problems:
         moved = f"{describe_changed(manifest.changed)} while the job ran: here as they arrived"
         lines += [moved] if manifest.changed else []
         lines.append(

@@ -49,11 +49,8 @@ class Client:
     def __init__(self, section: KubernetesSection) -> None:
         """Talk to the cluster of a profile."""
         self.shape = section.shape
-        self._words = ["kubectl"]
-        if section.context:
-            self._words.append(f"--context={section.context}")
-        if section.namespace:
-            self._words.append(f"--namespace={section.namespace}")
+        where = {"--context": section.context, "--namespace": section.namespace}
+        self._words = ["kubectl", *(f"{name}={value}" for name, value in where.items() if value)]
 
     def command(self, *words: str) -> tuple[str, ...]:
         """Return a command line, as a person would type it."""

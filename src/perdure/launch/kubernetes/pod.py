@@ -169,8 +169,10 @@ class Pod:
 
     def join(self) -> int:
         """Be a node of the job for as long as there is one; return the exit code."""
-        words = [*self.perdure, "join", str(self.invitation), "--address", self.address]
-        words += ["--grace", f"{self.grace_s:g}", "--wait", "60", "--cwd", self.spec.cwd]
+        words = [
+            *(*self.perdure, "join", str(self.invitation), "--address", self.address),
+            *("--grace", f"{self.grace_s:g}", "--wait", "60", "--cwd", self.spec.cwd),
+        ]
         while True:
             text = read(self.invitation)
             if not text:

@@ -33,15 +33,15 @@ def secure_pod(section: KubernetesSection) -> dict[str, Any]:
     """Return the securityContext of a pod; empty where the image alone decides."""
     if section.security == "image":
         return {}
-    context: dict[str, Any] = {"seccompProfile": {"type": "RuntimeDefault"}}
-    if not section.ptrace:
-        context["runAsNonRoot"] = True
-        if section.run_as_user:
-            context["runAsUser"] = section.run_as_user
-    if section.fs_group:
+    context = {
+        "seccompProfile": {"type": "RuntimeDefault"},
+        "runAsNonRoot": not section.ptrace,
+        "runAsUser": 0 if section.ptrace else section.run_as_user,
+        "fsGroup": section.fs_group,
         # What is on the volume already is given to the group once, and not at each start.
-        context |= {"fsGroup": section.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
-    return context
+        "fsGroupChangePolicy": "OnRootMismatch" if section.fs_group else "",
+    }
+    return {name: value for name, value in context.items() if value}
 
 
 def secure_container(section: KubernetesSection) -> dict[str, Any]:

@@ -12,9 +12,11 @@ SERVICE = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
-_SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3}
-_SUFFIXES |= {letter: 1e3 ** (n + 2) for n, letter in enumerate("MGTPE")}
-_SUFFIXES |= {f"{letter}i": 1024.0 ** (n + 1) for n, letter in enumerate("KMGTPE")}
+_SUFFIXES = {
+    **{"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3},
+    **{letter: 1e3 ** (n + 2) for n, letter in enumerate("MGTPE")},
+    **{f"{letter}i": 1024.0 ** (n + 1) for n, letter in enumerate("KMGTPE")},
+}
 
 
 def read_quantity(value: object) -> float | None:

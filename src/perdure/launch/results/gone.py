@@ -45,12 +45,7 @@ def fill_words(record: LaunchRecord, words: tuple[str, ...]) -> tuple[str, ...]:
     if not teardown.id and any("{id}" in word for word in words):
         return ()
     values = {"{job}": record.job, "{host}": record.profile.launch.host, "{id}": teardown.id}
-    filled = []
-    for word in words:
-        for name, value in values.items():
-            word = word.replace(name, value)
-        filled.append(word)
-    return tuple(filled)
+    return tuple(re.sub(r"\{(job|host|id)\}", lambda hole: values[hole[0]], w) for w in words)
 
 
 def ask_gone(record: LaunchRecord) -> Answer | None:

@@ -127,7 +127,13 @@ def render_script(spec: JobSpec, profile: Profile) -> str:
 
 def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
     """Return the options of sbatch, without `#SBATCH`."""
-    lines = [
+    named = ("partition", "account", "qos", "constraint", "mem", "array")
+    values = {
+        **{name: getattr(section, name) for name in named},
+        "gres": render_gres(spec, section),
+        "dependency": section.dependency,
+    }
+    return [
         f"--job-name={spec.name}",
         f"--nodes={1 if spec.groups else spec.local_nodes}",
         "--ntasks-per-node=1",
@@ -136,15 +142,11 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
         f"--signal=B:{SIGNAL}@{section.warn_s}",
         "--requeue",
         "--open-mode=append",
+        *(f"--{name}={value}" for name, value in values.items() if value),
+        # Else a job whose dependency failed waits for ever.
+        *(["--kill-on-invalid-dep=yes"] if section.dependency else []),
+        *section.extra,
     ]
-    named = ("partition", "account", "qos", "constraint", "mem", "array")
-    lines += [f"--{name}={value}" for name in named if (value := getattr(section, name))]
-    if gres := render_gres(spec, section):
-        lines.append(f"--gres={gres}")
-    if section.dependency:
-        # Without the second, a job whose dependency failed waits for ever.
-        lines += [f"--dependency={section.dependency}", "--kill-on-invalid-dep=yes"]
-    return [*lines, *section.extra]
 
 
 def choose_python(profile: Profile) -> str:

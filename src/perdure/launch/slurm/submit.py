@@ -59,8 +59,11 @@ def _place_here(plan: Plan, place: str, here: Here) -> LaunchRecord:
     spec = msgspec.json.decode(plan.files["job.json"], type=JobSpec)
     write_files(plan.files, Path(place), hint="overrides.DURABLE_DIR")
     home = expand(locate_home(plan.profile), here)
-    roots = {label: f"{home}/jobs/{name}" for label, name in plan.settings["jobs"].items()}
-    roots |= {f"outputs/{o}": f"{spec.launch.project}/{o}" for o in spec.launch.outputs}
+    roots = {
+        **{label: f"{home}/jobs/{name}" for label, name in plan.settings["jobs"].items()},
+        **{f"outputs/{o}": f"{spec.launch.project}/{o}" for o in spec.launch.outputs},
+        "launch": place,
+    }
     return LaunchRecord(
         job=plan.job,
         profile=plan.profile,
@@ -68,7 +71,7 @@ def _place_here(plan: Plan, place: str, here: Here) -> LaunchRecord:
         home=home,
         python=sys.executable,
         launched_s=time.time(),
-        roots={**roots, "launch": place},
+        roots=roots,
     )
 
 

@@ -375,10 +375,8 @@ def list_logins(parents: dict[str, str], mine: set[str]) -> list[str]:
 
 def read_client_address(pid: str) -> str:
     """Return from where the session of a process was opened; empty where it is not told."""
-    for line in read_text(f"/proc/{pid}/environ").split("\0"):
-        if line.startswith("SSH_CONNECTION="):
-            return line.partition("=")[2].partition(" ")[0]
-    return ""
+    rows = (line.partition("=") for line in read_text(f"/proc/{pid}/environ").split("\0"))
+    return next((row[2].partition(" ")[0] for row in rows if row[0] == "SSH_CONNECTION"), "")
 
 
 def has_torch(pid: str) -> bool:
@@ -483,13 +481,13 @@ def describe_place(path: str) -> dict[str, Any]:
 
 def read_mount(path: str) -> tuple[str, str]:
     """Return mount point and type of the file system of `path`."""
-    best = ("/", "unknown")
     real = os.path.realpath(path)
-    for point, kind in list_mounts():
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best[0]):
-            best = (point, kind)
-    return best
+    above = [
+        (point, kind)
+        for point, kind in reversed(list_mounts())  # One that hides another was mounted later.
+        if real == point or real.startswith(point.rstrip("/") + "/")
+    ]
+    return max(above, key=lambda mount: len(mount[0]), default=("/", "unknown"))
 
 
 def list_mounts(device: str = "") -> list[tuple[str, str]]:

@@ -44,8 +44,8 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     measured, found = _check_box(plan, told[0], here)
     if not plan.others:
         return measured, tuple(found)
-    looked_at = [(measured, found)]
-    looked_at += [_check_box(*pair, here) for pair in zip(plan.others, told[1:], strict=True)]
+    others = zip(plan.others, told[1:], strict=True)
+    looked_at = [(measured, found), *(_check_box(*pair, here) for pair in others)]
     measured["shared_fs"] = all(values["shared_fs"] for values, _ in looked_at)
     named = [
         msgspec.structs.replace(finding, text=f"{each.profile.launch.host}: {finding.text}")

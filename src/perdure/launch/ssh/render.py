@@ -203,11 +203,6 @@ def place_checkpoints(spec: JobSpec, profile: Profile) -> JobSpec:
 def render_environment(spec: JobSpec, profile: Profile, folder: str) -> str:
     """Return the shell file that says where things are on the box."""
     overrides = profile.overrides
-    lines = [
-        "# Where things are on this box: read by this job's scripts and by perdure's commands."
-    ]
-    if overrides.PROXY_HOOK:
-        lines.append(overrides.PROXY_HOOK)
     credentials = f"{overrides.CRED_FILE}-{folder}" if overrides.CRED_FILE else ""
     values = {
         "DATA_DIR": overrides.DATA_DIR,
@@ -220,11 +215,15 @@ def render_environment(spec: JobSpec, profile: Profile, folder: str) -> str:
     }
     if profile.mirror not in ("", HOST_DEPENDENT):
         values["HF_ENDPOINT"] = profile.mirror
-    lines += [f'export {name}="{expand_tilde(value)}"' for name, value in values.items()]
-    lines.append('export PERDURE_PYTHON="$(cat "$JOB_DIR/launch/python" 2>/dev/null)"')
-    if len(profile.launch.hosts) > 1:
-        network = f'"$JOB_DIR/launch/{NETWORK}"'
-        lines.append(f"if [ -r {network} ]; then . {network}; fi # Where other boxes reach it.")
+    network = f'"$JOB_DIR/launch/{NETWORK}"'
+    find_network = f"if [ -r {network} ]; then . {network}; fi # Where other boxes reach it."
+    lines = [
+        "# Where things are on this box: read by this job's scripts and by perdure's commands.",
+        *([overrides.PROXY_HOOK] if overrides.PROXY_HOOK else []),
+        *(f'export {name}="{expand_tilde(value)}"' for name, value in values.items()),
+        'export PERDURE_PYTHON="$(cat "$JOB_DIR/launch/python" 2>/dev/null)"',
+        *([find_network] if len(profile.launch.hosts) > 1 else []),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -279,7 +278,11 @@ def _list_steps(spec: JobSpec, profile: Profile, job_dir: str, relaunch: bool) -
     at = f"{host}:{job_dir}" if host else job_dir
     excludes = tuple(f"--exclude={pattern}" for pattern in spec.launch.exclude)
     rsync = ("rsync", "-a", "-s", "--partial-dir=.rsync-partial", *excludes)
-    steps = [
+    target = f"{profile.overrides.CRED_FILE}-{spec.name}"
+    names = ", ".join(spec.launch.secrets)
+    secrets = Step("send secrets", (*ssh, f"cat > {target}"), f"values of {names}")
+    survive = Step("survive a reboot", (*ssh, "sh", f"{job_dir}/launch/relaunch.sh"))
+    return (
         Step("look at the box", (*ssh, "python3", "-", "probe"), "box.py"),
         Step("send the project", (*rsync, f"{spec.launch.project}/", f"{at}/project/")),
         Step(
@@ -287,15 +290,10 @@ def _list_steps(spec: JobSpec, profile: Profile, job_dir: str, relaunch: bool) -
             (*ssh, "python3", f"{job_dir}/launch/results.py", "repair", f"{job_dir}/project"),
         ),
         Step("find or make the environment", (*ssh, "sh", f"{job_dir}/launch/setup.sh")),
-    ]
-    if spec.launch.secrets:
-        target = f"{profile.overrides.CRED_FILE}-{spec.name}"
-        names = ", ".join(spec.launch.secrets)
-        steps.append(Step("send secrets", (*ssh, f"cat > {target}"), f"values of {names}"))
-    if relaunch:
-        steps.append(Step("survive a reboot", (*ssh, "sh", f"{job_dir}/launch/relaunch.sh")))
-    steps.append(Step("start it, detached", (*ssh, "sh", f"{job_dir}/launch/start.sh")))
-    return tuple(steps)
+        *([secrets] if spec.launch.secrets else []),
+        *([survive] if relaunch else []),
+        Step("start it, detached", (*ssh, "sh", f"{job_dir}/launch/start.sh")),
+    )
 
 
 def _check(spec: JobSpec, profile: Profile) -> list[Finding]:

@@ -347,12 +347,10 @@ def hash_file(path: str) -> tuple[int, str]:
     """Return size and SHA-256 of a file."""
     digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        while True:
-            chunk = file.read(1 << 20)
-            if not chunk:
-                return size, digest.hexdigest()
+        for chunk in iter(lambda: file.read(1 << 20), b""):
             digest.update(chunk)
             size += len(chunk)
+    return size, digest.hexdigest()
 
 
 def digest_package(folder: str) -> str:

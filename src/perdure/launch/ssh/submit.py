@@ -170,11 +170,10 @@ def _mend_project(channel: Channel, folder: str, here: Here) -> None:
 
 def _compare(channel: Channel, source: Path, target: str, exclude: tuple[str, ...]) -> list[str]:
     """Return the files whose contents differ, by their hashes."""
-    at = f"{channel.host}:{target}/" if channel.host else f"{target}/"
+    at = channel.locate(target)
     excludes = [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
-    command = ["rsync", "-acn", "-s", "--out-format=%n", *excludes]
-    if channel.host:
-        command += ["-e", shlex.join(channel.ssh())]  # Names and hashes: little.
+    shell = channel.carry_rsync()  # Names and hashes are little.
+    command = ["rsync", "-acn", "-s", "--out-format=%n", *excludes, *shell]
     try:
         done = run_bounded([*command, f"{source}/", at], name=channel.name, timeout_s=_SETUP_S)
     except subprocess.TimeoutExpired:
