@@ -172,7 +172,7 @@ class Member:
             except SystemExit:
                 self.cluster.leave(self.me)
                 return
-            if not self.steering.stopping:
+            if not self.steering.executor.stopping:
                 self.cluster.begin_step(self, self.config["lr"])
 
     def waits(self) -> bool:
@@ -447,5 +447,5 @@ def test_an_elastic_world_never_runs_a_step_with_two_values(seed: int) -> None:
         if id_.startswith("checkpoint") and answer.ok:
             assert answer.result["step"] in saved
     cluster.command("stop")
-    cluster.run_fairly(lambda: all(m.steering.stopping for m in cluster.find_members()))
+    cluster.run_fairly(lambda: all(m.steering.executor.stopping for m in cluster.find_members()))
     assert len({m.applied for m in cluster.find_members()}) == 1

@@ -305,7 +305,12 @@ class Prefetcher:
                 if coming is not None:
                     return coming.result()
             except BrokenProcessPool:
-                self._give_up()
+                self.close()
+                self._coming.clear()
+                say(
+                    "a process that loaded data has died (out of memory?): "
+                    "this rank loads its own from now"
+                )
         return self._direct(step, micro_batch)
 
     def _begin_step(self, step: int) -> None:
@@ -326,13 +331,6 @@ class Prefetcher:
         yield from ((self._step, number) for number in rest)
         share = self._share if rest else self._loaded
         yield from ((step, number) for step in count(self._step + 1) for number in share)
-
-    def _give_up(self) -> None:
-        self.close()
-        self._coming.clear()
-        say(
-            "a process that loaded data has died (out of memory?): this rank loads its own from now"
-        )
 
 
 def _begin(load: Load, parent: int) -> None:

@@ -66,13 +66,12 @@ class SignalForwarding:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number, signal.SIG_DFL)
-        if self.active and os.getpid() == self._pid:
+        ours = self.active and os.getpid() == self._pid
+        if ours:
             self._forward(number)
-            if callable(before):
-                before(number, frame)
-        elif callable(before):
+        if callable(before):
             before(number, frame)
-        elif before == signal.SIG_DFL:
+        elif before == signal.SIG_DFL and not ours:
             # A data loader's child, or no loop: as if perdure were not there.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

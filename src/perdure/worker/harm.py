@@ -73,7 +73,6 @@ class Slowdown:
         self._slept = False
         self._slept_s = 0.0
         self._step_began = 0.0
-        self._steps = 0
         self.over = False
 
     def begin(self) -> None:
@@ -86,13 +85,8 @@ class Slowdown:
 
         hook = register_optimizer_step_post_hook(lambda *_: self._end_step())
         self._undo.append(hook.remove)
-        match self._stage:
-            case "forward":
-                self._slow_forward()
-            case "backward":
-                self._slow_backward()
-            case _:
-                self._slow_data()
+        slow = {"forward": self._slow_forward, "backward": self._slow_backward}
+        slow.get(self._stage, self._slow_data)()
 
     def end(self) -> None:
         """Put everything back."""
@@ -107,7 +101,6 @@ class Slowdown:
             extra_s = (self._factor - 1) * usual_s
             self._extra_s = 0.5 * (self._extra_s + extra_s) if self._extra_s else extra_s
         self._step_began, self._slept_s, self._slept = now, 0.0, False
-        self._steps += 1
 
     def _wait(self) -> None:
         """Spend the extra time, once a step."""
@@ -304,7 +297,9 @@ class Faults:
             self._waiting = [item for item in self._waiting if item[0] > step]
         for order in due:
             self._harm(order, False)
-        self._slow_down()
+        if self._slow_left:
+            self._slow_left -= 1
+            time.sleep(self._slow_s)
         with self._lock:
             waiting = min((at for at, _ in self._waiting), default=NEVER)
             self.next_step = 0 if self._slow_left else waiting
@@ -343,7 +338,10 @@ class Faults:
         if self.next_step != NEVER and self.arm_forward is not None:
             self.arm_forward(self._before_forward)
 
-    def _tell(self, order: InjectFault, error: str = "", note: str = "") -> None:
+    def _tell(
+        self, order: InjectFault, error: str = "", note: str = "", *, first: bool = False
+    ) -> None:
+        """Tell of a fault; what comes `first` is awaited, as the fault may end this process."""
         self._emit(
             FaultInjected(
                 id=order.id,
@@ -354,6 +352,8 @@ class Faults:
                 note=note,
             )
         )
+        if first:
+            self._drain(_TOLD_TIMEOUT_S)
 
     def _harm(self, order: InjectFault, beside: bool) -> None:
         """Do it; `beside` the training thread, where an exception would reach nobody."""
@@ -363,8 +363,7 @@ class Faults:
         if order.kind in (*STAGES, *NETWORK_FAULTS, "heal"):
             self._begin(order)
             return
-        self._tell(order)
-        self._drain(_TOLD_TIMEOUT_S)
+        self._tell(order, first=True)
         for_s = float(order.args.get("for_s", order.args.get("s", float("inf"))))
         match order.kind:
             case "crash":
@@ -407,8 +406,7 @@ class Faults:
                 self._slowdowns.append(slowdown)
                 undo = slowdown.end
             elif order.kind == "link-down":
-                self._tell(order)
-                self._drain(_TOLD_TIMEOUT_S)
+                self._tell(order, first=True)
                 time.sleep(_PAST_THE_AGENT_S)
             if order.kind in NETWORK_FAULTS:
                 self._network.strike(order.kind, args)
@@ -445,18 +443,13 @@ class Faults:
             if beside:
                 self._tell(order, error=why)
                 return
-            self._tell(order, note=f"a MemoryError at an address-space limit: {why}")
-            self._drain(_TOLD_TIMEOUT_S)
+            note = f"a MemoryError at an address-space limit: {why}"
+            self._tell(order, note=note, first=True)
             exhaust_memory(limit_mb)
-        self._tell(order, note=f"killed by the kernel at {limit_mb} MiB in cgroup {place}")
-        self._drain(_TOLD_TIMEOUT_S)
+        note = f"killed by the kernel at {limit_mb} MiB in cgroup {place}"
+        self._tell(order, note=note, first=True)
         touch_memory(limit_mb + _OOM_SLACK_MB)
         say(f"the kernel did not enforce the limit of {place}")
-
-    def _slow_down(self) -> None:
-        if self._slow_left:
-            self._slow_left -= 1
-            time.sleep(self._slow_s)
 
 
 def spin(duration_s: float, over: threading.Event) -> None:

@@ -56,14 +56,19 @@ class RingWriter:
             raise
         finally:
             os.close(fd)
-        words = writer._words
-        words[layout.W_VERSION] = layout.VERSION
-        words[layout.W_RANK] = rank
-        words[layout.W_GENERATION] = generation
-        words[layout.W_PID] = pid
-        words[layout.W_STEP] = -1
-        words[layout.W_SPAWNED] = words[layout.W_PHASE_SINCE] = time.monotonic_ns()
-        words[layout.W_MAGIC] = layout.MAGIC
+        now = time.monotonic_ns()
+        first = {
+            layout.W_VERSION: layout.VERSION,
+            layout.W_RANK: rank,
+            layout.W_GENERATION: generation,
+            layout.W_PID: pid,
+            layout.W_STEP: -1,
+            layout.W_SPAWNED: now,
+            layout.W_PHASE_SINCE: now,
+            layout.W_MAGIC: layout.MAGIC,
+        }
+        for word, value in first.items():
+            writer._words[word] = value
         os.rename(temporary, path)
         return writer
 
@@ -248,7 +253,8 @@ class RingWriter:
         words[layout.W_COMM_SEQ] += 1
         _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0, 0, 0, 0)
         layout.COMM_TEXT.pack_into(self._memory, at + layout.COMM_TEXT_AT, b"", text)
-        self._set_ranks(slot, tuple(ranks))
+        packed, ranks_at = pack_ranks(tuple(ranks)), at + layout.COMM_RANKS_AT
+        self._memory[ranks_at : ranks_at + len(packed)] = packed
         words[layout.W_COMM_SEQ] += 1
 
     def set_comm_timeout(self, slot: int, timeout_s: float) -> None:
@@ -264,10 +270,6 @@ class RingWriter:
                 raw = self._memory[at + layout.COMM_TEXT_AT + 32 : at + layout.COMM_RANKS_AT]
                 found.append((slot, bytes(raw).split(b"\0", 1)[0].decode("utf-8", "replace")))
         return found
-
-    def _set_ranks(self, slot: int, ranks: tuple[int, ...]) -> None:
-        at = layout.comm_at(slot) + layout.COMM_RANKS_AT
-        self._memory[at : at + layout.COMM_RANKS.size] = pack_ranks(ranks)
 
     def set_comm(self, slot: int, started: int, ended: int, since: int) -> None:
         """Note a communicator's last collectives, and since when the newest is under way."""

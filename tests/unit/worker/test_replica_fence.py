@@ -5,9 +5,9 @@ import struct
 
 import pytest
 
+from perdure.worker import interrupt as replica_fence
+from perdure.worker.interrupt import Fences
 from perdure.worker.sockets import list_sockets
-from perdure.worker.torchft import fence as replica_fence
-from perdure.worker.torchft.fence import Fences
 
 
 class Group:

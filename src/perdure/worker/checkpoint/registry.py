@@ -284,11 +284,9 @@ def load_groups(
         raise ConfigError("its groups hold other parameters than those of the checkpoint")
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
-            if key == "params":
-                continue
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                 group[key].copy_(value)  # Schedulers and captured graphs hold this very tensor.
-            else:
+            elif key != "params":
                 group[key] = value
 
 

@@ -117,7 +117,8 @@ class Snapshots(Generic[AnySnapshot]):
         One is taken earlier, after a second at the earliest, where it costs no member anything.
         Without a folder, none is kept.
         """
-        self._folder, self._me = folder if every else None, me
+        self._folder, self._me = folder or Path(), me
+        self._kept = folder is not None and every > 0
         self.every = every
         self._newest = (0, NO_LINE)
         """Step and line of the newest one."""
@@ -136,7 +137,7 @@ class Snapshots(Generic[AnySnapshot]):
         """Seconds until the last one was wherever it is kept."""
         self.error = ""
         """Why the last snapshot came to nothing."""
-        if self._folder is not None:
+        if self._kept:
             _make_private(self._folder)
 
     # --- writing ------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class Snapshots(Generic[AnySnapshot]):
             self._sweep(members, step)
         self._newest = snapshot.step, snapshot.line
         self._taken_s = time.monotonic()
-        if self._folder is None:
+        if not self._kept:
             return
         began = time.monotonic()
         self.finish()
@@ -216,11 +217,10 @@ class Snapshots(Generic[AnySnapshot]):
         mirror, self._mirror = self._mirror, None
         if mirror is not None:
             deadline = time.monotonic() + _LEAVE_S
-            while self._thread is not None and self._thread.is_alive():
+            thread = self._thread
+            while thread is not None and thread.is_alive() and time.monotonic() < deadline:
                 mirror.group.abandon()
-                self._thread.join(_LOOK_S)
-                if time.monotonic() > deadline:
-                    break
+                thread.join(_LOOK_S)
             mirror.group.give_up()
 
     def forget(self, step: int) -> None:
@@ -239,7 +239,7 @@ class Snapshots(Generic[AnySnapshot]):
 
     def close(self) -> None:
         """Drop this member's snapshots, and those that it keeps: training has ended well."""
-        if self._folder is None:
+        if not self._kept:
             return
         owners = (self._me, *(self._mirror.owners if self._mirror is not None else ()))
         self.finish()
@@ -309,7 +309,6 @@ class Snapshots(Generic[AnySnapshot]):
             raise
 
     def _publish(self, slot: str, header: _Header[AnySnapshot]) -> None:
-        assert self._folder is not None
         replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
 
     def _open(self, slot: str, size: int) -> Tensor:
@@ -318,7 +317,6 @@ class Snapshots(Generic[AnySnapshot]):
         Raises:
             OSError: there is no room. Writing would be a SIGBUS.
         """
-        assert self._folder is not None
         known = self._maps.get(slot)
         if known is None or known[0] != size:
             path = self._folder / slot
@@ -347,7 +345,6 @@ class Snapshots(Generic[AnySnapshot]):
         return functools.cache(self._read)
 
     def _read(self, wanted: AnySnapshot) -> Any:
-        assert self._folder is not None
         for name, header in self._headers():
             if header.snapshot == wanted:
                 with open(self._folder / name, "rb") as file:
@@ -362,14 +359,13 @@ class Snapshots(Generic[AnySnapshot]):
 
     def _headers(self) -> list[tuple[str, _Header[AnySnapshot]]]:
         found = []
-        for path in sorted(self._folder.glob("m*.head")) if self._folder is not None else ():
+        for path in sorted(self._folder.glob("m*.head")) if self._kept else ():
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 header = msgspec.msgpack.decode(path.read_bytes(), type=self._kind)
                 found.append((path.stem, header))
         return found
 
     def _remove(self, name: str) -> None:
-        assert self._folder is not None
         if not name.endswith(".head"):
             self._maps.pop(name, None)
         (self._folder / name).unlink(missing_ok=True)

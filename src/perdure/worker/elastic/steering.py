@@ -11,10 +11,21 @@ the newest epoch. Three rules keep all of them alike:
    leaves it out, and not before: nobody acts on it beside one who was not asked.
 
 A newer epoch is formed before anything that the rank waits for here; it comes back afterwards.
+
+Checkpoints of an elastic world (`Saving`) are for the day on which nobody is left to take the state
+from. Where everyone has the whole state, the first living member saves for all, and nobody has to
+agree with it. It saves step *s* when step *s+1* has been reduced and is not yet applied: that every
+member took part in it proves that all have applied *s*, and what lies on disk was everyone's state.
+
+Of a state that lies in parts, members who together have everything save it together, in a format
+that is read into any number of parts. When one is due is the first member's to say; it says so
+with the counts of the step, so that all save the same one.
 """
 
 import functools
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from perdure.model.codec import decode, encode
@@ -22,14 +33,123 @@ from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.signals.progress import Phase
 from perdure.model.steering import KeySpec
 from perdure.worker.boundary import Interrupted
+from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.config import Config
-from perdure.worker.elastic.checkpoints import Saving
 from perdure.worker.elastic.group import Broken, Group, read_keys
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.state import State
 from perdure.worker.executor import Depth, Executor
 from perdure.worker.progress import Progress, Spent
-from perdure.worker.settings import declare_own_keys, plan_steering
+from perdure.worker.settings import (
+    declare_own_keys,
+    plan_steering,
+    read_checkpoint_url,
+    read_spec,
+)
 from perdure.worker.stderr import say
+
+EVERY_S = 60.0
+"""Where the job says nothing: only a restart of the whole world ever reads one."""
+
+
+class Saving:
+    """One rank's part; without perdure, nothing."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        state: State,
+        hand_over: Callable[[tuple[int, ...]], object] = lambda members: None,
+    ) -> None:
+        """Save nothing yet; `hand_over` sees to it that members that leave take nothing along."""
+        self._membership, self._state = membership, state
+        self.hand_over = hand_over
+        self.config = read_spec().checkpoint
+        self.every_steps = self.config.every_steps
+        self.every_s = self.config.every_s
+        self._wanted = membership.attachment.control is not None
+        self._saver: Checkpointer | None = None
+        self._saved = (-1, time.monotonic())
+        self._mine = False
+        """This member's part is the one of its kind that is saved."""
+        self.agreed = False
+        """All have heard that the newest state is to be saved; or it is this rank's to say."""
+
+    def enter(self, mine: bool, number: int, count: int) -> None:
+        """Enter a world in which this member has part `number` of `count`.
+
+        It is `mine` to save where other members have the same part.
+        """
+        self._mine = mine
+        if self._wanted and not self._state.whole:
+            if self._saver is not None:
+                self._saver.settle()
+            self._saver = self._open(number, count)
+
+    def read_newest(self) -> int:
+        """Return the step of the newest usable checkpoint, 0 where there is none."""
+        return self._saver.read_newest()[0] if self._saver is not None else 0
+
+    def restore(self, extra: dict[str, Any]) -> int:
+        """Load the newest checkpoint, fill `extra`; return its step, 0 where there is none.
+
+        A part is restored with the others, in a world.
+        """
+        saver = self._saver
+        if self._wanted and self._state.whole and not self._membership.joins:
+            saver = self._open(self._membership.me, 1)
+        if saver is None:
+            return 0
+        step = saver.restore(extra)
+        self._saved = (step, time.monotonic())
+        return step
+
+    def wants(self, applied: int, members: tuple[int, ...]) -> bool:
+        """Return whether this is the first member, and a checkpoint of `applied` steps is due."""
+        if not self._wanted or self._membership.me != members[0]:
+            return False
+        step, at = self._saved
+        every = self.every_steps
+        elapsed_s = time.monotonic() - at
+        due = applied % every == 0 if every else elapsed_s >= (self.every_s or EVERY_S)
+        return due and applied not in (0, step)
+
+    def save(
+        self, applied: int, members: tuple[int, ...], reason: str, extra: dict[str, Any]
+    ) -> None:
+        """Begin to save, if it is ours to do and was not done.
+
+        Raises:
+            OSError, PerdureError: it cannot be begun.
+        """
+        if not self._wanted or self._saved[0] == applied or (self._state.whole and not self._mine):
+            return
+        self._saver = self._saver or self._open(0, 1)
+        if self._mine:
+            self._saver.save(applied, reason=reason, extra=extra)
+        self._saved = (applied, time.monotonic())
+
+    def close(self) -> None:
+        """Wait until what was begun is written."""
+        if self._saver is not None:
+            self._saver.close()
+
+    def _open(self, number: int, count: int) -> Checkpointer:
+        membership = self._membership
+        saver = Checkpointer(
+            url=read_checkpoint_url(self.config),
+            config=self.config,
+            rank=number,
+            world_size=count,
+            generation=membership.generation,
+            world="" if self._state.whole else f"e{membership.epoch}",
+            registry=self._state.make_registry(number, count),
+            emit=membership.emit,
+            now=membership.now,
+        )
+        for name, value in self._state.list_saved().items():
+            saver.register(name, value)
+        return saver
 
 
 class Steering(Depth):
@@ -41,7 +161,7 @@ class Steering(Depth):
         """Answer once `begin` says what state this rank has."""
         self._membership, self._saving, self._progress = membership, saving, progress
         self.config, attachment = config, membership.attachment
-        self._executor = Executor(
+        self.executor = Executor(
             self,
             rank=membership.me,
             generation=membership.generation,
@@ -50,7 +170,7 @@ class Steering(Depth):
             line=attachment.control,
             interrupted=membership.overtaken,
         )
-        self._gate = self._executor.gate
+        self._gate = self.executor.gate
         self._lock = threading.Lock()
         self._early: list[SendBoundary | ResumeRanks] = []
         """Orders that cannot be taken yet."""
@@ -68,12 +188,7 @@ class Steering(Depth):
         )
         attachment.obey(self.handle, SendBoundary, ResumeRanks)
         membership.on_order = self._look_again
-        self._executor.forward_signals()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether all members have agreed to stop here."""
-        return self._executor.stopping
+        self.executor.forward_signals()
 
     def handle(self, order: SendBoundary | ResumeRanks) -> None:
         """Take one move of an agreement. Called in the control thread; never waits."""
@@ -97,10 +212,6 @@ class Steering(Depth):
             else:
                 self._gate.handle(order)
 
-    def reopen(self) -> None:
-        """Another loop begins."""
-        self._gate.reopen()
-
     def begin(self, applied: int, members: tuple[int, ...]) -> None:
         """Note that this rank is at step `applied`, in a world whose members all are."""
         self._together = applied
@@ -110,14 +221,10 @@ class Steering(Depth):
         # What is agreed for this very step may not be done yet where the state came from.
         plan_steering(self._gate, self.config, applied - 1, self._membership.steering)
         self._gate.advance(applied)
-        self._executor.forward_signals(active=True)
+        self.executor.forward_signals(active=True)
         with self._lock:
             self._begun = True
             self._take_ready()
-
-    def end(self, applied: int) -> None:
-        """Answer promises that cannot be kept: the loop is over."""
-        self._executor.end(applied)
 
     def pass_boundary(self, applied: int, group: Group) -> None:
         """Do what is agreed for step `applied`, before anything of it is computed.
@@ -126,14 +233,14 @@ class Steering(Depth):
             Broken: a newer epoch has to be formed first; what is left is done afterwards.
         """
         self._applied, self._group = applied, group
-        if self._executor.is_due(applied):
+        if self.executor.is_due(applied):
             try:
-                self._executor.stop_at(applied)
+                self.executor.stop_at(applied)
             except Interrupted:
                 raise Broken("a newer epoch was ordered") from None
         if not self._declared and self.speaks:
             self._declared = True
-            self._executor.declare()
+            self.executor.declare()
 
     # --- as a depth ---------------------------------------------------------------------------
 
@@ -163,7 +270,7 @@ class Steering(Depth):
         self._go_on(self._group.members)
         me = self._membership.me
         if any(me in one.leaves for one in list(self._gate.holds.values())):
-            self._executor.leave(f"this rank has left at step {self._applied}")
+            self.executor.leave(f"this rank has left at step {self._applied}")
             self._saving.close()
             self._progress.finish()
             say(f"rank {me} leaves at step {self._applied}: its node is drained")
@@ -183,13 +290,13 @@ class Steering(Depth):
 
     def finish_stop(self, applied: int, group: Group) -> None:
         """After a stop: see that its checkpoint is written, whoever began to, before all leave."""
-        if self.stopping:
+        if self.executor.stopping:
             self._save(applied, group, "stop")
             self._saving.close()
 
     def _save(self, applied: int, group: Group, reason: str) -> None:
         self._group = group
-        error = self._executor.save(applied, reason)
+        error = self.executor.save(applied, reason)
         if error:
             say(f"checkpoint of step {applied}: {error}")
 

@@ -32,7 +32,6 @@ from perdure.model.events import WorldReformed
 from perdure.plan.elastic.commit import FRESH
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
-from perdure.worker.elastic.checkpoints import Saving
 from perdure.worker.elastic.group import (
     Broken,
     Group,
@@ -43,7 +42,7 @@ from perdure.worker.elastic.group import (
 from perdure.worker.elastic.joining import CatchUp, Donor
 from perdure.worker.elastic.membership import Membership, read_host_address
 from perdure.worker.elastic.state import Plan, Source, State
-from perdure.worker.elastic.steering import Steering
+from perdure.worker.elastic.steering import Saving, Steering
 from perdure.worker.progress import Progress
 from perdure.worker.torchft.manager import warm_up
 
@@ -92,7 +91,7 @@ class Trainer:
         self._total = 0
         self._over = False
         self._waited_s = 0.0
-        """Monotonic time since which this rank has waited for the collective that broke."""
+        """Monotonic time since which this rank has waited for the collective that broke, if so."""
         self._connected_s = 0.0
 
     @property
@@ -121,7 +120,7 @@ class Trainer:
         """
         self._total, self._over = total, False
         self._membership.abandon = self._abandon  # An order may come while the trainer is made.
-        self._steering.reopen()
+        self._steering.executor.gate.reopen()
         warm_up()  # What the first optimizer step costs is paid before others wait for it.
         if self.state.whole and self.state.applied == FRESH:
             extra: dict[str, Any] = {}
@@ -141,7 +140,7 @@ class Trainer:
             self._keep_trying()
             while self._finished:
                 yield self._finished.popleft()
-        self._steering.end(self.applied)
+        self._steering.executor.end(self.applied)
         self._report(time.monotonic(), self._membership.now(), None, finished=True)
         self._saving.close()
         self.state.snapshots.close()
@@ -163,7 +162,8 @@ class Trainer:
                 return
             except Broken as error:
                 why = str(error)
-                self._waited_s = self._waited_s or self._waiting_since_s()
+                since_s = [group.waits_since_s for group in self._list_groups()]
+                self._waited_s = self._waited_s or max(since_s, default=0.0)
                 self._leave()
 
     def _advance(self, group: Group) -> None:
@@ -174,7 +174,7 @@ class Trainer:
         """
         state, applied = self.state, self.applied
         self._steering.pass_boundary(applied, group)
-        if applied >= self._total or self._steering.stopping:
+        if applied >= self._total or self._steering.executor.stopping:
             self._steering.finish_stop(applied, group)
             group.meet()
             self._over = True
@@ -395,10 +395,6 @@ class Trainer:
     def _list_groups(self) -> list[Group]:
         group = self._group
         return [*self.state.groups, *([group] if group is not None else [])]
-
-    def _waiting_since_s(self) -> float:
-        """Return since when this rank has waited for what broke; 0 where it did not wait."""
-        return max((group.waits_since_s for group in self._list_groups()), default=0.0)
 
     def _abandon(self) -> None:
         """End what the shut connections did not end. Called in another thread."""

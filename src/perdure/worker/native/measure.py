@@ -48,7 +48,7 @@ class Cost(msgspec.Struct, frozen=True):
 def load_cost(library: Path) -> Cost | None:
     """Return what was measured when `library` was built; None where it was not built here."""
     try:
-        return msgspec.json.decode(_figure(library).read_bytes(), type=Cost)
+        return msgspec.json.decode(library.with_suffix(".json").read_bytes(), type=Cost)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -68,12 +68,8 @@ def measure_cost(library: Path) -> Cost | str:
         return lines[-1] if lines else f"its self-test ended with {done.returncode}"
     cost = msgspec.json.decode(done.stdout, type=Cost)
     with contextlib.suppress(OSError):  # A wheel's directory may not be ours to write in.
-        replace_file(_figure(library), msgspec.json.encode(cost))
+        replace_file(library.with_suffix(".json"), msgspec.json.encode(cost))
     return cost
-
-
-def _figure(library: Path) -> Path:
-    return library.with_suffix(".json")
 
 
 def _measure(library: str) -> Cost:

@@ -49,8 +49,7 @@ class Schedule:
         self.homes: dict[Pair, int] = {}
         self.split: set[Pair] = set()
         """Whose gradients of weights are an action of their own."""
-        self.backward: set[Pair] = set()
-        kinds: dict[str, set[Pair]] = {"F": set(), "B": self.backward, "W": self.split}
+        kinds: dict[str, set[Pair]] = {"F": set(), "B": set(), "W": self.split}
         for cell, mine in enumerate(orders):
             for action in mine:
                 pair = (action.stage, action.micro_batch)
@@ -60,7 +59,7 @@ class Schedule:
         self.micro_batches = tuple(sorted({m for _, m in kinds["F"]}))
         self.width = 1 + max(self.micro_batches, default=0)
         wanted = {(s, m) for s in range(stages) for m in self.micro_batches}
-        if kinds["F"] != wanted or self.backward != wanted or not self.split <= wanted:
+        if kinds["F"] != wanted or kinds["B"] != wanted or not self.split <= wanted:
             raise SafetyError("the orders are no step: a forward or a backward is missing")
         unit = StageCost(1.0, 1.0, 1.0, 0, 0, 0.0)
         simulate(orders, Pipe([unit] * stages, lambda *_: FREE, [0.0] * stages))

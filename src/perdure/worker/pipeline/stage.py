@@ -26,16 +26,6 @@ Want = Literal["all", "inputs", "split"]
 
 
 @dataclass(slots=True)
-class _Run:
-    """One piece of one micro-batch."""
-
-    taken: Any
-    """What it took: leaves of its graph."""
-    made: Any = None
-    """What it returned; None if it is to be made again."""
-
-
-@dataclass(slots=True)
 class Pass:
     """The parts of a micro-batch that a stage keeps between its forward and last backward."""
 
@@ -44,7 +34,8 @@ class Pass:
     target: Any = None
     trained: bool = False
     """Whether gradients of what its forward has made so far are wanted."""
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[tuple[Any, Any]] = field(default_factory=list)
+    """By piece: what it took, leaves of its graph; what it returned, or is to be made again."""
     weights: list[Callable[[], object]] = field(default_factory=list)
     """Backward of weights that was put off."""
 
@@ -69,14 +60,11 @@ class StageBlocks:
         for at, piece in enumerate(self._pieces()):
             leaves = make_leaves(value, trained=kept.trained) if grads else value
             grads = True
-            run = _Run(leaves)
             kept.trained |= any(leaf.requires_grad for leaf in _leaves(leaves))
             kept.trained |= any(p.requires_grad for block in piece for p in block.parameters())
             with torch.set_grad_enabled(not self.recompute):
                 value = self._compute(at, leaves, kept)
-            if not self.recompute:
-                run.made = value
-            kept.runs.append(run)
+            kept.runs.append((leaves, None if self.recompute else value))
         return value
 
     def mark_differing(self, value: Any, kept: Pass) -> list[bool]:
@@ -94,11 +82,11 @@ class StageBlocks:
         pieces = self._pieces()
         found: Gradients = []
         for at in range(len(pieces) - 1, -1, -1):
-            run = kept.runs.pop()
+            taken, made = kept.runs.pop()
             if self.recompute:
-                run.made = self._compute(at, run.taken, kept)
+                made = self._compute(at, taken, kept)
             weights = [p for block in pieces[at] for p in block.parameters() if p.requires_grad]
-            found = _backward(run, grads, want, weights, kept.weights)
+            found = _backward(taken, made, grads, want, weights, kept.weights)
             grads = found
         return found
 
@@ -150,19 +138,17 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def _backward(
-    run: _Run, grads: Gradients | None, want: Want,
+    taken: Any, made: Any, grads: Gradients | None, want: Want,
     weights: Sequence[nn.Parameter], later: list[Callable[[], object]],
 ) -> Gradients:  # fmt: skip
-    leaves = _leaves(run.taken)
-    made = list_tensors(run.made)
-    given = grads if grads is not None else [torch.ones_like(t) for t in made]
+    leaves = _leaves(taken)
+    given = grads if grads is not None else [torch.ones_like(t) for t in list_tensors(made)]
     pairs = [
         (tensor, grad)
-        for tensor, grad in zip(made, given, strict=True)
+        for tensor, grad in zip(list_tensors(made), given, strict=True)
         if tensor.requires_grad and grad is not None
     ]
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
-    run.made = None
     if not pairs:
         return [None] * len(leaves)
     outputs, seeds = [t for t, _ in pairs], [g for _, g in pairs]

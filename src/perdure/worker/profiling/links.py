@@ -123,7 +123,11 @@ _WARM = 2
 _PrefixStore: Any = vars(dist)["PrefixStore"]
 
 
-def _live(rank: int, size: int, store: Any) -> None:
+def main(argv: Sequence[str]) -> None:
+    """Be one of the processes."""
+    number, total, host, port = argv
+    rank, size = int(number), int(total)
+    store = _TCPStore(host, int(port), None, False, timedelta(seconds=60))
     torch.set_num_threads(1)
     device = make_device()
     groups = {
@@ -193,13 +197,6 @@ def _time_messages(group: Group, line: Group, rank: int, nbytes: int) -> list[fl
 def _repeat(once: Callable[[], float]) -> list[float]:
     """Return equally many times on all ranks."""
     return [once() for _ in range(_TIMES + _WARM)][_WARM:]
-
-
-def main(argv: Sequence[str]) -> None:
-    """Be one of the processes."""
-    rank, size, host, port = argv
-    store = _TCPStore(host, int(port), None, False, timedelta(seconds=60))
-    _live(int(rank), int(size), store)
 
 
 if __name__ == "__main__":

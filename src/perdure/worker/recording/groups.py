@@ -68,7 +68,7 @@ def read_group_timeout_s(name: str) -> float:
     """
     found = [0.0]
     with contextlib.suppress(Exception):  # Private to torch, and changed under our eyes.
-        for group in _list_called(name.removesuffix(P2P_SUFFIX)):
+        for group, _, _ in _list_groups(name.removesuffix(P2P_SUFFIX)):
             if hasattr(group, "_get_backend"):
                 devices = group._device_types
                 found += [_read_timeout_s(group._get_backend(device)) for device in devices]
@@ -78,33 +78,28 @@ def read_group_timeout_s(name: str) -> float:
 def read_members(name: str) -> tuple[int, tuple[int, ...]]:
     """Return size and global ranks of the process group called `name`; (0, ()) if unknown."""
     with contextlib.suppress(RuntimeError, AttributeError):  # Changed under our eyes.
-        for group in _list_called(name):
-            return group.size(), _ranks_of(group)
+        for group, _, ranks in _list_groups(name):
+            return group.size(), ranks
     return 0, ()
 
 
 def list_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return description and global ranks of each process group of this process, by name."""
     return {
-        name: (str(group.group_desc), tuple(sorted(_ranks_of(group))))
-        for group, name in _list_groups()
+        name: (str(group.group_desc), tuple(sorted(ranks))) for group, name, ranks in _list_groups()
     }
 
 
-def _list_groups() -> list[tuple[Any, str]]:
+def _list_groups(called: str = "") -> list[tuple[Any, str, tuple[int, ...]]]:
+    """Return the groups, or those with one name: each with its name and global ranks."""
     from torch.distributed import distributed_c10d as c10d
 
-    return list(c10d._world.pg_names.items())
-
-
-def _list_called(name: str) -> list[Any]:
-    return [group for group, known in _list_groups() if known == name]
-
-
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    from torch.distributed import distributed_c10d as c10d
-
-    return tuple(c10d._world.pg_group_ranks.get(group, {}))
+    world = c10d._world
+    return [
+        (group, name, tuple(world.pg_group_ranks.get(group, {})))
+        for group, name in list(world.pg_names.items())
+        if name == called or not called
+    ]
 
 
 def _read_timeout_s(backend: Any) -> float:

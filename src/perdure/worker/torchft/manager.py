@@ -45,9 +45,9 @@ from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec
 from perdure.model.orders import FenceAbort, ResumeRanks, SendBoundary
 from perdure.model.ring import PHASE_INDEX, RING_BYTES
+from perdure.worker.interrupt import Fences
 from perdure.worker.ring import RingWriter
 from perdure.worker.settings import read_spec, read_steering
-from perdure.worker.torchft.fence import Fences
 from perdure.worker.torchft.settings import settings
 
 
@@ -370,11 +370,8 @@ def _read_timeout(manager: Any) -> float:
 
 def _read_quorum(group: Any) -> int:
     """Return the quorum of a process group: nightly builds call it by another name."""
-    for name in ("_quorum_id", "_uuid"):
-        found = getattr(group, name, None)
-        if isinstance(found, int):
-            return found
-    return -1
+    found = [getattr(group, name, None) for name in ("_quorum_id", "_uuid")]
+    return next((one for one in found if isinstance(one, int)), -1)
 
 
 def _read_store_port(store: Any) -> int:

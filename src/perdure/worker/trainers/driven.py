@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from perdure.model.errors import ConfigError
@@ -33,6 +33,14 @@ class Driven:
         """Random state to go on with; None once that was done."""
         self._longest_s: dict[str, float] = {}
         """Of each busy phase, how long it took at most so far."""
+        self._theirs: dict[str, Callable[..., Any]] = {}
+        """The library's own methods, by name, which this one's stand before."""
+
+    def come_before(self, owner: Any, *names: str) -> None:
+        """Have this one's methods of these names called in the place of `owner`'s."""
+        for name in names:
+            self._theirs[name] = getattr(owner, name)
+            setattr(owner, name, getattr(self, name))
 
     def declare_busy(self, owner: Any, method: str, name: str) -> None:
         """Make each call of `owner.method` a busy phase called `name`, by how long they took."""

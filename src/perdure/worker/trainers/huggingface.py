@@ -83,14 +83,7 @@ class _Attached(Driven, TrainerCallback):  # type: ignore[misc]
         """Come between the trainer and its methods."""
         trainer = self._trainer
         trainer.add_callback(self)
-        self._train = trainer.train
-        self._get_batch_samples = trainer.get_batch_samples
-        self._load_from_checkpoint = trainer._load_from_checkpoint
-        self._finalize_training = trainer._finalize_training
-        trainer.train = self.train
-        trainer.get_batch_samples = self.get_batch_samples
-        trainer._load_from_checkpoint = self.load_from_checkpoint
-        trainer._finalize_training = self.finalize_training
+        self.come_before(trainer, "train", *_METHODS)
         for method, name in _LONG.items():
             self.declare_busy(trainer, method, name)
 
@@ -108,15 +101,15 @@ class _Attached(Driven, TrainerCallback):  # type: ignore[misc]
                 # Counters of early stopping and the like; the Trainer leaves them out unless asked.
                 self._trainer.args.restore_callback_states_from_checkpoint = True
             try:
-                return self._train(resume_from_checkpoint, *args, **options)
+                return self._theirs["train"](resume_from_checkpoint, *args, **options)
             except BaseException:
                 self._loop.abandon()
                 raise
 
-    def load_from_checkpoint(self, folder: Any, *args: Any, **options: Any) -> None:
+    def _load_from_checkpoint(self, folder: Any, *args: Any, **options: Any) -> None:
         """Load nothing from perdure's folder; the weights come later."""
         if folder != self._folder:
-            self._load_from_checkpoint(folder, *args, **options)
+            self._theirs["_load_from_checkpoint"](folder, *args, **options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore, now that everything there is to restore into is there."""
@@ -153,7 +146,7 @@ class _Attached(Driven, TrainerCallback):  # type: ignore[misc]
         rng, self._resume_rng = self._resume_rng, None
         if rng is not None and self._resume_first:
             restore_rng(rng)
-        batches = self._get_batch_samples(*args, **options)
+        batches = self._theirs["get_batch_samples"](*args, **options)
         if rng is not None and not self._resume_first:
             restore_rng(rng)
         return batches
@@ -164,10 +157,10 @@ class _Attached(Driven, TrainerCallback):  # type: ignore[misc]
         if self._stopping:
             control.should_log = control.should_evaluate = control.should_save = False
 
-    def finalize_training(self, *args: Any, **options: Any) -> Any:
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
         """End the last step, before the Trainer loads its best model again."""
         self.finish()
-        return self._finalize_training(*args, **options)
+        return self._theirs["_finalize_training"](*args, **options)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show what the Trainer logs of a step."""

@@ -89,10 +89,8 @@ class _Attached(Driven):
     def install(self) -> None:
         """Come between the loops and their methods."""
         fit, epoch = self._fit, self._epoch
-        self._run_fit, self._setup_data, self._on_run_end = fit.run, fit.setup_data, fit.on_run_end
-        self._on_run_start, self._advance = epoch.on_run_start, epoch.advance
-        fit.run, fit.setup_data, fit.on_run_end = self.run, self.setup_data, self.on_run_end
-        epoch.on_run_start, epoch.advance = self.on_run_start, self.advance
+        self.come_before(fit, "run", "setup_data", "on_run_end")
+        self.come_before(epoch, "on_run_start", "advance")
         trainer = self._trainer
         for loop in (epoch.val_loop, trainer.validate_loop, trainer.test_loop):
             self.declare_busy(loop, "run", "evaluate")
@@ -112,7 +110,7 @@ class _Attached(Driven):
         self._register()
         self.restore()
         try:
-            self._run_fit()
+            self._theirs["run"]()
         except _Stopped:
             self._fit.on_run_end()
         except BaseException:
@@ -142,7 +140,7 @@ class _Attached(Driven):
         """Note what the first epoch's iterator is made with."""
         if self._loops is None and self._fit._data_fetcher is None:
             self._iterator_rng = capture_rng()
-        self._setup_data()
+        self._theirs["setup_data"]()
 
     def on_run_start(self, fetcher: Any) -> None:
         """Begin an epoch; on resume, go to where it was left.
@@ -154,14 +152,14 @@ class _Attached(Driven):
             raise ConfigError("perdure cannot resume a training_step(dataloader_iter)")
         loops, self._loops = self._loops, None
         if loops is not None:
-            self._on_run_start(fetcher)
+            self._theirs["on_run_start"](fetcher)
             self._load_loops(loops)
             self._position(fetcher, self._epoch.batch_progress.current.ready)
             return
         if self._trainer.current_epoch > 0:
             self._iterator_rng = capture_rng()
         self._first_rng = None
-        self._on_run_start(fetcher)
+        self._theirs["on_run_start"](fetcher)
 
     def advance(self, fetcher: Any) -> None:
         """End the step before, if this batch is not part of it; then train on a batch."""
@@ -175,14 +173,14 @@ class _Attached(Driven):
             self._resume_rng = None
         if self._first_rng is None:
             self._first_rng = capture_rng()
-        self._advance(fetcher)
+        self._theirs["advance"](fetcher)
         if self._trainer._logger_connector.should_update_logs:
             self._run.log(**self._trainer.logged_metrics)
 
     def on_run_end(self) -> None:
         """End the last step before callbacks exchange the weights."""
         self._finish()
-        self._on_run_end()
+        self._theirs["on_run_end"]()
 
     def _finish(self) -> None:
         if not self._finished:
