@@ -237,7 +237,7 @@ class Fences:
     def outlast(self, group: Any, work: Any) -> bool:
         """Wait until gloo's `work` has ended, well or not; False where it never will."""
         held = self.groups.get(group)
-        if held is None or not _is_gloo(group):
+        if held is None or type(group).__name__ != "ProcessGroupGloo":
             return True
         while True:
             broken = held.broken
@@ -251,10 +251,6 @@ class Fences:
                 # Its destructor would wait for the collective: it is never called.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._pg))
                 return False
-
-
-def _is_gloo(group: Any) -> bool:
-    return type(group).__name__ == "ProcessGroupGloo"
 
 
 def _shut_forming(held: Connections) -> int:

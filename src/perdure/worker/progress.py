@@ -34,11 +34,6 @@ class Progress:
         self._stalled = 0
         self._step = 0
 
-    def enter_group(self) -> None:
-        """The first world's process group is there."""
-        if not self._started:
-            self._attachment.enter("group")
-
     def enter_restore(self) -> None:
         """The rank is about to load a checkpoint."""
         self._attachment.started = True

@@ -91,9 +91,8 @@ def _read_cpu_model() -> str:
 
 def compare_fingerprints(saved: dict[str, str], now: dict[str, str]) -> str:
     """Return what differs, in words; empty where nothing does."""
-    keys = sorted(set(saved) | set(now))
     return ", ".join(
         f"{key} was {saved.get(key, '?')}, is {now.get(key, '?')}"
-        for key in keys
+        for key in sorted(set(saved) | set(now))
         if saved.get(key) != now.get(key)
     )

@@ -84,16 +84,14 @@ class Run:
                 self._step += 1
             return
         loop.begin()
-        left_early = True
         try:
             while loop.committed < total and not loop.stopping:
                 loop.enter_step()
                 yield loop.committed
                 loop.commit_step()
-            left_early = False
-        finally:
-            if left_early:
-                loop.abandon()
+        except BaseException:  # The script has left early.
+            loop.abandon()
+            raise
         loop.leave()
 
     def batches(

@@ -20,10 +20,7 @@ from perdure.worker.config import Config
 def read_steering() -> Steering:
     """Return what the agent has written down for this generation."""
     path = os.environ.get("PERDURE_STEERING", "")
-    if not path:
-        return Steering()
-    steering: Steering = decode(Path(path).read_bytes(), Steering)
-    return steering
+    return decode(Path(path).read_bytes(), Steering) if path else Steering()
 
 
 def plan_steering(gate: BoundaryGate, config: Config, committed: int, steering: Steering) -> None:

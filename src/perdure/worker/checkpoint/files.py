@@ -62,8 +62,7 @@ def read_manifest(folder: Path) -> Manifest:
         data = (folder / MANIFEST).read_bytes()
     except OSError as error:
         raise ProtocolError(f"no manifest: {error.strerror}") from error
-    manifest: Manifest = decode(data, Manifest)
-    return manifest
+    return decode(data, Manifest)
 
 
 def drop_cached(path: Path) -> None:
@@ -277,9 +276,7 @@ class Remote:
         steps = {parse_checkpoint_name(name) or 0: name for name in self.list_names()}
 
         def read(step: int) -> Manifest:
-            data = self._fs.cat_file(f"{self._path}/{steps[step]}/{MANIFEST}")
-            manifest: Manifest = decode(data, Manifest)
-            return manifest
+            return decode(self._fs.cat_file(f"{self._path}/{steps[step]}/{MANIFEST}"), Manifest)
 
         def remove(step: int) -> None:
             self._fs.rm(f"{self._path}/{steps[step]}", recursive=True)

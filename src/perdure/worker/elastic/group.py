@@ -36,7 +36,8 @@ _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
 _APART_LOOK_S = 0.005
 _BACKEND = "perdure"
-_PrefixStore: Any = vars(dist)["PrefixStore"]
+PrefixStore: Any = vars(dist)["PrefixStore"]
+TCPStore: Any = vars(dist)["TCPStore"]
 
 AnyProgress = TypeVar("AnyProgress", MemberProgress, ShardProgress, StageProgress)
 Made = TypeVar("Made")
@@ -85,7 +86,7 @@ class Group:
         Raises:
             Broken: a member was lost meanwhile.
         """
-        store = _PrefixStore(name, self.store)
+        store = PrefixStore(name, self.store)
         return kind(members or self.members, self.me, store, self._device, self.overtaken)
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
@@ -398,5 +399,4 @@ def read_keys(store: Any, keys: Sequence[str], overtaken: Callable[[], bool]) ->
             raise Broken("a newer epoch was ordered")
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LOOK_S_MAX)
-    found: list[bytes] = store.multi_get(list(keys)) if keys else []
-    return found
+    return list(store.multi_get(list(keys))) if keys else []

@@ -121,8 +121,7 @@ class Connection:
         line = self._file.readline(_HEADER_BYTES_MAX)
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the other end has closed")
-        message: AnyMessage = decode(line, kind)
-        return message
+        return decode(line, kind)
 
     def read_bytes(self, part: Part) -> tuple[bytes, list[Tensor]]:
         """Return the skeleton and the blobs of `part`.

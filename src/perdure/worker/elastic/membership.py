@@ -21,14 +21,11 @@ from perdure.model.events import AnyEvent, RankJoined, WorldBroken
 from perdure.model.orders import FollowWorld, ReformWorld
 from perdure.model.steering import Steering
 from perdure.worker.attach import Attachment, stand_alone
-from perdure.worker.elastic.group import make_apart
+from perdure.worker.elastic.group import PrefixStore, TCPStore, make_apart
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
 from perdure.worker.stderr import say
 from perdure.worker.store import serve_store
-
-_TCPStore: Any = vars(dist)["TCPStore"]
-_PrefixStore: Any = vars(dist)["PrefixStore"]
 
 _ORDER_S = 60.0
 """How long a broken world waits for the next one before its ranks give up."""
@@ -222,7 +219,7 @@ class Membership:
         if self._meet not in self._stores:
             self._stores[self._meet] = self._reach() if self._meet else self._reach_first()
         root = self._stores[self._meet]
-        return _PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", root)
+        return PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", root)
 
     def drop_store(self) -> None:
         """Use this epoch's connection to its store no more.
@@ -246,7 +243,7 @@ class Membership:
     def _reach_first(self) -> Any:
         """Connect to the generation's store, which may be still to come."""
         env = os.environ
-        return _TCPStore(
+        return TCPStore(
             env.get("MASTER_ADDR", "127.0.0.1"),
             int(env.get("MASTER_PORT", "0") or 0),
             is_master=self.me == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True",
@@ -274,7 +271,7 @@ class Membership:
         timeout = timedelta(seconds=_CONNECT_S)
 
         def connect() -> Any:
-            return _TCPStore(
+            return TCPStore(
                 host, int(port), is_master=False, wait_for_workers=False, timeout=timeout
             )
 

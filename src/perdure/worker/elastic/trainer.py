@@ -350,7 +350,7 @@ class Trainer:
         progress = exchange_progress(store, members, me, state.stand(), overtaken)
         plan = state.decide(progress, line)
         self._group = group = Group(members, me, store, self._device, overtaken)
-        self._progress.enter_group()
+        membership.attachment.enter("group")
         self._connected_s = membership.now()
         self._bring_together(plan, group)
         state.enter(plan, group, progress, line)

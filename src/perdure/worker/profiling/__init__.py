@@ -137,7 +137,10 @@ class BlockMeter:
             began = _clock()
             made = part.forward(value, kept, grads=index > 0)
             forwarded = _clock()
-            grads = self._make_gradients(index, made)
+            grads = None
+            if part is not self.parts[-1]:
+                tensors = list_tensors(made)
+                grads = [torch.ones_like(t) if t.requires_grad else None for t in tensors]
             ready = _clock()
             part.backward(grads, kept, "all")
             ended = _clock()
@@ -149,7 +152,7 @@ class BlockMeter:
             samples[index].recompute.append(_clock() - began)
             if self._splits[index]:
                 self._split(index, grads, again, samples[index])
-            if index + 1 < len(self.parts):
+            if grads is not None:
                 value = make_leaves(made)
 
     def _split(self, index: int, grads: Any, kept: Pass, samples: Samples) -> None:
@@ -163,11 +166,6 @@ class BlockMeter:
             self._splits[index] = False
             why = str(error).strip().splitlines()[0]
             self.notes.append(f"{self.names[index]}: its backward cannot be split: {why}")
-
-    def _make_gradients(self, index: int, made: Any) -> Any:
-        if index + 1 == len(self.parts):
-            return None
-        return [torch.ones_like(t) if t.requires_grad else None for t in list_tensors(made)]
 
     def _settle(
         self, index: int, size: int, samples: Samples, taken: int, stored: int

@@ -19,13 +19,12 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import MeasureError, PlatformError
 from perdure.model.planning.costs import AllReduce, Transfer
 from perdure.plan.worlds.measures import fit_line, settle
-from perdure.worker.elastic.group import Group, make_device
+from perdure.worker.elastic.group import Group, PrefixStore, TCPStore, make_device
 from perdure.worker.pipeline.messages import HEADER_BYTES, describe, pack, unpack
 
 Found = dict[str, list[tuple[int, list[float]]]]
@@ -33,8 +32,6 @@ Found = dict[str, list[tuple[int, list[float]]]]
 
 _PROGRAM = "perdure.worker.profiling.links"
 _WHOLE_S = 300.0
-
-_TCPStore: Any = vars(dist)["TCPStore"]
 
 
 class LinkFigures(msgspec.Struct, frozen=True):
@@ -69,7 +66,7 @@ def measure_links(ranks: int, say: Callable[[str], object]) -> LinkFigures:
     if ranks < 2:
         return LinkFigures((), (), 0.0, "")
     host = "127.0.0.1"
-    store = _TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    store = TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     say(f"links: {ranks} processes")
     children = [
         subprocess.Popen(
@@ -120,18 +117,16 @@ SUM_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _TIMES = 15
 _WARM = 2
 
-_PrefixStore: Any = vars(dist)["PrefixStore"]
-
 
 def main(argv: Sequence[str]) -> None:
     """Be one of the processes."""
     number, total, host, port = argv
     rank, size = int(number), int(total)
-    store = _TCPStore(host, int(port), None, False, timedelta(seconds=60))
+    store = TCPStore(host, int(port), None, False, timedelta(seconds=60))
     torch.set_num_threads(1)
     device = make_device()
     groups = {
-        count: Group(tuple(range(count)), rank, _PrefixStore(f"group{count}", store), device)
+        count: Group(tuple(range(count)), rank, PrefixStore(f"group{count}", store), device)
         for count in list_groups(size)
         if rank < count
     }
@@ -144,7 +139,7 @@ def main(argv: Sequence[str]) -> None:
             found[f"all-reduce over {count}"] = list(zip(SUM_BYTES, sums, strict=True))
     whole.meet()
     if rank < 2:
-        line = Group((0, 1), rank, _PrefixStore("line", store), device)
+        line = Group((0, 1), rank, PrefixStore("line", store), device)
         sent = [_time_messages(groups[2], line, rank, nbytes) for nbytes in MESSAGE_BYTES]
         found["message"] = list(zip(MESSAGE_BYTES, sent, strict=True))
     whole.meet()

@@ -111,11 +111,8 @@ def list_dumps(form: Literal["", "_json"] = "") -> dict[str, Dump]:
     import torch
 
     functions = {"gloo": f"_dump_fr_trace{form}", "nccl": f"_dump_nccl_trace{form}"}
-    found = {
-        backend: getattr(torch._C._distributed_c10d, function, None)
-        for backend, function in functions.items()
-    }
-    return {backend: dump for backend, dump in found.items() if dump is not None}
+    there = vars(torch._C._distributed_c10d)
+    return {backend: there[name] for backend, name in functions.items() if name in there}
 
 
 class Recorder(ABC):
@@ -268,9 +265,8 @@ class StatusRecorder(Recorder):
         age = time.time_ns() - newest.time_created_ns
         if 0 <= age < 3600 * 10**9:
             comm.since = now - age
-        ended = comm.ended
-        if all(entry.retired for entry in mine if entry.collective_seq_id >= comm.ended):
-            ended = comm.started
+        over = all(entry.retired for entry in mine if entry.collective_seq_id >= comm.ended)
+        ended = comm.started if over else comm.ended
         self._ring.set_comm(comm.slot, comm.started, ended, comm.since)
 
     def _dump(self, source: str, now: int) -> list[_Entry] | None:

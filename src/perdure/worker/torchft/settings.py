@@ -48,8 +48,7 @@ class _State:
         self._manager = manager
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._manager._manager_state_dict()
-        return state
+        return dict(self._manager._manager_state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         user = state["user"]

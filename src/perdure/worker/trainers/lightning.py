@@ -245,13 +245,11 @@ class _Attached(Driven):
         places = [name for name, value in kept.items() if value is weights]
         for name in places:  # Where the hooks have put them: perdure keeps the weights itself.
             del kept[name]
-        data: dict[str, Any] = {}
-        if trainer.datamodule is not None:
-            data = call._call_lightning_datamodule_hook(trainer, "state_dict")
+        hook = call._call_lightning_datamodule_hook
         return {
             "kept": kept,
             "weights": places,
-            "data": data,
+            "data": hook(trainer, "state_dict") if trainer.datamodule is not None else {},
             "loops": loops,
             "iterator_rng": self._iterator_rng,
             "first_rng": self._first_rng,
