@@ -29,7 +29,7 @@ from perdure.adapters.nccl import read_nccl
 from perdure.model.orders import InterruptCollectives
 from perdure.model.signals.nccl import describe_open
 from perdure.worker.interrupt import Interrupter
-from perdure.worker.native.nccl import build_nccl_plugin
+from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nccl import read_nccl
-from perdure.worker.native.nccl import build_nccl_plugin
+from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 
 torch = pytest.importorskip("torch")

@@ -15,8 +15,8 @@ from perdure.adapters.nccl import read_nccl
 from perdure.model.errors import ProtocolError
 from perdure.model.signals import nccl as model
 from perdure.model.signals.nccl import NcclReading, describe_open, parse_nccl
-from perdure.worker.native import nccl as build_module
-from perdure.worker.native.nccl import build_nccl_plugin
+from perdure.worker.native import build as build_module
+from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 from tests.contract import nccl_driver as driver
 from tests.contract.nccl_driver import V3, V4, V5, V6, Nccl
@@ -379,7 +379,7 @@ def test_records_that_change_between_two_copies_are_left_out(plugin: str) -> Non
 
 
 def test_words_of_a_record_are_as_many_as_in_the_header_file() -> None:
-    text = Path(build_module.__file__).with_name("layout.h").read_text()
+    text = (build_module.HERE / "nccl" / "layout.h").read_text()
     sizes = dict(re.findall(r"\b([COPSKNL])_WORDS = (\d+)", text))
     order = dict(zip("COPSKNL", model.WORDS, strict=True))
     assert {order[letter]: int(size) for letter, size in sizes.items()} == model.WORDS

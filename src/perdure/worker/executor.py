@@ -57,13 +57,6 @@ class SignalForwarding:
                 self._before[number] = current
                 signal.signal(number, self._handle)
 
-    def remove(self) -> None:
-        """Give the signals back to whom they belonged."""
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, before)
-        self._before.clear()
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number, signal.SIG_DFL)
         ours = self.active and os.getpid() == self._pid

@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 from tests.rings import read_records
 
@@ -82,7 +84,8 @@ class Rank:
 def rank(tmp_path):
     rank = Rank(str(tmp_path / "r.ring"))
     yield rank
-    rank.loop._executor._signals.remove()
+    for number, before in rank.loop._executor._signals._before.items():
+        signal.signal(number, before)
 
 
 def assert_closed(account):

@@ -20,8 +20,8 @@ from perdure.model.platforms.traps import Check, Scope, Trap
 from perdure.service.jobfiles import load_endpoint, resolve_home
 from perdure.service.storage_watch import compute_storage_budget
 from perdure.traps import judge
+from perdure.worker.native.build import find_nccl_plugin
 from perdure.worker.native.build import status as recorder_status
-from perdure.worker.native.nccl import find_nccl_plugin
 
 _PING_S = 5.0
 _PROBE_S = 30.0

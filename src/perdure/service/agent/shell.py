@@ -86,7 +86,7 @@ from perdure.service.part import Tasks, read_run_pid, run_part, watch_process
 from perdure.service.placement import choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
 from perdure.service.processes import part_command
-from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
+from perdure.worker.native.build import build_nccl_plugin, find_nccl_plugin
 
 log = logging.getLogger("perdure.agent")
 

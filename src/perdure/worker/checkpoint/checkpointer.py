@@ -343,7 +343,17 @@ class Checkpointer:
             allow_pickle=self._config.allow_pickle,
         )
         try:
-            tensors, own = self._take_snapshot(extra)
+            own = copy_plain(
+                {
+                    "rng": capture_rng(),
+                    "extra": extra,
+                    "fingerprint": take_fingerprint(self._world_size),
+                    **self._registry.own(),
+                }
+            )
+            live = self._registry.tensors()
+            late = set() if self._staging.torn else self._registry.gated(live)
+            tensors = self._staging.begin(live, late)
         except Exception as error:  # The script's own state_dict() among others.
             self._fail(task, step, error)
             return time.monotonic() - began
@@ -356,19 +366,6 @@ class Checkpointer:
         )
         self._writer.start()
         return stall_s
-
-    def _take_snapshot(self, extra: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        own = copy_plain(
-            {
-                "rng": capture_rng(),
-                "extra": extra,
-                "fingerprint": take_fingerprint(self._world_size),
-                **self._registry.own(),
-            }
-        )
-        tensors = self._registry.tensors()
-        late = set() if self._staging.torn else self._registry.gated(tensors)
-        return self._staging.begin(tensors, late), own
 
     def _write(
         self,
@@ -428,9 +425,8 @@ class Checkpointer:
         Raises:
             ConfigError: it holds pickles, and `checkpoint.allow_pickle` is off.
         """
-        if self._found is None:
-            self._found = self._choose()
-        return self._found.step, self._found.own.get("objects", {})
+        found = self._found = self._found or self._choose()
+        return found.step, found.own.get("objects", {})
 
     def restore(self, extra: dict[str, Any]) -> int:
         """Load what `read_newest` returns into what was registered; return its step, or 0.
@@ -440,9 +436,7 @@ class Checkpointer:
         Raises:
             ConfigError: the checkpoint is whole but does not fit what was registered.
         """
-        self.read_newest()
-        assert self._found is not None
-        step, folder, skipped, own = self._found
+        step, folder, skipped, own = self._found or self._choose()
         self._found = None
         why: list[str] = []
         if folder is not None:

@@ -33,6 +33,7 @@ from perdure.worker.elastic.gradients import BUCKET_BYTES
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving import hash_tensors as hash_tensors
 from perdure.worker.elastic.moving import map_tensors
+from perdure.worker.elastic.snapshots import locate_memory
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState, make_model
 from perdure.worker.elastic.trainer import Step, Trainer
 from perdure.worker.learning_rate import declare_rate
@@ -230,7 +231,6 @@ def open_sharded_trainer(
     Raises:
         ConfigError: `shard` is no number of ranks.
     """
-    from perdure.worker.elastic.snapshots import locate_memory
     from perdure.worker.elastic.state.sharded import ShardedReplica, ShardedState
 
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
@@ -287,7 +287,6 @@ def open_pipeline_trainer(
         ConfigError: `stages` is no number of ranks or of another model, or blocks share a
             parameter.
     """
-    from perdure.worker.elastic.snapshots import locate_memory
     from perdure.worker.elastic.state.blocks import StagedReplica
     from perdure.worker.elastic.state.staged import StagedState
 

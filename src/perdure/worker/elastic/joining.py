@@ -189,7 +189,8 @@ class Donor:
 
     def __init__(self, generation: int, state: Followed | None) -> None:
         """Serve nobody yet; a `state` that cannot be followed is None."""
-        self._generation, self._state = generation, state
+        self._generation = generation
+        self._state: Any = state
         self._changed = threading.Condition()
         self._sessions: list[_Session] = []
         self._applied = -1
@@ -216,8 +217,6 @@ class Donor:
 
         `epoch` tells it from what others made of the same step.
         """
-        if self._state is None:
-            return
         with self._changed:
             self._applied = step
             due = [s for s in self._sessions if s.take.step <= step and not s.follows]
@@ -237,7 +236,7 @@ class Donor:
 
         Followers are sent what the member itself makes that update of.
         """
-        if not self._sessions or self._state is None:
+        if not self._sessions:
             return
         with self._changed:
             followed = [s for s in self._sessions if s.follows]
@@ -286,7 +285,7 @@ class Donor:
         """Agree on a step that is still to come; the follower compares the answers of all."""
         if session.connection.read(Ask).generation != self._generation:
             raise ProtocolError("a follower of another world")
-        assert self._state is not None
+
         session.connection.send(At(self._applied, self._state.node, self._state.runs))
         take = session.connection.read(Take)
         with self._changed:

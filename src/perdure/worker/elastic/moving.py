@@ -297,7 +297,13 @@ def move_rows(
     if Source(me, mine) in plan.sources:
         parts = read(Source(me, mine))
     else:
-        parts = _make_parts(mine, shapes, keys)
+        parts = {
+            name: {
+                key: torch.empty((len(mine.rows(shape[0])), *shape[1:]), dtype=dtype)
+                for key, dtype in keys[name].items()
+            }
+            for name, shape in shapes.items()
+        }
         for piece in inner:
             _cut(parts, mine, piece).copy_(_read_piece(read, piece))
     exchange(
@@ -320,16 +326,6 @@ def _list_pieces(
             pair = pairs.setdefault((transfer.source.member, transfer.to), [])
             pair += [(name, key, transfer) for key in sorted(keys[name])]
     return pairs
-
-
-def _make_parts(shard: Shard, shapes: Mapping[str, torch.Size], keys: Keys) -> Parts:
-    return {
-        name: {
-            key: torch.empty((len(shard.rows(shape[0])), *shape[1:]), dtype=dtype)
-            for key, dtype in keys[name].items()
-        }
-        for name, shape in shapes.items()
-    }
 
 
 def _read_piece(read: Callable[[Source], Parts], piece: Piece) -> Tensor:

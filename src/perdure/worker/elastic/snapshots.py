@@ -167,8 +167,11 @@ class Snapshots(Generic[AnySnapshot]):
         The snapshot before, of the same world, is whole by now.
         """
         step, line = self._newest
-        if line == snapshot.line:
-            self._sweep(members, step)
+        for name, header in self._headers() if line == snapshot.line else ():
+            # Of who is no member any more; of `step` all members have one.
+            if header.snapshot.owner not in members and header.snapshot.step < step:
+                self._remove(name + ".head")
+                self._remove(name)
         self._newest = snapshot.step, snapshot.line
         self._taken_s = time.monotonic()
         if not self._kept:
@@ -176,10 +179,10 @@ class Snapshots(Generic[AnySnapshot]):
         began = time.monotonic()
         self.finish()
         skeleton, tensors = pack_state(content)
-        header = _Header(snapshot, skeleton, sum(round_up(t.nbytes) for t in tensors), "")
+        new = _Header(snapshot, skeleton, sum(round_up(t.nbytes) for t in tensors), "")
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._write, args=(header, tensors), name="perdure-peers", daemon=True
+            target=self._write, args=(new, tensors), name="perdure-peers", daemon=True
         )
         self._thread.start()
         self.stall_s += time.monotonic() - began
@@ -229,13 +232,6 @@ class Snapshots(Generic[AnySnapshot]):
         for name, header in self._headers():
             if header.snapshot.step > step:
                 self._remove(name + ".head")
-
-    def _sweep(self, members: tuple[int, ...], step: int) -> None:
-        """Drop snapshots of who is no member any more; of `step` all members have one."""
-        for name, header in self._headers():
-            if header.snapshot.owner not in members and header.snapshot.step < step:
-                self._remove(name + ".head")
-                self._remove(name)
 
     def close(self) -> None:
         """Drop this member's snapshots, and those that it keeps: training has ended well."""

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 from perdure.model.errors import PlatformError
-from perdure.worker.native.build import build
+from perdure.worker.native.build import PLUGIN_NAME, build, build_nccl_plugin
 from perdure.worker.native.measure import load_cost, measure_cost
-from perdure.worker.native.nccl import PLUGIN_NAME, build_nccl_plugin
 
 
 def main() -> int:

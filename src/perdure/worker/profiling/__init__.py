@@ -16,6 +16,7 @@ import inspect
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,13 +56,8 @@ _WARM = 2
 Say = Callable[[str], object]
 
 
-class Samples(msgspec.Struct):
-    """Seconds, a round each."""
-
-    forward: list[float] = msgspec.field(default_factory=list)
-    recompute: list[float] = msgspec.field(default_factory=list)
-    backward: list[float] = msgspec.field(default_factory=list)
-    weight: list[float] = msgspec.field(default_factory=list)
+Samples = defaultdict[str, list[float]]
+"""What is done (forward, recompute, backward, weight) -> its seconds, a round each."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -119,8 +115,8 @@ class BlockMeter:
 
     def _sample(self, size: int, inputs: Any, targets: Any) -> list[Samples]:
         for _ in range(_WARM):
-            self._round(inputs, targets, [Samples() for _ in self.parts])
-        samples = [Samples() for _ in self.parts]
+            self._round(inputs, targets, [Samples(list) for _ in self.parts])
+        samples = [Samples(list) for _ in self.parts]
         began, rounds = time.monotonic(), 0
         while rounds < ROUNDS_MIN or (
             time.monotonic() - began < self.seconds and rounds < ROUNDS_MAX
@@ -144,12 +140,12 @@ class BlockMeter:
             ready = _clock()
             part.backward(grads, kept, "all")
             ended = _clock()
-            samples[index].forward.append(forwarded - began)
-            samples[index].backward.append(ended - ready)
+            samples[index]["forward"].append(forwarded - began)
+            samples[index]["backward"].append(ended - ready)
             again = Pass(0, 0, targets)
             began = _clock()
             part.forward(value, again, grads=index > 0)
-            samples[index].recompute.append(_clock() - began)
+            samples[index]["recompute"].append(_clock() - began)
             if self._splits[index]:
                 self._split(index, grads, again, samples[index])
             if grads is not None:
@@ -161,7 +157,7 @@ class BlockMeter:
             part.backward(grads, kept, "split")
             began = _clock()
             part.backward_weights(kept)
-            samples.weight.append(max(_clock() - began, 1e-9))
+            samples["weight"].append(max(_clock() - began, 1e-9))
         except RuntimeError as error:
             self._splits[index] = False
             why = str(error).strip().splitlines()[0]
@@ -174,7 +170,7 @@ class BlockMeter:
 
         def figure(kind: str) -> float:
             what = f"{kind} of block {name}, micro-batch {size}"
-            found = settle(getattr(samples, kind), what)
+            found = settle(samples[kind], what)
             self._spreads.append((found.spread, what))
             return found.value
 

@@ -274,11 +274,8 @@ def install(torchft: ModuleType) -> None:
         found = vars(groups).get(name)
         if found is not None:
             _wrap(found, "_create_pg", _create_pg)
-    _wrap(manager.Manager, "__init__", _init)
-    _wrap(manager.Manager, "report_error", _report_error)
-    _wrap(manager.Manager, "start_quorum", _start_quorum)
-    _wrap(manager.Manager, "wait_quorum", _wait_quorum)
-    _wrap(manager.Manager, "should_commit", _should_commit)
+    for name, around in _AROUND.items():
+        _wrap(manager.Manager, name, around)
     if hasattr(manager, "_ManagedWork"):
         _wrap(manager._ManagedWork, "wait", _wait)
 
@@ -339,6 +336,16 @@ def _wait_quorum(original: Callable[..., None], manager: Any, *args: Any, **kwar
         replica.account.end_wait(begin)
         if noted:
             replica.end_quorum_wait(well=well)
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "__init__": _init,
+    "report_error": _report_error,
+    "start_quorum": _start_quorum,
+    "wait_quorum": _wait_quorum,
+    "should_commit": _should_commit,
+}
+"""Methods of a Manager, and what is called in their place."""
 
 
 def _wait(original: Callable[..., bool], work: Any, *args: Any, **kwargs: Any) -> bool:
@@ -414,7 +421,10 @@ def mend_hook(torchft: ModuleType) -> None:
 
 def join_replica(attachment: Any) -> None:
     """Connect this process's replica with what perdure holds inside the rank."""
-    spec = _load_spec()
+    try:
+        spec = read_spec()
+    except (OSError, ProtocolError):  # The defaults: torchft goes on.
+        spec = JobSpec(script="")
     ring, nproc = attachment.ring, int(os.environ["WORLD_SIZE"])
     replica.join(
         ring,
@@ -436,14 +446,6 @@ def join_replica(attachment: Any) -> None:
         checkpoint=spec.checkpoint,
     )
     attachment.obey(settings.take, SendBoundary, ResumeRanks)
-
-
-def _load_spec() -> JobSpec:
-    """Return the job's specification; the defaults where it cannot be had: torchft goes on."""
-    try:
-        return read_spec()
-    except (OSError, ProtocolError):
-        return JobSpec(script="")
 
 
 def is_replica(environ: Any = os.environ) -> bool:

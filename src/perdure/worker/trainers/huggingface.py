@@ -51,19 +51,17 @@ def attach(trainer: Any) -> Any:
         if not isinstance(trainer, Trainer):
             raise ConfigError(f"attach: a {type(trainer).__name__} is no transformers.Trainer")
         check_names("transformers", trainer, (*_METHODS, *_LONG))
-        _refuse(trainer)
+        if trainer.is_deepspeed_enabled:
+            raise ConfigError(
+                "a Trainer with DeepSpeed cannot be resumed by perdure", hint="use DDP"
+            )
+        if trainer.args.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size starts training again with other steps",
+                hint="set per_device_train_batch_size",
+            )
         _Attached(trainer, run, run.loop).install()
     return trainer
-
-
-def _refuse(trainer: Any) -> None:
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError("a Trainer with DeepSpeed cannot be resumed by perdure", hint="use DDP")
-    if trainer.args.auto_find_batch_size:
-        raise ConfigError(
-            "auto_find_batch_size starts training again with other steps",
-            hint="set per_device_train_batch_size",
-        )
 
 
 class _Attached(Driven, TrainerCallback):  # type: ignore[misc]
