@@ -28,8 +28,10 @@ Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -117,7 +119,7 @@ class Quorums:
     """By the address of their store."""
     reason: str = "nobody has asked yet"
     """Why there is no quorum at this moment."""
-    _evicted: dict[str, None] = field(default_factory=dict)
+    _evicted: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_EVICTED))
     _last: tuple[Member, ...] = ()
     _formed_s: float | None = None
     silences: Silences = field(default_factory=Silences)
@@ -147,7 +149,7 @@ class Quorums:
         if again and member.replica in self.members and not replica.out and self._last:
             replica.asked = None  # The answer was lost on its way: the same again.
             return [*outputs, Answered((token,), self.quorum_id, self._last)]
-        return outputs + self._advance(now)
+        return outputs + self.tick(now)
 
     def hear(self, now: float, name: str) -> list[Output]:
         """Take a heartbeat."""
@@ -158,14 +160,14 @@ class Quorums:
         back = now > self._silence_due(replica)
         replica.gap_s = max(_GAP_KEPT * replica.gap_s, min(gap_s, self.config.silent_s))
         replica.heard_s = max(replica.heard_s, now)
-        return self._advance(now) if back and replica.asked is not None else []
+        return self.tick(now) if back and replica.asked is not None else []
 
     def hang_up(self, now: float, token: int) -> list[Output]:
         """Forget what a caller that is gone had asked for."""
         for replica in self.replicas.values():
             if replica.token == token:
                 replica.asked, replica.token = None, -1
-        return self._advance(now)
+        return self.tick(now)
 
     def wait(
         self,
@@ -189,10 +191,9 @@ class Quorums:
         if not over:
             begun_s = now if self._formed_s is None else self._formed_s  # Never before its quorum.
             replica.waiting_s = min(max(begun_s, since_s), now)
-            return self._arrive(now, replica) + self._advance(now)
-        outputs: list[Output] = []
-        for other in self._list_idle():  # Whoever it waited for has come, and all go on.
-            outputs += self._arrive(now, other)
+            return self._arrive(now, replica) + self.tick(now)
+        # Whoever it waited for has come, and all go on.
+        outputs = [told for other in self._list_idle() for told in self._arrive(now, other)]
         for member in self._present():
             member.waiting_s = None
         return outputs
@@ -217,7 +218,7 @@ class Quorums:
         replica.busy_until_s = min(busy_until_s, now + _TOLD_S_MAX) if busy else 0.0
         if busy or was_busy:
             replica.busy_s = now
-        return self._advance(now) if stopped else []
+        return self.tick(now) if stopped else []
 
     def end(self, now: float, generation: int, reason: str, *, fence: bool) -> list[Output]:
         """Note that a rank of this generation has ended: its replica is gone for good."""
@@ -231,16 +232,14 @@ class Quorums:
         """
         if name in self._evicted or not name:
             return []
-        self._evicted[name] = None
-        if len(self._evicted) > _KEPT_EVICTED:
-            del self._evicted[next(iter(self._evicted))]
+        self._evicted.append(name)
         replica = self.replicas.pop(name, None)
         if replica is None:
             return []
         outputs: list[Output] = []
         if name in self.members and not replica.out:
             outputs = self._leave_out(replica, reason, fence=fence)
-        return outputs + self._advance(now)
+        return outputs + self.tick(now)
 
     def regroup(self, now: float, groups: tuple[ReplicaGroup, ...]) -> list[Output]:
         """Take over what the controller says of the groups: stores, generations, who is held.
@@ -255,7 +254,7 @@ class Quorums:
             group, generation = replica.home
             if 0 <= generation < newest.get(group, -1):
                 outputs += self.evict(now, replica.name, "its group was started again")
-        return outputs + self._advance(now)
+        return outputs + self.tick(now)
 
     def restore(
         self,
@@ -284,10 +283,6 @@ class Quorums:
         """Return group and generation of the members of the quorum in force."""
         return {r.name: r.home for r in self.replicas.values() if r.name in self.members}
 
-    def tick(self, now: float) -> list[Output]:
-        """Do what is due."""
-        return self._advance(now)
-
     def next_deadline(self) -> float | None:
         """Return when `tick` is wanted."""
         times = [self._silence_due(r) for r in self._awaited()]
@@ -295,22 +290,21 @@ class Quorums:
         impatient_s = self._impatient_since()
         waiting = [r.waiting_s for r in self._present() if r.waiting_s is not None]
         if impatient_s is not None:
-            for replica in self._awaited():
-                if replica.asked is None:
-                    overdue_s, told_s = self._late_times(replica, impatient_s)
-                    times += [overdue_s] if told_s is None else [overdue_s, told_s]
+            missing = [r for r in self._awaited() if r.asked is None]
+            times += chain.from_iterable(self._late_times(r, impatient_s) for r in missing)
         if asking and not self._present():
             times += [min(asking) + self.config.startup_s, min(asking) + self.config.alone_s]
         if waiting:
             first = min(waiting)
             late = [self._late_times(r, first, collective=True) for r in self._list_idle()]
             times += [max(overdue for overdue, _ in late)] if late else [first + self._deadlock_s()]
-            times += [told for _, told in late if told is not None]
+            times += [told for _, told in late]
         return min(times, default=None)
 
     # --- the decision -------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> list[Output]:
+    def tick(self, now: float) -> list[Output]:
+        """Do what is due, or has become possible."""
         outputs: list[Output] = []
         for replica in self._awaited():
             silent_s = now - replica.heard_s
@@ -392,14 +386,12 @@ class Quorums:
         if present:
             since_s = self._impatient_since()
             missing = [r for r in self._awaited() if r.asked is None]
-            late = [] if since_s is None else self._list_overdue(now, missing, since_s)
-            for replica in late:
-                waited_s = now - (since_s or now)
-                why = f"the others have waited for it for {waited_s:.2f} s"
-                outputs += self._leave_out(replica, why, missed_s=since_s)
-            if len(late) < len(missing):
-                names = ", ".join(r.name for r in missing if not r.out)
-                self.reason = f"waiting for {names}"
+            if since_s is not None:
+                late = self._list_overdue(now, missing, since_s)
+                outputs = self._leave_late_out(now, late, since_s)
+            left = [r.name for r in missing if not r.out]
+            if left:
+                self.reason = f"waiting for {', '.join(left)}"
                 return outputs
         elif not self._may_begin(ready, now - first):
             self.reason = f"{len(ready)} of {self._expected()} groups are there"
@@ -460,25 +452,28 @@ class Quorums:
         if not since:
             return []
         idle = self._list_idle()
-        waited_s = now - min(since)
         if idle:
             hung = self._list_overdue(now, idle, min(since), collective=True)
-            if len(hung) < len(idle):
-                return []
-            outputs: list[Output] = []
-            for replica in hung:
-                why = f"the others have waited for it in a collective for {waited_s:.2f} s"
-                outputs += self._leave_out(replica, why, missed_s=min(since))
-            return outputs
+            all_hung = len(hung) == len(idle)
+            return (
+                self._leave_late_out(now, hung, min(since), " in a collective") if all_hung else []
+            )
         # Who has not committed has given the collective up; else word of its end is on its way.
         alone = any(r.asked is not None and r.asked.commit_failures > 0 for r in present)
-        if not alone and waited_s < self._deadlock_s():
+        if not alone and now - min(since) < self._deadlock_s():
             return []
         groups = tuple(sorted(self.group_of(r) for r in present if r.waiting_s is not None))
         for replica in present:
             replica.waiting_s = None
         why = "a peer has given the collective up" if alone else "all wait for one another"
         return [Fenced(self.quorum_id, groups, why)]
+
+    def _leave_late_out(
+        self, now: float, late: Iterable[Replica], since_s: float, where: str = ""
+    ) -> list[Output]:
+        """Leave out those for whom the others have waited in vain since then."""
+        why = f"the others have waited for it{where} for {now - since_s:.2f} s"
+        return [o for each in late for o in self._leave_out(each, why, missed_s=since_s)]
 
     def _leave_out(
         self,
@@ -624,10 +619,10 @@ class Quorums:
 
     def _late_times(
         self, replica: Replica, since_s: float, *, collective: bool = False
-    ) -> tuple[float, float | None]:
-        """Return when it is waited for no longer, and when it is to be told of as late."""
+    ) -> tuple[float, float]:
+        """Return when it is waited for no longer, and when it is to be told of as late, or inf."""
         begin_s = max(since_s, replica.busy_s, replica.busy_until_s)
         overdue_s = begin_s + self._patience(replica, collective=collective)
         if replica.late or replica.waiting_s is not None or not self._knows(replica):
-            return overdue_s, None
+            return overdue_s, math.inf
         return overdue_s, begin_s + self.config.late_s + self.silences.expected_s
