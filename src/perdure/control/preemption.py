@@ -17,9 +17,9 @@ import math
 from perdure.control.agreement.boundary import open_boundary
 from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.membership import membership_of
-from perdure.control.membership.members import list_living_members, list_spare_members
+from perdure.control.membership.elastic import end_spares
+from perdure.control.membership.members import list_leavers, list_living_members, list_spare_members
 from perdure.control.steering.group_moves import count_left, take_back
-from perdure.control.steering.leaving import end_spares, list_leavers
 from perdure.control.steering.moves import restore_move
 from perdure.model.events import (
     ActionWithheld,

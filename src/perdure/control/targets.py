@@ -53,3 +53,12 @@ def _resolve_target(state: JobState, target: str) -> int:
         if target in registered.device_ids or target in slots:
             return node
     raise UnknownTargetError(f"there is no device `{target}`: `perdure map` lists them")
+
+
+def name_all(noun: str, numbers: Sequence[int]) -> str:
+    """Return them in words.
+
+    >>> name_all("rank", [1]), name_all("replica", (1, 2)), name_all("rank", [])
+    ('rank 1', 'replicas 1, 2', 'rank none')
+    """
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers)) or 'none'}"

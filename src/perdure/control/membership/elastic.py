@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from msgspec import structs
 
-from perdure.control.agreements import make_steering
+from perdure.control.agreements import OpenBoundary, make_steering
 from perdure.control.job import JobState
 from perdure.control.membership.fixed import Fixed, Outcome
 from perdure.control.membership.members import (
@@ -212,6 +212,38 @@ def order_world(
     return elastic.order
 
 
+def leave_together(state: JobState, now: float, done: OpenBoundary) -> list[AnyAction]:
+    """Let those of a drain leave at its step, to which all have come; the others go on."""
+    elastic = state.world.elastic
+    gone = {rank for rank in done.leaves if rank in elastic.members}
+    state.step = max(state.step, done.step)
+    if not gone or not is_elastic(state):
+        return []
+    if not set(list_living_members(state)) - gone:
+        elastic.leaving |= gone
+        return []
+    elastic.left |= gone
+    new, followers = split_called(state, call_spares(state))
+    why = f"ranks {[rank for rank in done.leaves if rank in gone]} leave at step {done.step}"
+    order = order_world(state, now, why, new=new, urgent=False)
+    return [order, *order_following(state, followers)]
+
+
+def put_out(state: JobState, now: float, ranks: tuple[int, ...], reason: str) -> list[AnyAction]:
+    """Leave `ranks` out at once, and end them."""
+    state.world.elastic.lost |= set(ranks)
+    order = order_world(state, now, reason)
+    return [order, *(end_rank(state, rank, reason) for rank in ranks)]
+
+
+def end_spares(state: JobState, nodes: Collection[int], why: str) -> list[AnyAction]:
+    """Return the orders that end the spares on `nodes`, which have no part in the world yet."""
+    elastic = state.world.elastic
+    gone = {*state.world.exits, *elastic.members, *elastic.left, *elastic.lost}
+    ready = sorted(elastic.ready - gone)
+    return [end_rank(state, rank, why) for rank in ready if node_of_member(state, rank) in nodes]
+
+
 def _has_stores(state: JobState) -> bool:
     """Return whether the members have a store to meet at that is not a rank's only one."""
     apart = state.world.store is not None and state.world.store.agent_store
@@ -261,6 +293,10 @@ class Elastic(Fixed):
     def moving_s(self, state: JobState) -> float:
         """Return how long it took whoever was slowest."""
         return state.world.elastic.slowest_s
+
+    def can_leave(self, state: JobState) -> bool:
+        """Return whether members train, none of them on its way into the world."""
+        return self.agrees(state) and state.world.elastic.order is None
 
     def fill(self, state: JobState, reason: str) -> list[AnyAction]:
         """Return the order that starts a member in each slot that has nobody."""

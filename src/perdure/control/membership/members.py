@@ -39,6 +39,34 @@ def have_state(state: JobState, ranks: Collection[int]) -> bool:
     return not (state.world.elastic.formed | set(state.ranks)).isdisjoint(ranks)
 
 
+def stay_able(state: JobState, nodes: Collection[int]) -> bool:
+    """Return whether somebody who has the state would be left without `nodes`."""
+    return have_state(state, _list_staying(state, nodes))
+
+
+def list_leavers(state: JobState, nodes: Collection[int]) -> tuple[int, ...]:
+    """Return the members that `nodes` run."""
+    return tuple(
+        rank for rank in list_living_members(state) if node_of_member(state, rank) in nodes
+    )
+
+
+def find_objection(state: JobState, nodes: Collection[int]) -> str:
+    """Return why members cannot leave `nodes`; empty where they can."""
+    if not _list_staying(state, nodes):
+        return "no member of the world would be left: the state would be lost"
+    return ""
+
+
+def _list_staying(state: JobState, nodes: Collection[int]) -> set[int]:
+    return set(list_living_members(state)).difference(list_leavers(state, nodes))
+
+
+def have_left(state: JobState, ranks: Collection[int]) -> bool:
+    """Return whether all of `ranks` have left at an agreed step."""
+    return state.world.elastic.left.issuperset(ranks)
+
+
 def list_spare_members(
     state: JobState, far_from: Collection[int] = (), beside: Collection[int] = ()
 ) -> list[int]:

@@ -8,19 +8,41 @@ After an agreed drain no rank makes a step beyond S, so the checkpoint of S is a
 next world begins there, and no committed step is lost. Until that world is ordered nothing has
 been changed, so that a drain can be taken back: its ranks are released and go on at S.
 
+Where the others go on in place (an elastic world) nobody has to stand in, and no checkpoint is
+needed, for they have the state:
+
+    waiting --> agreeing: all members come to step S --> left: the others form the next epoch
+
+Before S nothing is begun that would have to be made again, and whoever leaves does so by itself,
+once every member has come to S. An evict leaves out at once whoever is on the node, and ends its
+processes.
+
 `advance_moves` is called after every event and looks at levels only; a replay leads to the same.
 """
+
+from typing import Any
 
 from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreement.pauses import stands
 from perdure.control.agreements import OpenBoundary
 from perdure.control.job import LEFT, JobState, OpenMove
 from perdure.control.membership import membership_of
+from perdure.control.membership.elastic import end_spares, put_out
+from perdure.control.membership.members import (
+    fill_slots,
+    find_objection,
+    have_left,
+    list_leavers,
+    list_living_members,
+    node_of_member,
+    stay_able,
+)
 from perdure.control.recovery.formation import form_world
-from perdure.control.recovery.placement import bar_left, count_shortage, keep_nodes
+from perdure.control.recovery.placement import bar_left, count_shortage, find_notice, keep_nodes
 from perdure.control.steering.group_moves import advance_group_move
-from perdure.control.steering.leaving import advance_leaving, guard, note_move, restore_leaving
+from perdure.control.targets import name_all
 from perdure.model.events import BoundaryReached, CheckpointFailed, CheckpointSaved, RankExited
+from perdure.model.failures import Cause
 from perdure.model.orders import AnyAction, NoteDraining, ResumeRanks
 
 _ALIVE = ("forming", "starting", "running")
@@ -88,14 +110,19 @@ def note_left(state: JobState, event: RankExited) -> None:
 
 
 def restore_move(state: JobState, now: float, node: int, why: str) -> list[AnyAction]:
-    """Take back what is about to leave `node`; where it was left already, say so now."""
+    """Take back what is about to leave `node`; where it was left already, say so now.
+
+    Where the members' step is agreed upon, the node is filled anew after it.
+    """
     actions: list[AnyAction] = []
+    in_place, boundary = membership_of(state).goes_on(state), state.boundary
     for move in list(state.moves.values()):
         if node not in move.nodes:
             continue
-        if membership_of(state).goes_on(state):
-            actions += restore_leaving(state, now, move, why)
-        elif move.stage == "moved":
+        mine = boundary is not None and boundary.command == move.id
+        if in_place and mine and boundary is not None and boundary.move == "commit":
+            move.restored = True
+        elif move.stage == "moved" and not in_place:
             actions += _finish(state, now, move, f"node {node} is free again: {why}")
         else:
             actions += _take_back(state, now, move, why)
@@ -123,7 +150,7 @@ def _advance_one_world(state: JobState, now: float, move: OpenMove) -> list[AnyA
     actions = _settle(state, now)
     if move.late_s is not None and now >= move.late_s:
         move.late_s, move.guarded = None, False  # Saved once more, so that little is lost with it.
-    advance = advance_leaving if membership_of(state).goes_on(state) else _advance
+    advance = _advance_in_place if membership_of(state).goes_on(state) else _advance
     return [*actions, *advance(state, now, move), *_settle(state, now)]
 
 
@@ -153,7 +180,7 @@ def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
             if not move.saved:
                 return []
             if not count_shortage(state, set()):
-                return _leave(state, now, move)
+                return _evict(state, now, move)
             if not move.wait:
                 return _take_back(state, now, move, "the spare node is gone")
             freed = _free(state, move, "the spare node is gone: training goes on")
@@ -164,15 +191,15 @@ def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
 def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Begin what was accepted, once there is somewhere to go."""
     if count_shortage(state, set()):
-        return guard(state, now, move)
+        return _guard(state, now, move)
     if move.kind == "evict":
-        return _leave(state, now, move) if state.world.phase in _ALIVE else []
+        return _evict(state, now, move) if _can_evict(state, move) else []
     if state.world.phase != "running" or not (state.world.stepping or stands(state)):
         return []
     if not state.world.joined:
         why = "the script does not call perdure.init(), so perdure cannot save its state"
         return _give_up(state, now, move, why)
-    if not membership_of(state).has_joined(state) or state.boundary is not None:
+    if not membership_of(state).can_leave(state) or state.boundary is not None:
         return []
     move.stage, move.generation, move.saved = "agreeing", state.world.generation, False
     actions = open_boundary(state, now, "drain", reason=move.why, command=move.id)
@@ -181,8 +208,59 @@ def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     return actions
 
 
-def _leave(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
-    """End this world and form the next one without the move's nodes."""
+def _advance_in_place(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Do what has become possible for nodes that members are to leave while others train on."""
+    leavers, boundary, pace = list_leavers(state, move.nodes), state.boundary, state.steering.pace
+    late = "the members had not agreed on a step when its deadline passed"
+    if boundary is not None and boundary.command == move.id:
+        move.step = boundary.step
+        overdue = now >= move.deadline_s and boundary.move == "prepare"
+        return _give_up(state, now, move, late) if overdue else []
+    if not leavers:
+        return _finish_in_place(state, now, move)
+    if now >= move.deadline_s:
+        return _give_up(state, now, move, late)
+    if move.stage == "agreeing" and move.generation == state.world.generation:
+        return _take_back(state, now, move, "the members did not agree on a step")
+    objection = find_objection(state, move.nodes)
+    if objection:
+        return _take_back(state, now, move, objection) if move.who else _guard(state, now, move)
+    if not _can_evict(state, move):
+        return []  # Who stays is still on its way into the world.
+    if move.kind == "evict":
+        return _evict(state, now, move)
+    if not membership_of(state).can_leave(state) or boundary is not None:
+        return []
+    move.stage, move.ranks, move.generation = "agreeing", leavers, state.world.generation
+    return open_boundary(
+        state, now, "drain", reason=move.why, command=move.id, leaves=leavers,
+        not_before=int(pace.estimate_step(move.until_s)) if pace is not None else 0,
+    )  # fmt: skip
+
+
+def _guard(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Save while there is time: nobody can stand in for a node that the platform takes away."""
+    can = membership_of(state).agrees(state)
+    if move.who or state.boundary is not None or not can or move.guarded:
+        return []
+    move.guarded = True
+    reason = f"{move.why}, and no spare node is ready"
+    return open_boundary(state, now, "checkpoint", reason=reason)
+
+
+def _can_evict(state: JobState, move: OpenMove) -> bool:
+    """Return whether the world can do without the nodes at this moment."""
+    if membership_of(state).goes_on(state):
+        return stay_able(state, move.nodes)
+    return state.world.phase in _ALIVE and not count_shortage(state, set())
+
+
+def _evict(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Do without the nodes from now on: the others go on, or the next world is formed."""
+    if membership_of(state).goes_on(state):
+        move.ranks = list_leavers(state, move.nodes)
+        out = put_out(state, now, move.ranks, move.why)
+        return [*out, *_finish_in_place(state, now, move)]
     actions = drop_boundary(state, move.why)
     state.world.failed_s = now  # What it costs is what a restart costs.
     where = f", from step {move.step}" if move.stage == "held" else ""
@@ -205,47 +283,104 @@ def _settle(state: JobState, now: float) -> list[AnyAction]:
         move.stage, move.from_step = "moved", state.step
         move.to = {node: state.world.placement[group] for node, group in move.groups.items()}
         move.generation = state.world.generation - 1
-        note_move(state, now, move, move.generation)
+        _note_move(state, now, move, move.generation)
         actions += bar_left(state, move)
     return actions
 
 
+def _note_move(state: JobState, now: float, move: OpenMove, world: int, *, epoch: int = -1) -> None:
+    """Keep that a world ended, or went on as another, so that nodes are left: no failure."""
+    if state.book.is_open(world) or all(node in state.cordoned for node in move.nodes):
+        return
+    node = next(node for node in move.nodes if node not in state.cordoned)
+    taken = find_notice(state, now, node)
+    saved = state.saved_step >= state.step >= 0
+    cause = Cause(
+        cause=f"moved, before a preemption ({taken.words})" if taken is not None else "moved",
+        culprit=f"node {node}",
+        at_step=state.saved_step if saved else -1,
+        failure_s=now,
+        detected_s=now,
+        reason=move.why,
+    )
+    state.book.decide(cause, "move", world, epoch=epoch, saved=saved)
+
+
 def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAction]:
-    """Answer: the nodes were left."""
+    """Answer: the nodes were left, for those that stand in."""
     del state.moves[move.id]
     spec, moves, words = state.the_spec(), [], []
     for node, group in sorted(move.groups.items()):
         to, ranks = move.to[node], list(spec.ranks_of(group))
         moves.append({"node": node, "to": to, "ranks": ranks})
-        names = ", ".join(map(str, ranks))
-        words.append(f"rank{'s' if len(ranks) > 1 else ''} {names} from node {node} to node {to}")
+        words.append(f"{name_all('rank', ranks)} from node {node} to node {to}")
     resumed = state.world.resumed_step if state.world.resumed_step >= 0 else state.step
     lost = max(0, move.from_step - resumed) if state.world.joined and not but else None
-    took_s = round(now - move.at_s, 3)
+    text = f"{', '.join(words)} in {now - move.at_s:.2f} s"
+    if lost is not None:
+        cost = "no step is" if not lost else f"{lost} step{'s are' if lost > 1 else ' is'}"
+        text += f", at step {resumed}: {cost} made again"
+    text = "; ".join(part for part in (text, move.instead, but) if part)
+    step = resumed if lost is not None else -1
+    return _answer(state, now, move, text, moves=moves, step=step, lost=lost, instead=move.instead)
+
+
+def _finish_in_place(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Answer: nobody of the world is on the nodes any more."""
+    del state.moves[move.id]  # Its nodes may be filled again.
+    if move.restored:
+        actions = fill_slots(state, move.why)
+    else:
+        _note_move(state, now, move, state.world.generation, epoch=state.world.epoch)
+        actions = bar_left(state, move) + end_spares(state, move.nodes, move.why)
+    agreed = move.kind == "drain" and move.step >= 0 and have_left(state, move.ranks)
+    homes = [(node_of_member(state, rank), rank) for rank in move.ranks]
+    moves = [
+        {"node": node, "to": None, "ranks": [rank for home, rank in homes if home == node]}
+        for node in move.nodes
+    ]
+    where = f" at step {move.step}: nothing is made again" if agreed else ""
+    how = f"left in {now - move.at_s:.2f} s"
+    if move.kind == "evict" or move.instead:
+        how = "were ended" if len(move.ranks) > 1 else "was ended"
+    left = len(list_living_members(state))
+    words = f"{name_all('rank', move.ranks)} {how}{where}; {left} go on"
+    instead = move.instead or ("" if agreed or move.kind == "evict" else "they ended before")
+    step = move.step if agreed else -1
+    return actions + _answer(
+        state, now, move, words, moves=moves, step=step, lost=0, instead=instead
+    )
+
+
+def _answer(
+    state: JobState,
+    now: float,
+    move: OpenMove,
+    words: str,
+    *,
+    moves: list[dict[str, Any]],
+    step: int,
+    lost: int | None,
+    instead: str,
+) -> list[AnyAction]:
     result = {
         "verb": move.kind,
         "nodes": list(move.nodes),
         "moves": moves,
-        "step": resumed if lost is not None else -1,
+        "step": step,
         "steps_lost": lost,
-        "took_s": took_s,
-        "instead": move.instead,
+        "took_s": round(now - move.at_s, 3),
+        "instead": instead,
     }
-    parts = [f"{', '.join(words)} in {took_s:.2f} s"]
-    if lost is not None:
-        cost = "no step is" if not lost else f"{lost} step{'s are' if lost > 1 else ' is'}"
-        parts[0] += f", at step {resumed}: {cost} made again"
-    parts += [part for part in (move.instead, but) if part]
-    return state.answer_open(move.id, True, "; ".join(parts), result)
+    return state.answer_open(move.id, True, words, result)
 
 
 def _give_up(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """It cannot be done as asked: evict where that was allowed, else take it back."""
-    evictable = move.force and state.world.phase in _ALIVE
-    if not evictable or count_shortage(state, set()):
+    if not move.force or not _can_evict(state, move):
         return _take_back(state, now, move, why)
     move.instead = f"evicted instead: {why}"
-    return _free(state, move, why) + _leave(state, now, move)
+    return _free(state, move, why) + _evict(state, now, move)
 
 
 def _take_back(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
@@ -254,14 +389,17 @@ def _take_back(state: JobState, now: float, move: OpenMove, why: str) -> list[An
 
 
 def _free(state: JobState, move: OpenMove, why: str) -> list[AnyAction]:
-    """End what the ranks have promised for `move`, or the wait that they are in."""
+    """End what the ranks have promised for `move`, or the wait that they are in.
+
+    Of members that leave nobody waits: their agreement has no name here.
+    """
     actions: list[AnyAction] = []
     boundary = state.boundary
     held = move.generation == state.world.generation and move.stage in ("agreeing", "held")
     if boundary is not None and boundary.command == move.id:
         held &= boundary.move == "commit"
         actions += drop_boundary(state, why)
-    if held:
+    if held and move.boundary:
         state.released = ResumeRanks(
             generation=state.world.generation,
             ranks=membership_of(state).list_asked(state),

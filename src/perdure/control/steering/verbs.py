@@ -12,6 +12,7 @@ import msgspec
 
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
 from perdure.control.membership import membership_of
+from perdure.control.membership.members import find_objection, list_leavers
 from perdure.control.recovery.placement import bar, count_shortage
 from perdure.control.steering.group_verbs import (
     GroupPlan,
@@ -21,7 +22,6 @@ from perdure.control.steering.group_verbs import (
     plan_groups,
     restore_group,
 )
-from perdure.control.steering.leaving import find_objection, list_leavers
 from perdure.control.steering.moves import restore_move
 from perdure.control.targets import UnknownTargetError, resolve_nodes
 from perdure.model.numbers import refuse_number
