@@ -117,6 +117,10 @@ class OpenMove:
     stand_ins: list[int] = field(default_factory=list)
     """Spare groups that were released in their place."""
 
+    def took_s(self, now: float) -> float:
+        """Return how long it has taken by `now`."""
+        return round(now - self.at_s, 3)
+
 
 @dataclass(slots=True)
 class OpenNotice:

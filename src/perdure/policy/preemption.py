@@ -27,37 +27,43 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """Members, or replica groups, that would go on; None where the world is formed anew."""
 
 
+Way = Literal["drain", "evict", "checkpoint", "mark"]
+"""Leave at an agreed step, or at once; save, for nobody can stand in; or only note it."""
+
+
 class HandOver(msgspec.Struct, frozen=True):
     """A decision about nodes that are taken away, and why it was made."""
 
-    way: Literal["drain", "evict", "checkpoint", "mark"]
-    """Leave at an agreed step, or at once; save, for nobody can stand in; or only note it."""
+    way: Way
     reason: str
 
 
 def decide_hand_over(outlook: Outlook, config: PreemptionConfig) -> HandOver:
-    """Return what is done about `outlook`."""
-    if not outlook.certain:
-        return _weigh_risk(outlook, config)
-    ready = outlook.spares >= outlook.short
-    if not outlook.saves and ready and outlook.short:
-        return HandOver("evict", "the script cannot be saved; a spare node makes up for it")
-    if not outlook.saves:
-        return HandOver("mark", "the script cannot be saved, and nobody can stand in")
-    if outlook.left == 0:
-        return HandOver("checkpoint", "nobody would be left who has the state")
-    if outlook.left is None and not ready:
-        return HandOver("checkpoint", "no spare node stands ready: saved now and once more")
-    if outlook.grace_s <= 0:
-        return HandOver("evict", "left out at once, for there is no grace")
-    return HandOver("drain", "left at a step that all agree on")
+    """Return what is done about `outlook`.
 
-
-def _weigh_risk(outlook: Outlook, config: PreemptionConfig) -> HandOver:
-    """A risk is worth what costs little: no smaller world, and no restart without a spare node."""
-    risk = "a higher risk is no notice yet"
-    if config.rebalance == "report" or not outlook.saves:
-        return HandOver("mark", f"{risk}: it is only reported")
-    if config.rebalance == "drain" and outlook.spares >= outlook.short > 0:
-        return HandOver("drain", f"{risk}, and spares can stand in")
-    return HandOver("checkpoint", f"{risk}: saved, should it come to one")
+    A risk is worth what costs little: no smaller world, and no restart without a spare node.
+    """
+    ready, risky = outlook.spares >= outlook.short, not outlook.certain
+    stand_in, risk = ready and outlook.short > 0, "a higher risk is no notice yet"
+    reported = config.rebalance == "report" or not outlook.saves
+    left_early = config.rebalance == "drain" and stand_in
+    rows: tuple[tuple[bool, Way, str], ...] = (
+        (risky and reported, "mark", f"{risk}: it is only reported"),
+        (risky and left_early, "drain", f"{risk}, and spares can stand in"),
+        (risky, "checkpoint", f"{risk}: saved, should it come to one"),
+        (
+            not outlook.saves and stand_in,
+            "evict",
+            "the script cannot be saved; a spare node makes up for it",
+        ),
+        (not outlook.saves, "mark", "the script cannot be saved, and nobody can stand in"),
+        (outlook.left == 0, "checkpoint", "nobody would be left who has the state"),
+        (
+            outlook.left is None and not ready,
+            "checkpoint",
+            "no spare node stands ready: saved now and once more",
+        ),
+        (outlook.grace_s <= 0, "evict", "left out at once, for there is no grace"),
+        (True, "drain", "left at a step that all agree on"),
+    )
+    return next(HandOver(way, reason) for holds, way, reason in rows if holds)

@@ -131,14 +131,12 @@ def refuse_change(state: JobState, command: str, rank: int, why: str) -> list[An
 
 def plan_change(state: JobState, id_: str) -> list[AnyAction]:
     """Plan a change that all ranks know of; answer who should not wait for a far step."""
-    actions: list[AnyAction] = []
-    for open_ in state.steering.open:
-        if open_.boundary != id_ or open_.answered:
-            continue
-        if open_.change.step - state.step > FAR_STEPS:
-            open_.answered = True
-            actions += _answer(state, open_, "all ranks have promised it; the step is yet to come")
-    return actions
+    why = "all ranks have promised it; the step is yet to come"
+    known = [o for o in state.steering.open if o.boundary == id_ and not o.answered]
+    far = [open_ for open_ in known if open_.change.step - state.step > FAR_STEPS]
+    for open_ in far:
+        open_.answered = True
+    return [action for open_ in far for action in _answer(state, open_, why)]
 
 
 def reach_change(state: JobState, event: BoundaryReached) -> list[AnyAction]:
@@ -149,8 +147,7 @@ def reach_change(state: JobState, event: BoundaryReached) -> list[AnyAction]:
             continue
         if event.error:
             state.steering.open.remove(open_)
-            why = f"rank {event.rank}: {event.error}"
-            return state.answer_open(open_.command, False, why, {"rank": event.rank})
+            return refuse_change(state, open_.command, event.rank, event.error)
         open_.reached.add(event.rank)
     return close_changes(state)
 
@@ -164,21 +161,19 @@ def close_changes(state: JobState) -> list[AnyAction]:
 
 def settle_changes(state: JobState, event: KeysDeclared) -> list[AnyAction]:
     """Close what a generation's checkpoint has brought with it."""
-    actions: list[AnyAction] = []
-    for open_ in list(state.steering.open):
-        if open_.generation < event.generation and open_.change.step <= event.step:
-            actions += _close(state, open_)
-    return actions
+    older = [open_ for open_ in state.steering.open if open_.generation < event.generation]
+    done = [open_ for open_ in older if open_.change.step <= event.step]
+    return [action for open_ in done for action in _close(state, open_)]
 
 
 def answer_early(state: JobState) -> list[AnyAction]:
     """Answer who would wait for a step that no replica group comes to: they are held before it."""
-    boundary, pause = state.boundary, state.steering.pause
-    actions: list[AnyAction] = []
-    for open_ in state.steering.open if pause is not None else ():
-        if boundary is None or boundary.command != open_.command:
-            actions += _answer(state, open_, "all ranks have promised it; the job is paused")
-    return actions
+    if state.steering.pause is None:
+        return []
+    asking = None if state.boundary is None else state.boundary.command
+    waiting = [open_ for open_ in state.steering.open if open_.command != asking]
+    why = "all ranks have promised it; the job is paused"
+    return [action for open_ in waiting for action in _answer(state, open_, why)]
 
 
 def _close(state: JobState, open_: OpenChange) -> list[AnyAction]:

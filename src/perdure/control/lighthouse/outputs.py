@@ -22,39 +22,38 @@ class Formed(msgspec.Struct, frozen=True):
     recovering: tuple[str, ...]
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """A replica has asked for the first time, or again after it was left out."""
+class _OfReplica(msgspec.Struct, frozen=True):
+    """What is told of one replica."""
 
     replica: str
     group: int
+
+
+class Seen(_OfReplica, frozen=True):
+    """A replica has asked for the first time, or again after it was left out."""
+
     generation: int = -1
     """The generation of its processes; -1 where its store is not one of ours."""
 
 
-class Stands(msgspec.Struct, frozen=True):
+class Stands(_OfReplica, frozen=True):
     """A replica has ended its step, asks for the next one, and is held."""
 
-    replica: str
-    group: int
     step: int
 
 
-class Late(msgspec.Struct, frozen=True):
+class Late(_OfReplica, frozen=True):
     """The others wait for a replica for longer than they ever did, or have waited for it."""
 
-    replica: str
-    group: int
     reason: str
     waited_s: float
     over: bool = False
     """It has come."""
 
 
-class LeftOut(msgspec.Struct, frozen=True):
+class LeftOut(_OfReplica, frozen=True):
     """A replica is not waited for any more."""
 
-    replica: str
-    group: int
     reason: str
     stopped: bool = False
 

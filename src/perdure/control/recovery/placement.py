@@ -124,8 +124,7 @@ def keep_nodes(
         if not move.who:
             # It goes away all the same.
             actions += membership_of(state).cordon(state, node, move.why)
-    took_s = round(now - move.at_s, 3)
-    result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": took_s} | more
+    result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": move.took_s(now)} | more
     return actions + state.answer_open(move.id, False, f"{why}; nothing was moved", result)
 
 

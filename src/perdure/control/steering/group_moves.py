@@ -147,7 +147,6 @@ def _end(state: JobState, now: float, move: OpenMove, *, grace_s: float = 0.0) -
 def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAction]:
     """Answer: the groups were left."""
     del state.moves[move.id]
-    took_s = round(now - move.at_s, 3)
     result: dict[str, Any] = {
         "verb": move.kind,
         "replicas": move.nodes,
@@ -155,9 +154,9 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
         "stand_ins": move.stand_ins,
         "step": move.step,
         "steps_lost": 0,
-        "took_s": took_s,
+        "took_s": move.took_s(now),
     }
-    text = f"{name_replicas(move.nodes)} left in {took_s:.2f} s"
+    text = f"{name_replicas(move.nodes)} left in {move.took_s(now):.2f} s"
     if move.step >= 0:
         text += f" at step {move.step}"
     if move.stand_ins:

@@ -316,7 +316,7 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
         words.append(f"{name_all('rank', ranks)} from node {node} to node {to}")
     resumed = state.world.resumed_step if state.world.resumed_step >= 0 else state.step
     lost = max(0, move.from_step - resumed) if state.world.joined and not but else None
-    text = f"{', '.join(words)} in {now - move.at_s:.2f} s"
+    text = f"{', '.join(words)} in {move.took_s(now):.2f} s"
     if lost is not None:
         cost = "no step is" if not lost else f"{lost} step{'s are' if lost > 1 else ' is'}"
         text += f", at step {resumed}: {cost} made again"
@@ -340,7 +340,7 @@ def _finish_in_place(state: JobState, now: float, move: OpenMove) -> list[AnyAct
         for node in move.nodes
     ]
     where = f" at step {move.step}: nothing is made again" if agreed else ""
-    how = f"left in {now - move.at_s:.2f} s"
+    how = f"left in {move.took_s(now):.2f} s"
     if move.kind == "evict" or move.instead:
         how = "were ended" if len(move.ranks) > 1 else "was ended"
     left = len(list_living_members(state))
@@ -369,7 +369,7 @@ def _answer(
         "moves": moves,
         "step": step,
         "steps_lost": lost,
-        "took_s": round(now - move.at_s, 3),
+        "took_s": move.took_s(now),
         "instead": instead,
     }
     return state.answer_open(move.id, True, words, result)
