@@ -26,11 +26,10 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
-from perdure.service.aside import Asides
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
-from perdure.service.part import LINE_MAX
+from perdure.service.part import LINE_MAX, Asides
 from perdure.service.ports import Bus, JournalStream
 from tests.fakes import FakeBus, FakeServer, FakeStream
 

@@ -17,8 +17,7 @@ import pytest
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.service.cluster import LighthouseFile
-from perdure.service.jobfiles import paths_of, read_document, write_atomic
+from perdure.service.jobfiles import LighthouseFile, paths_of, read_document, write_atomic
 
 torchft = pytest.importorskip("torchft.coordination")
 pytestmark = [pytest.mark.torch]

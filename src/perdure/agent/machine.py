@@ -356,8 +356,7 @@ class Agent:
         state.newest_spawned = max(state.newest_spawned, up.newest_on_disk, held.generation)
         state.begun |= set(up.begun)
         requests: list[Request] = []
-        if not state.registered:
-            state.registered = True
+        if state.registered_s == float("-inf"):
             requests.append(self._register(now, view))
         for exited in up.exits:
             requests += self._note_exit(now, exited)

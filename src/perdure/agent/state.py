@@ -79,13 +79,12 @@ class AgentState:
     Where several could be controllers, an agent that has just begun obeys none before something
     of its own is in the journal: until then it cannot know.
     """
-    registered: bool = False
     registered_with: str = ""
     """Incarnation of the controller that was last answered with a registration."""
     addressed: bool = False
     """An order was for this very agent: if another is spoken to later, it has taken the place."""
     registered_s: float = float("-inf")
-    """When that was, whoever had asked."""
+    """When that was, whoever had asked; -inf: never."""
     reported_stopped: int = -1
     reported_started: int = -1
     reported_store: tuple[int, int] = (-1, 0)

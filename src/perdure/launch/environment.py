@@ -12,7 +12,7 @@ from perdure.model.paths import JobPaths
 from perdure.model.steering import Steering
 
 LIGHTHOUSE_URL = "PERDURE_LIGHTHOUSE"
-"""Where an agent finds the URL of the lighthouse (`service.cluster`)."""
+"""Where an agent finds the URL of the lighthouse (`service.supervisor`)."""
 
 GROUP_DEVICES = "PERDURE_GROUP_DEVICES"
 """Where an agent leaves what CUDA_VISIBLE_DEVICES is to be in its replica group."""

@@ -17,13 +17,14 @@ import msgspec
 
 from perdure import __version__
 from perdure.files import is_locked, replace_file
+from perdure.model.bus.lighthouse import Member
 from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.events import ControllerStarted, JournalEntry
 from perdure.model.job import JobSpec
-from perdure.model.orders import Assignment
+from perdure.model.orders import Assignment, ReplicaGroup
 from perdure.model.paths import LOCK, JobPaths, job_paths
 from perdure.model.platforms.slurm import Allocation
 from perdure.model.report import Snapshot
@@ -58,6 +59,21 @@ class Parts(msgspec.Struct, frozen=True):
     """The attempt of a Slurm job that it runs in."""
     host: str = ""
     """Name of the machine of `perdure run`."""
+
+
+class LighthouseFile(msgspec.Struct, frozen=True):
+    """`lighthouse.json`: what the next lighthouse has to know."""
+
+    port: int
+    ids_until: int = 0
+    quorum_id: int = 0
+    members: tuple[Member, ...] = ()
+    homes: dict[str, tuple[int, int]] = {}
+    """Member -> its group, and the generation of its processes."""
+    groups: tuple[ReplicaGroup, ...] = ()
+    """The controller's newest word on who is held, so that no spare slips in meanwhile."""
+    silences: tuple[float, ...] = ()
+    """How long members were late so far, seconds: what is patience for."""
 
 
 def resolve_home(env: dict[str, str] | None = None) -> str:

@@ -64,8 +64,8 @@ from perdure.model.job import JobSpec, Lighthouse
 from perdure.model.orders import LIGHTHOUSE, EvictReplica, FenceAbort, HoldReplicas
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.outbox import Outbox
-from perdure.service.cluster import LighthouseFile
 from perdure.service.jobfiles import (
+    LighthouseFile,
     load_endpoint,
     load_spec,
     paths_of,

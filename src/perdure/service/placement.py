@@ -36,7 +36,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Name of the interface that carries collectives on every node (GLOO_SOCKET_IFNAME)."""
     door: str = ""
     """File, beside this one, in which the server's port, certificate and `joiner`'s password are
-    kept over the job's runs (`service/access/kept_endpoint.py`); empty: each run has its own."""
+    kept over the job's runs (`service/access/credentials.py`); empty: each run has its own."""
     network_faults: bool = False
     """Whether `perdure inject` may change queues and interfaces inside the nodes: only where
     each of them has a network namespace of its own."""

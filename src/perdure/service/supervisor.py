@@ -3,6 +3,10 @@
 It decides nothing about the training. If a part dies it is started again at once; what that part
 was doing is in the journal (controller), in the store (nats-server) or in the keeper (agent). Its
 own death ends the job: controller, agents, keepers and the guard watch its pid.
+
+Where no node may stop a job's decisions it has several servers and controllers. A part of a node is
+named after it: `nats-server 1`, `controller 1`. Where there is one of each, which no node owns, it
+is `nats-server` and `controller`. A torchft job's lighthouse is its own, the stock one, or a URL.
 """
 
 import asyncio
@@ -10,19 +14,24 @@ import contextlib
 import logging
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from perdure.adapters.nats import NatsBus
+from perdure.launch.environment import LIGHTHOUSE_URL
 from perdure.model.bus.wire import RUN, Command, CommandReply, subject_commands, subject_events
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import ControllerLost, JobEnded
 from perdure.model.job import JobSpec
+from perdure.model.paths import JobPaths
+from perdure.model.platforms.slurm import read_allocation
 from perdure.model.report import Snapshot
 from perdure.service.access.credentials import (
     end_asked,
@@ -32,23 +41,17 @@ from perdure.service.access.credentials import (
 )
 from perdure.service.access.joining import read_invitations
 from perdure.service.agent.outbox import Outbox
-from perdure.service.cluster import (
-    end_servers,
-    end_standbys,
-    list_parts,
-    list_servers,
-    make_parts,
-    read_torchft_variables,
-)
 from perdure.service.controller.journal import clear_stream, read_end
 from perdure.service.controller.leading import prepare_arbiter
 from perdure.service.jobfiles import (
     JobLock,
+    LighthouseFile,
     Parts,
     check_space,
     load_snapshot,
     make_folders,
     paths_of,
+    read_document,
     remove_folders,
     set_previous_aside,
     write_document,
@@ -81,6 +84,10 @@ _LEAVE_S = 10.0
 """Given to agents and keepers to leave by themselves after the job has ended."""
 _ORPHANS_S = 1.0
 """Given to what is still there after the last agent has left."""
+_READY_S = 20.0
+"""Given to the lighthouse to say where it listens."""
+_CLOSE_S = 3.0
+"""Given to a nats-server to close its store."""
 _KILL_S = 3.0
 """The time between a second signal and the end by force."""
 LEFT_S = 30.0
@@ -120,8 +127,16 @@ def run(
         check_space(paths)
         spec = prepare_arbiter(spec, time.time())
         write_document(paths.spec, spec)
-        given = (spec, home, nats_url, on_line, on_snapshot)
-        supervisor = Supervisor(*given, command=command, placement=placement, previous=previous)
+        supervisor = Supervisor(
+            spec,
+            home,
+            nats_url,
+            on_line,
+            on_snapshot,
+            command=command,
+            placement=placement,
+            previous=previous,
+        )
         set_subreaper()
         return asyncio.run(supervisor.run())
     finally:
@@ -253,7 +268,9 @@ class Supervisor:
         """Give agents and keepers the time to leave by themselves."""
         if self._ended is None:
             return
-        end_standbys(self._children.values())
+        for child in self._children.values():
+            if child.part.startswith("controller") and child.pidfd >= 0:
+                child.kill()  # It still waits, and the job has ended.
         last = ("lighthouse", "guard", "nats-server")
         spare = {c.pid for c in self._children.values() if c.part.startswith(last)}
         deadline = time.monotonic() + _LEAVE_S
@@ -268,7 +285,7 @@ class Supervisor:
 
     def _end_all(self) -> list[int]:
         """Kill what is left of the job; a nats-server gets to close its store first."""
-        servers = list_servers(self._children.values())
+        servers = self._list_servers()
         spare = frozenset(server.pid for server in servers)
         for child in self._children.values():
             self._forget(child)
@@ -277,6 +294,9 @@ class Supervisor:
         return end_family(self._spec.name, self._home, spare=frozenset())
 
     # --- the parts ----------------------------------------------------------------------------
+
+    def _list_servers(self) -> list[Child]:
+        return [child for child in self._children.values() if child.part.startswith("nats-server")]
 
     def _start_part(self, part: str) -> None:
         kind, _, node = part.partition(" ")
@@ -469,7 +489,7 @@ class Supervisor:
             return
 
         def reload() -> None:
-            for child in list_servers(self._children.values()):
+            for child in self._list_servers():
                 child.process.send_signal(signal.SIGHUP)
 
         told = end_asked(self._paths, self._servers, reload)
@@ -514,3 +534,73 @@ class Supervisor:
             self._on_line(line)
         except OSError:
             self._on_line = lambda line: None
+
+
+# --- the parts of which a job has several, or only some jobs have one ----------------------------
+
+
+def list_parts(kind: str, spec: JobSpec) -> list[str]:
+    """Return the names of the parts of one kind: `nats-server` or `controller`."""
+    if spec.bus.replicas == 1:
+        return [kind]
+    return [f"{kind} {node}" for node in range(spec.bus.replicas)]
+
+
+def end_servers(servers: Iterable[Child]) -> None:
+    """Let each close its store, all at the same time; kill those that do not."""
+    servers = list(servers)
+    for server in servers:
+        server.process.terminate()
+    for server in servers:
+        try:
+            server.process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+
+
+def make_parts(children: Mapping[str, Child], started_s: float) -> Parts:
+    """Return who runs the job now."""
+
+    def pid_of(kind: str) -> int:
+        child = children.get(kind) or children.get(f"{kind} 0")
+        return child.pid if child else 0
+
+    return Parts(
+        started_s=started_s,
+        run=os.getpid(),
+        nats=pid_of("nats-server"),
+        controller=pid_of("controller"),
+        agents={
+            int(part.split()[1]): child.pid
+            for part, child in children.items()
+            if part.startswith("agent")
+        },
+        slurm=read_allocation(os.environ),
+        host=socket.gethostname(),
+    )
+
+
+async def read_torchft_variables(
+    spec: JobSpec, paths: JobPaths, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what the agents of a torchft job find in their environment, once it is known.
+
+    torchft's manager logs several lines a step unless it is asked not to.
+
+    Raises:
+        PlatformError: there is no lighthouse in time.
+    """
+    if spec.lighthouse is None:
+        return {}
+    url = spec.lighthouse.url or await _wait_url(paths)
+    return {LIGHTHOUSE_URL: url, "RUST_LOG": environ.get("RUST_LOG", "warn")}
+
+
+async def _wait_url(paths: JobPaths) -> str:
+    deadline_s = time.monotonic() + _READY_S
+    while (known := read_document(paths.lighthouse, LighthouseFile)) is None:
+        if time.monotonic() > deadline_s:
+            hint = f"see {paths.log('lighthouse')}"
+            raise PlatformError(f"no lighthouse after {_READY_S:g} s", hint=hint)
+        await asyncio.sleep(0.01)
+    return f"http://127.0.0.1:{known.port}"

@@ -19,7 +19,7 @@ from perdure.model.fitting import fit_beat
 from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import NodeBeat, ProcSample
 from perdure.service.agent.beats import RankReader
-from perdure.service.aside import Asides
+from perdure.service.part import Asides
 
 EXTREMES = (0, 1, -1, -5, 63, 64, 1000, 2**62, 2**63 - 1, -(2**63))
 PAYLOAD_MAX = 64 << 10

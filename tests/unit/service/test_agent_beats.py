@@ -9,7 +9,7 @@ from pathlib import Path
 from perdure.agent.state import KeeperView
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import HOST_S, RankReader
-from perdure.service.aside import Asides
+from perdure.service.part import Asides
 
 _KEEPER = """\
 import subprocess, sys

@@ -12,7 +12,7 @@ from perdure.model.events import AnyEvent, RankJoined
 from perdure.model.orders import SendBoundary
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
-from perdure.service.aside import Asides
+from perdure.service.part import Asides
 from perdure.service.ports import Reply
 from perdure.worker.control import Control
 

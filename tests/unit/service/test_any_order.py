@@ -25,7 +25,7 @@ from perdure.model.orders import AnyOrder, Order, RankOrder, TakeStacks
 from perdure.service.agent import ranks as agent_ranks
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
-from perdure.service.aside import Asides
+from perdure.service.part import Asides
 from perdure.worker import control as rank_control
 
 SPEC = JobSpec(name="j", script="s.py", nproc=2)

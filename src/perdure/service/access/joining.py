@@ -143,7 +143,7 @@ def read_invitations(folder: str) -> list[dict[str, Any]]:
     """Return what `perdure invite` would ask for, of each invitation of the run in `folder`.
 
     Where the door to the job's bus outlives its runs, who joined an earlier one comes back with its
-    invitation (`service/access/kept_endpoint.py`). What has become of it is in that run's journal,
+    invitation (`service/access/credentials.py`). What has become of it is in that run's journal,
     and told to the new run's controller before anybody asks: a spent one stays spent, a revoked one
     is not taken over.
     """

@@ -19,7 +19,7 @@ from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.model.ring import RingReading
 from perdure.model.signals.progress import HostLoad, NodeBeat, RankAccount, RankProgress
-from perdure.service.aside import Asides
+from perdure.service.part import Asides
 
 HEALTHY_S = 0.5
 """How old a look at /proc may be for a rank that makes progress; a silent one is looked at anew."""

@@ -30,8 +30,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.service.aside import Asides
-from perdure.service.part import LINE_MAX, read_line, wait_event
+from perdure.service.part import LINE_MAX, Asides, read_line, wait_event
 
 log = logging.getLogger("perdure.agent")
 

@@ -24,8 +24,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import MessagesSetAside
 from perdure.model.orders import Order
 from perdure.service.agent.outbox import Outbox
-from perdure.service.aside import Asides
-from perdure.service.part import LINE_MAX, read_line
+from perdure.service.part import LINE_MAX, Asides, read_line
 
 log = logging.getLogger("perdure.agent")
 

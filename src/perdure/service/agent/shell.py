@@ -73,7 +73,6 @@ from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
-from perdure.service.aside import Asides
 from perdure.service.jobfiles import (
     MINE,
     load_endpoint,
@@ -82,7 +81,7 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_steering,
 )
-from perdure.service.part import Tasks, read_run_pid, run_part, watch_process
+from perdure.service.part import Asides, Tasks, read_run_pid, run_part, watch_process
 from perdure.service.placement import choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
 from perdure.service.processes import part_command

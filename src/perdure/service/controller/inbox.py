@@ -1,7 +1,7 @@
 """What has come to the controller, read and checked at its door.
 
 Whatever cannot be read, is too large, or names a node or rank that the job does not have is
-refused here: said in the log, counted (`service/aside.py`), answered where an answer is awaited. An
+refused here: said in the log, counted (`service/part.py`), answered where an answer is awaited. An
 event that is refused has a number all the same, and its sender says nothing else before it was
 taken: a note that it was set aside takes its place in the journal, and the stream goes on.
 
@@ -14,8 +14,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -47,9 +48,8 @@ from perdure.model.events import AnyEvent, MessagesSetAside, RankExited, digest_
 from perdure.model.job import JobSpec
 from perdure.model.plain import make_plain
 from perdure.model.signals.progress import NodeBeat
-from perdure.service.aside import Asides
 from perdure.service.jobfiles import MINE
-from perdure.service.part import Tasks
+from perdure.service.part import Asides, Tasks
 from perdure.service.ports import Bus, Reply
 
 log = logging.getLogger("perdure.controller")
@@ -68,6 +68,10 @@ costs the journal an entry. A sender repeats what is passed over."""
 NAMES_MAX, NAMES_A_S = 64, 8.0
 """New sources of events of one node taken at once and then a second, beside 8 and one for each of
 its ranks. A sender repeats what is passed over."""
+_NOT_FOR: Mapping[str, str] = {
+    "operator": "is not for an operator to ask for",
+    "viewer": "is not for those who may only look",
+}
 _QUIET_S = 1.0
 """Between two lines about refusals: a flood of them shall not fill the disk as well."""
 
@@ -120,8 +124,8 @@ class Inbox:
         """Take what comes over `bus`."""
         job = self._spec.name
         await bus.serve_each(subject_events(job, "*"), self.take_message)
-        await bus.serve(subject_commands(job), self.take_command)
-        await bus.serve(subject_queries(job), self.take_query)
+        await bus.serve(subject_commands(job), partial(self._take_asked, "operator"))
+        await bus.serve(subject_queries(job), partial(self._take_asked, "viewer"))
         await bus.serve(subject_notices(job), self.take_notice)
         await bus.serve(subject_joins(job), self.take_join)
         await bus.serve_each(subject_beats(job, "*"), self.take_beat)
@@ -153,14 +157,6 @@ class Inbox:
                 return
         self._arrived.messages.append((sender, message, reply))
         self._wake.set()
-
-    def take_command(self, data: bytes, reply: Reply) -> None:
-        """Take an operator's command."""
-        self._take_asked(data, reply, "operator", "is not for an operator to ask for")
-
-    def take_query(self, data: bytes, reply: Reply) -> None:
-        """Take a question of somebody who may only look."""
-        self._take_asked(data, reply, "viewer", "is not for those who may only look")
 
     def take_notice(self, data: bytes, reply: Reply) -> None:
         """Take a notice of an outside monitor."""
@@ -257,7 +253,8 @@ class Inbox:
         self.asides.note("event", describe_sender(sender), why, source)
         self._refuse(f"event of {describe_sender(sender)}: {why}")
 
-    def _take_asked(self, data: bytes, reply: Reply, role: Role, why_not: str) -> None:
+    def _take_asked(self, role: Role, data: bytes, reply: Reply) -> None:
+        """Take what an operator asks for, or somebody who may only look."""
         command = self._read(data, Command, reply)
         if command is None:
             return
@@ -265,7 +262,7 @@ class Inbox:
             self.put(command, reply)
         else:
             who = command.who or f"a {role}"
-            self._refuse(f"command of {who}: {command.kind} {why_not}", reply, command.id)
+            self._refuse(f"command of {who}: {command.kind} {_NOT_FOR[role]}", reply, command.id)
 
     def _read(self, data: bytes, type_: Any, reply: Reply) -> Any:
         name = type_.__name__.lower()

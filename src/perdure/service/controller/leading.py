@@ -63,11 +63,6 @@ class LeaseRegister(Protocol):
         """
 
 
-def make_times(lease_s: float) -> LeaseTimes:
-    """Return the times that follow from how long a lease holds."""
-    return LeaseTimes(ttl_s=lease_s, renew_s=lease_s / 4, margin_s=lease_s / 5)
-
-
 class LeaseLoop:
     """One process's side of the lease; `run` is its life."""
 
@@ -80,7 +75,8 @@ class LeaseLoop:
     ) -> None:
         """Take part as `me`."""
         self._register, self._clock = register, clock
-        self.lease = Lease(me=me, times=make_times(lease_s))
+        times = LeaseTimes(ttl_s=lease_s, renew_s=lease_s / 4, margin_s=lease_s / 5)
+        self.lease = Lease(me=me, times=times)
         self.won = asyncio.Event()
         self.over = asyncio.Event()
         self.reason = ""
