@@ -75,6 +75,13 @@ def is_locked(path: str | Path) -> bool:
     return False
 
 
+def read_size(path: str | Path) -> int:
+    """Return how many bytes are in the file at `path`; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size
+    return 0
+
+
 def sync_path(path: str | Path) -> None:
     """Bring a file's content, or a directory's names, to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from perdure.adapters.rings import open_regular
-from perdure.files import replace_file
+from perdure.files import read_size, replace_file
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import encode
 from perdure.model.failures import ExitRecord
@@ -67,8 +67,8 @@ def prepare_evidence(launch: RankLaunch, own: str) -> Evidence:
         stderr=launch.stderr,
         error_file=error_file,
         traceback_file=traceback_file,
-        stdout_from=_size(launch.stdout),
-        stderr_from=_size(launch.stderr),
+        stdout_from=read_size(launch.stdout),
+        stderr_from=read_size(launch.stderr),
     )
 
 
@@ -85,13 +85,6 @@ def _give_back(path: str) -> None:
             unused = file.read(1) in (b"", b"\0")
         if unused:
             os.unlink(path)
-
-
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0
 
 
 def make_record(
@@ -209,13 +202,11 @@ def _read_json(path: str) -> dict[str, Any] | None:
 
 
 def _read_tail(path: str, start: int) -> str:
-    try:
-        with _open(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - _TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), _open(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - _TAIL_BYTES))
+        return file.read().decode("utf-8", "replace")
+    return ""
 
 
 def _read_lines(path: str, start: int) -> list[str]:

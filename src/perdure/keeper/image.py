@@ -5,6 +5,7 @@ generation imported, to take its place when it has proved itself. An image that 
 is started again without the packages that it blames, a few times.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -224,11 +225,9 @@ def zygote_environ(environ: Mapping[str, str], spec: bytes) -> dict[str, str]:
     `spec` is `job.json`, read leniently: it only makes the guess better.
     """
     env = dict(environ)
-    try:
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
         job = json.loads(spec)
         env.update({str(k): str(v) for k, v in job.get("env", {}).items()})
         if int(job.get("nproc", 1)) > 1:
             env.setdefault("OMP_NUM_THREADS", "1")
-    except (ValueError, AttributeError, TypeError):
-        pass
     return env

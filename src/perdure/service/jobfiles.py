@@ -128,11 +128,9 @@ def write_atomic(path: str, data: bytes, *, mode: int = 0o644) -> None:
 
 def read_document(path: str, type_: type[T]) -> T | None:
     """Return the document at `path`; None where there is none (or it is not one)."""
-    try:
-        with open(path, "rb") as file:
-            return decode(file.read(), type_)
-    except (FileNotFoundError, NotADirectoryError, ProtocolError):
-        return None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProtocolError):
+        return decode(Path(path).read_bytes(), type_)
+    return None
 
 
 def load_spec(paths: JobPaths) -> JobSpec:
@@ -214,11 +212,9 @@ def _name_writer(entries: Sequence[JournalEntry]) -> str:
 
 def read_mirror(paths: JobPaths) -> list[JournalEntry] | None:
     """Return the entries of `journal.jsonl`; None where there is no such file."""
-    try:
-        with open(paths.journal, "rb") as file:
-            return parse_journal(file)
-    except FileNotFoundError:
-        return None
+    with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
+        return parse_journal(file)
+    return None
 
 
 def read_last_entries(paths: JobPaths) -> list[JournalEntry]:

@@ -21,14 +21,12 @@ def compute_storage_budget(spec: JobSpec, paths: JobPaths) -> Budget | None:
     url = spec.checkpoint.url or paths.checkpoints
     if "://" in url:
         return None
-    try:
+    with contextlib.suppress(OSError):  # A file went while we looked: retention, or a person.
         stored = list_stored(Path(url), spec.checkpoint.keep_best)
         load = estimate_load(stored)
-        if load is None:
-            return None
-        return plan_budget(read_free_space(url), load, spec.checkpoint, held=len(stored))
-    except OSError:  # A file went while we looked: retention, or a person.
-        return None
+        if load is not None:
+            return plan_budget(read_free_space(url), load, spec.checkpoint, held=len(stored))
+    return None
 
 
 class StorageWatch:

@@ -447,7 +447,7 @@ class Supervisor:
         given = {"id": id_, "kind": kind, "who": who, "args": args or {}}
         command = msgspec.convert(given, Command)
         while True:
-            try:
+            with contextlib.suppress(PerdureError):
                 if self._bus is not None:
                     answer = await self._bus.request(
                         subject_commands(self._spec.name), encode(command), timeout_s=2.0
@@ -455,8 +455,6 @@ class Supervisor:
                     reply: CommandReply = decode(answer, CommandReply)
                     self._note(f"{kind}: {reply.reason or ('ok' if reply.ok else 'refused')}")
                     return
-            except PerdureError:
-                pass
             await asyncio.sleep(_POLL_S)
 
     # --- what is shown ------------------------------------------------------------------------

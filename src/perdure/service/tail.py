@@ -5,11 +5,12 @@ write a newline. What is passed over for that is said in its place; the files ha
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from perdure.files import read_size
 
 _FOLDER = re.compile(r"g(\d+)")
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
@@ -36,10 +37,7 @@ class _File:
 
     def count_unread_bytes(self) -> int:
         """Return how many bytes are new."""
-        try:
-            size = os.stat(self.path).st_size
-        except OSError:
-            return 0
+        size = read_size(self.path)
         self.offset = min(self.offset, size)  # It was emptied.
         return size - self.offset
 
@@ -64,12 +62,10 @@ class _File:
             yield text if len(line) <= _LINE_MAX else f"{text} … (a long line: see {self.path})"
 
     def _read(self, count: int) -> bytes:
-        try:
-            with open(self.path, "rb") as source:
-                source.seek(self.offset)
-                data = source.read(count)
-        except OSError:
-            return b""
+        data = b""
+        with contextlib.suppress(OSError), open(self.path, "rb") as source:
+            source.seek(self.offset)
+            data = source.read(count)
         self.offset += len(data)
         return data
 

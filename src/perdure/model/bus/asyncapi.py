@@ -115,13 +115,8 @@ def _describe(type_: type) -> dict[str, Any]:
 def _list_roles(subject: str, side: str) -> list[Role]:
     """Return who may publish or subscribe to `subject`, by the same table as the server's."""
     wanted = subject.replace(_NODE, "*").replace(_JOB, "J")
-    found: list[Role] = []
-    for role in ROLES:
-        access = build_access(role, "J")
-        patterns = access.publish if side == "publish" else access.subscribe
-        if any(_fits(wanted, pattern) for pattern in patterns):
-            found.append(role)
-    return found
+    patterns = {role: getattr(build_access(role, "J"), side) for role in ROLES}
+    return [role for role in ROLES if any(_fits(wanted, each) for each in patterns[role])]
 
 
 def _fits(subject: str, pattern: str) -> bool:

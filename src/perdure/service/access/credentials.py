@@ -182,10 +182,9 @@ def check_outside(spec: JobSpec) -> None:
 
 def is_loopback(host: str) -> bool:
     """Return whether nobody outside this machine can reach `host`."""
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
 
 
 def write_credentials(
@@ -417,11 +416,8 @@ def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
 
 
 def _make_endpoint(server: NatsServer, certificate: bool) -> KeptEndpoint:
-    made = ["", ""]
-    if certificate:
-        for number, file in enumerate(make_certificate(server.folder, server.host)):
-            with open(file, encoding="utf-8") as opened:
-                made[number] = opened.read()
+    files = make_certificate(server.folder, server.host) if certificate else ()
+    made = [Path(file).read_text() for file in files]
     return KeptEndpoint(server.host, _choose_port(server.host), secrets.token_urlsafe(24), *made)
 
 

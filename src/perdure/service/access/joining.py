@@ -166,12 +166,10 @@ def read_invitations(folder: str) -> list[dict[str, Any]]:
 
 
 def _note_invitation(state: JobState, line: bytes) -> None:
-    try:
+    with contextlib.suppress(ProtocolError):  # Cut short by a loss of power.
         entry: JournalEntry = decode(line, JournalEntry)
-    except ProtocolError:
-        return  # Cut short by a loss of power.
-    if isinstance(entry.body, InvitationMade | InvitationUsed | InvitationRevoked):
-        note_invitation(state, entry.at_s, entry.body)
+        if isinstance(entry.body, InvitationMade | InvitationUsed | InvitationRevoked):
+            note_invitation(state, entry.at_s, entry.body)
 
 
 async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> Admission:

@@ -187,17 +187,16 @@ class RankReader:
 
 def _measure_family(keeper: int) -> dict[int, float]:
     """Return the CPU seconds of a keeper and of what it runs: ranks, images, those that start."""
-    family = {}
     with contextlib.suppress(OSError):
-        for pid in (keeper, *list_children(keeper)):
-            family[pid] = measure_cpu(pid)
-    return family
+        return {pid: measure_cpu(pid) for pid in (keeper, *list_children(keeper))}
+    return {}
 
 
 def _read_record(path: str) -> ExitRecord | None:
     """Return what a keeper wrote down of a rank's end; None where nothing can be read."""
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            return decode(file.read(_RECORD_BYTES_MAX), ExitRecord)
-    except (OSError, ProtocolError):
-        return None
+    with (
+        contextlib.suppress(OSError, ProtocolError),
+        open(path, "rb", opener=open_regular) as file,
+    ):
+        return decode(file.read(_RECORD_BYTES_MAX), ExitRecord)
+    return None

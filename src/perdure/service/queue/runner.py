@@ -111,16 +111,15 @@ class Runner:
         found = [line for line in looked if not line.again and has_proof(self._store, line.item)]
         if not ended and not looked:
             return book
-        starts = []
         with self._store.writing() as writer:
             for line, ending in ended:
                 self._settle(writer.append, line, ending)
             writer.append(*(Found(now, line.item.name) for line in found))
             for line in found:
                 self._say(f"{line.item.name}: done, {line.reason}")
-            for start in decide(writer.book, now, self._slots, self._busy):
-                if any(line.item.name == start.name for line in looked):
-                    starts.append(start)
+            names = {line.item.name for line in looked}
+            ready = decide(writer.book, now, self._slots, self._busy)
+            starts = [start for start in ready if start.name in names]
             writer.append(*(Started(now, s.name, s.attempt, s.slots) for s in starts))
         for start in starts:
             self._spawn(start)
