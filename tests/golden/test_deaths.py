@@ -8,8 +8,9 @@ from perdure.control import Memory
 from perdure.control.memory import decode_memory, encode_memory
 from perdure.control.orders import REPEAT_S, OrderBook
 from perdure.model.events import ControllerStarted, Decision, JobSubmitted
-from perdure.model.orders import ResumeRanks, SendBoundary
+from perdure.model.orders import RecordEvent, ResumeRanks, SendBoundary
 from tests.golden.decisions import OLD, find_recorded, read_recorded
+from tests.older import find_spec
 
 RECORDED = [name for name in find_recorded() if not name.startswith(OLD)]
 
@@ -50,3 +51,21 @@ def test_a_successor_takes_over_after_any_entry_and_no_order_is_lost(name: str) 
             its.take(action)
         if not successor.state.over:
             assert list_open(its) >= list_open(book), entry
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_a_decision_adds_to_the_journal_is_added_by_whoever_takes_over(name: str) -> None:
+    """A turn is several groups of the journal where it is large, and each may be the last."""
+    memory, asked = Memory(find_spec(entries := read_recorded(name))), 0
+    for entry in entries:
+        actions = memory.replay(entry)
+        records = [a.event for a in actions if isinstance(a, RecordEvent)]
+        if not records:
+            continue
+        asked += len(records)
+        successor = decode_memory(encode_memory(memory), memory.machine.state.the_spec()).machine
+        again = successor.handle(entry.at_s, ControllerStarted(incarnation="next"))
+        told = [type(a.event) for a in again if isinstance(a, RecordEvent)]
+        assert not set(map(type, records)) - set(told), entry
+    assert not memory.machine.state.unwritten
+    assert asked or "invited" not in name

@@ -4,19 +4,22 @@ Everything here follows from the journal alone. What dies with a generation is i
 (`world.py`); `PHASES` is all that can become of a job; `docs/phases.md` draws it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from perdure.control.agreements import OpenBoundary, SteeringState
 from perdure.control.failures import FailureBook
 from perdure.control.world import WorldState
-from perdure.model.events import NodeRegistered
+from perdure.model.events import AnyEvent, NodeRegistered
 from perdure.model.job import JobSpec
 from perdure.model.orders import (
     AnswerCommand,
     AnyAction,
     Assignment,
     EndJob,
+    Recorded,
+    RecordEvent,
     RestoreNode,
     ResumeRanks,
     SendBoundary,
@@ -269,10 +272,28 @@ class JobState:
     """Agreements begun so far; numbers their ids."""
     aborted: list[SendBoundary] = field(default_factory=list)
     """The newest abort, to each replica group where there are any."""
+    unwritten: list[Recorded] = field(default_factory=list)
+    """What decisions have asked to journal and is not there yet, the oldest first."""
     released: ResumeRanks | None = None
     """The newest end of ranks' wait after an agreed checkpoint."""
     steering: SteeringState = field(default_factory=SteeringState)
     quorum: QuorumState = field(default_factory=QuorumState)
+
+    def note_unwritten(self, actions: Iterable[AnyAction]) -> None:
+        """Remember what `actions` ask to journal, until it is there: the shell may die before."""
+        records = (a for a in actions if isinstance(a, RecordEvent) and not a.remembered)
+        self.unwritten += [record.event for record in records]
+
+    def record_again(self, reason: str) -> list[AnyAction]:
+        """Return the records that did not reach the journal."""
+        lost, self.unwritten = self.unwritten, []
+        return [RecordEvent(event=event, reason=reason) for event in lost]
+
+    def note_written(self, event: AnyEvent) -> None:
+        """Know that `event` is in the journal; its texts may have been shortened for it."""
+        alike = [one for one in self.unwritten if type(one) is type(event)]
+        if alike:
+            self.unwritten.remove(event if event in alike else alike[0])
 
     def answer(self, id_: str, ok: bool, reason: str, result: dict[str, Any]) -> list[AnyAction]:
         """Close a command with its answer, which is kept for a client that asks again."""

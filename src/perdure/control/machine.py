@@ -199,12 +199,17 @@ class Controller:
             self.state.book.take(event)
             return []
         state, kind = self.state, membership_of(self.state).kind
+        if state.unwritten:
+            state.note_written(event)
         before = membership_of(state).list_fleeting(state)
         handler = HANDLERS[kind].get(type(event))
         actions = handler(state, now, event) if handler is not None else []
         if kind == "replica groups":
-            return actions + _advance_groups(state, now)
-        return actions + _advance(state, now, event, before)
+            actions += _advance_groups(state, now)
+        else:
+            actions += _advance(state, now, event, before)
+        state.note_unwritten(actions)
+        return actions
 
     def facts(self, now: float) -> list[AnyEvent]:
         """Return what has been decided about failures and is not in the journal yet."""
@@ -246,12 +251,12 @@ def _issue_again(state: JobState, now: float, event: ControllerStarted) -> list[
         return close_job(state)
     if state.over:  # No rank is to do anything any more, and not all of them have a place.
         records = [*cordon_again(state), *changes_again(state), *pauses_again(state, now)]
-        return [*assign_again(state, reason), *records]
+        return [*assign_again(state, reason), *records, *state.record_again(reason)]
     actions = [*assign_again(state, reason), *send_boundary_again(state, reason)]
     actions += [*ask_stacks_again(state, reason), *cordon_again(state), *moves_again(state)]
     actions += [*changes_again(state), *pauses_again(state, now), *probe_again(state)]
     actions += membership_of(state).again(state, reason)
-    return actions + inject_again(state, reason)
+    return [*actions, *inject_again(state, reason), *state.record_again(reason)]
 
 
 # --- nodes and ranks ---------------------------------------------------------------------

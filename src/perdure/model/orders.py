@@ -595,24 +595,29 @@ class AnswerCommand(Action, frozen=True, kw_only=True):
         return f"{self.id}: {'ok' if self.ok else 'refused'}"
 
 
+Recorded = (
+    DeviceReported
+    | MachineReported
+    | PreemptionNoticed
+    | PreemptionWithdrawn
+    | VerdictReached
+    | ActionWithheld
+    | SettingsChanged
+    | JobPaused
+    | OperatorNoted
+    | JobResumed
+    | InvitationMade
+    | InvitationUsed
+    | InvitationRevoked
+)
+
+
 class RecordEvent(Action, frozen=True, kw_only=True):
     """Journal `event`: what a notice has said, what was agreed upon, or that nothing is done."""
 
-    event: (
-        DeviceReported
-        | MachineReported
-        | PreemptionNoticed
-        | PreemptionWithdrawn
-        | VerdictReached
-        | ActionWithheld
-        | SettingsChanged
-        | JobPaused
-        | OperatorNoted
-        | JobResumed
-        | InvitationMade
-        | InvitationUsed
-        | InvitationRevoked
-    )
+    event: Recorded
+    remembered: bool = False
+    """What it says is a part of the job's settings, from which a later controller says it anew."""
 
     def describe(self) -> str:
         """Return what kind of event."""

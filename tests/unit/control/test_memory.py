@@ -6,6 +6,7 @@ from tests.unit.control.driver import started as started_job
 
 from perdure.control import job, memory
 from perdure.control.memory import Memory, decode_memory, encode_memory, prune_entries
+from perdure.control.records import make_journal_event
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import (
@@ -118,7 +119,10 @@ def test_a_month_of_commands_and_failures_is_remembered_in_bounded_room(
     sizes = []
     for turn in range(1, 301):
         driver.now += 60.0
-        driver.do(CommandReceived(id=f"c{turn}", kind="note", args={"text": "well"}))
+        for action in driver.do(CommandReceived(id=f"c{turn}", kind="note", args={"text": "."})):
+            record = make_journal_event(driver.now, action)
+            if record is not None:
+                driver.do(record)
         driver.exit(0, step=turn, code=1, error=f"Error: {turn}")
         driver.run()
         for fact in driver.controller.facts(driver.now):

@@ -110,7 +110,7 @@ def commit_change(state: JobState, change: Change) -> list[AnyAction]:
 def _note(change: Change) -> RecordEvent:
     values = ", ".join(f"{name}={value}" for name, value in change.values.items())
     reason = f"all ranks have promised {values} from step {change.step} on"
-    return RecordEvent(event=SettingsChanged(change=change), reason=reason)
+    return RecordEvent(event=SettingsChanged(change=change), reason=reason, remembered=True)
 
 
 def commit_open(state: JobState, boundary: OpenBoundary) -> list[AnyAction]:

@@ -208,9 +208,13 @@ def pauses_again(state: JobState, now: float) -> list[AnyAction]:
 def _note_pause(pause: Pause, now: float) -> RecordEvent:
     why = f": {pause.why}" if pause.why else ""
     event = JobPaused(id=pause.id, step=pause.step, at_s=now, who=pause.who, reason=pause.why)
-    return RecordEvent(event=event, reason=f"paused by {pause.who or 'an operator'}{why}")
+    return RecordEvent(
+        event=event, reason=f"paused by {pause.who or 'an operator'}{why}", remembered=True
+    )
 
 
 def _note_resume(resume: Resume, now: float) -> RecordEvent:
     event = JobResumed(id=resume.id, step=resume.step, at_s=now, who=resume.who)
-    return RecordEvent(event=event, reason=f"resumed by {resume.who or 'an operator'}")
+    return RecordEvent(
+        event=event, reason=f"resumed by {resume.who or 'an operator'}", remembered=True
+    )
