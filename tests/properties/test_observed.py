@@ -154,7 +154,7 @@ class Nature:
             case "group" if state.worlds:
                 return random.randrange(self.count)
             case "rank":
-                return random.choice([*range(self.ranks), *state.world.elastic.extra])
+                return random.choice([*range(self.ranks), *state.world.elastic.homes])
             case "generation":
                 return random.choice([g.generation for g in state.worlds.values()] or [0])
             case "running":

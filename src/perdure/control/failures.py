@@ -6,6 +6,7 @@ controller that died did not write, its successor does, for it replays to the sa
 
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import structs
 
 from perdure.model.events import ControllerStarted, FailureDecided
@@ -53,9 +54,10 @@ class FailureBook:
             world=world, rung=rung, epoch=epoch, group=group, saved=saved, at_s=0.0, **said,
         )  # fmt: skip
         if known is not None and (known.rung != "retry" or rung == "retry"):  # No loss known yet.
-            first, at_s = min((known, fact), key=lambda f: f.failure_s), known.at_s
-            fact = structs.replace(_blame(fact, first), at_s=at_s)
-            fact = structs.replace(fact, detected_s=min(fact.detected_s, known.detected_s))
+            first = min((known, fact), key=lambda f: f.failure_s)
+            blamed = structs.asdict(msgspec.convert(first, Cause, from_attributes=True))
+            blamed["detected_s"] = min(first.detected_s, known.detected_s)
+            fact = structs.replace(fact, **blamed, at_s=known.at_s)
         self.nodes = nodes or self.nodes
         self._tell(fact)
 
@@ -97,9 +99,3 @@ class FailureBook:
         self.newest[fact.group] = fact
         self.untold.pop(fact.id, None)
         self.untold[fact.id] = fact
-
-
-def _blame(fact: FailureDecided, first: FailureDecided) -> FailureDecided:
-    """Return `fact` with the cause of `first`."""
-    names = ("cause", "culprit", "at_step", "failure_s", "detected_s", "reason")
-    return structs.replace(fact, **{name: getattr(first, name) for name in names})

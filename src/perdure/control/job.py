@@ -259,8 +259,6 @@ class JobState:
     """The active probe that is running."""
     probes: int = 0
     """Probes begun so far; numbers their ids."""
-    probe_command: str = ""
-    """Id of the operator's command behind it; empty for the controller's own."""
 
     commands: dict[str, OpenCommand] = field(default_factory=dict)
     injects: dict[str, OpenCommand] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from perdure.model.orders import AnyAction, RecordEvent
 
 FINAL = {"final": True}
 """In the answer to a request that will be refused whenever it is made again."""
+_ALL_LOCAL = "no node of this job comes from elsewhere: perdure run --remote K"
 _CLAIM_S = 30.0
 """A machine that was given a place, and has not registered within this time, has given it up."""
 
@@ -30,8 +31,7 @@ def receive_invite(state: JobState, now: float, command: OpenCommand) -> list[An
     """Remember an invitation that its maker hands out once this is answered."""
     args, spec = command.args, state.the_spec()
     if not spec.remote:
-        why = "no node of this job comes from elsewhere: perdure run --remote K"
-        return state.answer(command.id, False, why, {})
+        return state.answer(command.id, False, _ALL_LOCAL, {})
     id_, digest = str(args["id"]), str(args["digest"])
     expires_s = float(args.get("expires_s", 0.0))
     until_s = float(args.get("until_s", now + expires_s if expires_s else 0.0))
@@ -163,8 +163,7 @@ def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyA
         if why:
             return state.answer(command.id, False, why, dict(more))
     if not places:
-        why = "no node of this job comes from elsewhere: perdure run --remote K"
-        return state.answer(command.id, False, why, {})
+        return state.answer(command.id, False, _ALL_LOCAL, {})
     mine = next((n for n in places if state.claims.get(n, ("", 0.0))[0] == machine), None)
     free = [node for node in places if _is_free(state, now, node)]
     node = mine if mine is not None else min(free, default=None)

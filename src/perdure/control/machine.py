@@ -27,7 +27,7 @@ from perdure.control.membership.elastic import (
     leave_outside,
     note_world,
 )
-from perdure.control.observing import describe_withheld, note_withheld
+from perdure.control.membership.observed import describe_withheld, note_withheld
 from perdure.control.progress import (
     after_boundary,
     note_answer,
@@ -163,9 +163,9 @@ _CHANGES = (NodeRegistered, NodeRestored, CheckpointSaved, ProgressNoted)
 class Controller:
     """The state machine of one job."""
 
-    def __init__(self) -> None:
-        """Know nothing; the journal's first event brings the job."""
-        self.state = JobState()
+    def __init__(self, state: JobState | None = None) -> None:
+        """Know what is remembered, or nothing: the journal's first event brings the job."""
+        self.state = state or JobState()
 
     def next_deadline(self) -> float | None:
         """Return the job time at which `TimerFired` is wanted."""
@@ -177,7 +177,7 @@ class Controller:
             stop_deadline(state),
             moves_deadline(state),
             next_save_deadline(state),
-            preemption.notices_deadline(state),
+            state.notices_due_s,
             membership_of(state).deadline(state),
             *(world.deadline_s for world in worlds),
         ]

@@ -79,13 +79,15 @@ heard longest ago is forgotten. Should it speak again, it says which numbers wer
 class Written:
     """What a controller writes down of its memory."""
 
-    seq: int
+    seq: int = 0
     """The newest entry that it knows of."""
-    state: JobState
-    certain: Certain
-    taken: dict[str, int]
+    state: JobState = field(default_factory=JobState)
+    certain: Certain | None = None
+    taken: dict[str, int] = field(default_factory=dict)
+    """Source -> number of its newest event in the journal; who was heard last comes last."""
     recent: list[JournalEntry] = field(default_factory=list)
     term: int = 0
+    """The term of the newest controller that has written."""
 
 
 class Memory:
@@ -93,28 +95,18 @@ class Memory:
 
     def __init__(self, spec: JobSpec, written: Written | None = None) -> None:
         """Begin before the first entry, or after those that `written` knows of."""
-        self.machine = Controller()
-        self.taken: dict[str, int] = {}
-        """Source -> number of its newest event in the journal; who was heard last comes last."""
+        known = written or Written()
+        self.machine = Controller(known.state)
+        self.taken = known.taken
         self._sources_max = max(SOURCES_MAX, 8 * spec.world_size)
-        self.seq = 0
-        """Number of the newest entry."""
-        self.term = 0
-        """The term of the newest controller that has written."""
+        self.seq, self.term = known.seq, known.term
         self.started: dict[int, dict[int, int]] = {}
         """Generation -> rank -> the node that has started it, of the newest generations."""
-        self._recent: list[JournalEntry] = []
-        self._generation = -1
-        certain = None
-        if written is not None:
-            self.machine.state = written.state
-            self.taken, self.seq = written.taken, written.seq
-            self.term = written.term
-            self._recent, certain = written.recent, written.certain
-            self._generation = _newest_started(written.recent)
-            for entry in written.recent:
-                self._note_start(entry.body)
-        self.fold = SnapshotFold(spec, certain)
+        self._recent = known.recent
+        self._generation = _newest_started(known.recent)
+        for entry in known.recent:
+            self._note_start(entry.body)
+        self.fold = SnapshotFold(spec, known.certain)
         self._prune_at = _PRUNE_EVERY
 
     def note(self, entry: JournalEntry) -> None:

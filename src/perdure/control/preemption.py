@@ -123,11 +123,6 @@ def note_return(state: JobState, now: float, event: NodeRegistered) -> list[AnyA
     return _free(state, event.node, over[0].source, f"node {event.node} is back")
 
 
-def notices_deadline(state: JobState) -> float | None:
-    """Return when notices are to be acted upon."""
-    return None if state.over else state.notices_due_s
-
-
 def advance_notices(state: JobState, now: float) -> list[AnyAction]:
     """Decide on all notices that are open together, once it is time."""
     if state.notices_due_s is None or now < state.notices_due_s:

@@ -8,7 +8,7 @@ of a world; `docs/phases.md` draws it.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perdure.model.events import StoreReady
+from perdure.model.events import RankJoined, StoreReady
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import Assignment, ReformWorld
 from perdure.model.verdicts import Verdict
@@ -68,8 +68,8 @@ class StackRequest:
 class ElasticState:
     """What is remembered of an elastic world, for one generation; the next begins anew."""
 
-    ready: set[int] = field(default_factory=set)
-    """Members that have said that they can be: of the first world, and those that came later."""
+    ready: dict[int, RankJoined] = field(default_factory=dict)
+    """What members have said that can be: of the first world, and those that came later."""
     lost: set[int] = field(default_factory=set)
     """Members that are gone with their node or keeper."""
     formed: set[int] = field(default_factory=set)
@@ -101,18 +101,10 @@ class ElasticState:
     """What connecting, and bringing states together, took a member at most after the first."""
     given_up: str = ""
     """Why this generation is not formed again in place any more."""
-    extra: list[int] = field(default_factory=list)
-    """Members that nodes were asked to start in spare slots or in place of lost ones, ever."""
     homes: dict[int, int] = field(default_factory=dict)
-    """Node of each of them."""
+    """Member that a node was asked to start in a spare slot or in place of a lost one -> node."""
     barren: set[int] = field(default_factory=set)
     """Slots in which a member ended before it could join: nobody is started there any more."""
-    stores: dict[int, str] = field(default_factory=dict)
-    """Address of the store that each ready member serves."""
-    donor_addresses: dict[int, str] = field(default_factory=dict)
-    """Address at which each ready member sends its state to those who follow."""
-    state_bytes: int = 0
-    """About what a replica's state has."""
     following: dict[int, int] = field(default_factory=dict)
     """Rank that was told to follow the world -> epoch that it follows."""
     caught_up: set[int] = field(default_factory=set)

@@ -234,6 +234,8 @@ class ProbeSession:
     """The time that each round has."""
     why: str = ""
     """Put into the orders as their reason."""
+    command: str = ""
+    """Id of the operator's command behind it; empty for the controller's own."""
     nodes: tuple[int, ...] = ()
     order: RunProbe | None = None
     """The order of the round that is open."""

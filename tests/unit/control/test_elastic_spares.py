@@ -230,7 +230,7 @@ def test_a_loss_that_is_told_twice_is_one() -> None:
     actions = lab.say(KeeperLost(node=1, generation=0, at_s=1.0))
     assert (order_of(actions).ranks, started(actions)) == ((0, 2), {4: 1})
     assert not restarts(lab.die(1))
-    assert lab.machine.state.world.elastic.extra == [4]
+    assert list(lab.machine.state.world.elastic.homes) == [4]
 
 
 def test_a_lost_spare_node_costs_the_world_nothing() -> None:

@@ -63,14 +63,9 @@ def note_joined(state: JobState, now: float, event: RankJoined) -> list[AnyActio
     if event.depth != "elastic":
         return []
     elastic, world = state.world.elastic, state.ranks
-    elastic.ready.add(event.rank)
-    if event.store:
-        elastic.stores[event.rank] = event.store
-    if event.feed:
-        elastic.donor_addresses[event.rank] = event.feed
-    elastic.state_bytes = max(elastic.state_bytes, event.state_bytes)
+    elastic.ready[event.rank] = event
     started: list[AnyAction] = []
-    if not elastic.members and elastic.ready >= set(world) and _has_stores(state):
+    if not elastic.members and elastic.ready.keys() >= set(world) and _has_stores(state):
         elastic.members = world
         started = fill_slots(state, "spare slots")
     return [*started, *admit(state, now)]
@@ -199,7 +194,7 @@ def order_world(
     elastic.retry_s = elastic.broken_s = None
     elastic.deadline_s = now + REFORM_TIMEOUT_S
     elastic.excused.clear()
-    stores = [elastic.stores[m] for m in elastic.members if m in elastic.stores]
+    stores = [elastic.ready[m].store for m in elastic.members if elastic.ready[m].store]
     elastic.order = ReformWorld(
         generation=state.world.generation,
         epoch=state.world.epoch,
@@ -240,14 +235,14 @@ def end_spares(state: JobState, nodes: Collection[int], why: str) -> list[AnyAct
     """Return the orders that end the spares on `nodes`, which have no part in the world yet."""
     elastic = state.world.elastic
     gone = {*state.world.exits, *elastic.members, *elastic.left, *elastic.lost}
-    ready = sorted(elastic.ready - gone)
+    ready = sorted(elastic.ready.keys() - gone)
     return [end_rank(state, rank, why) for rank in ready if node_of_member(state, rank) in nodes]
 
 
 def _has_stores(state: JobState) -> bool:
     """Return whether the members have a store to meet at that is not a rank's only one."""
     apart = state.world.store is not None and state.world.store.agent_store
-    if not apart and not state.world.elastic.stores:
+    if not apart and not any(e.store for e in state.world.elastic.ready.values()):
         state.world.elastic.given_up = "rank 0 serves the store"
     return not state.world.elastic.given_up
 
@@ -439,7 +434,7 @@ class Elastic(Fixed):
             return []
         left = list_living_members(state)
         alone = rank in left and len(left) < 2
-        if alone or rank in state.world.exits or rank not in {*left, *state.world.elastic.extra}:
+        if alone or rank in state.world.exits or rank not in {*left, *state.world.elastic.homes}:
             return []
         if rank in state.world.elastic.members:
             _note_reform(state, explain_verdict(verdict), 1)

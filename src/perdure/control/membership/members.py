@@ -116,7 +116,8 @@ def split_called(
     A small state is had within the join for less than a second join would cost.
     """
     elastic = state.world.elastic
-    small = elastic.state_bytes <= DIRECT_BYTES_MAX or not elastic.donor_addresses
+    told = elastic.ready.values()
+    small = all(e.state_bytes <= DIRECT_BYTES_MAX for e in told) or not any(e.feed for e in told)
     now = tuple(m for m in called if small or m in elastic.caught_up)
     return now, tuple(m for m in called if m not in now)
 
@@ -124,7 +125,7 @@ def split_called(
 def order_following(state: JobState, ranks: tuple[int, ...]) -> list[AnyAction]:
     """Have `ranks` follow the members of the newest epoch, unless they do already."""
     elastic, members = state.world.elastic, list_living_members(state)
-    donors = {m: elastic.donor_addresses[m] for m in members if m in elastic.donor_addresses}
+    donors = {m: elastic.ready[m].feed for m in members if elastic.ready[m].feed}
     told = [m for m in ranks if elastic.following.get(m) != state.world.epoch]
     out = elastic.lost | set(state.world.exits) | {*members, *told}
     before = [m for m, e in elastic.following.items() if e == state.world.epoch and m not in out]
@@ -153,7 +154,7 @@ def fill_slots(state: JobState, reason: str) -> list[AnyAction]:
         return []
     new: dict[int, int] = {}
     for slot in range(spec.slots):
-        newest = max((m for m in elastic.extra if spec.slot_of(m) == slot), default=None)
+        newest = max((m for m in elastic.homes if spec.slot_of(m) == slot), default=None)
         if newest is None and slot < spec.world_size:
             newest = slot
         member = slot if newest is None else newest + spec.slots
@@ -165,14 +166,13 @@ def fill_slots(state: JobState, reason: str) -> list[AnyAction]:
             new[member] = home
     if not new:
         return []
-    elastic.extra += new
     elastic.homes |= new
     state.number += 1
     why = f"ranks {list(new)} are started beside the others: {reason}"
     state.world.assignment = structs.replace(
         state.world.assignment,
         number=state.number,
-        extra=tuple(elastic.extra),
+        extra=tuple(elastic.homes),
         homes=dict(elastic.homes),
         gone=list_gone(state),
         reason=why,
@@ -195,7 +195,7 @@ def lose_node(state: JobState, node: int, begun: Collection[int] | None = None) 
     """
     elastic = state.world.elastic
     known = {*elastic.members, *state.ranks, *elastic.ready}
-    known |= set(elastic.extra) if begun is None else set(elastic.extra) & set(begun)
+    known |= set(elastic.homes) if begun is None else set(elastic.homes) & set(begun)
     known -= {*state.world.exits, *elastic.lost}
     newly = {m for m in known if node_of_member(state, m) == node}
     elastic.lost |= newly

@@ -59,8 +59,6 @@ def form_world(
     if state.phase == "pending":
         state.enter("enough nodes are there")
         state.deadline_s = None
-    state.generation += 1
-    state.worlds[0] = state.world.begin(state.generation, now + FORM_TIMEOUT_S)
     state.boundary = None
     note_high(state, state.step)
     restart_changes(state)
@@ -68,7 +66,16 @@ def form_world(
     for command in state.commands.values():
         if command.kind == "checkpoint":
             command.settled.pop("at_step", None)  # What it agreed on died with the older world.
-    return [assign(state, state.world, "store", reason, grace_s=grace_s)]
+    return begin_generation(state, now, state.world, reason, grace_s=grace_s)
+
+
+def begin_generation(
+    state: JobState, now: float, world: WorldState, reason: str, *, grace_s: float = 0.0
+) -> list[AnyAction]:
+    """End what is older on the nodes of a world, or of a group, and serve a new store."""
+    state.generation += 1
+    state.worlds[world.number] = new = world.begin(state.generation, now + FORM_TIMEOUT_S)
+    return [assign(state, new, "store", reason, grace_s=grace_s)]
 
 
 def assign(
@@ -239,7 +246,7 @@ def advance_end(state: JobState, now: float) -> list[AnyAction]:
 
 def close_job(state: JobState) -> list[AnyAction]:
     """Return the job's last action, again where `JobEnded` did not reach the journal."""
-    open_ = state.phase == "ended" and not state.closed and state.ending is not None
+    open_ = state.phase == "ended" and not state.closed
     return [state.ending] if open_ and state.ending is not None else []
 
 

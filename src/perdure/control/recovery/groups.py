@@ -26,10 +26,10 @@ from perdure.control.membership.quorum import (
     wanted_groups,
 )
 from perdure.control.recovery.formation import (
-    FORM_TIMEOUT_S,
     REGISTER_TIMEOUT_S,
     advance_end,
     assign,
+    begin_generation,
     end_job,
 )
 from perdure.control.world import ReplicaState, WorldState
@@ -52,13 +52,6 @@ from perdure.model.events import (
 from perdure.model.failures import Cause, Rung, explain_exit, explain_node
 from perdure.model.orders import AnyAction, AssignNodes
 from perdure.policy import Failure, decide_recovery
-
-
-def start_group(state: JobState, now: float, group: WorldState, reason: str) -> list[AnyAction]:
-    """Begin a group's next generation: end what is older on its node, and serve a new store."""
-    state.generation += 1
-    state.worlds[group.number] = new = group.begin(state.generation, now + FORM_TIMEOUT_S)
-    return [assign(state, new, "store", reason)]
 
 
 def fail_group(
@@ -121,7 +114,7 @@ def fail_group(
         group.deadline_s, group.replica.active = None, False
         actions += [assign(state, group, "stop", why), hold_groups(state, why)]
         return [*actions, *finish_if_over(state, now)]
-    return [*actions, *start_group(state, now, group, decision.reason)]
+    return [*actions, *begin_generation(state, now, group, decision.reason)]
 
 
 def _name_group(found: Cause | None, failure: Failure) -> Cause:
@@ -175,7 +168,7 @@ def _note_outage(state: JobState, now: float, group: WorldState) -> list[AnyActi
         return []
     started = [g for g in others if g.has_ranks]
     why = "nobody is left to heal from: it goes on from the newest checkpoint"
-    return [a for other in started for a in start_group(state, now, other, why)]
+    return [a for other in started for a in begin_generation(state, now, other, why)]
 
 
 def park_group(
@@ -242,7 +235,7 @@ def _begin(state: JobState, now: float, reason: str) -> list[AnyAction]:
             node, placement=(node,), replica=ReplicaState(active=node < wanted_groups(state))
         )
         state.worlds[node] = group
-        actions += start_group(state, now, group, reason)
+        actions += begin_generation(state, now, group, reason)
     return actions
 
 

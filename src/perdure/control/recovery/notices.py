@@ -53,30 +53,29 @@ def _tell(notice: Notice, node: int, source: str, now: float) -> tuple[_Told, st
     """Return what a notice is as an event, and in words."""
     match notice.kind:
         case "preemption":
-            noticed = PreemptionNoticed(
+            return PreemptionNoticed(
                 node=node,
                 at_s=now,
                 grace_s=notice.grace_s,
                 source=source,
                 reason=notice.reason,
                 waits=notice.waits,
-            )
-            return noticed, f"node {node} goes away in {notice.grace_s:g} s"
+            ), f"node {node} goes away in {notice.grace_s:g} s"
         case "preemption-withdrawn":
             why = notice.reason or "not going away after all"
-            withdrawn = PreemptionWithdrawn(node=node, at_s=now, source=source, reason=why)
-            return withdrawn, f"node {node} stays"
+            return PreemptionWithdrawn(
+                node=node, at_s=now, source=source, reason=why
+            ), f"node {node} stays"
         case "machine":
             why = notice.reason or "gone"
-            reported = MachineReported(
+            return MachineReported(
                 node=node,
                 at_s=now,
                 reason=why,
                 source=source,
                 machine=notice.machine,
                 ended_s=notice.ended_s,
-            )
-            return reported, f"node {node}: {why}"
+            ), f"node {node}: {why}"
         case _:
             healthy = notice.kind == "device-ok"
             device = DeviceReported(

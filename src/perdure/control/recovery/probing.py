@@ -7,7 +7,7 @@ the journal (`ProbeJudged`), where the detector hears of it as of every other ev
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership import membership_of
 from perdure.control.membership.members import node_of_member
-from perdure.control.observing import describe_withheld
+from perdure.control.membership.observed import describe_withheld
 from perdure.model.events import ProbeEnded
 from perdure.model.orders import AnyAction, NoteFinding, RunProbe
 from perdure.model.signals.links import ProbeFinding
@@ -66,8 +66,7 @@ def _begin(
     command: str = "",
 ) -> list[AnyAction]:
     state.probes += 1
-    state.probe = ProbeSession(id=f"p{state.probes}", why=why)
-    state.probe_command = command
+    state.probe = ProbeSession(id=f"p{state.probes}", why=why, command=command)
     nodes = [node for node in sorted(state.nodes) if node not in state.lost]
     return [state.probe.start(now, nodes, suspects, links)]
 
@@ -78,10 +77,9 @@ def _go_on(state: JobState, step: RunProbe | ProbeFinding | None) -> list[AnyAct
         return []
     if isinstance(step, RunProbe):
         return [step]
-    state.probe, command = None, state.probe_command
-    state.probe_command = ""
+    state.probe = None
     actions: list[AnyAction] = [NoteFinding(id=probe.id, finding=step, reason=step.reason)]
-    if command in state.commands:
+    if probe.command in state.commands:
         result = {
             "kind": step.kind,
             "node": step.node,
@@ -89,5 +87,5 @@ def _go_on(state: JobState, step: RunProbe | ProbeFinding | None) -> list[AnyAct
             "confidence": step.confidence,
             **step.evidence,
         }
-        actions += state.answer(command, True, step.reason, result)
+        actions += state.answer(probe.command, True, step.reason, result)
     return actions

@@ -15,7 +15,7 @@ from perdure.control.membership.quorum import (
     refuse_drain,
     wanted_groups,
 )
-from perdure.control.recovery.groups import start_group
+from perdure.control.recovery.formation import begin_generation
 from perdure.control.steering.group_moves import count_left, name_replicas, take_back
 from perdure.model.orders import AnyAction
 from perdure.model.steering import PlaceVerb
@@ -88,7 +88,7 @@ def restore_group(
             sum(g.replica.active and g.alive for g in state.worlds.values()) < wanted
         )
         group.failures.clear()
-        actions += start_group(state, now, group, reason)
+        actions += begin_generation(state, now, group, reason)
     return actions
 
 
