@@ -7,6 +7,7 @@ through `run`, which carries one perdure command line to where the job is.
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -79,6 +80,38 @@ class Platform(Protocol):
         Raises:
             PlatformError: nobody answered, which says nothing about the job.
         """
+
+
+class Teardown:
+    """What a platform does before a job's place is given back; what it has no need of is nothing.
+
+    A platform's module has its own as `TEARDOWN`. The stop verb itself is the profile's.
+    """
+
+    def list_users(self, box: LaunchRecord) -> list[str]:
+        """Return who else would lose something with a box, in words.
+
+        Raises:
+            UnreachedError: nobody answered.
+        """
+        return []
+
+    def hold(self, box: LaunchRecord) -> AbstractContextManager[str]:
+        """Let nothing start on a box while the body runs; give why that cannot be, empty: it is."""
+        return nullcontext("")
+
+    def clean(self, box: LaunchRecord) -> str:
+        """Take secrets off a box, and what starts the job again; return what was in the way."""
+        return ""
+
+    def render_deletion(self, record: LaunchRecord, *, with_volume: bool) -> tuple[str, ...]:
+        """Return the command that deletes what the job has at the platform; empty: none does."""
+        return ()
+
+
+def load_teardown(kind: Kind) -> Teardown:
+    """Return what a kind of platform does before a job's place is given back."""
+    return cast(Teardown, getattr(import_module(MODULES[kind]), "TEARDOWN", Teardown()))
 
 
 def load_platform(kind: Kind) -> Platform:

@@ -25,14 +25,12 @@ from perdure.cli.platforms.pull import (
     read_launched_record,
 )
 from perdure.cli.speech.say import JobName, Json, answer, keep_given, note, print_json
-from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnfinishedError, UnreachedError, name_first
-from perdure.launch.platforms import Here
+from perdure.launch.platforms import Here, load_teardown
 from perdure.launch.records import forget_record, list_records, write_record
 from perdure.launch.results import gone
 from perdure.launch.results.gate import (
     find_obstacles,
-    is_destroyed,
     list_changed_files,
     list_known_jobs,
     list_neighbours,
@@ -46,7 +44,6 @@ from perdure.launch.results.pulling import (
     read_manifest,
     read_verified,
 )
-from perdure.launch.wheel import read_program
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.platforms.launching import (
     BoxState,
@@ -110,7 +107,8 @@ def teardown(
     """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
     place = here()
     record = name_boxes(read_launched_record(place.home, job), ids or [])
-    if with_volume and record.profile.kind != "kubernetes":
+    deletion = load_teardown(record.profile.kind).render_deletion(record, with_volume=with_volume)
+    if with_volume and not deletion:
         raise ConfigError("--with-volume is for jobs on Kubernetes")
     if not dry_run and _is_gone(record):
         return _close(place.home, record, {"job": job}, as_json=as_json)
@@ -121,7 +119,6 @@ def teardown(
         box.box: fill_words(box, box.profile.teardown.stop_command)
         for box in (record, *record.others)
     }
-    deletion = _render_deletion(record, with_volume)
     told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": commands[record.box]}
     told |= keep_given(
         commands=commands if record.others else None, deletion=deletion if deletion else None
@@ -189,9 +186,10 @@ def _stop_under_lock(
     with _hold(record, waived, by_hand=by_hand):
         _look_again(record, place, waived, look)
         record = _note_waived(place.home, record, waived, look)
-        if not waived.box_is_gone and record.profile.kind in ("ssh", "slurm"):
-            for box in record.boxes:
-                _clean(box)
+        platform = load_teardown(record.profile.kind)
+        for box in () if waived.box_is_gone else record.boxes:
+            if trouble := platform.clean(box):
+                note(trouble)
         if deletion and not by_hand:
             place.tell(f"running: {shlex.join(deletion)}")
             gone.run(deletion)
@@ -384,24 +382,13 @@ def _look(
 
 
 def _look_for_others(record: LaunchRecord) -> list[Finding]:
-    """Return who else is on a machine that the stop verb takes: processes and logins.
-
-    Where no host is named the machine is this one, and whoever asks can see for themselves.
-    """
-    if not is_destroyed(record):
-        return []
-    found = []
+    """Return who else is on a machine that the stop verb takes: processes and logins."""
+    platform, found = load_teardown(record.profile.kind), []
+    hint = "--others-agree, once it may go with the box"
     for box in record.boxes:
-        if not box.profile.launch.host:
-            continue
         with contextlib.suppress(UnreachedError):  # Which is an obstacle already.
-            told = Channel(box.profile.launch).query(
-                "python3 - others -",
-                dict[str, list[str]],
-                stdin=read_program("box.py").encode(),
-            )["others"]
-            found += [Finding("error", f"{box.box}: {other}", "--others-agree, once it may go with "
-                              "the box", "GEN1") for other in told]  # fmt: skip
+            users = platform.list_users(box)
+            found += [Finding("error", f"{box.box}: {other}", hint, "GEN1") for other in users]
     return found
 
 
@@ -412,17 +399,12 @@ def _hold(record: LaunchRecord, waived: Waived, *, by_hand: bool) -> Iterator[No
     Raises:
         SafetyError: something has been started there meanwhile.
     """
-    if waived.box_is_gone or by_hand or not is_destroyed(record):
-        yield
-        return
-    source = read_program("box.py").encode()
+    platform = load_teardown(record.profile.kind)
     with contextlib.ExitStack() as stack:
-        for box in record.boxes:
-            holding = Channel(box.profile.launch).hold(source, "hold", f"{box.place}/launch")
-            told = stack.enter_context(holding)
-            if not told["held"]:
+        for box in () if waived.box_is_gone or by_hand else record.boxes:
+            if why := stack.enter_context(platform.hold(box)):
                 raise SafetyError(
-                    f"not torn down: {box.box}: {told['why']}", hint=f"perdure status {record.job}"
+                    f"not torn down: {box.box}: {why}", hint=f"perdure status {record.job}"
                 )
         yield
 
@@ -483,15 +465,6 @@ def _note_waived(home: str, record: LaunchRecord, waived: Waived, look: Look) ->
     return record
 
 
-def _render_deletion(record: LaunchRecord, with_volume: bool) -> tuple[str, ...]:
-    """Return the command that ends a job's pods; empty where it has none."""
-    if record.profile.kind != "kubernetes":
-        return ()
-    from perdure.launch.kubernetes import make_deletion
-
-    return make_deletion(record, with_volume=with_volume)
-
-
 def _how(record: LaunchRecord) -> str:
     return record.profile.teardown.how or "see your provider"
 
@@ -509,23 +482,6 @@ def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
         confirm = input(f"type the job's name ({job}) to go on: ").strip()
     if confirm != job:
         raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
-
-
-def _clean(record: LaunchRecord) -> None:
-    """Take secrets and what starts the job again off the box; it may be about to be deleted."""
-    from perdure.launch.ssh.ask import in_job
-
-    script = in_job(
-        record.place,
-        "rc=0; if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off || rc=1; fi; "
-        'rm -rf "$CRED_FILE" launch/credentials || rc=1; exit $rc',
-    )
-    channel = Channel(record.profile.launch)
-    # Where nothing was sent, it lies in the project here.
-    done = channel.ask(f'test -e "{record.place}/launch/env.sh" || exit 0; {script}')
-    if done.code:
-        note(f"{channel.name}: {done.err}")
-    channel.disconnect()
 
 
 def _ask_platform(record: LaunchRecord, place: Here, waived: Waived) -> None:

@@ -26,7 +26,7 @@ from perdure.launch.kubernetes.manifest import (
 )
 from perdure.launch.kubernetes.project import PACKED, pack
 from perdure.launch.lint import check_plan
-from perdure.launch.platforms import Here
+from perdure.launch.platforms import Here, Teardown
 from perdure.launch.records import write_record
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
@@ -318,15 +318,21 @@ def _is_restarted(pod: Any) -> bool:
     return again and explain_pod(pod).state == "waiting"
 
 
-def make_deletion(record: LaunchRecord, *, with_volume: bool) -> tuple[str, ...]:
-    """Return the command that deletes the objects of a job, and its claim where perdure made it."""
-    section = record.profile.kubernetes
-    kinds = {"job": "job", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}
-    claims = ",pvc" if with_volume else ""
-    return Client(section).command(
-        "delete", f"{kinds[section.shape]},service,configmap{claims}",
-        "-l", f"{JOB_LABEL}={record.id}", "--cascade=foreground", "--wait",
-    )  # fmt: skip
+class KubernetesTeardown(Teardown):
+    """The objects of a job."""
+
+    def render_deletion(self, record: LaunchRecord, *, with_volume: bool) -> tuple[str, ...]:
+        """Return the command that deletes them, and the job's claim where perdure made it."""
+        section = record.profile.kubernetes
+        kinds = {"job": "job", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}
+        claims = ",pvc" if with_volume else ""
+        return Client(section).command(
+            "delete", f"{kinds[section.shape]},service,configmap{claims}",
+            "-l", f"{JOB_LABEL}={record.id}", "--cascade=foreground", "--wait",
+        )  # fmt: skip
+
+
+TEARDOWN = KubernetesTeardown()
 
 
 def tunnel(record: LaunchRecord, ports: Sequence[int]) -> int:

@@ -11,5 +11,9 @@ one short connection each, and the project is sent there.
 from perdure.launch.slurm.client import query_state, run
 from perdure.launch.slurm.render import render
 from perdure.launch.slurm.submit import check, submit
+from perdure.launch.ssh.teardown import SshTeardown
 
-__all__ = ["check", "query_state", "render", "run", "submit"]
+__all__ = ["TEARDOWN", "check", "query_state", "render", "run", "submit"]
+
+TEARDOWN = SshTeardown()
+"""The place is the login node's, where the job was sent to."""

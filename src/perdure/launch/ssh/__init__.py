@@ -6,9 +6,12 @@ from perdure.launch.ssh import submit as one
 from perdure.launch.ssh.ask import query_state, run
 from perdure.launch.ssh.check import check
 from perdure.launch.ssh.render import render
+from perdure.launch.ssh.teardown import SshTeardown
 from perdure.model.platforms.launching import LaunchRecord, Plan
 
-__all__ = ["check", "query_state", "render", "run", "submit"]
+__all__ = ["TEARDOWN", "check", "query_state", "render", "run", "submit"]
+
+TEARDOWN = SshTeardown()
 
 
 def submit(plan: Plan, here: Here) -> LaunchRecord:
