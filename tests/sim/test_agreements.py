@@ -6,8 +6,7 @@ from msgspec import structs
 from perdure.model.events import BoundaryAnswered, CommandReceived
 from perdure.model.orders import SendBoundary
 from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
-from perdure.sim.ranks import Rank
-from perdure.sim.training import World
+from perdure.sim.ranks import Rank, World
 
 STORM = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)
 DEATHS = ("controller", "halfway", "agent")

@@ -112,9 +112,8 @@ class Habits:
 
     def end_phase(self, phase: str, duration_s: float) -> None:
         """A phase ended by itself."""
-        if not math.isfinite(duration_s):
-            return  # A rank that lies shall not be what is journaled.
-        self._phases[phase] = max(self._phases.get(phase, 0.0), duration_s)
+        if math.isfinite(duration_s):  # A rank that lies shall not be what is journaled.
+            self._phases[phase] = max(self._phases.get(phase, 0.0), duration_s)
 
     def phase_s(self, phase: str) -> float | None:
         """Return the longest time that ever ended by itself in `phase`; None if none did."""

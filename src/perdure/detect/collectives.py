@@ -83,11 +83,10 @@ class Lateness:
 class CollectiveWatch:
     """Watches how long the collectives of a generation's communicators take."""
 
-    def __init__(self, config: DetectConfig, world_size: int) -> None:
+    def __init__(self, config: DetectConfig) -> None:
         """Begin a generation."""
         self.config = config
         """What is judged by; it may change while a job runs."""
-        self._world_size = world_size
         self._comms: dict[tuple[str, int, int, int], Comm] = {}
         self._sorted: list[Comm] = []
         self._of: dict[int, list[tuple[str, Comm]]] = {}
@@ -288,26 +287,16 @@ def group_peers(
     group of its own. A communicator of the whole world joins the `senders`, which may be stages of
     a pipeline, for a norm or a barrier and says nothing about their work.
     """
-    parent: dict[int, int] = {}
-
-    def root(rank: int) -> int:
-        while parent.setdefault(rank, rank) != rank:
-            parent[rank] = parent[parent[rank]]
-            rank = parent[rank]
-        return rank
-
+    groups: dict[int, list[int]] = {rank: [rank] for comm in comms for rank in comm.ranks}
     for comm in comms:
-        joined = list(comm.ranks)
-        if comm.name in apart:
-            joined = []
-        elif comm.size == world_size:
-            joined = [rank for rank in comm.ranks if rank not in senders]
-        for rank in comm.ranks:
-            root(rank)
+        joined = () if comm.name in apart else comm.ranks
+        if comm.size == world_size:
+            joined = tuple(rank for rank in joined if rank not in senders)
         for rank in joined[1:]:
-            a, b = root(joined[0]), root(rank)
-            parent[max(a, b)] = min(a, b)
-    groups: dict[int, list[int]] = {}
-    for rank in sorted(parent):
-        groups.setdefault(root(rank), []).append(rank)
-    return [group for _, group in sorted(groups.items())]
+            small, large = sorted((groups[joined[0]], groups[rank]), key=len)
+            if small is not large:
+                large += small
+                groups.update(dict.fromkeys(small, large))
+    return sorted(
+        sorted(group) for group in {id(group): group for group in groups.values()}.values()
+    )

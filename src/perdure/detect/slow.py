@@ -63,7 +63,7 @@ class SlowWatch:
         """Rank -> the node that runs it, a spare one perhaps."""
         self._housed: dict[int, list[int]] = {}
         self.stages = StageWatch(config, self._home_of)
-        self.collectives = CollectiveWatch(config, spec.world_size)
+        self.collectives = CollectiveWatch(config)
         self.links = LinkWatch(config, self._node_of)
         self._neighbours = Neighbours()
         self._hosts = HostWatch()
@@ -516,10 +516,9 @@ class SlowWatch:
         watched = now - self.links.swept_s <= RECENT_S
         if watched and self._host_explains(now, worst):
             return None  # A host that computes slowly also communicates slowly.
-        node_of = self._node_of
-        nodes = set.intersection(*({node_of(r) for r in c.ranks} for c in slow)) if slow else set()
-        clear = {n for c in healthy for n in {node_of(r) for r in c.ranks}}
-        left = sorted(nodes - clear)
+        homes = [{self._node_of(r) for r in c.ranks} for c in slow]
+        nodes = set.intersection(*homes) if slow else set()
+        left = sorted(nodes - {self._node_of(r) for c in healthy for r in c.ranks})
         ranks = set.intersection(*(set(c.ranks) for c in slow)) if slow else set()
         culprit, confidence = Culprit(), 0.5
         if len(left) == 1 and self._spec.nodes > 1:
@@ -601,7 +600,7 @@ class SlowWatch:
 
     def _blame_rank(self, now: float, rank: int, excess: float, watch: RankWatch) -> Verdict:
         suspect = self.stages.suspects[rank]
-        share = self.stages.describe(rank, excess, suspect.began_s)
+        share = self.stages.describe(rank)
         taken = self._neighbours.taken_from(rank)
         evidence: dict[str, object] = {
             "stage": share.stage,
@@ -673,17 +672,15 @@ class SlowWatch:
     # --- suspicion ----------------------------------------------------------------------------
 
     def _list_suspect_nodes(self, now: float) -> frozenset[int]:
-        node_of = self._node_of
-        nodes: set[int] = set()
-        for link in self.links.list_slow_links(now, fused=False):
-            nodes |= {node_of(link.src), node_of(link.dst)}
+        slow = self.links.list_slow_links(now, fused=False)
+        nodes = {self._node_of(rank) for link in slow for rank in link.ends}
         for comm in self.collectives.comms():
             if comm.slow is not None and comm.slow.is_recent(now, RECENT_S) and len(nodes) < 64:
-                nodes.update(node_of(r) for r in comm.ranks[:512])
-        for rank, suspect in self.stages.suspects.items():
-            if suspect.is_recent(now, RECENT_S):
-                nodes.add(node_of(rank))
-        return frozenset(nodes)
+                nodes.update(self._node_of(r) for r in comm.ranks[:512])
+        suspects = self.stages.suspects.items()
+        return frozenset(
+            nodes | {self._node_of(r) for r, s in suspects if s.is_recent(now, RECENT_S)}
+        )
 
 
 def _make_slowness(

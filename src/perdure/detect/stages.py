@@ -61,9 +61,6 @@ Row = tuple[float, float, float, float, float, float]
 class Share(msgspec.Struct, frozen=True):
     """One rank's part in a slow window."""
 
-    rank: int
-    excess: float
-    """Extra own work over usual own work."""
     stage: str
     extra_s: dict[str, float]
     """Extra seconds a step by stage."""
@@ -378,7 +375,7 @@ class StageWatch:
         usual = noise.compute_usual_share(rank, num) if num > 1 else 0.0
         return self.suspects[rank].confirm(now, usual=usual)
 
-    def describe(self, rank: int, excess: float, began_s: float) -> Share:
+    def describe(self, rank: int) -> Share:
         """Return in which stage `rank` loses its time, from the last rows."""
         rows = [row for row in list(self._recent)[-5:] if rank in row]
         key = self._peers.get(rank, -1)
@@ -400,8 +397,6 @@ class StageWatch:
         stage = NAMES[most] if gained_s > 0 and extra[most] >= 0.7 * gained_s else "compute"
         step_s = sum(row[rank][5] for row in rows) / max(len(rows), 1)
         return Share(
-            rank,
-            excess,
             stage,
             {n: round(e, 5) for n, e in zip(NAMES, extra, strict=True)},
             {n: round(e, 5) for n, e in zip(NAMES, frontier, strict=True)},

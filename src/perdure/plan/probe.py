@@ -299,7 +299,8 @@ class ProbeSession:
 
     def _list_silent(self, order: RunProbe) -> list[int]:
         answered = {answer.node for answer in self.answers if answer.round == order.round}
-        return [node for node in _list_probed_nodes(order) if node not in answered]
+        asked = {node for pair in order.pairs for node in pair} | set(order.hosts)
+        return sorted(asked - answered)
 
     def _ask(self, now: float, number: int, pairs: tuple[Pair, ...]) -> RunProbe:
         self.due_s = now + self.deadline_s + ANSWER_S
@@ -324,7 +325,3 @@ def _choose_doubtful(finding: ProbeFinding, measured: Sequence[PairProbe]) -> tu
     mine = [p for p in measured if finding.node in (p.src, p.dst)]
     slowest = max(mine, key=lambda p: (p.seconds or float("inf"), p.round))
     return ((slowest.src, slowest.dst),)
-
-
-def _list_probed_nodes(order: RunProbe) -> tuple[int, ...]:
-    return tuple(sorted({n for pair in order.pairs for n in pair} | set(order.hosts)))

@@ -25,9 +25,8 @@ from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
 from perdure.plan.elastic.commit import FRESH, MemberProgress, Reformation, decide_reformation
 from perdure.plan.elastic.microbatches import assign
 from perdure.sim.network import VirtualClock
-from perdure.sim.ranks import Broken, Rank
+from perdure.sim.ranks import Broken, Rank, World
 from perdure.sim.simulation import Scenario, Simulation
-from perdure.sim.training import World
 
 COUNT = 12
 """Micro-batches of a step."""
@@ -139,19 +138,18 @@ class Member(Rank):
         """Restore, say that it is ready, and go into the first world."""
         if not self.alive:
             return
-        fabric = self.world
-        if fabric.disk.verified:
-            self.applied, self.fresh = fabric.disk.verified, False
-            self.value = fabric.truth[self.applied]
-        fabric.truth.setdefault(0, 0)
+        if self.world.disk.verified:
+            self.applied, self.fresh = self.world.disk.verified, False
+            self.value = self.world.truth[self.applied]
+        self.world.truth.setdefault(0, 0)
         self.emit(
             RankJoined(
-                generation=fabric.generation, rank=self.rank, depth="elastic", store=self.store
+                generation=self.world.generation, rank=self.rank, depth="elastic", store=self.store
             )
         )
         if not self.joins:
             first = ReformWorld(
-                generation=fabric.generation,
+                generation=self.world.generation,
                 epoch=0,
                 ranks=tuple(range(self.world.size)),
                 reason="first",
@@ -197,17 +195,16 @@ class Member(Rank):
         if self._overtaken():
             self.form()
             return
-        fabric = self.world
         self.emit(
             WorldBroken(
-                generation=fabric.generation,
+                generation=self.world.generation,
                 epoch=self.epoch,
                 rank=self.rank,
-                at_s=fabric.clock.now,
+                at_s=self.world.clock.now,
                 error=why,
             )
         )
-        fabric.clock.after(_ORDER_S, self.bind(self._give_up))
+        self.world.clock.after(_ORDER_S, self.bind(self._give_up))
 
     def _give_up(self) -> None:
         if not self._overtaken():
@@ -228,19 +225,19 @@ class Member(Rank):
 
     def form(self) -> None:
         """Publish how far it is, and wait for the others to do so."""
-        order, fabric = self.newest, self.world
+        order = self.newest
         assert order is not None
         self.disconnect()
         self.epoch, self.members = order.epoch, order.ranks
         if self.rank not in order.ranks:
             self.end(1)
             return
-        if any(self.meets_at(m) and not m.alive for m in fabric.members.values()):
+        if any(self.meets_at(m) and not m.alive for m in self.world.members.values()):
             self.break_world("the store is gone")
             return
         applied = FRESH if self.fresh else self.applied
         mine = MemberProgress(applied, tuple(sorted(self.done)), self.holds)
-        progress = fabric.progress.setdefault(order.epoch, {})
+        progress = self.world.progress.setdefault(order.epoch, {})
         progress[self.rank] = mine
         self.waits = True
         if set(progress) >= set(order.ranks):
@@ -269,20 +266,19 @@ class Member(Rank):
 
     def come_together(self) -> None:
         """Take what it lacks from who has it, if that one still lives in this epoch."""
-        fabric = self.world
-        progress = {number: fabric.progress[self.epoch][number] for number in self.members}
+        progress = {number: self.world.progress[self.epoch][number] for number in self.members}
         plan = decide_reformation(COUNT, progress)
         givers = [plan.holder] if self.rank in plan.forward else []
         if self.rank in plan.fresh:
             givers = list(plan.donors)
-        gone = [g for g in givers if not self._is_there(fabric.members[g])]
+        gone = [g for g in givers if not self._is_there(self.world.members[g])]
         if gone:
             self.break_world(f"rank {gone[0]} was lost")
             return
         if self.rank in plan.forward:
-            self._apply(fabric.members[plan.holder].kept)
+            self._apply(self.world.members[plan.holder].kept)
         elif self.rank in plan.fresh:
-            donor = fabric.members[plan.donors[0]]
+            donor = self.world.members[plan.donors[0]]
             if donor.applied != plan.step:
                 raise Broken(f"rank {donor.rank} went on while it had a state to give")
             self.applied, self.value, self.holds = donor.applied, donor.value, False
@@ -299,16 +295,15 @@ class Member(Rank):
         return other.alive and other.epoch == self.epoch
 
     def _tell_formed(self, plan: Reformation | None, *, finished: bool = False) -> None:
-        fabric = self.world
         self.emit(
             WorldReformed(
-                generation=fabric.generation,
+                generation=self.world.generation,
                 epoch=self.epoch,
                 rank=self.rank,
                 step=self.applied,
                 began_s=self.left_s,
                 ordered_s=self.ordered_s,
-                formed_s=fabric.clock.now,
+                formed_s=self.world.clock.now,
                 redo=len(self.todo) if plan is not None and plan.redone else 0,
                 reason=plan.reason if plan is not None else "",
                 finished=finished,
@@ -338,16 +333,16 @@ class Member(Rank):
 
     def _begin_reduction(self) -> None:
         """Take part; once all do, it ends for each of them at a moment of its own."""
-        fabric, step = self.world, self.applied
-        given = fabric.reductions.setdefault((self.epoch, step), {})
-        given[self.rank] = dict(self.done) if step < fabric.target else {}
+        step = self.applied
+        given = self.world.reductions.setdefault((self.epoch, step), {})
+        given[self.rank] = dict(self.done) if step < self.world.target else {}
         self.waits = True
-        members = [fabric.members[number] for number in self.members]
+        members = [self.world.members[number] for number in self.members]
         if set(given) >= set(self.members):
             for member in members:
-                fabric.soon(_REDUCE_S, member.bind(member.end_reduction, self.epoch))
+                self.world.soon(_REDUCE_S, member.bind(member.end_reduction, self.epoch))
         elif not all(member.rank in given or self._is_there(member) for member in members):
-            fabric.soon(_FEEL_S, self.bind(self.feel_loss))  # It left while this one computed.
+            self.world.soon(_FEEL_S, self.bind(self.feel_loss))  # It left while this one computed.
 
     def end_reduction(self) -> None:
         """Come to the end of a reduction: it may fail if a peer has died in it."""
@@ -376,7 +371,6 @@ class Member(Rank):
 
     def _apply(self, gradients: dict[int, int]) -> None:
         """Apply a step: every micro-batch once, each of these very parameters."""
-        fabric = self.world
         if sorted(gradients) != list(range(COUNT)):
             raise Broken(f"step {self.applied} was made of {sorted(gradients)}")
         stale = [m for m, g in gradients.items() if g != mix(self.value, self.applied, m)]
@@ -385,25 +379,28 @@ class Member(Rank):
         self.value = mix(self.value, *(gradients[m] for m in range(COUNT)))
         self.applied += 1
         self.kept, self.holds, self.done = dict(gradients), True, {}
-        if fabric.truth.setdefault(self.applied, self.value) != self.value:
+        if self.world.truth.setdefault(self.applied, self.value) != self.value:
             raise Broken(f"rank {self.rank} differs after step {self.applied}")
-        fabric.furthest = max(fabric.furthest, self.applied)
+        self.world.furthest = max(self.world.furthest, self.applied)
 
     def _save(self, step: int) -> None:
         """The first member saves what all have applied: the step before is reduced by all."""
-        fabric = self.world
-        if step % fabric.save_every or self.rank != self.members[0] or step <= fabric.disk.verified:
+        if (
+            step % self.world.save_every
+            or self.rank != self.members[0]
+            or step <= self.world.disk.verified
+        ):
             return
-        fabric.disk.verified = step
+        self.world.disk.verified = step
         self.emit(
             CheckpointSaved(
-                generation=fabric.generation,
+                generation=self.world.generation,
                 step=step,
                 path="disk",
                 bytes=1,
                 stall_s=0.0,
                 save_s=0.1,
-                at_s=fabric.clock.now,
+                at_s=self.world.clock.now,
             )
         )
 

@@ -6,7 +6,6 @@ entries since, and is compared with a replay of everything.
 
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Any
 
 from perdure.control import Memory
 from perdure.control.memory import decode_memory, encode_memory
@@ -210,10 +209,15 @@ class Shell:
             return
         self.waiting.setdefault(command.id, []).append(answer)
         if command.id not in state.commands:
-            fields: dict[str, Any] = {"id": command.id, "kind": command.kind, "who": command.who}
-            pace = self.memory.fold.estimate_pace()
             self.append(
-                CommandReceived(args=command.args, at_s=self.clock.now, pace=pace, **fields)
+                CommandReceived(
+                    id=command.id,
+                    kind=command.kind,  # type: ignore[arg-type]
+                    args=command.args,
+                    who=command.who,
+                    at_s=self.clock.now,
+                    pace=self.memory.fold.estimate_pace(),
+                )
             )
 
     def tick(self) -> None:

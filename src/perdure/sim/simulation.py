@@ -17,10 +17,9 @@ from perdure.model.report import Report as LedgerReport
 from perdure.model.signals.progress import NodeBeat
 from perdure.sim.network import Contradiction, Network, Operator, VirtualClock, Weather
 from perdure.sim.node import Node
-from perdure.sim.ranks import Agreements, Broken, Rank
+from perdure.sim.ranks import Agreements, Broken, Disk, Rank, World
 from perdure.sim.shell import ControllerDied, Forgotten, Shell
 from perdure.sim.shell import Disk as ControllerDisk
-from perdure.sim.training import Disk, World
 from perdure.telemetry import make_report
 
 _PATIENT = RestartConfig(max_restarts=50, same_fault_max=50, window_max=1000)

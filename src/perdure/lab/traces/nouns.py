@@ -5,7 +5,7 @@ counts in; what is there at 0 counts, and the last change does not end the trace
 events or counts in order of time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -130,7 +130,6 @@ class Builder:
         """Begin with nobody."""
         self.here: dict[str, float] = {}
         self._stays: dict[str, list[Stay]] = {}
-        self._slots: dict[str, int] = {}
         self._now_s = 0.0
 
     def go_to(self, at_s: float) -> None:
@@ -164,11 +163,22 @@ class Builder:
         if self._now_s > begin_s:
             self._stays[node].append(Stay(begin_s, self._now_s, notice_s))
 
-    def finish(self, name: str, duration_s: float, *, named: bool = True) -> AvailabilityTrace:
-        """Return the trace; who is there stays to its end."""
+    def finish(
+        self,
+        name: str,
+        duration_s: float,
+        *,
+        named: bool = True,
+        slots: Mapping[str, int] | None = None,
+    ) -> AvailabilityTrace:
+        """Return the trace; who is there stays to its end. A node has one slot if none are said."""
         for node, begin_s in self.here.items():
             self._stays[node].append(Stay(begin_s))
-        nodes = tuple(TraceNode(n, tuple(stays)) for n, stays in self._stays.items() if stays)
+        nodes = tuple(
+            TraceNode(node, tuple(stays), (slots or {}).get(node, 1))
+            for node, stays in self._stays.items()
+            if stays
+        )
         return AvailabilityTrace(name, duration_s, nodes, named=named)
 
 

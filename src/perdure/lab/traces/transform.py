@@ -94,7 +94,7 @@ def scale_to(trace: AvailabilityTrace, nodes_max: int) -> AvailabilityTrace:
             if node not in kept:
                 kept[node] = None
                 builder.add(node)
-    return _with_slots(builder.finish(trace.name, trace.duration_s, named=trace.named), trace)
+    return builder.finish(trace.name, trace.duration_s, named=trace.named, slots=trace.slots)
 
 
 def coalesce(trace: AvailabilityTrace, window_s: float) -> AvailabilityTrace:
@@ -130,9 +130,4 @@ def coalesce(trace: AvailabilityTrace, window_s: float) -> AvailabilityTrace:
         for node in here:
             if node not in builder.here:
                 builder.add(node)
-    return _with_slots(builder.finish(trace.name, trace.duration_s, named=trace.named), trace)
-
-
-def _with_slots(made: AvailabilityTrace, trace: AvailabilityTrace) -> AvailabilityTrace:
-    slots = trace.slots
-    return replace(made, nodes=tuple(replace(n, slots=slots[n.name]) for n in made.nodes))
+    return builder.finish(trace.name, trace.duration_s, named=trace.named, slots=trace.slots)

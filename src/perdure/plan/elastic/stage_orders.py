@@ -21,7 +21,7 @@ from perdure.plan.elastic.microbatches import assign
 from perdure.plan.elastic.stages import Layout
 from perdure.plan.pipeline.orders import (
     join_replicas,
-    number_cells,
+    number_runs,
     order_greedily,
     order_replica,
     route_spread,
@@ -124,7 +124,7 @@ def _order_spread(
     layout: Layout, numbers: Sequence[int], works: Sequence[float]
 ) -> tuple[tuple[int, ...], Routes, Orders]:
     """Cells are numbered place by place."""
-    cells, columns = layout.members, number_cells([len(members) for members in layout.copies])
+    cells, columns = layout.members, number_runs([len(members) for members in layout.copies])
     turns = len(layout.sections) // len(columns)
     routes = route_spread(columns * turns, len(numbers))
     return cells, routes, _order_freely(routes, numbers, len(cells), works)

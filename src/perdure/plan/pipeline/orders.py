@@ -20,7 +20,7 @@ from itertools import accumulate
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.planning.pipeline import Action, Orders, Routes
 from perdure.model.planning.world import ScheduleName
-from perdure.plan.pipeline.simulate import Pipe
+from perdure.plan.pipeline.simulate import FREE, Pipe
 
 Ranks = list[list[Action]]
 
@@ -120,9 +120,9 @@ def order_replica(
             return order_1f1b(ranks, micro_batches)
 
 
-def number_cells(copies: Sequence[int]) -> list[range]:
-    """Return the cells of each stage, numbered stage by stage, where it has so many copies."""
-    return [range(end - size, end) for end, size in zip(accumulate(copies), copies, strict=True)]
+def number_runs(sizes: Sequence[int]) -> list[range]:
+    """Return the numbers of each run's things, from 0 on: cells by stage, or shares of a step."""
+    return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def join_replicas(replicas: Sequence[Ranks]) -> Orders:
@@ -239,9 +239,8 @@ def order_greedily(routes: Routes, cells: int, pipe: Pipe, caps: Sequence[int]) 
         else:
             return
         target = routes[following.stage][micro_batch]
-        cost = (0.0, 0.0)
-        if target != cell:
-            cost = pipe.hop(max(stage, following.stage), cell, target)
+        there = target == cell
+        cost = FREE if there else pipe.hop(max(stage, following.stage), cell, target)
         heappush(events, (now_s + sum(cost), 0, target, following))
 
     for cell in range(cells):

@@ -141,7 +141,7 @@ class Cutter:
         self._blocks, self._cost, self._loads = blocks, cache(cost), loads
         self._layers: dict[tuple[int, int], _Layer] = {(0, 0): ([math.inf] * blocks + [0.0], [])}
         self._extra: dict[tuple[int, int, int], bool] = {}
-        self._found: dict[tuple[int, int], Cut | None] = {}
+        self._search = cache(self._find_cut)
 
     def cut(self, stages: int, extra: int = 0) -> Cut | None:
         """Return (bottleneck, cuts, extras); None where no cut fits the memory.
@@ -149,13 +149,10 @@ class Cutter:
         `cuts` are the first blocks of all stages, and at the end the number of blocks. `extras`
         says which stages have an extra copy; `extra` of them do.
         """
-        if not 0 < stages <= self._blocks or not 0 <= extra <= stages:
-            return None
-        if (stages, extra) not in self._found:
-            self._found[stages, extra] = self._count_whole_bytes(stages, extra)
-        return self._found[stages, extra]
+        possible = 0 < stages <= self._blocks and 0 <= extra <= stages
+        return self._search(stages, extra) if possible else None
 
-    def _count_whole_bytes(self, stages: int, extra: int) -> Cut | None:
+    def _find_cut(self, stages: int, extra: int) -> Cut | None:
         for place in range(1, stages + 1):
             for among in range(max(0, extra - (stages - place)), min(extra, place) + 1):
                 if (place, among) not in self._layers:

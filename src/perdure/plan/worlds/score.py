@@ -7,7 +7,6 @@ them a pipeline repeats itself, and the time of one repetition is taken for the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import msgspec
 
@@ -15,9 +14,8 @@ from perdure.model.planning.costs import CostProfile, Place
 from perdure.model.planning.pipeline import Orders, Timeline
 from perdure.model.planning.world import Device, World
 from perdure.plan.pipeline.orders import (
-    Ranks,
     join_replicas,
-    number_cells,
+    number_runs,
     order_greedily,
     order_replica,
     route_spread,
@@ -61,17 +59,12 @@ def plan_orders(world: World) -> tuple[Orders, tuple[str, ...]]:
 
     A world whose stages differ in their copies is ordered by its costs: `Scorer.lay_out`.
     """
-    starts = [0, *accumulate(world.shares)]
-    lists = [
-        _order(world, range(start, start + share))
-        for start, share in zip(starts, world.shares, strict=False)
-    ]
     cells = tuple(
         stage.devices[replica]
         for replica in range(len(world.shares))
         for stage in world.stages[: world.ranks]
     )
-    return join_replicas(lists), cells
+    return _order(world, world.shares), cells
 
 
 class Scorer:
@@ -111,7 +104,7 @@ class Scorer:
             orders, devices = plan_orders(world)
             return orders, self._make_pipe(world, devices), list(devices)
         names = [name for stage in world.stages for name in stage.devices]
-        cells = number_cells([len(stage.devices) for stage in world.stages])
+        cells = number_runs([len(stage.devices) for stage in world.stages])
         pipe = self._make_pipe(world, names)
         caps = [len(world.stages) - stage for stage in range(len(world.stages))]
         routes = route_spread(cells, world.count if count is None else count)
@@ -211,15 +204,8 @@ class Scorer:
     def _simulate_kinds(
         self, world: World, kinds: Sequence[_Kind], cut: int
     ) -> tuple[Orders, Timeline]:
-        lists: list[Ranks] = []
-        devices: list[str] = []
-        start = 0
-        for kind in kinds:
-            left = max(0, kind.share - cut)
-            lists.append(_order(world, range(start, start + left)))
-            devices += kind.row
-            start += left
-        orders = join_replicas(lists)
+        orders = _order(world, [max(0, kind.share - cut) for kind in kinds])
+        devices = [name for kind in kinds for name in kind.row]
         self.actions += sum(map(len, orders))
         return orders, simulate(orders, self._make_pipe(world, devices))
 
@@ -259,8 +245,14 @@ class Scorer:
         return cost.latency_s + size / cost.bytes_per_s
 
 
-def _order(world: World, micro_batches: Sequence[int]) -> Ranks:
-    return order_replica(world.schedule, world.ranks, world.chunks, micro_batches)
+def _order(world: World, shares: Sequence[int]) -> Orders:
+    """Return the orders of replicas with so many micro-batches each, numbered from 0 on."""
+    return join_replicas(
+        [
+            order_replica(world.schedule, world.ranks, world.chunks, mine)
+            for mine in number_runs(shares)
+        ]
+    )
 
 
 def _choose_window(count: int, group: int, length: int) -> tuple[int, int]:
