@@ -1,4 +1,4 @@
-"""The simulated training, and a rank in it: what `worker.boundary` and `worker.loop` do, virtually.
+"""The simulated training, and a rank in it: `worker.boundary` and `worker.loop` in virtual time.
 
 A `World` is what one generation of ranks achieves, as a function of time: synchronous steps of
 equal length, from the last verified checkpoint on; the first rank that dies or stops freezes all
@@ -9,10 +9,10 @@ the same way, until it knows the decision.
 elastic world (`sim.elastic`) is a rank that does more of its own.
 
 The rules of agreements are the real ones': an acknowledgement only while fewer than S steps are
-committed, a gate at S until the decision is known, a promise that stands when it is asked for again,
-and a veto from whoever has left the loop. Ranks differ by a fraction of a step, as real ones do, so
-that one may have passed S when another has not. `Agreements` sees all of them at once, as no real
-part does.
+committed, a gate at S until the decision is known, a promise that stands when it is asked for
+again, and a veto from whoever has left the loop. Ranks differ by a fraction of a step, as real ones
+do, so that one may have passed S when another has not. `Agreements` sees all of them at once, as no
+real part does.
 """
 
 from collections.abc import Callable
