@@ -17,6 +17,7 @@ from perdure.detect.waitfor import (
     WaitGraph,
     build_wait_graph,
     find_current,
+    gather,
     is_inside,
     is_point_to_point,
 )
@@ -66,12 +67,13 @@ def list_stuck_comms(
 
     `exited` are ranks that left with exit code 0 and their last collectives.
     """
-    groups: dict[tuple[str, int, tuple[int, ...]], dict[int, CommProgress]] = {}
     seen = {rank: w.comms for rank, w in sorted(watches.items())} | dict(sorted(exited.items()))
-    for rank, comms in seen.items():
-        for comm in comms:
-            if comm.size > 1 and not is_point_to_point(comm.op):
-                groups.setdefault((comm.name, comm.size, comm.ranks), {})[rank] = comm
+    groups = gather(
+        ((comm.name, comm.size, comm.ranks), rank, comm)
+        for rank, comms in seen.items()
+        for comm in comms
+        if comm.size > 1 and not is_point_to_point(comm.op)
+    )
     stuck = []
     for (name, size, ranks), members in sorted(groups.items()):
         top = max(c.started_seq for c in members.values())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from perdure.detect.arrival import Finding
-from perdure.detect.waitfor import is_point_to_point
+from perdure.detect.waitfor import gather, is_point_to_point
 from perdure.detect.watch import RankWatch
 from perdure.model.signals.progress import CollectiveSpan, CommProgress
 
@@ -127,17 +127,15 @@ class DesyncWatch:
     ) -> Finding | None:
         """Return a disagreement that is beyond doubt; `thorough` asks polled records as well."""
         doubtful, self._doubtful = self._doubtful, set()
-        groups: dict[tuple[str, int, int, int], dict[int, CommProgress]] = {}
-        for rank, watch in sorted(watches.items() if doubtful or thorough else ()):
-            # A record that is polled names its operation late, once it stays pending.
-            if watch.newest.recorder not in BOUND and (not thorough or watch.silence_s < POLLED_S):
-                continue
-            for c in watch.comms:
-                if c.size < 2 or not c.op or c.started_seq <= 0 or is_point_to_point(c.op):
-                    continue
-                key = _key(c)
-                if thorough or key in doubtful:
-                    groups.setdefault((*key, c.started_seq), {})[rank] = c
+        # A record that is polled names its operation late, once it stays pending.
+        groups = gather(
+            ((*_key(c), c.started_seq), rank, c)
+            for rank, watch in sorted(watches.items() if doubtful or thorough else ())
+            if watch.newest.recorder in BOUND or (thorough and watch.silence_s >= POLLED_S)
+            for c in watch.comms
+            if c.size > 1 and c.op and c.started_seq > 0 and not is_point_to_point(c.op)
+            if thorough or _key(c) in doubtful
+        )
         for (name, _, _, seq), members in sorted(groups.items()):
             found = self._compare(now, name, seq, members)
             if found is not None:
@@ -149,11 +147,13 @@ class DesyncWatch:
 
         One that is left alone is the odd one; of several, the one that went on.
         """
-        left: dict[tuple[str, int, int, int], dict[int, CommProgress]] = {}
-        for rank, watch in sorted(watches.items()):
-            for c in watch.comms if watch.newest.recorder in BOUND else ():
-                if c.size > 1 and c.started_seq > c.ended_seq and not is_point_to_point(c.op):
-                    left.setdefault((*_key(c), c.started_seq), {})[rank] = c
+        left = gather(
+            ((*_key(c), c.started_seq), rank, c)
+            for rank, watch in sorted(watches.items())
+            if watch.newest.recorder in BOUND
+            for c in watch.comms
+            if c.size > 1 and c.started_seq > c.ended_seq and not is_point_to_point(c.op)
+        )
         for (name, _, _, seq), inside in left.items():
             rank, c = next(iter(inside.items()))
             other, op = self._comms[_key(c)].passed.get(seq, (rank, c.op))

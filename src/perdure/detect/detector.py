@@ -481,13 +481,13 @@ class Detector:
         """Look at what is slow, unless something stands still; and at what deserves a look."""
         self._weighed_s = now
         floor_s = EARLY * self._config.hang_floor_s
-        early: set[int] = set()
-        for watch in self._watches.values():
-            if watch.gone or not watch.instrumented or watch.silence_s <= floor_s:
-                continue
-            if watch.silence_s > floor_s + watch.cadence.usual_s and len(early) < CLOSE_MAX:
-                early.add(watch.node)
-        self._early = frozenset(early)
+        quiet = (
+            watch
+            for watch in self._watches.values()
+            if not watch.gone and watch.instrumented and watch.silence_s > floor_s
+        )
+        early = dict.fromkeys(w.node for w in quiet if w.silence_s > floor_s + w.cadence.usual_s)
+        self._early = frozenset(list(early)[:CLOSE_MAX])
         out: list[AnyEvent] = []
         if self._open is None and not self._closed:
             out += self._slow.look(now, self._watches)

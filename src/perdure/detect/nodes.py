@@ -246,9 +246,9 @@ class NodeClocks:
                 p,
                 heartbeat_s=_move(p.heartbeat_s, behind_s),
                 phase_since_s=_move(p.phase_since_s, behind_s),
-                busy_phase=b and BusyPhase(b.name, b.since_s + behind_s, b.until_s + behind_s),
+                busy_phase=p.busy_phase and _move_phase(p.busy_phase, behind_s),
             )
-            for p, b in ((p, p.busy_phase) for p in beat.ranks)
+            for p in beat.ranks
         )
         sweep = beat.sweep
         if sweep is not None:
@@ -256,6 +256,10 @@ class NodeClocks:
         sent_s = beat.sent_s + behind_s
         moved = msgspec.structs.replace(beat, sent_s=sent_s, ranks=ranks, sweep=sweep)
         return moved, behind_s
+
+
+def _move_phase(phase: BusyPhase, by_s: float) -> BusyPhase:
+    return BusyPhase(phase.name, phase.since_s + by_s, phase.until_s + by_s)
 
 
 def _move(stamp_s: float, by_s: float) -> float:

@@ -7,8 +7,9 @@ blame goes on. What is left at the end of all paths is a root: a rank that is in
 that does not end (communication hangs). A circle means that ranks entered in different orders.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import lru_cache
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,10 @@ EDGES_MAX = 48
 """Edges shown as evidence."""
 HOLDERS_MAX = 4
 """Edges kept of one waiter: of a thousand that are missing, a few say as much."""
+
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
 class Edge(msgspec.Struct, frozen=True, array_like=True):
@@ -79,10 +84,23 @@ def is_inside(comm: CommProgress) -> bool:
     return comm.started_seq > max(comm.ended_seq, 0)
 
 
+def gather(rows: Iterable[tuple[Key, int, Value]]) -> dict[Key, dict[int, Value]]:
+    """Return for each key (a communicator, mostly) what is told of each rank in it."""
+    found: dict[Key, dict[int, Value]] = {}
+    for key, rank, value in rows:
+        found.setdefault(key, {})[rank] = value
+    return found
+
+
 def build_wait_graph(watches: Mapping[int, RankWatch], world_size: int) -> WaitGraph:
     """Return who waits for whom now among the live `watches`."""
     current = {r: c for r, w in sorted(watches.items()) if (c := find_current(w)) is not None}
-    entered = _list_entered(watches)
+    entered = gather(
+        (_key(c), rank, c.started_seq)
+        for rank, watch in sorted(watches.items())
+        for c in watch.comms
+        if c.size > 1
+    )
     edges: list[Edge] = []
     whole: dict[tuple[str, int, int], list[int]] = {}
     pairs: dict[tuple[str, int, int], InFlight] = {}
@@ -148,16 +166,6 @@ def _list_in_flight(
 
 def _key(c: CommProgress) -> tuple[str, int]:
     return (c.name, c.ranks[0] if c.ranks else -1)
-
-
-def _list_entered(watches: Mapping[int, RankWatch]) -> dict[tuple[str, int], dict[int, int]]:
-    """Return for each communicator the last sequence entered by each rank."""
-    entered: dict[tuple[str, int], dict[int, int]] = {}
-    for rank, watch in sorted(watches.items()):
-        for c in watch.comms:
-            if c.size > 1:
-                entered.setdefault(_key(c), {})[rank] = c.started_seq
-    return entered
 
 
 def _match_other_end(

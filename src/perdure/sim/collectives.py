@@ -217,7 +217,6 @@ class Training:
         comm_s = self._step_s * self._comm_share
         self._tp: list[list[Group]] = []
         self._dp: list[Group] = []
-        self._pp: list[Group] = []
         for stage in range(p):
             first = stage * lay.width
             rank = [
@@ -231,9 +230,10 @@ class Training:
             inner += [self._group(f"cp{r[0]}", r, comm_s / 8, 600_000) for r in cp if c > 1]
             self._tp.append(inner)
             self._dp += [self._group(f"dp{r[0]}", r, comm_s / 4, 4_000_000) for r in dp if d > 1]
-        for i in range(lay.width if p > 1 else 0):
-            ranks = tuple(stage * lay.width + i for stage in range(p))
-            self._pp.append(self._group(f"pp{i}", ranks, comm_s / 8, 1_000_000))
+        self._pp = [
+            self._group(f"pp{i}", tuple(range(i, lay.size, lay.width)), comm_s / 8, 1_000_000)
+            for i in range(lay.width if p > 1 else 0)
+        ]
 
     def _group(self, name: str, ranks: tuple[int, ...], base_s: float, size: int) -> Group:
         near = len({self.layout.node_of(r) for r in ranks}) == 1

@@ -11,6 +11,7 @@ from perdure.traps import checks as c
 
 Row = tuple[Trap, Callable[[BoxFacts], c.Verdict] | None]
 
+_WHENS: tuple[When, ...] = ("prevented", "detected", "watched", "diagnosed")
 _CHECKS = "perdure.traps.checks"
 _SYMPTOMS = "perdure.traps.symptoms:name_symptoms"
 _VANISHED = "perdure.telemetry.outcome:explain_vanishing"
@@ -31,7 +32,7 @@ def _row(
 ) -> Row:
     """Return one row; a check stands for `detected`."""
     times: dict[When, str] = {}
-    for when in ("prevented", "detected", "watched", "diagnosed"):
+    for when in _WHENS:
         if when == "detected" and check is not None:
             times[when] = f"{_CHECKS}:{check.__name__}"
         elif when in how:
@@ -275,8 +276,7 @@ def render_table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for trap, _ in TRAPS:
-        times = [_show(trap.how.get(when, "")) for when in ("prevented", "detected")]
-        times += [_show(trap.how.get(when, "")) for when in ("watched", "diagnosed")]
+        times = [_show(trap.how.get(when, "")) for when in _WHENS]
         mend = trap.mend + (" (`--fix`)" if trap.fix else "")
         if trap.lack:
             mend += f". **Not yet: {trap.lack}**"
@@ -294,14 +294,9 @@ def _show(how: str) -> str:
 
 def judge(facts: BoxFacts, scopes: frozenset[Scope]) -> tuple[tuple[Trap, Check], ...]:
     """Return what the checks of all traps in `scopes` say, in the table's order."""
-    rows = []
-    for trap, check in TRAPS:
-        if check is None or trap.scope not in scopes:
-            continue
-        found = check(facts)
-        if found is not None:
-            state, evidence = found
-            rows.append(
-                (trap, Check(name=trap.title, state=state, evidence=evidence, mend=trap.mend))
-            )
-    return tuple(rows)
+    found = [(t, check(facts)) for t, check in TRAPS if check is not None and t.scope in scopes]
+    return tuple(
+        (trap, Check(name=trap.title, state=said[0], evidence=said[1], mend=trap.mend))
+        for trap, said in found
+        if said is not None
+    )

@@ -1,6 +1,7 @@
 """All policies and the oracles on one trace: the same table, the same victims, the same physics."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -45,13 +46,12 @@ def compare(
     floor = ChangeCosts(loss_s=physics.detect_s, bytes_per_s=physics.bytes_per_s)
     reference = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
     online = derive_online_costs(reference, physics)
-    u2 = score_best_plan(intervals, table, floor, lambda done: progress("U2", done))
+    u2 = score_best_plan(intervals, table, floor, partial(progress, "U2"))
     late = list_intervals(delay(trace, reference.start_s))
-    u2_online = score_best_plan(late, table, online, lambda done: progress("U2'", done))
-    outcomes = {}
-    for policy in policies:
-        replay = Replay(policy, trace, table, physics)
-        outcomes[policy.name] = replay.run(lambda done, name=policy.name: progress(name, done))  # type: ignore[misc]
+    u2_online = score_best_plan(late, table, online, partial(progress, "U2'"))
+    outcomes = {
+        p.name: Replay(p, trace, table, physics).run(partial(progress, p.name)) for p in policies
+    }
     bounds = Bounds(
         trace=trace.name,
         u1=compute_area(intervals, table),

@@ -9,6 +9,7 @@ failed are not in such a record; `add_quiet` says how many there were in all.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Annotated, Literal, NamedTuple
@@ -270,9 +271,8 @@ def read_faults(source: Source) -> AvailabilityTrace:
     A node with two faults at once is back when both have ended.
     """
     faults: list[_Fault] = source.decode(list[_Fault])
-    builder, open_faults = Builder(), dict[str, int]()
+    builder, open_faults = Builder(), Counter[str]()
     for node in dict.fromkeys(fault.node_id for fault in faults):
-        open_faults[node] = 0
         builder.add(node)
     for index, fault in enumerate(faults):
         node, begins = fault.node_id, fault.event_type == "fault_start"
