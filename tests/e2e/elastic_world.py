@@ -188,7 +188,7 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
                 "shard": name_part(replica),
                 "blocks": getattr(replica, "mine", ()),
                 "sizes": getattr(replica, "sizes", ()),
-                "shape": trainer.state.layout.shape if "stages" in scenario else "",
+                "shape": trainer.state.work.layout.shape if "stages" in scenario else "",
             }
             used.clear()
             out.write(json.dumps(row) + "\n")
@@ -255,9 +255,9 @@ def name_part(replica: Any) -> str | None:
 
 
 def hash_state(replica: Any) -> str:
-    if hasattr(replica, "tensors"):
-        return hash_tensors(replica.tensors())
-    return hash_tensors([t for parts in replica.parts().values() for t in parts.values()])
+    if hasattr(replica, "skeleton"):
+        return hash_tensors([t for parts in replica.parts().values() for t in parts.values()])
+    return hash_tensors(list(replica.model.state_dict().values()))
 
 
 def find_memory(scenario: dict[str, Any], me: int) -> Path | None:

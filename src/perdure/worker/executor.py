@@ -78,6 +78,9 @@ class Depth(Protocol):
 
     config: Config
     """The rank's live settings."""
+    progress: Any = None
+    """Where time is accounted for (`Progress`); None where the whole stop is
+    taken for a wait (see `ReplicaAccount.add_gate`)."""
 
     @property
     def speaks(self) -> bool:
@@ -85,6 +88,8 @@ class Depth(Protocol):
 
     def account(self, kind: Spent, phase: Phase = "step") -> None:
         """Note what the time since the last record was spent on; the rank is in `phase` now."""
+        if self.progress is not None:
+            self.progress.account(kind, phase)
 
     def apply(self, change: Change) -> bool:
         """Put `change` in force; False where it came with a state that the rank has taken over."""

@@ -7,12 +7,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.signals.progress import Phase
 from perdure.worker.attach import Attachment
 from perdure.worker.config import Config
 from perdure.worker.executor import Depth, Executor
 from perdure.worker.metrics import MetricsBuffer
-from perdure.worker.progress import Progress, Spent
+from perdure.worker.progress import Progress
 from perdure.worker.settings import plan_steering, read_steering
 
 if TYPE_CHECKING:  # It imports torch.
@@ -31,7 +30,7 @@ class StepLoop(Depth):
         self._ring = attachment.ring
         self._saver = saver
         self._metrics = metrics
-        self._progress = Progress(attachment)
+        self.progress = Progress(attachment)
         self._executor = Executor(
             self,
             rank=self._ring.rank,
@@ -59,19 +58,19 @@ class StepLoop(Depth):
 
         For trainers that must know where they go on before there is anything to restore into.
         """
-        self._progress.enter_restore()
+        self.progress.enter_restore()
         return self._saver.read_newest()
 
     def begin(self) -> None:
         """Restore, once; every object has been registered by now."""
         if not self._begun:
             self._begun = True
-            self._progress.enter_restore()
+            self.progress.enter_restore()
             extra: dict[str, Any] = {}
             self.committed = self._saver.restore(extra)
             self.config.restore(extra.get("config", {}))
             self._saved_step = self.committed
-            self._progress.resume(self.committed)
+            self.progress.resume(self.committed)
             plan_steering(self._gate, self.config, self.committed, read_steering())
             self._gate.advance(self.committed)
             self._executor.declare()
@@ -80,7 +79,7 @@ class StepLoop(Depth):
         self._attachment.faults.step = self.committed
         self._executor.forward_signals(active=True)
         if self._gate.advance(self.committed):
-            self._progress.start(time.monotonic_ns())
+            self.progress.start(time.monotonic_ns())
             self._stop_at_boundary(every=False)
 
     @property
@@ -90,7 +89,7 @@ class StepLoop(Depth):
 
     def enter_step(self) -> None:
         """Begin a step: nothing between here and `commit_step` is perdure's."""
-        self._progress.begin(self.committed)
+        self.progress.begin(self.committed)
 
     def commit_step(self) -> None:
         """Account for a finished step, and do what is due at its boundary."""
@@ -98,7 +97,7 @@ class StepLoop(Depth):
         gate_s, before_s = self._saver.gate_s, self._gate_s
         self._gate_s = gate_s
         saving_ns = 0 if gate_s == before_s else int((gate_s - before_s) * 1e9)
-        self._progress.commit(self.committed, saving_ns)
+        self.progress.commit(self.committed, saving_ns)
         agreed = self._gate.advance(self.committed)
         every = self.every_steps and self.committed % self.every_steps == 0
         if agreed or every or self.save_requested:
@@ -114,7 +113,7 @@ class StepLoop(Depth):
             self._executor.save(self.committed, "end")
         self._saver.close()
         self.account("checkpoint")
-        self._progress.finish()
+        self.progress.finish()
 
     def abandon(self) -> None:
         """Note that the script left the loop by itself; what it is up to is not known."""
@@ -127,10 +126,6 @@ class StepLoop(Depth):
         self._executor.stop_at(self.committed, asked)
         self.stopping, self.save_requested = self._executor.stopping, False
         self._gate_s = self._saver.gate_s
-
-    def account(self, kind: Spent, phase: Phase = "step") -> None:
-        """Note what the time since the last record was spent on; the rank is in `phase` now."""
-        self._progress.account(kind, phase)
 
     def save(self, step: int, reason: str) -> None:
         """Begin a checkpoint of `step`; values that were logged up to it are sent first."""

@@ -32,7 +32,7 @@ def take_gradients(replica: Replica, other: Replica) -> None:
 
 
 def states(replica: Replica) -> list[object]:
-    return [[t.tolist() for t in replica.tensors()], replica.scaler.state_dict()]
+    return [[t.tolist() for t in replica.model.state_dict().values()], replica.scaler.state_dict()]
 
 
 @pytest.mark.parametrize("overflow", [False, True])
@@ -60,7 +60,7 @@ def test_scaled_and_clipped_gradients_are_those_without_a_scaler() -> None:
     for replica in (scaled, plain):
         compute(replica, overflow=False)
         replica.update()
-    assert states(scaled)[0] == [t.tolist() for t in plain.tensors()]
+    assert states(scaled)[0] == [t.tolist() for t in plain.model.state_dict().values()]
 
 
 def test_a_replica_that_is_given_a_state_has_its_scale() -> None:

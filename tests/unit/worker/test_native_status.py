@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perdure.cli.looking import doctor
-from perdure.worker.native import build, measure
+from perdure.worker.native import build
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_the_figure_is_the_one_kept_beside_the_library(library: Path) -> None:
 
 
 def test_a_cost_within_the_spread_is_not_resolved() -> None:
-    assert "not resolved" in str(measure.Cost(collective_us=0.2, spread_us=0.3, bare_us=12.0))
+    assert "not resolved" in str(build.Cost(collective_us=0.2, spread_us=0.3, bare_us=12.0))
 
 
 @pytest.mark.torch
@@ -74,7 +74,7 @@ def test_measured_on_this_machine() -> None:
     library = build.find_library()
     if library is None:
         pytest.skip("the compiled recorder is not built")
-    cost = measure.measure_cost(library)
-    assert isinstance(cost, measure.Cost), cost
+    cost = build.measure_cost(library)
+    assert isinstance(cost, build.Cost), cost
     assert 1.0 < cost.bare_us < 10_000.0
     assert abs(cost.collective_us) < cost.bare_us

@@ -42,11 +42,10 @@ from perdure.worker.checkpoint.files import (
     remove_temporaries,
     tag_latest,
 )
-from perdure.worker.checkpoint.index import INDEX
+from perdure.worker.checkpoint.index import INDEX, read_index
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
-    check_index,
     in_group,
     read_tensors,
     write_index,
@@ -211,7 +210,7 @@ class SaveTask:
         assert cache.metadata is not None
         results = [(self.folder / _RESULTS.format(rank)).read_bytes() for rank in ranks]
         write_index(self.folder, cache.metadata, results)
-        check_index(self.folder)
+        read_index(self.folder)  # It raises where it cannot be read.
         files.append(describe_file(self.folder, INDEX))
         roster = {entry.path for entry in files}
         for path in list(self.folder.iterdir()):

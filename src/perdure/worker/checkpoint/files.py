@@ -117,14 +117,12 @@ def publish(temporary: Path, root: Path, step: int, manifest: Manifest) -> Path:
     replace_file(temporary / MANIFEST, encode(manifest), synced=True)
     sync_path(temporary)
     final = root / name_checkpoint(step)
+    old = root / f"{final.name}.old{TEMPORARY}"
     if final.exists():
-        old = root / f"{final.name}.old{TEMPORARY}"
         shutil.rmtree(old, ignore_errors=True)
         os.replace(final, old)
-        os.replace(temporary, final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.replace(temporary, final)
+    os.replace(temporary, final)
+    shutil.rmtree(old, ignore_errors=True)
     sync_path(root)
     return final
 

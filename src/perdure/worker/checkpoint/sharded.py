@@ -113,11 +113,6 @@ def read_tensors(folder: Path, state: dict[str, Tensor]) -> None:
         load(cast(dict[str, Any], state), storage_reader=reader, planner=planner, no_dist=True)
 
 
-def check_index(folder: Path) -> None:
-    """Read torch's index; raises whatever it raises where it cannot be read."""
-    _Reader(folder).read_metadata()
-
-
 def _make_planner(state: dict[str, Tensor]) -> DefaultSavePlanner:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(cast(dict[str, Any], state), is_coordinator=True)
@@ -166,7 +161,7 @@ class _HashingStream:
         self._file = file
         self._update, self._give_way = update, give_way
         self.error: OSError | None = None
-        self.tell, self.close = file.tell, file.close
+        self.tell, self.flush, self.close = file.tell, file.flush, file.close
 
     def write(self, data: Any) -> int:
         """Write and hash."""
@@ -177,10 +172,6 @@ class _HashingStream:
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self) -> None:
-        """Hand what is buffered to the kernel."""
-        self._file.flush()
 
     def fileno(self) -> int:
         """Return the descriptor, for fsync: torch forgets to flush before."""

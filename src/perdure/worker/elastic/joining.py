@@ -225,7 +225,7 @@ class Donor:
             taken = [s for s in due if s.take.step == step]
             if not taken:
                 return
-            skeleton, tensors = pack_state(self._state.offered())
+            skeleton, tensors = pack_state(self._state.replica.state())
             for session in taken:
                 session.source = (Part("state", step, epoch, (), ""), skeleton, tensors)
                 session.follows = True
@@ -501,7 +501,8 @@ class CatchUp:
                     took_s = time.monotonic() - began
                     self._tell(self._state.applied, follower.bytes, took_s)
         except Lost as error:
-            self._lose(error)
+            self._error = str(error)
+            self.close()
         return self._follower is not None
 
     def give_up(self) -> None:
@@ -542,7 +543,7 @@ class CatchUp:
             while state.applied < last and time.monotonic() < deadline:
                 self._advance(state, follower)
         except Lost as error:
-            self._lose(error)
+            self._error = str(error)
         self.close()
 
     def close(self) -> None:
@@ -550,10 +551,6 @@ class CatchUp:
         follower, self._follower = self._follower, None
         if follower is not None:
             follower.close()
-
-    def _lose(self, error: Lost) -> None:
-        self._error = str(error)
-        self.close()
 
     def _advance(self, state: Followed, follower: Follower) -> bool:
         """Make one update; return whether there was one to make.

@@ -120,7 +120,7 @@ class Snapshots(Generic[AnySnapshot]):
         self._folder, self._me = folder or Path(), me
         self._kept = folder is not None and every > 0
         self.every = every
-        self._newest = (0, NO_LINE)
+        self.newest = (0, NO_LINE)
         """Step and line of the newest one."""
         self._taken_s = time.monotonic()
         self._kind: Any = _Header[kind]  # type: ignore[valid-type]
@@ -157,22 +157,18 @@ class Snapshots(Generic[AnySnapshot]):
         """Return whether all take one now that `applied` steps are applied."""
         return bool(self.every) and (votes > 0.0 or applied % self.every == 0)
 
-    def has(self, step: int, line: int) -> bool:
-        """Return whether the newest one is of this state."""
-        return self._newest == (step, line)
-
     def take(self, snapshot: AnySnapshot, content: Any, members: tuple[int, ...]) -> None:
         """Begin to copy `content`, which may not change before `wait` has returned.
 
         The snapshot before, of the same world, is whole by now.
         """
-        step, line = self._newest
+        step, line = self.newest
         for name, header in self._headers() if line == snapshot.line else ():
             # Of who is no member any more; of `step` all members have one.
             if header.snapshot.owner not in members and header.snapshot.step < step:
                 self._remove(name + ".head")
                 self._remove(name)
-        self._newest = snapshot.step, snapshot.line
+        self.newest = snapshot.step, snapshot.line
         self._taken_s = time.monotonic()
         if not self._kept:
             return
@@ -253,7 +249,7 @@ class Snapshots(Generic[AnySnapshot]):
             for tensor in tensors:
                 place(list(tensor.shape), tensor.dtype).copy_(tensor)
             header = msgspec.structs.replace(header, digest=hash_blobs(b"", [data]))
-            self._publish(slot, header)
+            replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
             self.error = ""
         except OSError as error:
             self.error = f"no snapshot of step {header.snapshot.step}: {error}"
@@ -284,7 +280,7 @@ class Snapshots(Generic[AnySnapshot]):
         mirror.swap(data if not self.error else data[:0], places)
         for owner, (slot, memory) in rooms.items():
             if hash_blobs(b"", [memory]) == headers[owner].digest:
-                self._publish(slot, headers[owner])
+                replace_file(self._folder / (slot + ".head"), got[owner])
 
     def _make_room(self, owner: int, size: int) -> tuple[str, Tensor]:
         """Return the name and the memory of the slot that `owner`'s next snapshot goes to.
@@ -303,9 +299,6 @@ class Snapshots(Generic[AnySnapshot]):
         except OSError:
             self._remove(slot)
             raise
-
-    def _publish(self, slot: str, header: _Header[AnySnapshot]) -> None:
-        replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
 
     def _open(self, slot: str, size: int) -> Tensor:
         """Return the slot's memory, which stays mapped; it is all there before it is written.

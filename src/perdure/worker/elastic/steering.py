@@ -30,7 +30,6 @@ from typing import Any
 
 from perdure.model.codec import decode, encode
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.signals.progress import Phase
 from perdure.model.steering import KeySpec
 from perdure.worker.boundary import Interrupted
 from perdure.worker.checkpoint import Checkpointer
@@ -39,7 +38,7 @@ from perdure.worker.elastic.group import Broken, Group, read_keys
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state import State
 from perdure.worker.executor import Depth, Executor
-from perdure.worker.progress import Progress, Spent
+from perdure.worker.progress import Progress
 from perdure.worker.settings import (
     declare_own_keys,
     plan_steering,
@@ -159,7 +158,7 @@ class Steering(Depth):
         self, membership: Membership, config: Config, saving: Saving, progress: Progress
     ) -> None:
         """Answer once `begin` says what state this rank has."""
-        self._membership, self._saving, self._progress = membership, saving, progress
+        self._membership, self._saving, self.progress = membership, saving, progress
         self.config, attachment = config, membership.attachment
         self.executor = Executor(
             self,
@@ -249,10 +248,6 @@ class Steering(Depth):
         """Whether this rank is the first member of its world."""
         return bool(self._group.index == 0)
 
-    def account(self, kind: Spent, phase: Phase = "step") -> None:
-        """Note what the time since the last record was spent on; the rank is in `phase` now."""
-        self._progress.account(kind, phase)
-
     def come_together(self, step: int, leaves: tuple[int, ...]) -> None:
         """See that every member has come to this step: then nobody computes its state again.
 
@@ -272,7 +267,7 @@ class Steering(Depth):
         if any(me in one.leaves for one in list(self._gate.holds.values())):
             self.executor.leave(f"this rank has left at step {self._applied}")
             self._saving.close()
-            self._progress.finish()
+            self.progress.finish()
             say(f"rank {me} leaves at step {self._applied}: its node is drained")
             raise SystemExit(0)
 

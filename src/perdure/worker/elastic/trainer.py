@@ -97,7 +97,8 @@ class Trainer:
     @property
     def model(self) -> torch.nn.Module:
         """Return what is trained."""
-        return self.state.model
+        model: torch.nn.Module = self.state.replica.model
+        return model
 
     @property
     def applied(self) -> int:
@@ -250,7 +251,7 @@ class Trainer:
         """Have this very step in memory, also on a neighbour's node, before anyone leaves."""
         state = self.state
         if state.snapshots.every:
-            if not state.snapshots.has(state.applied, state.line):
+            if state.snapshots.newest != (state.applied, state.line):
                 self._take_snapshot(members)
             state.snapshots.finish()
 
@@ -291,7 +292,7 @@ class Trainer:
             self._device = self._device or make_device()  # A spare has it when it is called.
         self._membership.announce(
             self._donor.open(read_host_address()) if supervised else "",
-            offered.nbytes if offered is not None else 0,
+            offered.replica.nbytes if offered is not None else 0,
         )
 
     def _join(self) -> None:

@@ -5,8 +5,13 @@ import sys
 from pathlib import Path
 
 from perdure.model.errors import PlatformError
-from perdure.worker.native.build import PLUGIN_NAME, build, build_nccl_plugin
-from perdure.worker.native.measure import load_cost, measure_cost
+from perdure.worker.native.build import (
+    PLUGIN_NAME,
+    build,
+    build_nccl_plugin,
+    load_cost,
+    measure_cost,
+)
 
 
 def main() -> int:

@@ -30,13 +30,11 @@ from perdure.model.errors import ConfigError
 from perdure.model.events import AnyEvent, BoundaryAnswered
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.signals.progress import Phase
 from perdure.model.steering import Change, Steering
 from perdure.worker.boundary import PLANS, Agreed
 from perdure.worker.config import Config
 from perdure.worker.control import Control
 from perdure.worker.executor import Depth, Executor
-from perdure.worker.progress import Spent
 from perdure.worker.settings import plan_steering, read_checkpoint_url
 from perdure.worker.stderr import say
 
@@ -227,9 +225,6 @@ class ReplicaConfig(Depth):
     def speaks(self) -> bool:
         """Whether this rank is the first of its group."""
         return self._speaks
-
-    def account(self, kind: Spent, phase: Phase = "step") -> None:
-        """Do nothing: the whole stop is taken for a wait (see `ReplicaAccount.add_gate`)."""
 
     def apply(self, change: Change) -> bool:
         """Put `change` in force, unless it came with the state that was healed from."""

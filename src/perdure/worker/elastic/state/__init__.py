@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from perdure.model.errors import PlatformError
 from perdure.plan.elastic.commit import FRESH, NO_LINE, Reformation
@@ -73,12 +73,6 @@ class State(Protocol):
     snapshots: Snapshots[Any]
     groups: tuple[Group, ...] = ()
     """The groups that it has within the world, beside that of all members."""
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the model that is trained; of a part, as the newest world has it."""
-        model: nn.Module = self.replica.model
-        return model
 
     @property
     def followed(self) -> "Followed | None":
@@ -178,20 +172,12 @@ class Followed(State, Protocol):
         """Return the blocks that this member has, where it has not all of them."""
         return ()
 
-    @property
-    def nbytes(self) -> int:
-        """Return about what the whole state has."""
-        return int(self.replica.nbytes)
-
     def choose_donors(self, answers: Mapping[int, At], ahead: Sequence[int]) -> tuple[int, ...]:
         """Return whom to follow of those who have answered; `ahead` have chosen before.
 
         Raises:
             Lost: this time nobody.
         """
-
-    def offered(self) -> Any:
-        """Return what a newcomer takes over; tensors are not copied."""
 
     def become(self, state: Any, step: int, line: int) -> None:
         """Become `state`, that of `step`, as the donors have it in the epoch `line`."""
@@ -244,12 +230,22 @@ class PartState(State):
         """Return how far all went back."""
         return {"back": plan.back}
 
-    def explain_loss(self) -> PlatformError:
-        """Return why no plan can be made."""
-        return PlatformError(
-            f"the last copy of a {self.part_name} is lost, and no snapshot is whole",
-            hint="the world starts again from the newest checkpoint",
-        )
+    def decide(self, progress: Mapping[int, Any], line: int) -> Plan:
+        """Return from which step on the members go on, and who has which part.
+
+        Raises:
+            PlatformError: nothing whole is left.
+        """
+        plan = self.make_plan(progress, line)
+        if plan is None:
+            raise PlatformError(
+                f"the last copy of a {self.part_name} is lost, and no snapshot is whole",
+                hint="the world starts again from the newest checkpoint",
+            )
+        return plan
+
+    def make_plan(self, progress: Mapping[int, Any], line: int) -> Plan | None:
+        """Return what `decide` does; None where nothing whole is left."""
 
 
 def read_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:

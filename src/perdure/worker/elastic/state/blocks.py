@@ -141,10 +141,6 @@ class StagedReplica:
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
         self.guard = BufferGuard(self.model)
 
-    def tensors(self) -> list[Tensor]:
-        """Return parameters and buffers of its blocks, by which copies are compared."""
-        return [t.detach() for b in self.mine for t in _list_tensors(self.blocks[b]).values()]
-
     # --- a step -------------------------------------------------------------------------------
 
     def take_norms(self, norms: Tensor) -> None:

@@ -92,10 +92,6 @@ class Replica:
             part.load_state_dict(state[name])
         self.guard = BufferGuard(self.model)
 
-    def tensors(self) -> list[Tensor]:
-        """Return parameters and buffers, by which replicas are compared."""
-        return [t.detach() for t in self.model.state_dict().values() if isinstance(t, Tensor)]
-
 
 class BufferGuard:
     """Sees whether a model's forward pass alters its buffers, as BatchNorm's does."""
@@ -240,10 +236,6 @@ class ReplicatedState(Followed):
     def choose_donors(self, answers: Mapping[int, At], ahead: Sequence[int]) -> tuple[int, ...]:
         """Return all of them."""
         return tuple(answers)
-
-    def offered(self) -> Any:
-        """Return all of it."""
-        return self.replica.state()
 
     def become(self, state: Any, step: int, line: int) -> None:
         """Become `state`."""

@@ -30,6 +30,7 @@ whose gradients are dropped.
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ class Skeleton:
         self.device = next(model.parameters()).device
         self._options = dict(options)
         self._template = _strip(model)
-        self._built = 0
+        self._names = (f"world{number}" for number in itertools.count(1))
+        """Torch takes two meshes of a size for the same one, otherwise."""
 
     def stand_ins(self) -> dict[str, Tensor]:
         """Return, for each trainable parameter, a tensor of its shape that takes no memory."""
@@ -114,11 +116,9 @@ class Skeleton:
         names = {(id(m), key): name for m, key, name in _list_places(model)}
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-        self._built += 1
-        name = (
-            f"world{self._built}"  # Torch takes two meshes of a size for the same one, otherwise.
+        mesh = init_device_mesh(
+            self.device.type, (shard.count,), mesh_dim_names=(next(self._names),)
         )
-        mesh = init_device_mesh(self.device.type, (shard.count,), mesh_dim_names=(name,))
         units = [*list_units(model), model]
         for unit in units:
             fully_shard(unit, mesh=mesh, **self._options)
@@ -506,17 +506,12 @@ class ShardedState(PartState):
             snapshots=self.snapshots.list_all(),
         )
 
-    def decide(self, progress: Mapping[int, ShardProgress], line: int) -> ShardReformation:
-        """Return from which step on, and who has which shard.
-
-        Raises:
-            PlatformError: nothing whole is left.
-        """
+    def make_plan(
+        self, progress: Mapping[int, ShardProgress], line: int
+    ) -> ShardReformation | None:
+        """Return from which step on, and who has which shard."""
         lengths = self.replica.skeleton.lengths
-        plan = decide_shards(self._count, lengths, self._minimum, progress)
-        if plan is None:
-            raise self.explain_loss()
-        return plan
+        return decide_shards(self._count, lengths, self._minimum, progress)
 
     def take(self, plan: ShardReformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Become the shard that the plan gives to this member, at the plan's step."""

@@ -295,11 +295,6 @@ class StagedState(PartState, Followed):
         self._moved = 0
         """Bytes that this member was sent for the newest world."""
 
-    @property
-    def layout(self) -> Layout:
-        """Return who has which blocks in the newest world."""
-        return self.work.layout
-
     def update(self, source: Source) -> None:
         """Apply the gradients of its blocks, clipped by the norms of all."""
         self.replica.take_norms(self.work.tally.read(self.applied).more)
@@ -322,18 +317,13 @@ class StagedState(PartState, Followed):
             times=self.work.tell_times(),
         )
 
-    def decide(self, progress: Mapping[int, StageProgress], line: int) -> StageReformation:
-        """Return from which step on, how the model is cut, and who has which blocks.
-
-        Raises:
-            PlatformError: nothing whole is left.
-        """
-        plan = decide_stages(
+    def make_plan(
+        self, progress: Mapping[int, StageProgress], line: int
+    ) -> StageReformation | None:
+        """Return from which step on, how the model is cut, and who has which blocks."""
+        return decide_stages(
             self._count, self.replica.sizes, self._choose, progress, line, self._schedule
         )
-        if plan is None:
-            raise self.explain_loss()
-        return plan
 
     def take(self, plan: StageReformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Have the blocks that the plan gives to this member, at the plan's step."""
@@ -430,8 +420,9 @@ class StagedState(PartState, Followed):
 
     def part(self, group: Group) -> tuple[bool, int, int]:
         """Return that the first copy of each stage saves it."""
-        number = self.layout.place_of(self._me)
-        return self._me == self.layout.copies[number][0], number, len(self.layout.copies)
+        layout = self.work.layout
+        number = layout.place_of(self._me)
+        return self._me == layout.copies[number][0], number, len(layout.copies)
 
     def list_saved(self) -> dict[str, Any]:
         """Return the optimizer, whose steps wait for what is copied; the registry has the rest."""
@@ -470,10 +461,6 @@ class StagedState(PartState, Followed):
         if rest is None or choice.stays is None:
             raise Lost(f"blocks move when it comes: {choice.reason}")
         return rest.copies[choice.stays.place_of(self._me)]
-
-    def offered(self) -> Any:
-        """Return its blocks, and what all members have alike."""
-        return self.replica.state()
 
     def become(self, state: Any, step: int, line: int) -> None:
         """Become one more copy of the donors' stage."""
