@@ -38,7 +38,7 @@ def limited() -> Iterator[Place]:
     place = Place(os.path.join(parent.path, f"test-oom-{os.getpid()}"), parent.version)
     os.mkdir(place.path)
     try:
-        Path(place.limit).write_text(str(LIMIT_MIB << 20))
+        Path(place.file("limit")).write_text(str(LIMIT_MIB << 20))
         yield place
     finally:
         for pid in Path(place.path, "cgroup.procs").read_text().split():

@@ -63,9 +63,9 @@ def limited() -> Iterator[Place]:
     place = Place(os.path.join(parents[0].path, f"test-box-{os.getpid()}"), parents[0].version)
     os.mkdir(place.path)
     try:
-        Path(place.limit).write_text(str(LIMIT_MIB << 20))
+        Path(place.file("limit")).write_text(str(LIMIT_MIB << 20))
         with contextlib.suppress(OSError):
-            Path(place.swap_limit).write_text(str(LIMIT_MIB << 20))
+            Path(place.file("swap_limit")).write_text(str(LIMIT_MIB << 20))
         yield place
     finally:
         empty = Path(place.path, "cgroup.procs")  # The box is gone by then, but for its zombies.

@@ -98,8 +98,9 @@ class Attachment:
         path = os.environ.get("PERDURE_SOCKET", "")
         if not path or self.control is not None:
             return
-        hello = WorkerHello(self.job, self.ring.rank, self.ring.generation, self.pid)
-        self.control = Control(path, hello)
+        self.control = Control(
+            path, WorkerHello(self.job, self.ring.rank, self.ring.generation, self.pid)
+        )
         self.obey(self.faults.handle, InjectFault)
         self.obey(self.interrupter.handle, InterruptCollectives)
         self.control.start()

@@ -234,8 +234,7 @@ class BoundaryGate:
         if not reason:
             # The gate is set before the step is read: whoever passed it is seen here.
             self.next_step = min(self.next_step, order.step)
-            past = self.committed >= order.step
-            if past and not (self.committed == order.step and self._stands()):
+            if self.committed > order.step or (self.committed == order.step and not self._stands()):
                 reason = f"already at step {self.committed}"
         refused = ""
         if not reason and order.change is not None:

@@ -11,12 +11,21 @@ import re
 from collections.abc import Callable
 from glob import escape, glob
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 ROOT = "/sys/fs/cgroup"
 OWN = "/proc/self/cgroup"
 
 _NAME = re.compile(r"perdure-(\d+)-(\d+)-g\d+-r\d+")
+
+
+_FILES = {
+    "counter": ("", "memory.oom_control", "memory.events"),
+    "limit": ("", "memory.limit_in_bytes", "memory.max"),
+    "swap_limit": ("", "memory.memsw.limit_in_bytes", "memory.swap.max"),
+}
+"""By version: the file with `oom_kill`, that with the limit in bytes, and that which keeps memory
+from being swapped out instead."""
 
 
 class Place(NamedTuple):
@@ -25,21 +34,9 @@ class Place(NamedTuple):
     path: str
     version: int
 
-    @property
-    def counter(self) -> str:
-        """The file with `oom_kill`."""
-        return os.path.join(self.path, ("", "memory.oom_control", "memory.events")[self.version])
-
-    @property
-    def limit(self) -> str:
-        """The file with the limit in bytes."""
-        return os.path.join(self.path, ("", "memory.limit_in_bytes", "memory.max")[self.version])
-
-    @property
-    def swap_limit(self) -> str:
-        """The file that keeps its memory from being swapped out instead."""
-        name = ("", "memory.memsw.limit_in_bytes", "memory.swap.max")[self.version]
-        return os.path.join(self.path, name)
+    def file(self, kind: Literal["counter", "limit", "swap_limit"]) -> str:
+        """Return the path of its file of this kind."""
+        return os.path.join(self.path, _FILES[kind][self.version])
 
 
 def list_memory_places(own: str = OWN, root: str = ROOT) -> list[Place]:
@@ -60,7 +57,10 @@ def read_oom_kills(own: str = OWN, root: str = ROOT) -> int:
 
     Where no cgroup says it, the whole machine's counter has to do.
     """
-    for path in [*(place.counter for place in list_memory_places(own, root)), "/proc/vmstat"]:
+    for path in [
+        *(place.file("counter") for place in list_memory_places(own, root)),
+        "/proc/vmstat",
+    ]:
         kills = read_counter(path)
         if kills is not None:
             return kills
@@ -88,9 +88,9 @@ def list_parent_cgroups(own: str = OWN, root: str = ROOT) -> list[Place]:
     """
     found = []
     for place in list_memory_places(own, root):
-        above = Place(os.path.dirname(place.path), 2)
-        for parent in [place] if place.version == 1 else [place, above]:
-            writable = os.path.exists(parent.counter) and os.access(parent.path, os.W_OK)
+        above = [Place(os.path.dirname(place.path), 2)] if place.version == 2 else []
+        for parent in (place, *above):
+            writable = os.path.exists(parent.file("counter")) and os.access(parent.path, os.W_OK)
             given = _read(os.path.join(parent.path, "cgroup.subtree_control")).split()
             if writable and (parent.version == 1 or "memory" in given):
                 found.append(parent)
@@ -110,9 +110,11 @@ def limit_self(name: str, limit_bytes: int, own: str = OWN, root: str = ROOT) ->
         place = Place(os.path.join(parent.path, name), parent.version)
         try:
             os.makedirs(place.path, exist_ok=True)
-            Path(place.limit).write_text(str(limit_bytes))
+            Path(place.file("limit")).write_text(str(limit_bytes))
             with contextlib.suppress(OSError):  # Not every kernel accounts for swap.
-                Path(place.swap_limit).write_text(str(limit_bytes if place.version == 1 else 0))
+                Path(place.file("swap_limit")).write_text(
+                    str(limit_bytes if place.version == 1 else 0)
+                )
             Path(place.path, "cgroup.procs").write_text(str(os.getpid()))
             return place.path
         except OSError as failed:
@@ -136,7 +138,7 @@ class OomKills:
         kills = 0
         for parent in list_parent_cgroups(self._own, self._root):
             place = Place(os.path.join(parent.path, name), parent.version)
-            kills += read_counter(place.counter) or 0
+            kills += read_counter(place.file("counter")) or 0
             with contextlib.suppress(OSError):
                 os.rmdir(place.path)
         return kills or read_oom_kills(self._own, self._root) - self._claimed

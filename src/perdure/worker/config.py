@@ -15,14 +15,14 @@ from perdure.model.errors import ConfigError
 from perdure.model.steering import (
     Change,
     KeySpec,
-    Value,
     find_fault,
     find_product_fault,
     is_kept_elsewhere,
 )
+from perdure.model.steering import (
+    Value as Value,
+)
 from perdure.worker.stderr import say
-
-__all__ = ["Config", "Value"]
 
 Check = Callable[[Any], object]
 """Raises, or returns False or a reason, where a value will not do. Called beside training, by

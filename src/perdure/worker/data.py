@@ -79,8 +79,7 @@ class SampleOrder:
 
 def derive_seed(*parts: object) -> int:
     """Return a 63-bit seed that depends on all of `parts`, the same on every machine."""
-    digest = blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def open_batches(
@@ -301,7 +300,9 @@ class Prefetcher:
             self._loaded.append(micro_batch)
             coming = self._coming.pop((step, micro_batch), None)
             try:
-                self._ask(self._pool)
+                for key in islice(self._guess(), self._most):  # As many as may be under way.
+                    if key not in self._coming:
+                        self._coming[key] = self._pool.submit(_run, *key)
                 if coming is not None:
                     return coming.result()
             except BrokenProcessPool:
@@ -318,12 +319,6 @@ class Prefetcher:
         self._step, self._loaded = step, []
         for key in [key for key in self._coming if key[0] < step]:
             self._coming.pop(key).cancel()
-
-    def _ask(self, pool: ProcessPoolExecutor) -> None:
-        """Have the next micro-batches loaded, as many as may be under way."""
-        for key in islice(self._guess(), self._most):
-            if key not in self._coming:
-                self._coming[key] = pool.submit(_run, *key)
 
     def _guess(self) -> Iterator[tuple[int, int]]:
         """Yield what this rank is to load next, without an end."""

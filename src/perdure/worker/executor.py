@@ -231,8 +231,9 @@ class Executor:
 
         Who is to be moved off its node waits for its checkpoint; everybody else just waits.
         """
-        holds = list(self.gate.holds.values())
-        saving = all(one.kind == "drain" and not one.leaves for one in holds)
+        saving = all(
+            one.kind == "drain" and not one.leaves for one in list(self.gate.holds.values())
+        )
         kind: Literal["checkpoint", "paused"] = "checkpoint" if saving else "paused"
         self._depth.account("boundary", kind)
         try:

@@ -83,8 +83,7 @@ class Slowdown:
         """
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        hook = register_optimizer_step_post_hook(lambda *_: self._end_step())
-        self._undo.append(hook.remove)
+        self._undo.append(register_optimizer_step_post_hook(lambda *_: self._end_step()).remove)
         slow = {"forward": self._slow_forward, "backward": self._slow_backward}
         slow.get(self._stage, self._slow_data)()
 

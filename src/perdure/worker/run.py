@@ -152,8 +152,7 @@ class Run:
                     stream.close()
                     stream = open_stream(sizes)
                 batch = next(stream)
-                single = batch_size is None and sizes[1] == 1
-                yield step, [batch] if single else batch
+                yield step, [batch] if batch_size is None and sizes[1] == 1 else batch
         finally:
             stream.close()
 

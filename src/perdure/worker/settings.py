@@ -36,8 +36,7 @@ def plan_steering(gate: BoundaryGate, config: Config, committed: int, steering: 
         elif change.epoch > seen:
             config.apply(change)
     if steering.pause:
-        step = max(steering.pause_step, committed)
-        gate.plan(Agreed(steering.pause, "pause", step))
+        gate.plan(Agreed(steering.pause, "pause", max(steering.pause_step, committed)))
 
 
 def declare_own_keys(config: Config, checkpoint: CheckpointConfig, loop: Any) -> None:

@@ -1,5 +1,3 @@
 """Checkpoints: copied beside training, written beside training, tagged after verification."""
 
-from perdure.worker.checkpoint.checkpointer import Checkpointer
-
-__all__ = ["Checkpointer"]
+from perdure.worker.checkpoint.checkpointer import Checkpointer as Checkpointer

@@ -205,8 +205,8 @@ class SaveTask:
         ranks = range(self._world_size)
         files: list[FileEntry] = []
         for rank in ranks:
-            part = self._read_part(self._wait(self.folder / _PART.format(rank), rank))
-            files.extend(part.files)
+            path = self._wait(self.folder / _PART.format(rank), rank)
+            files.extend(self._read_part(path).files)
         assert cache.metadata is not None
         results = [(self.folder / _RESULTS.format(rank)).read_bytes() for rank in ranks]
         write_index(self.folder, cache.metadata, results)
@@ -351,8 +351,9 @@ class Checkpointer:
                 }
             )
             live = self._registry.tensors()
-            late = set() if self._staging.torn else self._registry.gated(live)
-            tensors = self._staging.begin(live, late)
+            tensors = self._staging.begin(
+                live, set() if self._staging.torn else self._registry.gated(live)
+            )
         except Exception as error:  # The script's own state_dict() among others.
             self._fail(task, step, error)
             return time.monotonic() - began
@@ -516,8 +517,9 @@ class Checkpointer:
             try:
                 found.append(torch.load(path, map_location="cpu", weights_only=plain))
             except pickle.UnpicklingError as error:
-                why = f"{path.name} needs pickle: set checkpoint.allow_pickle"
-                raise ConfigError(why) from error
+                raise ConfigError(
+                    f"{path.name} needs pickle: set checkpoint.allow_pickle"
+                ) from error
         return self._registry.merge(found)
 
     def _load(self, folder: Path, own: dict[str, Any], extra: dict[str, Any]) -> list[str]:

@@ -65,8 +65,8 @@ class SavePlanCache:
         """Plan from all ranks' lists. Every rank comes to the same plan by itself."""
         if lists == self._lists:
             return
-        planner = _make_planner({})
-        plans, self.metadata = planner.create_global_plan([read_plain(row) for row in lists])
+        told = [read_plain(row) for row in lists]
+        plans, self.metadata = _make_planner({}).create_global_plan(told)
         prefix = _StoragePrefix(f"__{self._rank}_")
         self.plan = dataclasses.replace(plans[self._rank], storage_data=prefix)
         self._lists = lists

@@ -96,10 +96,11 @@ class GradientTree:
 
 def plan_sends(owner: Mapping[int, int], count: int) -> list[tuple[Node, int]]:
     """Return (node, who sends it) for the whole step, in the order of their micro-batches."""
-    found = []
-    for rank in sorted(set(owner.values())):
-        mine = [m for m, r in owner.items() if r == rank]
-        found += [(node, rank) for node in cover(mine, count)]
+    found = [
+        (node, rank)
+        for rank in sorted(set(owner.values()))
+        for node in cover([m for m, r in owner.items() if r == rank], count)
+    ]
     return sorted(found, key=lambda pair: leaves_of(pair[0], count).start)
 
 
@@ -151,10 +152,6 @@ class Tally:
         self.sums(step).copy_(self.all)
         if not self.rides:
             group.all_reduce(self.sums(step))
-
-    def clear(self) -> None:
-        """Begin a step in which nothing is done."""
-        self.all.zero_()
 
     def _view(self, numbers: Tensor) -> Numbers:
         counts, losses, votes, more = torch.split(numbers, self._sizes)
@@ -327,11 +324,9 @@ def _make_bucket(params: list[Tensor], sets: int, rider: int) -> Bucket:
     sizes = [p.numel() for p in params]
     total, first = sum(sizes) + rider, params[0]
     flats = tuple(torch.zeros(total, dtype=first.dtype, device=first.device) for _ in range(sets))
-    views: list[list[Tensor]] = []
-    for flat in flats:
-        parts = torch.split(flat[: total - rider], sizes)
-        views.append([part.view_as(p) for part, p in zip(parts, params, strict=True)])
-    return Bucket(params, flats, tuple(views))
+    cut = [torch.split(flat[: total - rider], sizes) for flat in flats]
+    views = tuple([part.view_as(p) for part, p in zip(c, params, strict=True)] for c in cut)
+    return Bucket(params, flats, views)
 
 
 Compute = Callable[[int, int], Tensor]
@@ -367,7 +362,7 @@ class Work(ABC):
         """Begin a step of which nothing is done."""
         self.buckets.drop()
         self.done.clear()
-        self.tally.clear()
+        self.tally.all.zero_()
         for tree in self._trees.values():
             tree.clear()
 
@@ -469,8 +464,9 @@ class Accumulation(Work):
                 self._begin_reducing(step, group)
         self._backward(loss, counts)
         if counts and self._tree is not None:
-            flats = [flat.clone() for flat in self.buckets.copy(step, 1.0)]
-            self._tree.add((0, micro_batch), flats)
+            self._tree.add(
+                (0, micro_batch), [flat.clone() for flat in self.buckets.copy(step, 1.0)]
+            )
             self.buckets.drop()
 
     def _begin_reducing(self, step: int, group: Group) -> None:

@@ -325,8 +325,7 @@ class Donor:
                 raise ProtocolError("the follower was dropped")
             part, skeleton, blobs = session.parts.popleft()
             behind = len(session.parts)
-        digest = hash_blobs(skeleton, blobs)
-        header = msgspec.structs.replace(part, digest=digest, behind=behind)
+        header = msgspec.structs.replace(part, digest=hash_blobs(skeleton, blobs), behind=behind)
         session.connection.send(header, [skeleton, *(view_bytes(blob) for blob in blobs)])
         with self._changed:
             session.waiting -= sum(part.sizes)
@@ -498,8 +497,7 @@ class CatchUp:
             while not called():
                 if self._advance(self._state, follower) and not told and not follower.behind:
                     told = True
-                    took_s = time.monotonic() - began
-                    self._tell(self._state.applied, follower.bytes, took_s)
+                    self._tell(self._state.applied, follower.bytes, time.monotonic() - began)
         except Lost as error:
             self._error = str(error)
             self.close()

@@ -218,8 +218,7 @@ class Membership:
         """
         if self._meet not in self._stores:
             self._stores[self._meet] = self._reach() if self._meet else self._reach_first()
-        root = self._stores[self._meet]
-        return PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", root)
+        return PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", self._stores[self._meet])
 
     def drop_store(self) -> None:
         """Use this epoch's connection to its store no more.

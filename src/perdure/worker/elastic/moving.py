@@ -204,8 +204,8 @@ def exchange(
             fill_blob(blob, data)
     for to, digest in sent.items():
         group.store.set(f"{name}/{group.me}/{to}", digest.hexdigest())
-    told = group.read([f"{name}/{source}/{group.me}" for source in came])
-    for (source, digest), its in zip(came.items(), told, strict=True):
+    places = [f"{name}/{source}/{group.me}" for source in came]
+    for (source, digest), its in zip(came.items(), group.read(places), strict=True):
         if its.decode() != digest.hexdigest():
             raise ProtocolError(f"the {name} that rank {source} sent came over damaged")
 

@@ -308,8 +308,7 @@ class Snapshots(Generic[AnySnapshot]):
         """
         known = self._maps.get(slot)
         if known is None or known[0] != size:
-            path = self._folder / slot
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            descriptor = os.open(self._folder / slot, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, max(size, 1))
                 known = (size, mmap.mmap(descriptor, max(size, 1)))
@@ -350,8 +349,8 @@ class Snapshots(Generic[AnySnapshot]):
         found = []
         for path in sorted(self._folder.glob("m*.head")) if self._kept else ():
             with contextlib.suppress(OSError, msgspec.DecodeError):
-                header = msgspec.msgpack.decode(path.read_bytes(), type=self._kind)
-                found.append((path.stem, header))
+                data = path.read_bytes()
+                found.append((path.stem, msgspec.msgpack.decode(data, type=self._kind)))
         return found
 
     def _remove(self, name: str) -> None:

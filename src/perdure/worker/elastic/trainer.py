@@ -221,8 +221,9 @@ class Trainer:
         sums = state.work.tally.read(step)
         losses: list[float] = sums.losses.tolist()
         checkpoint, snapshot = (0.0, 0.0) if state.whole else sums.votes.tolist()
-        wanted = self._saving.wants(step, group.members) if state.whole else checkpoint > 0.0
-        self._saving.agreed = wanted
+        self._saving.agreed = (
+            self._saving.wants(step, group.members) if state.whole else checkpoint > 0.0
+        )
         self._steering.save_if_due(step, group)
         state.update(source)
         self._finished.append(

@@ -373,8 +373,9 @@ class Runner:
         if work is not None:
             self._transport.wait_for(work)
         if message.direction == "B":
-            back = self._layouts[stage, m].gradients()
-            self._values["B", stage, m] = unpack(buffer, back, self.device)
+            self._values["B", stage, m] = unpack(
+                buffer, self._layouts[stage, m].gradients(), self.device
+            )
         else:
             layout = self._layouts[stage, m] = read_layout(buffer)
             room = self._reserve_bytes((stage, message.source, message.target), layout)
@@ -384,8 +385,7 @@ class Runner:
                 source = self.schedule.members[message.source]
                 tag = self._tag("rest", stage, m)
                 self._transport.wait_for(self._transport.receive(payload, source, tag))
-            tensors = unpack(payload, layout, self.device)
-            self._values["F", stage, m] = _restore(tensors, layout)
+            self._values["F", stage, m] = _restore(unpack(payload, layout, self.device), layout)
         for sent in self._releases.get(message, ()):
             for work, _ in self._sent.pop(sent, ()):
                 self._transport.wait_for(work)
@@ -416,8 +416,7 @@ class Runner:
 
     def _send(self, message: Message, buffer: Tensor, kind: str) -> None:
         tag = self._tag(kind, message.stage, message.micro_batch)
-        to = self.schedule.members[message.target]
-        work = self._transport.send(buffer, to, tag)
+        work = self._transport.send(buffer, self.schedule.members[message.target], tag)
         self._sent.setdefault(message, []).append((work, buffer))
 
     def _tag(self, kind: str, stage: int, micro_batch: int) -> int:

@@ -106,8 +106,7 @@ class StageBlocks:
 
     def _compute(self, at: int, value: Any, kept: Pass) -> Any:
         pieces = self._pieces()
-        number = self.first + sum(map(len, pieces[:at]))
-        for index, block in enumerate(pieces[at], number):
+        for index, block in enumerate(pieces[at], self.first + sum(map(len, pieces[:at]))):
             self._seed(kept, index)
             value = block(value)
         if self.loss is not None and at == len(pieces) - 1:

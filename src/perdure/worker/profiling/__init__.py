@@ -135,8 +135,9 @@ class BlockMeter:
             forwarded = _clock()
             grads = None
             if part is not self.parts[-1]:
-                tensors = list_tensors(made)
-                grads = [torch.ones_like(t) if t.requires_grad else None for t in tensors]
+                grads = [
+                    torch.ones_like(t) if t.requires_grad else None for t in list_tensors(made)
+                ]
             ready = _clock()
             part.backward(grads, kept, "all")
             ended = _clock()

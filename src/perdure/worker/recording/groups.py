@@ -70,8 +70,9 @@ def read_group_timeout_s(name: str) -> float:
     with contextlib.suppress(Exception):  # Private to torch, and changed under our eyes.
         for group, _, _ in _list_groups(name.removesuffix(P2P_SUFFIX)):
             if hasattr(group, "_get_backend"):
-                devices = group._device_types
-                found += [_read_timeout_s(group._get_backend(device)) for device in devices]
+                found += [
+                    _read_timeout_s(group._get_backend(device)) for device in group._device_types
+                ]
     return max(found)
 
 

@@ -122,8 +122,11 @@ class HookRecorder(Recorder):
                 self._ring.set_comm(comm.slot, comm.started, comm.ended, now)
             kind |= (comm.slot if comm.slot >= 0 else _NO_COMM) << 16
             state |= threading.get_native_id() << 32
-            number = self._ring.begin_span(comm.started, kind, nbytes, now, state)
-            return _Span(comm, comm.started, number)
+            return _Span(
+                comm,
+                comm.started,
+                self._ring.begin_span(comm.started, kind, nbytes, now, state),
+            )
 
     def _make_comm(self, name: str, p2p: bool) -> Comm:
         # Two ranks' counts of sends and receives need not agree: nobody may compare them.

@@ -210,16 +210,15 @@ def _stamp_optimizers(stamps: StepStamps) -> None:
         register_optimizer_step_pre_hook,
     )
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            stamps.before_optimizer(optimizer)
+    def make_hook(stamp: Callable[[Any], None]) -> Callable[..., None]:
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                stamp(optimizer)
 
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            stamps.after_optimizer(optimizer)
+        return hook
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(make_hook(stamps.before_optimizer))
+    register_optimizer_step_post_hook(make_hook(stamps.after_optimizer))
 
 
 def _stamp_loader(module: Any, stamps: StepStamps) -> None:

@@ -93,8 +93,7 @@ def _attach(imports: str) -> None:
     if imports:
         from perdure.worker.start.imports import record_imports
 
-        main = sys.modules["__main__"]
-        script = getattr(main, "__file__", None) or ""
+        script = getattr(sys.modules["__main__"], "__file__", None) or ""
         record_imports(imports, os.path.dirname(os.path.abspath(script)))
 
 

@@ -133,7 +133,6 @@ class ReplicaConfig(Depth):
     def _make_executor(
         self, rank: int, generation: int, now: Callable[[], float], line: Control | None
     ) -> Executor:
-        plans = (*PLANS, "checkpoint")
         return Executor(
             self,
             rank=rank,
@@ -141,7 +140,7 @@ class ReplicaConfig(Depth):
             emit=self._answer,
             now=now,
             line=line,
-            plans=plans,
+            plans=(*PLANS, "checkpoint"),
         )
 
     # --- control thread -----------------------------------------------------------------------

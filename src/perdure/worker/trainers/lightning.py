@@ -132,8 +132,7 @@ class _Attached(Driven):
         self._run.register(model=trainer.strategy.model, precision=trainer.precision_plugin)
         self._run.register(**{f"optimizer_{i}": one for i, one in enumerate(optimizers)})
         self._run.register(**{f"scheduler_{i}": one for i, one in enumerate(schedulers)})
-        found = optimizers, schedulers
-        declare_rate(self._run.config, optimizers, lambda: found, refuse_zero)
+        declare_rate(self._run.config, optimizers, lambda: (optimizers, schedulers), refuse_zero)
         self._run.register(trainer=self)
 
     def setup_data(self) -> None:

@@ -48,7 +48,7 @@ class StagedReplica:
         self.model = nn.Sequential(*blocks)
         _refuse_shared(self.blocks)
         self.clip_norm = clip_norm
-        self._norm = 0.0
+        self.norm = 0.0
         """The norm of all blocks' gradients, by which the next update is clipped."""
         self.runs: Runs = (Section(0, len(self.blocks)),)
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
@@ -143,15 +143,10 @@ class StagedReplica:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def take_norms(self, norms: Tensor) -> None:
-        """Clip the next update by the `norms` of all parameters' gradients."""
-        self._norm = float(torch.linalg.vector_norm(norms.to(torch.float32)))
-
     def update(self) -> None:
         """Apply the gradients that its parameters have."""
         if self.clip_norm:
-            total = torch.tensor(self._norm)
-            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, total)
+            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, torch.tensor(self.norm))
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

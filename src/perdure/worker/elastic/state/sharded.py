@@ -174,8 +174,9 @@ class _Watch:
             parameter = getattr(owner, key)
             if self._known.get(name) is not parameter and parameter.requires_grad:
                 self._known[name] = parameter
-                hook = functools.partial(_take_over, self._take, name)
-                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(_take_over, self._take, name)
+                )
 
 
 def _take_over(take: Callable[[str, Tensor], object], name: str, parameter: Tensor) -> None:
@@ -342,8 +343,7 @@ class ShardedReplica:
             state = dict(plain.get("scalars", {}).get(name, {}))
             for key, value in placed[name].items():
                 if key != PARAMETER:
-                    shape = self.skeleton.shapes[name]
-                    state[key] = cut_along(value, parameter.device_mesh, shape)
+                    state[key] = cut_along(value, parameter.device_mesh, self.skeleton.shapes[name])
             if state:
                 self.optimizer.state[parameter] = {
                     key: value.clone() if not isinstance(value, DTensor | float | int) else value
@@ -510,8 +510,7 @@ class ShardedState(PartState):
         self, progress: Mapping[int, ShardProgress], line: int
     ) -> ShardReformation | None:
         """Return from which step on, and who has which shard."""
-        lengths = self.replica.skeleton.lengths
-        return decide_shards(self._count, lengths, self._minimum, progress)
+        return decide_shards(self._count, self.replica.skeleton.lengths, self._minimum, progress)
 
     def take(self, plan: ShardReformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Become the shard that the plan gives to this member, at the plan's step."""

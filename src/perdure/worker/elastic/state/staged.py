@@ -297,7 +297,8 @@ class StagedState(PartState, Followed):
 
     def update(self, source: Source) -> None:
         """Apply the gradients of its blocks, clipped by the norms of all."""
-        self.replica.take_norms(self.work.tally.read(self.applied).more)
+        norms = self.work.tally.read(self.applied).more
+        self.replica.norm = float(torch.linalg.vector_norm(norms.to(torch.float32)))
         super().update(source)
 
     # --- the world ----------------------------------------------------------------------------
@@ -464,8 +465,9 @@ class StagedState(PartState, Followed):
 
     def become(self, state: Any, step: int, line: int) -> None:
         """Become one more copy of the donors' stage."""
-        runs = tuple(Section(*run) for run in state["runs"])
-        self.replica.adopt(runs, state["blocks"], state["plain"])
+        self.replica.adopt(
+            tuple(Section(*run) for run in state["runs"]), state["blocks"], state["plain"]
+        )
         self.work.fit()
         self.applied, self.line, self._has_section = step, line, True
 
