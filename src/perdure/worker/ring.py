@@ -67,7 +67,7 @@ class RingWriter:
             layout.W_PHASE_SINCE: now,
             layout.W_MAGIC: layout.MAGIC,
         }
-        for word, value in first.items():
+        for word, value in first.items():  # The magic last: it makes a ring of it.
             writer._words[word] = value
         os.rename(temporary, path)
         return writer

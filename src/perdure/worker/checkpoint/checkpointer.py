@@ -170,8 +170,12 @@ class SaveTask:
         path = self.folder / _PLAN.format(self._rank)
         path.with_suffix(".new").write_bytes(mine)
         path.with_suffix(".new").rename(path)
-        ranks = range(self._world_size)
-        cache.agree([self._wait(self.folder / _PLAN.format(r), r).read_bytes() for r in ranks])
+        cache.agree(
+            [
+                self._wait(self.folder / _PLAN.format(rank), rank).read_bytes()
+                for rank in range(self._world_size)
+            ]
+        )
 
     def _write_share(
         self,

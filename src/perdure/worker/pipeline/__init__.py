@@ -28,8 +28,6 @@ every stage. Any order that `simulate` can carry out runs here without a deadloc
   instance to arm buckets before a stage's last backward.
 """
 
-from perdure.worker.pipeline.runner import Message as Message
-from perdure.worker.pipeline.runner import Pair as Pair
 from perdure.worker.pipeline.runner import Runner as Runner
 from perdure.worker.pipeline.runner import Schedule as Schedule
 from perdure.worker.pipeline.stage import StageBlocks as StageBlocks

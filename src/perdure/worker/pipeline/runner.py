@@ -116,11 +116,11 @@ class Schedule:
         in that action or a later one. Of such messages the first that this cell waits for counts.
         """
         releases: dict[Message, list[Message]] = {}
-        arrivals = {}
-        for at, action in enumerate(self.orders[cell]):
-            message = self.input_of(action)
-            if message is not None:
-                arrivals[message] = at
+        arrivals = {
+            message: at
+            for at, action in enumerate(self.orders[cell])
+            if (message := self.input_of(action)) is not None
+        }
         for peer in sorted({message.source for message in arrivals}):
             taken: list[tuple[int, Message]] = []
             given: list[tuple[int, Message]] = []
@@ -339,11 +339,10 @@ class Runner:
         part = self._parts[stage]
         if self._trees is not None:
             for number, block in enumerate(part.blocks, part.first):
-                mine: list[Tensor] = []
-                for p in block.parameters():
-                    if p.requires_grad:
-                        mine.append(p.grad if p.grad is not None else torch.zeros_like(p))
-                        p.grad = None
+                trained = [p for p in block.parameters() if p.requires_grad]
+                mine = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trained]
+                for p in trained:
+                    p.grad = None
                 self._trees[number].add((0, m), mine)
         self.done.add((stage, m))
 

@@ -100,9 +100,8 @@ class StageBlocks:
         return (p for block in self.blocks for p in block.parameters())
 
     def _pieces(self) -> list[list[nn.Module]]:
-        if self.recompute or self.apart:
-            return [[block] for block in self.blocks]
-        return [self.blocks]
+        alone = self.recompute or self.apart
+        return [[block] for block in self.blocks] if alone else [self.blocks]
 
     def _compute(self, at: int, value: Any, kept: Pass) -> Any:
         pieces = self._pieces()
