@@ -73,8 +73,12 @@ class Replica:
 
     def parts(self) -> dict[str, Any]:
         """Return the objects that have the state, by name."""
-        parts = {"model": self.model, "optimizer": self.optimizer}
-        parts |= {"scheduler": self.scheduler, "scaler": self.scaler}
+        parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+        }
         return {name: part for name, part in parts.items() if part is not None}
 
     def state(self) -> dict[str, Any]:

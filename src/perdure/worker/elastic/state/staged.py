@@ -436,9 +436,8 @@ class StagedState(PartState, Followed):
     def snapshot(self, settings: dict[str, Any]) -> tuple[StageSnapshot, Any]:
         """Return the blocks, and what all members have alike."""
         replica = self.replica
-        blocks = {block: replica.state_of(block) for block in replica.mine}
         named = StageSnapshot(self.applied, self.line, replica.runs, self._me)
-        return named, {"blocks": blocks, "plain": replica.plain() | settings}
+        return named, replica.state() | {"plain": replica.plain() | settings}
 
     # --- what a newcomer follows --------------------------------------------------------------
 
