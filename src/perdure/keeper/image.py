@@ -219,7 +219,7 @@ class Warmth:
             send_signal(image.pid, 9)
 
 
-def zygote_environ(environ: Mapping[str, str], spec: bytes) -> dict[str, str]:
+def zygote_environ(environ: Mapping[str, str], spec: str) -> dict[str, str]:
     """Return the environment of an image: the keeper's and what the ranks of this job get.
 
     `spec` is `job.json`, read leniently: it only makes the guess better.

@@ -18,10 +18,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from perdure.adapters.host import send_signal
+from perdure.adapters.host import read_text, send_signal
 from perdure.keeper import reaping as reap
 from perdure.keeper.image import ImageProcess, Warmth, zygote_environ
 from perdure.keeper.json_lines import LineSocket
@@ -37,7 +36,6 @@ from perdure.model.bus.wire import (
     KeeperStore,
     ToKeeper,
 )
-from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
 from perdure.model.paths import JobPaths, job_paths
 from perdure.worker.process import set_subreaper, set_title
@@ -67,7 +65,7 @@ class Keeper:
         self._told_to_end = False
         self._supervisor = -1
         set_subreaper()
-        spec = _read(paths.spec)
+        spec = read_text(paths.spec)
         mark = reap.keeper_mark(os.getpid())
         env = zygote_environ(os.environ, spec) | {reap.KEEPER: mark, "PERDURE_JOB": job}
         env["PERDURE_NODE"] = str(node)
@@ -328,13 +326,6 @@ def _listen(path: str) -> socket.socket:
     listener.listen(8)
     listener.setblocking(False)
     return listener
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return encode({})
 
 
 def _log(text: str) -> None:

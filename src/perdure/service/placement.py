@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -69,8 +70,7 @@ def load_placement(path: str, nodes: int) -> Placement:
         ConfigError: it cannot be read, has too few addresses, or opens the job to strangers.
     """
     try:
-        with open(path, "rb") as file:
-            placement = msgspec.json.decode(file.read(), type=Placement)
+        placement = msgspec.json.decode(Path(path).read_bytes(), type=Placement)
     except OSError as error:
         raise ConfigError(f"--placement {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:

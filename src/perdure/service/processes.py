@@ -25,6 +25,7 @@ from perdure.adapters.host import (
     list_children,
     list_descendants,
     read_all,
+    read_environ,
     read_start_time,
     read_state,
     scan_processes,
@@ -42,12 +43,6 @@ class Child:
     pid: int
     pidfd: int
     process: "subprocess.Popen[bytes]"
-    started_s: float
-    """By the monotonic clock."""
-
-    def reap(self) -> int | None:
-        """Return how it ended as `subprocess` says it (-9 for SIGKILL); None while it lives."""
-        return self.process.poll()
 
     def kill(self) -> None:
         """Kill it; its end is then seen like any other."""
@@ -129,7 +124,7 @@ def start_child(part: str, command: list[str], env: dict[str, str], log: str) ->
             env=env,
             start_new_session=True,
         )
-    return Child(part, process.pid, os.pidfd_open(process.pid), process, time.monotonic())
+    return Child(part, process.pid, os.pidfd_open(process.pid), process)
 
 
 def describe_exit(status: int) -> str:
@@ -174,24 +169,20 @@ def find_leftovers(home: str, is_run: Callable[[str], bool]) -> list[Leftover]:
     started with. Somebody watches over a job that `is_run`, or where a supervisor that one of its
     processes names lives and is older than that process.
     """
-    wanted = f"PERDURE_HOME={home}".encode()
     found: dict[str, list[Leftover]] = {}
     watched: set[str] = set()
     now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    commands = dict(read_all("cmdline"))
-    for pid, data in read_all("environ"):
-        environ, command = data.split(b"\0"), commands.get(pid, b"").replace(b"\0", b" ")
-        start = read_start_time(pid)
-        marks = dict(item.partition(b"=")[::2] for item in environ)
-        job = os.fsdecode(marks.get(b"PERDURE_JOB", b""))
-        if wanted not in environ or not job or not start or pid == os.getpid():
+    for pid, command in read_all("cmdline"):
+        marks, start = read_environ(pid), read_start_time(pid)
+        job = marks.get("PERDURE_JOB", "")
+        if marks.get("PERDURE_HOME") != home or not job or not start or pid == os.getpid():
             continue
-        named = marks.get(b"PERDURE_RUN_PID", b"")
-        run = int(named) if named.isdigit() else 0
+        named = marks.get("PERDURE_RUN_PID", "")
+        run = int(named) if named.isdecimal() else 0
         if run and 0 < read_start_time(run) <= start:
             watched.add(job)
         age_s = max(0.0, now_s - start / os.sysconf("SC_CLK_TCK"))
-        text = command.decode(errors="replace").strip()
+        text = command.replace(b"\0", b" ").decode(errors="replace").strip()
         words = "".join(char if char.isprintable() else "?" for char in text)
         found.setdefault(job, []).append(Leftover(job, pid, start, age_s, words, run))
     left = [job for job in found if job not in watched and not is_run(job)]

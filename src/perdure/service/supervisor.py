@@ -331,7 +331,7 @@ class Supervisor:
 
     def _notice(self, child: Child) -> None:
         """A part has ended: was it asked to, or is it started again?"""
-        status = child.reap()
+        status = child.process.poll()
         if status is None:
             return
         at_s = self._now()

@@ -16,7 +16,7 @@ from perdure.service.processes import Child, StopWatch
 @pytest.fixture
 def child() -> Iterator[Child]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    child = Child("agent 0", process.pid, os.pidfd_open(process.pid), process, 0.0)
+    child = Child("agent 0", process.pid, os.pidfd_open(process.pid), process)
     yield child
     process.kill()
     process.wait()

@@ -245,8 +245,7 @@ def make_token(path: str) -> str:
         PlatformError: it cannot be read or written.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            token = file.read().strip()
+        token = Path(path).read_text(encoding="utf-8").strip()
         if token:
             return token
         raise PlatformError(f"{path} is empty", hint="it shall hold a token")
@@ -346,12 +345,10 @@ def renew_logins(paths: JobPaths, servers: Sequence[NatsServer], nodes: Sequence
 
 def _read(asked: str) -> list[int] | None:
     """Return the nodes of a request; None where there is none."""
-    try:
-        with open(asked, "rb") as file:
-            nodes: list[int] = decode(file.read(), list[int])
-    except FileNotFoundError:
-        return None
-    return nodes
+    with contextlib.suppress(FileNotFoundError):
+        nodes: list[int] = decode(Path(asked).read_bytes(), list[int])
+        return nodes
+    return None
 
 
 def _remove(asked: str) -> None:

@@ -18,11 +18,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from secrets import token_hex, token_urlsafe
 from typing import Any
 
 import msgspec
 
+from perdure.adapters.host import read_text
 from perdure.adapters.nats import NatsBus
 from perdure.control.job import JobState
 from perdure.control.joining import note_invitation
@@ -263,13 +265,11 @@ def join(
 def _name_machine(paths: JobPaths) -> str:
     """Return what this machine is called when it asks: the same from now on."""
     path = os.path.join(paths.root, "machine")
-    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
-        known = file.read().strip()
-        if known:
-            return known
-    machine = token_hex(8)
-    write_atomic(path, machine.encode())
-    return machine
+    known = read_text(path).strip()
+    if not known:
+        known = token_hex(8)
+        write_atomic(path, known.encode())
+    return known
 
 
 def _write_files(paths: JobPaths, admission: Admission, grace_s: float, cwd: str | None) -> None:
@@ -332,7 +332,7 @@ class _Joined:
         self._agent = self._start()
         while True:
             time.sleep(_POLL_S)
-            status = self._agent.reap()
+            status = self._agent.process.poll()
             if status == 0:
                 self._on_line("the agent has left: the job has ended, or this node was left")
                 return 0
@@ -382,7 +382,6 @@ def read_source(path: str) -> bytes:
     if path == "-":
         return sys.stdin.buffer.read()
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", hint="perdure invite JOB > FILE") from None

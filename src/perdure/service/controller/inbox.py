@@ -340,21 +340,15 @@ def read_message(data: bytes, spec: JobSpec, now: float) -> tuple[EventMessage, 
     """
     try:
         message: EventMessage = decode(data, EventMessage)
-        batches: list[tuple[EventBatch, Sequence[AnyEvent | _Unread]]]
-        batches = [(batch, batch.events) for batch in message.batches]
     except ProtocolError:
-        raw = _read_envelope(data)
-        message = EventMessage(raw.node, ())
-        batches = [
-            (EventBatch(b.source, b.first_seq, (), b.skipped), [_read_event(e) for e in b.events])
-            for b in raw.batches
-        ]
+        message = _read_apart(data)
     found: list[EventBatch] = []
     refused = ""
-    for batch, events in batches:
+    for batch in message.batches:
         if len(batch.source) > SOURCE_MAX or batch.first_seq < 1 or batch.skipped < 0:
             raise ProtocolError(f"a batch that cannot be: {make_plain(batch.source, 40)}")
         taken: list[AnyEvent] = []
+        events: Sequence[AnyEvent | _Unread] = batch.events
         for event in events:
             strange = "" if isinstance(event, _Unread) else find_stranger(spec, event)
             if strange:
@@ -382,19 +376,24 @@ def _name(sender: str) -> str:
     return f"node {sender}" if sender.isdecimal() else sender
 
 
-def _read_envelope(data: bytes) -> _RawMessage:
+def _read_apart(data: bytes) -> EventMessage:
+    """Return the message in `data`, in which an `_Unread` stands for each event that is none."""
     try:
-        return _raw_messages.decode(data)
+        raw = _raw_messages.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
+    batches = (
+        EventBatch(b.source, b.first_seq, tuple(map(_read_event, b.events)), b.skipped)
+        for b in raw.batches
+    )
+    return EventMessage(raw.node, tuple(batches))
 
 
-def _read_event(raw: msgspec.Raw) -> "AnyEvent | _Unread":
+def _read_event(raw: msgspec.Raw) -> Any:
     try:
-        event: AnyEvent = decode(bytes(raw), AnyEvent)
+        return decode(bytes(raw), AnyEvent)
     except ProtocolError as error:
         return _Unread(bytes(raw), str(error))
-    return event
 
 
 def count_numbers(spec: JobSpec) -> int:
