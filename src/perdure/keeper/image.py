@@ -114,9 +114,7 @@ class Warmth:
     def restart(self, env: Mapping[str, str], names: tuple[str, ...]) -> None:
         """Start over with another environment, as the last ranks had it."""
         self.env = dict(env)
-        for image in self.images:
-            self._drop(image)
-        self.current = self.coming = None
+        self.close()
         self.start(names)
 
     def read(self, image: ImageProcess) -> list[RanksForked | StoreForked | ForkFailed]:
@@ -152,7 +150,12 @@ class Warmth:
     def tick(self, now: float) -> None:
         """Change to an image that is ready; give up one that does not become so."""
         if self.coming is not None and self.coming.modules and not self.busy:
-            self._promote()
+            if self.current is not None:
+                self._drop(self.current)
+            self.current, self.coming = self.coming, None
+            modules = f"{self.current.modules} modules"
+            left_out = f"; left out: {'; '.join(self.denied.values())}" if self.denied else ""
+            self._log(f"image {self.current.pid} is ready with {modules}{left_out}")
         if self.coming is not None and not self.coming.modules and now > self.coming.deadline_s:
             self._retry(self.coming, f"importing {self.coming.importing} takes for ever", {})
 
@@ -166,15 +169,6 @@ class Warmth:
         for image in self.images:
             self._drop(image)
         self.current = self.coming = None
-
-    def _promote(self) -> None:
-        image = self.coming
-        assert image is not None
-        if self.current is not None:
-            self._drop(self.current)
-        self.current, self.coming = image, None
-        left_out = f"; left out: {'; '.join(self.denied.values())}" if self.denied else ""
-        self._log(f"image {image.pid} is ready with {image.modules} modules{left_out}")
 
     def _retry(self, image: ImageProcess, reason: str, blamed: Mapping[str, str]) -> None:
         """`image` is unfit: try without what it blames, then without any preload, then not."""

@@ -54,7 +54,6 @@ class LineSocket:
         Raises:
             ProtocolError: a line is no such message.
         """
-        ended = False
         while not self.closed:
             try:
                 data = self.sock.recv(_CHUNK)
@@ -62,13 +61,10 @@ class LineSocket:
                 break
             except OSError:
                 data = b""
-            if not data:
-                ended = True
-                break
+            self.closed = not data
             self._in += data
         *lines, rest = bytes(self._in).split(b"\n")
         self._in = bytearray(rest)
-        self.closed = self.closed or ended
         messages: list[Any] = []
         for line in filter(None, lines):
             try:

@@ -57,10 +57,10 @@ def test_the_note_beside_the_ring_names_groups(tmp_path: Path, telemetry: LinkTe
     note = tmp_path / "rings" / f"g3-r0.ring{SUFFIX}"
     note.parent.mkdir()
     telemetry.sweep(1.0, Ranks(3, {0: os.getpid()}, frozenset()))
-    assert telemetry._reader.groups(0) == {}
+    assert telemetry.reader.groups(0) == {}
     note.write_text('{"4711": "tp"}')
-    assert telemetry._reader.groups(0) == {4711: "tp"}
+    assert telemetry.reader.groups(0) == {4711: "tp"}
     note.write_text("{broken")
-    assert telemetry._reader.groups(0) == {}
+    assert telemetry.reader.groups(0) == {}
     note.write_text("[1]")
-    assert telemetry._reader.groups(0) == {}
+    assert telemetry.reader.groups(0) == {}

@@ -61,7 +61,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.events import GenerationStopped, RankExited, TimerFired
+from perdure.model.events import GenerationStopped, TimerFired
 from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
 from perdure.model.orders import RunProbe, WatchClosely
@@ -146,7 +146,7 @@ class AgentService:
             bus,
             spec.name,
             node,
-            address=lambda: self._links.choose_address() or self.machine.identity.host,
+            address=lambda: self._links.reader.choose_address() or self.machine.identity.host,
             report=self._outbox.put,
             now=self.now,
         )
@@ -247,9 +247,8 @@ class AgentService:
     def _miss_keeper(self) -> None:
         """Say that the keeper is gone, with what the rings of its ranks say."""
         lost = self.machine.state.keeper
-        exits: list[RankExited] = []
-        if lost is not None:
-            exits = self._reader.read_lost(lost.generation, sorted(lost.running), self.now())
+        ranks = sorted(lost.running) if lost else ()
+        exits = self._reader.read_lost(lost.generation if lost else -1, ranks, self.now())
         self.take(KeeperGone(exits=tuple(exits)))
 
     def _hear_keeper(self, message: FromKeeper) -> None:

@@ -90,7 +90,7 @@ class LinkTelemetry:
         """Look for notes of process groups under `paths`; `alone`: there is no other node."""
         self._paths, self._node = paths, node
         self._generation = -1
-        self._reader = LinkReader(self._read_groups, alone=alone)
+        self.reader = LinkReader(self._read_groups, alone=alone)
         self._nics = NicReader(sysfs)
         self._interfaces: dict[str, str] = {}
         self._interfaces_s = float("-inf")
@@ -125,7 +125,7 @@ class LinkTelemetry:
     def sweep(self, now: float, ranks: Ranks) -> None:
         """Look once; the result goes with the next heartbeat."""
         self._generation = ranks.generation
-        sweep = self._reader.sweep(now, ranks.pids, ranks.store_ports)
+        sweep = self.reader.sweep(now, ranks.pids, ranks.store_ports)
         self._cost_s = sweep.cost_s
         self._taken.append((sweep, self._nics.sample(self._list_used_interfaces(now))))
 
@@ -137,13 +137,9 @@ class LinkTelemetry:
         sweep, nics = self._taken.popleft()
         return msgspec.structs.replace(beat, sweep=sweep, nics=nics)
 
-    def choose_address(self) -> str:
-        """Return the address of this node that the ranks' traffic uses; empty if there is none."""
-        return self._reader.choose_address()
-
     def close(self) -> None:
         """Close the lines to the kernel."""
-        self._reader.close()
+        self.reader.close()
 
     def _list_used_interfaces(self, now: float) -> set[str]:
         if now - self._interfaces_s > _INTERFACES_S:
@@ -152,7 +148,7 @@ class LinkTelemetry:
                 self._interfaces = list_interfaces()
             except PlatformError:
                 self._interfaces = {}
-        found = (self._interfaces.get(host) for host in list(self._reader.hosts))
+        found = (self._interfaces.get(host) for host in list(self.reader.hosts))
         return {name for name in found if name}
 
     def _read_groups(self, rank: int) -> dict[int, str]:

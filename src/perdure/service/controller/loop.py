@@ -100,9 +100,8 @@ def make_detector(spec: JobSpec) -> Detector | Unwatched:
     """Return what finds who hangs, is slow or stopped: perdure's lighthouse has its own eyes."""
     if spec.lighthouse is None:
         return Detector(spec)
-    if spec.lighthouse.own:
-        return Unwatched()
-    return ReplicaWatch(spec.nproc, make_quorum_config(spec))
+    own = spec.lighthouse.own  # It has its own eyes.
+    return Unwatched() if own else ReplicaWatch(spec.nproc, make_quorum_config(spec))
 
 
 class ControllerService:
