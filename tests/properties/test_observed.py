@@ -17,8 +17,9 @@ from tests.unit.control.driver import Driver
 from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_placement import start
 
-from perdure.agent import Agent, NodeIdentity
 from perdure.agent import messages as m
+from perdure.agent.machine import Agent
+from perdure.agent.state import NodeIdentity
 from perdure.control import Controller
 from perdure.model import events as e
 from perdure.model import orders as a

@@ -539,9 +539,8 @@ class Supervisor:
 
 def list_parts(kind: str, spec: JobSpec) -> list[str]:
     """Return the names of the parts of one kind: `nats-server` or `controller`."""
-    if spec.bus.replicas == 1:
-        return [kind]
-    return [f"{kind} {node}" for node in range(spec.bus.replicas)]
+    count = spec.bus.replicas
+    return [kind] if count == 1 else [f"{kind} {node}" for node in range(count)]
 
 
 def end_servers(servers: Iterable[Child]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perdure.agent import Agent
+from perdure.agent.machine import Agent
 from perdure.agent.messages import (
     AgentStarted,
     CollectStacks,

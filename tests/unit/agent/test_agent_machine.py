@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from perdure.agent import Agent, NodeIdentity
+from perdure.agent.machine import Agent
 from perdure.agent.messages import (
     AgentStarted,
     CollectStacks,
@@ -23,6 +23,7 @@ from perdure.agent.messages import (
     TellKeeper,
     TellWorker,
 )
+from perdure.agent.state import NodeIdentity
 from perdure.model.bus.wire import (
     KeeperExit,
     KeeperKill,

@@ -1,7 +1,8 @@
 """An agent obeys no controller that it knows to be deposed."""
 
-from perdure.agent import Agent, NodeIdentity
+from perdure.agent.machine import Agent
 from perdure.agent.messages import KeeperUp, OrderReceived, TermHeard
+from perdure.agent.state import NodeIdentity
 from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.job import BusConfig, JobSpec
 from perdure.model.orders import Assignment, FenceAbort

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.agent import Agent, NodeIdentity
+from perdure.agent.machine import Agent
 from perdure.agent.messages import (
     EndKeeper,
     Input,
@@ -15,6 +15,7 @@ from perdure.agent.messages import (
     Request,
     StartKeeper,
 )
+from perdure.agent.state import NodeIdentity
 from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.events import KeeperLost, NodeAsked, VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from perdure.agent import Agent, NodeIdentity
+from perdure.agent.machine import Agent
 from perdure.agent.messages import (
     KeeperUp,
     OrderReceived,
@@ -16,6 +16,7 @@ from perdure.agent.messages import (
     TellWorker,
     WorkerSaid,
 )
+from perdure.agent.state import NodeIdentity
 from perdure.model.bus.wire import (
     KeeperSignal,
     KeeperState,

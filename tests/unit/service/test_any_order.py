@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from tests.fakes import FakeBus, FakeServer
 
-from perdure.agent import Agent, NodeIdentity
 from perdure.agent import messages as agent_messages
+from perdure.agent.machine import Agent
 from perdure.agent.messages import KeeperUp, OrderReceived, TellWorker
+from perdure.agent.state import NodeIdentity
 from perdure.control import orders as order_book
 from perdure.control.orders import REPEAT_S, OrderBook
 from perdure.model import orders

@@ -134,9 +134,8 @@ class KeeperLink:
     def kill(self, reason: str) -> None:
         """Kill the keeper; its end is then seen like any other."""
         log.error("killing the keeper (pid %d): it %s", self._pid, reason)
-        if self._pidfd >= 0:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # It is gone already, or there is none.
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     # --- silence ------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from perdure.adapters.nats import NatsBus
 from perdure.adapters.nccl import has_nvidia_gpu
 from perdure.adapters.notices import open_sources
 from perdure.adapters.stacks import dump_stack
-from perdure.agent import Agent, NodeIdentity
+from perdure.agent.machine import Agent
 from perdure.agent.messages import (
     AgentStarted,
     CarryOut,
@@ -43,6 +43,7 @@ from perdure.agent.messages import (
     TellWorker,
     TermHeard,
 )
+from perdure.agent.state import NodeIdentity
 from perdure.launch.environment import GROUP_DEVICES, rank_environment
 from perdure.model.bus.version import check_spoken
 from perdure.model.bus.wire import (

@@ -237,7 +237,8 @@ class Inbox:
         self._refuse(f"event of {describe_sender(sender)}: {why}")
         if not self._notes.take(sender):
             return None
-        return _make_note(self._clock(), f"{_name(sender)}, {source}", why, encode(event))
+        who = f"node {sender}" if sender.isdecimal() else sender
+        return _make_note(self._clock(), f"{who}, {source}", why, encode(event))
 
     def admits_source(self, sender: str, source: str) -> bool:
         """Return whether `sender` may have another source now; where not, that is counted."""
@@ -370,10 +371,6 @@ def _make_note(now: float, source: str, why: str, data: bytes) -> MessagesSetAsi
         reason=make_plain(why),
         example=make_plain(data),
     )
-
-
-def _name(sender: str) -> str:
-    return f"node {sender}" if sender.isdecimal() else sender
 
 
 def _read_apart(data: bytes) -> EventMessage:

@@ -147,8 +147,6 @@ class ControllerService:
         self._ended: JobEnded | None = None
         self._show_at_s = self._timer_at_s = self._settled_at_s = self._watch_at_s = 0.0
         self._reconnects = 0
-        self._judged: JobSpec | None = None
-        """What the detector judges by."""
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -204,8 +202,7 @@ class ControllerService:
     def _reconfigure(self) -> None:
         """Have the detector judge as the job is configured now."""
         spec = self._memory.machine.state.spec
-        if spec is not None and spec is not self._judged:
-            self._judged = spec
+        if spec is not None and spec.detect is not self._devices.config:
             self._detector.reconfigure(spec.detect)
             self._devices.config = spec.detect
 
