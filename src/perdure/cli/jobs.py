@@ -141,8 +141,8 @@ class Job:
         signs = Signs(
             now_s=time.time(),
             alive=self.alive,
-            outputs_s=_read_newest_change_s(streams),
-            checkpoints_s=_read_newest_change_s(checkpoints),
+            outputs_s=read_newest_change_s(streams),
+            checkpoints_s=read_newest_change_s(checkpoints),
             loops_s=max(beats, default=0.0),
         )
         return judge_outcome(entries, signs, self.spec.detect.hang_action_s or _STALLED_S)
@@ -181,7 +181,7 @@ def _is_here(record: LaunchRecord, home: str) -> bool:
     return not record.profile.launch.host and record.home == home
 
 
-def _read_newest_change_s(paths: Iterable[Path]) -> float:
+def read_newest_change_s(paths: Iterable[Path]) -> float:
     """Return when the newest of `paths` was changed; 0 for none."""
     newest = 0.0
     for path in paths:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from msgspec import structs
+from msgspec.structs import replace
 
 from perdure.adapters.devices import list_gpus
 from perdure.cli.running.jobspec import read_job_file, validate
@@ -142,7 +142,7 @@ def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:
     if "name" not in options:
         raise ConfigError("the item has no name", hint="perdure queue add --name N COMMAND...")
     (planned,) = _convert({"item": [{"command": ["-"], **options}]}, "options", ".")
-    return (structs.replace(planned, item=structs.replace(planned.item, command=tuple(words))),)
+    return (replace(planned, item=replace(planned.item, command=tuple(words))),)
 
 
 def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned, ...]:
@@ -166,9 +166,9 @@ def _locate(one: Planned, folder: str) -> Planned:
     cwd = os.path.abspath(os.path.join(folder, os.path.expanduser(one.item.cwd)))
     on = one.item.on
     by_path = os.path.abspath(os.path.join(folder, os.path.expanduser(on)))
-    item = structs.replace(one.item, cwd=cwd, on=by_path if on.endswith(".toml") else on)
+    item = replace(one.item, cwd=cwd, on=by_path if on.endswith(".toml") else on)
     job = os.path.join(folder, os.path.expanduser(one.job)) if one.job else ""
-    return structs.replace(one, item=item, job=job)
+    return replace(one, item=item, job=job)
 
 
 def _complete(planned: Planned) -> Item:
@@ -184,7 +184,7 @@ def _complete(planned: Planned) -> Item:
         project = os.path.expanduser(launch.get("project", "."))
         launch["project"] = os.path.abspath(os.path.join(os.path.dirname(planned.job), project))
     validate(document, f"{planned.job} (item `{planned.item.name}`)")
-    return structs.replace(planned.item, job=document)
+    return replace(planned.item, job=document)
 
 
 def _check_needs(items: list[Item], book: Book) -> None:
@@ -215,7 +215,7 @@ def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
     """List the items of a queue, and why each is as it is."""
     store = QueueStore(resolve_home(), queue)
     book, pid, now = store.read(), read_runner_pid(store), time.time()
-    rows = [_describe(store, book, line, now) for line in _sort(book)]
+    rows = _describe_all(store, book, now)
     table = render_table(
         ("item", "state", "attempts", "priority", "why"),
         [(r["name"], r["state"], r["attempts"], r["priority"], r["reason"]) for r in rows],
@@ -225,11 +225,12 @@ def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
     answer({"queue": queue, "runner": pid or None, "items": rows}, text, as_json=as_json)
 
 
-def _sort(book: Book) -> list[QueueEntry]:
+def _describe_all(store: QueueStore, book: Book, now: float) -> list[dict[str, Any]]:
     states = ("running", "waiting", "failed", "done")
-    return sorted(
+    lines = sorted(
         book.lines.values(), key=lambda x: (states.index(x.state), -x.item.priority, x.order)
     )
+    return [_describe(store, book, line, now) for line in lines]
 
 
 def _describe(store: QueueStore, book: Book, line: QueueEntry, now: float) -> dict[str, Any]:
@@ -316,8 +317,7 @@ def run_queue(
     chosen = gpus or tuple(f"{CPU_SLOT}{number}" for number in range(slots or 1))
     store = QueueStore(resolve_home(), queue)
     book = Runner(store, chosen, note).run(keep=keep)
-    now = time.time()
-    rows = [_describe(store, book, line, now) for line in _sort(book)]
+    rows = _describe_all(store, book, time.time())
     for line in list_oversized(book, chosen):
         note(f"{line.item.name} needs {line.item.gpus} slots; there are {len(chosen)}")
     done = sum(row["state"] == "done" for row in rows)

@@ -23,6 +23,12 @@ class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
     """Base of all events."""
 
 
+class NamedEvent(Event, frozen=True, kw_only=True):
+    """Base of what is known by an id: of a command, an agreement, an invitation, an incident."""
+
+    id: str
+
+
 class NodeEvent(Event, frozen=True, kw_only=True):
     """Base of what befalls a node."""
 
@@ -295,10 +301,9 @@ class LinksNoted(GenerationEvent, frozen=True, kw_only=True):
     """What could not be seen, or why there are none."""
 
 
-class ProbeEnded(Event, frozen=True, kw_only=True):
+class ProbeEnded(NamedEvent, frozen=True, kw_only=True):
     """One node's part of a round of an active probe. Idempotent by (id, round, node)."""
 
-    id: str
     node: int
     round: int
     at_s: float
@@ -307,10 +312,9 @@ class ProbeEnded(Event, frozen=True, kw_only=True):
     error: str = ""
 
 
-class ProbeJudged(Event, frozen=True, kw_only=True):
+class ProbeJudged(NamedEvent, frozen=True, kw_only=True):
     """What an active probe has found, once all rounds are in (or overdue)."""
 
-    id: str
     at_s: float
     finding: ProbeFinding
 
@@ -427,10 +431,9 @@ def digest_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
 
 
-class InvitationMade(Event, frozen=True, kw_only=True):
+class InvitationMade(NamedEvent, frozen=True, kw_only=True):
     """An operator (or a launcher) has invited machines. The secret itself is nowhere but there."""
 
-    id: str
     digest: str
     """Of the secret, by `digest_secret`."""
     at_s: float
@@ -443,20 +446,18 @@ class InvitationMade(Event, frozen=True, kw_only=True):
     """Machine -> its host, of those that have used it in an earlier run of the job."""
 
 
-class InvitationUsed(Event, frozen=True, kw_only=True):
+class InvitationUsed(NamedEvent, frozen=True, kw_only=True):
     """A machine was given a place for it. It is that machine's from now on."""
 
-    id: str
     machine: str
     host: str
     node: int
     at_s: float
 
 
-class InvitationRevoked(Event, frozen=True, kw_only=True):
+class InvitationRevoked(NamedEvent, frozen=True, kw_only=True):
     """Nobody comes by it any more, whoever has used it before included."""
 
-    id: str
     at_s: float
     who: str = ""
 
@@ -529,10 +530,9 @@ class RoomNoted(Event, frozen=True, kw_only=True):
     at_s: float
 
 
-class CommandReceived(Event, frozen=True, kw_only=True):
+class CommandReceived(NamedEvent, frozen=True, kw_only=True):
     """An operator (or a signal) asks for something. Idempotent by `id`."""
 
-    id: str
     kind: Verb
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     who: str = ""
@@ -541,14 +541,13 @@ class CommandReceived(Event, frozen=True, kw_only=True):
     """Of the ranks, where a step is to be agreed upon: what follows is then near."""
 
 
-class NodeAsked(Event, frozen=True, kw_only=True):
+class NodeAsked(NamedEvent, frozen=True, kw_only=True):
     """An agent asks for something of everybody: no command, which only operators give.
 
     SIGTERM to a rank asks for a stop, SIGUSR1 and a silent keeper for a checkpoint. A machine from
     elsewhere may not ask for a stop: its own SIGTERM leaves its node.
     """
 
-    id: str
     node: int
     kind: Literal["checkpoint", "stop"]
     who: str
@@ -559,10 +558,9 @@ class NodeAsked(Event, frozen=True, kw_only=True):
         return CommandReceived(id=self.id, kind=self.kind, who=self.who, at_s=self.at_s)
 
 
-class BoundaryAnswered(Event, frozen=True, kw_only=True):
+class BoundaryAnswered(NamedEvent, frozen=True, kw_only=True):
     """A rank acknowledged a prepared boundary (`ok`), or vetoed it with a reason."""
 
-    id: str
     rank: int
     ok: bool
     step: int
@@ -575,10 +573,9 @@ class BoundaryAnswered(Event, frozen=True, kw_only=True):
     """The quorum that the rank was in when it answered (torchft)."""
 
 
-class BoundaryReached(Event, frozen=True, kw_only=True):
+class BoundaryReached(NamedEvent, frozen=True, kw_only=True):
     """A rank has carried out the agreed action at the agreed step."""
 
-    id: str
     rank: int
     step: int
     at_s: float
@@ -615,10 +612,9 @@ class SettingsChanged(Event, frozen=True, kw_only=True):
     change: Change
 
 
-class PauseEvent(Event, frozen=True, kw_only=True):
+class PauseEvent(NamedEvent, frozen=True, kw_only=True):
     """Base of the beginning and the end of the pause `id`."""
 
-    id: str
     step: int
     at_s: float
     who: str = ""
@@ -710,10 +706,9 @@ class DeviceReported(Event, frozen=True, kw_only=True):
     source: str = "nvml"
 
 
-class FaultInjected(Event, frozen=True, kw_only=True):
+class FaultInjected(NamedEvent, frozen=True, kw_only=True):
     """An injected fault took place (or could not)."""
 
-    id: str
     rank: int
     kind: str
     at_s: float

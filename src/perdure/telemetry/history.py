@@ -219,7 +219,9 @@ class History:
                         # It is no rank of a first world, but a member started beside it.
                         generation.joined.setdefault(rank, event.at_s)
             case GenerationStopped() as event:
-                self._stop(event)
+                known = [n for n in self.generations if n <= event.generation]
+                for number in sorted(known)[-1:]:
+                    self.generations[number].stopped.setdefault(event.node, event.at_s)
             case GenerationStepping() as event:
                 generation = self._of(event.generation)
                 generation.stepping = generation.stepping or event
@@ -238,7 +240,10 @@ class History:
             case MachineReported() as event:
                 self.machines.take(event)
             case ProgressNoted() as event:
-                self._note(event)
+                generation = self._of(event.generation)
+                first = min([*generation.ranks, *event.accounts], default=0)
+                for rank, account in event.accounts.items():
+                    self._take_account(generation, rank, account, first)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
             case WorldReformed() as event if not event.finished:
@@ -322,22 +327,6 @@ class History:
         """Return whether `event` is of the newest epoch that is known."""
         known = self.reforms[-1:]
         return [(r.generation, r.epoch) for r in known] == [(event.generation, event.epoch)]
-
-    def _stop(self, event: GenerationStopped) -> None:
-        generation = self.generations.get(event.generation)
-        if generation is None:
-            known = [n for n in self.generations if n <= event.generation]
-            generation = self.generations[max(known)] if known else None
-        if generation is not None:
-            generation.stopped.setdefault(event.node, event.at_s)
-
-    def _note(self, event: ProgressNoted) -> None:
-        generation = self._of(event.generation)
-        for rank in event.accounts:
-            generation.rank(rank)
-        first = min(generation.ranks, default=0)
-        for rank, account in event.accounts.items():
-            self._take_account(generation, rank, account, first)
 
     def _take_account(
         self, generation: Generation, rank: int, account: RankAccount, first: int

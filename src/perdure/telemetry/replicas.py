@@ -74,8 +74,12 @@ class ReplicaFold:
                 if known is None or generation > known.generation:
                     self.starts += known is not None
                     self.groups[node] = GroupView(generation)
-            case ReplicaSeen():
-                self._note_replica(event)
+            case ReplicaSeen() if event.group in self.groups:
+                seen = self.groups[event.group]
+                if not event.gone:
+                    seen.replica, seen.away = event.replica, ""
+                elif event.replica == seen.replica and not seen.exits:
+                    self._lose(seen, "evicted")
             case ReplicaLate():
                 view = self.groups.get(event.group)
                 if view is not None and view.replica == event.replica:
@@ -107,15 +111,6 @@ class ReplicaFold:
                 self.cordoned.discard(node)
             case JobEnded():
                 self.over = True
-
-    def _note_replica(self, event: ReplicaSeen) -> None:
-        view = self.groups.get(event.group)
-        if view is None:
-            return
-        if not event.gone:
-            view.replica, view.away = event.replica, ""
-        elif event.replica == view.replica and not view.exits:
-            self._lose(view, "evicted")
 
     def _lose(self, view: GroupView, away: str) -> None:
         self.losses += not view.away

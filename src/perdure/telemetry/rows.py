@@ -104,14 +104,9 @@ class RankRows:
 
     def estimate_pace(self, generation: int) -> Pace | None:
         """Return how far the furthest rank is and how fast it goes; None where none moves."""
-        furthest: Track | None = None
         heard_s = max((track.sent_s for track in self._tracks.values()), default=0.0)
-        for track in self._tracks.values():
-            if track.sent_s < heard_s - _SILENT_S:
-                continue
-            step = track.progress.account.step
-            if furthest is None or step > furthest.progress.account.step:
-                furthest = track
+        heard = [track for track in self._tracks.values() if track.sent_s >= heard_s - _SILENT_S]
+        furthest = max(heard, key=lambda track: track.progress.account.step, default=None)
         speed = furthest.compute_speed() if furthest is not None else 0.0
         if furthest is None or speed <= 0.0 or furthest.progress.phase != "step":
             return None

@@ -6,7 +6,6 @@ A place by which a job may grow is paid for while somebody has it.
 from dataclasses import dataclass, field
 
 import msgspec
-from msgspec import structs
 
 from perdure.model.events import FailureDecided, JournalEntry, NodeLost, NodeRegistered
 from perdure.model.job import JobSpec
@@ -133,6 +132,8 @@ def cut_idle(segment: Segment, gaps: list[tuple[float, float]]) -> list[Segment]
         until_s = min(begin_s, segment.end_s)
         if until_s > cursor:
             piece = (("idle", until_s - cursor),)
-            kept.append(structs.replace(segment, begin_s=cursor, end_s=until_s, seconds=piece))
+            kept.append(
+                msgspec.structs.replace(segment, begin_s=cursor, end_s=until_s, seconds=piece)
+            )
         cursor = max(cursor, end_s)
     return kept

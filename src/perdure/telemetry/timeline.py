@@ -98,8 +98,13 @@ class WorldTimeline(Timeline):
             worked_s = self._work(generation, history, first_s, fail_s)
         else:
             worked_s = None
-            if not account.last_step_s:  # Else it trained, and when it began to is not known.
-                self._take_partial(generation.number, stages, fail_s or self._until(history, last))
+            cut_s = fail_s or self._until(history, last)
+            if cut_s and not account.last_step_s:
+                # It never trained: stages as far as it came, the last of them cut off. Else it
+                # trained, and when it began to is not known.
+                for name, begin_s, end_s in stages:
+                    if begin_s and begin_s < cut_s:
+                        self.take(generation.number, name, begin_s, min(end_s or cut_s, cut_s))
         ended_s = self._compute_good_end(history, worked_s)
         if history.exit is not None and (until_s is not None or number in generation.left):
             # The others went on without it.
@@ -156,17 +161,6 @@ class WorldTimeline(Timeline):
             (_RE + "state", group_s, restored_s),
             (_RE + "warmup", restored_s, first_s),
         ]
-
-    def _take_partial(
-        self,
-        generation: int,
-        stages: list[Stage],
-        until_s: float | None,
-    ) -> None:
-        """It never trained: stages as far as it came, the last of them cut off."""
-        for name, begin_s, end_s in stages:
-            if until_s and begin_s and begin_s < until_s:
-                self.take(generation, name, begin_s, min(end_s or until_s, until_s))
 
     def _work(
         self, generation: Generation, history: RankHistory, first_s: float, fail_s: float | None

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure.adapters.nats.server import find_binary
-from perdure.cli.jobs import find_here
+from perdure.cli.jobs import find_here, read_newest_change_s
 from perdure.cli.looking.redaction import SECRET_NAME, Redactor, find_secrets_in_args
 from perdure.cli.speech.say import JobName, Json, answer
 from perdure.launch.records import read_remote
@@ -245,7 +245,7 @@ def take_files(root: Path) -> Iterator[tuple[str, str]]:
     streams = Path(elsewhere).glob("g*/rank-*") if isinstance(elsewhere, str) and elsewhere else ()
     paths |= {f"logs/ranks/{path.parent.name}/{path.name}": path for path in streams}
     plain = [item for item in paths.items() if item[1].is_file() and not item[1].is_symlink()]
-    for name, path in sorted(plain, key=lambda item: -_read_time(item[1])):
+    for name, path in sorted(plain, key=lambda item: -read_newest_change_s(item[1:])):
         if name in _SECRET_FILES or path.name.startswith("."):
             continue
         if name == "job.json" and _read_json(path) is None:
@@ -361,13 +361,6 @@ def _read_json(path: str | Path, errors: str = "strict") -> dict[str, Any] | Non
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _read_time(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 # --- the archive ---------------------------------------------------------------------------------
