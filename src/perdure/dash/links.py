@@ -6,6 +6,7 @@ multiple of the median on a logarithmic scale, because a fast and a slow network
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from html import escape
 from statistics import median
@@ -150,8 +151,7 @@ def _describe(s: LinkSample, usual: float) -> str:
 def _color(s: LinkSample, usual: float) -> str:
     if s.backoff:
         return _TROUBLE
-    times = s.busy_ms_per_mb / usual if usual else 0.0
-    return _COLORS[sum(times >= step for step in _STEPS)]
+    return _COLORS[bisect_right(_STEPS, s.busy_ms_per_mb / usual) if usual else 0]
 
 
 def _is_unusual(s: LinkSample, usual: float) -> bool:

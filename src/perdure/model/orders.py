@@ -459,7 +459,16 @@ class ReplicaGroup(msgspec.Struct, frozen=True):
     """Held, but to stand in at once for a member that is lost."""
 
 
-class HoldReplicas(Order, frozen=True, kw_only=True):
+class LighthouseOrder(Order, frozen=True, kw_only=True):
+    """Base of orders to the lighthouse (torchft)."""
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return the lighthouse."""
+        return (LIGHTHOUSE,)
+
+
+class HoldReplicas(LighthouseOrder, frozen=True, kw_only=True):
     """Have the lighthouse answer no quorum of these replica ids (torchft) until released.
 
     A level: a newer list replaces an older one.
@@ -477,17 +486,12 @@ class HoldReplicas(Order, frozen=True, kw_only=True):
     alone_s: float | None = None
     """Likewise, of a newcomer with members of which none asks."""
 
-    @property
-    def recipients(self) -> tuple[int | str, ...]:
-        """Return the lighthouse."""
-        return (LIGHTHOUSE,)
-
     def describe(self) -> str:
         """Return who is held."""
         return f"#{self.number}: {', '.join(self.replicas) or 'none'}"
 
 
-class EvictReplica(Order, frozen=True, kw_only=True):
+class EvictReplica(LighthouseOrder, frozen=True, kw_only=True):
     """Have the lighthouse forget a replica id at once and for ever (torchft)."""
 
     says: ClassVar[str] = "replica {0.replica}"
@@ -497,11 +501,6 @@ class EvictReplica(Order, frozen=True, kw_only=True):
     replica: str
     generation: int = -1
     """Of its processes; enough where the replica id is not known."""
-
-    @property
-    def recipients(self) -> tuple[int | str, ...]:
-        """Return the lighthouse."""
-        return (LIGHTHOUSE,)
 
 
 AnyOrder = (

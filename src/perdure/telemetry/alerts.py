@@ -89,17 +89,25 @@ def _describe(event: AnyEvent) -> _Found | None:
             state = "is healthy" if event.healthy else "has failed"
             node = f"node {event.node}"
             what = node if event.device == node else f"{event.device} on {node}"
-            text = f"{what} {state}: {event.reason}"
-            return "device", text, ()
+            return "device", f"{what} {state}: {event.reason}", ()
         case PreemptionNoticed():
-            text = f"node {event.node} goes away in {event.grace_s:g} s, says {event.source}"
-            return "preemption", text, ()
+            return (
+                "preemption",
+                f"node {event.node} goes away in {event.grace_s:g} s, says {event.source}",
+                (),
+            )
         case CheckpointFailed():
-            text = f"the checkpoint of step {event.step} failed: {event.error}"
-            return "checkpoint-failed", text, ()
+            return (
+                "checkpoint-failed",
+                f"the checkpoint of step {event.step} failed: {event.error}",
+                (),
+            )
         case RoomNoted():
-            text = f"room for checkpoints at {event.place} is {event.grade}: {event.reason}"
-            return "storage", text, ()
+            return (
+                "storage",
+                f"room for checkpoints at {event.place} is {event.grade}: {event.reason}",
+                (),
+            )
         case ControllerLost():
             return "part", f"{event.part} died ({event.cause}) and was started again", ()
         case JobEnded():

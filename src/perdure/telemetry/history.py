@@ -148,8 +148,8 @@ class History:
     start_s: float = 0.0
     last_s: float = 0.0
     ended: JobEnded | None = None
-    elastic: bool = False
-    """Its ranks can be members of worlds that are formed in place."""
+    meets: bool = False
+    """Its ranks serve stores at which worlds meet that are formed in place."""
     generations: dict[int, Generation] = field(default_factory=dict)
     lost_parts: list[ControllerLost] = field(default_factory=list)
     checkpoints: list[CheckpointSaved] = field(default_factory=list)
@@ -254,7 +254,7 @@ class History:
                 generation = self._of(event.generation)
                 generation.rank(event.rank)
                 generation.ready.setdefault(event.rank, entry.at_s)
-                self.elastic |= event.depth == "elastic"
+                self.meets |= bool(event.store)
 
     def condense(self, before: int, checkpoints: int) -> None:
         """Keep of generations older than `before` only how far they came.

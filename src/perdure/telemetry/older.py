@@ -222,8 +222,9 @@ class OlderFailures:
         cause = explain_node(
             event.node, "keeper lost", reform.step, reform.began_s, reform.began_s, ""
         )
-        at_s = reform.began_s
-        return self._write(event.generation, cause, "reform", at_s=at_s, epoch=reform.epoch)
+        return self._write(
+            event.generation, cause, "reform", at_s=reform.began_s, epoch=reform.epoch
+        )
 
     def _leave(
         self, history: "History", at_s: float, node: int, reason: str

@@ -100,8 +100,7 @@ class MachineFold:
             return verdict
         words = "" if found.reason in verdict.reason else f"{found.reason}; "
         evidence = {**verdict.evidence, "platform": found.reason, "told_by": found.source}
-        reason = words + verdict.reason
-        return msgspec.structs.replace(verdict, reason=reason, evidence=evidence)
+        return msgspec.structs.replace(verdict, reason=words + verdict.reason, evidence=evidence)
 
     def list_unseen_ends(self, verdicts: list[Verdict]) -> list[Verdict]:
         """Return a verdict for each end that no verdict is about: the job itself was away then."""

@@ -201,7 +201,7 @@ class SnapshotFold:
     def _describe_world(self, state: str) -> tuple[str, str | None]:
         """Return the depth, and what keeps the world at its ranks; see `Snapshot.fixed`."""
         generations = self.certain.history.generations.values()
-        if self.certain.history.elastic or any(g.formed for g in generations):
+        if self.certain.history.meets or any(g.formed for g in generations):
             return "elastic", ""
         if self._rows.joined or any(g.resumable for g in generations):
             return "resumable", f"resumable: {FIXED_WORLD}"

@@ -137,7 +137,8 @@ def lay_out(spec: JobSpec) -> JobSpec:
         # Perdure's own holds and evicts; torchft's does what it would do without perdure.
         stock = msgspec.structs.replace(torchft, lighthouse="stock")
         placed = msgspec.structs.replace(placed, torchft=stock)
-    of_groups = _check_groups(placed, groups, spec.nodes, held) if groups else ()
+    own = "no --observe" if observed else 'torchft.lighthouse = "perdure"'
+    of_groups = _check_groups(placed, groups, spec.nodes, "" if held else own) if groups else ()
     for wrong, message, hint in (*of_groups, *_check_nodes(placed, observed)):
         if wrong:
             raise ConfigError(message, hint=hint)
@@ -147,12 +148,11 @@ def lay_out(spec: JobSpec) -> JobSpec:
 _LAST = "they are the last of the nodes: --nodes K --remote R with R up to K"
 
 
-def _check_groups(spec: JobSpec, groups: int, nodes: int, held: bool) -> Faults:
+def _check_groups(spec: JobSpec, groups: int, nodes: int, own: str) -> Faults:
     """Return what replica groups of torchft, for which `nodes` were given, do not go with.
 
-    They are `held` where the lighthouse is perdure's own.
+    `own` says how the lighthouse becomes perdure's, which holds groups; empty where it is.
     """
-    own = "no --observe" if spec.observe else 'torchft.lighthouse = "perdure"'
     timed = next((n for n in ("every_steps", "every_s") if getattr(spec.checkpoint, n)), "")
     return (
         (
@@ -162,17 +162,17 @@ def _check_groups(spec: JobSpec, groups: int, nodes: int, held: bool) -> Faults:
         ),
         (spec.no_python, "--torchft and --no-python exclude one another", ""),
         (
-            held and find_spec("grpc") is None,
+            not own and find_spec("grpc") is None,
             "--torchft needs grpcio",
             "pip install 'perdure[torchft]'",
         ),
         (
-            spec.spares and not held,
+            spec.spares and own,
             "--spares: a spare group is held at perdure's own lighthouse only",
             f"{own}, or one replica more",
         ),
         (
-            timed and not held,
+            timed and own,
             f"checkpoint.{timed}: who has the state is known to perdure's own lighthouse only",
             f"{own}, or leave checkpoints to the script",
         ),

@@ -395,8 +395,7 @@ def _records(
 
 
 def _text(words: tuple[int, ...]) -> str:
-    raw = struct.pack(f"={len(words)}q", *words)
-    return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
+    return struct.pack(f"={len(words)}q", *words).split(b"\0", 1)[0].decode("utf-8", "replace")
 
 
 def _wait(code: int) -> Wait | None:
