@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from perdure.control.agreements import OpenBoundary, SteeringState
 from perdure.control.failures import FailureBook
 from perdure.control.world import WorldState
-from perdure.model.events import AnyEvent, NodeRegistered
+from perdure.model.events import AnyEvent, InvitationMade, NodeRegistered
 from perdure.model.job import JobSpec
 from perdure.model.orders import (
     AnswerCommand,
@@ -154,11 +154,7 @@ class OpenNotice:
 class Invited:
     """An invitation, as far as it is known here: its secret is not."""
 
-    digest: str
-    at_s: float
-    until_s: float
-    uses: int
-    who: str = ""
+    made: InvitationMade
     machines: dict[str, str] = field(default_factory=dict)
     """Machine -> its host, of those that have used it."""
     nodes: set[int] = field(default_factory=set)

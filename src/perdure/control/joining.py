@@ -80,12 +80,12 @@ def _list_invitations(state: JobState, now: float) -> list[dict[str, Any]]:
         {
             "id": id_,
             "state": _describe(each, now),
-            "until_s": each.until_s,
-            "uses": each.uses,
+            "until_s": each.made.until_s,
+            "uses": each.made.uses,
             "machines": dict(each.machines),
             "nodes": sorted(n for n, (m, _) in state.claims.items() if m in each.machines),
-            "who": each.who,
-            "made_s": each.at_s,
+            "who": each.made.who,
+            "made_s": each.made.at_s,
         }
         for id_, each in state.invitations.items()
     ]
@@ -98,10 +98,7 @@ def note_invitation(
     known = state.invitations.get(event.id)
     match event:
         case InvitationMade():
-            state.invitations[event.id] = Invited(
-                digest=event.digest, at_s=event.at_s, until_s=event.until_s, uses=event.uses,
-                who=event.who, machines=dict(event.machines),
-            )  # fmt: skip
+            state.invitations[event.id] = Invited(event, dict(event.machines))
             over = [
                 id_
                 for id_, each in state.invitations.items()
@@ -124,16 +121,16 @@ def refuse_use(
 ) -> tuple[str, dict[str, Any]]:
     """Return why `machine` may not come by invitation `id_`, and more for the answer; or ''."""
     known = state.invitations.get(id_)
-    if known is None or known.digest != proof:
+    if known is None or known.made.digest != proof:
         return "the invitation is not one of this job's", FINAL
     if known.revoked:
         return f"invitation {id_} was revoked", FINAL
     if machine in known.machines:
         return "", {}
-    if known.until_s and now >= known.until_s:
-        good_s = known.until_s - known.at_s
+    if known.made.until_s and now >= known.made.until_s:
+        good_s = known.made.until_s - known.made.at_s
         return f"invitation {id_} has expired: it was good for {good_s:.0f} s", FINAL
-    if known.uses and len(known.machines) >= known.uses:
+    if known.made.uses and len(known.machines) >= known.made.uses:
         hosts = ", ".join(sorted(known.machines.values()))
         return f"invitation {id_} is spent: it has served {hosts:.80}", FINAL
     for other, each in state.invitations.items():
@@ -147,9 +144,9 @@ def refuse_use(
 def _describe(invited: Invited, now: float) -> str:
     if invited.revoked:
         return "revoked"
-    if invited.uses and len(invited.machines) >= invited.uses:
+    if invited.made.uses and len(invited.machines) >= invited.made.uses:
         return "spent"
-    return "expired" if invited.until_s and now >= invited.until_s else "open"
+    return "expired" if invited.made.until_s and now >= invited.made.until_s else "open"
 
 
 def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:

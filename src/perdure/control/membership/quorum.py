@@ -76,13 +76,17 @@ def least_groups(state: JobState) -> int:
     return max(1, state.the_spec().torchft.min_replicas)
 
 
+def _refuse_with_others(state: JobState, why: str) -> str:
+    """Return `why` something cannot be where the lighthouse is not perdure's own; else nothing."""
+    return why if state.the_spec().torchft.lighthouse != "perdure" else ""
+
+
 def refuse_drain(state: JobState) -> str:
     """Return why no group can be left while it lives; empty where the lighthouse is our own."""
-    if state.the_spec().torchft.lighthouse == "perdure":
-        return ""
-    return (
+    return _refuse_with_others(
+        state,
         "only perdure's own lighthouse can form a quorum without a living replica "
-        '(torchft.lighthouse = "perdure"); evict ends its processes'
+        '(torchft.lighthouse = "perdure"); evict ends its processes',
     )
 
 
@@ -151,11 +155,8 @@ class Quorum(Fixed):
             return f"{kind} is not for a torchft job; see docs/torchft.md"
         if kind in ("pause", "resume") and state.phase != "running":
             return f"the job is {state.phase}"
-        if kind == "pause" and state.the_spec().torchft.lighthouse != "perdure":
-            return (
-                'only perdure\'s own lighthouse can hold replicas (torchft.lighthouse = "perdure")'
-            )
-        return ""
+        why = 'only perdure\'s own lighthouse can hold replicas (torchft.lighthouse = "perdure")'
+        return _refuse_with_others(state, why) if kind == "pause" else ""
 
     def make_worlds(self) -> dict[int, WorldState]:
         """Return no world: each group begins with its node."""
@@ -191,10 +192,8 @@ class Quorum(Fixed):
 
     def refuse_step(self, state: JobState) -> str:
         """Return why no step can be agreed upon; empty where the lighthouse is perdure's own."""
-        if state.the_spec().torchft.lighthouse != "perdure":
-            why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
-            return f"{why} can a step be agreed upon"
-        return ""
+        why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
+        return _refuse_with_others(state, f"{why} can a step be agreed upon")
 
     def is_current(self, state: JobState, generation: int) -> bool:
         """Return True: groups have generations of their own, and their pace is told of none."""
@@ -202,11 +201,8 @@ class Quorum(Fixed):
 
     def refuse_saving(self, state: JobState) -> str:
         """Return why nothing can be saved; empty where the lighthouse is perdure's own."""
-        if state.the_spec().torchft.lighthouse != "perdure":
-            return (
-                "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
-            )
-        return ""
+        why = "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
+        return _refuse_with_others(state, why)
 
     def can_save(self, state: JobState) -> bool:
         """Return whether the members of a quorum are known: keys have no part in it."""

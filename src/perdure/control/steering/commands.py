@@ -26,8 +26,6 @@ def stop_deadline(state: JobState) -> float | None:
     boundary = state.boundary
     if boundary is not None and boundary.kind == "stop" and boundary.move == "commit":
         return None
-    if state.over:
-        return None
     open_ = [
         c.at_s for c in state.commands.values() if c.kind == "stop" and "at_step" not in c.settled
     ]

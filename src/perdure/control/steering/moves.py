@@ -49,9 +49,7 @@ _ALIVE = ("forming", "starting", "running")
 
 
 def moves_deadline(state: JobState) -> float | None:
-    """Return when the next move is overdue."""
-    if state.over:
-        return None
+    """Return when the next move is overdue; asked only while the job is not over."""
     times = [move.deadline_s for move in state.moves.values()]
     times += [move.late_s for move in state.moves.values() if move.late_s is not None]
     return min(times, default=None)

@@ -157,9 +157,9 @@ def read_invitations(folder: str) -> list[dict[str, Any]]:
     return [
         {
             "id": id_,
-            "digest": each.digest,
-            "until_s": each.until_s,
-            "uses": each.uses,
+            "digest": each.made.digest,
+            "until_s": each.made.until_s,
+            "uses": each.made.uses,
             "machines": dict(each.machines),
         }
         for id_, each in state.invitations.items()
