@@ -84,8 +84,7 @@ def measure_stillness(
     named = [c.timeout_s for c in comms if c.name == communicator]
     others = [max(c.timeout_s, SOONEST_S) for c in comms]  # Nobody is seen to wait in them.
     timeout_s = min(max(named or others, default=0.0), LONGEST_S)
-    since_s = max(w.changed_s for w in suspects)
-    since_s = max(since_s, stack_changed_s)
+    since_s = max(stack_changed_s, *(w.changed_s for w in suspects))
     return Stillness(since_s, timeout_s or TIMEOUT_S, timeout_s > 0, endless)
 
 

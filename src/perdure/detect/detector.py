@@ -103,7 +103,6 @@ class Detector:
     def __init__(self, spec: JobSpec) -> None:
         """Begin before the first event of the journal."""
         self._spec = spec
-        self._config = spec.detect
         self._nodes = NodeWatch(
             spec.detect.node_lost_s,
             spec.restart.node_wait_s,
@@ -127,7 +126,6 @@ class Detector:
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from now on; what is open by now stays open."""
         self._spec = msgspec.structs.replace(self._spec, detect=config)
-        self._config = config
         self._nodes.reconfigure(config)
         for watch in self._watches.values():
             watch.config = config
@@ -258,7 +256,7 @@ class Detector:
             if progress.rank in self._exit_s:
                 return None
             cadence = self._cadences.setdefault(progress.rank, Cadence())
-            watch = RankWatch(progress.rank, beat.node, cadence, self._config, progress)
+            watch = RankWatch(progress.rank, beat.node, cadence, self._spec.detect, progress)
             self._watches[progress.rank] = watch
             watch.clock_s = clock_s
             watch.begin(progress, beat.sent_s)
@@ -350,7 +348,7 @@ class Detector:
             evidence={"epoch": event.epoch},
             certain=True,
             ground="ended",
-            acts_s=max(now, self._exit_s[rank] + self._config.exit_skew_s),
+            acts_s=max(now, self._exit_s[rank] + self._spec.detect.exit_skew_s),
             acts_why=f"rank {rank} has ended, and the others train on",
         )
 
@@ -480,7 +478,7 @@ class Detector:
     def _weigh(self, now: float) -> list[AnyEvent]:
         """Look at what is slow, unless something stands still; and at what deserves a look."""
         self._weighed_s = now
-        floor_s = EARLY * self._config.hang_floor_s
+        floor_s = EARLY * self._spec.detect.hang_floor_s
         quiet = (
             watch
             for watch in self._watches.values()
@@ -614,9 +612,8 @@ class Detector:
     def _list_suspects(self, verdict: Verdict) -> list[RankWatch]:
         """Return the ranks whose activity decides when to act on `verdict`."""
         rank = verdict.culprit.rank
-        if rank is not None and verdict.kind != "EarlyExit":
-            return [w for w in (self._watches.get(rank),) if w is not None and not w.gone]
-        return [w for w in self._watches.values() if not w.gone]
+        one = rank is not None and verdict.kind != "EarlyExit"
+        return [w for r, w in self._watches.items() if not w.gone and (r == rank or not one)]
 
     def _choose_activity(self, verdict: Verdict) -> Activity:
         """Return what the suspects do; the busiest speaks for all."""
@@ -636,7 +633,7 @@ class Detector:
             suspects,
             self._choose_activity(verdict),
             measure_stillness(suspects, communicator, self._stack_changed_s, endless=endless),
-            self._config,
+            self._spec.detect,
             self._habits,
             fact=self._find_fact(now, verdict),
             again=self._came_back(verdict),

@@ -91,8 +91,7 @@ class NodeWatch:
         if beat.incarnation == node.incarnation and beat.sent_s <= node.sent_s:
             return False
         node.incarnation, node.sent_s = beat.incarnation, beat.sent_s
-        node.received_s, node.lost, node.ended = now, False, ""
-        self._expect(now, beat.node)
+        self.register(now, beat.node)
         return True
 
     def reconfigure(self, config: DetectConfig) -> None:

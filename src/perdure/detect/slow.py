@@ -58,7 +58,7 @@ class SlowWatch:
     def __init__(self, spec: JobSpec, generation: int) -> None:
         """Begin a generation: every baseline is learned anew."""
         config = spec.detect
-        self._spec, self._config, self._generation = spec, config, generation
+        self._spec, self._generation = spec, generation
         self._homes: dict[int, int] = {}
         """Rank -> the node that runs it, a spare one perhaps."""
         self._housed: dict[int, list[int]] = {}
@@ -85,7 +85,6 @@ class SlowWatch:
 
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from now on."""
-        self._config = config
         self._spec = msgspec.structs.replace(self._spec, detect=config)
         for part in (self.stages, self.collectives, self.links):
             part.config = config
@@ -151,13 +150,13 @@ class SlowWatch:
         self.collectives.look(now, self.stages.pace)
         out: list[VerdictReached | VerdictWithdrawn] = [*self._withdraw(now)]
         comm = self._find_comm_slow(now)
-        if comm is not None and self._is_hosts(now, comm, self._config.slow_clear_s):
+        if comm is not None and self._is_hosts(now, comm, self._spec.detect.slow_clear_s):
             comm = None
         if comm is not None:
             out += self._report(now, comm)
         if comm is None or comm.confidence < 0.7:
             for verdict in self._blame_stragglers(now, watches):
-                if not self._is_hosts(now, verdict, self._config.slow_clear_s):
+                if not self._is_hosts(now, verdict, self._spec.detect.slow_clear_s):
                     out += self._report(now, verdict)
         out += self._judge_hosts(now)
         out += self._escalate(now)
@@ -212,15 +211,17 @@ class SlowWatch:
     def _withdraw(self, now: float) -> list[VerdictWithdrawn]:
         out = []
         for key, verdict in list(self._open.items()):
-            if now - verdict.confirmed_s < self._config.slow_clear_s or self._lasts(now, verdict):
+            if now - verdict.confirmed_s < self._spec.detect.slow_clear_s or self._lasts(
+                now, verdict
+            ):
                 continue
             del self._open[key]
-            reason = f"nothing unusual for {self._config.slow_clear_s:g} s"
+            reason = f"nothing unusual for {self._spec.detect.slow_clear_s:g} s"
             out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
         return out
 
     def _lasts(self, now: float, verdict: Verdict) -> bool:
-        clear_s = self._config.slow_clear_s
+        clear_s = self._spec.detect.slow_clear_s
         if verdict.kind == "HostBusy":
             nodes = self._list_verdict_nodes(verdict)
             return any(self._hosts.explains(now, node, now - clear_s) for node in nodes)
@@ -243,7 +244,7 @@ class SlowWatch:
     def _wait_s(self) -> float:
         """How long a slowness must last to be acted upon."""
         steps_s = ACTED_STEPS * self.collectives.step_s
-        return max(self._config.slow_action_s, PASSING * self._passing_s, steps_s)
+        return max(self._spec.detect.slow_action_s, PASSING * self._passing_s, steps_s)
 
     def _escalate(self, now: float) -> list[VerdictReached]:
         out = []
@@ -272,7 +273,7 @@ class SlowWatch:
         out = []
         for key, verdict in self._open.items():
             told_s = self._told.setdefault(key, verdict.confirmed_s)
-            if not verdict.actionable or now - told_s < self._config.slow_action_s:
+            if not verdict.actionable or now - told_s < self._spec.detect.slow_action_s:
                 continue
             self._told[key] = now
             slowness = self._measure(now, verdict, sure=True)
@@ -385,7 +386,7 @@ class SlowWatch:
         mates = {mate for node in busy for mate in self._hosts.list_nodes_beside(node)}
         if link is not None and self.links.stands_out(now, link, mates):
             self._alone[link] = now
-        if link is not None and now - self._alone.get(link, -1e9) <= self._config.slow_clear_s:
+        if link is not None and now - self._alone.get(link, -1e9) <= self._spec.detect.slow_clear_s:
             return False
         ranks = [verdict.culprit.rank] if verdict.culprit.rank is not None else []
         ranks = ranks or [rank for node in busy for rank in self._list_housed_ranks(node)]
@@ -400,7 +401,7 @@ class SlowWatch:
 
     def _excuse(self, now: float, nodes: set[int]) -> None:
         """Put what waits for a CPU down to those of its machines that others' work fills."""
-        busy = self._list_busy_nodes(now, nodes, now - self._config.slow_clear_s)
+        busy = self._list_busy_nodes(now, nodes, now - self._spec.detect.slow_clear_s)
         self._excused.update(dict.fromkeys(busy, now))
 
     def _judge_hosts(self, now: float) -> list[VerdictReached | VerdictWithdrawn]:
@@ -408,7 +409,7 @@ class SlowWatch:
 
         Where they are all busy, nobody is to blame.
         """
-        recent_s, confirmed = self._config.slow_clear_s, self._hosts.list_busy_nodes(now)
+        recent_s, confirmed = self._spec.detect.slow_clear_s, self._hosts.list_busy_nodes(now)
         explained = {
             key: old
             for key, old in self._open.items()
@@ -544,7 +545,7 @@ class SlowWatch:
         They know nothing yet of a collective that takes as long as a step.
         """
         exposed, step_s = self.stages.exposed, self.stages.step_s
-        if exposed is None or exposed >= self._config.slow_impact:
+        if exposed is None or exposed >= self._spec.detect.slow_impact:
             return False
         return all(c.worst_s < step_s / 2 for c in slow)
 

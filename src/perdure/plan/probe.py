@@ -243,7 +243,7 @@ class ProbeSession:
     confirming: bool = False
     """The round is one more look at what seemed slow: a neighbour's burst is not seen twice."""
     due_s: float | None = None
-    """When the open round is given up; None once there is a finding."""
+    """When the open round is given up, and `tick` is to be called; None after the finding."""
 
     def start(
         self,
@@ -255,10 +255,6 @@ class ProbeSession:
         """Return the first round's order. `suspects` are nodes, `links` pairs of nodes."""
         self.nodes = tuple(sorted(set(nodes)))
         return self._ask(now, 1, plan_first(self.nodes, suspects, links))
-
-    def next_deadline(self) -> float | None:
-        """Return when to call `tick`; None once there is a finding."""
-        return self.due_s
 
     def take(self, now: float, event: ProbeEnded) -> RunProbe | ProbeFinding | None:
         """Take a node's answer; return the next order, the finding, or None while others miss."""

@@ -26,9 +26,13 @@ def list_own_keys(spec: JobSpec) -> tuple[KeySpec, ...]:
         msgspec.structs.replace(key, default=getattr(getattr(spec, section), name))
         for section, name, key in _list_fields()
     ]
-    note = "Level of the ranks' root logger; empty: as the script has set it."
     level = KeySpec(
-        name="log_level", type="str", default="", choices=LOG_LEVELS, note=note, owner="perdure"
+        name="log_level",
+        type="str",
+        default="",
+        choices=LOG_LEVELS,
+        note="Level of the ranks' root logger; empty: as the script has set it.",
+        owner="perdure",
     )
     return (*keys, level)
 

@@ -119,8 +119,6 @@ class Group:
     ranks: tuple[int, ...]
     base_s: float
     bytes: int
-    near: bool
-    """All on one node."""
     links: tuple[tuple[int, int], ...]
     seq: dict[int, int] = field(default_factory=dict)
 
@@ -192,16 +190,15 @@ class Training:
         self._ranks = [_Rank(r, begin_s) for r in range(layout.size)]
         self._step = 0
         self._hog: tuple[int, float, float] = (-1, 0.0, 1.0)
-        every = {
-            "hog": self.noise.hog_every_s,
-            "gc": self.noise.gc_every_s,
-            "save": self.noise.checkpoint_every_s,
-            "resize": self.noise.resize_every_s,
-            "silent": self.noise.silent_every_s,
-        }
         self._next = {
             what: begin_s + (every_s or NEVER) * (0.5 + self._rng.random())
-            for what, every_s in every.items()
+            for what, every_s in (
+                ("hog", self.noise.hog_every_s),
+                ("gc", self.noise.gc_every_s),
+                ("save", self.noise.checkpoint_every_s),
+                ("resize", self.noise.resize_every_s),
+                ("silent", self.noise.silent_every_s),
+            )
         }
         self._batch = 1.0
         self._seq = 0
@@ -238,7 +235,7 @@ class Training:
     def _group(self, name: str, ranks: tuple[int, ...], base_s: float, size: int) -> Group:
         near = len({self.layout.node_of(r) for r in ranks}) == 1
         ring = tuple((a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-        return Group(name, ranks, base_s * (0.3 if near else 1.0), size, near, ring)
+        return Group(name, ranks, base_s * (0.3 if near else 1.0), size, ring)
 
     # --- training -----------------------------------------------------------------------------
 
@@ -411,21 +408,22 @@ class Training:
 
     def _is_wrong(self, group: Group, arrived: float) -> bool:
         fault = self.fault
-        if fault is None or fault.kind not in ("other-op", "other-bytes"):
-            return False
-        return fault.rank in group.ranks and fault.at_s <= arrived < NEVER
+        return (
+            fault is not None
+            and fault.kind in ("other-op", "other-bytes")
+            and fault.rank in group.ranks
+            and fault.at_s <= arrived < NEVER
+        )
 
     def _is_hit(self, link: tuple[int, int]) -> bool:
         fault = self.fault
         if fault is None:
             return False
-        if fault.kind in ("drop-link", "slow-link", "loss"):
-            return link == (fault.rank, fault.peer)
         if fault.kind in ("drop-nic", "slow-nic"):
-            node_of = self.layout.node_of
-            a, b = node_of(link[0]), node_of(link[1])
-            return a != b and node_of(fault.rank) in (a, b)
-        return False
+            ends = {self.layout.node_of(rank) for rank in link}
+            return len(ends) > 1 and self.layout.node_of(fault.rank) in ends
+        at_link = fault.kind in ("drop-link", "slow-link", "loss")
+        return at_link and link == (fault.rank, fault.peer)
 
     def _pass_on(self, src_stage: int, dst_stage: int) -> None:
         """Send and receive between two stages of the pipeline."""

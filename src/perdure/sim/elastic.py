@@ -148,13 +148,14 @@ class Member(Rank):
             )
         )
         if not self.joins:
-            first = ReformWorld(
-                generation=self.world.generation,
-                epoch=0,
-                ranks=tuple(range(self.world.size)),
-                reason="first",
+            self.take(
+                ReformWorld(
+                    generation=self.world.generation,
+                    epoch=0,
+                    ranks=tuple(range(self.world.size)),
+                    reason="first",
+                )
             )
-            self.take(first)
 
     def die(self) -> None:
         """The process has ended; connections close with it."""
@@ -236,9 +237,8 @@ class Member(Rank):
             self.break_world("the store is gone")
             return
         applied = FRESH if self.fresh else self.applied
-        mine = MemberProgress(applied, tuple(sorted(self.done)), self.holds)
         progress = self.world.progress.setdefault(order.epoch, {})
-        progress[self.rank] = mine
+        progress[self.rank] = MemberProgress(applied, tuple(sorted(self.done)), self.holds)
         self.waits = True
         if set(progress) >= set(order.ranks):
             self._meet(Member.connect)

@@ -138,20 +138,24 @@ class Simulation:
         Raises:
             InvariantViolated: one did not hold, or the job did not end in time.
         """
-        while self.ended is None:
-            try:
-                going = self.clock.step()
-            except ControllerDied:
-                going, self.shell = True, None
-                self.clock.after(self.down_s, self._start_controller)
-            except (Broken, Contradiction, Forgotten) as error:
-                raise self._violation(str(error)) from error
-            if not going or self.clock.now > self.start_s + self.scenario.end_s:
-                raise self._violation("the job did not end")
-            self.check()
-        report = make_report(self.journal, self.clock.now)
-        self.check_end(report)
+        try:
+            while self.ended is None:
+                self._step()
+            report = make_report(self.journal, self.clock.now)
+            self.check_end(report)
+        except (Broken, Contradiction, Forgotten) as error:
+            raise self._violation(str(error)) from error
         return report
+
+    def _step(self) -> None:
+        try:
+            going = self.clock.step()
+        except ControllerDied:
+            going, self.shell = True, None
+            self.clock.after(self.down_s, self._start_controller)
+        if not going or self.clock.now > self.start_s + self.scenario.end_s:
+            raise self._violation("the job did not end")
+        self.check()
 
     def world_of(self, generation: int) -> World:
         """Return the world of `generation`, made at its first rank's start."""
@@ -195,11 +199,8 @@ class Simulation:
         done = newest.step_at(self.clock.now) == self.scenario.steps
         if self.ended.status == "done" and not done:
             raise self._violation("the last world did not reach the last step")
-        try:
-            if newest.frozen_s is None:
-                self.witness.check_end(newest.generation, newest.size)
-        except Broken as error:
-            raise self._violation(str(error)) from error
+        if newest.frozen_s is None:
+            self.witness.check_end(newest.generation, newest.size)
         total = sum(account.s for account in report.ledger.values())
         if abs(total - report.slot_s) > 1e-6 * report.slot_s:
             raise self._violation(f"the ledger has {total} of {report.slot_s} slot-seconds")

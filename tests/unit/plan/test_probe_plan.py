@@ -93,7 +93,7 @@ def test_a_session_from_order_to_finding() -> None:
     session = ProbeSession("p1")
     order = session.start(10.0, range(4), suspects=[1])
     assert (order.pairs, order.hosts, order.round) == (((1, 0), (2, 3)), (0, 1, 2, 3), 1)
-    assert session.next_deadline() == 13.5
+    assert session.due_s == 13.5
     for node in (0, 1, 2):
         assert session.take(10.5, answer(order, node, slow=1)) is None
     second = session.take(10.6, answer(order, 3, slow=1))
@@ -109,7 +109,7 @@ def test_a_session_from_order_to_finding() -> None:
     found = session.take(11.6, answer(third, 3, slow=1))
     assert isinstance(found, ProbeFinding)
     assert (found.kind, found.node) == ("slow NIC", 1)
-    assert session.next_deadline() is None
+    assert session.due_s is None
     assert session.take(12.0, answer(second, 0)) is None
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from perdure.lab.policies.policies import Policy
-from perdure.lab.policies.throughput import Grid, Shape, Throughput, has_lost_neighbours
+from perdure.lab.policies.throughput import Throughput, has_lost_neighbours
 from perdure.lab.report import PHASES, Phases, Physics
 from perdure.lab.simulation.ledger import Ledger, Work
 from perdure.lab.simulation.respond import Responder, Target
@@ -71,8 +71,8 @@ class Replay:
         self.slot_s = sum(i.length_s * self._weigh(i.living) for i in list_intervals(trace))
         self.respond = Responder(policy, table, physics.bytes_per_s)
         self.ledger, self.now_s = Ledger(), 0.0
-        self.grid: Grid | None = None
-        self.shape: Shape | None = None
+        self.target: Target | None = None
+        """What trains, or is being formed."""
         self.active, self.paid = 0.0, 0
         """Slots of the shape, and of all who are there."""
         self.pause = _Pause()
@@ -126,14 +126,14 @@ class Replay:
         self.dwell_s = interval.begin_s / max(1, self.seen)
         self.paid = self._weigh(interval.living)
         lost: list[Departure] = []
-        if self.grid is not None:
-            members = set(self.grid.members)
+        if self.target is not None:
+            members = set(self.target.grid.members)
             lost = [d for d in interval.change.left if d.node in members]
         if self.aside is not None:
             gone = {d.node for d in interval.change.left}
             if lost or gone & set(self.aside[1].grid.members):
                 self.aside = None
-        if self.grid is None:
+        if self.target is None:
             self._start(interval.living)
         elif lost:
             self._lose(lost, interval.living)
@@ -153,7 +153,7 @@ class Replay:
 
     def _lose(self, lost: list[Departure], living: Sequence[str]) -> None:
         """Go on after members have left."""
-        grid, shape = self._here()
+        grid, shape, _ = self._here()
         self.losses += 1
         policy, waiting = self.policy, bool(self.pause.phases) and not self.pause.saving
         told = policy.announced is not None and all(d.notice_s > 0 for d in lost)
@@ -167,7 +167,7 @@ class Replay:
             self.restarts += 1
             target = self.respond.start(living)
         if target is None:
-            self.grid = self.shape = None
+            self.target = None
             self.pause = _Pause()
             self._note(0.0)
             return
@@ -185,7 +185,7 @@ class Replay:
 
     def _judge_copies(self, lost: list[Departure], notice_s: float) -> _Copies:
         """Return what those that live have of the state, or were handed in time."""
-        grid, _ = self._here()
+        grid = self._here().grid
         gone = {d.node for d in lost}
         if self.policy.copies == "storage":
             saved = self.policy.saves_first and notice_s >= self.policy.save_s
@@ -205,14 +205,14 @@ class Replay:
         policy = self.policy
         if not policy.snapshot_s:
             return policy.snapshot_steps
-        grid, _ = self._here()
+        grid = self._here().grid
         sent_s = self.table.state_bytes / grid.stages / self.physics.bytes_per_s
         soon = math.ceil(max(policy.snapshot_s, _DEAR * sent_s) / step_s)
         return min(soon, policy.snapshot_steps)
 
     def _lose_work(self, nodes: int, copies: _Copies, *, told: bool) -> None:
         """Take back what the loss of so many members has undone."""
-        _, shape = self._here()
+        shape = self._here().shape
         policy, lost, step_s = self.policy, self.unsaved, self.table.compute_step_s(shape)
         if copies == "snapshot":
             lost = self._train(self.formed_s % (self._choose_snapshot_steps(step_s) * step_s))
@@ -232,7 +232,7 @@ class Replay:
 
     def _grow(self, living: Sequence[str]) -> None:
         """Take in who has come, where that is faster."""
-        grid, shape = self._here()
+        grid, shape, _ = self._here()
         if self.pause.saving:
             return
         target = self.respond.after_join(grid, shape, living, self.dwell_s)
@@ -284,15 +284,14 @@ class Replay:
 
     def _take(self, target: Target) -> None:
         """Let `target` be what trains or is being formed."""
-        self.grid, self.shape = target.grid, target.shape
+        self.target = target
         members = target.grid.members
         self.active = self._weigh(members) * target.shape.nodes / len(members)
 
-    def _here(self) -> tuple[Grid, Shape]:
+    def _here(self) -> Target:
         """Return the grid that trains or is being formed, and the shape that sets its pace."""
-        assert self.grid is not None
-        assert self.shape is not None
-        return self.grid, self.shape
+        assert self.target is not None
+        return self.target
 
     def _phase(self) -> str:
         return self.pause.phases[0][1]
@@ -302,7 +301,7 @@ class Replay:
     def _advance(self, interval: Interval) -> None:
         """Let time pass until the interval ends."""
         while self.now_s < interval.end_s - _EPSILON_S:
-            if self.grid is None:
+            if self.target is None:
                 self.ledger.spend("idle", (interval.end_s - self.now_s) * self.paid)
                 self.now_s = interval.end_s
             elif self.pause.phases:
@@ -331,7 +330,7 @@ class Replay:
 
     def _go_on(self, interval: Interval) -> None:
         """Train until something is due."""
-        _, shape = self._here()
+        shape = self._here().shape
         rate = self.table.rates[shape] * self.policy.efficiency
         if not self.rates or self.rates[-1][1] != rate:
             self._note(rate)
@@ -374,7 +373,7 @@ class Replay:
 
     def _train(self, seconds: float) -> Work:
         """Return what the present shape makes in so long."""
-        _, shape = self._here()
+        shape = self._here().shape
         rate, efficiency = self.table.rates[shape], self.policy.efficiency
         return Work(
             seconds,
@@ -385,9 +384,9 @@ class Replay:
 
     def _count_coming(self) -> int:
         """Return the slots of those that state is being moved to."""
-        if self.aside is None or self.grid is None:
+        if self.aside is None or self.target is None:
             return 0
-        members = set(self.grid.members)
+        members = set(self.target.grid.members)
         return self._weigh([n for n in self.aside[1].grid.members if n not in members])
 
     def _note(self, rate: float) -> None:
