@@ -19,7 +19,8 @@ from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import end_spares
 from perdure.control.membership.members import list_leavers, list_living_members, list_spare_members
-from perdure.control.steering.group_moves import count_left, take_back
+from perdure.control.membership.quorum import count_left
+from perdure.control.steering.group_moves import take_back
 from perdure.control.steering.moves import restore_move
 from perdure.model.events import (
     ActionWithheld,

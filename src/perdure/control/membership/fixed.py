@@ -149,6 +149,10 @@ class Fixed:
         """Return whether all who would have to promise can be asked now: they train."""
         return self.agrees(state)
 
+    def runs(self, state: JobState, node: int) -> bool:
+        """Return whether `node` has a part in what runs."""
+        return node in state.world.placement
+
     def can_leave(self, state: JobState) -> bool:
         """Return whether nodes can be left at a step that is agreed upon now: all have joined."""
         return self.has_joined(state)

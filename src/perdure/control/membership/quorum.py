@@ -73,7 +73,39 @@ def wanted_groups(state: JobState) -> int:
 
 def least_groups(state: JobState) -> int:
     """Return without how many groups nothing is trained."""
-    return max(1, state.the_spec().torchft.min_replicas)
+    return state.the_spec().torchft.min_replicas
+
+
+def count_missing(state: JobState) -> int:
+    """Return how many groups more shall train; less than none where there are too many."""
+    there = sum(group.replica.active and group.alive for group in state.worlds.values())
+    return wanted_groups(state) - there
+
+
+def describe_lack(state: JobState, left: int, would: str) -> str:
+    """Return in words that `left` groups, which would do something, are too few; else nothing."""
+    least = least_groups(state)
+    return "" if left >= least else f"{left} replicas {would}, and at least {least} are needed"
+
+
+def count_left(state: JobState, leaving: set[int]) -> tuple[int, int]:
+    """Return how many groups that train now would go on without `leaving`, and how many in all.
+
+    Before the first quorum, groups that are starting count as those that train.
+    """
+    quorum = state.quorum
+    staying = [
+        g
+        for number, g in state.worlds.items()
+        if number not in leaving
+        and g.replica.active
+        and g.alive
+        and not (g.replica.leaving or g.replica.absent)
+    ]
+    members = [g for g in staying if g.replica.name in quorum.members or not quorum.members]
+    coming = [g for g in list_spare_groups(state) if g.number not in leaving]
+    wanted = wanted_groups(state)
+    return len(members), max(len(members), min(len(staying) + len(coming), wanted))
 
 
 def _refuse_with_others(state: JobState, why: str) -> str:
@@ -123,9 +155,7 @@ def promote(state: JobState, reason: str) -> list[AnyAction]:
         if g.replica.active and g.alive and g.replica.absent
     ]
     away += [g for _, g in sorted(state.worlds.items()) if g.phase == "failed" and g.replica.active]
-    missing = wanted_groups(state) - sum(
-        g.replica.active and g.alive for g in state.worlds.values()
-    )
+    missing = count_missing(state)
     changed = False
     for spare in spares:
         if away:
@@ -211,6 +241,10 @@ class Quorum(Fixed):
     def can_ask(self, state: JobState) -> bool:
         """Return whether the keys are known, and whom to ask."""
         return self.has_declared(state) and self.is_whole(state)
+
+    def runs(self, state: JobState, node: int) -> bool:
+        """Return whether the node's group runs, or is about to."""
+        return state.worlds[node].alive
 
     def is_whole(self, state: JobState) -> bool:
         """The quorum in force is known, and every member of it can be asked."""

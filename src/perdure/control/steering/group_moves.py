@@ -14,14 +14,15 @@ from typing import Any
 
 from perdure.control.job import JobState, OpenMove
 from perdure.control.membership.quorum import (
+    count_left,
+    describe_lack,
     hold_groups,
-    least_groups,
     list_spare_groups,
     promote,
-    wanted_groups,
 )
 from perdure.control.recovery.groups import park_group
 from perdure.control.recovery.placement import bar, keep_nodes
+from perdure.control.targets import name_all
 from perdure.control.world import WorldState
 from perdure.model.orders import AnyAction
 
@@ -37,26 +38,6 @@ def take_back(
         state.worlds[number].replica.active = False
     kept = keep_nodes(state, now, move, why, replicas=move.nodes)
     return [hold_groups(state, why), *kept] if move.stage == "leaving" else kept
-
-
-def count_left(state: JobState, leaving: set[int]) -> tuple[int, int]:
-    """Return how many groups that train now would go on without `leaving`, and how many in all.
-
-    Before the first quorum, groups that are starting count as those that train.
-    """
-    quorum = state.quorum
-    staying = [
-        g
-        for number, g in state.worlds.items()
-        if number not in leaving
-        and g.replica.active
-        and g.alive
-        and not (g.replica.leaving or g.replica.absent)
-    ]
-    members = [g for g in staying if g.replica.name in quorum.members or not quorum.members]
-    coming = [g for g in list_spare_groups(state) if g.number not in leaving]
-    wanted = wanted_groups(state)
-    return len(members), max(len(members), min(len(staying) + len(coming), wanted))
 
 
 # --- one move -----------------------------------------------------------------------------------
@@ -89,10 +70,9 @@ def advance_group_move(state: JobState, now: float, move: OpenMove) -> list[AnyA
 def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Begin what was accepted, once enough would be left."""
     members, left = count_left(state, set(move.nodes))
-    least = least_groups(state)
     training = any(_trains(state, group) for group in _groups(state, move))
     spares = [g for g in list_spare_groups(state) if g.number not in move.nodes]
-    short = training and (left < least or not members)
+    short = training and (not members or describe_lack(state, left, "would train"))
     if short or (move.wait and training and not spares):
         if now < move.deadline_s:
             return []
@@ -156,16 +136,11 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
         "steps_lost": 0,
         "took_s": move.took_s(now),
     }
-    text = f"{name_replicas(move.nodes)} left in {move.took_s(now):.2f} s"
+    text = f"{name_all('replica', move.nodes)} left in {move.took_s(now):.2f} s"
     if move.step >= 0:
         text += f" at step {move.step}"
     if move.stand_ins:
-        text += f"; {name_replicas(move.stand_ins)} stood in"
+        text += f"; {name_all('replica', move.stand_ins)} stood in"
     if move.kind == "evict":
         text += "; the step in flight was made again"
     return state.answer_open(move.id, True, "; ".join(p for p in (text, but) if p), result)
-
-
-def name_replicas(groups: list[int] | tuple[int, ...]) -> str:
-    """Return `replica 1` or `replicas 1, 2`."""
-    return f"replica{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"

@@ -5,33 +5,51 @@ run is its answer and nothing else. `receive_verb` begins exactly what the plan 
 is all or nothing: one node that cannot be left refuses it for the others, too.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
 from perdure.control.membership import membership_of
 from perdure.control.membership.members import find_objection, list_leavers
-from perdure.control.recovery.placement import bar, count_shortage
-from perdure.control.steering.group_verbs import (
-    GroupPlan,
-    Plan,
-    find_move,
-    overtake,
-    plan_groups,
-    restore_group,
+from perdure.control.membership.quorum import (
+    count_left,
+    count_missing,
+    describe_lack,
+    list_spare_groups,
+    refuse_drain,
 )
+from perdure.control.recovery.formation import begin_generation
+from perdure.control.recovery.placement import bar, count_shortage
+from perdure.control.steering.group_moves import take_back
 from perdure.control.steering.moves import restore_move
-from perdure.control.targets import UnknownTargetError, resolve_nodes
+from perdure.control.targets import UnknownTargetError, name_all, resolve_nodes
 from perdure.model.numbers import refuse_number
 from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
 from perdure.policy import estimate_restart_cost_s
 
 
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan of what a verb would do: all of it but the words is in the answer."""
+
+    verb: str
+    way: Literal["drain", "cordon", "evict", "restore", "nothing"] = "nothing"
+    """As it would be carried out."""
+    nodes: list[int] = msgspec.field(default_factory=list)
+    """On which something would be done."""
+    already: list[str] = msgspec.field(default_factory=list)
+    """Where nothing is left to do, and why."""
+    steps_lost: int | None = 0
+    """None: unknown, because the script declares no steps."""
+    refusal: str = ""
+    words: str = ""
+
+
 class WorldPlan(Plan, frozen=True, kw_only=True):
     """A plan of what a verb would do to the nodes of the only world."""
+
+    noun: ClassVar[str] = "node"
 
     moves: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """Node, the one that stands `to` be in its place or None where none is ready, ranks."""
@@ -39,22 +57,58 @@ class WorldPlan(Plan, frozen=True, kw_only=True):
     """About how long nothing is trained; 0 where training goes on."""
 
 
+class GroupPlan(Plan, frozen=True, kw_only=True):
+    """A plan of what a verb would do to replica groups."""
+
+    noun: ClassVar[str] = "replica"
+
+    replicas: list[int] = msgspec.field(default_factory=list)
+    """The same as `nodes`."""
+    stand_ins: list[int] = msgspec.field(default_factory=list)
+    """Spare groups that stand ready to take their places."""
+    left: int = 0
+    """How many would train afterwards."""
+
+
 def plan_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> Plan:
     """Return what `verb` would do as things stand. Changes nothing."""
-    groups = membership_of(state).kind == "replica groups"
+    of_groups = membership_of(state).kind == "replica groups"
+    plan = GroupPlan if of_groups else WorldPlan
     try:
         nodes = resolve_nodes(state, [str(target) for target in args.get("targets", ())])
     except UnknownTargetError as error:
-        return (GroupPlan if groups else WorldPlan)(verb=verb, refusal=str(error))
-    if groups:
-        return plan_groups(state, verb, nodes, wait=bool(args.get("wait")))
-    match verb:
-        case "restore":
-            return _plan_restore(state, nodes)
-        case "cordon":
-            return _plan_cordon(state, nodes)
-        case "drain" | "evict":
-            return _plan_leave(state, verb, nodes, args)
+        return plan(verb=verb, refusal=str(error))
+    if not state.worlds:
+        return plan(verb=verb, refusal="no replica group was started yet")
+    if verb == "restore":
+        return (_plan_restore_groups if of_groups else _plan_restore)(state, nodes)
+    todo, already = _split_targets(state, verb, nodes, plan.noun)
+    if verb == "cordon":
+        return (_plan_cordon_groups if of_groups else _plan_cordon)(state, todo, already)
+    if not todo:
+        return plan(verb=verb, already=already, words="; ".join(already))
+    leave = _plan_leave_groups if of_groups else _plan_leave
+    return leave(state, verb, todo, already, args)
+
+
+def _split_targets(
+    state: JobState, verb: PlaceVerb, nodes: tuple[int, ...], noun: str
+) -> tuple[list[int], list[str]]:
+    """Return where something is left to do, and why nothing is elsewhere."""
+    todo, already = [], []
+    for node in nodes:
+        under_way = _find_move(state, verb, node) if verb != "cordon" else None
+        if under_way is not None:
+            word = "drained" if under_way.kind == "drain" else "evicted"
+            already.append(f"{noun} {node} is being {word} already ({under_way.why})")
+        elif node in state.barred and (
+            verb == "cordon" or not membership_of(state).runs(state, node)
+        ):
+            left = "" if verb == "cordon" else "left and "
+            already.append(f"{noun} {node} is {left}cordoned already")
+        else:
+            todo.append(node)
+    return todo, already
 
 
 def preview_verb(state: JobState, kind: str, args: dict[str, Any]) -> Answer | None:
@@ -92,7 +146,7 @@ def receive_verb(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     reason = f"{verb} asked for by {who}{f': {why}' if why else ''}"
     if plan.way in ("drain", "evict"):
         return _begin_move(state, command, plan, reason)
-    restore = restore_group if isinstance(plan, GroupPlan) else _restore
+    restore = _restore_group if isinstance(plan, GroupPlan) else _restore
     actions: list[AnyAction] = []
     for node in plan.nodes:
         if plan.way == "restore":
@@ -108,7 +162,11 @@ def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) 
     patience_s = float(args.get("deadline_s") or LEAVE_DEADLINE_S)
     if why := refuse_number(patience_s):
         raise ValueError(f"deadline_s: {why}")
-    actions = overtake(state, command.at_s, plan, reason) if of_groups else []
+    actions: list[AnyAction] = []
+    for move in list(state.moves.values()) if of_groups else []:  # It may be less urgent.
+        if set(move.nodes) & set(plan.nodes):
+            why = f"overtaken: {reason}"
+            actions += take_back(state, command.at_s, move, why, keep=False)
     placement = () if of_groups else state.world.placement
     state.commands[command.id] = command
     state.moves[command.id] = OpenMove(
@@ -151,15 +209,13 @@ def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
     )  # fmt: skip
 
 
-def _plan_cordon(state: JobState, nodes: tuple[int, ...]) -> Plan:
-    todo = [node for node in nodes if node not in state.barred]
-    already = [f"node {n} is cordoned already" for n in nodes if n not in todo]
+def _plan_cordon(state: JobState, todo: list[int], already: list[str]) -> WorldPlan:
     refusal = "" if membership_of(state).goes_on(state) else _find_refusal(state, set(todo))
     moves = _plan_moves(state, todo)
     parts = []
     for node in todo:
         ranks = next((move["ranks"] for move in moves if move["node"] == node), ())
-        stay = f"; {_name_ranks(ranks)} stay until the next world" if ranks else ""
+        stay = f"; {name_all('rank', ranks)} stay until the next world" if ranks else ""
         parts.append(f"node {node} takes no new ranks{stay}")
     return WorldPlan(
         verb="cordon", way="cordon" if todo else "nothing", nodes=todo, moves=moves,
@@ -168,20 +224,12 @@ def _plan_cordon(state: JobState, nodes: tuple[int, ...]) -> Plan:
 
 
 def _plan_leave(
-    state: JobState, verb: Literal["drain", "evict"], nodes: tuple[int, ...], args: Any
-) -> Plan:
-    already, todo = [], []
-    for node in nodes:
-        under_way = find_move(state, verb, node)
-        if under_way is not None:
-            word = "drained" if under_way.kind == "drain" else "evicted"
-            already.append(f"node {node} is being {word} already ({under_way.why})")
-        elif node in state.barred and node not in state.world.placement:
-            already.append(f"node {node} is left and cordoned already")
-        else:
-            todo.append(node)
-    if not todo:
-        return WorldPlan(verb=verb, already=already, words="; ".join(already))
+    state: JobState,
+    verb: Literal["drain", "evict"],
+    todo: list[int],
+    already: list[str],
+    args: dict[str, Any],
+) -> WorldPlan:
     if membership_of(state).goes_on(state):
         return _plan_elastic_leave(state, verb, todo, already)
     moves = _plan_moves(state, todo)
@@ -211,7 +259,7 @@ def _plan_leave(
 
 def _plan_elastic_leave(
     state: JobState, verb: Literal["drain", "evict"], nodes: list[int], already: list[str]
-) -> Plan:
+) -> WorldPlan:
     """Members leave, and the others go on; nobody has to stand in."""
     there = [(node, list(list_leavers(state, (node,)))) for node in nodes]
     moves = [{"node": node, "to": None, "ranks": ranks} for node, ranks in there if ranks]
@@ -223,7 +271,7 @@ def _plan_elastic_leave(
     else:
         was = "is ended at once; what it was" if one else "are ended at once; what they were"
         how = f"{was} computing is made again"
-    way = f"{_name_ranks(leavers)} {how}"
+    way = f"{name_all('rank', leavers)} {how}"
     words = f"{way}; {left} go on"
     if not leavers:
         words = "; ".join(f"no member runs on node {n}; it takes no new ranks" for n in nodes)
@@ -241,8 +289,8 @@ def _describe_leave(
     already: list[str],
 ) -> str:
     parts = [
-        f"{_name_ranks(move['ranks'])} {'move' if len(move['ranks']) > 1 else 'moves'} from node "
-        f"{move['node']} to "
+        f"{name_all('rank', move['ranks'])} {'move' if len(move['ranks']) > 1 else 'moves'} "
+        f"from node {move['node']} to "
         + ("the next spare node that is ready" if move["to"] is None else f"node {move['to']}")
         for move in moves
     ]
@@ -298,5 +346,107 @@ def _count_steps_lost(state: JobState, way: str) -> int | None:
     return max(0, state.step - max(state.saved_step, 0))
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+# --- replica groups -----------------------------------------------------------------------------
+
+
+def _restore_group(
+    state: JobState, now: float, number: int, who: str, reason: str
+) -> list[AnyAction]:
+    """Let a group train again; one that has ended is started."""
+    group, actions = state.worlds[number], list[AnyAction]()
+    for move in list(state.moves.values()):
+        if number in move.nodes and move.stage != "ending":
+            actions += take_back(state, now, move, reason)
+    if number in state.cordoned:
+        actions += state.release(number, who, reason)
+    if group.phase in ("parked", "failed"):
+        group.replica.active = count_missing(state) > 0
+        group.failures.clear()
+        actions += begin_generation(state, now, group, reason)
+    return actions
+
+
+def _plan_restore_groups(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
+    held = {n for m in state.moves.values() if m.stage != "ending" for n in m.nodes}
+    ended = {n for m in state.moves.values() if m.stage == "ending" for n in m.nodes}
+    todo, already, parts = [], [], []
+    for number in groups:
+        group = state.worlds[number]
+        away = group.phase in ("parked", "failed")
+        if number in ended:
+            why = f"replica {number} is being ended: restore it once it has left"
+            return GroupPlan(verb="restore", refusal=why)
+        if away and any(g.phase == "done" for g in state.worlds.values()):
+            why = f"replica {number} is not started again: others have finished"
+            return GroupPlan(verb="restore", refusal=why)
+        if away or number in held or number in state.cordoned:
+            todo.append(number)
+            what = "is started and heals from a peer, or stands by as a spare"
+            parts.append(f"replica {number} {what if away else 'stays'}")
+        else:
+            already.append(f"replica {number} may train already")
+    left = count_left(state, set())[1]
+    return GroupPlan(
+        verb="restore", way="restore", nodes=todo, replicas=todo, already=already, left=left,
+        words="; ".join([*parts, *already]),
+    )  # fmt: skip
+
+
+def _plan_cordon_groups(state: JobState, todo: list[int], already: list[str]) -> GroupPlan:
+    free = [n for n, g in state.worlds.items() if g.alive and n not in {*todo, *state.barred}]
+    refusal = describe_lack(state, len(free), "could be started again") if todo else ""
+    parts = [f"replica {n} trains on, and is not started again once it ends" for n in todo]
+    left = count_left(state, set())[1]
+    return GroupPlan(
+        verb="cordon", way="cordon", nodes=todo, replicas=todo, already=already, left=left,
+        refusal=refusal, words="; ".join([*parts, *already]),
+    )  # fmt: skip
+
+
+def _plan_leave_groups(
+    state: JobState,
+    verb: Literal["drain", "evict"],
+    todo: list[int],
+    already: list[str],
+    args: dict[str, Any],
+) -> GroupPlan:
+    before = count_left(state, set())[1]
+    members, left = count_left(state, set(todo))
+    spares = [g.number for g in list_spare_groups(state) if g.number not in todo]
+    lost = sum(state.worlds[n].replica.active and state.worlds[n].alive for n in todo)
+    stand_ins = spares[:lost]
+    refusal = _refuse_leaving(state, verb, members, left, before, bool(args.get("wait")))
+    ready = f"{name_all('replica', stand_ins)} stand{'' if len(stand_ins) > 1 else 's'} in"
+    how = "after their step" if verb == "drain" else "at once; the step in flight is made again"
+    words = [
+        f"{name_all('replica', todo)} leave{'' if len(todo) > 1 else 's'} {how}",
+        ready if stand_ins else "no spare stands ready",
+        f"{left} train on",
+        *already,
+    ]
+    return GroupPlan(
+        verb=verb, way=verb, nodes=todo, replicas=todo, stand_ins=stand_ins, left=left,
+        already=already, refusal=refusal, words="; ".join(words),
+    )  # fmt: skip
+
+
+def _refuse_leaving(
+    state: JobState, verb: str, members: int, left: int, before: int, wait: bool
+) -> str:
+    """Return why it must not be; empty where it may."""
+    if verb == "drain" and refuse_drain(state):
+        return refuse_drain(state)
+    if left >= before and members:
+        return ""  # It trains nothing now.
+    if not members:
+        return "nobody else trains who has the state: it would be lost"
+    return "" if wait else describe_lack(state, left, "would train")
+
+
+def _find_move(state: JobState, verb: str, number: int) -> OpenMove | None:
+    """Return the move that already leaves a group no less urgently than `verb` would."""
+    for move in state.moves.values():
+        urgent = verb == "drain" or move.kind == "evict" or move.stage == "ending"
+        if number in move.nodes and urgent:
+            return move
+    return None
