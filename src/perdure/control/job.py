@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from perdure.control.agreements import OpenBoundary, SteeringState
 from perdure.control.failures import FailureBook
+from perdure.control.promises import OpenBoundary, SteeringState
 from perdure.control.world import WorldState
 from perdure.model.events import AnyEvent, InvitationMade, NodeRegistered
 from perdure.model.job import JobSpec
@@ -275,7 +275,7 @@ class JobState:
 
     def note_unwritten(self, actions: Iterable[AnyAction]) -> None:
         """Remember what `actions` ask to journal, until it is there: the shell may die before."""
-        records = (a for a in actions if isinstance(a, RecordEvent) and not a.remembered)
+        records = (a for a in actions if isinstance(a, RecordEvent))
         self.unwritten += [record.event for record in records]
 
     def record_again(self, reason: str) -> list[AnyAction]:

@@ -11,13 +11,13 @@ from perdure.control import preemption
 from perdure.control.agreement.boundary import (
     advance_agreement,
     drop_boundary,
+    expire_boundary,
     note_pace,
-    retry_boundary,
     send_boundary,
     send_boundary_again,
 )
-from perdure.control.agreement.changes import changes_again, note_change, note_high
-from perdure.control.agreement.pauses import answer_pause, note_pause, pauses_again
+from perdure.control.agreement.changes import note_high
+from perdure.control.agreement.pauses import answer_pause, send_resume
 from perdure.control.job import JobState, OpenNotice
 from perdure.control.joining import note_invitation
 from perdure.control.membership import membership_of
@@ -117,8 +117,6 @@ from perdure.model.events import (
     InvitationRevoked,
     InvitationUsed,
     JobEnded,
-    JobPaused,
-    JobResumed,
     JobSubmitted,
     KeeperLost,
     KeysDeclared,
@@ -135,7 +133,6 @@ from perdure.model.events import (
     RankExited,
     RankJoined,
     RanksStarted,
-    SettingsChanged,
     StacksTaken,
     StoreReady,
     TimerFired,
@@ -250,11 +247,11 @@ def _issue_again(state: JobState, now: float, event: ControllerStarted) -> list[
     if state.phase == "ended":
         return close_job(state)
     if state.over:  # No rank is to do anything any more, and not all of them have a place.
-        records = [*cordon_again(state), *changes_again(state), *pauses_again(state, now)]
-        return [*assign_again(state, reason), *records, *state.record_again(reason)]
+        records = [*cordon_again(state), *send_resume(state), *state.record_again(reason)]
+        return [*assign_again(state, reason), *records]
     actions = [*assign_again(state, reason), *send_boundary_again(state, reason)]
     actions += [*ask_stacks_again(state, reason), *cordon_again(state), *moves_again(state)]
-    actions += [*changes_again(state), *pauses_again(state, now), *probe_again(state)]
+    actions += [*send_resume(state), *probe_again(state)]
     actions += membership_of(state).again(state, reason)
     return [*actions, *inject_again(state, reason), *state.record_again(reason)]
 
@@ -574,10 +571,14 @@ def _fire(state: JobState, now: float, event: TimerFired) -> list[AnyAction]:
     overdue_s = stop_deadline(state)
     if overdue_s is not None and now >= overdue_s:
         return give_up_stop(state, now)
-    boundary = state.boundary
-    if boundary is not None:
-        return _boundary_overdue(state, now) if now >= boundary.deadline_s else []
-    return save_if_due(state, now)
+    if state.boundary is None:
+        return save_if_due(state, now)
+    if now < state.boundary.deadline_s:
+        return []
+    actions = expire_boundary(state, now)
+    if not actions:  # The step itself was overdue.
+        plan_checkpoint(state, now)
+    return after_boundary(state, now, actions)
 
 
 def _phase_overdue(state: JobState, now: float) -> list[AnyAction]:
@@ -609,18 +610,6 @@ def _phase_overdue(state: JobState, now: float) -> list[AnyAction]:
     return _fail(state, now, "the job", why, code=1)
 
 
-def _boundary_overdue(state: JobState, now: float) -> list[AnyAction]:
-    boundary = state.boundary
-    assert boundary is not None
-    if boundary.move == "prepare":
-        silent = sorted(set(boundary.ranks) - boundary.yes)
-        actions = retry_boundary(state, now, f"ranks {silent} did not answer")
-        return after_boundary(state, now, actions)
-    state.boundary = None
-    plan_checkpoint(state, now)
-    return start_waiting_command(state, now)
-
-
 def _take_stacks(state: JobState, now: float, event: StacksTaken) -> list[AnyAction]:
     """Act upon what has waited for the last of them."""
     held = note_stacks(state, event)
@@ -644,9 +633,6 @@ _ALIKE: dict[type[AnyEvent], Handler] = {
     InvitationMade: note_invitation,
     InvitationUsed: note_invitation,
     InvitationRevoked: note_invitation,
-    SettingsChanged: note_change,
-    JobPaused: note_pause,
-    JobResumed: note_pause,
     PreemptionNoticed: preemption.take_notice,
     PreemptionWithdrawn: preemption.take_notice,
     CheckpointSaved: note_checkpoint,

@@ -22,10 +22,10 @@ from perdure.control.agreement.pauses import (
     reach_resume,
     settle_resume,
 )
-from perdure.control.agreements import OpenBoundary
 from perdure.control.job import RESTARTS_MAX, JobState
 from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import admit, leave_together, note_joined
+from perdure.control.promises import OpenBoundary
 from perdure.control.steering.commands import inject_again, start_waiting_command
 from perdure.control.steering.moves import note_held
 from perdure.control.steering.saving import plan_checkpoint

@@ -615,8 +615,6 @@ class RecordEvent(Action, frozen=True, kw_only=True):
     """Journal `event`: what a notice has said, what was agreed upon, or that nothing is done."""
 
     event: Recorded
-    remembered: bool = False
-    """What it says is a part of the job's settings, from which a later controller says it anew."""
 
     def describe(self) -> str:
         """Return what kind of event."""

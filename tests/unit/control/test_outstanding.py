@@ -9,13 +9,22 @@ from perdure.model.events import (
     CommandReceived,
     ControllerStarted,
     GenerationStopped,
+    JobPaused,
+    JobResumed,
     RankExited,
     StacksTaken,
     TimerFired,
     VerdictWithdrawn,
 )
 from perdure.model.failures import ExitRecord
-from perdure.model.orders import AnswerCommand, AssignNodes, EndJob, SendBoundary, TakeStacks
+from perdure.model.orders import (
+    AnswerCommand,
+    AssignNodes,
+    EndJob,
+    RecordEvent,
+    SendBoundary,
+    TakeStacks,
+)
 from perdure.model.signals.progress import RankAccount
 
 
@@ -138,3 +147,20 @@ def test_exit_code_is_that_of_who_died_first() -> None:
     done = one(driver.do(GenerationStopped(node=0, generation=0, at_s=1.0)), EndJob)
     assert (done.status, done.exit_code) == ("failed", 137)
     assert "rank 1" in done.reason
+
+
+def test_a_pause_that_was_over_before_it_was_written_down_is_written_down_with_its_time() -> None:
+    driver = started()
+    agree(driver, one(driver.do(CommandReceived(id="x", kind="pause")), SendBoundary))
+    paused_s = driver.now
+    driver.now += 5.0
+    driver.do(CommandReceived(id="y", kind="resume"))  # The journal has neither of the two.
+    again = replayed(driver).handle(driver.now + 9.0, ControllerStarted(incarnation="c2"))
+    records = [action.event for action in again if isinstance(action, RecordEvent)]
+    assert [(type(e), e.at_s) for e in records if isinstance(e, JobPaused | JobResumed)] == [
+        (JobPaused, paused_s), (JobResumed, paused_s + 5.0),
+    ]  # fmt: skip
+    for event in records:
+        driver.do(event)
+    again = driver.do(ControllerStarted(incarnation="c3"))
+    assert not any(isinstance(action, RecordEvent) for action in again)

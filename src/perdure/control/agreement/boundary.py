@@ -4,7 +4,7 @@
                       --a veto, or silence until the deadline--> abort, then again with a later S
 
 The deadline is `ANSWER_TIMEOUT_S` after the question. Of one world the timer of
-`control/machine.py` sees it pass; of replica groups, `advance_agreement`.
+`control/machine.py` sees it pass; of replica groups, every event (`advance_agreement`).
 
 A prepared rank that reaches S waits for the decision, so no rank can pass S before the others
 have agreed; a bare look-ahead without that wait put ranks on different steps.
@@ -40,9 +40,9 @@ from perdure.control.agreement.changes import (
     refuse_change,
 )
 from perdure.control.agreement.pauses import commit_pause
-from perdure.control.agreements import ANSWER_TIMEOUT_S, TRIES_MAX, OpenBoundary
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
+from perdure.control.promises import ANSWER_TIMEOUT_S, TRIES_MAX, OpenBoundary
 from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.orders import AnyAction, SendBoundary
 from perdure.model.steering import Change, Pace
@@ -250,6 +250,18 @@ def close_boundary(state: JobState) -> OpenBoundary | None:
     return boundary
 
 
+def expire_boundary(state: JobState, now: float) -> list[AnyAction]:
+    """Ask for a later step where answers are overdue; where it is the step itself, make room."""
+    boundary = state.boundary
+    if boundary is None or now < boundary.deadline_s:
+        return []
+    if boundary.move == "commit":
+        state.boundary = None  # Who has not come to the step is waited for no longer.
+        return []
+    silent = sorted(set(boundary.ranks) - boundary.yes)
+    return retry_boundary(state, now, f"ranks {silent} did not answer")
+
+
 def advance_agreement(state: JobState, now: float) -> list[AnyAction]:
     """Do what follows from who is gone, of replica groups. Called after every event."""
     if state.over:
@@ -260,10 +272,7 @@ def advance_agreement(state: JobState, now: float) -> list[AnyAction]:
         silent = set(boundary.ranks) - boundary.yes
         if not silent <= membership_of(state).list_bound(state, boundary.ranks):
             actions += drop_boundary(state, "one who was asked is gone")  # Begun again without it.
-        elif now >= boundary.deadline_s:
-            actions += retry_boundary(state, now, f"ranks {sorted(silent)} did not answer")
-    elif boundary is not None and now >= boundary.deadline_s:
-        state.boundary = None  # Who has not come to the step is waited for no longer.
+    actions += expire_boundary(state, now)
     return [*actions, *close_changes(state), *answer_early(state)]
 
 

@@ -18,11 +18,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
+from perdure.control.promises import OpenBoundary, OpenChange
 from perdure.model.errors import ConfigError
-from perdure.model.events import BoundaryReached, KeysDeclared, SettingsChanged
+from perdure.model.events import (
+    BoundaryReached,
+    KeysDeclared,
+    SettingsChanged,
+)
 from perdure.model.orders import AnyAction, RecordEvent
 from perdure.model.steering import Change, KeySpec, Value, is_kept_elsewhere
 from perdure.plan.settings import apply_spec, list_own_keys
@@ -104,13 +108,9 @@ def commit_change(state: JobState, change: Change) -> list[AnyAction]:
         steering.changes[:2] = [
             msgspec.structs.replace(second, values=values, before={}, undoes=0, why="folded")
         ]
-    return [_note(change)]
-
-
-def _note(change: Change) -> RecordEvent:
-    values = ", ".join(f"{name}={value}" for name, value in change.values.items())
-    reason = f"all ranks have promised {values} from step {change.step} on"
-    return RecordEvent(event=SettingsChanged(change=change), reason=reason, remembered=True)
+    said = ", ".join(f"{name}={value}" for name, value in change.values.items())
+    reason = f"all ranks have promised {said} from step {change.step} on"
+    return [RecordEvent(event=SettingsChanged(change=change), reason=reason)]
 
 
 def commit_open(state: JobState, boundary: OpenBoundary) -> list[AnyAction]:
@@ -206,23 +206,3 @@ def keep_change(state: JobState, change: Change) -> None:
     if change.epoch > state.steering.kept:
         state.steering.kept = change.epoch
         state.spec = apply_spec(state.the_spec(), change.values)
-
-
-# --- generations and controllers ----------------------------------------------------------------
-
-
-def restart_changes(state: JobState) -> None:
-    """Another generation begins: what its ranks have carried out is to be seen anew."""
-    for open_ in state.steering.open:
-        open_.reached.clear()
-
-
-def note_change(state: JobState, now: float, event: SettingsChanged) -> list[AnyAction]:
-    """Take note that `event` is in the journal."""
-    state.steering.noted = max(state.steering.noted, event.change.epoch)
-    return []
-
-
-def changes_again(state: JobState) -> list[AnyAction]:
-    """Return the records that did not reach the journal."""
-    return [_note(c) for c in state.steering.changes if c.epoch > state.steering.noted]

@@ -6,10 +6,10 @@ stands at the same step. Other agreements go on in a pause, at its step: the ran
 carry them out.
 """
 
-from perdure.control.agreements import OpenBoundary, Pause, Resume
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership import membership_of
 from perdure.control.membership.quorum import hold_groups
+from perdure.control.promises import OpenBoundary, Pause, Resume
 from perdure.model.events import BoundaryReached, JobPaused, JobResumed
 from perdure.model.orders import AnyAction, RecordEvent, ResumeRanks
 from perdure.model.steering import RESUMED
@@ -25,9 +25,8 @@ def commit_pause(state: JobState, now: float, boundary: OpenBoundary) -> list[An
         why=str(command.args.get("why", "")) if command else "",
         command=boundary.command,
     )
-    state.steering.pause = pause
     state.world.checkpoint_due_s = None
-    return [_note_pause(pause, now)]
+    return [_begin_pause(state, now, pause)]
 
 
 def reach_pause(state: JobState, event: BoundaryReached) -> list[AnyAction]:
@@ -50,12 +49,12 @@ def hold_all(state: JobState, now: float, command: OpenCommand) -> list[AnyActio
     """
     who, why = command.who or "an operator", str(command.args.get("why", ""))
     pause = Pause(command.id, max(state.step, 0), who, why, command.id)
-    state.steering.pause = pause
+    noted = _begin_pause(state, now, pause)
     for world in state.worlds.values():
         world.replica.stands = None
     held = hold_groups(state, f"paused by {who}")
     pause.hold = held.number
-    return [held, _note_pause(pause, now)]
+    return [held, noted]
 
 
 def answer_pause(state: JobState) -> list[AnyAction]:
@@ -107,23 +106,23 @@ def begin_resume(state: JobState, now: float, who: str) -> list[AnyAction]:
     if boundary is not None and boundary.kind == "pause":
         state.boundary = None  # Committed, or there would be no pause: those who come to it pass.
     step = max(state.step, 0) if pause.hold else pause.step
-    resume = Resume(
-        pause.id, step, state.generation, membership_of(state).list_asked(state), who, ""
-    )
-    state.steering.resume = resume
+    asked = membership_of(state).list_asked(state)
+    state.steering.resume = Resume(pause.id, step, state.generation, asked, who)
     words = f"resumed by {who or 'an operator'}"
     early = state.answer_all("pause", False, words, {})
+    event = JobResumed(id=pause.id, step=step, at_s=now, who=who)
+    noted = RecordEvent(event=event, reason=words)
     if not pause.hold:
-        return [*early, _note_resume(resume, now), *send_resume(state)]
+        return [*early, noted, *send_resume(state)]
     for world in state.worlds.values():
         world.replica.stands = None
     held = hold_groups(state, words)
-    return [*early, held, _note_resume(resume, now), *finish_resume(state, "")]
+    return [*early, held, noted, *finish_resume(state, "")]
 
 
 def send_resume(state: JobState) -> list[AnyAction]:
     """Return the order behind the newest resume; safe to repeat."""
-    resume = state.steering.resuming
+    resume = state.steering.resume
     if resume is None or resume.generation != state.generation:
         return []
     reason = f"resumed by {resume.who or 'an operator'}"
@@ -134,7 +133,7 @@ def send_resume(state: JobState) -> list[AnyAction]:
 
 def reach_resume(state: JobState, event: BoundaryReached) -> list[AnyAction]:
     """Take one rank's word that it goes on; answer once all do."""
-    resume = state.steering.resuming
+    resume = state.steering.resume
     if resume is None or event.id != resume.id + RESUMED:
         return []
     resume.reached.add(event.rank)
@@ -143,7 +142,7 @@ def reach_resume(state: JobState, event: BoundaryReached) -> list[AnyAction]:
 
 def close_resume(state: JobState) -> list[AnyAction]:
     """Close a resume once every rank that was told, and is there still, goes on."""
-    resume = state.steering.resuming
+    resume = state.steering.resume
     if resume is None or resume.generation != state.generation:
         return []
     done = resume.reached and resume.reached >= set(resume.ranks) & set(
@@ -156,9 +155,7 @@ def finish_resume(state: JobState, reason: str) -> list[AnyAction]:
     """Answer who asked to resume: every rank trains, or will."""
     resume = state.steering.resume
     assert resume is not None
-    resume.done = True
-    if resume.noted:
-        state.steering.resume = None
+    state.steering.resume = None
     result = {
         "step": resume.step,
         "ranks": list(membership_of(state).list_asked(state)),
@@ -167,54 +164,16 @@ def finish_resume(state: JobState, reason: str) -> list[AnyAction]:
     return state.answer_all("resume", True, reason, result)
 
 
-def restart_pause(state: JobState) -> None:
-    """Another generation begins: whether its ranks stand is to be seen anew."""
-    if state.steering.pause is not None:
-        state.steering.pause.reached.clear()
-
-
 def settle_resume(state: JobState) -> list[AnyAction]:
     """Settle a resume by a newer world, which trains and has never heard of the pause."""
-    resume = state.steering.resuming
+    resume = state.steering.resume
     if resume is None or resume.generation == state.generation:
         return []
     return finish_resume(state, "by the world that began meanwhile")
 
 
-def note_pause(state: JobState, now: float, event: JobPaused | JobResumed) -> list[AnyAction]:
-    """`event` is in the journal."""
-    pause, resume = state.steering.pause, state.steering.resume
-    if isinstance(event, JobPaused):
-        if pause is not None and pause.id == event.id:
-            pause.noted = True
-    elif resume is not None and resume.id == event.id:
-        resume.noted = True
-        if resume.done:
-            state.steering.resume = None
-    return []
-
-
-def pauses_again(state: JobState, now: float) -> list[AnyAction]:
-    """Return what may have been lost with the last controller."""
-    pause, resume = state.steering.pause, state.steering.resume
-    actions: list[AnyAction] = []
-    if pause is not None and not pause.noted:
-        actions.append(_note_pause(pause, now))
-    if resume is not None and not resume.noted:
-        actions.append(_note_resume(resume, now))
-    return actions + send_resume(state)
-
-
-def _note_pause(pause: Pause, now: float) -> RecordEvent:
+def _begin_pause(state: JobState, now: float, pause: Pause) -> RecordEvent:
+    state.steering.pause = pause
     why = f": {pause.why}" if pause.why else ""
     event = JobPaused(id=pause.id, step=pause.step, at_s=now, who=pause.who, reason=pause.why)
-    return RecordEvent(
-        event=event, reason=f"paused by {pause.who or 'an operator'}{why}", remembered=True
-    )
-
-
-def _note_resume(resume: Resume, now: float) -> RecordEvent:
-    event = JobResumed(id=resume.id, step=resume.step, at_s=now, who=resume.who)
-    return RecordEvent(
-        event=event, reason=f"resumed by {resume.who or 'an operator'}", remembered=True
-    )
+    return RecordEvent(event=event, reason=f"paused by {pause.who or 'an operator'}{why}")

@@ -10,7 +10,6 @@ from collections.abc import Collection
 
 from msgspec import structs
 
-from perdure.control.agreements import OpenBoundary, make_steering
 from perdure.control.job import JobState
 from perdure.control.membership.fixed import Fixed, Outcome
 from perdure.control.membership.members import (
@@ -27,6 +26,7 @@ from perdure.control.membership.members import (
     order_following,
     split_called,
 )
+from perdure.control.promises import OpenBoundary, make_steering
 from perdure.model.events import (
     MemberReady,
     NodeRegistered,

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
 from perdure.control.membership.members import node_of_member
+from perdure.control.promises import OpenBoundary, OpenChange
 from perdure.control.world import WorldState
 from perdure.model.events import ActionWithheld, NodeLost, NodeRegistered, RankExited, RanksStarted
 from perdure.model.failures import Cause

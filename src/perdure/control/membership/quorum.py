@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable
 import msgspec
 from msgspec import structs
 
-from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
 from perdure.control.lighthouse.patience import QuorumConfig
 from perdure.control.membership.fixed import Addressed, Fixed, Started
+from perdure.control.promises import OpenBoundary, OpenChange
 from perdure.control.world import WorldState
 from perdure.model.events import RanksStarted
 from perdure.model.job import JobSpec

@@ -8,11 +8,10 @@ from typing import Literal
 
 from msgspec import structs
 
-from perdure.control.agreement.changes import note_high, restart_changes
-from perdure.control.agreement.pauses import restart_pause
-from perdure.control.agreements import make_steering
+from perdure.control.agreement.changes import note_high
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
+from perdure.control.promises import make_steering
 from perdure.control.recovery.placement import place_nodes
 from perdure.control.world import WorldState
 from perdure.model.events import GenerationStopped, JobEnded, JobSubmitted, RanksStarted, StoreReady
@@ -61,8 +60,7 @@ def form_world(
         state.deadline_s = None
     state.boundary = None
     note_high(state, state.step)
-    restart_changes(state)
-    restart_pause(state)
+    state.steering.begin_generation()
     for command in state.commands.values():
         if command.kind == "checkpoint":
             command.settled.pop("at_step", None)  # What it agreed on died with the older world.

@@ -24,7 +24,6 @@ from typing import Any
 
 from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreement.pauses import stands
-from perdure.control.agreements import OpenBoundary
 from perdure.control.job import LEFT, JobState, OpenMove
 from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import end_spares, put_out
@@ -37,6 +36,7 @@ from perdure.control.membership.members import (
     node_of_member,
     stay_able,
 )
+from perdure.control.promises import OpenBoundary
 from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar_left, count_shortage, find_notice, keep_nodes
 from perdure.control.steering.group_moves import advance_group_move

@@ -135,7 +135,7 @@ def start_pause(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
     why = membership.refuse_step(state)
     if why:
         return state.answer(command.id, False, why, {})
-    if not membership_of(state).agrees(state) or state.steering.resuming is not None:
+    if not membership_of(state).agrees(state) or state.steering.resume is not None:
         return []
     reason = f"pause asked for by {command.who or 'an operator'}"
     return open_boundary(state, now, "pause", reason=reason, command=command.id)
@@ -146,7 +146,7 @@ def receive_resume(state: JobState, now: float, command: OpenCommand) -> list[An
     if state.steering.pause is not None:
         state.commands[command.id] = command
         return begin_resume(state, now, command.who)
-    if state.steering.resuming is not None:
+    if state.steering.resume is not None:
         state.commands[command.id] = command
         return []
     who = command.who or "an operator"

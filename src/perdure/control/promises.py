@@ -1,4 +1,4 @@
-"""What the ranks were asked to agree on, and what they have agreed on: settings, a pause."""
+"""What the ranks were asked to promise, and what they have promised: settings, a pause."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -87,8 +87,6 @@ class Pause:
     """Id of the operator's command behind it."""
     hold: int = 0
     """Number of the order to the lighthouse with which it began, in a torchft job."""
-    noted: bool = False
-    """`JobPaused` is in the journal."""
     reached: set[int] = field(default_factory=set)
     """Ranks of this generation that stand still."""
 
@@ -104,11 +102,6 @@ class Resume:
     ranks: tuple[int, ...]
     """Who was told."""
     who: str
-    why: str
-    noted: bool = False
-    """`JobResumed` is in the journal."""
-    done: bool = False
-    """Every rank goes on, or will: who asked for it has been answered."""
     reached: set[int] = field(default_factory=set)
 
 
@@ -129,8 +122,6 @@ class SteeringState:
     """The newest that was ever given out; one that failed is not used again."""
     changes: list[Change] = field(default_factory=list)
     """Promised by all ranks, by step and epoch; the oldest are folded into one."""
-    noted: int = 0
-    """Newest epoch whose `SettingsChanged` is in the journal."""
     kept: int = 0
     """Newest epoch whose share for controller and detector is in force."""
     open: list[OpenChange] = field(default_factory=list)
@@ -140,11 +131,14 @@ class SteeringState:
     """How long an agreement's question takes until all have answered it, of late."""
     pause: Pause | None = None
     resume: Resume | None = None
+    """The pause that is over, and that not every rank has gone on from."""
 
-    @property
-    def resuming(self) -> Resume | None:
-        """Return the pause that is over, and that not every rank has gone on from."""
-        return None if self.resume is None or self.resume.done else self.resume
+    def begin_generation(self) -> None:
+        """Forget what ranks have carried out: it is to be seen anew of the next generation's."""
+        for open_ in self.open:
+            open_.reached.clear()
+        if self.pause is not None:
+            self.pause.reached.clear()
 
 
 def make_steering(steering: SteeringState) -> Steering:
