@@ -64,61 +64,54 @@ class Book:
 
     def add(self, record: Record) -> None:
         """Fold one record; what does not fit the item's state changes nothing."""
+        name = record.item.name if isinstance(record, Put) else record.name
+        line = self.lines.get(name)
         match record:
+            case Put(item=item) if line is None:
+                self.added += 1
+                self.lines[name] = QueueEntry(item, self.added)
+            case _ if line is None:
+                pass
             case Put(item=item):
-                self._put(item)
-            case Removed(name=name):
-                line = self.lines.get(name)
-                if line is not None and line.state == "running":
+                line.item = item if line.state != "running" else line.item
+            case Removed():
+                if line.state == "running":
                     line.removed = True
                 else:
-                    self.lines.pop(name, None)
-            case Again(name=name):
-                line = self.lines.get(name)
-                if line is not None and line.state != "running":
+                    del self.lines[name]
+            case Again():
+                if line.state != "running":
                     line.state, line.failures, line.ending = "waiting", 0, None
                     line.again, line.reason = True, "asked for again"
-            case Started(name=name, attempt=attempt, slots=slots, at_s=at_s):
-                line = self.lines.get(name)
-                if line is not None and attempt > line.attempts:
+            case Started(attempt=attempt, slots=slots, at_s=at_s):
+                if attempt > line.attempts:
                     line.state, line.attempts, line.slots = "running", attempt, slots
                     line.started_s, line.reason, line.again = at_s, "", False
-            case Ended(name=name, attempt=attempt, ending=ending):
-                self._end(name, attempt, ending)
-            case Found(name=name):
-                line = self.lines.get(name)
-                if line is not None and line.state == "waiting":
+            case Ended(attempt=attempt, ending=ending):
+                if line.state == "running" and attempt == line.attempts:
+                    self._end(line, ending)
+            case Found():
+                if line.state == "waiting":
                     line.state, line.reason = "done", "its files are there"
             case _ as unreachable:
                 assert_never(unreachable)
 
-    def _put(self, item: Item) -> None:
-        line = self.lines.get(item.name)
-        if line is None:
-            self.added += 1
-            self.lines[item.name] = QueueEntry(item, self.added)
-        elif line.state != "running":
-            line.item = item
-
-    def _end(self, name: str, attempt: int, ending: Ending) -> None:
-        line = self.lines.get(name)
-        if line is None or line.state != "running" or attempt != line.attempts:
-            return
+    def _end(self, line: QueueEntry, ending: Ending) -> None:
         line.slots, line.ending = (), ending
         if line.removed:
-            del self.lines[name]
-            return
-        if ending.ok:
+            del self.lines[line.item.name]
+        elif ending.ok:
             line.state, line.reason = "done", ending.cause
-            return
-        line.failures += 1
-        final = ending.code in line.item.no_retry and not ending.signal
-        spent = line.failures > line.item.retries
-        line.state = "failed" if final or spent else "waiting"
-        if final:
-            line.reason = f"{ending.cause}: another attempt would end the same way"
         else:
-            line.reason = f"{ending.cause}, attempt {attempt}"
+            line.failures += 1
+            final = ending.code in line.item.no_retry and not ending.signal
+            line.state = "failed" if final or line.failures > line.item.retries else "waiting"
+            why = (
+                ": another attempt would end the same way"
+                if final
+                else f", attempt {line.attempts}"
+            )
+            line.reason = f"{ending.cause}{why}"
 
     def running(self) -> list[QueueEntry]:
         """Return the items that run, in the order in which they were added."""

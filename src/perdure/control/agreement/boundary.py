@@ -91,13 +91,16 @@ def _ask(state: JobState, now: float, boundary: OpenBoundary, reason: str) -> li
     boundary.yes.clear()
     boundary.asked_s, boundary.deadline_s = now, now + ANSWER_TIMEOUT_S
     boundary.ranks = membership_of(state).ask(state, boundary.kind)
-    pause = state.steering.pause
+    steering, pause = state.steering, state.steering.pause
     if boundary.at_step is not None:
         boundary.step = boundary.at_step
     elif pause is not None and not pause.hold and pause.step >= boundary.not_before:
         boundary.step = pause.step
     else:
-        boundary.step = max(_look_ahead(state, now, boundary.tries), boundary.not_before)
+        lead_s = min(_LEAD_S_MAX, max(_LEAD_S_MIN, steering.answer_s))
+        known, tries = max(state.step, 0), boundary.tries
+        soonest = choose_next_step(steering.pace, known, now, lead_s, tries)
+        boundary.step = max(soonest, boundary.not_before)
     if boundary.every:
         boundary.step = -(-boundary.step // boundary.every) * boundary.every
     if boundary.change is not None:
@@ -303,13 +306,6 @@ def choose_next_step(pace: Pace | None, known: int, now: float, lead_s: float, t
     there_s = now + lead_s * (1 << (tries - 1))
     expected = math.floor(pace.estimate_step(there_s) + _JITTER_STEPS)
     return max(expected + 1, known + (1 << min(tries - 1, 10)))
-
-
-def _look_ahead(state: JobState, now: float, tries: int) -> int:
-    """Return the step to ask for, by what is known of the ranks' pace and of earlier questions."""
-    steering = state.steering
-    lead_s = min(_LEAD_S_MAX, max(_LEAD_S_MIN, steering.answer_s))
-    return choose_next_step(steering.pace, max(state.step, 0), now, lead_s, tries)
 
 
 def _correct_pace(state: JobState, now: float, step: int) -> None:

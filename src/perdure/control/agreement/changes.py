@@ -83,9 +83,7 @@ def find_key(state: JobState, name: str) -> KeySpec:
     Raises:
         ConfigError: there is none of that name.
     """
-    if name in state.steering.keys:
-        return state.steering.keys[name]
-    keys = own_keys(state)
+    keys = own_keys(state) | state.steering.keys
     if name not in keys:
         known = ", ".join(
             n for n, spec in sorted(state.steering.keys.items()) if spec.owner == "script"

@@ -268,11 +268,14 @@ class Quorums:
         self.members = tuple(member.replica for member in members)
         self.step = max((member.step for member in members), default=-1)
         for member in members:
-            home = homes.get(member.replica, (-1, -1))
-            replica = Replica(member.replica, member.store, now, home)
-            replica.quorums = _TRUSTED_AFTER + 1
-            replica.took = (member.step, member.commit_failures)
-            self.replicas[member.replica] = replica
+            self.replicas[member.replica] = Replica(
+                name=member.replica,
+                store=member.store,
+                heard_s=now,
+                home=homes.get(member.replica, (-1, -1)),
+                quorums=_TRUSTED_AFTER + 1,
+                took=(member.step, member.commit_failures),
+            )
 
     def forgive(self, now: float) -> None:
         """Shift all waits after a jump of our own clock, in which nobody was silent."""
@@ -364,13 +367,11 @@ class Quorums:
 
     def _tell_held(self) -> list[Output]:
         """Tell, once after each order about holds, of those who are held and ask."""
-        outputs: list[Output] = []
-        for replica in self.replicas.values():
-            if replica.asked is not None and not replica.told and not self._may_join(replica):
-                replica.told = True
-                group, step = self.group_of(replica), replica.asked.step
-                outputs.append(Stands(replica.name, group, step))
-        return outputs
+        asking = [(r, r.asked.step) for r in self.replicas.values() if r.asked is not None]
+        held = [(r, step) for r, step in asking if not r.told and not self._may_join(r)]
+        for replica, _ in held:
+            replica.told = True
+        return [Stands(r.name, self.group_of(r), step) for r, step in held]
 
     def _form(self, now: float) -> list[Output]:
         ready = [r for r in self.replicas.values() if r.asked is not None and self._may_join(r)]

@@ -103,13 +103,10 @@ def _trains(state: JobState, group: WorldState) -> bool:
 
 def _is_left(state: JobState, move: OpenMove) -> bool:
     """Whether the others go on without it: in their quorum, or, in a pause, once it stands."""
-
-    def out(group: WorldState) -> bool:
-        if not group.alive or group.replica.name not in state.quorum.members:
-            return True
-        return state.steering.pause is not None and group.replica.stands is not None
-
-    return all(out(group) for group in _groups(state, move))
+    there = [group for group in _groups(state, move) if group.alive]
+    members = [group for group in there if group.replica.name in state.quorum.members]
+    paused = state.steering.pause is not None
+    return all(paused and group.replica.stands is not None for group in members)
 
 
 def _end(state: JobState, now: float, move: OpenMove, *, grace_s: float = 0.0) -> list[AnyAction]:
@@ -136,11 +133,11 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
         "steps_lost": 0,
         "took_s": move.took_s(now),
     }
-    text = f"{name_all('replica', move.nodes)} left in {move.took_s(now):.2f} s"
-    if move.step >= 0:
-        text += f" at step {move.step}"
-    if move.stand_ins:
-        text += f"; {name_all('replica', move.stand_ins)} stood in"
-    if move.kind == "evict":
-        text += "; the step in flight was made again"
-    return state.answer_open(move.id, True, "; ".join(p for p in (text, but) if p), result)
+    where = f" at step {move.step}" if move.step >= 0 else ""
+    parts = (
+        f"{name_all('replica', move.nodes)} left in {move.took_s(now):.2f} s{where}",
+        f"{name_all('replica', move.stand_ins)} stood in" if move.stand_ins else "",
+        "the step in flight was made again" if move.kind == "evict" else "",
+        but,
+    )
+    return state.answer_open(move.id, True, "; ".join(filter(None, parts)), result)

@@ -154,13 +154,9 @@ def _advance_one_world(state: JobState, now: float, move: OpenMove) -> list[AnyA
 
 def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     if move.stage == "moved":
-        if state.world.phase == "running" and (state.world.stepping or stands(state)):
-            return _finish(state, now, move, "")
-        if now >= move.deadline_s:
-            return _finish(
-                state, now, move, f"the new world is {state.world.phase} and not training yet"
-            )
-        return []
+        trains = state.world.phase == "running" and (state.world.stepping or stands(state))
+        but = "" if trains else f"the new world is {state.world.phase} and not training yet"
+        return _finish(state, now, move, but) if trains or now >= move.deadline_s else []
     if move.stage in ("agreeing", "held") and move.generation != state.world.generation:
         move.stage, move.saved = "waiting", False  # That world has ended, by a failure.
     if now >= move.deadline_s:

@@ -143,12 +143,10 @@ def start_pause(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
 
 def receive_resume(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """End the pause, wherever it is; none is as good as ended."""
-    if state.steering.pause is not None:
+    paused = state.steering.pause is not None
+    if paused or state.steering.resume is not None:
         state.commands[command.id] = command
-        return begin_resume(state, now, command.who)
-    if state.steering.resume is not None:
-        state.commands[command.id] = command
-        return []
+        return begin_resume(state, now, command.who) if paused else []
     who = command.who or "an operator"
     actions = state.answer_all("pause", False, f"resumed by {who} before it began", {})
     if state.boundary is not None and state.boundary.kind == "pause":

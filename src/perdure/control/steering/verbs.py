@@ -330,8 +330,8 @@ def _describe_shortage(state: JobState, nodes: set[int]) -> str:
     spec = state.the_spec()
     short = count_shortage(state, nodes)
     spares = [node for node in state.spares if node not in nodes]
-    have = f"node {', '.join(map(str, spares))} stands ready" if spares else "no spare node is"
-    have += "" if spares else " ready"
+    ready = f"node {', '.join(map(str, spares))} stands ready"
+    have = ready if spares else "no spare node is ready"
     return (
         f"the world needs {spec.nodes} node{'s' if spec.nodes > 1 else ''} and would be {short} "
         f"short: {have}"
