@@ -34,7 +34,8 @@ from perdure.model.signals.progress import RankAccount
 NOTHING_FOLLOWS = {
     "MetricsLogged", "ControllerLost", "NodeDraining", "LinksNoted", "RoomNoted", "ProbeJudged",
     "MessagesSetAside", "CollectivesInterrupted", "MachineReported", "ActionWithheld",
-    "QuorumIdsReserved", "ReplicaWaiting", "ReplicaLate", "OperatorNoted",
+    "QuorumIdsReserved", "ReplicaWaiting", "ReplicaLate", "OperatorNoted", "SettingsChanged",
+    "JobPaused", "JobResumed",
 }  # fmt: skip
 """Events that are told to others: the detector, the folds, whoever reads."""
 FIRST = {"JobSubmitted", "FailureDecided"}
