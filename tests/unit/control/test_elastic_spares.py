@@ -403,3 +403,27 @@ def test_a_rank_that_is_slow_by_its_work_is_not_handed_from_node_to_node() -> No
     lab.ready(5)
     assert ended(find_slow(lab, 3, after_s=30.0)) == []
     assert lab.machine.state.cordoned == {}
+
+
+def test_slots_are_filled_as_fast_after_a_month_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot looked through all members that there ever were: minutes, with 1,000 ranks."""
+    looks = 0
+    slot_of = JobSpec.slot_of
+
+    def count(spec: JobSpec, rank: int) -> int:
+        nonlocal looks
+        looks += 1
+        return slot_of(spec, rank)
+
+    lab = Lab(nproc=4, nodes=4, spares=0)
+    lab.formed()
+    elastic = lab.machine.state.world.elastic
+    later = [slot + 16 * life for life in range(1, 60) for slot in range(1, 16)]
+    elastic.homes |= {member: member % 16 // 4 for member in later}
+    lab.machine.state.world.exits |= {
+        member: ExitRecord(member, 0, 1, 1.0, signal=9) for member in later[:-15]
+    }
+    monkeypatch.setattr(JobSpec, "slot_of", count)
+    (told,) = [a for a in lab.die(0, step=50) if isinstance(a, AssignNodes)]
+    assert 16 in told.assignment.homes
+    assert looks < 2 * len(later)

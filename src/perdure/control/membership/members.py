@@ -153,13 +153,15 @@ def fill_slots(state: JobState, reason: str) -> list[AnyAction]:
     if state.world.assignment is None or elastic.given_up or elastic.finished or spec.observe:
         return []
     new: dict[int, int] = {}
+    newest_of = {spec.slot_of(member): member for member in sorted(elastic.homes)}
+    out = {*state.lost, *state.cordoned, *state.leaving}
     for slot in range(spec.slots):
-        newest = max((m for m in elastic.homes if spec.slot_of(m) == slot), default=None)
+        newest = newest_of.get(slot)
         if newest is None and slot < spec.world_size:
             newest = slot
         member = slot if newest is None else newest + spec.slots
         home = node_of_member(state, slot)
-        away = home in {*state.lost, *state.cordoned, *state.leaving} or home not in state.nodes
+        away = home in out or home not in state.nodes
         if away or slot in elastic.barren or (newest is not None and not _is_empty(state, newest)):
             continue
         if newest is None or spec.restart.replace:
