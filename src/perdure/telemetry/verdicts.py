@@ -135,9 +135,10 @@ class VerdictFold:
 
         For a picture of the present, which must not grow with the length of the past.
         """
+        self._finish_worlds(verdicts)
         old = [v for v in self.verdicts() if v.generation < before]
         young = [v for v in self.reached.values() if v.generation >= before]
-        over = [v for v in young if is_withdrawn(v)][:-verdicts]
+        over = [v for v in young if is_withdrawn(v) or v.kind == "Crash"][:-verdicts]
         young = [v for v in young if v not in over]
         self.reached = {_key(v): v for v in (*old[-verdicts:], *young)}
         kept = set(self.reached)
@@ -145,6 +146,23 @@ class VerdictFold:
         for table in (self.exits, self.worlds, self.early, self.stacks):
             for generation in [g for g in table if g < before]:
                 del table[generation]
+
+    def _finish_worlds(self, kept: int) -> None:
+        """Finish with all but the newest worlds of each generation: an elastic one has thousands.
+
+        Of each what was found stays as a verdict, and of those the newest.
+        """
+        for generation, worlds in self.exits.items():
+            begins = self.worlds.get(generation, [])
+            if len(begins) <= kept:
+                continue
+            count = len(begins) - kept
+            for since_s, exits in zip([0.0, *begins], worlds[:count], strict=False):
+                crash = self._find_crash(generation, since_s, exits) if exits else None
+                if crash is not None:
+                    self.reached[_key(crash)] = self._complete(crash)
+            self.exits[generation] = [[], *worlds[count:]]
+            self.worlds[generation] = begins[count - 1 :]
 
     def _note_preemption(self, at_s: float, event: PreemptionNoticed | PreemptionWithdrawn) -> None:
         notice = self.notices.take(event)

@@ -6,13 +6,17 @@ from perdure.model.events import (
     JournalEntry,
     KeeperLost,
     NodeLost,
+    RankExited,
     StacksTaken,
     VerdictReached,
     VerdictWithdrawn,
     WorldReformed,
 )
+from perdure.model.failures import ExitRecord
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry import list_verdicts
+from perdure.telemetry.verdicts import VerdictFold
 
 
 def test_crash_and_hang_are_found_in_order_of_time():
@@ -103,3 +107,25 @@ def test_who_dies_after_the_others_went_on_in_place_dies_of_something_else():
     assert (first.culprit.rank, second.culprit.rank) == (2, 0)
     assert [c["rank"] for c in first.evidence["consequences"]] == [1]
     assert "consequences" not in second.evidence
+
+
+def test_a_month_of_lost_members_is_told_as_ever_and_looked_through_no_more() -> None:
+    """All that happens in one generation, if it is an elastic one: each picture judged all anew."""
+    whole, bounded = VerdictFold(), VerdictFold()
+    seq = 0
+    for loss in range(1, 101):
+        at_s = 100.0 * loss
+        record = ExitRecord(loss, 0, 9, at_s, code=1, error=f"Error: {loss}")
+        account = RankAccount(step=loss)
+        died = RankExited(node=0, record=record, account=account, detected_s=at_s)
+        formed = WorldReformed(
+            generation=0, epoch=loss, rank=0, step=loss, began_s=at_s, ordered_s=at_s, formed_s=at_s
+        )
+        for body in (died, formed):
+            seq += 1
+            for fold in (whole, bounded):
+                fold.add(JournalEntry(seq, at_s, body))
+        bounded.condense(-1, 20)
+    assert bounded.verdicts()[-20:] == whole.verdicts()[-20:]
+    assert len(bounded.verdicts()) <= 42
+    assert len(bounded.exits[0]) <= 22
