@@ -28,7 +28,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from hashlib import blake2b
 from itertools import count, islice
@@ -257,6 +257,9 @@ Load = Callable[[int, int], Any]
 _AHEAD = 2
 """Micro-batches under way for each process, as with torch's DataLoader."""
 
+_LOOK_S = 1.0
+"""After so long without a micro-batch it is looked whether its process lives."""
+
 _load: Load
 """In a loading process: what it calls."""
 
@@ -275,7 +278,9 @@ class Prefetcher:
                 initializer=_begin,
                 initargs=(load, os.getpid()),
             )
+            before = multiprocessing.active_children()
             self._pool.submit(int).result()
+            self._workers = [p for p in multiprocessing.active_children() if p not in before]
         self._coming: dict[tuple[int, int], Future[Any]] = {}
         self._step = -1
         self._share: list[int] = []
@@ -304,7 +309,7 @@ class Prefetcher:
                     if key not in self._coming:
                         self._coming[key] = self._pool.submit(_run, *key)
                 if coming is not None:
-                    return coming.result()
+                    return self._take(coming)
             except BrokenProcessPool:
                 self.close()
                 self._coming.clear()
@@ -313,6 +318,17 @@ class Prefetcher:
                     "this rank loads its own from now"
                 )
         return self._direct(step, micro_batch)
+
+    def _take(self, coming: Future[Any]) -> Any:
+        """Return a result, also where the pool tells nobody that its process has died.
+
+        Python 3.11's does not, of what is submitted in that instant, and of nothing any more once
+        a cancelled call was among what waited.
+        """
+        while not wait([coming], _LOOK_S).done:
+            if not all(worker.is_alive() for worker in self._workers):
+                raise BrokenProcessPool
+        return coming.result()
 
     def _begin_step(self, step: int) -> None:
         self._share = self._loaded if step == self._step + 1 else []

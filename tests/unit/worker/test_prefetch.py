@@ -1,6 +1,7 @@
 """Micro-batches loaded before their turn: real processes."""
 
 import gc
+import multiprocessing
 import os
 import select
 import signal
@@ -61,6 +62,19 @@ def test_a_process_that_dies_costs_nothing_but_its_help(
         step += 1
     assert load(ahead, step + 1, 4) == [False]
     assert "a process that loaded data has died" in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nor_do_all_that_die_when_a_guess_was_wrong(ahead: Prefetcher) -> None:
+    """Python 3.11's pool tells nobody of a death once a call that waits for it was cancelled."""
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        os.kill(worker.pid or 0, signal.SIGSTOP)
+    assert load(ahead, 0, 4) == [False]
+    assert load(ahead, 7, 4) == [False]
+    for worker in workers:
+        worker.kill()
+    assert load(ahead, 8, 4) == [False]
 
 
 def test_an_error_of_the_dataset_is_raised_when_its_turn_comes() -> None:
