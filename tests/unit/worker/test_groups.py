@@ -68,3 +68,18 @@ def test_groups_with_the_same_ranks_are_told_apart(tmp_path: Path) -> None:
 
 def _read(path: Path) -> dict[int, str]:
     return {int(port): name for port, name in json.loads(path.read_text()).items()}
+
+
+def test_a_group_without_a_name_has_not_the_ranks_of_another() -> None:
+    script = """
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from perdure.worker.recording.groups import read_group_timeout_s, read_members
+dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+mine = dist.distributed_c10d._world.pg_names[dist.group.WORLD]
+assert read_members(mine) == (1, (0,)) and read_group_timeout_s(mine) > 0.0
+assert read_members("") == (0, ()) and read_group_timeout_s("") == 0.0
+dist.destroy_process_group()
+"""
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True)

@@ -91,15 +91,19 @@ def list_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-def _list_groups(called: str = "") -> list[tuple[Any, str, tuple[int, ...]]]:
-    """Return the groups, or those with one name: each with its name and global ranks."""
+def _list_groups(called: str | None = None) -> list[tuple[Any, str, tuple[int, ...]]]:
+    """Return the groups, or those with one name: each with its name and global ranks.
+
+    A group that was made past `torch.distributed`, as torchft does, is called nothing at all (""),
+    and is not among them.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     world = c10d._world
     return [
         (group, name, tuple(world.pg_group_ranks.get(group, {})))
         for group, name in list(world.pg_names.items())
-        if name == called or not called
+        if called is None or name == called
     ]
 
 
