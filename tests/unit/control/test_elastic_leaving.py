@@ -12,7 +12,14 @@ from perdure.model.events import (
     GenerationStepping,
     KeysDeclared,
 )
-from perdure.model.orders import AnswerCommand, AnyAction, InjectFault, ReformWorld, SendBoundary
+from perdure.model.orders import (
+    AnswerCommand,
+    AnyAction,
+    InjectFault,
+    ReformWorld,
+    ResumeRanks,
+    SendBoundary,
+)
 from perdure.model.steering import KeySpec
 
 
@@ -64,6 +71,45 @@ def test_members_of_a_drained_node_leave_at_a_step_and_the_others_go_on() -> Non
     assert answer.ok
     assert answer.result["moves"] == [{"node": 1, "to": None, "ranks": [2, 3]}]
     assert lab.machine.state.cordoned.keys() == {1}
+
+
+def test_a_node_that_its_members_have_left_is_left_already() -> None:
+    lab = train(spares=2)
+    for rank in (4, 5):
+        lab.ready(rank)
+    prepare = find(ask(lab, "drain", targets=["1"]), SendBoundary)
+    promise(lab, prepare, 0, 1, 2, 3)
+    reach(lab, prepare, 0, 1, 2, 3)
+    for number, verb in enumerate(("drain", "evict"), 2):
+        again = CommandReceived(id=f"d{number}", kind=verb, args={"targets": ["1"]}, at_s=lab.now)  # type: ignore[arg-type]
+        answer = find(lab.say(again), AnswerCommand)
+        assert (answer.ok, answer.reason) == (True, "node 1 is left and cordoned already")
+        assert answer.result["already"] == ["node 1 is left and cordoned already"]
+
+
+def test_spares_on_a_cordoned_node_are_drained_once() -> None:
+    lab = train(spares=2)
+    for rank in (4, 5):
+        lab.ready(rank)
+    ask(lab, "cordon", targets=["2"])
+    drained = ask(lab, "drain", targets=["2"])
+    assert [a.rank for a in drained if isinstance(a, InjectFault)] == [4, 5]
+    lab.die(4)
+    lab.die(5)
+    again = CommandReceived(id="d2", kind="drain", args={"targets": ["2"]}, at_s=lab.now)
+    assert find(lab.say(again), AnswerCommand).result["already"]
+
+
+def test_a_drain_that_members_cannot_agree_on_ends_no_wait_for_there_is_none() -> None:
+    lab = train()
+    actions = ask(lab, "drain", targets=["1"])
+    while lab.machine.state.moves:
+        prepare = next(a for a in actions if isinstance(a, SendBoundary) and a.move == "prepare")
+        no = BoundaryAnswered(id=prepare.id, rank=0, ok=False, step=prepare.step, reason="passed")
+        actions = lab.say(no)
+        assert not [a for a in actions if isinstance(a, ResumeRanks)]
+    assert "did not agree on a step" in find(actions, AnswerCommand).reason
+    assert lab.machine.state.released is None
 
 
 def test_a_drained_node_is_taken_back_by_restore() -> None:

@@ -20,6 +20,7 @@ from perdure.control.membership.members import (
     fill_slots,
     have_state,
     list_gone,
+    list_leavers,
     list_living_members,
     lose_node,
     node_of_member,
@@ -233,10 +234,14 @@ def put_out(state: JobState, now: float, ranks: tuple[int, ...], reason: str) ->
 
 def end_spares(state: JobState, nodes: Collection[int], why: str) -> list[AnyAction]:
     """Return the orders that end the spares on `nodes`, which have no part in the world yet."""
+    return [end_rank(state, rank, why) for rank in _list_held_spares(state, nodes)]
+
+
+def _list_held_spares(state: JobState, nodes: Collection[int]) -> list[int]:
     elastic = state.world.elastic
     gone = {*state.world.exits, *elastic.members, *elastic.left, *elastic.lost}
     ready = sorted(elastic.ready.keys() - gone)
-    return [end_rank(state, rank, why) for rank in ready if node_of_member(state, rank) in nodes]
+    return [rank for rank in ready if node_of_member(state, rank) in nodes]
 
 
 def _has_stores(state: JobState) -> bool:
@@ -288,6 +293,12 @@ class Elastic(Fixed):
     def moving_s(self, state: JobState) -> float:
         """Return how long it took whoever was slowest."""
         return state.world.elastic.slowest_s
+
+    def runs(self, state: JobState, node: int) -> bool:
+        """Return whether a member is there, or a spare: of nodes that were left, neither."""
+        if not is_elastic(state):
+            return super().runs(state, node)
+        return bool(list_leavers(state, (node,)) or _list_held_spares(state, (node,)))
 
     def can_leave(self, state: JobState) -> bool:
         """Return whether members train, none of them on its way into the world."""
