@@ -178,12 +178,8 @@ def park_group(
     actions = let_go(state, group, reason) if group.alive else []
     group.enter("it is left, or lost while cordoned")
     group.deadline_s, group.replica.active = None, False
-    group.replica.leaving, group.replica.absent, group.store, group.replica.stands = (
-        "",
-        reason,
-        None,
-        None,
-    )
+    group.replica.leaving, group.replica.absent = "", reason
+    group.store = group.replica.stands = None
     actions += promote(state, reason)
     stop = assign(state, group, "stop", reason, grace_s=grace_s)
     return [*actions, stop, hold_groups(state, reason), *finish_if_over(state, now)]

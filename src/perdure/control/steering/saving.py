@@ -127,10 +127,7 @@ def _saves_itself(state: JobState) -> bool:
 
 def reopen_lost(state: JobState) -> None:
     """Have those begun again whose group was lost before it had saved."""
-    living = {g.generation for g in state.worlds.values() if g.phase == "running"}
+    known = {-1, *(g.generation for g in state.worlds.values() if g.phase == "running")}
     for command in state.commands.values():
-        if command.kind == "checkpoint" and command.settled.get("generation", -1) not in {
-            -1,
-            *living,
-        }:
+        if command.kind == "checkpoint" and command.settled.get("generation", -1) not in known:
             command.settled.clear()

@@ -434,8 +434,8 @@ def _refuse_leaving(
     state: JobState, verb: str, members: int, left: int, before: int, wait: bool
 ) -> str:
     """Return why it must not be; empty where it may."""
-    if verb == "drain" and refuse_drain(state):
-        return refuse_drain(state)
+    if verb == "drain" and (why := refuse_drain(state)):
+        return why
     if left >= before and members:
         return ""  # It trains nothing now.
     if not members:
