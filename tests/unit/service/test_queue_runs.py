@@ -1,5 +1,7 @@
 """A queue's journal after a kill in the middle of a record; what a person wants run again, runs."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 from perdure.model.queue import Again, Item, Put
@@ -31,3 +33,28 @@ def test_what_is_asked_for_again_runs_although_its_files_are_there(tmp_path: Pat
         writer.append(Again(2.0, "a"))
     line = Runner(store, ("cpu-0",), lambda line: None).run().lines["a"]
     assert (line.state, line.attempts) == ("done", 1)
+
+
+_REMOVED = """
+import sys
+from perdure.model.queue import Claim, Item, Put, Removed, Started
+from perdure.service.queue import runner
+from perdure.service.queue.store import QueueStore
+
+store = QueueStore(sys.argv[1], "q")
+with store.writing() as writer:
+    writer.append(Put(1.0, Item(name="a", command=("true",))), Started(2.0, "a", 1, ("cpu-0",)))
+    writer.append(Removed(3.0, "a"))
+# It lived when it was looked at, and has ended since.
+runner.look_at_attempt = lambda *attempt: Claim(boot_id="", holder=0, holder_start=0)
+assert runner.Runner(store, ("cpu-0",), print)._follow(store.read().lines["a"]) is None
+"""
+
+
+def test_what_ends_just_before_it_is_to_be_stopped_does_not_take_the_runner_along(
+    tmp_path: Path,
+) -> None:
+    # In a group of its own, all of which a signal to nobody would end.
+    command = [sys.executable, "-P", "-c", _REMOVED, str(tmp_path)]
+    done = subprocess.run(command, start_new_session=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -146,8 +146,10 @@ class Runner:
         if isinstance(found, Claim):
             if line.removed and key not in self._stopped:
                 self._stopped.add(key)
-                # The holder ends the command; where that is gone it is told itself.
-                send_signal(find_carrier(found), signal.SIGTERM)
+                # The holder ends the command; where that is gone it is told itself. Neither may
+                # be there any more, and 0 would be this process with its whole group.
+                if carrier := find_carrier(found):
+                    send_signal(carrier, signal.SIGTERM)
             return None
         at_s, times = self._spawned.get(key, (float("-inf"), 0))
         if time.monotonic() - at_s < CLAIM_S:
