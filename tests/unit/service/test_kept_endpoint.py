@@ -4,10 +4,13 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
 from perdure.adapters.nats import NatsServer
+from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import job_paths
-from perdure.service.access.credentials import make_servers, set_certificates
+from perdure.service.access.credentials import keep_endpoint, make_servers, set_certificates
 from perdure.service.placement import load_placement
 
 SPEC = JobSpec(name="far", script="train.py", nodes=2, remote=1)
@@ -48,3 +51,10 @@ def test_a_port_that_was_taken_meanwhile_and_another_address_make_another_door(
     assert find_passwords(after)["joiner"] == find_passwords(before)["joiner"]
     moved = start_run(tmp_path, 2, "127.0.0.3")
     assert find_passwords(moved)["joiner"] != find_passwords(before)["joiner"]
+
+
+def test_a_disk_that_refuses_the_endpoint_is_named_in_a_line(tmp_path: Path) -> None:
+    server = NatsServer(folder=str(tmp_path), token="", host="127.0.0.2")
+    door = tmp_path / ("d" * 250)  # Too long for the name that it has while it is written.
+    with pytest.raises(PlatformError, match="dd: File name too long"):
+        keep_endpoint(server, str(door), certificate=False)

@@ -400,9 +400,10 @@ def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
         log.warning("port %d is taken: who joined before needs another invitation", endpoint.port)
         endpoint = msgspec.structs.replace(endpoint, port=_choose_port(server.host))
     folder = os.path.dirname(path)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    replace_file(path, encode(endpoint) + b"\n", mode=0o600, synced=True)
-    sync_path(folder)  # It is there after a loss of power.
+    with on_disk(f"write {path}"):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        replace_file(path, encode(endpoint) + b"\n", mode=0o600, synced=True)
+        sync_path(folder)  # It is there after a loss of power.
     server.port = endpoint.port
     server.set_password(JOINER, endpoint.password)
     if certificate:
