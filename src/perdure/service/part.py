@@ -86,7 +86,7 @@ async def keep_looking(
         except PlatformError as error:
             failures += 1
             if failures == 1:
-                log.warning("%s: %s", failed, error)
+                log.warning("%s: %s%s", failed, error, error.hint and f" ({error.hint})")
             wait_s = min(RETRY_S_MAX, 2.0 ** min(failures, 10))
         else:
             if failures:

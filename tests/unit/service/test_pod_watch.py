@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from perdure.model.bus.wire import Command
+from perdure.model.errors import PlatformError
 from perdure.model.platforms.kubernetes import explain_pod_loss, list_pod_losses
 from perdure.service.controller.pod_watch import PodWatch
 
@@ -85,3 +86,24 @@ def test_each_fate_is_told_once() -> None:
     )
     assert command.id == "pod-u-x-out of memory-1795320000"
     assert cluster.asked == 0, "the pod itself said why"
+
+
+def test_why_pods_are_not_watched_is_said_once_with_what_would_help(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pauses: list[float] = []
+
+    class Closed(Cluster):
+        async def read(self) -> list[Any]:
+            raise PlatformError("/pods answers 403", hint="allow it to list pods")
+
+    async def pause(wait_s: float) -> None:
+        pauses.append(wait_s)
+        if len(pauses) == 3:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(PodWatch(Closed(), list[Command]().append, pause).run())
+    assert pauses == [2.0, 4.0, 8.0]
+    (line,) = caplog.messages
+    assert line == "pods are not watched: /pods answers 403 (allow it to list pods)"
