@@ -299,3 +299,15 @@ def test_without_kubectl_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PlatformError, match="no kubectl"):
         platform.query_state(record(), HERE)
+
+
+def test_what_cannot_be_deleted_is_said_with_what_its_caller_would_have_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text("#!/bin/sh\necho 'no such right' >&2; exit 1\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(PlatformError, match="kubectl delete: no such right") as caught:
+        client.Client(KubernetesSection()).delete("job", "a", hint="kubectl get jobs,pods")
+    assert caught.value.hint == "kubectl get jobs,pods"

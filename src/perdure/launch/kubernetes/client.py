@@ -39,8 +39,6 @@ Object = Mapping[str, Any]
 REQUEST_S = 15
 TIMEOUT_S = 30.0
 DELETE_S = 300.0
-GENTLY = ("--ignore-not-found", "--cascade=foreground", "--wait")
-"""How objects are deleted: with what they own, and until that is gone."""
 
 
 class Client:
@@ -157,9 +155,8 @@ class Client:
         Raises:
             PlatformError: they cannot be deleted, or a pod does not go.
         """
-        self.act(
-            "delete", *GENTLY, *words, stdin=stdin, timeout_s=DELETE_S, hint="kubectl get pods"
-        )
+        how = ("delete", "--ignore-not-found", "--cascade=foreground", "--wait")
+        self.act(*how, *words, stdin=stdin, timeout_s=DELETE_S, hint=hint)
 
     def look(self, name: str) -> tuple[PodOutcome, Sequence[Object]]:
         """Return how the job `name` is, and its pods.
