@@ -22,7 +22,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, NodeRegistered, RankJoined
 from perdure.model.job import JobSpec
-from perdure.model.orders import AnyOrder, Order, RankOrder, TakeStacks
+from perdure.model.orders import AnyOrder, LighthouseOrder, Order, RankOrder, TakeStacks
 from perdure.service.agent import ranks as agent_ranks
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
@@ -124,7 +124,7 @@ def test_who_passes_orders_on_names_none(module: typing.Any) -> None:
 
 
 def test_every_order_is_one_of_the_union() -> None:
-    bases = {Order, RankOrder}
+    bases = {Order, RankOrder, LighthouseOrder}
     defined = {
         value
         for value in vars(orders).values()
