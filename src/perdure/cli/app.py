@@ -4,7 +4,6 @@ A command's module is imported once the command is asked for, and all of them on
 most of what a command takes is importing.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,7 +14,7 @@ import typer
 import perdure
 from perdure.cli.running.torchrun import REFUSED
 from perdure.cli.speech.say import print_error
-from perdure.dash.terminal import plain_streams
+from perdure.dash.terminal import STDOUT, plain_streams
 from perdure.model.errors import PerdureError
 from perdure.model.numbers import find_bad_number
 
@@ -119,7 +118,11 @@ def run_command(args: Sequence[str]) -> int:
             known = args and args[0] in COMMANDS
             command = typer.main.get_command(make_app(args[:1]) if known else make_app())
             _check_numbers(command)
-            result = command(args=list(args), prog_name="perdure", standalone_mode=False)
+            # Its own `main` would leave with exit code 1 where nobody reads on.
+            with command.make_context("perdure", list(args)) as context:
+                result = command.invoke(context)
+        except typer.Exit as done:
+            result = done.exit_code
         except PerdureError as error:
             from perdure.cli.jobs import ElsewhereError
 
@@ -128,14 +131,14 @@ def run_command(args: Sequence[str]) -> int:
             from perdure.cli.platforms.remote import run_there
 
             result = run_there(error.record, args)
+        sys.stdout.flush()  # Here it is known whose fault it is that it cannot be written.
     except PerdureError as error:
         return print_error(error.message, error.hint, error.exit_code, as_json=as_json)
-    except (typer.Abort, KeyboardInterrupt):
+    except (typer.Abort, EOFError, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # `perdure logs JOB | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and error.filename == STDOUT:
+            return 0  # `perdure logs JOB | head`: nobody reads on.
         place = f"{error.filename}: " if error.filename else ""
         return print_error(f"{place}{error.strerror or error}", "", 3, as_json=as_json)
     except Exception as error:

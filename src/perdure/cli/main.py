@@ -23,7 +23,7 @@ PARTS = {
 }
 """Hidden commands, started by perdure itself: the module of each, and its arguments."""
 
-WATCHERS = (["run"], ["join"], ["queue"])
+WATCHERS = (["run"], ["join"], ["queue", "run"])
 """Commands that watch over others, whom an unread terminal or pipe shall not stop."""
 
 
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(error.exit_code)
     from perdure.cli.app import run_command
 
-    with unread_streams() if args[:1] in WATCHERS else contextlib.nullcontext():
+    watches = any(args[: len(words)] == words for words in WATCHERS)
+    with unread_streams() if watches else contextlib.nullcontext():
         code = run_command(args)
     sys.exit(code)
 

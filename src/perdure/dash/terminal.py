@@ -5,6 +5,7 @@ exact (a rendered script) or acts on purpose (a progress bar, a rank's colours) 
 name. Rich draws past it by itself; what it is given was made plain before.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,19 +13,29 @@ from typing import Any, TextIO, cast
 
 from perdure.model.plain import show_controls
 
+STDOUT = "standard output"
+"""What an error in writing there has for its file."""
+
 
 class PlainStream:
     """A text stream on which nothing acts that is written to it."""
 
-    def __init__(self, stream: TextIO) -> None:
-        """Write to `stream`."""
+    def __init__(self, stream: TextIO, name: str = "") -> None:
+        """Write to `stream`; errors of the disk behind it have `name` for their file."""
         self.rich_proxied_file = stream
         """The stream itself; Rich looks for it under this name."""
+        self._place = name
 
     def write(self, text: str) -> int:
         """Write `text`, shown; return its own length."""
-        self.rich_proxied_file.write(show_controls(text))
+        with _placed(self._place):
+            self.rich_proxied_file.write(show_controls(text))
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        with _placed(self._place):
+            self.rich_proxied_file.flush()
 
     def writelines(self, lines: Any) -> None:
         """Write each of `lines`."""
@@ -37,15 +48,33 @@ class PlainStream:
 
 
 @contextmanager
+def _placed(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or name
+        raise
+
+
+@contextmanager
 def plain_streams() -> Iterator[None]:
-    """Have both standard streams plain for as long as the context lasts."""
+    """Have both standard streams plain for as long as the context lasts.
+
+    What one of them then still holds and cannot write (its disk is full, nobody reads on) is
+    dropped: Python would try again as it ends, and leave with exit code 120.
+    """
     before = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, PlainStream(unwrap_stream(sys.stdout)))
-    sys.stderr = cast(TextIO, PlainStream(unwrap_stream(sys.stderr)))
+    sys.stdout = cast(TextIO, PlainStream(unwrap_stream(sys.stdout), STDOUT))
+    sys.stderr = cast(TextIO, PlainStream(unwrap_stream(sys.stderr), "standard error"))
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
+        for stream in before:
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def unwrap_stream(stream: TextIO) -> TextIO:
@@ -56,4 +85,5 @@ def unwrap_stream(stream: TextIO) -> TextIO:
 
 def print_exact(text: str, end: str = "\n") -> None:
     """Print what may be kept as a file, such as a script, character by character."""
-    print(text, end=end, file=unwrap_stream(sys.stdout))
+    with _placed(STDOUT):
+        print(text, end=end, file=unwrap_stream(sys.stdout))

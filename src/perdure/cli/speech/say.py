@@ -5,6 +5,7 @@ What a person asked for goes to standard output; what perdure has to add goes to
 """
 
 import ast
+import contextlib
 import inspect
 import json
 import sys
@@ -30,13 +31,19 @@ Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text
 
 
 def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> int:
-    """Print one error as `perdure: error: ...` and `hint: ...`, or as JSON; return its code."""
-    if as_json:
-        print(json.dumps({"error": message, "hint": hint, "exit_code": exit_code}))
-        return exit_code
-    print(f"perdure: error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    """Print one error as `perdure: error: ...` and `hint: ...`, or as JSON; return its code.
+
+    Where standard output takes no JSON (its disk is full), standard error has the two lines.
+    """
+    with contextlib.suppress(OSError):
+        if as_json:
+            document = {"error": message, "hint": hint, "exit_code": exit_code}
+            print(json.dumps(document), flush=True)
+            return exit_code
+    with contextlib.suppress(OSError):  # Then the code says it alone.
+        print(f"perdure: error: {message}", file=sys.stderr)
+        if hint:
+            print(f"hint: {hint}", file=sys.stderr, flush=True)
     return exit_code
 
 
