@@ -31,12 +31,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command line and leave with its exit code."""
     open_streams()
     args = list(sys.argv[1:] if argv is None else argv)
-    if args and args[0] in PARTS:
-        try:
+    try:
+        import_module("perdure.failpoints")  # Which refuses a variable that it cannot read.
+        if args and args[0] in PARTS:
             sys.exit(run_part(args[0], args[1:]))
-        except PerdureError as error:
-            print(f"perdure: error: {error}\nhint: {error.hint}", file=sys.stderr)
-            sys.exit(error.exit_code)
+    except PerdureError as error:
+        print(f"perdure: error: {error}\nhint: {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
     from perdure.cli.app import run_command
 
     watches = any(args[: len(words)] == words for words in WATCHERS)

@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from secrets import token_hex
 
+from perdure.failpoints import failpoint
+
 
 def replace_file(
     path: str | Path, data: bytes, *, mode: int | None = None, synced: bool = False
@@ -26,15 +28,17 @@ def replace_file(
         with open(os.open(temporary, flags, 0o666 if mode is None else 0o600), "wb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            file.write(data)
+            file.write(data[: failpoint("file/write", target.name)])
             if synced:
                 file.flush()
                 os.fsync(file.fileno())
+        failpoint("file/rename", target.name)
         os.replace(temporary, target)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    failpoint("file/renamed", target.name)
 
 
 def create_file(path: Path, data: bytes, *, synced: bool = True) -> bool:
@@ -49,11 +53,13 @@ def create_file(path: Path, data: bytes, *, synced: bool = True) -> bool:
     made = True
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            file.write(data[: failpoint("file/write", path.name)])
             if synced:
                 file.flush()
                 os.fsync(file.fileno())
+        failpoint("file/rename", path.name)
         os.link(temporary, path)
+        failpoint("file/renamed", path.name)
     except FileExistsError:
         made = False
     finally:

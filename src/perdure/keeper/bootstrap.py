@@ -19,6 +19,7 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
+from perdure.failpoints import failpoint
 from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
 from perdure.worker.process import die_with, set_title
@@ -39,6 +40,7 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, added: dict[str, str]
     title = f"perdure rank {plan.job} g{plan.generation} r{launch.rank}: "
     set_title(title + " ".join((os.path.basename(plan.script), *plan.args)))
     leave_image(go, plan.keeper)
+    failpoint("rank/begin")
     try:
         os.chdir(plan.cwd)
     except OSError as error:

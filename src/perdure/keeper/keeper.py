@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from perdure.adapters.host import read_text, send_signal
+from perdure.failpoints import failpoint
 from perdure.keeper import reaping as reap
 from perdure.keeper.image import ImageProcess, Warmth, zygote_environ
 from perdure.keeper.json_lines import LineSocket
@@ -162,6 +163,7 @@ class Keeper:
                 return
             if pid == 0:
                 return
+            failpoint("keeper/reaped")
             self.warmth.note_reaped(pid)
             self.ranks.note_exit(pid, status, usage)
 
@@ -220,10 +222,13 @@ class Keeper:
             return
         agent.flush()
         for message in agent.read(ToKeeper, lambda why: _log(f"agent: set aside: {why}")):
+            about = type(message).__name__
+            failpoint("keeper/order", about)
             try:
                 self._obey(message)
             except Exception as error:  # All ranks of the node live by this process.
-                _log(f"{type(message).__name__} could not be carried out: {error!r}")
+                _log(f"{about} could not be carried out: {error!r}")
+            failpoint("keeper/ordered", about)
         if agent.closed and agent is self._agent:
             self._close_agent()
 

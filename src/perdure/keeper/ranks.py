@@ -14,6 +14,7 @@ from resource import struct_rusage
 import msgspec
 
 from perdure.adapters.host import read_process, scan_processes, send_signal
+from perdure.failpoints import failpoint
 from perdure.keeper import execution as launch
 from perdure.keeper import exits
 from perdure.keeper import reaping as reap
@@ -355,6 +356,7 @@ class Ranks:
 
     def _prepare(self, order: KeeperSpawn) -> None:
         """Make the rings and the streams' directories; note where evidence will lie."""
+        failpoint("keeper/prepare")
         if not order.beside:
             self.generation = order.generation
             self._ranks = {}
@@ -422,6 +424,7 @@ class Ranks:
         spawned = KeeperSpawned(order.generation, pids, at_s, warm, why_cold, order.beside)
         if not order.beside:
             self._spawned = spawned
+        failpoint("keeper/adopted")
         self._send(spawned)
         for pid in pids.values():
             if pid in self._unclaimed:
@@ -429,6 +432,7 @@ class Ranks:
                 self._finish(self._by_pid.pop(pid), status, usage, ended_s)
 
     def _start_fork(self, order: KeeperSpawn | KeeperStore, image: ImageProcess) -> None:
+        failpoint("keeper/fork", type(order).__name__)
         self._forking = Forking(order, image, time.monotonic() + 2 * FORK_TIMEOUT_S)
         self._warmth.busy = True
         self._unclaimed.clear()
@@ -481,6 +485,7 @@ class Ranks:
             exits.write_record(self._paths.exit_record(rank.generation, rank.rank), record)
         except Exception as error:  # What died is one rank, and the others live by this process.
             self._log(f"exit record of rank {rank.rank}: {error!r}")
+        failpoint("keeper/recorded")
         self._send(KeeperExited(record))
 
     def _count_oom_kills_of(self, rank: Rank) -> int:
@@ -521,5 +526,6 @@ class Ranks:
             return
         self._ending = None
         self._roots = {p: g for p, g in self._roots.items() if g > ending.upto}
+        failpoint("keeper/stopped")
         for generation in sorted(ending.answers):
             self._send(KeeperStopped(generation))

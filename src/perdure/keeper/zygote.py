@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.failpoints import failpoint
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
 from perdure.worker.process import set_title
@@ -207,6 +208,7 @@ class Image:
         answer, answer_end = os.pipe()
         go, go_end = os.pipe()
         try:
+            failpoint("zygote/fork")
             middle = os.fork()
         except OSError as error:
             for fd in (answer, answer_end, go, go_end):
@@ -245,6 +247,8 @@ class Image:
 
                 return functools.partial(run_rank, plan, launch, go, self._added)
             pids[launch.rank] = pid
+            failpoint("zygote/forked")
+        failpoint("zygote/answer")
         os.write(answer, encode(RanksForked(plan.generation, pids)))
         return None
 

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.nats import NatsBus
+from perdure.failpoints import failpoint
 from perdure.launch.environment import LIGHTHOUSE_URL
 from perdure.model.bus.wire import RUN, Command, CommandReply, subject_commands, subject_events
 from perdure.model.codec import decode, encode
@@ -268,6 +269,7 @@ class Supervisor:
         """Give agents and keepers the time to leave by themselves."""
         if self._ended is None:
             return
+        failpoint("supervisor/leave")
         for child in self._children.values():
             if child.part.startswith("controller") and child.pidfd >= 0:
                 child.kill()  # It still waits, and the job has ended.
@@ -317,11 +319,13 @@ class Supervisor:
         if node:
             command = [*self._placement.prefix(int(node)), *command]
             env |= self._placement.environment(int(node)) | self._torchft
+        failpoint("supervisor/start", part)
         try:
             child = start_child(part, command, env, self._paths.log(part.replace(" ", "-")))
         except OSError as error:
             raise PlatformError(f"cannot start {part}: {error}") from error
         self._children[part] = child
+        failpoint("supervisor/started", part)
         asyncio.get_running_loop().add_reader(child.pidfd, self._notice, child)
 
     def _forget(self, child: Child) -> None:
@@ -334,6 +338,7 @@ class Supervisor:
         status = child.process.poll()
         if status is None:
             return
+        failpoint("supervisor/ended", child.part)
         at_s = self._now()
         cause = self._killed.pop(child.pid, "") or describe_exit(status)
         self._forget(child)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from perdure.failpoints import failpoint
 from perdure.model.bus.wire import (
     FromWorker,
     ToWorker,
@@ -212,6 +213,7 @@ class Control:
             messages.append(self._asides.popleft())
         if messages:
             connection.sendall(b"".join(encode(message) + b"\n" for message in messages))
+            failpoint("rank/event")
 
     def _take(self, line: bytes) -> None:
         """Do what `line` says; one that cannot be read is left out, and the next one counts."""
@@ -230,6 +232,7 @@ class Control:
 
     def _handle(self, message: ToWorker) -> None:
         if not isinstance(message, WorkerAck):
+            failpoint("rank/order", type(message).__name__)
             if handler := self._handlers.get(type(message)):
                 handler(message)
             return

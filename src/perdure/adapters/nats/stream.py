@@ -23,6 +23,7 @@ from nats.js.api import (
 )
 
 from perdure.adapters.nats.bus import NatsBus
+from perdure.failpoints import failpoint
 from perdure.model.bus.wire import stream_journal, subject_journal
 from perdure.model.errors import FencedError, PlatformError
 
@@ -193,9 +194,11 @@ class NatsStream:
         """Return the number of the message once it is on disk."""
         headers = {_LAST: str(expected_last), _ID: message_id}
         try:
+            failpoint("stream/append")
             ack = await self._bus.unless_lost(
                 self._js.publish(self._subject, data, stream=self._name, headers=headers)
             )
+            failpoint("stream/appended")
         except nats.js.errors.APIError as error:
             if error.err_code in WRONG_LAST_SEQUENCE:
                 return await self._confirm_own(message_id, expected_last)

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from perdure.failpoints import failpoint
 from perdure.model.bus.wire import EventAck, EventBatch, EventMessage
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
@@ -173,6 +174,7 @@ class Outbox:
             else:
                 batches.append(EventBatch(source, seq, (event,), skipped))
         message = EventMessage(node=self._node, batches=tuple(batches))
+        failpoint("outbox/send", self._source)
         try:
             answer = await self.bus.request(self._subject, encode(message), timeout_s=ACK_TIMEOUT_S)
             ack: EventAck = decode(answer, EventAck)
@@ -181,6 +183,7 @@ class Outbox:
         except ProtocolError as error:
             log.error("acknowledgement refused: %s", error)
             return False
+        failpoint("outbox/sent", self._source)
         if ack.term:
             self.on_term(ack.term)
         if ack.refused:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perdure.agent.messages import WorkerSaid
+from perdure.failpoints import failpoint
 from perdure.model.bus.wire import (
     FromWorker,
     WorkerAck,
@@ -158,8 +159,10 @@ class WorkerServer:
             def acknowledge() -> None:
                 newest = self._lines.get(line.hello.rank)
                 same = newest is not None and newest.source == line.source
+                failpoint("agent/worker-ack")
                 (newest if newest is not None and same else line).send(WorkerAck(seq))
 
+            failpoint("agent/worker-event")
             self._outbox.put_from(line.source, seq, message.event, acknowledge)
             return
         hello = line.hello

@@ -44,6 +44,7 @@ from perdure.agent.messages import (
     TermHeard,
 )
 from perdure.agent.state import NodeIdentity
+from perdure.failpoints import failpoint
 from perdure.launch.environment import GROUP_DEVICES, rank_environment
 from perdure.model.bus.version import check_spoken
 from perdure.model.bus.wire import (
@@ -219,6 +220,7 @@ class AgentService:
         self._set_timer()
 
     def _take_order(self, data: bytes) -> None:
+        failpoint("agent/order")
         try:
             order, unknown = read_order(data)
         except ProtocolError as error:
@@ -227,6 +229,7 @@ class AgentService:
         for type_ in unknown:
             self._asides.note("order", "a controller", f"unknown type of order {type_!r}", data)
         self.take(OrderReceived(order=order))
+        failpoint("agent/ordered")
 
     def _greet_keeper(self, state: KeeperState) -> None:
         ranks, reader = self._spec.ranks_of(self._node), self._reader
@@ -254,6 +257,7 @@ class AgentService:
 
     def _hear_keeper(self, message: FromKeeper) -> None:
         if isinstance(message, KeeperExited):
+            failpoint("agent/exit")
             self.take(self._reader.read_end(message.record, self.now()))
         elif not isinstance(message, KeeperState):
             cold = isinstance(message, KeeperStoreReady) and not message.port
@@ -282,6 +286,7 @@ class AgentService:
             case EndKeeper(reason=reason):
                 self._keeper.kill(reason)
             case SpawnRanks():
+                failpoint("agent/spawn")
                 self._keeper.send(self._render_spawn(request))
             case TellWorker(rank=rank, message=message):
                 self._workers.send(rank, message)

@@ -24,6 +24,7 @@ import msgspec
 
 from perdure.control.joining import FINAL
 from perdure.control.senders import describe_sender, is_sender
+from perdure.failpoints import failpoint
 from perdure.model.bus.access import ASKED_BY, Role
 from perdure.model.bus.version import can_talk
 from perdure.model.bus.wire import (
@@ -155,6 +156,7 @@ class Inbox:
             self._refuse(f"event of {who}: {refused}")
             if not self._notes.take(sender):
                 return
+        failpoint("inbox/taken", sender)
         self._arrived.messages.append((sender, message, reply))
         self._wake.set()
 

@@ -26,6 +26,7 @@ import xxhash
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.adapters.shared_folder import open_journal
+from perdure.failpoints import failpoint
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError, FencedError, PerdureError, PlatformError
@@ -162,7 +163,7 @@ class Mirror:
                 if self._shared and os.fstat(fd).st_ino != self._inode:
                     return  # A later controller's.
                 os.ftruncate(fd, self._size)
-                done = os.pwrite(fd, self._pending, self._size)
+                done = os.pwrite(fd, self._pending[: failpoint("journal/mirror")], self._size)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -294,6 +295,7 @@ class Journal:
         stuck_at_s = asyncio.get_running_loop().time() + STUCK_S
         while True:
             try:
+                failpoint("journal/append")
                 number = await self._stream.append(
                     data, expected_last=self._groups, message_id=message_id
                 )
@@ -312,6 +314,7 @@ class Journal:
             log.warning("the journal can be written again, after %d attempts", failures)
         if number != self._groups + 1:
             raise FencedError(f"the journal's group has number {number}, not {self._groups + 1}")
+        failpoint("journal/appended")
         self._groups, self._digest = number, _compute_digest(data)
         self.last_seq += len(lines)
         if self._mirror is not None:

@@ -28,6 +28,7 @@ from perdure.control.senders import describe_sender, find_role, find_untrue, sif
 from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector, Unwatched
 from perdure.detect.devices import DeviceJudge
+from perdure.failpoints import failpoint
 from perdure.model.bus.version import can_talk, check_journal
 from perdure.model.bus.wire import (
     Command,
@@ -158,6 +159,7 @@ class ControllerService:
             PlatformError: the journal cannot be read at the start.
         """
         await self._remember()
+        failpoint("controller/replayed")
         if self._ended is None:
             if self._term and self._memory.term >= self._term:
                 raise FencedError(
@@ -170,6 +172,7 @@ class ControllerService:
             await self._turn()
         self._show(self._memory.fold.snapshot(self._clock()))
         await self._journal.settle()
+        failpoint("controller/ended")
         return self._ended
 
     async def _remember(self) -> None:
@@ -453,12 +456,15 @@ class ControllerService:
         if turn.entries:
             await self._journal.append(turn.entries)
             self._note(turn.entries)
+            failpoint("controller/journaled")
             self._check()
         for node, order in turn.sendings:
             await self._bus.publish(subject_orders(self._spec.name, node), encode(order))
+            failpoint("controller/ordered", str(node))
         for reply, sources in turn.acks:
             seqs = {source: self._memory.taken.get(source, 0) for source in sorted(sources)}
             await reply(encode(EventAck(seqs, self._term)))
+            failpoint("controller/acknowledged")
         now = self._clock()
         # Who is answered may look at once, and sees what the answer says.
         if turn.answers or now >= self._show_at_s or self._ended is not None:
@@ -479,7 +485,8 @@ class ControllerService:
 
     def _write_snapshot(self) -> None:
         """Write down what is known, if it is time: rendered now, put on disk beside the loop."""
-        files, due = self._snapshots, self._snapshot_seq + self._snapshot_every
+        every = failpoint("snapshot/every") or self._snapshot_every
+        files, due = self._snapshots, self._snapshot_seq + every
         if files is None or self._memory.seq < due or self._ended is not None:
             return
         if self._writing is not None and not self._writing.done():

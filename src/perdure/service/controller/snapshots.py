@@ -19,6 +19,7 @@ import xxhash
 
 import perdure
 from perdure.control.memory import Memory, decode_memory, encode_memory
+from perdure.failpoints import failpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.job import JobSpec
@@ -72,6 +73,7 @@ class SnapshotFiles:
         """Write a rendered snapshot, and drop the oldest of more than `KEPT`."""
         try:
             write_atomic(os.path.join(self._folder, f"{seq:012d}.json"), data)
+            failpoint("snapshot/written")
             for path in self._list()[KEPT:]:
                 path.unlink(missing_ok=True)
         except (PlatformError, OSError) as error:

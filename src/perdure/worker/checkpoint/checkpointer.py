@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
 from perdure.model.checkpoints import TEMPORARY, FileEntry, Manifest, Part, name_checkpoint
 from perdure.model.codec import decode, encode
@@ -185,6 +186,7 @@ class SaveTask:
         own: dict[str, Any],
     ) -> None:
         """Write this rank's files, read them back, and report them."""
+        failpoint("checkpoint/begin")
         results, hashes = write_tensors(self.folder, cache, tensors, staging.give_way)
         name = f"rank-{self._rank}.pt"
         with open(self.folder / name, "wb") as file:  # Not a path: torch would keep the GIL.
@@ -192,6 +194,7 @@ class SaveTask:
         sync_path(self.folder / name)
         torch.load(self.folder / name, weights_only=not self._allow_pickle, map_location="cpu")
         (self.folder / _RESULTS.format(self._rank)).write_bytes(results)
+        failpoint("checkpoint/written")
         files = []
         for path in [name, *sorted(hashes)]:
             drop_cached(self.folder / path)
@@ -200,9 +203,11 @@ class SaveTask:
                 raise PlatformError(f"{path} is not on the disk what was written")
             files.append(entry)
         sync_path(self.folder)
+        failpoint("checkpoint/hashed")
         part = encode(Part(self._rank, tuple(files)))
         replace_file(self.folder / _PART.format(self._rank), part, synced=True)
         sync_path(self.folder)
+        failpoint("checkpoint/reported")
 
     def _finish(self, cache: SavePlanCache, own: dict[str, Any]) -> Manifest:
         """Gather all parts, publish, check, tag."""
@@ -216,6 +221,7 @@ class SaveTask:
         write_index(self.folder, cache.metadata, results)
         read_index(self.folder)  # It raises where it cannot be read.
         files.append(describe_file(self.folder, INDEX))
+        failpoint("checkpoint/gathered")
         roster = {entry.path for entry in files}
         for path in list(self.folder.iterdir()):
             if path.name not in roster:
@@ -232,6 +238,7 @@ class SaveTask:
         if self._remote:
             self._remote.upload(final, manifest)
         tag_latest(self._root, final)
+        failpoint("checkpoint/tagged")
         remove_temporaries(self._root, self._step)  # Of attempts that failed: all are past them.
         return manifest
 
@@ -399,6 +406,7 @@ class Checkpointer:
                     reason=reason,
                 )
             )
+            failpoint("checkpoint/surplus")
             apply_retention(self._root, self._config, step)
             if self._remote:
                 self._remote.apply_retention(self._config, step)
@@ -444,6 +452,7 @@ class Checkpointer:
         self._found = None
         why: list[str] = []
         if folder is not None:
+            failpoint("checkpoint/restore")
             try:
                 why = self._load(folder, own, extra)
             except (RuntimeError, KeyError, ValueError, PerdureError) as error:

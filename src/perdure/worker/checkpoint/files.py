@@ -18,6 +18,7 @@ from typing import Any
 import fsspec
 import xxhash
 
+from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
 from perdure.model.checkpoints import (
     LATEST,
@@ -121,7 +122,9 @@ def publish(temporary: Path, root: Path, step: int, manifest: Manifest) -> Path:
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(final, old)
+    failpoint("checkpoint/publish")
     os.replace(temporary, final)
+    failpoint("checkpoint/published")
     shutil.rmtree(old, ignore_errors=True)
     sync_path(root)
     return final
