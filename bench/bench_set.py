@@ -65,7 +65,7 @@ def find_phases(home: str, spans: dict[str, tuple[float, float]]) -> dict[str, f
     phases: dict[str, list[float]] = {}
     windows: dict[str, list[JournalEntry]] = {}
     window: list[JournalEntry] = []
-    for entry in read_mirror(paths_of(home, JOB)) or []:
+    for entry in read_mirror(paths_of(home, JOB)) or ():
         if isinstance(entry.body, CommandReceived):
             window = windows[entry.body.id] = []
         window.append(entry)

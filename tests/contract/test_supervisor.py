@@ -89,7 +89,7 @@ def test_a_run_shows_its_ranks_and_returns_their_status(run: Callable[..., Run])
     job = run("0.1")
     assert job.wait() == 0
     assert "[rank 0] hello from 0 of generation 0" in job.text()
-    entries = read_mirror(job.paths) or []
+    entries = list(read_mirror(job.paths) or ())
     assert isinstance(entries[0].body, JobSubmitted)
     assert isinstance(entries[-1].body, JobEnded)
     assert [entry.seq for entry in entries] == list(range(1, len(entries) + 1))
@@ -114,7 +114,7 @@ def test_scarce_room_for_checkpoints_is_an_event_of_the_job(
     job.until(lambda: "[perdure] storage is" in job.text())
     over.touch()
     assert job.wait() == 0
-    (noted,) = [e.body for e in read_mirror(job.paths) or [] if isinstance(e.body, RoomNoted)]
+    (noted,) = [e.body for e in read_mirror(job.paths) or () if isinstance(e.body, RoomNoted)]
     assert noted.grade in ("low", "short")
     assert f"[perdure] storage is {noted.grade}" in job.text()
 
@@ -180,7 +180,7 @@ def test_sigterm_stops_the_job(run: Callable[..., Run]) -> None:
     job.until_running()
     job.process.send_signal(signal.SIGTERM)
     job.wait()
-    ended = (read_mirror(job.paths) or [])[-1].body
+    ended = list(read_mirror(job.paths) or ())[-1].body
     assert isinstance(ended, JobEnded)
     assert ended.status == "stopped"
     job.assert_clean()

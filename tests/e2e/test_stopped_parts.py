@@ -53,7 +53,7 @@ def finish(job: Job, step: int) -> None:
 
 def verdicts(job: Job, kind: str) -> list[Verdict]:
     """Return what `perdure diagnose` would say, without the time that a command takes to start."""
-    entries = read_mirror(paths_of(str(job.home / "state"), job.name)) or []
+    entries = list(read_mirror(paths_of(str(job.home / "state"), job.name)) or ())
     return [verdict for verdict in list_verdicts(entries) if verdict.kind == kind]
 
 

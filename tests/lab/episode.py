@@ -195,7 +195,7 @@ def _collect(job: LabJob, fault: Fault, at_s: float, since: int, outcome: Outcom
 
 def _find_derived(job: LabJob, since: int) -> list[Row]:
     """Return crashes and lost nodes, which no detector says: they are folded from the journal."""
-    entries = read_mirror(paths_of(job.env["PERDURE_HOME"], job.name)) or []
+    entries = list(read_mirror(paths_of(job.env["PERDURE_HOME"], job.name)) or ())
     found = list_verdicts(entries[since:])
     return [
         {

@@ -16,8 +16,10 @@ import msgspec
 
 from perdure.adapters.host import read_boot_id, read_kernel_kills
 from perdure.adapters.rings import read_ring
+from perdure.cli.speech.say import note
 from perdure.launch.records import list_records, read_remote
 from perdure.model.bus.wire import Command
+from perdure.model.chain import EntryReader, Tally
 from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
@@ -75,11 +77,18 @@ class Job:
         """Return where its checkpoints land: a directory or a URL."""
         return self.spec.checkpoint.url or self.paths.checkpoints
 
-    def entries(self) -> list[JournalEntry]:
-        """Return its journal."""
+    def read(self) -> EntryReader:
+        """Return a reader of its journal, which skips what is broken and counts it."""
         from perdure.service.controller.journal import read_journal  # With the client of NATS.
 
         return read_journal(self.paths)
+
+    def entries(self) -> list[JournalEntry]:
+        """Return its journal, and say what of it cannot be read."""
+        reader = self.read()
+        entries = list(reader)
+        say_damage(reader.tally)
+        return entries
 
     def now(self, entries: list[JournalEntry]) -> float:
         """Return job time: of this moment while it lives, else of its last event."""
@@ -165,6 +174,15 @@ class Job:
             reason = f"the controller has said nothing for {silent_s:.0f} s; this is how it was"
             return msgspec.structs.replace(snapshot, reason=reason)
         return snapshot
+
+
+def say_damage(tally: Tally) -> dict[str, Any]:
+    """Say what of a journal cannot be read; return it as it stands in a command's document."""
+    if tally.whole:
+        return {}
+    what = f"the journal is damaged: {tally.describe()}; this is made of the rest"
+    note(f"{what} (docs/journal.md)")
+    return {"journal": {"damage": tally.describe(), **msgspec.structs.asdict(tally)}}
 
 
 class ElsewhereError(PerdureError):

@@ -248,6 +248,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     cordoned: tuple[int, ...] = ()
     coming: tuple[Change, ...] = ()
     """Changes of configuration that are agreed for steps yet to come, the next one first."""
+    seq: int = 0
+    """Number of the newest entry of the journal that it was made of."""
     world: WorldShape | None = None
     """Of a pipelined elastic job."""
     observed: bool = False

@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +20,10 @@ from perdure.files import is_locked, replace_file
 from perdure.model.bus.lighthouse import Member
 from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
 from perdure.model.bus.wire import Endpoint
+from perdure.model.chain import EntryReader
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
-from perdure.model.events import ControllerStarted, JournalEntry
+from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment, ReplicaGroup
 from perdure.model.paths import LOCK, JobPaths, job_paths
@@ -185,43 +186,40 @@ def write_steering(paths: JobPaths, node: int, assignment: Assignment) -> None:
 
 
 def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
-    """Return the entries of `lines`; a torn last line (the writer was killed) is left out.
+    """Return the entries of `lines`, all of which must be sound; a torn last line is left out.
 
     Raises:
-        ProtocolError: a whole line is no entry, or one that only a newer version knows.
+        ProtocolError: one is none, or one that only a newer version knows.
     """
-    entries: list[JournalEntry] = []
-    for line in lines:
-        if not line.strip():
-            continue
-        try:
-            entries.append(decode(line, JournalEntry))
-        except ProtocolError as error:
-            if line.endswith(b"\n"):
-                raise ProtocolError(f"{error}{_name_writer(entries)}") from error
+    reader = EntryReader(lines, mine=MINE, first=0)
+    entries = list(reader)
+    if not reader.tally.whole:
+        raise ProtocolError(f"a journal that cannot be read: {reader.tally.describe()}")
     return entries
 
 
-def _name_writer(entries: Sequence[JournalEntry]) -> str:
-    """Return who has written what cannot be read here, where that was another version."""
-    started = [e.body.speaks for e in entries if isinstance(e.body, ControllerStarted)]
-    if not started or started[-1] == MINE or started[-1].protocol < MINE.protocol:
-        return ""
-    return f" (entry {len(entries) + 1} was written by {started[-1]}, and this is {MINE})"
+def read_mirror(paths: JobPaths) -> EntryReader | None:
+    """Return a reader of `journal.jsonl`; None where there is no such file."""
+    if not os.path.exists(paths.journal):
+        return None
+    picture = None if is_alive(paths) else load_snapshot(paths)  # The mirror of a living job lags.
+    known_seq = picture.seq if picture is not None else 0
+    return EntryReader(read_lines(paths.journal), mine=MINE, known_seq=known_seq)
 
 
-def read_mirror(paths: JobPaths) -> list[JournalEntry] | None:
-    """Return the entries of `journal.jsonl`; None where there is no such file."""
-    with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
-        return parse_journal(file)
-    return None
+def read_lines(path: str) -> Iterator[bytes]:
+    """Yield the lines of a file, one in memory at a time; none where there is no such file."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        yield from file
 
 
 def read_last_entries(paths: JobPaths) -> list[JournalEntry]:
-    """Return the newest entries of `journal.jsonl`, oldest first: 64 KiB of them, and at least one.
+    """Return the newest sound entries of `journal.jsonl`, oldest first, and at least one.
+
+    They are those of its last 64 KiB, or of more where there is none.
 
     Raises:
-        ProtocolError: one of its whole lines is none.
+        ProtocolError: one of them only a newer version knows.
     """
     length = _LAST_LINES_GUESS
     with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
@@ -230,8 +228,9 @@ def read_last_entries(paths: JobPaths) -> list[JournalEntry]:
             start = max(0, size - length)
             file.seek(start)
             lines = file.read(size - start).split(b"\n")[1 if start else 0 : -1]
-            if any(lines) or not start:
-                return [decode(line, JournalEntry) for line in lines if line]
+            entries = list(EntryReader((line + b"\n" for line in lines), mine=MINE, first=0))
+            if entries or not start:
+                return entries
             length *= 4
     return []
 

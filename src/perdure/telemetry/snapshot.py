@@ -56,6 +56,8 @@ class Certain:
     recent: RecentFold = field(default_factory=RecentFold)
     shapes: ShapeFold = field(default_factory=ShapeFold)
     entries: int = 0
+    seq: int = 0
+    """Number of the newest."""
 
 
 class SnapshotFold:
@@ -75,6 +77,7 @@ class SnapshotFold:
         """Take the next entry of the journal."""
         certain = self.certain
         certain.entries += 1
+        certain.seq = entry.seq
         certain.history.add(entry)
         self._rows.add(entry)
         certain.verdicts.add(entry)
@@ -164,6 +167,7 @@ class SnapshotFold:
         depth, fixed = self._describe_world(state)
         picture = Snapshot(
             version=self.certain.entries + self._beats,
+            seq=self.certain.seq,
             job=self._spec.name,
             state=state,
             at_s=now,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.journals import reseal
 from tests.older import DEPTHS, SAVED, find_spec, lay_down, read_journal
 from tests.unit.service.test_controller import Rig
 
@@ -156,7 +157,8 @@ async def test_a_controller_does_not_go_on_with_a_newer_ones_journal(rig: Rig) -
     await rig.end_controller()
     number = len(rig.bodies()) + 1
     started = ControllerStarted(incarnation="c9", speaks=NEWER)
-    rig.stream.messages.append(encode(JournalEntry(number, 1000.0, started)) + b"\n")
+    entry = encode(JournalEntry(number, 1000.0, started)) + b"\n"
+    rig.stream.messages[:] = reseal([*rig.stream.messages, entry])
     rig.orders.clear()
     messages = list(rig.stream.messages)
     with pytest.raises(TimeoutError):  # No order of it is ever heard.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes import FakeBus, FakeStream
+from tests.journals import reseal
 from tests.unit.service.test_controller import SPEC, Rig, encode
 
 from perdure.control import Memory
@@ -211,7 +212,7 @@ async def test_a_snapshot_of_another_journal_is_passed_over(
     await rig.fill(50)
     await rig.until(lambda: len(rig.files) == 2)
     await rig.end_controller()
-    rig.stream.messages[:] = [m.replace(b"0.5", b"0.6") for m in rig.stream.messages]
+    rig.stream.messages[:] = reseal(rig.stream.messages, b"0.5", b"0.6")
     with caplog.at_level(logging.INFO, "perdure.controller"):
         await rig.start_controller()
     assert "of another journal" in caplog.text

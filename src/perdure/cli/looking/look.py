@@ -16,7 +16,14 @@ import typer
 
 from perdure.adapters.host import kill_process
 from perdure.adapters.stacks import dump_stack
-from perdure.cli.jobs import Job, find_job, list_jobs_elsewhere, list_local_jobs, read_start_s
+from perdure.cli.jobs import (
+    Job,
+    find_job,
+    list_jobs_elsewhere,
+    list_local_jobs,
+    read_start_s,
+    say_damage,
+)
 from perdure.cli.platforms.remote import list_reminders
 from perdure.cli.speech.say import (
     JobName,
@@ -297,7 +304,8 @@ def diagnose(
     """Say what went wrong: each verdict with its culprit and evidence."""
     found = find_job(job)
     stacks = _take_native_stacks(found.snapshot()) if native else {}
-    entries = found.entries()
+    reader = found.read()
+    entries = list(reader)
     verdicts = list_verdicts(entries)
     vanished = None if found.alive else found.explain_vanishing(entries)
     outcome = found.judge_outcome(entries)
@@ -307,8 +315,10 @@ def diagnose(
     ]
     attempts, asides = found.list_attempts(), list_asides(entries)
     snapshot = found.snapshot()
+    damage = say_damage(reader.tally)
     if as_json:
         more: dict[str, Any] = {
+            **damage,
             "vanished": vanished,
             "native_stacks": stacks,
             "traps": named,
@@ -381,12 +391,15 @@ def report(
     from perdure.dash import render_html, render_text
 
     found = find_job(job)
-    entries = found.entries()
+    reader = found.read()
+    entries = list(reader)
     now = found.now(entries)
     result, series = make_report(entries, now), make_series(entries, now)
+    damage = say_damage(reader.tally)
     if html is not None:
         matrix = read_delay_matrix(entries)
         page = render_html(result, found.snapshot(), series, matrix)
         write_asked(html, page, hint="--html FILE")
     text = render_text(result, series, width=width)
-    answer(result, text.removesuffix("\n"), as_json=as_json)
+    document = msgspec.to_builtins(result) | damage
+    answer(document, text.removesuffix("\n"), as_json=as_json)

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,13 +12,15 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.jobs import find_job, read_start_s
+from perdure.cli.jobs import find_job, read_start_s, say_damage
 from perdure.cli.speech.say import JobName, Json, print_json
 from perdure.launch.exchange import print_output
-from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, ProtocolError
+from perdure.model.chain import EntryReader, Link
+from perdure.model.codec import encode
+from perdure.model.errors import ConfigError
 from perdure.model.events import Decision, JobEnded, JournalEntry
 from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.service.jobfiles import MINE
 
 POLL_S = 0.2
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
@@ -158,7 +160,7 @@ def events(
     found = find_job(job)
     state = {"seq": 0, "start_s": 0.0}
 
-    def show(entries: list[JournalEntry]) -> None:
+    def show(entries: Iterable[JournalEntry]) -> None:
         for entry in entries:
             if entry.seq <= state["seq"]:
                 continue
@@ -177,7 +179,11 @@ def events(
         if any(isinstance(entry.body, JobEnded) for entry in fresh):
             return
         time.sleep(POLL_S)
-    show(found.entries())
+    reader = found.read()
+    show(reader)
+    damage = say_damage(reader.tally)
+    if damage and as_json:
+        print_json(damage)
 
 
 class MirrorTail:
@@ -186,6 +192,7 @@ class MirrorTail:
     def __init__(self, path: str) -> None:
         """Follow `path`, which need not be there yet."""
         self._path, self._inode, self._offset = path, 0, 0
+        self._last: Link | None = None
 
     def poll(self) -> list[JournalEntry]:
         """Return the entries since the last call; all of them again for a new file."""
@@ -193,19 +200,16 @@ class MirrorTail:
             with open(self._path, "rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:
-                    self._inode, self._offset = inode, 0
+                    self._inode, self._offset, self._last = inode, 0, None
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
-        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-        entries: list[JournalEntry] = []
-        for line in lines:
-            try:
-                entries.append(decode(line, JournalEntry))
-            except ProtocolError:
-                break  # torn by a full disk; the writer mends it
-            self._offset += len(line)
+        whole = data[: data.rfind(b"\n") + 1]  # The rest has yet to be written.
+        self._offset += len(whole)
+        reader = EntryReader(whole.splitlines(keepends=True), mine=MINE, last=self._last)
+        entries = list(reader)
+        self._last = reader.last
         return entries
 
 

@@ -153,7 +153,7 @@ def play(
     system.end()
     if not isinstance(system, Perdure):
         return Played(Run(steps, done_s, end_s, rates, told), complete, load)
-    entries, zero_s = read_journal(system.paths), begun_s + system.compute_offset_s()
+    entries, zero_s = list(read_journal(system.paths)), begun_s + system.compute_offset_s()
     recoveries = read_recoveries(entries, zero_s, end_s)
     run = Run(steps, done_s, end_s, rates, told, recoveries)
     return Played(run, complete, load, recoveries, read_formed_shapes(entries, zero_s, end_s))

@@ -28,12 +28,20 @@ from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.adapters.shared_folder import open_journal
 from perdure.failpoints import failpoint
 from perdure.model.bus.wire import Endpoint
+from perdure.model.chain import FIRST, EntryReader, Link, seal
 from perdure.model.codec import encode
-from perdure.model.errors import ConfigError, FencedError, PerdureError, PlatformError
+from perdure.model.errors import (
+    ConfigError,
+    FencedError,
+    PerdureError,
+    PlatformError,
+    ProtocolError,
+)
 from perdure.model.events import JobEnded, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.service.jobfiles import (
+    MINE,
     load_endpoint,
     parse_journal,
     read_document,
@@ -63,6 +71,8 @@ class Position(msgspec.Struct, frozen=True):
     groups: int = 0
     digest: str = ""
     """xxh3_128 of the last group."""
+    hash: str = FIRST
+    """Of the newest entry."""
     mirror_size: int = 0
     mirror_digest: str = ""
     """xxh3_128 of everything up to here; empty where it is not known."""
@@ -193,7 +203,7 @@ class Journal:
         self._stream, self._writer, self._mirror = stream, writer, mirror
         self._on_stuck = on_stuck
         self._groups = 0
-        self._digest = ""
+        self._digest, self._hash = "", FIRST
         self._mirroring: asyncio.Task[None] | None = None
         self.last_seq = 0
         """Number of the newest entry."""
@@ -232,10 +242,15 @@ class Journal:
         return entries
 
     def _take(self, position: Position, groups: list[bytes]) -> list[JournalEntry]:
-        entries = parse_journal(b"".join(groups).splitlines(keepends=True))
+        last = Link(position.entries, FIRST, position.hash) if position.entries else None
+        lines = b"".join(groups).splitlines(keepends=True)
+        reader = EntryReader(lines, mine=MINE, last=last)
+        entries = list(reader)
+        if not reader.tally.whole:
+            raise ProtocolError(f"the journal is damaged: {reader.tally.describe()}")
         self._groups = position.groups + len(groups)
         self._digest = _compute_digest(groups[-1]) if groups else position.digest
-        self.last_seq = entries[-1].seq if entries else position.entries
+        self._hash, self.last_seq = reader.last.hash, reader.last.seq
         return entries
 
     async def _resume_mirror(self, mirror: Mirror, position: Position) -> None:
@@ -261,7 +276,7 @@ class Journal:
     def position(self) -> Position:
         """Return where the journal ends now."""
         size, digest = self._mirror.position() if self._mirror is not None else (0, "")
-        return Position(self.last_seq, self._groups, self._digest, size, digest)
+        return Position(self.last_seq, self._groups, self._digest, self._hash, size, digest)
 
     @property
     def body_max(self) -> int:
@@ -275,20 +290,20 @@ class Journal:
             FencedError: somebody else has written; nothing more may be decided here.
         """
         lines: list[bytes] = []
-        size = 0
+        size, hash_ = 0, self._hash
         for entry in entries:
             if entry.seq != self.last_seq + 1 + len(lines):
                 raise AssertionError(f"entry {entry.seq} after {self.last_seq + len(lines)}")
-            line = encode(entry) + b"\n"
+            line, sealed = seal(encode(entry), hash_)
             if lines and size + len(line) > min(_GROUP_BYTES, self._stream.bytes_max):
-                await self._append_group(lines)
+                await self._append_group(lines, hash_)
                 lines, size = [], 0
             lines.append(line)
-            size += len(line)
+            size, hash_ = size + len(line), sealed
         if lines:
-            await self._append_group(lines)
+            await self._append_group(lines, hash_)
 
-    async def _append_group(self, lines: list[bytes]) -> None:
+    async def _append_group(self, lines: list[bytes], hash_: str) -> None:
         data = b"".join(lines)
         message_id = f"{self._writer}-{self.last_seq + 1}"
         failures = 0
@@ -315,7 +330,7 @@ class Journal:
         if number != self._groups + 1:
             raise FencedError(f"the journal's group has number {number}, not {self._groups + 1}")
         failpoint("journal/appended")
-        self._groups, self._digest = number, _compute_digest(data)
+        self._groups, self._digest, self._hash = number, _compute_digest(data), hash_
         self.last_seq += len(lines)
         if self._mirror is not None:
             self._mirror.append(data)
@@ -325,8 +340,8 @@ def _compute_digest(data: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
-def read_journal(paths: JobPaths) -> list[JournalEntry]:
-    """Return a job's entries without a running job, for the commands.
+def read_journal(paths: JobPaths) -> EntryReader:
+    """Return a reader of a job's entries without a running job, for the commands.
 
     From the mirror, else from the arbiter's folder, or from the server's store by a nats-server of
     a moment, or from the user's own server.
@@ -335,9 +350,14 @@ def read_journal(paths: JobPaths) -> list[JournalEntry]:
         ConfigError: the job was never started.
         PlatformError: the store cannot be read.
     """
-    entries = read_mirror(paths)
-    if entries is not None:
-        return entries
+    mirror = read_mirror(paths)
+    if mirror is not None:
+        return mirror
+    return EntryReader(_read_source(paths), mine=MINE)
+
+
+def _read_source(paths: JobPaths) -> list[bytes]:
+    """Return the lines of which the mirror would be a copy."""
     endpoint, spec = load_endpoint(paths), read_document(paths.spec, JobSpec)
     job = os.path.basename(paths.root)
     if spec is not None and spec.bus.arbiter:
@@ -359,10 +379,10 @@ def read_journal(paths: JobPaths) -> list[JournalEntry]:
             process.wait()
 
 
-async def _read_folder(arbiter: str) -> list[JournalEntry]:
+async def _read_folder(arbiter: str) -> list[bytes]:
     with open_journal(arbiter) as stream:
         groups = await stream.read_all()
-    return parse_journal(b"".join(groups).splitlines(keepends=True))
+    return b"".join(groups).splitlines(keepends=True)
 
 
 def _is_served(endpoint: Endpoint) -> bool:
@@ -370,13 +390,13 @@ def _is_served(endpoint: Endpoint) -> bool:
     return NatsServer(folder="", token="", port=port).poll_ready()
 
 
-async def _read_stream(endpoint: Endpoint, job: str) -> list[JournalEntry]:
+async def _read_stream(endpoint: Endpoint, job: str) -> list[bytes]:
     bus = await NatsBus.connect(endpoint, name="perdure journal", timeout_s=5)
     try:
         groups = await NatsStream(bus, job).read_all()
     finally:
         await bus.close()
-    return parse_journal(b"".join(groups).splitlines(keepends=True))
+    return b"".join(groups).splitlines(keepends=True)
 
 
 async def read_end(paths: JobPaths, bus: NatsBus | None, spec: JobSpec) -> JobEnded | None:

@@ -1,0 +1,258 @@
+"""The journal's lines prove themselves: each carries a hash of its bytes and of the line before.
+
+A line ends in `"after":"..."`, the hash of the entry that it follows, and `"hash":"..."`, that of
+all its bytes before this word, `after` among them. So each is known to be whole by itself, also
+inside a text, and that it follows its neighbour: a lost middle and two mixed histories are seen.
+What an end lacks no chain can tell; who knows how far the journal went (`known_seq`) sees it.
+
+It is against decay and not against malice: xxh3_64. Lines of versions before have no hash. They
+are believed if they can be read, and the first line with a hash follows all of them together.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import xxhash
+
+from perdure.model.bus.version import Spoken
+from perdure.model.codec import decode
+from perdure.model.errors import ProtocolError
+from perdure.model.events import ControllerStarted, JournalEntry
+
+FIRST = "0" * 16
+"""What the first entry of a journal follows."""
+_AFTER, _HASH, _END = b',"after":"', b'","hash":"', b'"}'
+_DIGITS = len(FIRST)
+_HASH_AT = -(len(_HASH) + _DIGITS + len(_END))
+_AFTER_AT = _HASH_AT - _DIGITS - len(_AFTER)
+_SEQ = b'{"seq":'
+_RANGES_MAX = 20
+"""Gaps that are named; of more, only how many entries they are."""
+
+
+def seal(entry: bytes, after: str) -> tuple[bytes, str]:
+    """Return the line of an encoded `entry` that follows the one with hash `after`, and its hash.
+
+    >>> line, hash = seal(b'{"seq":1,"at_s":2.0}', FIRST)
+    >>> line.decode().rstrip()
+    '{"seq":1,"at_s":2.0,"after":"0000000000000000","hash":"4e6c46ba29a31a07"}'
+    """
+    body = entry[:-1] + _AFTER + after.encode()
+    hash_ = xxhash.xxh3_64_hexdigest(body)
+    return body + _HASH + hash_.encode() + _END + b"\n", hash_
+
+
+class Link(msgspec.Struct, frozen=True):
+    """What a line with a hash says of its place."""
+
+    seq: int
+    after: str
+    hash: str
+
+
+def read_link(line: bytes) -> Link | None:
+    """Return the place of a `line` that is what was written; None for one with another hash."""
+    text = line.removesuffix(b"\n")
+    body, tail = text[:_HASH_AT], text[_HASH_AT:]
+    hash_ = xxhash.xxh3_64_hexdigest(body)
+    if tail != _HASH + hash_.encode() + _END or not body.startswith(_SEQ):
+        return None
+    after = body[-_DIGITS:].decode()
+    return Link(int(body[len(_SEQ) : body.index(b",")]), after, hash_)
+
+
+def fold_older(line: bytes, after: str) -> str:
+    """Return the hash of a line without one that follows those of hash `after`."""
+    return xxhash.xxh3_64_hexdigest(after.encode() + line.removesuffix(b"\n"))
+
+
+def _is_sealed(line: bytes) -> bool:
+    """Return whether `line` was written with a hash, whatever of its bytes has changed since."""
+    text = line.removesuffix(b"\n")
+    return text[_HASH_AT:].startswith(_HASH) or text[_AFTER_AT:].startswith(_AFTER)
+
+
+class Tally(msgspec.Struct):
+    """What of a journal could not be read, and where."""
+
+    entries: int = 0
+    """So many could."""
+    missing: int = 0
+    """Numbers between the first and the last that nothing sound was found for."""
+    gaps: list[tuple[int, int]] = []
+    """First and last number of the first of these."""
+    broken: int = 0
+    """Lines that are no entry, or not as they were written."""
+    foreign: int = 0
+    """Sound entries of another history, or there twice; none is shown."""
+    foreign_from: int = 0
+    """The first of their numbers."""
+    changed: int = 0
+    """Entries without a hash of their own, of which one at least is not as it was."""
+    torn: bool = False
+    """The last line has no end: its writer was killed, or the file was cut."""
+    cut: int = 0
+    """Entries that are known to have followed the last one."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that was ever written is there."""
+        return not (self.missing or self.broken or self.foreign or self.changed or self.cut)
+
+    def note_gap(self, first: int, last: int) -> None:
+        """Note that the entries `first` to `last` are not there."""
+        self.missing += last - first + 1
+        if len(self.gaps) < _RANGES_MAX:
+            self.gaps.append((first, last))
+
+    def describe(self) -> str:
+        """Return in a line what is wrong; empty where nothing is.
+
+        >>> Tally(entries=7, missing=3, gaps=[(4, 4), (8, 9)], broken=2).describe()
+        '3 entries are not there or not as written (4, 8 to 9)'
+        >>> Tally(entries=7, cut=2).describe()
+        'the last 2 entries are not there'
+        """
+        said = []
+        if self.missing:
+            named = [str(a) if a == b else f"{a} to {b}" for a, b in self.gaps]
+            if sum(b - a + 1 for a, b in self.gaps) < self.missing:
+                named.append("...")
+            verb = "entries are" if self.missing > 1 else "entry is"
+            said.append(f"{self.missing:,} {verb} not there or not as written ({', '.join(named)})")
+        if self.cut:
+            many = f"{self.cut:,} entries are" if self.cut > 1 else "entry is"
+            said.append(f"the last {many} not there")
+        if self.foreign:
+            verb = "entries are" if self.foreign > 1 else "entry is"
+            said.append(
+                f"{self.foreign:,} {verb} of another history or there twice, "
+                f"from number {self.foreign_from} on"
+            )
+        if self.changed:
+            said.append(f"of the first {self.changed:,} entries one or more are not as written")
+        if self.broken and not (self.missing or self.cut):
+            verb = "lines are" if self.broken > 1 else "line is"
+            said.append(f"{self.broken:,} {verb} no entry")
+        return "; ".join(said)
+
+
+class EntryReader:
+    """The sound entries of a journal, one after another, and a tally of what was not.
+
+    Iterate once; `tally` is whole after the last entry. Nothing is held but the line at hand.
+    """
+
+    def __init__(
+        self,
+        lines: Iterable[bytes],
+        *,
+        mine: Spoken | None = None,
+        last: Link | None = None,
+        first: int = 1,
+        known_seq: int = 0,
+    ) -> None:
+        """Read `lines`, each with its end, as a version that speaks `mine`.
+
+        They follow the entry of `last`, or begin with number `first` (0: with any), and once went
+        to `known_seq` at least.
+        """
+        self._lines, self._mine = lines, mine
+        self._first, self._known_seq = first, known_seq
+        self.last = last or Link(first - 1 if first else 0, "", FIRST)
+        """The newest sound entry."""
+        self._began = last is not None or first > 0
+        self._foreign = False
+        self._speaks: Spoken | None = None
+        self.tally = Tally()
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        """Yield each sound entry.
+
+        Raises:
+            ProtocolError: one that is whole is of a kind that only a newer version knows.
+        """
+        for _, entry in self.pairs():
+            yield entry
+
+    def pairs(self) -> Iterator[tuple[bytes, JournalEntry]]:
+        """Yield each sound entry with its line, which ends in a newline.
+
+        Raises:
+            ProtocolError: as above.
+        """
+        for line in self._lines:
+            if not line.strip():
+                continue
+            entry = self._take(line)
+            if entry is not None:
+                self.tally.entries += 1
+                if isinstance(entry.body, ControllerStarted):
+                    self._speaks = entry.body.speaks
+                yield line if line.endswith(b"\n") else line + b"\n", entry
+        self.tally.cut = max(0, self._known_seq - self.last.seq)
+
+    def _take(self, line: bytes) -> JournalEntry | None:
+        link = read_link(line)
+        if link is None:
+            return self._take_older(line)
+        if not self._follows(link):
+            return None
+        if self._began and not self.last.after and self.last.seq and link.seq == self.last.seq + 1:
+            self.tally.changed = self.tally.entries * (link.after != self.last.hash)
+        entry = self._decode(line, sound=True)
+        assert entry is not None
+        self._go_on(link)
+        return entry
+
+    def _take_older(self, line: bytes) -> JournalEntry | None:
+        """Take a line that has no hash, or not that of its bytes."""
+        older = not self.last.after and not _is_sealed(line)
+        entry = self._decode(line, sound=False) if older else None
+        if entry is None:
+            if line.endswith(b"\n"):
+                self.tally.broken += 1
+            else:
+                self.tally.torn = True
+            return None
+        link = Link(entry.seq, "", fold_older(line, self.last.hash))
+        if not self._follows(link):
+            return None
+        self._go_on(link)
+        return entry
+
+    def _follows(self, link: Link) -> bool:
+        """Return whether `link` is of this history, behind all that was taken."""
+        last = self.last
+        chained = bool(link.after and last.after)
+        if not self._began:
+            return True
+        if chained and link.after == last.hash and link.seq == last.seq + 1:
+            self._foreign = False
+            return True
+        other = chained and link.seq == last.seq + 1
+        if self._foreign or other or link.seq <= last.seq:
+            self._foreign = self._foreign or other
+            self.tally.foreign_from = self.tally.foreign_from or link.seq
+            self.tally.foreign += 1
+            return False
+        return True
+
+    def _go_on(self, link: Link) -> None:
+        if self._began and link.seq > self.last.seq + 1:
+            self.tally.note_gap(self.last.seq + 1, link.seq - 1)
+        self._began, self.last = True, link
+
+    def _decode(self, line: bytes, *, sound: bool) -> JournalEntry | None:
+        try:
+            entry: JournalEntry = decode(line, JournalEntry)
+        except ProtocolError as error:
+            by, mine = self._speaks, self._mine
+            newer = by is not None and mine is not None and by.protocol >= mine.protocol
+            strange = by is not None and by != mine and newer
+            if not (sound or (strange and line.endswith(b"\n"))):
+                return None
+            number = self.last.seq + 1
+            why = f" (entry {number} was written by {by}, and this is {mine})" if strange else ""
+            raise ProtocolError(f"{error}{why}") from error
+        return entry
