@@ -24,7 +24,6 @@ from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import JOB_LABEL, explain_pod
 from perdure.model.platforms.launching import LaunchRecord, Scaling
-from perdure.model.report import Snapshot
 
 SOURCE = "perdure scale"
 _CALL_S = 240.0
@@ -54,6 +53,38 @@ def scale(record: LaunchRecord, pods: int, here: Here) -> Scaling:
     for name in added:
         scaler.client.create(yaml.safe_dump(make_added(scaler.spec, record.profile, name)))
     return Scaling(job=record.job, pods=pods, before=before, added=added, removed=removed)
+
+
+class _Status(msgspec.Struct):
+    """Of a `Snapshot`, what is asked before pods are added."""
+
+    state: str
+    fixed: str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+def read_fixed(told: str, job: str, pod: str) -> str:
+    """Return what keeps the job's world as it is, by its `status --json`; empty where it grows.
+
+    Raises:
+        PlatformError: it is no status, it does not say yet, or an older perdure never says it.
+    """
+    try:
+        status = msgspec.json.decode(told, type=_Status)
+    except msgspec.MsgspecError as error:
+        raise PlatformError(
+            f"pod {pod} does not say how the job is: {told[-200:]}", hint="ask again"
+        ) from error
+    if isinstance(status.fixed, msgspec.UnsetType):
+        raise PlatformError(
+            f"job `{job}` runs an older perdure, which does not say whether its world grows",
+            hint="perdure stop, and launch it with an image of this version: it resumes",
+        )
+    if status.fixed is None:
+        raise PlatformError(
+            f"job `{job}` does not train yet: {status.state}",
+            hint="ask again: its depth is not known before",
+        )
+    return status.fixed
 
 
 class _Scaler:
@@ -108,18 +139,7 @@ class _Scaler:
                 hint=f"perdure status {self.record.job}",
             )
         told = self.in_first("status", self.record.job, "--json")
-        try:
-            snapshot = msgspec.json.decode(told, type=Snapshot)
-        except msgspec.MsgspecError as error:
-            raise PlatformError(
-                f"pod {self.first} does not say how the job is: {told[-200:]}", hint="ask again"
-            ) from error
-        if snapshot.fixed is None:
-            raise PlatformError(
-                f"job `{self.record.job}` does not train yet: {snapshot.state}",
-                hint="ask again: its depth is not known before",
-            )
-        return snapshot.fixed
+        return read_fixed(told, self.record.job, self.first)
 
     def in_first(self, *argv: str) -> str:
         """Return what a perdure command prints in the first pod."""
