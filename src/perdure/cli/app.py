@@ -16,7 +16,7 @@ from perdure.cli.running.torchrun import REFUSED
 from perdure.cli.speech.say import print_error
 from perdure.dash.terminal import STDOUT, plain_streams
 from perdure.model.errors import PerdureError
-from perdure.model.numbers import find_bad_number
+from perdure.model.values import find_bad_value
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """The class of the click that Typer uses; newer versions of Typer carry their own."""
@@ -167,7 +167,7 @@ def _check_numbers(command: Any) -> None:
 
     def check(context: Any) -> Any:
         for param in command.params:
-            _, why = find_bad_number(context.params.get(param.name))
+            _, why = find_bad_value(context.params.get(param.name))
             if why:
                 raise typer.BadParameter(why, ctx=context, param=param)
         return invoke(context)

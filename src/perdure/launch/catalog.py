@@ -6,7 +6,6 @@ the user's own may be a diff against the shipped profile of the same name. A pat
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import msgspec
 
 from perdure.model.errors import ConfigError
-from perdure.model.numbers import NUMBER_HINT, find_bad_number
 from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
-from perdure.model.source import find_misfit
+from perdure.model.source import find_misfit, parse_toml
+from perdure.model.values import VALUE_HINT, find_bad_value
 
 SHIPPED = Path(__file__).resolve().parent / "profiles"
 BASELINE = "generic-ssh"
@@ -93,9 +92,9 @@ def overlay(resolved: Resolved, values: Mapping[str, Any], source: str) -> Resol
         ConfigError: a value that the key cannot hold.
     """
     document = msgspec.to_builtins(resolved.profile)
-    keys, why = find_bad_number(dict(values))
+    keys, why = find_bad_value(dict(values))
     if why:
-        raise ConfigError(f"{source}: {'.'.join(keys)}: {why}", hint=NUMBER_HINT)
+        raise ConfigError(f"{source}: {'.'.join(keys)}: {why}", hint=VALUE_HINT)
     for key, value in values.items():
         *sections, last = key.split(".")
         inner = document
@@ -139,13 +138,11 @@ def _find_file(name: str, home: str, seen: set[Path]) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     """Return one profile's own document, each of its keys checked."""
     try:
-        text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text)
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}", hint="see https://toml.io") from error
-    _check(document, text, path)
+    document = parse_toml(data, str(path))
+    _check(document, data.decode(), path)
     return document
 
 

@@ -2,14 +2,17 @@
 
 import json
 import re
+import tomllib
 from difflib import get_close_matches
 from typing import Any, Never, TypeVar
 
 import msgspec
 
 from perdure.model.errors import ConfigError
-from perdure.model.numbers import NUMBER_HINT, find_bad_number
+from perdure.model.values import VALUE_HINT, find_bad_value
 
+BOM = "\ufeff"
+"""What some editors write in front of a text."""
 T = TypeVar("T")
 Path = list[str | int]
 _PLACE = re.compile(r" - at `\$([^`]*)`$")
@@ -37,6 +40,18 @@ def list_sections(type_: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]
     return {f.name: type(f.default) for f in fields if isinstance(f.default, msgspec.Struct)}
 
 
+def parse_toml(data: bytes, name: str) -> dict[str, Any]:
+    """Return the TOML document in `data`, called `name` in errors.
+
+    Raises:
+        ConfigError: it is none; the line is named.
+    """
+    try:
+        return tomllib.loads(data.decode().removeprefix(BOM))
+    except (ValueError, RecursionError) as error:  # Also not UTF-8, endless digits, too deep.
+        raise ConfigError(f"{name}: not TOML: {error}", hint="see https://toml.io") from error
+
+
 def find_misfit(
     document: dict[str, Any], type_: type[msgspec.Struct], hint: str, noun: str = ""
 ) -> Misfit | None:
@@ -44,9 +59,12 @@ def find_misfit(
 
     With a `noun` for its fields, the hint of an unknown one has a near name, or all that there are.
     """
-    keys, why = find_bad_number(document)
+    try:
+        keys, why = find_bad_value(document)
+    except RecursionError:
+        return Misfit("too deep", "", [], hint)
     if why:
-        return Misfit(why, ".".join(keys), keys, NUMBER_HINT)
+        return Misfit(why, ".".join(keys), keys, VALUE_HINT)
     try:
         msgspec.convert(document, type_)
     except msgspec.ValidationError as error:
@@ -68,7 +86,7 @@ class Source:
 
     def __init__(self, name: str, text: str, hint: str = _HINT) -> None:
         """Read `text`, called `name` in errors, which end with `hint`."""
-        self.name, self.text, self.hint = name, text.removeprefix("\ufeff"), hint
+        self.name, self.text, self.hint = name, text.removeprefix(BOM), hint
 
     def lines(self) -> list[tuple[int, str]]:
         """Return (number, line) of all that say something; `#` begins a comment."""

@@ -1,12 +1,15 @@
 """A job file and options become one job."""
 
+import contextlib
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from perdure.cli.running.jobspec import make_spec
+from perdure.cli.running.jobspec import check_job, make_spec
 from perdure.cli.running.options import RunOptions
 from perdure.cli.running.run import choose_shown_ranks
 from perdure.model.errors import ConfigError
@@ -62,6 +65,69 @@ def test_an_empty_server_is_none(tmp_path: Path) -> None:
     assert spec.nats.url == "nats://a:1"
 
 
+FLAGS: tuple[dict[str, Any], ...] = (
+    {"torchft": True}, {"replicas": 3}, {"env": ["A=1"]}, {"nproc": "2"}, {"max_restarts": 1},
+    {"nats": "nats://a:1"}, {"arbiter": "there"}, {"replicate": 3}, {"script": "y.py", "args": []},
+)  # fmt: skip
+SECTIONS = ("torchft", "env", "nproc", "restart", "nats", "bus", "args", "checkpoint")
+VALUES = (
+    None,
+    True,
+    -1,
+    3,
+    2**63,
+    1.5,
+    math.inf,
+    "",
+    "x\0",
+    "\ud800",
+    [],
+    [1],
+    [[]],
+    {"a": {"b": []}},
+)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_a_file_says_is_wrong_in_one_way_whatever_the_options(
+    tmp_path: Path, section: str
+) -> None:
+    """`torchft = 3` and --replicas were a TypeError."""
+    path = tmp_path / "job.json"
+    for value in VALUES:
+        path.write_text(json.dumps({"script": "x.py", section: value}))
+        for flags in ({}, *FLAGS):
+            with contextlib.suppress(ConfigError):
+                make_spec(RunOptions(config=str(path), **flags))
+    path.write_text(json.dumps({"script": "x.py", "torchft": 3}))
+    for flags in ({}, *FLAGS):
+        with pytest.raises(ConfigError, match=r"job.json: torchft: Expected `object`, got `int`"):
+            make_spec(RunOptions(config=str(path), **flags))
+
+
+def test_an_option_that_is_wrong_is_not_the_files_fault(tmp_path: Path) -> None:
+    config = write(tmp_path, 'name="a"\nscript="x.py"\n')
+    with pytest.raises(ConfigError, match=r"^options: name: not a name of a job$"):
+        make_spec(RunOptions(config=config, name="a/b"))
+
+
+def test_the_mark_that_some_editors_write_in_front_is_passed_over(tmp_path: Path) -> None:
+    config = write(tmp_path, '\ufeffscript="x.py"\nnproc=3\n')
+    assert make_spec(RunOptions(config=config))[0].nproc == 3
+    (tmp_path / "job.json").write_text('\ufeff{"script": "x.py", "nproc": 3}')
+    assert make_spec(RunOptions(config=str(tmp_path / "job.json")))[0].nproc == 3
+
+
+@pytest.mark.parametrize("name", ["A=", ""])
+def test_a_variable_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
+    """Each of its four starts failed with exit code 1, and nothing else."""
+    config = write(tmp_path, f'script="x.py"\n[env]\n"{name}"="x"\n')
+    (tmp_path / "x.py").write_text("")
+    spec, _, _ = make_spec(RunOptions(config=config, script=str(tmp_path / "x.py")))
+    with pytest.raises(ConfigError, match=f"env: `{name}` is no name of a variable"):
+        check_job(spec, str(tmp_path / "home"), {})
+
+
 def test_relative_places_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = write(tmp_path, 'script="x.py"\n[checkpoint]\nurl="ck"\n')
@@ -89,6 +155,11 @@ def test_a_rendered_plan_reads_back(tmp_path: Path) -> None:
         ('script="x"\n[checkpoint]\nkeep_last="a"', "checkpoint.keep_last: Expected `int`", ""),
         ('script="x"\nname="a/b"', ", line 2: name: not a name of a job", "letters"),
         ('script="x\n', "not TOML", "toml.io"),
+        (f"script={'[' * 2000}", "not TOML: maximum recursion", "toml.io"),
+        (f'script="x"\nnproc={"9" * 5000}', "not TOML: Exceeds the limit", "toml.io"),
+        ('script="x"\nnproc' + ".a" * 1100 + "=1", "too deep", "documented"),
+        ('script="x"\nargs=["a\\u0000"]', "line 2: args.0: a text with a NUL in it", "NUL"),
+        ('script="x"\n[env]\n"A\\u0000"="1"', "env.A\x00: a text with a NUL in it", "NUL"),
         ("nproc=2", "no script", "SCRIPT"),
         ('script="x"\n[launch]\nbudget=inf', "line 3: launch.budget: inf is not finite", "number"),
         ('script="x"\n[launch]\nbudget=nan', "line 3: launch.budget: nan is not finite", "number"),

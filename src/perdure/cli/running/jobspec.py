@@ -10,7 +10,6 @@ import shutil
 import struct
 import sys
 import tempfile
-import tomllib
 import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -35,7 +34,7 @@ from perdure.model import job
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.job import JobSpec
-from perdure.model.source import find_misfit
+from perdure.model.source import BOM, find_misfit, parse_toml
 from perdure.service.jobfiles import is_alive, paths_of
 
 _PATHS = {
@@ -71,18 +70,16 @@ def read_job_file(path: str) -> dict[str, Any]:
         ConfigError: it cannot be read, or is no TOML; the line is named.
     """
     try:
-        with open(path, "rb") as file:
-            if path.endswith(".json"):
-                return decode(file.read(), dict[str, Any])
-            return tomllib.load(file)
+        data = Path(path).read_bytes()
+        if path.endswith(".json"):
+            return decode(data.removeprefix(BOM.encode()), dict[str, Any])
+        return parse_toml(data, path)
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", hint="is the path right, seen from here?"
         ) from error
     except ProtocolError as error:
         raise ConfigError(f"{path}: not JSON: {error}", hint="it has to be one object") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}", hint="see https://toml.io") from error
 
 
 def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
@@ -91,10 +88,13 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     Raises:
         ConfigError: an option or a field is wrong; the message names its path.
     """
-    document = read_job_file(options.config) if options.config else {}
+    document: dict[str, Any] = {"script": ""}
+    if options.config:
+        document |= read_job_file(options.config)
+        _take_nproc(document, options)
+        validate(document, options.config)  # So that options are written over what has its shape.
     _apply_options(document, options)
-    document.setdefault("script", "")
-    spec = validate(document, options.config or "options")
+    spec = validate(document, "options")
     if not spec.script:
         raise ConfigError("no script to run", hint="perdure run [OPTIONS] SCRIPT [ARGS...]")
     if spec.module and spec.no_python:
@@ -238,6 +238,14 @@ def _locate(path: str, cwd: str) -> str:
     return os.path.join(cwd, os.path.expanduser(path))
 
 
+def _take_nproc(document: dict[str, Any], options: RunOptions) -> None:
+    """Have a document's `nproc` be a number, as on the command line, which wins."""
+    if options.nproc is not None:
+        document.pop("nproc", None)
+    elif isinstance(document.get("nproc"), str):
+        document["nproc"] = parse_nproc(document["nproc"], options.environ)
+
+
 def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
     """Write what was given on the command line over the job file's document."""
     if options.nnodes:
@@ -259,8 +267,6 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
             document.setdefault(section, {})[name] = value
     if options.nproc is not None:
         document["nproc"] = parse_nproc(options.nproc, options.environ)
-    elif isinstance(document.get("nproc"), str):
-        document["nproc"] = parse_nproc(document["nproc"], options.environ)
     if options.args or options.script is not None:
         document["args"] = list(options.args or ())
     if options.torchft and not document.get("torchft", {}).get("replicas"):
@@ -440,8 +446,11 @@ def check_environment(spec: JobSpec, environ: Mapping[str, str]) -> None:
     """Check that a program can be executed with the job's variables and arguments.
 
     Raises:
-        ConfigError: Linux would refuse; the message names the largest of them.
+        ConfigError: Linux would refuse; the message names the variable, or the largest of all.
     """
+    for name in spec.env:
+        if not name or "=" in name:
+            raise ConfigError(f"env: `{name}` is no name of a variable", hint="[env] NAME = VALUE")
     texts = {name: f"{name}={value}" for name, value in environ.items() if name not in spec.env}
     texts |= {f"env.{name}": f"{name}={value}" for name, value in spec.env.items()}
     texts |= {f"args[{index}]": text for index, text in enumerate(spec.args)}

@@ -20,7 +20,7 @@ import typer
 from perdure.dash.shape import align
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
-from perdure.model.plain import show_controls
+from perdure.model.plain import shorten_line, show_controls
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Json = Annotated[bool, typer.Option("--json", help="The answer as JSON.")]
@@ -29,11 +29,15 @@ Timeout = Annotated[
 ]
 Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
 
+_ERROR_MAX = 2000
+"""Characters of an error in words."""
+
 
 def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> int:
     """Print one error as `perdure: error: ...` and `hint: ...`, or as JSON; return its code.
 
-    Where standard output takes no JSON (its disk is full), standard error has the two lines.
+    Where standard output takes no JSON (its disk is full), standard error has the two lines. What
+    quotes a value of kilobytes is shown with both its ends; JSON has all of it.
     """
     with contextlib.suppress(OSError):
         if as_json:
@@ -41,7 +45,7 @@ def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> in
             print(json.dumps(document), flush=True)
             return exit_code
     with contextlib.suppress(OSError):  # Then the code says it alone.
-        print(f"perdure: error: {message}", file=sys.stderr)
+        print(f"perdure: error: {shorten_line(message, _ERROR_MAX)}", file=sys.stderr)
         if hint:
             print(f"hint: {hint}", file=sys.stderr, flush=True)
     return exit_code

@@ -21,7 +21,6 @@ from perdure.cli.speech.say import (
 )
 from perdure.model.errors import ConfigError
 from perdure.model.faults import FAULTS
-from perdure.model.numbers import refuse_number
 from perdure.model.plain import name_step
 from perdure.model.report import Snapshot
 from perdure.model.steering import (
@@ -34,6 +33,7 @@ from perdure.model.steering import (
     parse_value,
     render_value,
 )
+from perdure.model.values import refuse_value
 from perdure.plan.settings import SECTIONS, apply_spec, list_own_keys
 
 
@@ -124,7 +124,7 @@ def _parse_args(pairs: list[str]) -> dict[str, Any]:
             args[key] = float(text) if "." in text else int(text)
         except ValueError:
             raise ConfigError(f"--arg {pair}: not a number", hint="--arg NAME=NUMBER") from None
-        if why := refuse_number(args[key]):
+        if why := refuse_value(args[key]):
             raise ConfigError(f"--arg {key}: {why}", hint="--arg NAME=NUMBER")
     return args
 

@@ -24,9 +24,9 @@ from perdure.control.recovery.placement import bar, count_shortage
 from perdure.control.steering.group_moves import take_back
 from perdure.control.steering.moves import restore_move
 from perdure.control.targets import UnknownTargetError, name_all, resolve_nodes
-from perdure.model.numbers import refuse_number
 from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
+from perdure.model.values import refuse_value
 from perdure.policy import estimate_restart_cost_s
 
 
@@ -160,7 +160,7 @@ def receive_verb(state: JobState, now: float, command: OpenCommand) -> list[AnyA
 def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) -> list[AnyAction]:
     args, of_groups = command.args, isinstance(plan, GroupPlan)
     patience_s = float(args.get("deadline_s") or LEAVE_DEADLINE_S)
-    if why := refuse_number(patience_s):
+    if why := refuse_value(patience_s):
         raise ValueError(f"deadline_s: {why}")
     actions: list[AnyAction] = []
     for move in list(state.moves.values()) if of_groups else []:  # It may be less urgent.
