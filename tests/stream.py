@@ -28,9 +28,11 @@ from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
+from perdure.service.curves import CurveFiles, read_curves
 from perdure.service.jobfiles import parse_journal
 from perdure.service.part import LINE_MAX, Asides
 from perdure.service.ports import Bus, JournalStream
+from perdure.telemetry.curves import Curves
 from tests.fakes import FakeBus, FakeServer, FakeStream
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
@@ -45,8 +47,8 @@ STARTED: tuple[AnyEvent, ...] = (
 class Stream:
     """One controller and one agent; ranks connect with `connect`."""
 
-    def __init__(self, agent: Bus, controller: Bus, stream: JournalStream) -> None:
-        self.stream = stream
+    def __init__(self, agent: Bus, controller: Bus, stream: JournalStream, curves: str) -> None:
+        self.stream, self.folder = stream, curves
         self.time_s = 1000.0
         self.asides = Asides(lambda: self.time_s)
         self.outbox = Outbox(agent, subject_events("job", 0), node=0, source="a0-1")
@@ -59,6 +61,7 @@ class Stream:
             incarnation="c1",
             submitted_s=990.0,
             show=lambda snapshot: None,
+            curves=CurveFiles(curves, "c1"),
         )
 
     async def entries(self) -> list[JournalEntry]:
@@ -67,6 +70,10 @@ class Stream:
 
     async def bodies(self) -> list[AnyEvent | Decision]:
         return [entry.body for entry in await self.entries()]
+
+    def curves(self) -> Curves:
+        """Return what was logged, as another process reads it."""
+        return read_curves(self.folder)
 
     async def notes(self) -> list[MessagesSetAside]:
         """Return what the journal says was set aside, once all of it is said."""
@@ -111,7 +118,7 @@ async def open_stream(
     """Yield a running stream and how a rank connects to it."""
     server = FakeServer()
     agent, controller = buses or (FakeBus(server), FakeBus(server))
-    found = Stream(agent, controller, stream or FakeStream())
+    found = Stream(agent, controller, stream or FakeStream(), f"{path}-curves")
     await found.workers.start(path)
     tasks = [asyncio.create_task(found.service.run()), asyncio.create_task(found.outbox.run())]
 

@@ -1,22 +1,25 @@
-"""Losses of a job's whole life, read from the journals that its runs left, and their comparison."""
+"""Losses of a job's whole life, read from the curves that its runs left, and their comparison."""
 
+import contextlib
 import json
 from pathlib import Path
+
+from perdure.service.curves import read_curves
 
 
 def read_losses(folder: Path) -> dict[int, set[str]]:
     """Return step -> every loss that any run has logged there, exact, as hex."""
     found: dict[int, set[str]] = {}
-    for journal in folder.rglob("journal.jsonl"):
-        for line in journal.read_text().splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue  # Cut short by a kill.
-            body = entry.get("body", {})
-            for step, values in body.get("rows", ()) if isinstance(body, dict) else ():
-                if "loss" in values:
-                    found.setdefault(step, set()).add(float(values["loss"]).hex())
+    for curves in folder.rglob("curves"):
+        for bucket in read_curves(str(curves)).curves.get("loss", ()):
+            assert bucket.values == 1, "too long a job to be compared step by step"
+            found.setdefault(int(bucket.step), set()).add(bucket.last.hex())
+        for new in curves.glob("new-*"):  # In which a step that was run again stands twice.
+            for line in new.read_bytes().splitlines():
+                with contextlib.suppress(ValueError):  # Cut short by a kill.
+                    for step, values in json.loads(line[17:])["rows"]:
+                        if "loss" in values:
+                            found.setdefault(step, set()).add(float(values["loss"]).hex())
     return found
 
 

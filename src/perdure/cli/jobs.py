@@ -40,6 +40,7 @@ from perdure.service.jobfiles import (
     resolve_home,
 )
 from perdure.telemetry import SnapshotFold
+from perdure.telemetry.curves import Curves
 from perdure.telemetry.outcome import (
     HostFacts,
     JobOutcome,
@@ -89,6 +90,12 @@ class Job:
         entries = list(reader)
         say_damage(reader.tally)
         return entries
+
+    def read_curves(self) -> Curves:
+        """Return what `run.log` has told."""
+        from perdure.service.curves import read_curves  # With a library of hashes.
+
+        return read_curves(self.paths.curves)
 
     def now(self, entries: list[JournalEntry]) -> float:
         """Return job time: of this moment while it lives, else of its last event."""
@@ -165,6 +172,7 @@ class Job:
             fold = SnapshotFold(self.spec)
             for entry in entries:
                 fold.add(entry)
+            fold.know_metrics(self.read_curves().list_newest())
             snapshot = fold.snapshot(entries[-1].at_s if entries else 0.0)
         if not alive and snapshot.state not in ENDED:
             reason = "`perdure run` ended without ending the job; the same --name resumes it"

@@ -119,9 +119,7 @@ class Memory:
         if isinstance(event, ControllerStarted):
             self.term = max(self.term, event.term)
         if entry.source:
-            self.taken[entry.source] = max(entry.source_seq, self.taken.pop(entry.source, 0))
-            if len(self.taken) > self._sources_max:
-                del self.taken[next(iter(self.taken))]
+            self.take_number(entry.source, entry.source_seq)
         self._recent.append(entry)
         begun = isinstance(event, RanksStarted) and event.generation > self._generation
         if isinstance(event, RanksStarted):
@@ -130,6 +128,16 @@ class Memory:
         if begun or len(self._recent) >= self._prune_at:
             self._recent = prune_entries(self._recent)
             self._prune_at = 2 * len(self._recent) + _PRUNE_EVERY
+
+    def take_number(self, source: str, number: int) -> None:
+        """Remember that `source` need not say again what it has said up to `number`.
+
+        Where no entry has the number, the next controller does not know it, and the source passes
+        over it (`service/agent/outbox.py`).
+        """
+        self.taken[source] = max(number, self.taken.pop(source, 0))
+        if len(self.taken) > self._sources_max:
+            del self.taken[next(iter(self.taken))]
 
     def _note_start(self, event: AnyEvent | Decision) -> None:
         """Remember who has started which ranks, for as long as they may have something to tell."""

@@ -6,7 +6,7 @@ Text takes its colour from the page (`currentColor`), so a plot suits a light an
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import msgspec
 
@@ -191,13 +191,17 @@ def render_legend(accounts: Iterable[str]) -> str:
 
 
 def thin(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most `POINTS_MAX` points; each bucket keeps its lowest and its highest."""
+    """Return at most `POINTS_MAX` points; of each stretch of the axis the lowest and the highest.
+
+    `rows` lie in order along the axis, old ones perhaps further apart than new ones.
+    """
     if len(rows) <= POINTS_MAX:
         return list(rows)
-    size = math.ceil(len(rows) / (POINTS_MAX // 2))
+    stretches = POINTS_MAX // 2
+    begin, width = rows[0][0], (rows[-1][0] - rows[0][0]) / stretches or 1.0
     out: list[tuple[float, float]] = []
-    for begin in range(0, len(rows), size):
-        bucket = rows[begin : begin + size]
+    for _, group in groupby(rows, key=lambda row: min((row[0] - begin) // width, stretches - 1)):
+        bucket = list(group)
         out += sorted({min(bucket, key=lambda r: r[1]), max(bucket, key=lambda r: r[1])})
     return out
 

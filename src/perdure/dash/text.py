@@ -1,6 +1,7 @@
 """The report for a terminal: plain text, so that a file, a pipe and a test read the same."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from perdure.dash.shape import clip
@@ -80,7 +81,9 @@ def _render_loss(report: Report, series: Series, width: int) -> str:
         return ""
     rows = series.metrics[name]
     columns = min(width - 10, len(rows))
-    shown = [rows[i * (len(rows) - 1) // max(1, columns - 1)] for i in range(columns)]
+    begin, span = rows[0][0], rows[-1][0] - rows[0][0]
+    wanted = (begin + i * span // max(1, columns - 1) for i in range(columns))
+    shown = [rows[bisect_right(rows, step, key=lambda row: row[0]) - 1] for step in wanted]
     chart = render_chart([value for _, value in shown], height=6)
     finite = [value for _, value in shown if math.isfinite(value)] or [0.0]
     labels = [f"{max(finite):8.3f}", *[" " * 8] * 4, f"{min(finite):8.3f}"]

@@ -6,6 +6,7 @@
         parts.json          pids of the parts              state.json      newest Snapshot
         journal.jsonl       mirror of the journal          nats/           the server's store
         snapshots/SEQ.json  what a controller knew at entry SEQ, so that the next replays less
+        curves/             values of `run.log`, coarser with age
         logs/*.log          of the parts
         logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
         exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
@@ -71,6 +72,9 @@ class JobPaths(msgspec.Struct, frozen=True):
 
     journal = _Below("journal.jsonl")
     """The mirror of the journal."""
+
+    curves = _Below("curves")
+    """Values of `run.log`."""
 
     snapshots = _Below("snapshots")
     """What controllers knew at some entries of the journal."""

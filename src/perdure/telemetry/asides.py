@@ -1,11 +1,12 @@
 """How many messages were set aside and values dropped, from whom, and what the first was."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from perdure.model.events import JournalEntry, MessagesSetAside, MetricsLogged
 from perdure.model.plain import make_plain
+from perdure.telemetry.curves import UNREADABLE, DroppedCount
 
 ROWS_MAX = 64
 _OTHERS = "others"
@@ -25,15 +26,24 @@ class AsideRow(msgspec.Struct, frozen=True):
     """The beginning of the first of them."""
 
 
-def list_asides(entries: Iterable[JournalEntry]) -> tuple[AsideRow, ...]:
-    """Return a row for each door and source, the first one first; of very many, some together."""
+_DROPPED = "values of run.log: no numbers, or too many or too large"
+_UNREAD = "lines or files of curves that cannot be read, or could not be written"
+
+
+def list_asides(
+    entries: Iterable[JournalEntry], dropped: Mapping[str, DroppedCount] | None = None
+) -> tuple[AsideRow, ...]:
+    """Return a row for each door and source, the first one first; of very many, some together.
+
+    Below them stands what of `run.log` was `dropped`.
+    """
     rows: dict[tuple[str, str], AsideRow] = {}
     for entry in entries:
         note = entry.body
         if isinstance(note, MetricsLogged) and note.dropped:
             note = MessagesSetAside(
                 at_s=entry.at_s, door="metrics", source=entry.source, count=note.dropped,
-                reason="values of run.log: no numbers, or too many or too large",
+                reason=_DROPPED,
             )  # fmt: skip
         if not isinstance(note, MessagesSetAside) or not note.count:
             continue
@@ -46,4 +56,9 @@ def list_asides(entries: Iterable[JournalEntry]) -> tuple[AsideRow, ...]:
             row = AsideRow(*key, 0, entry.at_s, entry.at_s, reason, example)
         count = row.count + max(note.count, 0)
         rows[key] = msgspec.structs.replace(row, count=count, last_s=entry.at_s)
-    return tuple(rows.values())
+    lost = [
+        AsideRow("metrics", make_plain(source), one.count, one.first_s, one.last_s,
+                 _UNREAD if source == UNREADABLE else _DROPPED, "")
+        for source, one in sorted((dropped or {}).items())
+    ]  # fmt: skip
+    return (*rows.values(), *lost)

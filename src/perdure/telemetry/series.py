@@ -1,5 +1,7 @@
 """Curves and marks for the screens, from the journal."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from perdure.model.events import (
@@ -10,6 +12,7 @@ from perdure.model.events import (
     ProgressNoted,
 )
 from perdure.model.verdicts import Verdict
+from perdure.telemetry.curves import Curves, list_buckets
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.segments import Segment
 from perdure.telemetry.verdicts import VerdictFold
@@ -20,7 +23,7 @@ class Series(msgspec.Struct, frozen=True):
 
     start_s: float = 0.0
     metrics: dict[str, tuple[tuple[int, float], ...]] = {}
-    """Metric -> (step, value), by step. A step logged again after a restart counts once."""
+    """Metric -> (step, value), by step: the newest singly, of older ones the mean of some steps."""
     progress: tuple[tuple[float, int], ...] = ()
     """(job time, steps committed by every rank)."""
     segments: tuple[Segment, ...] = ()
@@ -36,7 +39,7 @@ class SeriesFold:
         """Begin before the first entry."""
         self._ledger = LedgerFold()
         self._verdicts = VerdictFold()
-        self._metrics: dict[str, dict[int, float]] = {}
+        self._logged = Curves()
         self._progress: list[tuple[float, int]] = []
         self._saved: list[CheckpointSaved] = []
         self._failed: list[CheckpointFailed] = []
@@ -46,10 +49,8 @@ class SeriesFold:
         self._ledger.add(entry)
         self._verdicts.add(entry)
         match entry.body:
-            case MetricsLogged() as event:
-                for step, values in event.rows:
-                    for name, value in values.items():
-                        self._metrics.setdefault(name, {})[step] = value
+            case MetricsLogged() as event:  # Of 0.1: they were facts of the journal.
+                self._logged.take(entry.at_s, entry.source, event.rows, 0)
             case ProgressNoted() as event if event.step >= 0:
                 self._progress.append((event.at_s, event.step))
             case CheckpointSaved() as event:
@@ -57,11 +58,15 @@ class SeriesFold:
             case CheckpointFailed() as event:
                 self._failed.append(event)
 
-    def series(self, now: float) -> Series:
-        """Return what the entries so far show."""
+    def series(self, now: float, curves: Curves | None = None) -> Series:
+        """Return what the entries so far show, and `curves`, what `run.log` has told."""
+        logged = list_buckets(self._logged, curves or Curves())
         return Series(
             start_s=self._ledger.history.start_s,
-            metrics={n: tuple(sorted(rows.items())) for n, rows in sorted(self._metrics.items())},
+            metrics={
+                name: tuple((int(bucket.step), bucket.mean) for bucket in buckets)
+                for name, buckets in logged.items()
+            },
             progress=tuple(self._progress),
             segments=self._ledger.segments(now),
             verdicts=self._verdicts.verdicts(),
@@ -70,9 +75,11 @@ class SeriesFold:
         )
 
 
-def make_series(entries: list[JournalEntry], now: float) -> Series:
-    """Return the series of a whole journal."""
+def make_series(
+    entries: Iterable[JournalEntry], now: float, curves: Curves | None = None
+) -> Series:
+    """Return the series of a whole journal, and of what `run.log` has told."""
     fold = SeriesFold()
     for entry in entries:
         fold.add(entry)
-    return fold.series(now)
+    return fold.series(now, curves)

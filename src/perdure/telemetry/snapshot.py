@@ -3,7 +3,7 @@
 A screen needs nothing else, and nothing here decides anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.events import (
@@ -49,7 +49,6 @@ class Certain:
     """Rank -> node, as last started."""
     devices: DeviceFold = field(default_factory=DeviceFold)
     nodes: NodeStates = field(default_factory=NodeStates)
-    metrics: dict[str, float] = field(default_factory=dict)
     stopping: bool = False
     replicas: ReplicaFold = field(default_factory=ReplicaFold)
     steering: SteeringFold = field(default_factory=SteeringFold)
@@ -71,6 +70,7 @@ class SnapshotFold:
         self._beats = 0
         self._devices = DeviceView(spec)
         self._rows = RankRows(spec)
+        self._metrics: dict[str, float] = {}
         self._beat_generation = self.certain.generation
 
     def add(self, entry: JournalEntry) -> None:
@@ -95,9 +95,8 @@ class SnapshotFold:
                 if event.generation > certain.generation:
                     self._condense(event.generation)
                 self._begin(event.generation)
-            case MetricsLogged() as event:
-                for _, values in sorted(event.rows, key=lambda row: row[0]):
-                    certain.metrics |= values
+            case MetricsLogged() as event:  # Of 0.1: they were facts of the journal.
+                self.take_metrics(event)
             case CommandReceived() | NodeAsked() as event if event.kind in ("stop", "kill"):
                 certain.stopping = True
         certain.history.step_times_s.clear()  # A ledger's, and there would be no end of them.
@@ -109,6 +108,15 @@ class SnapshotFold:
         self.certain.generation = generation
         self.certain.history.condense(generation - 1, CHECKPOINTS_SHOWN)
         self.certain.verdicts.condense(generation - 1, VERDICTS_SHOWN)
+
+    def take_metrics(self, event: MetricsLogged) -> None:
+        """Take what was logged."""
+        for _, values in sorted(event.rows, key=lambda row: row[0]):
+            self._metrics |= values
+
+    def know_metrics(self, newest: Mapping[str, float]) -> None:
+        """Take the newest values that an earlier controller has kept."""
+        self._metrics = {**newest, **self._metrics}
 
     def take_beat(self, now: float, beat: NodeBeat) -> None:
         """Take a heartbeat."""
@@ -186,7 +194,7 @@ class SnapshotFold:
                 {name: getattr(saved, name) for name in _OF_CHECKPOINT}
                 for saved in history.checkpoints[-CHECKPOINTS_SHOWN:]
             ),
-            metrics=dict(sorted(self.certain.metrics.items())),
+            metrics=dict(sorted(self._metrics.items())),
             incidents=history.num_incidents,
             settings=settings,
             keys=steering.keys,

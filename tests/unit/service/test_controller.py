@@ -28,7 +28,6 @@ from perdure.model.events import (
     GenerationStopped,
     JobEnded,
     MessagesSetAside,
-    MetricsLogged,
     NodeRegistered,
     RankExited,
     RanksStarted,
@@ -303,13 +302,9 @@ async def test_an_entry_over_the_limit_is_cut_and_the_controller_goes_on(rig: Ri
     record = ExitRecord(rank=0, generation=0, pid=10, at_s=1002.0, code=1, traceback="x" * 500_000)
     end = RankExited(node=0, record=record, account=RankAccount(), detected_s=1002.0)
     await rig.send(end, registered())
-    metrics = EventBatch("g0-r0-p10", 1, (MetricsLogged(generation=0, rows=(big_row(),)),))
-    message = encode(EventMessage(node=0, batches=(metrics,)))
-    await rig.agent.request(subject_events("job", 0), message, timeout_s=5)
     bodies = rig.bodies()
     (told,) = [body for body in bodies if isinstance(body, RankExited)]
     assert "500,000 characters, cut]" in told.record.traceback
-    assert MetricsLogged(generation=0, rows=(), dropped=9000) in bodies
     (note,) = [body for body in bodies if isinstance(body, MessagesSetAside)]
     assert (note.door, note.source, note.example) == ("journal", "a0-1", "NodeRegistered")
     assert max(map(len, rig.stream.messages)) <= 64 << 10
@@ -357,10 +352,6 @@ async def test_nobody_is_killed_for_a_group_that_is_too_large(
         number_entries(journal, [Decision(action="a", summary="", reason="")], at_s=0.0)
     )
     assert stuck
-
-
-def big_row() -> tuple[int, dict[str, float]]:
-    return (1, {f"metric-{n}": 0.5 for n in range(9000)})
 
 
 def registered() -> NodeRegistered:

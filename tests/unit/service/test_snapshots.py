@@ -14,13 +14,13 @@ from perdure.control import Memory
 from perdure.model.bus.wire import Command, subject_commands
 from perdure.model.codec import decode
 from perdure.model.errors import PlatformError
-from perdure.model.events import CheckpointSaved, CommandReceived, JobSubmitted, MetricsLogged
+from perdure.model.events import CheckpointSaved, CommandReceived, JobSubmitted, MessagesSetAside
 from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import SnapshotFiles
 from perdure.service.jobfiles import parse_journal
 
-METRICS = MetricsLogged(generation=0, rows=((1, {"loss": 0.5}),))
+NOTE = MessagesSetAside(at_s=1000.0, door="event", source="a rank", reason="no event", example="")
 SAVED = CheckpointSaved(
     generation=0, step=10, path="p", bytes=1, stall_s=0.0, save_s=0.1, at_s=1000.0
 )
@@ -71,7 +71,7 @@ class SnapshotRig(Rig):
     async def fill(self, entries: int) -> None:
         """Let the agent send until the journal has so many entries more."""
         for _ in range(entries):
-            await self.send(METRICS)
+            await self.send(NOTE)
 
     async def restart(self) -> Memory:
         """End the controller, start another; return what that one knows at its start."""
@@ -105,7 +105,7 @@ async def test_the_next_controller_reads_only_the_tail(rig: SnapshotRig) -> None
     assert rig.stream.reads[-1] > 30
     assert memory.machine.state == rig.whole().machine.state
     assert memory.taken == rig.whole().taken
-    assert await rig.send(METRICS) == rig.seq
+    assert await rig.send(NOTE) == rig.seq
     await rig.fill(60)
     await rig.until(lambda: len(rig.files) == 2 and rig.files[0].name > "000000000060")
 
@@ -115,7 +115,7 @@ async def test_a_message_from_before_the_snapshot_is_taken_once(rig: SnapshotRig
     await rig.until(lambda: rig.files)
     await rig.restart()
     length = len(rig.stream.messages)
-    assert await rig.send(METRICS, SAVED, first_seq=3) == rig.seq
+    assert await rig.send(NOTE, SAVED, first_seq=3) == rig.seq
     assert len(rig.stream.messages) == length
 
 
@@ -212,7 +212,7 @@ async def test_a_snapshot_of_another_journal_is_passed_over(
     await rig.fill(50)
     await rig.until(lambda: len(rig.files) == 2)
     await rig.end_controller()
-    rig.stream.messages[:] = reseal(rig.stream.messages, b"0.5", b"0.6")
+    rig.stream.messages[:] = reseal(rig.stream.messages, b"no event", b"an event")
     with caplog.at_level(logging.INFO, "perdure.controller"):
         await rig.start_controller()
     assert "of another journal" in caplog.text
@@ -239,6 +239,6 @@ async def test_a_full_disk_stops_no_controller(
     monkeypatch.setattr("perdure.service.controller.snapshots.write_atomic", refuse)
     await rig.fill(30)
     await rig.until(lambda: "No space left" in caplog.text)
-    assert await rig.send(METRICS) == rig.seq
+    assert await rig.send(NOTE) == rig.seq
     assert rig.files == []
     assert decode(rig.stream.messages[0].splitlines()[0], dict)["seq"] == 1

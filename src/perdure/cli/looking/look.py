@@ -313,7 +313,7 @@ def diagnose(
         {"trap": s.trap, "says": s.says, "line": line, "mend": find_trap(s.trap).mend}
         for s, line in name_symptoms(collect_last_words(entries))
     ]
-    attempts, asides = found.list_attempts(), list_asides(entries)
+    attempts, asides = found.list_attempts(), list_asides(entries, found.read_curves().dropped)
     snapshot = found.snapshot()
     damage = say_damage(reader.tally)
     if as_json:
@@ -394,7 +394,7 @@ def report(
     reader = found.read()
     entries = list(reader)
     now = found.now(entries)
-    result, series = make_report(entries, now), make_series(entries, now)
+    result, series = make_report(entries, now), make_series(entries, now, found.read_curves())
     damage = say_damage(reader.tally)
     if html is not None:
         matrix = read_delay_matrix(entries)

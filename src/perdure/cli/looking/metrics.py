@@ -1,5 +1,6 @@
 """`perdure metrics`: a job's figures for the monitoring that is there already."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,10 @@ from perdure.adapters.exporters import (
 from perdure.cli.jobs import find_job
 from perdure.cli.looking.watch import look_again
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
+from perdure.model.codec import encode
 from perdure.model.events import JournalEntry, MetricsLogged
 from perdure.telemetry import make_report
+from perdure.telemetry.curves import Bucket, Curves, list_buckets
 from perdure.telemetry.monitoring import RANKS_MAX, list_incident_spans, list_metrics
 
 
@@ -44,10 +47,16 @@ def metrics(
         str | None,
         typer.Option("--wandb", metavar="PROJECT", help="Write run.log for Weights & Biases."),
     ] = None,
+    curves: Annotated[
+        bool, typer.Option("--curves", help="Print run.log: a line for some steps of a name.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print a job's metrics for Prometheus, serve them, or hand its past to other tools."""
     found = find_job(job)
+    if curves:
+        _print_curves(list_logged(found.entries(), found.read_curves()), as_json=as_json)
+        return
     done: dict[str, object] = {}
     if traces is not None or tensorboard is not None or wandb is not None:
         entries = found.entries()
@@ -56,7 +65,7 @@ def metrics(
             start_s = entries[0].at_s if entries else 0.0
             export_spans(spans, f"{job}@{start_s}", make_otlp_exporter(traces))
             done["incidents"] = len(spans)
-        rows = _collect_rows(entries)
+        rows = _collect_rows(list_logged(entries, found.read_curves()))
         if tensorboard is not None:
             done["tensorboard_rows"] = write_tensorboard(str(tensorboard), rows)
         if wandb is not None:
@@ -79,12 +88,32 @@ def metrics(
         print(render_prometheus(found.snapshot(), ranks_max), end="")
 
 
-def _collect_rows(entries: list[JournalEntry]) -> list[Row]:
-    """Return what was logged by step; a step logged again after a restart counts once."""
-    rows: dict[int, Row] = {}
+def list_logged(entries: Iterable[JournalEntry], kept: Curves) -> dict[str, list[Bucket]]:
+    """Return what was logged under each name, by step: of an older job what its journal has."""
+    logged = Curves()
     for entry in entries:
         if isinstance(entry.body, MetricsLogged):
-            for step, values in entry.body.rows:
-                before = rows[step][1] if step in rows else {}
-                rows[step] = (step, before | values, entry.at_s)
+            logged.take(entry.at_s, entry.source, entry.body.rows, 0)
+    return list_buckets(logged, kept)
+
+
+def _print_curves(logged: dict[str, list[Bucket]], *, as_json: bool) -> None:
+    if not as_json:
+        print(",".join(("name", *Bucket._fields)))
+    for name, buckets in logged.items():
+        for bucket in buckets:
+            if as_json:
+                print(encode({"name": name, **bucket._asdict()}).decode())
+            else:
+                print(",".join((f'"{name.replace(chr(34), chr(34) * 2)}"', *map(str, bucket))))
+
+
+def _collect_rows(logged: dict[str, list[Bucket]]) -> list[Row]:
+    """Return what was logged by step: the newest singly, of older steps the means of some."""
+    rows: dict[int, Row] = {}
+    for name, buckets in logged.items():
+        for bucket in buckets:
+            step = int(bucket.step)
+            values, at_s = rows[step][1:] if step in rows else ({}, bucket.at_s)
+            rows[step] = (step, values | {name: bucket.mean}, at_s)
     return [rows[step] for step in sorted(rows)]

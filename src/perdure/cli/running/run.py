@@ -146,5 +146,5 @@ def _summarize(name: str, code: int, as_json: bool) -> None:
     except PerdureError as error:
         note(f"no report: {error}")
         return
-    text = render_text(result, make_series(entries, now)).removesuffix("\n")
+    text = render_text(result, make_series(entries, now, job.read_curves())).removesuffix("\n")
     answer({"exit_code": code, **msgspec.to_builtins(result)}, text, as_json=as_json)

@@ -49,7 +49,7 @@ _WORDS = {
     int(signal.SIGUSR1): "the session's ceiling is near",
     int(signal.SIGTERM): "the cell was stopped",
 }
-_KEPT = ("state.json", "journal.jsonl", "job.json", "logs")
+_KEPT = ("state.json", "journal.jsonl", "job.json", "logs", "curves")
 """What of a job's own directory goes to the durable place beside its checkpoints."""
 
 

@@ -247,7 +247,8 @@ class Outbox:
         """Declare skipped what the controller waits for before the head; False where it does not.
 
         Whoever numbers events sends them in order and again from the first that was not taken, so
-        what is missing before the head does not come any more.
+        what is missing before the head does not come any more: nobody could read it, or an earlier
+        controller took it, and it was no fact.
         """
         if not self._queue:
             return False
@@ -255,7 +256,7 @@ class Outbox:
         missing = head.seq - head.skipped - seqs.get(head.source, head.seq) - 1
         if missing <= 0:
             return False
-        log.error("%d events before number %d of %s never came", missing, head.seq, head.source)
+        log.warning("%d events before number %d of %s do not come", missing, head.seq, head.source)
         head.skipped += missing
         return True
 

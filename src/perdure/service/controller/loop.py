@@ -49,6 +49,7 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     MessagesSetAside,
+    MetricsLogged,
     NodeRegistered,
 )
 from perdure.model.fitting import fit_event
@@ -59,6 +60,7 @@ from perdure.model.signals.progress import NodeBeat
 from perdure.service.controller.inbox import Inbox
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
+from perdure.service.curves import CurveFiles
 from perdure.service.jobfiles import MINE
 from perdure.service.part import wait_event
 from perdure.service.ports import Bus, Reply
@@ -86,6 +88,8 @@ class _Turn:
     answers: list[AnswerCommand] = field(default_factory=list)
     replies: list[tuple[Reply, bytes]] = field(default_factory=list)
     acks: list[tuple[Reply, set[str]]] = field(default_factory=list)
+    metrics: list[tuple[str, MetricsLogged]] = field(default_factory=list)
+    """What was logged, by its source: no facts, which nothing follows from."""
 
 
 def _find_strange_version(event: AnyEvent) -> str:
@@ -95,6 +99,10 @@ def _find_strange_version(event: AnyEvent) -> str:
     if can_talk(MINE, event.speaks):
         return ""
     return f"node {event.node} runs {event.speaks}, and this job {MINE}"
+
+
+def _is_over(task: asyncio.Task[None] | None) -> bool:
+    return task is None or task.done()
 
 
 def make_detector(spec: JobSpec) -> Detector | Unwatched:
@@ -120,13 +128,15 @@ class ControllerService:
         show: Callable[[Snapshot], None],
         note: Callable[[list[JournalEntry]], None] = lambda entries: None,
         snapshots: SnapshotFiles | None = None,
+        curves: CurveFiles | None = None,
         snapshot_every: int = EVERY,
         term: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Wire the machines; `show` takes a picture twice a second, `note` what was journaled.
 
-        With `snapshots`, what is known is written down every `snapshot_every` entries. Orders
+        With `snapshots`, what is known is written down every `snapshot_every` entries; with
+        `curves`, what `run.log` tells is kept. Orders
         carry `term`; before anything is written or sent `check` is called, which raises
         FencedError where this process may not act any more.
         """
@@ -137,6 +147,8 @@ class ControllerService:
         self._detector = make_detector(spec)
         self._devices = DeviceJudge(spec.detect)
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
+        self._curves = curves
+        self._folding: asyncio.Task[None] | None = None
         self._snapshot_seq = 0
         self._writing: asyncio.Task[None] | None = None
         self._term, self._check = term, check
@@ -166,13 +178,18 @@ class ControllerService:
                     f"the journal is in term {self._memory.term}, this lease in {self._term}"
                 )
             await self.inbox.serve(self._bus)
-            await self._begin(first=not self._memory.seq)
+            first = not self._memory.seq
+            if self._curves is not None and not first:
+                self._folding = asyncio.create_task(self._know_curves(self._curves))
+            await self._begin(first=first)
         while self._ended is None:
             await self._pause()
             await self._turn()
         self._show(self._memory.fold.snapshot(self._clock()))
         await self._journal.settle()
         failpoint("controller/ended")
+        if self._folding is not None:
+            await self._folding
         return self._ended
 
     async def _remember(self) -> None:
@@ -318,7 +335,11 @@ class ControllerService:
                     note = self.inbox.set_aside(sender, batch.source, event, why) if why else event
                     if note is None:
                         return  # Its sender repeats the rest, and by then there is room.
-                    self._add(turn, note, batch.source, number)
+                    if isinstance(note, MetricsLogged):
+                        turn.metrics.append((batch.source, note))
+                        self._memory.take_number(batch.source, number)
+                    else:
+                        self._add(turn, note, batch.source, number)
                     if isinstance(event, NodeRegistered) and why and not untrue:
                         self._send_away(turn, event, why)
                 skipped = 0
@@ -458,6 +479,7 @@ class ControllerService:
             self._note(turn.entries)
             failpoint("controller/journaled")
             self._check()
+        self._keep(turn)
         for node, order in turn.sendings:
             await self._bus.publish(subject_orders(self._spec.name, node), encode(order))
             failpoint("controller/ordered", str(node))
@@ -483,13 +505,28 @@ class ControllerService:
             self._settled_at_s = now + _SETTLE_S
         self._write_snapshot()
 
+    def _keep(self, turn: _Turn) -> None:
+        """Keep what was logged; it is folded, from time to time, beside the loop."""
+        for source, event in turn.metrics:
+            self._memory.fold.take_metrics(event)
+            if self._curves is not None:
+                self._curves.append(turn.now, source, event)
+        if self._curves is not None and self._curves.is_due() and _is_over(self._folding):
+            paths = self._curves.begin_next()
+            self._folding = asyncio.create_task(asyncio.to_thread(self._curves.fold, paths))
+
+    async def _know_curves(self, curves: CurveFiles) -> None:
+        """Show again what was logged last, and fold what earlier controllers have left."""
+        await asyncio.to_thread(curves.fold, curves.begin_next())
+        self._memory.fold.know_metrics(await asyncio.to_thread(curves.read_newest))
+
     def _write_snapshot(self) -> None:
         """Write down what is known, if it is time: rendered now, put on disk beside the loop."""
         every = failpoint("snapshot/every") or self._snapshot_every
         files, due = self._snapshots, self._snapshot_seq + every
         if files is None or self._memory.seq < due or self._ended is not None:
             return
-        if self._writing is not None and not self._writing.done():
+        if not _is_over(self._writing):
             return
         self._snapshot_seq = self._memory.seq
         seq, data = files.render(self._memory, self._journal.position())

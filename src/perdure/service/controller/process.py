@@ -32,6 +32,7 @@ from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.pod_watch import open_watch
 from perdure.service.controller.snapshots import SnapshotFiles
 from perdure.service.controller.webhook import Webhook
+from perdure.service.curves import CurveFiles
 from perdure.service.jobfiles import (
     load_endpoint,
     load_parts,
@@ -98,6 +99,7 @@ async def _main(job: str, node: int) -> None:
             show=show,
             note=alerter.note,
             snapshots=SnapshotFiles(paths.snapshots),
+            curves=CurveFiles(paths.curves, incarnation),
             term=lease.lease.term if lease else 0,
             check=lease.check if lease else lambda: None,
         )
