@@ -1,0 +1,160 @@
+"""The benchmark of harm: what perdure says of healthy jobs, and does to them.
+
+    python bench/bench_healthy.py --hours 1000 --out healthy.jsonl
+    python bench/bench_healthy.py --hours 50 --tree ../perdure-d36469f --out healthy.jsonl
+    python bench/bench_healthy.py --table healthy.jsonl
+    python bench/bench_healthy.py --workload "DDP, lognormal" --number 3 --explain
+
+Workloads (`healthy/workloads.py`) are trained in virtual time, heartbeat by heartbeat, before the
+real detector, controller and policy. Each run is a job of half an hour; its result is a line of
+`--out`, and what is there is not run again: an interrupted benchmark goes on where it was.
+
+A third of the workloads is held out: it runs with `--final` only, with seeds drawn then, which the
+results have. `--tree` judges another checkout of perdure by the same runs.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RUN_S = 1800.0
+
+
+def parse() -> argparse.Namespace:
+    """Return what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hours", type=float, default=0.0, help="simulated hours in all")
+    parser.add_argument("--seed", default="tuning", help="of the runs; drawn anew with --final")
+    parser.add_argument("--final", action="store_true", help="all workloads, those held out too")
+    parser.add_argument("--workload", action="append", help="only this one; may be repeated")
+    parser.add_argument("--number", type=int, help="only this run of it")
+    parser.add_argument("--ranks", type=int, nargs="*", help="only runs of so many ranks")
+    parser.add_argument("--seconds", type=float, default=RUN_S, help="simulated, of each run")
+    parser.add_argument("--explain", action="store_true", help="print verdicts with their evidence")
+    parser.add_argument("--tree", type=Path, help="another checkout of perdure to judge")
+    parser.add_argument("--out", type=Path, default=Path("healthy.jsonl"))
+    parser.add_argument("--table", type=Path, nargs="*", help="print the table of these results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what was asked for."""
+    args = parse()
+    if args.table is not None:
+        from healthy.results import read_rows, render_table
+
+        print(render_table([row for path in args.table for row in read_rows(path)]))
+        return
+    if args.tree is not None:
+        sys.exit(run_in_tree(args.tree))
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # Heartbeats are many, and in no circles.
+    run(args)
+
+
+def run_in_tree(tree: Path) -> int:
+    """Start this anew with another tree's code in the place of this one's."""
+    words = sys.argv[1:]
+    at = next(i for i, word in enumerate(words) if word.startswith("--tree"))
+    del words[at : at + (1 if "=" in words[at] else 2)]
+    source = tree.resolve() / "src"
+    env = dict(os.environ, PYTHONPATH=f"{source}{os.pathsep}{HERE}")
+    return subprocess.run([sys.executable, str(Path(__file__)), *words], env=env).returncode
+
+
+def read_commit() -> str:
+    """Return the commit of the perdure that is judged, with a mark where it was changed since."""
+    import perdure
+
+    folder = Path(perdure.__file__).parent
+    git = ["git", "-C", str(folder)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True
+    ).stdout
+    return commit.strip()[:12] + ("+" if changed.strip() else "")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run workloads in turn until there are as many hours as asked for."""
+    from healthy.judge import BEGIN_S, run_healthy
+    from healthy.results import append_row, read_rows
+    from healthy.workloads import RECORDED, TUNED, WORKLOADS, WORLDS
+
+    commit = read_commit()
+    known = {(r["workload"], r["number"], r["seed"], r["tree"]) for r in read_rows(args.out)}
+    seed = args.seed
+    if args.final:
+        seeds = {r["seed"] for r in read_rows(args.out) if r["final"] and r["tree"] == commit}
+        seed = min(seeds, default="") or os.urandom(8).hex()
+    names = list(WORKLOADS if args.final else TUNED)
+    for name in args.workload or ():
+        if name not in names:
+            sys.exit(f"bench_healthy: no workload {name!r} here\nhint: {', '.join(names)}")
+    names = args.workload or names
+    hours, number = 0.0, 0 if args.number is None else args.number
+    while hours < args.hours or args.number is not None:
+        for name in names:
+            if args.ranks and WORLDS[number % len(WORLDS)] not in args.ranks:
+                continue
+            if name == "DDP, recorded steps" and not RECORDED.exists():
+                continue
+            if (name, number, seed, commit) in known and not args.explain:
+                hours += args.seconds / 3600.0
+                continue
+            shape, outcome = run_healthy(name, number, seed, args.seconds)
+            hours += outcome.simulated_s / 3600.0
+            if args.explain:
+                explain(name, number, shape, outcome, BEGIN_S)
+                continue
+            row = {
+                "workload": name, "number": number, "seed": seed, "tree": commit,
+                "final": args.final, "ranks": shape.ranks, "nproc": shape.nproc,
+                "step_s": shape.step_s, "declared": shape.declared,
+                "simulated_s": round(outcome.simulated_s, 1), "wall_s": round(outcome.wall_s, 2),
+                "load": os.getloadavg()[0], "at": time.strftime("%FT%TZ", time.gmtime()),
+                "ended": outcome.ended,
+                "told": [describe(told, BEGIN_S) for told in outcome.told],
+                "actions": [describe(action, BEGIN_S) for action in outcome.actions],
+            }  # fmt: skip
+            append_row(args.out, row)
+        number += 1
+        if args.number is not None:
+            break
+
+
+def describe(told, begin_s: float) -> dict[str, object]:  # type: ignore[no-untyped-def]
+    """Return what was said in the words of a row."""
+    return {
+        "at_s": round(told.at_s - begin_s, 2),
+        "kind": told.kind,
+        "culprit": told.culprit,
+        "right": told.right,
+        "silent": told.silent,
+        "lasted_s": round(told.withdrawn_s - told.at_s, 2) if told.withdrawn_s else None,
+        "reason": told.reason[:200],
+    }
+
+
+def explain(name, number, shape, outcome, begin_s: float) -> None:  # type: ignore[no-untyped-def]
+    """Print what was said in one run, with its evidence."""
+    print(f"{name}, run {number}: {shape}")
+    print(f"{outcome.simulated_s:.0f} s simulated in {outcome.wall_s:.1f} s {outcome.ended}")
+    for told in sorted([*outcome.told, *outcome.actions], key=lambda t: t.at_s):
+        mark = "right" if told.right else "silent" if told.silent else "FALSE"
+        lasted_s = told.withdrawn_s - told.at_s
+        until = f", withdrawn after {lasted_s:.1f} s" if told.withdrawn_s else ""
+        what = f"{told.kind} {told.culprit}: {told.reason}{until}"
+        print(f"{told.at_s - begin_s:9.2f} s  {mark}  {what}")
+        for key, value in told.evidence.items():
+            print(f"             {key}: {json.dumps(value)[:300]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The benchmark of harm: healthy jobs, beat by beat, before the real detector and policy."""

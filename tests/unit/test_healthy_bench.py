@@ -1,0 +1,107 @@
+"""The benchmark of harm in its short form: it runs, counts what was said, and can say something."""
+
+import random
+
+import pytest
+from bench.healthy.judge import BEGIN_S, Job, run_healthy
+from bench.healthy.noise import Autoregressive, Lognormal, Pareto, Recorded, Shared
+from bench.healthy.results import bound_count, render_table
+from bench.healthy.training import Fault, Load, Shape
+from bench.healthy.workloads import HELD_OUT, TUNED, WORKLOADS, WORLDS, draw_shape
+
+MINUTE_S = 60.0
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_a_healthy_minute_is_acted_upon_by_nobody(name):
+    _, outcome = run_healthy(name, 0, "short", MINUTE_S)
+    assert outcome.actions == [], outcome.actions
+    assert outcome.simulated_s >= MINUTE_S - 0.5
+    assert not outcome.ended
+
+
+def test_a_run_is_the_same_again():
+    said = [run_healthy("hot experts, lognormal", 1, "again", MINUTE_S)[1].told for _ in range(2)]
+    assert said[0] == said[1]
+
+
+def test_a_third_is_held_out_by_its_names_alone():
+    assert len(HELD_OUT) == len(WORKLOADS) // 3
+    assert HELD_OUT.isdisjoint(TUNED)
+    assert not HELD_OUT - set(WORKLOADS)
+
+
+def test_one_run_in_twenty_has_512_ranks_and_three_have_64():
+    assert (len(WORLDS), WORLDS.count(512), WORLDS.count(64)) == (20, 1, 3)
+    for number in range(40):
+        shape = draw_shape("DDP", number, random.Random(number))
+        assert shape.step_s >= 0.3 or shape.ranks <= 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict", "culprit"),
+    [
+        ("slow rank", "Straggler", "rank 1"),
+        ("stop", "ComputeHang", "rank 1"),
+        ("sleep", "ComputeHang", "rank 1"),
+    ],
+)
+def test_what_is_broken_is_said(kind, verdict, culprit):
+    """A benchmark in which nothing is ever said would count no harm either."""
+    fault = Fault(kind, BEGIN_S + 40.0, 1, factor=3.0)
+    outcome = Job("DDP", Shape(4, 1, 0.3), "broken", fault).run(70.0)
+    said = [told for told in outcome.told if told.at_s > fault.at_s]
+    assert (said[0].kind, said[0].culprit) == (verdict, culprit)
+    assert said[0].at_s - fault.at_s < 8.0
+
+
+def test_a_stopped_rank_is_acted_upon_and_the_next_world_trains():
+    fault = Fault("stop", BEGIN_S + 30.0, 1)
+    job = Job("DDP", Shape(2, 1, 0.3), "stopped", fault)
+    outcome = job.run(90.0)
+    assert [action.kind for action in outcome.actions][:1] == ["restart"]
+    assert job.generation >= 1
+
+
+def test_load_is_told_truly_and_only_where_it_is():
+    job = Job("DDP", Shape(2, 1, 0.3), "load")
+    job.run(20.0)
+    now = job.clock.now
+    job.world.loads.append(Load(1, now, now + 30.0, 2.0))
+    told = {node: job.judge_load(now + 5.0, "HostBusy", node=node, rank=None) for node in (0, 1)}
+    assert told == {0: False, 1: True}
+    assert not job.judge_load(now + 5.0, "CommSlow", node=1, rank=None)
+    assert not job.judge_load(now + 60.0, "HostBusy", node=1, rank=None)
+
+
+@pytest.mark.parametrize(
+    ("noise", "low", "high"),
+    [
+        (Lognormal(random.Random(1), 4, 0.25), 0.95, 1.05),
+        (Pareto(random.Random(1), 4, 2.0), 0.95, 1.05),
+        (Autoregressive(random.Random(1), 4, 0.2, 0.95), 0.8, 1.2),
+        (Shared(random.Random(1), 4), 0.9, 2.6),
+        (Recorded(random.Random(1), 4, [[1.0, 1.1, 0.9, 1.0] * 40], 10), 0.95, 1.05),
+    ],
+)
+def test_noise_has_its_median_where_work_is_usual(noise, low, high):
+    drawn = sorted(factor for _ in range(500) for factor in noise.draw(0.0))
+    assert low <= drawn[len(drawn) // 2] <= high
+
+
+def test_intervals_are_the_exact_ones():
+    """Garwood's, from the chi-squared quantiles in any table."""
+    assert bound_count(0) == pytest.approx((0.0, 3.68888), abs=1e-4)
+    assert bound_count(1) == pytest.approx((0.02532, 5.57164), abs=1e-4)
+    assert bound_count(10) == pytest.approx((4.79539, 18.39036), abs=1e-4)
+
+
+def test_the_table_has_a_line_for_each_workload():
+    said = {"kind": "Straggler", "right": False, "silent": False}
+    row = {
+        "workload": "DDP", "tree": "0" * 12, "ranks": 2, "simulated_s": 3600.0, "wall_s": 10.0,
+        "told": [said, {**said, "right": True}, {**said, "silent": True}], "actions": [],
+    }  # fmt: skip
+    line = next(x for x in render_table([row]).splitlines() if x.startswith("| DDP |"))
+    assert "Straggler 1" in line
+    assert "1 of 1" in line
