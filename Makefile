@@ -44,6 +44,7 @@ nightly: setup
 # exploration finds is kept in .seeds and tried first by the next one.
 campaign: setup
 	$(BIN)/python bench/campaign.py
+	$(BIN)/python bench/campaign_failpoints.py
 	$(BIN)/pytest -q -m long $(SECOND_TRY) --ignore tests/platforms
 	for round in 1 2 3 4 5; do PERDURE_EXPLORE=1 $(BIN)/pytest -q tests/properties || exit 1; done
 	$(MAKE) platforms

@@ -160,8 +160,8 @@ def _pass(terms: list[Term], folder: str, name: str, about: str) -> int | None:
     taken = None
     for term in terms:
         if term.is_due(about):
-            if folder:
-                _note(folder, "fired", name, about, term.fault, f"{time.monotonic():.3f}")
+            if folder and not (term.fault == "take" and not term.nth):  # Else that is each time.
+                _note(folder, "fired", name, about, term.fault, _read_title())
             result = term.act(about)
             taken = result if taken is None else taken
     return taken
@@ -176,6 +176,13 @@ def _note(folder: str, file: str, *words: str) -> None:
             os.write(fd, line.encode())
         finally:
             os.close(fd)
+
+
+def _read_title() -> str:
+    """Return the beginning of this process's command line, which says what it is."""
+    with contextlib.suppress(OSError), open("/proc/self/cmdline", "rb") as file:
+        return " ".join(file.read(200).decode(errors="replace").replace("\0", " ").split())
+    return ""
 
 
 def _count(path: str) -> int:

@@ -23,6 +23,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
+from perdure.failpoints import failpoint
 from perdure.launch.exchange import (
     SAID_MAX,
     FloodError,
@@ -128,6 +129,7 @@ class Channel:
             UnreachedError: the connection was not made, or broke before the end was told.
             FloodError: more than `bytes_max` was said.
         """
+        failpoint("box/ask")
         process = self._start(self.command(script))
         try:
             said, complained = exchange(
@@ -147,6 +149,7 @@ class Channel:
                 hint=self._make_hint(),
             )
         err = err[: trailer.start()].rstrip()
+        failpoint("box/answered")
         return Done(int(trailer[1]), out, err, trailer[2], banner.strip())
 
     def _start(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from perdure.failpoints import failpoint
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import read_lines
 from perdure.model.errors import PlatformError
@@ -158,6 +159,7 @@ def _repeat(
         if prepare is not None:
             prepare()
         began = time.monotonic()
+        failpoint("box/transfer")
         code, moved, last = _transfer([*command, *options], stdin, what, tell)
         changing = code == 23 and _CHANGED.search(last) is not None
         changed += changing

@@ -40,6 +40,7 @@ from perdure.control.lighthouse.outputs import (
 )
 from perdure.control.lighthouse.quorum import Quorums
 from perdure.control.membership.quorum import make_quorum_config
+from perdure.failpoints import failpoint
 from perdure.model.bus.lighthouse import encode_response, parse_heartbeat, parse_request
 from perdure.model.bus.wire import (
     EventMessage,
@@ -322,6 +323,7 @@ class LighthouseService:
                 silences=tuple(self.machine.silences.long),
             )
         )
+        failpoint("lighthouse/formed")
         names = tuple(member.replica for member in formed.members)
         log.info("quorum %d at step %d: %s", formed.quorum_id, formed.step, ", ".join(names))
         self._noted = (self._clock(), formed.step)

@@ -167,6 +167,7 @@ def test_the_path_of_a_step_has_no_point() -> None:
         "worker/checkpoint/checkpointer.py",  # Of its thread, and of the restoring.
         "worker/checkpoint/files.py",
         "worker/control.py",  # A thread beside training.
+        "worker/elastic/trainer.py",  # Between two worlds.
     }
 
 

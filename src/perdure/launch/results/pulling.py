@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from perdure.failpoints import failpoint
 from perdure.files import replace_file
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import last_line, name_first
@@ -286,6 +287,7 @@ def pull_files(
         tell(f"{label}/{folder}: {len(files)} files")
         there = sources[owners[label][0].box]
         there.bring(manifest.roots[label], target / label, files, tell=tell)
+    failpoint("pull/brought")
     if live:
         manifest = _take_as_arrived(target, manifest)
     elif lacking := [

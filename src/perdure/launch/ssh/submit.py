@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from perdure.failpoints import failpoint
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import last_line, run_bounded
 from perdure.launch.platforms import Here, read_secrets, write_files
@@ -41,7 +42,9 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     prepare(plan, here)
     record = make_launch_record(plan)
     write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
+    failpoint("launch/recorded")
     state = start(plan, record, here)
+    failpoint("launch/started")
     wait_endpoint(plan, record)
     return msgspec.structs.replace(record, boot_id=state.boot_id)
 
@@ -64,6 +67,7 @@ def prepare(plan: Plan, here: Here) -> None:
         lambda: _check_project(channel, plan, folder),
         lambda: _set_up(channel, plan, folder, here),
     )
+    failpoint("launch/sent")
     _mend_project(channel, folder, here)
     if secrets:
         _send_secrets(channel, plan, secrets)

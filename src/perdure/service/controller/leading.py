@@ -32,6 +32,7 @@ from perdure.control.lease import (
     TakeOver,
     WriteLease,
 )
+from perdure.failpoints import failpoint
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -125,7 +126,9 @@ class LeaseLoop:
                     revision, holder = await self._register.read()
                     fact = LeaseRead(revision=revision, holder=holder)
                 case WriteLease(expected=expected):
+                    failpoint("lease/write")
                     written = await self._register.write(self.lease.me, expected)
+                    failpoint("lease/written")
                     fact = LeaseRefused() if written is None else LeaseWritten(revision=written)
                 case TakeOver(term=term):
                     log.info("holds the lease, in term %d", term)

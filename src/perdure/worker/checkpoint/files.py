@@ -228,6 +228,7 @@ class Remote:
             self._fs.rm(target, recursive=True)
         self._fs.makedirs(target, exist_ok=True)
         for entry in manifest.files:
+            failpoint("checkpoint/upload")
             self._fs.put_file(str(local / entry.path), f"{target}/{entry.path}")
             arrived = self._fs.info(f"{target}/{entry.path}")["size"]
             if arrived != entry.bytes:
@@ -235,6 +236,7 @@ class Remote:
                     f"{self.show(local)}/{entry.path} has {arrived} bytes, not {entry.bytes}"
                 )
         self._fs.put_file(str(local / MANIFEST), f"{target}/{MANIFEST}")
+        failpoint("checkpoint/uploaded")
         with self._fs.open(f"{self._path}/{LATEST}", "wb") as file:
             file.write(local.name.encode())
 
@@ -262,6 +264,7 @@ class Remote:
         temporary = Path(tempfile.mkdtemp(suffix=TEMPORARY, prefix="fetch-", dir=root))
         try:
             for path in self._fs.ls(f"{self._path}/{name}", detail=False):
+                failpoint("checkpoint/fetch")
                 self._fs.get_file(path, str(temporary / path.rsplit("/", 1)[-1]))
             shutil.rmtree(root / name, ignore_errors=True)
             os.replace(temporary, root / name)

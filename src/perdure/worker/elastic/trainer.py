@@ -27,6 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from perdure.failpoints import failpoint
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import WorldReformed
 from perdure.plan.elastic.commit import FRESH
@@ -323,6 +324,7 @@ class Trainer:
         self._leave()
         order = self._membership.wait(why)
         ordered = time.monotonic()
+        failpoint("elastic/ordered")
         try:
             with breaking(dist.DistNetworkError, dist.DistStoreError, what="the store is gone: "):
                 plan = self._form(order.ranks)
@@ -330,6 +332,7 @@ class Trainer:
             self._leave()
             self._membership.drop_store()
             return str(error)
+        failpoint("elastic/formed")
         self._progress.resume(self.applied)
         self._steering.begin(self.applied, order.ranks)
         self._report(ordered, began_s, plan)
