@@ -1,26 +1,44 @@
 """Every recorded trace under every policy, as a table for bench/RESULTS.md.
 
     python bench/bench_traces.py TRACES [--tau FILE:MODEL] [--speed 1 10] [--notice S] [--sweep]
-        [--costs FILE]
+        [--costs FILE] [--sources]
+
+The first column of systems is perdure where a whole node vanishes, on GPUs: its costs are assumed,
+as the others' are, and each cell is `likely (worst to best)`: everything at what is likely, and at
+the ends of what is known of it (`RANGES` in `lab/policies/policies.py`; `--sources` prints them).
+The last, *exit*, is perdure as it was measured, where a process ends on a CPU: no peer of the
+others. Figures do not depend on the machine's load.
 
 TRACES is a folder with traces in any of the formats of docs/traces.md; files that are none are
 named and left out. Traces with more nodes than the table knows are scaled down to it. FILE has
-perdure's costs as `perdure trace replay --costs` has measured them on live kills. *regret* is
-perdure's to U2'; *blind* is that of the best plan that knows everything but which nodes leave.
+perdure's costs as `perdure trace replay --costs` has measured them on live kills; the first column
+then has these. *regret* is perdure's to U2'; *blind* is that of the best plan that knows everything
+but which nodes leave.
 """
 
 import argparse
 import sys
 import time
+from functools import reduce
 from pathlib import Path
 
 from blind_plan import find_blind_plan
+from stamp import stamp
 
 from perdure.cli.trace import SWEEP_S, load_costs, load_throughput, load_trace
-from perdure.lab.policies.policies import POLICIES, Policy, apply_costs, change_policy
+from perdure.lab.policies.policies import (
+    ENDED_PROCESS,
+    POLICIES,
+    RANGES,
+    Policy,
+    apply_costs,
+    change_policy,
+    take_end,
+)
 from perdure.lab.policies.throughput import Throughput
 from perdure.lab.report import Physics
 from perdure.lab.simulation.compare import compare, derive_online_costs, sweep_communicator
+from perdure.lab.simulation.engine import Replay
 from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.figures import draw_victims
 from perdure.lab.traces.formats import add_quiet
@@ -55,28 +73,54 @@ def find_blind(trace: AvailabilityTrace, table: Throughput, perdure: Policy) -> 
     return find_blind_plan(late, table, derive_online_costs(perdure, Physics()))
 
 
+def describe(
+    share: float, policy: Policy, trace: AvailabilityTrace, table: Throughput, u1: float
+) -> str:
+    """Return `likely (worst to best)`: at likely costs and at their ends; one where measured."""
+    if policy.source != POLICIES[policy.name].source:
+        return f"{share:.3f}"
+    ends = (take_end(policy, "high"), take_end(policy, "low"))
+    worst, best = (Replay(end, trace, table, Physics()).run().committed / u1 for end in ends)
+    return f"{share:.3f} ({worst:.3f} to {best:.3f})"
+
+
+def print_sources() -> None:
+    """Print each assumed cost: low, likely, high, and where it is from."""
+    print("| system | cost | low | likely | high | from |\n|---|---|---|---|---|---|")
+    for name, ranges in RANGES.items():
+        for known in ranges:
+            likely = reduce(getattr, known.fields[0].split("."), POLICIES[name])
+            cells = [name, ", ".join(known.fields), f"{known.low:g}", f"{likely:g}"]
+            print("| " + " | ".join([*cells, f"{known.high:g}", known.source]) + " |")
+
+
 def main() -> int:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("traces", type=Path)
+    parser.add_argument("traces", type=Path, nargs="?", default=Path())
     parser.add_argument("--tau", default="linear")
     parser.add_argument("--speed", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--notice", type=float, default=0.0)
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--costs", type=Path)
+    parser.add_argument("--sources", action="store_true", help="only the costs, and whence")
     parser.add_argument("--sweep", action="store_true", help="perdure's communicator, 0.1 to 10 s")
     args = parser.parse_args()
-    policies = list(POLICIES.values())
-    if args.costs:
-        costs = load_costs(args.costs)
-        policies = [apply_costs(p, costs) if p.name == "perdure" else p for p in policies]
+    if args.sources:
+        print_sources()
+        return 0
+    perdure = apply_costs(POLICIES["perdure"], load_costs(args.costs)) if args.costs else None
+    policies = [perdure or POLICIES["perdure"]]
+    policies += [policy for name, policy in POLICIES.items() if name != "perdure"]
     for setting in args.settings:
         policies = change_policy(policies, setting)
     names = [policy.name for policy in policies]
+    print(f"{stamp()}\n")
     print(
-        "| trace | faster | U2 of U1 | U2' of U1 | " + " | ".join(names) + " | regret | blind | s |"
+        "| trace | faster | U2 of U1 | U2' of U1 | " + " | ".join(names) + " | exit | regret | "
+        "blind | s |"
     )
-    print("|---" * (len(names) + 7) + "|")
+    print("|---" * (len(names) + 8) + "|")
     for name, recorded in find_traces(args.traces):
         for speed in args.speed:
             trace = speed_up(recorded, speed) if speed != 1 else recorded
@@ -84,23 +128,25 @@ def main() -> int:
             trace = fit(announce(trace, args.notice) if args.notice else trace, table)
             begun = time.monotonic()
             result, _ = compare(trace, table, policies, Physics())
-            taken = time.monotonic() - begun
             if not result.u1:
                 print(f"| {name} | {speed:g} | nothing fits |", flush=True)
                 continue
-            shares = " | ".join(f"{row.fraction_of_u1:.3f}" for row in result.policies)
-            perdure = next(row for row in result.policies if row.policy == "perdure")
-            blind = find_blind(trace, table, next(p for p in policies if p.name == "perdure"))
+            cells = [
+                describe(row.fraction_of_u1, policy, trace, table, result.u1)
+                for row, policy in zip(result.policies, policies, strict=True)
+            ]
+            ended = Replay(ENDED_PROCESS, trace, table, Physics()).run().committed / result.u1
+            blind = find_blind(trace, table, policies[0])
+            regret = 1 - result.policies[0].fraction_of_u2_online
             print(
                 f"| {name} | {speed:g} | {result.u2 / result.u1:.4f} | "
-                f"{result.u2_online / result.u1:.4f} | {shares} | "
-                f"{1 - perdure.fraction_of_u2_online:.2%} | {1 - blind / result.u2_online:.2%} | "
-                f"{taken:.1f} |",
+                f"{result.u2_online / result.u1:.4f} | {' | '.join(cells)} | {ended:.3f} | "
+                f"{regret:.2%} | {1 - blind / result.u2_online:.2%} | "
+                f"{time.monotonic() - begun:.1f} |",
                 flush=True,
             )
             if args.sweep:
-                policy = next(p for p in policies if p.name == "perdure")
-                for row in sweep_communicator(trace, table, policy, Physics(), SWEEP_S):
+                for row in sweep_communicator(trace, table, policies[0], Physics(), SWEEP_S):
                     print(
                         f"    {row.communicator_s:g} s: {row.fraction_of_u2:.4f} of U2, "
                         f"U2' {row.u2_online_of_u2:.4f}",

@@ -100,9 +100,8 @@ def test_changes_that_cost_nothing_leave_the_whole_area(
     """r = 0, L = 0: no phase takes time, state moves at once, and a step is no time either."""
     short = Throughput("l", table.rates, global_batch=1e-9, state_bytes=1.0, source="test")
     free = Physics(bytes_per_s=1e30, detect_s=0.0)
-    policy = replace(
-        POLICIES["perdure"], loss=Phases(), join=Phases(), announced=Phases(), save_s=0.0
-    )
+    free_of = {"loss": Phases(), "join": Phases(), "announced": Phases(), "start_s": 0.0}
+    policy = replace(POLICIES["perdure"], **free_of, save_s=0.0)
     intervals = list_intervals(trace)
     area = compute_area(intervals, short)
     assert Replay(policy, trace, short, free).run().committed == pytest.approx(area)

@@ -55,7 +55,7 @@ def test_settings_change_a_policy_and_are_told_as_its_source(perdure: Any, trace
         return dict(row)
 
     slow = run("--set", "oobleck.loss.communicator_s=20")
-    assert slow["committed"] == pytest.approx(run()["committed"] - 2 * 18)  # two losses, one node
+    assert slow["committed"] == pytest.approx(run()["committed"] - 2 * 15)  # two losses, one node
     assert slow["source"].endswith("oobleck.loss.communicator_s=20")
 
 
