@@ -1,11 +1,11 @@
 """A fault at each point of each part, alone and in pairs; each job has to end as it should.
 
-Each run is a short job, supervised, resumable, elastic or torchft in turn, in which a rank is
-killed a third of the way through, and besides the faults of `docs/failpoints.md` that were drawn
+Each run is a short job, supervised, resumable, elastic or torchft in turn, in which a rank and the
+controller are killed on the way, and besides the faults of `docs/failpoints.md` that were drawn
 for it happen. What is then looked at is said by `check`. A job that an undisturbed machine runs in
 S seconds has 4 S + 60: one that takes longer hangs, which is a finding as well.
 
-First each depth runs once with nothing but the killed rank, which tells how often each point is
+First each depth runs once with nothing but these kills, which tells how often each point is
 passed. A point that none passes is a finding: nothing would be known of it. Runs are lines of
 `--out`, with seed, commit and load; those that are there are not run again. A home is kept where
 something was wrong.
@@ -13,36 +13,45 @@ something was wrong.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
-from campaign import leftovers
+from campaign import find_parts, leftovers
 from sweep import sweep_after_me
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from perdure.failpoints import FOLDER, SWITCH
 from perdure.failpoints.points import POINTS
+from perdure.model.chain import EntryReader
+from perdure.service.jobfiles import MINE
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "tests" / "e2e" / "scripts"
 STEPS = 45
 KILL_AT = STEPS // 3
 NAME = "job"
+PAUSE_AT, PAUSE_S = 10, 30.0
+PAUSED = ("supervisor", "controller", "agent", "keeper", "zygote", "nats", "rank", "all")
+CLOCK_STEPS = ((5, 3600.0), (KILL_AT - 2, -86_400.0), (KILL_AT + 5, 0.5), (KILL_AT + 15, 86_400.0))
+"""Step -> how many seconds the wall clock is ahead from then on."""
 SNAPSHOTS = "snapshot/every=take(15)"
 """A short job has none otherwise."""
 UNATTRIBUTED_MAX = 0.02
@@ -56,6 +65,14 @@ ABOUT = (
     "a[0-9]*-*", "run-*", "l[0-9]*-*",
 )  # fmt: skip
 """Of files and senders those that are told apart; other files are passed over."""
+
+
+class Try(NamedTuple):
+    """What is tried, under a key by which it is known again."""
+
+    key: str
+    depth: str
+    terms: str
 
 
 @dataclass(frozen=True)
@@ -105,14 +122,32 @@ class Run:
     """One job with its faults, in a home of its own."""
 
     def __init__(self, depth: Depth, terms: str, *, kill: bool = True) -> None:
-        """Make the home; nothing is started."""
-        self.depth, self.terms, self._kill = depth, terms, kill
+        """Make the home; nothing is started.
+
+        `terms` are those of failpoints, `pause PART` or `clock`.
+        """
+        self.depth, self.terms = depth, terms
+        self._deeds: list[tuple[int, Callable[[int], bool]]] = []
+        """Step -> what is done then, with the supervisor's pid; it returns whether it was."""
+        if kill:
+            self._deeds = [(KILL_AT, self._kill_rank), (KILL_AT + 10, self._kill_controller)]
+        verb, _, part = terms.partition(" ")
+        if verb == "pause":
+            self.terms, self._deeds = "", [(PAUSE_AT, partial(self._pause, part))]
+        if verb == "clock":
+            self.terms = ""
+            self._deeds += [(at, partial(self._step_clock, s)) for at, s in CLOCK_STEPS]
+            self._deeds.sort(key=lambda deed: deed[0])
         self.home = Path(tempfile.mkdtemp(prefix="perdure-fp-"))
         self.trail, self.folder = self.home / "trail", self.home / "points"
         for folder in (self.trail, self.folder, self.home / "shared", self.home / "far"):
             folder.mkdir()
         self.job = self.home / "state" / "jobs" / NAME
         self._env = os.environ | {"PERDURE_HOME": str(self.home / "state"), "STEP_PAUSE_S": "0.05"}
+        self._shift = self.home / "shift"
+        if verb == "clock":
+            self._step_clock(0.0, 0)
+            self._env |= {"LD_PRELOAD": build_clock(self.home), "SHIFTED_CLOCK": str(self._shift)}
         self.code = 0
 
     def start(self, terms: str) -> "subprocess.Popen[bytes]":
@@ -141,8 +176,10 @@ class Run:
     def _wait(self, process: "subprocess.Popen[bytes]", limit_s: float) -> list[str]:
         deadline = time.monotonic() + limit_s
         while process.poll() is None and time.monotonic() < deadline:
-            if self._kill and self.find_step() >= KILL_AT:
-                self._kill = not self._kill_rank(process.pid)
+            while self._deeds and self.find_step() >= self._deeds[0][0]:
+                if not self._deeds[0][1](process.pid):
+                    break
+                self._deeds.pop(0)
             time.sleep(0.1)
         if process.poll() is not None:
             self.code = process.returncode
@@ -175,6 +212,33 @@ class Run:
                         shutil.rmtree(staging, ignore_errors=True)
                     return True
         return False
+
+    def _kill_controller(self, pid: int) -> bool:
+        found = find_parts(pid).get("controller", [])
+        for one in found[:1]:
+            one.send_signal(signal.SIGKILL)
+        return bool(found)
+
+    def _pause(self, part: str, pid: int) -> bool:
+        """Stop one part, or all that there is, for `PAUSE_S`."""
+        parts = find_parts(pid)
+        if part in ("supervisor", "all"):
+            parts["supervisor"] = [psutil.Process(pid)]
+        stopped = [one for name, found in parts.items() if part in (name, "all") for one in found]
+        for one in stopped:
+            with contextlib.suppress(psutil.Error):
+                one.suspend()
+        time.sleep(PAUSE_S)
+        for one in stopped:
+            with contextlib.suppress(psutil.Error):
+                one.resume()
+        return bool(stopped)
+
+    def _step_clock(self, ahead_s: float, pid: int) -> bool:
+        """Have the wall clock of all processes of the job be so far ahead from now on."""
+        with open(self._shift, "r+b" if self._shift.exists() else "wb") as file:
+            file.write(struct.pack("d", ahead_s))
+        return True
 
     def _wait_gone(self) -> list[str]:
         deadline = time.monotonic() + LEAVE_S
@@ -335,7 +399,7 @@ def check(run: Run, reference: Run) -> list[str]:
 def count_needed(run: Run) -> int:
     """Return for how many restarts of ranks there was a reason."""
     elastic = run.depth.name == "elastic"
-    needed = 0 if elastic else 1
+    needed = 0 if elastic else 1  # For the rank that was killed, or paused, or the paused keeper.
     for line in run.read("fired"):
         name, _, fault, title, _ = line.split("\t")
         ends = fault == "crash" or (fault == "error" and name == "keeper/prepare")
@@ -377,19 +441,20 @@ def check_state(run: Run, reference: Run) -> list[str]:
 
 
 def check_journal(job: Path) -> list[str]:
-    """Its entries and each source's events are there once, in order, and each rank's end once."""
-    lines = (job / "journal.jsonl").read_text().splitlines()
+    """Return whether each entry, and each source's events, are there once and in order."""
+    lines = (job / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    reader = EntryReader(lines, mine=MINE)
+    for _ in reader:
+        pass
+    wrong = [] if reader.tally.whole else [f"the journal: {reader.tally.describe()}"]
     entries = [json.loads(line) for line in lines]
-    wrong = []
-    if [entry["seq"] for entry in entries] != list(range(1, len(entries) + 1)):
-        wrong.append("the journal's entries are not numbered through")
     if entries[-1]["body"]["type"] != "JobEnded":
         wrong.append(f"the journal ends with {entries[-1]['body']['type']}")
     newest: dict[str, int] = {}
-    for entry in entries:
+    for entry in entries:  # What `run.log` tells has numbers too, and is not in the journal.
         source, number = entry.get("source", ""), entry.get("source_seq", 0)
-        if source and number != newest.get(source, 0) + 1:
-            wrong.append(f"{source}: event {number} after {newest.get(source, 0)}")
+        if source and number <= newest.get(source, 0):
+            wrong.append(f"{source}: event {number} after {newest[source]}")
         newest[source] = number
     ended = Counter[tuple[int, int]]()
     failed: dict[tuple[Any, ...], set[str]] = {}
@@ -410,6 +475,15 @@ def check_journal(job: Path) -> list[str]:
 # --- what is tried --------------------------------------------------------------------------------
 
 
+def build_clock(folder: Path) -> str:
+    """Return the library by which a wall clock is another."""
+    library = folder / "shifted_clock.so"
+    source = ROOT / "bench" / "scripts" / "shifted_clock.c"
+    words = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-lm"]
+    subprocess.run(words, check=True, timeout=60)
+    return str(library)
+
+
 def find_uses(run: Run) -> Counter[str]:
     """Return how often each point was passed, by name and what it was about."""
     uses: Counter[str] = Counter()
@@ -427,7 +501,7 @@ def list_faults(use: str, count: int, chance: random.Random) -> Iterator[str]:
     name, _, about = use.partition(" ")
     of = f",about={about}" if about else ""
     for fault in POINTS[name].faults:
-        nth = f"{of},nth={chance.randint(1, count)}"
+        nth = f"{of},nth={chance.randint(1, max(1, round(0.8 * count)))}"
         match fault:
             case "crash":
                 yield f"{name}=crash{nth}"
@@ -441,39 +515,41 @@ def list_faults(use: str, count: int, chance: random.Random) -> Iterator[str]:
             case "take" if name == "file/write":
                 more = chance.choice(("crash", "error(ENOSPC)"))
                 yield f"{name}=take(7){nth}; file/rename={more}{nth}"
-            case "take" if name == "journal/mirror":
+            case "take" if name in ("journal/mirror", "curves/append"):
                 yield f"{name}=take(7){nth}"
             case "take":
                 yield f"{name}=take({chance.randint(5, 40)})"
 
 
-def plan_alone(uses: dict[str, Counter[str]], seed: int) -> list[tuple[str, str]]:
-    """Return each fault of each use with the depth in which it is tried: one of those that have it.
+def plan_alone(uses: dict[str, Counter[str]], seed: int) -> list[Try]:
+    """Return each fault of each use, in one of the depths that have it: these take turns.
 
-    Depths take turns, so that each has its share.
+    How often a point is passed differs from run to run, and so which time is drawn; the keys stay.
     """
     chance = random.Random(seed)
     planned, share = [], Counter[str]()
     for use in sorted({use for found in uses.values() for use in found}):
         having = [depth for depth, found in uses.items() if found[use]]
-        depth = min(having, key=lambda name: (share[name], name))
-        for terms in list_faults(use, uses[depth][use], chance):
+        for number in range(len(list(list_faults(use, 1, chance)))):
             depth = min(having, key=lambda name: (share[name], chance.random()))
             share[depth] += 1
-            planned.append((depth, terms))
+            terms = list(list_faults(use, uses[depth][use], chance))[number]
+            fault = re.findall(r"=(\w+)", terms)[0]
+            planned.append(Try(f"alone {use} {fault}", depth, terms))
     chance.shuffle(planned)
-    return sorted(planned, key=lambda one: ("delay" in one[1], one[1].startswith("file/")))
+    return sorted(planned, key=lambda one: ("delay" in one.key, one.key.startswith("alone file/")))
 
 
-def draw_pairs(uses: dict[str, Counter[str]], seed: int) -> Iterator[tuple[str, str]]:
+def draw_pairs(uses: dict[str, Counter[str]], seed: int) -> Iterator[Try]:
     """Yield two faults of one depth at a time, without end."""
-    chance = random.Random(f"pairs {seed}")
-    while True:
+    for number in itertools.count(1):
+        chance = random.Random(f"pair {number} of {seed}")
         depth = chance.choice(sorted(uses))
-        pair = []
-        for use in chance.sample(sorted(uses[depth]), 2):
-            pair.append(chance.choice(list(list_faults(use, uses[depth][use], chance))))
-        yield depth, "; ".join(pair)
+        pair = [
+            chance.choice(list(list_faults(use, uses[depth][use], chance)))
+            for use in chance.sample(sorted(uses[depth]), 2)
+        ]
+        yield Try(f"pair {number} of {seed}", depth, "; ".join(pair))
 
 
 def make_run(depth: Depth, terms: str, *, kill: bool = True) -> Run:
@@ -497,12 +573,11 @@ def read_commit() -> str:
     return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.strip()
 
 
-def try_one(
-    depth: Depth, terms: str, reference: Run, limit_s: float, seed: int, commit: str
-) -> dict[str, Any]:
+def try_one(one: Try, depth: Depth, reference: Run, limit_s: float) -> dict[str, Any]:
     """Run one job; return its line."""
     began = time.monotonic()
-    run = make_run(depth, terms if "snapshot/every" in terms else f"{terms}; {SNAPSHOTS}")
+    more = "=" in one.terms and "snapshot/every" not in one.terms
+    run = make_run(depth, f"{one.terms}; {SNAPSHOTS}" if more else one.terms)
     load = os.getloadavg()[0]
     try:
         wrong = run.run(limit_s)
@@ -511,8 +586,8 @@ def try_one(
         wrong = [f"{type(error).__name__}: {error}"]
     fired = run.read("fired")
     row = {
-        "depth": depth.name, "terms": terms, "fired": len(fired), "wrong": wrong, "seed": seed,
-        "commit": commit, "load": round(load, 1), "s": round(time.monotonic() - began, 1),
+        "key": one.key, "depth": one.depth, "terms": one.terms, "fired": len(fired),
+        "wrong": wrong, "load": round(load, 1), "s": round(time.monotonic() - began, 1),
         "home": str(run.home) if wrong else "",
     }  # fmt: skip
     if not wrong:
@@ -529,10 +604,16 @@ def show_uses(uses: dict[str, Counter[str]]) -> list[str]:
     return sorted(set(POINTS) - passed)
 
 
-def choose(args: argparse.Namespace, uses: dict[str, Counter[str]]) -> Iterable[tuple[str, str]]:
+def choose(args: argparse.Namespace, uses: dict[str, Counter[str]]) -> Iterator[Try]:
     """Yield what is to be tried, in order."""
     if args.only:
-        yield args.depths[0], args.only
+        yield Try(f"only {args.only}", args.depths[0], args.only)
+    elif args.pauses:
+        for depth, part in itertools.product(uses, PAUSED):
+            yield Try(f"pause {part} {depth}", depth, f"pause {part}")
+        for depth in uses:
+            yield Try(f"clock {depth}", depth, "clock")
+    if args.only or args.pauses:
         return
     if not args.pairs_only:
         yield from plan_alone(uses, args.seed)
@@ -549,13 +630,14 @@ def main() -> int:
     parser.add_argument("--depths", nargs="+", default=[d.name for d in (*DEPTHS, SSH)])
     parser.add_argument("--alone", action="store_true", help="no pairs")
     parser.add_argument("--pairs-only", action="store_true")
+    parser.add_argument("--pauses", action="store_true", help="pauses, and steps of the clock")
     parser.add_argument("--only", default="", help="these terms, in the first of --depths")
     args = parser.parse_args()
     ends_s = time.monotonic() + args.hours * 3600
     commit = read_commit()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
-    done = {(row["depth"], row["terms"]) for row in map(json.loads, lines)}
+    done = {row["key"] for row in map(json.loads, lines)}
     depths = {depth.name: depth for depth in (*DEPTHS, SSH) if depth.name in args.depths}
     references, uses, limits = {}, {}, {}
     for name, depth in depths.items():
@@ -565,17 +647,19 @@ def main() -> int:
         limits[name] = 4 * (time.monotonic() - began) + 60
     unpassed = show_uses(uses)
     bad = 0
-    for name, terms in choose(args, uses):
-        if (name, terms) in done and not args.only:
+    for one in choose(args, uses):
+        if one.key in done and not args.only:
             continue
         if time.monotonic() > ends_s:
             break
-        row = try_one(depths[name], terms, references[name], limits[name], args.seed, commit)
+        depth, reference = depths[one.depth], references[one.depth]
+        row = try_one(one, depth, reference, limits[one.depth])
+        row |= {"seed": args.seed, "commit": commit}
         bad += bool(row["wrong"])
         with open(args.out, "a") as out:
             out.write(json.dumps(row) + "\n")
         verdict = "; ".join(row["wrong"]) or ("ok" if row["fired"] else "ok, not reached")
-        print(f"{name:11s} {row['s']:6.1f} s  {terms}: {verdict}", file=sys.stderr, flush=True)
+        print(f"{one.depth:11s} {row['s']:6.1f} s  {one.terms}: {verdict}", file=sys.stderr)
     print(json.dumps({"wrong": bad, "unpassed": unpassed, "commit": commit, "seed": args.seed}))
     return 1 if bad or (unpassed and len(depths) > len(DEPTHS)) else 0
 

@@ -31,6 +31,13 @@ POINTS: dict[str, Point] = {
     "stream/appended": Point("JetStream has appended; an error loses its answer.", _FULL),
     "snapshot/every": Point("`take` has a snapshot of memory after so many entries.", ("take",)),
     "snapshot/written": Point("A snapshot of a controller's memory is written."),
+    "curves/append": Point(
+        "What `run.log` told is about to be written; `take` leaves the write short.",
+        (*_FULL, "take"),
+    ),
+    "curves/folded": Point(
+        "New values are in what is kept, and in their own files as well.", _FULL
+    ),
     "controller/replayed": Point("A controller knows what its journal knows, and serves nobody."),
     "controller/journaled": Point("A turn is on disk; no order of it is sent, nobody answered."),
     "controller/ordered": Point("An order was sent. About: to which node."),

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from perdure.failpoints import failpoint
 from perdure.files import replace_file
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
@@ -99,7 +100,7 @@ class CurveFiles:
             self._fd = os.open(
                 self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
             )
-        written = os.pwrite(self._fd, line, self._size)
+        written = os.pwrite(self._fd, line[: failpoint("curves/append")], self._size)
         if written < len(line):
             os.ftruncate(self._fd, self._size)
             raise OSError(0, "the disk takes no more")
@@ -146,6 +147,7 @@ class CurveFiles:
         body = encode_curves(curves)
         head = _Head(xxhash.xxh3_128_hexdigest(body), folded)
         replace_file(self._folder / KEPT, encode(head) + b"\n" + body, mode=0o644)
+        failpoint("curves/folded")
         for path, _ in new:
             path.unlink(missing_ok=True)
 
