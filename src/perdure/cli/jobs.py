@@ -20,7 +20,7 @@ from perdure.cli.speech.say import note
 from perdure.launch.records import list_records, read_remote
 from perdure.model.bus.wire import Command
 from perdure.model.chain import EntryReader, Tally
-from perdure.model.errors import ConfigError, PerdureError, SafetyError
+from perdure.model.errors import ConfigError, PerdureError, PlatformError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -37,6 +37,7 @@ from perdure.service.jobfiles import (
     load_snapshot,
     load_spec,
     paths_of,
+    read_mirror,
     resolve_home,
 )
 from perdure.telemetry import SnapshotFold
@@ -87,7 +88,7 @@ class Job:
     def entries(self) -> list[JournalEntry]:
         """Return its journal, and say what of it cannot be read."""
         reader = self.read()
-        entries = list(reader)
+        entries = self.complete(reader)
         say_damage(reader.tally)
         return entries
 
@@ -96,6 +97,15 @@ class Job:
         from perdure.service.curves import read_curves  # With a library of hashes.
 
         return read_curves(self.paths.curves)
+
+    def complete(self, entries: Iterable[JournalEntry]) -> list[JournalEntry]:
+        """Return entries of its journal behind its `JobSubmitted`, also where that is lost."""
+        found = list(entries)
+        if not found or not isinstance(found[0].body, JobSubmitted):
+            at_s = found[0].at_s if found else self.now(found)
+            submitted = JobSubmitted(spec=self.spec, at_s=at_s)
+            found.insert(0, JournalEntry(seq=0, at_s=at_s, body=submitted))
+        return found
 
     def now(self, entries: list[JournalEntry]) -> float:
         """Return job time: of this moment while it lives, else of its last event."""
@@ -252,12 +262,21 @@ def find_launched(job: str, hint: str) -> LaunchRecord:
 def find_here(name: str, home: str) -> Job:
     """Return the job `name` below `home`, whatever of that name was launched elsewhere.
 
+    One whose own document is damaged is what its journal says that it was when it began.
+
     Raises:
         ConfigError: there is none; the hint names similar ones.
+        PlatformError: its document is damaged, and the journal's beginning is lost as well.
     """
     paths = paths_of(home, name)
     try:
         return Job(name, home, paths, load_spec(paths))
+    except PlatformError as error:
+        first = next(iter(read_mirror(paths) or ()), None)
+        if first is None or not isinstance(first.body, JobSubmitted):
+            raise
+        note(f"{error.message}; the job as it was submitted stands in for it")
+        return Job(name, home, paths, first.body.spec)
     except ConfigError:
         names = list_jobs(home)
         near = get_close_matches(name, names, n=3) or names[-3:]
@@ -271,9 +290,14 @@ def read_start_s(first: JournalEntry) -> float:
 
 
 def list_local_jobs() -> list[Job]:
-    """Return all jobs, oldest first."""
-    home = resolve_home()
-    return [find_here(name, home) for name in list_jobs(home)]
+    """Return all jobs, oldest first; say which of them cannot be read."""
+    home, found = resolve_home(), []
+    for name in list_jobs(home):
+        try:
+            found.append(find_here(name, home))
+        except PerdureError as error:
+            note(f"{name}: {error.message}")
+    return found
 
 
 def list_jobs_elsewhere() -> list[LaunchRecord]:

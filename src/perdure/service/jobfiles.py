@@ -139,14 +139,21 @@ def load_spec(paths: JobPaths) -> JobSpec:
 
     Raises:
         ConfigError: there is no such job.
+        PlatformError: its document is damaged.
     """
-    spec = read_document(paths.spec, JobSpec)
-    if spec is None:
+    name = os.path.basename(paths.root)
+    try:
+        return decode(Path(paths.spec).read_bytes(), JobSpec)
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
-            f"unknown job `{os.path.basename(paths.root)}`: no {paths.spec}",
+            f"unknown job `{name}`: no {paths.spec}",
             hint="`perdure ps` lists the jobs under this PERDURE_HOME",
-        )
-    return spec
+        ) from None
+    except ProtocolError as error:
+        raise PlatformError(
+            f"{paths.spec} is damaged: {error}",
+            hint=f"perdure run --name {name} with the job's own options writes it anew",
+        ) from error
 
 
 def load_endpoint(paths: JobPaths, user: str = "operator") -> Endpoint:

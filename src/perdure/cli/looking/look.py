@@ -392,7 +392,7 @@ def report(
 
     found = find_job(job)
     reader = found.read()
-    entries = list(reader)
+    entries = found.complete(reader)
     now = found.now(entries)
     result, series = make_report(entries, now), make_series(entries, now, found.read_curves())
     damage = say_damage(reader.tally)
