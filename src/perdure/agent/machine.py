@@ -137,7 +137,9 @@ class Agent:
                 requests.append(self._register(now, state.keeper))
         if order.agent and order.agent != self.identity.incarnation:
             # One that has not been spoken to yet hears what its predecessor was told.
-            return self._leave("another has this node's place") if state.addressed else requests
+            if not state.addressed:
+                return requests
+            return self._leave("another has this node's place", replaced=True)
         state.addressed = state.addressed or bool(order.agent)
         if order.assignment is not None:
             requests += self._assign(now, order.assignment)
@@ -316,11 +318,11 @@ class Agent:
         farewell = (TellKeeper(KeeperExit()), Leave(wanted.reason))
         return [self._report_stopped(now, older, *farewell)]
 
-    def _leave(self, reason: str) -> list[Request]:
+    def _leave(self, reason: str, *, replaced: bool = False) -> list[Request]:
         if self.state.leaving:
             return []
         self.state.leaving = True
-        return [TellKeeper(KeeperExit()), Leave(reason)]
+        return [TellKeeper(KeeperExit()), Leave(reason, replaced)]
 
     def _give_up(self, now: float) -> list[Request]:
         """End everything: nobody is left to run for. Tell the controller, which ends as well."""

@@ -178,6 +178,8 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     """End the agent, once the keeper that was told to exit is gone."""
 
     reason: str
+    replaced: bool = False
+    """Another agent is this node now."""
 
 
 Request = (

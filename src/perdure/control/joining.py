@@ -23,6 +23,8 @@ from perdure.model.orders import AnyAction, RecordEvent
 FINAL = {"final": True}
 """In the answer to a request that will be refused whenever it is made again."""
 _ALL_LOCAL = "no node of this job comes from elsewhere: perdure run --remote K"
+_TWIN_BEATS = 10
+"""A node that was heard of within so many beats lives, whoever else asks for its place."""
 _CLAIM_S = 30.0
 """A machine that was given a place, and has not registered within this time, has given it up."""
 
@@ -164,6 +166,11 @@ def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     mine = next((n for n in places if state.claims.get(n, ("", 0.0))[0] == machine), None)
     free = [node for node in places if _is_free(state, now, node)]
     node = mine if mine is not None else min(free, default=None)
+    silent_s = dict(command.args.get("silent_s", {})).get(str(mine), math.inf)
+    recent_s = _TWIN_BEATS * spec.detect.beat_s
+    if mine is not None and _is_there(state, mine) and silent_s < recent_s:
+        why = f"this machine is node {mine} already, and heard of: is its PERDURE_HOME a copy?"
+        return state.answer(command.id, False, why, {"silent_in_s": 2 * recent_s})
     if node is None:
         names = ", ".join(map(str, places))
         verb = "s {} are" if len(places) > 1 else " {} is"
@@ -179,9 +186,13 @@ def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     return [RecordEvent(event=used, reason=f"{host} is node {node}"), *actions]
 
 
+def _is_there(state: JobState, node: int) -> bool:
+    return node in state.nodes and node not in state.lost
+
+
 def _is_free(state: JobState, now: float, node: int) -> bool:
     """Return whether nobody is there, and nobody else was sent there a moment ago."""
-    if node in state.barred or (node in state.nodes and node not in state.lost):
+    if node in state.barred or _is_there(state, node):
         return False
     _, claimed_s = state.claims.get(node, ("", -math.inf))
     promised = claimed_s >= state.lost.get(node, -math.inf)

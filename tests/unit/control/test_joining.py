@@ -14,8 +14,8 @@ from perdure.model.events import (
 from perdure.model.orders import AnswerCommand, AssignNodes
 
 
-def ask(driver: Driver, machine: str) -> AnswerCommand:
-    args = {"machine": machine, "host": machine}
+def ask(driver: Driver, machine: str, **more: object) -> AnswerCommand:
+    args = {"machine": machine, "host": machine, **more}
     id_ = f"join-{len(driver.log)}"
     told: AnswerCommand = one(
         driver.do(CommandReceived(id=id_, kind="join", args=args, who="", at_s=driver.now)),
@@ -32,6 +32,22 @@ def test_each_machine_has_a_place_of_its_own_and_the_same_when_it_asks_again() -
     assert "nodes 1, 2 are taken" in refused.reason
     driver.now += 31.0
     assert ask(driver, "z").result["node"] == 1, "x has never come"
+
+
+def test_a_copy_of_a_machine_that_is_heard_of_gets_no_place() -> None:
+    """It was given the first one's, and the job started again."""
+    driver = Driver(nodes=2, remote=1)
+    assert ask(driver, "x").result["node"] == 1
+    driver.register(0)
+    driver.register(1)
+    driver.run()
+    copy = ask(driver, "x", silent_s={"0": 0.1, "1": 0.3})
+    assert not copy.ok
+    assert "node 1 already" in copy.reason
+    assert copy.result["silent_in_s"] > 2.0
+    assert ask(driver, "x", silent_s={"0": 0.1, "1": 2.1}).result["node"] == 1, "it came back"
+    driver.do(NodeLost(node=1, at_s=driver.now, reason="its connections ended"))
+    assert ask(driver, "x", silent_s={"0": 0.1, "1": 0.3}).result["node"] == 1, "it is lost"
 
 
 def test_the_world_waits_for_its_nodes_and_not_for_spare_ones() -> None:

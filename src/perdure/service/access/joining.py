@@ -53,7 +53,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.service.agent.notices import OrphanedError, StartedAnewError
+from perdure.service.agent.notices import OrphanedError, ReplacedError, StartedAnewError
 from perdure.service.jobfiles import (
     MINE,
     JobLock,
@@ -183,7 +183,8 @@ async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> A
         PlatformError: the server cannot be reached, or the controller does not answer.
         SafetyError: there is no place.
     """
-    deadline = time.monotonic() + wait_s
+    began_s = time.monotonic()
+    deadline = began_s + wait_s
     bus = await NatsBus.connect(
         invitation.endpoint,
         name=f"perdure join {invitation.job}",
@@ -208,6 +209,8 @@ async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> A
                 if told.ok:
                     return msgspec.convert(told.result["admission"], Admission)
                 why = SafetyError(f"no place in {invitation.job}: {told.reason}", hint="--wait S")
+                # An agent that this machine had until just now is soon heard of no more.
+                deadline = max(deadline, began_s + float(told.result.get("silent_in_s", 0.0)))
                 if told.result.get("final"):
                     raise SafetyError(why.message, hint="ask for another: perdure invite JOB")
             except (RequestError, ProtocolError) as error:
@@ -338,6 +341,11 @@ class _Joined:
                 return 0
             if status == StartedAnewError.exit_code:
                 return 0 if self._signals else None
+            if status == ReplacedError.exit_code:
+                raise PlatformError(
+                    f"another machine is node {self._node} of {self._spec.name} now: left",
+                    hint="a PERDURE_HOME is one machine's own: join with another, not with a copy",
+                )
             if status == OrphanedError.exit_code:
                 raise PlatformError(
                     f"the machine of {self._spec.name} was not reached for "

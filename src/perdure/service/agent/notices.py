@@ -42,6 +42,12 @@ class StartedAnewError(OrphanedError):
     exit_code = os.EX_PROTOCOL
 
 
+class ReplacedError(OrphanedError):
+    """Another agent is this node now."""
+
+    exit_code = os.EX_UNAVAILABLE
+
+
 @dataclass(slots=True)
 class _Known:
     """What one source has announced."""

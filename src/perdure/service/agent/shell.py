@@ -70,7 +70,7 @@ from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.keeper import KeeperLink
-from perdure.service.agent.notices import NoticeWatch, wait_to_leave
+from perdure.service.agent.notices import NoticeWatch, ReplacedError, wait_to_leave
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
@@ -303,8 +303,10 @@ class AgentService:
                 if isinstance(event, GenerationStopped):  # The job may end with it.
                     self._report_asides(all=True)
                 self._outbox.put(event, (lambda: self._do_all(after)) if after else None)
-            case Leave(reason=reason):
+            case Leave(reason=reason, replaced=replaced):
                 log.info("leaving: %s", reason)
+                if replaced and self._node >= self._spec.local_nodes:
+                    self._failed = self._failed or ReplacedError(reason)
                 self._left.set()
             case _:
                 assert_never(request)

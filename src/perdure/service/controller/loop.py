@@ -154,6 +154,8 @@ class ControllerService:
         self._term, self._check = term, check
         self._orders = OrderBook(spec, incarnation, term)
         self._links = LinkFold()
+        self._heard: dict[int, float] = {}
+        """Node -> job time of its newest heartbeat."""
         self._waiting: dict[str, list[Reply]] = {}
         self._wake = asyncio.Event()
         self.inbox = Inbox(spec, self._wake, clock)
@@ -280,6 +282,7 @@ class ControllerService:
         for command, reply in inbox.commands:
             self._obey(turn, command, reply)
         for node in sorted(inbox.beats):
+            self._heard[node] = turn.now
             for said in inbox.beats[node]:
                 beat = self._sift(said)
                 joined = self._links.take_beat(turn.now, beat)
@@ -374,6 +377,11 @@ class ControllerService:
                 turn.replies.append((reply, answer))
             case kind:
                 state = self._memory.machine.state
+                if kind == "join":
+                    silent = {str(node): turn.now - at for node, at in sorted(self._heard.items())}
+                    command = msgspec.structs.replace(
+                        command, args={**command.args, "silent_s": silent}
+                    )
                 known = (
                     state.answered.get(command.id)
                     or preview_verb(state, kind, command.args)
