@@ -1,38 +1,46 @@
-"""The matrix: every fault x world size x severity, many times over in running jobs.
+"""The matrix: every fault x world size x severity, ten times over in running jobs.
 
-    bench_matrix.py --world 4 --out matrix.jsonl [--minutes 30] [--repeat 10] [--only slow-link]
-    bench_matrix.py --healthy 60 --world 4 --out healthy.jsonl
+    bench_matrix.py --out matrix.jsonl [--minutes 30] [--worlds 2,4,8] [--repeat 10]
+        [--only slow-link] [--frozen COMMIT]
     bench_matrix.py --table matrix.jsonl [...]
+    bench_matrix.py --healthy 60 --worlds 4 --out healthy.jsonl
+
+One call is one piece of at most `--minutes`; call it until it says that nothing is left (each of
+the ten repetitions of three worlds takes about 35 minutes). OUT gets a line a repetition with seed,
+commit, the commit of the thresholds, piece and load; what is in it is not done again, but where the
+laboratory itself had failed, which is tried twice. A repetition is done in all worlds before the
+next begins, so that a matrix that ends early is even. Thresholds are those of `src/perdure/detect`
+and of what decides what is done: a piece refuses an OUT that was begun with others, and with
+`--frozen` a tree in which they are not as in that commit.
 
 Each repetition harms a rank picked at random (by seed) in a job that trains across network
 namespaces, reads the journal, heals, and waits until nothing is blamed. Verdicts are only
-reported, so that one job holds many faults; deaths and wrong calls restart its world. OUT gets a
-line a repetition and is resumed: what is in it is not done again. Needs root (docs/lab.md).
+reported, so that one job holds many faults; deaths and wrong calls restart its world. Needs root
+(docs/lab.md).
 """
 
 import argparse
 import json
-import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from matrix_table import STEP_S, name_end, render_tables, split_rows
+from stamp import ROOT, name_commit, stamp, take_load
 from sweep import sweep_after_me
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.lab import network  # noqa: E402
-from tests.lab.episode import (  # noqa: E402
+from tests.lab import network
+from tests.lab.episode import (
     HANGS,
     LINKS,
     SLOW_STAGES,
@@ -41,9 +49,8 @@ from tests.lab.episode import (  # noqa: E402
     run_episode,
     wait_quiet,
 )
-from tests.lab.job import LabJob  # noqa: E402
+from tests.lab.job import LabJob
 
-STEP_S = 0.06
 SHAPES = {2: (2, 1), 4: (4, 1), 8: (4, 2)}
 """World size -> nodes and ranks on each."""
 SEVERITIES: dict[str, tuple[str, tuple[float, ...], str]] = {
@@ -62,6 +69,12 @@ LEARN_S = 9.0
 """Training before the first fault of a generation."""
 JOB_EPISODES = 40
 """Then a new job: what a healed hang teaches the detector shall not pile up."""
+THRESHOLDS = ("src/perdure/detect", "src/perdure/policy", "src/perdure/model/job.py")
+"""What says when a verdict is reached, and what is done about it."""
+TRIES = 2
+"""Of a repetition that the laboratory itself fails."""
+_LONGEST_S = 150.0
+"""A job's start, and the longest repetition: a piece begins none that would pass its end."""
 
 
 def make_fault(kind: str, severity: float, rng: random.Random, job: LabJob) -> Fault | None:
@@ -95,25 +108,56 @@ def make_fault(kind: str, severity: float, rng: random.Random, job: LabJob) -> F
     return Fault(kind, rank, args, link, patience_s)
 
 
-def plan(args: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[tuple[str, float, int]]:
-    """Yield kind, severity and repetition: all of one repetition before the next."""
+Cell = tuple[str, float, int, int]
+"""Fault, severity, world, repetition."""
+
+
+def plan(args: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[Cell]:
+    """Yield what `rows` do not hold yet: all of one repetition, in all worlds, before the next."""
     only = set(args.only.split(",")) if args.only else set(SEVERITIES)
+    good, failed = split_rows(rows)
+    done = {_name_cell(row) for row in good}
+    tries = Counter(_name_cell(row) for row in failed)
     for rep in range(args.repeat):
-        cells = [(k, s) for k, (_, severities, _) in SEVERITIES.items() for s in severities]
-        random.Random(f"{args.seed} {rep} {args.world}").shuffle(cells)
-        # Deaths last: each begins a new generation, which learns anew.
-        cells.sort(key=lambda cell: cell[0] in ("crash", "exit", "wrong-op", "wrong-size"))
-        for kind, severity in cells:
-            if kind in only and (kind, severity, args.world, rep) not in done:
-                yield kind, severity, rep
+        for world in args.worlds:
+            cells = [(k, s) for k, (_, severities, _) in SEVERITIES.items() for s in severities]
+            random.Random(f"{args.seed} {rep} {world}").shuffle(cells)
+            # Deaths last: each begins a new generation, which learns anew.
+            cells.sort(key=lambda cell: cell[0] in ("crash", "exit", "wrong-op", "wrong-size"))
+            for kind, severity in cells:
+                cell = (kind, severity, world, rep)
+                if kind in only and cell not in done and tries[cell] < TRIES:
+                    yield cell
+
+
+def _name_cell(row: dict[str, Any]) -> Cell:
+    return row["fault"], row["severity"], row["world"], row["rep"]
+
+
+def check_thresholds(rows: list[dict[str, Any]], frozen: str) -> str:
+    """Return the commit of the thresholds.
+
+    Raises:
+        SystemExit: they are not those that `rows` were measured with, or not those of `frozen`.
+    """
+    now = name_commit(*THRESHOLDS)
+    if frozen:
+        words = ["git", "diff", "--quiet", frozen, "--", *THRESHOLDS]
+        if subprocess.run(words, cwd=ROOT, check=False).returncode:
+            sys.exit(f"the thresholds are not those of {frozen}: git diff {frozen} -- detect")
+        now = frozen
+    others = {str(row.get("thresholds")) for row in rows} - {now}
+    if others:
+        sys.exit(f"OUT was begun with thresholds of {', '.join(others)}, and these are of {now}")
+    return now
 
 
 class Bench:
-    """The job under test, begun anew where it has ended."""
+    """The job under test in a world, begun anew where it has ended."""
 
-    def __init__(self, args: argparse.Namespace, home: Path) -> None:
-        self.args, self.home = args, home
-        nodes, self.nproc = SHAPES[args.world]
+    def __init__(self, args: argparse.Namespace, home: Path, world: int) -> None:
+        self.args, self.home, self.world = args, home, world
+        nodes, self.nproc = SHAPES[world]
         self.lab = network.Lab(nodes)
         self.job: LabJob | None = None
         self.started = self.episodes = 0
@@ -129,7 +173,7 @@ class Bench:
             self.started += 1
             self.episodes, self.generation = 0, -1
             script = ["--step-s", str(STEP_S), *self.args.script]
-            name = f"m{self.started}"
+            name = f"m{self.world}-{self.started}"
             self.job = LabJob(self.lab, self.home, name, *script, nproc=self.nproc)
             self.job.wait_training()
         stepping = self.job.journal.find("GenerationStepping")
@@ -148,44 +192,64 @@ class Bench:
         self.job = None
         self.lab.heal()
 
+    def close(self) -> None:
+        """End the job, and remove the laboratory."""
+        self.end()
+        self.lab.close()
+
 
 def run_matrix(args: argparse.Namespace) -> None:
-    """Do what the plan says until the time is over."""
+    """Do what the plan says until the piece is over."""
     out = Path(args.out)
     rows = read_rows([out]) if out.exists() else []
-    done = {(r["fault"], r["severity"], r["world"], r["rep"]) for r in rows}
-    deadline = time.monotonic() + args.minutes * 60
+    thresholds = check_thresholds(rows, args.frozen)
+    piece = 1 + max((int(row["piece"]) for row in rows), default=0)
+    known = {"seed": args.seed, "piece": piece}
+    deadline = time.monotonic() + args.minutes * 60 - _LONGEST_S
     home = Path(tempfile.mkdtemp(prefix="perdure-matrix-"))
-    bench = Bench(args, home)
+    bench: Bench | None = None
     try:
-        for kind, severity, rep in plan(args, done):
+        for kind, severity, world, rep in plan(args, rows):
             if time.monotonic() > deadline:
                 break
-            row = {"fault": kind, "severity": severity, "world": args.world, "rep": rep}
-            rng = random.Random(f"{args.seed} {kind} {severity} {args.world} {rep}")
-            try:
-                job = bench.get_job()
-                before = len(job.journal.entries)
-                wait_quiet(job)
-                fault = make_fault(kind, severity, rng, job)
-                if fault is None:
-                    continue
-                row |= {"idle": say(job, before), "rank": fault.rank, "link": fault.link}
-                row |= {"load": round(os.getloadavg()[0], 1)}
-                row |= run_episode(job, fault).as_row()
-                bench.episodes += 1
-                if job.journal.open:
-                    bench.end()
-            except (AssertionError, OSError, subprocess.SubprocessError) as error:
-                row["error"] = str(error)[:400]
-                bench.end()
+            if bench is None or bench.world != world:
+                if bench is not None:
+                    bench.close()
+                bench = Bench(args, home, world)
+            cell = {"fault": kind, "severity": severity, "world": world, "rep": rep}
+            row = cell | known | stamp() | {"thresholds": thresholds}
+            row |= run_one(bench, kind, severity, random.Random(f"{args.seed} {[*cell.values()]}"))
             with open(out, "a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
+            rows.append(row)
+            end = row["error"] if "error" in row else name_end(row)
+            print(f"piece {piece}, {kind} {severity:g} of {world}, {rep}: {end}", flush=True)
     finally:
-        bench.end()
-        bench.lab.close()
+        if bench is not None:
+            bench.close()
         shutil.rmtree(home, ignore_errors=True)
+    left = sum(1 for _ in plan(args, rows))
+    print(f"{left} repetitions are left" if left else "nothing is left", flush=True)
+
+
+def run_one(bench: Bench, kind: str, severity: float, rng: random.Random) -> dict[str, Any]:
+    """Return what came of one fault, or the laboratory's own error."""
+    try:
+        job = bench.get_job()
+        before = len(job.journal.entries)
+        wait_quiet(job)
+        fault = make_fault(kind, severity, rng, job)
+        if fault is None:
+            return {"error": "no link was busy"}
+        row = {"idle": say(job, before), "rank": fault.rank, "link": fault.link}
+        row |= {"load": take_load(), **run_episode(job, fault).as_row()}
+        bench.episodes += 1
+        if job.journal.open:
+            bench.end()
+        return row
+    except (AssertionError, OSError, subprocess.SubprocessError) as error:
+        bench.end()
+        return {"error": str(error)[:400]}
 
 
 def say(job: LabJob, since: int) -> list[str]:
@@ -199,7 +263,7 @@ def run_healthy(args: argparse.Namespace) -> None:
     """Train with noise beside and inside, harm nothing, and count verdicts."""
     home = Path(tempfile.mkdtemp(prefix="perdure-healthy-"))
     args.script = [*args.script, "--noise"]
-    bench = Bench(args, home)
+    bench = Bench(args, home, args.worlds[0])
     rng = random.Random(args.seed)
     deadline = time.monotonic() + args.healthy * 60
     hog: subprocess.Popen[bytes] | None = None
@@ -216,8 +280,8 @@ def run_healthy(args: argparse.Namespace) -> None:
             hog.kill()
             hog.wait()
             job.wait(lambda: False, rng.uniform(20, 40))
-            row = {"healthy_s": round(time.monotonic() - began, 1), "world": args.world}
-            row["load"] = round(os.getloadavg()[0], 1)
+            row = {"healthy_s": round(time.monotonic() - began, 1), "world": bench.world}
+            row |= stamp(*THRESHOLDS)
             verdicts = [b["verdict"] for b in job.journal.find("VerdictReached")]
             row["verdicts"] = [
                 {k: v[k] for k in ("kind", "culprit", "confirmed_s", "reason", "confidence")}
@@ -233,8 +297,7 @@ def run_healthy(args: argparse.Namespace) -> None:
     finally:
         if hog is not None:
             hog.kill()
-        bench.end()
-        bench.lab.close()
+        bench.close()
         shutil.rmtree(home, ignore_errors=True)
 
 
@@ -242,85 +305,6 @@ def read_rows(paths: list[Path]) -> list[dict[str, Any]]:
     """Return the repetitions in the files."""
     lines = [line for path in paths for line in path.read_text().splitlines()]
     return [json.loads(line) for line in lines if line.strip()]
-
-
-def percentile(values: list[float], share: float) -> str:
-    """Return a percentile in words; a dash for nothing."""
-    if not values:
-        return "-"
-    ordered = sorted(values)
-    return f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.2f}"
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print a line for each fault, severity and world; then who was taken for what."""
-    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    errors = [r for r in rows if "error" in r]
-    rows = [r for r in rows if "error" not in r]
-    for row in rows:
-        cells[row["fault"], row["severity"], row["world"]].append(row)
-    print("| fault | severity | ranks | n | verdict | culprit | median s | p95 s | wrong besides |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for kind, (_, severities, unit) in SEVERITIES.items():
-        for severity in severities:
-            for world in SHAPES:
-                cell = cells.get((kind, severity, world), [])
-                if cell:
-                    print(render_cell(kind, f"{severity:g}{unit}" if unit else "", world, cell))
-    print(f"\n{len(rows)} repetitions, {len(errors)} that the laboratory itself failed.\n")
-    print_confusion(rows)
-
-
-def render_cell(kind: str, severity: str, world: int, cell: list[dict[str, Any]]) -> str:
-    """Return one line of the table."""
-    if kind == "memory":
-        right = both = sum(r["kind"] in ("none", "Straggler") for r in cell)
-    else:
-        right = sum(r["kind_right"] for r in cell)
-        both = sum(r["kind_right"] and r["culprit_right"] for r in cell)
-    times = [r["confirm_s"] for r in cell if r["confirm_s"] >= 0]
-    wrong = sum(len(r["passing"]) + len(r["after"]) + len(r["idle"]) for r in cell)
-    n = len(cell)
-    middle = f"{statistics.median(times):.2f}" if times else "-"
-    return (
-        f"| {kind} | {severity} | {world} | {n} | {right / n:.0%} | {both / n:.0%} "
-        f"| {middle} | {percentile(times, 0.95)} | {wrong} |"
-    )
-
-
-def print_brief(rows: list[dict[str, Any]]) -> None:
-    """Print a line for each fault (slow ones: and severity): right of all, median, p95 seconds."""
-    rows = [r for r in rows if "error" not in r]
-    worlds = sorted({r["world"] for r in rows})
-    print("| fault | " + " | ".join(f"{w} ranks" for w in worlds) + " | wrong besides |")
-    print("|---" * (len(worlds) + 2) + "|")
-    for kind, (_, severities, unit) in SEVERITIES.items():
-        graded = kind in SLOW_STAGES or kind == "slow-link"
-        for some in [(s,) for s in severities] if graded else [severities]:
-            cells = []
-            mine = [r for r in rows if r["fault"] == kind and r["severity"] in some]
-            for world in worlds:
-                cell = [r for r in mine if r["world"] == world]
-                times = [r["confirm_s"] for r in cell if r["confirm_s"] >= 0]
-                right = sum(is_right(r) for r in cell)
-                said = f"{right}/{len(cell)}" if cell else "-"
-                if times:
-                    said += f", {statistics.median(times):.2f} ({percentile(times, 0.95)})"
-                cells.append(said)
-            wrong = sum(len(r["passing"]) + len(r["after"]) + len(r["idle"]) for r in mine)
-            name = f"{kind} {some[0]:g}{unit}" if graded else kind
-            if mine:
-                print(f"| {name} | " + " | ".join(cells) + f" | {wrong} |")
-    loads = sorted(r["load"] for r in rows)
-    print(f"\n{len(rows)} repetitions at a load of {loads[0]} to {loads[-1]}.\n")
-    print_confusion(rows)
-
-
-def is_right(row: dict[str, Any]) -> bool:
-    """Return whether verdict and culprit are right; memory is harmless, or that rank's doing."""
-    if row["fault"] == "memory":
-        return row["kind"] in ("none", "Straggler")
-    return bool(row["kind_right"] and row["culprit_right"])
 
 
 def print_confusion(rows: list[dict[str, Any]]) -> None:
@@ -332,7 +316,7 @@ def print_confusion(rows: list[dict[str, Any]]) -> None:
     print("|---" * (len(columns) + 2) + "|")
     for fault in kinds:
         mine = [r for r in rows if r["fault"] == fault]
-        right = sum(is_right(r) for r in mine)
+        right = sum(name_end(r) in ("found", "late") for r in mine)
         numbers = " | ".join(str(counts[fault, kind] or "") for kind in columns)
         print(f"| {fault} | {numbers} | {right} of {len(mine)} |")
 
@@ -340,21 +324,27 @@ def print_confusion(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Run the matrix, a healthy training, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", type=int, default=4, choices=sorted(SHAPES))
+    parser.add_argument("--worlds", default="2,4,8", help="of " + ", ".join(map(str, SHAPES)))
     parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=600)
+    parser.add_argument("--minutes", type=float, default=30, help="of this piece")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--frozen", default="", metavar="COMMIT", help="of the thresholds")
     parser.add_argument("--only", default="", help="faults, separated by commas")
     parser.add_argument("--out", default="matrix.jsonl")
     parser.add_argument("--healthy", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--table", nargs="+", metavar="JSONL")
-    parser.add_argument("--brief", action="store_true", help="of --table: a line a fault")
     parser.add_argument("script", nargs="*", help="more arguments of tests/lab/train.py")
     args = parser.parse_args()
     if args.table:
         rows = read_rows([Path(path) for path in args.table])
-        print_brief(rows) if args.brief else print_table(rows)
+        print(render_tables(rows) + "\n")
+        print_confusion(split_rows(rows)[0])
         return
+    args.worlds = [int(word) for word in args.worlds.split(",")]
+    if unknown := set(args.worlds) - set(SHAPES):
+        parser.error(f"no world of {unknown}: {', '.join(map(str, SHAPES))}")
+    if unknown := set(filter(None, args.only.split(","))) - set(SEVERITIES):
+        parser.error(f"no fault {', '.join(unknown)}: {', '.join(SEVERITIES)}")
     if why := network.why_not():
         sys.exit(f"no laboratory here: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the lab is removed.
