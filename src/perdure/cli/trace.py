@@ -480,7 +480,7 @@ Systems = Annotated[
     typer.Option(
         "--policy",
         metavar="NAMES",
-        help="What is played, in turn: all, or of perdure, torchrun, torchft.",
+        help="What is played, in turn: all, or of perdure, torchrun, torchft, torchft-default.",
     ),
 ]
 
@@ -522,7 +522,7 @@ def replay(
         ),
     ] = 1,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure throughput again, though it is known.")
+        bool, typer.Option("--measure", help="With --stages: measure again, though it is known.")
     ] = False,
     costs: Annotated[
         Path | None,
@@ -538,9 +538,9 @@ def replay(
 ) -> None:
     """Play a trace against a real elastic job: its nodes are killed and started at its instants.
 
-    Nodes are process groups of this machine, devices are virtual. Throughput by number of nodes is
-    measured first, and the replay is refused where it does not rise. Ctrl-C ends it with what was
-    measured so far.
+    Nodes are process groups of this machine, devices are virtual. Plain DDP's throughput by number
+    of nodes is measured before and between the systems, and the replay is refused where it does not
+    rise. Ctrl-C ends it with what was measured so far.
     """
     from perdure.cli.speech.bar import Bar
     from perdure.lab.live import session

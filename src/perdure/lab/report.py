@@ -144,6 +144,8 @@ class ReplayRow(Share, frozen=True, kw_only=True):
     """Of each loss, as the job itself has stamped it (perdure)."""
     rates: tuple[tuple[float, float], ...] = ()
     """(seconds, committed samples a second from then on)."""
+    pace: float = 0.0
+    """Undisturbed steps took so many times as long as the reference's; 0 where there were none."""
     shapes: tuple["FormedShape", ...] = ()
     """Of a pipelined world, in the order of time."""
 
@@ -167,7 +169,7 @@ class ReplayResult(Bounds, frozen=True, kw_only=True):
     speed: float
     notice_s: float
     throughput: dict[str, float]
-    """Measured samples a second, by number of nodes."""
+    """Measured samples a second of the reference, by number of nodes."""
     systems: tuple[ReplayRow, ...]
     costs: MeasuredCosts | None = None
     """Of perdure, from this very replay."""
@@ -175,3 +177,7 @@ class ReplayResult(Bounds, frozen=True, kw_only=True):
     """What `trace simulate` makes of the same trace with those costs."""
     counts: tuple[tuple[float, int], ...] = ()
     """(seconds, nodes from then on)."""
+    reference: str = "perdure itself"
+    """The job whose throughput that is; U1 and the others are made of it."""
+    reference_spread: float = 0.0
+    """Between two times that the reference was measured, at most."""

@@ -246,18 +246,27 @@ def render_replay(result: ReplayResult, width: int) -> str:
     part = "" if r.complete else ", interrupted"
     tau = ", ".join(f"{n}: {rate:.0f}" for n, rate in r.throughput.items())
     rows = [
-        ("system", "of U1", "of U2", "of U2'", "losses", "joins", "gap s", *GROUPS),
-        *(_list(x.system, x, str(x.joins), f"{x.longest_gap_s:.2f}") for x in r.systems),
+        ("system", "of U1", "of U2", "of U2'", "losses", "joins", "gap s", "pace", *GROUPS),
+        *(
+            _list(x.system, x, str(x.joins), f"{x.longest_gap_s:.2f}", f"{x.pace:.3f}")
+            for x in r.systems
+        ),
     ]
     lines = [
         f"{r.trace}: {render_time(r.duration_s)} played{part}, {r.slot_s / 3600:.2f} slot-hours; "
         f"victims {victims}",
-        f"measured samples/s by nodes: {tau}",
+        f"samples/s of {r.reference} by nodes: {tau}"
+        + (
+            f" (measurements differ by up to {r.reference_spread:.1%})"
+            if r.reference_spread
+            else ""
+        ),
         f"U1 {r.u1:.0f} samples; U2 {render_share(r.u2, r.u1)} of it; "
         f"U2' {render_share(r.u2_online, r.u1)} (hindsight at perdure's measured cost of a change)",
         "",
         *align(rows, range(1, len(rows[0]))),
-        "gap: the longest time without a commit",
+        "gap: the longest time without a commit; pace: an undisturbed step, as a multiple of "
+        + r.reference,
         *_list_costs(r),
         *(line for row in r.systems for line in _list_shapes(row)),
         "",

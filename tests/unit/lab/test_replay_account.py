@@ -1,5 +1,7 @@
 """What a live replay was worth, from commits whose every second is known."""
 
+from pathlib import Path
+
 import pytest
 
 from perdure.lab.live.ledger import (
@@ -11,7 +13,11 @@ from perdure.lab.live.ledger import (
     measure_costs,
     refresh_rates,
 )
+from perdure.lab.live.live import Played
+from perdure.lab.live.session import Reference, Wish, compare_played
+from perdure.lab.policies.throughput import Shape, Throughput
 from perdure.lab.report import MadeStep
+from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
 from perdure.model.report import ACCOUNTS, Recovery
 
 RATES = {1: 10.0, 2: 20.0, 3: 30.0}
@@ -93,3 +99,26 @@ def test_the_steady_cost_is_what_undisturbed_steps_take_beyond_their_reference()
     run = Run(steps, [(0.0, frozenset({0, 1}))], at_s[-1], RATES)
     assert measure_costs(run, "a test").steady == pytest.approx(1 - 40 * 1.5 / sum(walls))
     assert refresh_rates(run)[2] == pytest.approx(30 / 1.6)
+
+
+@pytest.mark.parametrize(("beside_ddp", "pace", "share"), [(True, 1.25, 0.8), (False, 1.0, 1.0)])
+def test_slowness_all_the_time_shows_beside_plain_ddp(
+    tmp_path: Path, beside_ddp: bool, pace: float, share: float
+) -> None:
+    """It cannot show where the reference is made of the system's own steps, as it once was."""
+    made = [step(1.25 * n, n, 0, 1, 2) for n in range(41)]  # A step of DDP's takes 1 s.
+    present = [(0.0, frozenset({0, 1, 2}))]
+    run = Run(made, present, 50.0, RATES)
+    nodes = tuple(TraceNode(f"n{n}", (Stay(0.0),)) for n in range(3))
+    trace = AvailabilityTrace("t", 50.0, nodes)
+    wish = Wish(trace, ("perdure",), str(tmp_path), 0.04, 1, False, 1.0, 0.0, None)
+    rates = {Shape(n, 1): rate for n, rate in RATES.items()}
+    table = Throughput("r", rates, global_batch=30.0, state_bytes=1.0, source="test")
+    reference = Reference(tmp_path, 0.04, tmp_path / "tau.json") if beside_ddp else None
+    result = compare_played(wish, table, {"perdure": Played(run, True, 1.0)}, reference)
+    (row,) = result.systems
+    assert row.pace == pytest.approx(pace)
+    assert row.fraction_of_u1 == pytest.approx(share)
+    assert result.costs is not None
+    assert result.costs.steady == pytest.approx(1 - share)
+    assert result.reference == ("plain DDP" if beside_ddp else "perdure itself")

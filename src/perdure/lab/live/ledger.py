@@ -95,11 +95,17 @@ def _list_calm_pairs(run: Run) -> list[tuple[MadeStep, MadeStep]]:
     ]
 
 
+def compute_pace(run: Run) -> float:
+    """Return how long undisturbed steps took, as a multiple of their reference; 0 without any."""
+    calm = _list_calm_pairs(run)
+    wanted_s = sum(run.compute_step_s(new) for _, new in calm)
+    return sum(new.at_s - old.at_s for old, new in calm) / wanted_s if wanted_s else 0.0
+
+
 def _compute_steady(run: Run) -> float:
     """Return how much longer than their reference undisturbed steps took, early ones deducted."""
-    calm = _list_calm_pairs(run)
-    wall_s = sum(new.at_s - old.at_s for old, new in calm)
-    return max(0.0, 1.0 - sum(run.compute_step_s(new) for _, new in calm) / wall_s) if calm else 0.0
+    pace = compute_pace(run)
+    return max(0.0, 1.0 - 1.0 / pace) if pace else 0.0
 
 
 def close_ledger(run: Run) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """What `perdure trace replay` trains: one model and one global batch, under each of the systems.
 
-usage: paced elastic|ddp|torchft FOLDER MICRO_BATCHES PACE_S PLACES [STAGES]
+usage: paced elastic|ddp|torchft FOLDER MICRO_BATCHES PACE_S PLACES [STAGES|TIMEOUT_S]
 
 Devices are virtual: tensors, gradients and collectives are real, and a micro-batch takes PACE_S at
 least, so that several ranks of one machine are several times as fast. PLACES is how many there are
-at most; under ddp, those of the ranks (0,1,3). Each process appends to
-FOLDER/made-PLACE.jsonl what it answers for: time (CLOCK_MONOTONIC), step, samples, who made it.
+at most; under ddp, those of the ranks (0,1,3). TIMEOUT_S is that of torchft's collectives. Each
+process appends to FOLDER/made-PLACE.jsonl what it answers for: time (CLOCK_MONOTONIC), step,
+samples, who made it.
 """
 
 import json
@@ -102,8 +103,9 @@ def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def train_elastic(folder: Path, count: int, pace_s: float, places: str, stages: int = 0) -> None:
-    """Train under `perdure run --nodes PLACES`; with `stages`, the model is cut into so many."""
+def train_elastic(folder: Path, count: int, pace_s: float, places: str, more: str = "0") -> None:
+    """Train under `perdure run --nodes PLACES`; with STAGES, the model is cut into so many."""
+    stages = int(more)
     from perdure.worker.elastic import open_pipeline_trainer, open_trainer
 
     made = Made(folder, os.environ.get("PERDURE_NODE", "0"))
@@ -161,7 +163,7 @@ def train_ddp(folder: Path, count: int, pace_s: float, places: str) -> None:
             path.with_suffix(".tmp").rename(path)
 
 
-def train_torchft(folder: Path, count: int, pace_s: float, places: str) -> None:
+def train_torchft(folder: Path, count: int, pace_s: float, places: str, more: str) -> None:
     """Train as one replica group of torchft, which has its share of every step or none."""
     import torchft
 
@@ -176,7 +178,7 @@ def train_torchft(folder: Path, count: int, pace_s: float, places: str) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optim"])
 
-    timeout = timedelta(seconds=10)
+    timeout = timedelta(seconds=float(more))
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timeout),
         load_state_dict=load,
@@ -199,10 +201,10 @@ def train_torchft(folder: Path, count: int, pace_s: float, places: str) -> None:
 
 def main(words: Sequence[str]) -> None:
     """Train as the arguments say."""
-    mode, folder, count, pace_s, places, *stages = words
+    mode, folder, count, pace_s, places, *more = words
     trains: dict[str, Callable[..., None]]
     trains = {"elastic": train_elastic, "ddp": train_ddp, "torchft": train_torchft}
-    trains[mode](Path(folder), int(count), float(pace_s), places, *map(int, stages))
+    trains[mode](Path(folder), int(count), float(pace_s), places, *more)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """All of a live replay: measure, play each system in turn, compare with what was possible.
 
-How fast each number of nodes trains on this machine is measured before anything is replayed: the
-same elastic job loses one node after another by drain, and its steps are timed. Two cores do not
-scale; virtual devices do, as long as what the machine really computes fits beside them.
+The reference is plain DistributedDataParallel: how fast each number of nodes trains under torchrun
+where nobody comes or goes. It is timed before the first system and after each, so that systems and
+reference take turns, and a system that is slow all the time shows. Only a model that is cut into
+stages, which DDP has nowhere to put, is measured by itself: the same elastic job loses one node
+after another by drain. Two cores do not scale; virtual devices do, as long as what the machine
+really computes fits beside them.
 """
 
 import os
@@ -19,6 +22,7 @@ from typing import NamedTuple
 
 from perdure.lab.live.ledger import (
     close_ledger,
+    compute_pace,
     compute_rates,
     count_changes,
     count_committed,
@@ -26,7 +30,14 @@ from perdure.lab.live.ledger import (
     refresh_rates,
 )
 from perdure.lab.live.live import Played, Schedule, plan_schedule, play, wait_ready
-from perdure.lab.live.systems import MICRO_BATCHES, Perdure, System, Torchft, Torchrun
+from perdure.lab.live.systems import (
+    DEFAULT_TIMES,
+    MICRO_BATCHES,
+    Perdure,
+    System,
+    Torchft,
+    Torchrun,
+)
 from perdure.lab.policies.policies import POLICIES, apply_costs
 from perdure.lab.policies.throughput import Shape, Throughput, read_throughput
 from perdure.lab.report import Comparison, Physics, ReplayResult, ReplayRow
@@ -41,6 +52,9 @@ from perdure.service.processes import guarded
 STATE_BYTES = 3.2e6
 """Of the model in `paced`, with its moments."""
 _WINDOW_S, _STEPS = 3.0, 6
+
+Say = Callable[[str, float, str], None]
+"""What is being done, the share of it that is, and more in words."""
 
 
 def locate_cache(home: str, count: int, pace_s: float, stages: int) -> Path:
@@ -68,6 +82,11 @@ def measure_throughput(
         progress(nodes)
         system.shape(range(nodes), keep=True)
         rates[nodes], batch = _time_steps(system, tuple(range(nodes)))
+    return _keep_throughput(rates, batch, path)
+
+
+def _keep_throughput(rates: dict[int, float], batch: int, path: Path) -> Throughput:
+    """Return samples a second by number of nodes as a table, which is kept at `path`."""
     configs = [{"D": n, "P": 1, "samples_per_s": rates[n]} for n in sorted(rates)]
     model = {"global_batch": batch, "state_bytes": STATE_BYTES, "configs": configs}
     when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
@@ -76,6 +95,39 @@ def measure_throughput(
     table = load_throughput(path)
     assert table is not None
     return table
+
+
+class Reference:
+    """Plain DDP's samples a second by number of nodes, timed again between the systems."""
+
+    def __init__(self, folder: Path, pace_s: float, path: Path) -> None:
+        """Measure in `folder`; the table is kept at `path`."""
+        self._folder, self._pace_s, self._path = folder, pace_s, path
+        self._times = 0
+        self.rates: dict[int, list[float]] = {}
+        """Of each time that it was measured."""
+
+    def measure(self, counts: Sequence[int], say: Say) -> Throughput:
+        """Time worlds of `counts` nodes once more; return the medians of all times so far."""
+        batch = 0
+        for number, count in enumerate(counts):
+            say("plain DDP", number / len(counts), f"{count} nodes")
+            self._times += 1
+            system = Torchrun(self._folder / f"ddp-{self._times}", self._pace_s)
+            places = tuple(range(count))
+            try:
+                system.start(places)
+                wait_ready(system, places)
+                rate, batch = _time_steps(system, places)
+            finally:
+                system.end()
+            self.rates.setdefault(count, []).append(rate)
+        rates = {n: median(each) for n, each in self.rates.items()}
+        return _keep_throughput(rates, batch, self._path)
+
+    def compute_spread(self) -> float:
+        """Return the largest difference between two times of one world, as a share of them."""
+        return max((max(each) / min(each) - 1.0 for each in self.rates.values()), default=0.0)
 
 
 def check_rising(table: Throughput) -> None:
@@ -95,7 +147,7 @@ def check_rising(table: Throughput) -> None:
         )
 
 
-def _time_steps(system: Perdure, places: tuple[int, ...]) -> tuple[float, int]:
+def _time_steps(system: System, places: tuple[int, ...]) -> tuple[float, int]:
     """Return samples a second of a world, and the samples of a step."""
     begun_s = time.monotonic()
     while True:
@@ -107,11 +159,9 @@ def _time_steps(system: Perdure, places: tuple[int, ...]) -> tuple[float, int]:
             return rows[-1].samples / step_s, rows[-1].samples
 
 
-SYSTEMS = ("perdure", "torchrun", "torchft")
+SYSTEMS = ("perdure", "torchrun", "torchft", "torchft-default")
+"""torchft with time-outs as short as a user may tune them, and at its own defaults."""
 NODES_MAX = 8
-
-Say = Callable[[str, float, str], None]
-"""What is being done, the share of it that is, and more in words."""
 
 
 class Wish(NamedTuple):
@@ -160,11 +210,18 @@ def replay(wish: Wish, say: Say) -> ReplayResult:
     count, schedule = check_trace(wish.trace), plan_schedule(wish.trace)
     replays = Path(wish.home, "replay")
     replays.mkdir(parents=True, exist_ok=True)
+    visited = sorted({len(i.living) for i in list_intervals(wish.trace)})
     played: dict[str, Played] = {}
     with guarded("PERDURE_REPLAY"):
         folder = Path(tempfile.mkdtemp(prefix="run-", dir=replays))
-        table, running = _obtain_table(wish, count, folder, say)
+        reference, running = None, None
         try:
+            if wish.stages > 1:
+                table, running = _obtain_table(wish, count, folder, say)
+            else:
+                path = locate_cache(wish.home, count, wish.pace_s, wish.stages)
+                reference = Reference(folder, wish.pace_s, path)
+                table = reference.measure(range(1, count + 1), say)
             check_rising(table)
             for name in wish.systems:
                 known = running if name == "perdure" else None
@@ -172,11 +229,13 @@ def replay(wish: Wish, say: Say) -> ReplayResult:
                 played[name] = _play_one(name, system, schedule, wish, table, say)
                 if not played[name].complete:
                     break
+                if reference is not None:
+                    table = reference.measure(visited, say)
         finally:
             if running is not None:
                 running.end()
         shutil.rmtree(folder, ignore_errors=True)
-        return _compare(wish, table, played)
+        return compare_played(wish, table, played, reference)
 
 
 def _obtain_table(
@@ -206,6 +265,8 @@ def _make_system(name: str, wish: Wish, count: int, folder: Path) -> System:
         return Perdure(where, wish.home, count, wish.pace_s, wish.stages)
     if name == "torchrun":
         return Torchrun(where, wish.pace_s)
+    if name == "torchft-default":
+        return Torchft(where, count, wish.pace_s, DEFAULT_TIMES)
     return Torchft(where, count, wish.pace_s)
 
 
@@ -227,11 +288,16 @@ def _play_one(
         system.end()
 
 
-def _compare(wish: Wish, table: Throughput, played: dict[str, Played]) -> ReplayResult:
+def compare_played(
+    wish: Wish, table: Throughput, played: dict[str, Played], reference: Reference | None
+) -> ReplayResult:
     """Return what the systems made, beside what was possible."""
     policy, costs = POLICIES["perdure"], None
-    if "perdure" in played:
+    if reference is None and "perdure" in played:
         table = _refresh(table, played)
+    for one in played.values():
+        one.run.rates = {shape.nodes: rate for shape, rate in table.rates.items()}
+    if "perdure" in played:
         costs = measure_costs(played["perdure"].run, _describe(wish, played["perdure"]))
         policy = apply_costs(policy, costs)
     ends = {name: one.run.end_s for name, one in played.items()}
@@ -259,14 +325,14 @@ def _compare(wish: Wish, table: Throughput, played: dict[str, Played]) -> Replay
         costs=costs,
         simulated=bounds[ends["perdure"]].policies[0] if costs else None,
         counts=tuple((i.begin_s, len(i.living)) for i in list_intervals(trace)),
+        reference="plain DDP" if reference is not None else "perdure itself",
+        reference_spread=reference.compute_spread() if reference is not None else 0.0,
     )
 
 
 def _refresh(table: Throughput, played: dict[str, Played]) -> Throughput:
-    """Return the throughput of the time of the replay, and make it everyone's reference."""
+    """Return the throughput of the time of the replay."""
     rates = refresh_rates(played["perdure"].run)
-    for one in played.values():
-        one.run.rates = rates
     return Throughput(
         table.name,
         {Shape(nodes, 1): rate for nodes, rate in rates.items()},
@@ -295,6 +361,7 @@ def _make_row(name: str, one: Played, bound: Comparison) -> ReplayRow:
         steps_again=again,
         longest_gap_s=gap_s,
         load=one.load,
+        pace=compute_pace(one.run),
         shapes=one.shapes,
         recoveries_s=tuple(r.total_s for r in one.recoveries if r.failed),
         rates=compute_rates(one.run),

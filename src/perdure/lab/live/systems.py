@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -368,14 +368,41 @@ class Torchrun(System):
             self._process = None
 
 
+class TorchftTimes(NamedTuple):
+    """The time-outs of torchft: they decide what a loss costs it."""
+
+    heartbeat_s: float
+    """A silent group is out of the next quorum."""
+    tick_s: float
+    """The lighthouse looks this often."""
+    collective_s: float
+    """Of its managers and process groups, who wait for a dead one as long."""
+
+
+DEFAULT_TIMES = TorchftTimes(heartbeat_s=5.0, tick_s=0.1, collective_s=60.0)
+"""torchft 0.2.0's own."""
+
+
+def tune_times(pace_s: float) -> TorchftTimes:
+    """Return times as short as a user may choose them who knows this job.
+
+    A collective waits for as long as the slowest group may be late: a lone group's whole step,
+    and twice that, for it may be restarted beside the others on this machine.
+    """
+    return TorchftTimes(heartbeat_s=0.5, tick_s=0.01, collective_s=2 * MICRO_BATCHES * pace_s)
+
+
 class Torchft(System):
-    """A replica group of torchft in each place, under torchft's own lighthouse with short times.
+    """A replica group of torchft in each place, under torchft's own lighthouse.
 
     Each group has its own share of every step: where one is missing, the batch is smaller.
     """
 
-    def __init__(self, folder: Path, count: int, pace_s: float) -> None:
-        """Play in `folder`, with up to `count` groups."""
+    def __init__(
+        self, folder: Path, count: int, pace_s: float, times: TorchftTimes | None = None
+    ) -> None:
+        """Play in `folder`, with up to `count` groups; `times` are tuned where none are given."""
+        self._times = times or tune_times(pace_s)
         self.trail, self._folder = Trail(folder), folder
         self._count, self._pace_s = count, pace_s
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -387,7 +414,8 @@ class Torchft(System):
         if not program.exists():
             raise PlatformError("torchft is not installed", hint="pip install torchft")
         words = ["--bind", f"127.0.0.1:{self._port}", "--min_replicas", "1"]
-        words += ["--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "10"]
+        words += ["--heartbeat_timeout_ms", f"{1000 * self._times.heartbeat_s:.0f}"]
+        words += ["--quorum_tick_ms", f"{1000 * self._times.tick_s:.0f}"]
         self._popen(-1, [str(program), *words], {})
         self.add(places)
 
@@ -404,6 +432,7 @@ class Torchft(System):
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         run += ["--max-restarts=1000000", "--nproc-per-node=1", "-m", _NAME, "torchft"]
         run += [str(self._folder), str(MICRO_BATCHES), str(self._pace_s), str(self._count)]
+        run += [str(self._times.collective_s)]
         for place in places:
             env = {
                 "REPLICA_GROUP_ID": str(place),
