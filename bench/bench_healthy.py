@@ -2,6 +2,7 @@
 
     python bench/bench_healthy.py --hours 1000 --out healthy.jsonl
     python bench/bench_healthy.py --hours 50 --tree ../perdure-d36469f --out healthy.jsonl
+    python bench/bench_healthy.py --reproduce 4 --out healthy.jsonl
     python bench/bench_healthy.py --table healthy.jsonl
     python bench/bench_healthy.py --workload "DDP, lognormal" --number 3 --explain
 
@@ -38,6 +39,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=RUN_S, help="simulated, of each run")
     parser.add_argument("--explain", action="store_true", help="print verdicts with their evidence")
     parser.add_argument("--tree", type=Path, help="another checkout of perdure to judge")
+    parser.add_argument("--reproduce", type=int, metavar="RUNS", help="T4, T5, T7 and T9 instead")
     parser.add_argument("--out", type=Path, default=Path("healthy.jsonl"))
     parser.add_argument("--table", type=Path, nargs="*", help="print the table of these results")
     return parser.parse_args()
@@ -47,15 +49,30 @@ def main() -> None:
     """Run what was asked for."""
     args = parse()
     if args.table is not None:
-        from healthy.results import read_rows, render_table
+        from healthy.results import read_rows, render_reproduced, render_table
 
-        print(render_table([row for path in args.table for row in read_rows(path)]))
+        rows = [row for path in args.table for row in read_rows(path)]
+        print(render_table([row for row in rows if "workload" in row]))
+        print(render_reproduced([row for row in rows if "row" in row]))
         return
     if args.tree is not None:
         sys.exit(run_in_tree(args.tree))
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # Heartbeats are many, and in no circles.
-    run(args)
+    reproduce(args) if args.reproduce else run(args)
+
+
+def reproduce(args: argparse.Namespace) -> None:
+    """Run again what the attack on d36469f found, each piece once."""
+    from healthy.reproduce import list_pieces
+    from healthy.results import append_row, read_rows
+
+    commit = read_commit()
+    known = {(r["tree"], r["row"], r["piece"]) for r in read_rows(args.out) if "row" in r}
+    for row, piece, make in list_pieces(args.reproduce):
+        if (commit, row, piece) not in known:
+            said = {"row": row, "piece": piece, "tree": commit, "load": os.getloadavg()[0]}
+            append_row(args.out, said | make())
 
 
 def run_in_tree(tree: Path) -> int:
@@ -88,10 +105,11 @@ def run(args: argparse.Namespace) -> None:
     from healthy.workloads import RECORDED, TUNED, WORKLOADS, WORLDS
 
     commit = read_commit()
-    known = {(r["workload"], r["number"], r["seed"], r["tree"]) for r in read_rows(args.out)}
+    rows = [row for row in read_rows(args.out) if "workload" in row]
+    known = {(r["workload"], r["number"], r["seed"], r["tree"]) for r in rows}
     seed = args.seed
     if args.final:
-        seeds = {r["seed"] for r in read_rows(args.out) if r["final"] and r["tree"] == commit}
+        seeds = {r["seed"] for r in rows if r["final"] and r["tree"] == commit}
         seed = min(seeds, default="") or os.urandom(8).hex()
     names = list(WORKLOADS if args.final else TUNED)
     for name in args.workload or ():

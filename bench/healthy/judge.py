@@ -14,7 +14,9 @@ is said is judged against what the world has written down:
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from . import tree
@@ -31,9 +33,12 @@ GRACE_S = 8.0
 SETTLE_S = 3.0
 WATCH_S = 2.0
 """For so long a node looks closely that is under suspicion."""
+GAPS_S = (1.0, 2.0, 3.0, 8.0, 14.0)
+"""Times for which a node is not heard of."""
 WAITS = 'Thread 1 (idle): "MainThread"\n    wait (torch/distributed/distributed_c10d.py:1)\n'
 ALONE = 'Thread 1 (idle): "MainThread"\n    evaluate (train.py:{line})\n'
 HANGS = ("ComputeHang", "CommHang")
+Maker = Callable[[World, random.Random], Steps]
 
 
 @dataclass(slots=True)
@@ -88,15 +93,29 @@ class Watched(tree.Shell):  # type: ignore[misc]
 class Job:
     """A job of some shape that does some workload, or has some fault."""
 
-    def __init__(self, name: str, shape: Shape, seed: str, fault: Fault | None = None) -> None:
-        """Draw everything from `seed`."""
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        seed: str,
+        fault: Fault | None = None,
+        *,
+        make: Maker | None = None,
+        gaps_s: tuple[float, ...] = (),
+    ) -> None:
+        """Draw everything from `seed`.
+
+        `make` makes the steps, where it is none of the table; with `gaps_s` the nodes are boxes
+        from elsewhere, of which one is not heard of for so long now and then.
+        """
         self.name, self.shape, self.fault = name, shape, fault
+        self.make = make or partial(make_steps, name)
+        self.gaps_s = gaps_s = gaps_s or (GAPS_S if name == GAPS else ())
         self.chance = random.Random(f"{seed} {name}")
         self.clock = tree.VirtualClock(BEGIN_S)
-        gaps = name == GAPS
         self.spec = tree.JobSpec(
             script="train.py", nproc=shape.nproc, nodes=shape.nodes, spares=shape.nproc,
-            remote=shape.nodes if gaps else 0,
+            remote=shape.nodes if gaps_s else 0,
         )  # fmt: skip
         self.outcome = Outcome()
         self.open: dict[tuple[str, str], Told] = {}
@@ -104,15 +123,15 @@ class Job:
         self.steps: Steps | None = None
         self.view_of: dict[int, NodeView] = {}
         self.generation = -1
-        self.formed = 0
+        self.formed = -1
+        """The newest generation whose store was ordered."""
         self.waiting: dict[int, Any] = {}
         """Generation -> its assignment to run, until its ranks have started."""
         self.offsets = [self.chance.random() * BEAT_S for _ in range(self.spec.num_nodes)]
-        self.gap = (-1, 0.0, BEGIN_S + 60.0 if gaps else float("inf"))
+        self.gap = (-1, 0.0, BEGIN_S + 60.0 if gaps_s else float("inf"))
         """Which node is not heard of, until when, and when the next gap begins."""
         self.shell = Watched(self)
         self.over = False
-        self.acted = 0
 
     # --- the nodes ----------------------------------------------------------------------------
 
@@ -141,7 +160,7 @@ class Job:
         """Do what nodes would."""
         match type(action).__name__:
             case "AssignNodes":
-                self._assign(action.assignment)
+                self._assign(action.assignment, action.reason)
             case "TakeStacks":
                 stacks = {rank: self._stack_of(rank) for rank in action.ranks}
                 self.after(ANSWER_S, "StacksTaken", generation=action.generation, stacks=stacks)
@@ -160,9 +179,12 @@ class Job:
             if view is not None:
                 view.close_until_s = until_s
 
-    def _assign(self, assignment: Any) -> None:
+    def _assign(self, assignment: Any, reason: str) -> None:
         g = assignment.generation
-        if assignment.phase == "store":
+        if assignment.phase == "store" and g > self.formed:
+            if self.formed >= 0:
+                self._act_upon(self.clock.now, "restart", reason)
+            self.formed = g
             for node in range(self.spec.num_nodes):
                 self.after(ANSWER_S, "GenerationStopped", node=node, generation=g - 1)
             self.after(
@@ -182,7 +204,7 @@ class Job:
         self.world = World(shape, self.chance, now + START_S, fault)
         if old is not None:
             self.world.history = old.history
-        self.steps = make_steps(self.name, self.world, self.chance)
+        self.steps = self.make(self.world, self.chance)
         self.view_of = {
             node: NodeView(self.world, i, node, self.chance) for i, node in enumerate(placement)
         }
@@ -296,7 +318,7 @@ class Job:
     def _is_unheard(self, now: float, node: int) -> bool:
         gone, until_s, next_s = self.gap
         if now >= next_s:
-            until_s = now + self.chance.choice((1.0, 2.0, 3.0, 8.0, 14.0))
+            until_s = now + self.chance.choice(self.gaps_s)
             gone = self.chance.randrange(self.spec.nodes)
             self.gap = (gone, until_s, until_s + self.chance.uniform(30.0, 120.0))
         return node == gone and now < until_s
@@ -316,10 +338,6 @@ class Job:
             case "NodeLost":
                 told = Told(now, "NodeLost", f"node {body.node}", body.reason, node=body.node)
                 self.outcome.told.append(told)
-            case "Decision" if body.action == "AssignNodes" and body.summary.split()[1] == "store":
-                self.formed += 1
-                if self.formed > 1:
-                    self._act_upon(now, "restart", body.reason)
             case "Decision" if body.action == "EndJob":
                 self._act_upon(now, "stop", body.reason)
             case _:

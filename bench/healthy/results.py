@@ -133,3 +133,16 @@ def render_table(rows: list[Row]) -> str:
         speed = s.hours * 3600.0 / max(s.wall_s, 1e-9)
         lines.append(f"| {ranks} | {tree[:8]} | {s.hours:.1f} | {speed:.0f} |")
     return "\n".join(lines)
+
+
+def render_reproduced(rows: list[Row]) -> str:
+    """Return the table of T4, T5, T7 and T9: how many runs were harmed in each tree."""
+    if not rows:
+        return ""
+    lines = ["", "| row | tree | runs harmed | restarts and stops |", "|---|---|---|---|"]
+    for name, tree in sorted({(row["row"], row["tree"]) for row in rows}):
+        mine = [row for row in rows if (row["row"], row["tree"]) == (name, tree)]
+        harmed = sum(row["harmed"] for row in mine)
+        actions = sum(row.get("actions", row.get("left out", 0)) for row in mine)
+        lines.append(f"| {name} | {tree[:8]} | {harmed} of {len(mine)} | {actions} |")
+    return "\n".join(lines)

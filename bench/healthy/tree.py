@@ -14,7 +14,7 @@ from perdure.model.verdicts import Verdict
 from perdure.sim.shell import Disk, Shell
 
 
-def _find(name: str, *modules: str) -> Any:
+def find(name: str, *modules: str) -> Any:
     """Return what is called `name` in the first of `modules` that this tree has."""
     for module in modules:
         try:
@@ -27,20 +27,20 @@ def _find(name: str, *modules: str) -> Any:
 _PROGRESS = ("perdure.model.signals.progress", "perdure.model.progress")
 _SPANS = ("perdure.model.signals.progress", "perdure.model.collectives")
 _LINKS = ("perdure.model.signals.links", "perdure.model.links")
-BusyPhase = _find("BusyPhase", *_PROGRESS)
-CommProgress = _find("CommProgress", *_PROGRESS)
-ProcSample = _find("ProcSample", *_PROGRESS)
-RankAccount = _find("RankAccount", *_PROGRESS)
-RankProgress = _find("RankProgress", *_PROGRESS)
-NodeBeat = _find("NodeBeat", *_PROGRESS)
-HostLoad = _find("HostLoad", *_PROGRESS)
-CollectiveSpan = _find("CollectiveSpan", *_SPANS)
-StepStages = _find("StepStages", *_SPANS)
-LinkSample = _find("LinkSample", *_LINKS)
-LinkSweep = _find("LinkSweep", *_LINKS)
-PairProbe = _find("PairProbe", *_LINKS)
-HostProbe = _find("HostProbe", *_LINKS)
-VirtualClock = _find("VirtualClock", "perdure.sim.network", "perdure.sim.clock")
+BusyPhase = find("BusyPhase", *_PROGRESS)
+CommProgress = find("CommProgress", *_PROGRESS)
+ProcSample = find("ProcSample", *_PROGRESS)
+RankAccount = find("RankAccount", *_PROGRESS)
+RankProgress = find("RankProgress", *_PROGRESS)
+NodeBeat = find("NodeBeat", *_PROGRESS)
+HostLoad = find("HostLoad", *_PROGRESS)
+CollectiveSpan = find("CollectiveSpan", *_SPANS)
+StepStages = find("StepStages", *_SPANS)
+LinkSample = find("LinkSample", *_LINKS)
+LinkSweep = find("LinkSweep", *_LINKS)
+PairProbe = find("PairProbe", *_LINKS)
+HostProbe = find("HostProbe", *_LINKS)
+VirtualClock = find("VirtualClock", "perdure.sim.network", "perdure.sim.clock")
 
 TIMEOUT_KNOWN = "timeout_s" in CommProgress.__struct_fields__
 WORK_FIELD = next(
@@ -64,7 +64,7 @@ def make(kind: Any, **said: Any) -> Any:
 
 def make_event(name: str, **said: Any) -> Any:
     """Return the event called `name`."""
-    return make(_find(name, "perdure.model.events"), **said)
+    return make(find(name, "perdure.model.events"), **said)
 
 
 def take_beat(shell: Any, now: float, beat: Any) -> list[Any]:
@@ -77,5 +77,5 @@ __all__ = [
     "SPANS_A_BEAT", "STAGES_A_BEAT", "TIMEOUT_KNOWN", "WORK_FIELD", "BusyPhase", "CollectiveSpan",
     "CommProgress", "DetectConfig", "Disk", "HostLoad", "HostProbe", "JobSpec", "LinkSample",
     "LinkSweep", "NodeBeat", "PairProbe", "ProcSample", "RankAccount", "RankProgress", "Shell",
-    "StepStages", "Stride", "Verdict", "VirtualClock", "make", "make_event", "take_beat",
+    "StepStages", "Stride", "Verdict", "VirtualClock", "find", "make", "make_event", "take_beat",
 ]  # fmt: skip
