@@ -3,7 +3,8 @@
     python bench/bench_healthy.py --hours 1000 --out healthy.jsonl
     python bench/bench_healthy.py --hours 50 --tree ../perdure-d36469f --out healthy.jsonl
     python bench/bench_healthy.py --reproduce 4 --out healthy.jsonl
-    python bench/bench_healthy.py --table healthy.jsonl
+    python bench/bench_healthy.py --faults 1000 --out healthy.jsonl
+    python bench/bench_healthy.py --table healthy.jsonl --picture harm.svg
     python bench/bench_healthy.py --workload "DDP, lognormal" --number 3 --explain
 
 Workloads (`healthy/workloads.py`) are trained in virtual time, heartbeat by heartbeat, before the
@@ -22,9 +23,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RUN_S = 1800.0
+BEGIN_S = 1_000_000.0
+"""`healthy.judge.BEGIN_S`: job time at which each simulated job begins."""
 
 
 def parse() -> argparse.Namespace:
@@ -40,6 +44,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--explain", action="store_true", help="print verdicts with their evidence")
     parser.add_argument("--tree", type=Path, help="another checkout of perdure to judge")
     parser.add_argument("--reproduce", type=int, metavar="RUNS", help="T4, T5, T7 and T9 instead")
+    parser.add_argument("--faults", type=int, metavar="N", help="so many simulated faults instead")
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="missed against false")
     parser.add_argument("--out", type=Path, default=Path("healthy.jsonl"))
     parser.add_argument("--table", type=Path, nargs="*", help="print the table of these results")
     return parser.parse_args()
@@ -49,17 +55,51 @@ def main() -> None:
     """Run what was asked for."""
     args = parse()
     if args.table is not None:
+        from healthy.faults import render_faults
+        from healthy.picture import render_picture
         from healthy.results import read_rows, render_reproduced, render_table
 
         rows = [row for path in args.table for row in read_rows(path)]
-        print(render_table([row for row in rows if "workload" in row]))
+        print(render_table([row for row in rows if "number" in row]))
         print(render_reproduced([row for row in rows if "row" in row]))
+        if faults := [row for row in rows if "fault" in row]:
+            print(render_faults(faults))
+        if args.picture is not None:
+            args.picture.write_text(render_picture(rows))
         return
     if args.tree is not None:
         sys.exit(run_in_tree(args.tree))
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # Heartbeats are many, and in no circles.
-    reproduce(args) if args.reproduce else run(args)
+    if args.reproduce:
+        reproduce(args)
+    elif args.faults:
+        break_things(args)
+    else:
+        run(args)
+
+
+def break_things(args: argparse.Namespace) -> None:
+    """Make faults under the workloads' noise, each once."""
+    from healthy.faults import run_fault
+    from healthy.results import append_row, read_rows
+
+    commit, seed = read_commit(), args.seed
+    rows = [row for row in read_rows(args.out) if "fault" in row]
+    if args.final:
+        seed = min({r["seed"] for r in rows if r["final"]}, default="") or os.urandom(8).hex()
+    known = {(r["tree"], r["seed"], r["case"]) for r in rows}
+    first = 0 if args.number is None else args.number
+    for number in range(first, args.faults if args.number is None else first + 1):
+        if (commit, seed, number) in known and not args.explain:
+            continue
+        case, outcome, row = run_fault(number, seed, final=args.final)
+        if args.explain:
+            print(case)
+            explain(case.workload, number, case.shape, outcome)
+            continue
+        said = {"case": number, "seed": seed, "tree": commit, "final": args.final}
+        append_row(args.out, said | row | {"load": os.getloadavg()[0]})
 
 
 def reproduce(args: argparse.Namespace) -> None:
@@ -86,12 +126,13 @@ def run_in_tree(tree: Path) -> int:
 
 
 def read_commit() -> str:
-    """Return the commit of the perdure that is judged, with a mark where it was changed since."""
+    """Return the newest commit of the perdure that is judged; `+`: it was changed since."""
     import perdure
 
     folder = Path(perdure.__file__).parent
     git = ["git", "-C", str(folder)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    last = [*git, "log", "-1", "--format=%H", "--", "."]
+    commit = subprocess.run(last, capture_output=True, text=True).stdout
     changed = subprocess.run(
         [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True
     ).stdout
@@ -100,12 +141,12 @@ def read_commit() -> str:
 
 def run(args: argparse.Namespace) -> None:
     """Run workloads in turn until there are as many hours as asked for."""
-    from healthy.judge import BEGIN_S, run_healthy
+    from healthy.judge import run_healthy
     from healthy.results import append_row, read_rows
     from healthy.workloads import RECORDED, TUNED, WORKLOADS, WORLDS
 
     commit = read_commit()
-    rows = [row for row in read_rows(args.out) if "workload" in row]
+    rows = [row for row in read_rows(args.out) if "number" in row]
     known = {(r["workload"], r["number"], r["seed"], r["tree"]) for r in rows}
     seed = args.seed
     if args.final:
@@ -129,7 +170,7 @@ def run(args: argparse.Namespace) -> None:
             shape, outcome = run_healthy(name, number, seed, args.seconds)
             hours += outcome.simulated_s / 3600.0
             if args.explain:
-                explain(name, number, shape, outcome, BEGIN_S)
+                explain(name, number, shape, outcome)
                 continue
             row = {
                 "workload": name, "number": number, "seed": seed, "tree": commit,
@@ -138,8 +179,8 @@ def run(args: argparse.Namespace) -> None:
                 "simulated_s": round(outcome.simulated_s, 1), "wall_s": round(outcome.wall_s, 2),
                 "load": os.getloadavg()[0], "at": time.strftime("%FT%TZ", time.gmtime()),
                 "ended": outcome.ended,
-                "told": [describe(told, BEGIN_S) for told in outcome.told],
-                "actions": [describe(action, BEGIN_S) for action in outcome.actions],
+                "told": [describe(told) for told in outcome.told],
+                "actions": [describe(action) for action in outcome.actions],
             }  # fmt: skip
             append_row(args.out, row)
         number += 1
@@ -147,10 +188,10 @@ def run(args: argparse.Namespace) -> None:
             break
 
 
-def describe(told, begin_s: float) -> dict[str, object]:  # type: ignore[no-untyped-def]
+def describe(told: Any) -> dict[str, object]:
     """Return what was said in the words of a row."""
     return {
-        "at_s": round(told.at_s - begin_s, 2),
+        "at_s": round(told.at_s - BEGIN_S, 2),
         "kind": told.kind,
         "culprit": told.culprit,
         "right": told.right,
@@ -160,7 +201,7 @@ def describe(told, begin_s: float) -> dict[str, object]:  # type: ignore[no-unty
     }
 
 
-def explain(name, number, shape, outcome, begin_s: float) -> None:  # type: ignore[no-untyped-def]
+def explain(name: str, number: int, shape: Any, outcome: Any) -> None:
     """Print what was said in one run, with its evidence."""
     print(f"{name}, run {number}: {shape}")
     print(f"{outcome.simulated_s:.0f} s simulated in {outcome.wall_s:.1f} s {outcome.ended}")
@@ -169,7 +210,7 @@ def explain(name, number, shape, outcome, begin_s: float) -> None:  # type: igno
         lasted_s = told.withdrawn_s - told.at_s
         until = f", withdrawn after {lasted_s:.1f} s" if told.withdrawn_s else ""
         what = f"{told.kind} {told.culprit}: {told.reason}{until}"
-        print(f"{told.at_s - begin_s:9.2f} s  {mark}  {what}")
+        print(f"{told.at_s - BEGIN_S:9.2f} s  {mark}  {what}")
         for key, value in told.evidence.items():
             print(f"             {key}: {json.dumps(value)[:300]}")
 

@@ -3,8 +3,11 @@
 import random
 
 import pytest
-from bench.healthy.judge import BEGIN_S, Job, run_healthy
+from bench.healthy.faults import KINDS, draw_case, is_right, render_faults, run_fault
+from bench.healthy.judge import BEGIN_S, Job, Told, run_healthy
 from bench.healthy.noise import Autoregressive, Lognormal, Pareto, Recorded, Shared
+from bench.healthy.picture import compute_curve, render_picture
+from bench.healthy.reproduce import pause_group
 from bench.healthy.results import bound_count, render_table
 from bench.healthy.training import Fault, Load, Shape
 from bench.healthy.workloads import HELD_OUT, TUNED, WORKLOADS, WORLDS, draw_shape
@@ -105,3 +108,48 @@ def test_the_table_has_a_line_for_each_workload():
     line = next(x for x in render_table([row]).splitlines() if x.startswith("| DDP |"))
     assert "Straggler 1" in line
     assert "1 of 1" in line
+
+
+def test_a_fault_is_found_in_time_with_its_culprit():
+    case, _, row = run_fault(9, "tuning")
+    assert (case.kind, row["fault"]) == ("stop", "stop")
+    assert row["in_time"]
+    assert row["acted"]
+    assert "stop" in render_faults([{**row, "tree": "0" * 12}])
+
+
+def test_all_kinds_of_faults_are_drawn_in_turn():
+    cases = [draw_case(number, "s", final=False) for number in range(5 * len(KINDS))]
+    assert {case.kind for case in cases} == set(KINDS)
+    assert {case.factor for case in cases} == {1.2, 1.5, 2.0, 3.0, 4.0}
+    assert all(case.rank != case.peer for case in cases)
+
+
+def test_only_the_right_culprit_counts():
+    case = next(
+        c
+        for c in (draw_case(n, "s", final=False) for n in range(500))
+        if c.kind == "slow rank" and c.shape.nproc == 1
+    )
+    right = Told(0.0, "Straggler", "", "", rank=case.rank)
+    assert is_right(case, right)
+    assert not is_right(case, Told(0.0, "Straggler", "", "", rank=case.peer))
+    assert not is_right(case, Told(0.0, "CommSlow", "", "", rank=case.rank))
+
+
+def test_a_paused_group_is_left_alone():
+    """T9: on d36469f it is left out fifteen times."""
+    assert pause_group(2, 0)["left out"] == 0
+
+
+def test_the_picture_has_a_curve_for_each_tree_with_both():
+    told = {"kind": "Straggler", "right": False, "silent": False, "lasted_s": 3.0}
+    healthy = {"number": 0, "tree": "a", "simulated_s": 3600.0, "told": [told, told]}
+    fault = {"fault": "stop", "tree": "a", "limit_s": 3.0, "right_at_s": [1.0], "stood_s": [None]}
+    missed = {**fault, "right_at_s": [], "stood_s": []}
+    curve = compute_curve([healthy], [fault, missed])
+    assert curve[0] == (2.0, 50.0)
+    assert curve[-1] == (0.001, 50.0)
+    svg = render_picture([healthy, fault, missed, {**healthy, "tree": "b"}])
+    assert svg.count("<polyline") == 1
+    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
