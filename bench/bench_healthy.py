@@ -3,6 +3,7 @@
     python bench/bench_healthy.py --hours 1000 --out healthy.jsonl
     python bench/bench_healthy.py --hours 50 --tree ../perdure-d36469f --out healthy.jsonl
     python bench/bench_healthy.py --reproduce 4 --out healthy.jsonl
+    python bench/bench_healthy.py --real 3 --seconds 600 --out healthy.jsonl
     python bench/bench_healthy.py --faults 1000 --out healthy.jsonl
     python bench/bench_healthy.py --table healthy.jsonl --picture harm.svg
     python bench/bench_healthy.py --workload "DDP, lognormal" --number 3 --explain
@@ -44,6 +45,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--explain", action="store_true", help="print verdicts with their evidence")
     parser.add_argument("--tree", type=Path, help="another checkout of perdure to judge")
     parser.add_argument("--reproduce", type=int, metavar="RUNS", help="T4, T5, T7 and T9 instead")
+    parser.add_argument(
+        "--real", type=float, metavar="HOURS", help="real jobs instead, for so long"
+    )
     parser.add_argument("--faults", type=int, metavar="N", help="so many simulated faults instead")
     parser.add_argument("--picture", type=Path, metavar="SVG", help="missed against false")
     parser.add_argument("--out", type=Path, default=Path("healthy.jsonl"))
@@ -57,11 +61,12 @@ def main() -> None:
     if args.table is not None:
         from healthy.faults import render_faults
         from healthy.picture import render_picture
-        from healthy.results import read_rows, render_reproduced, render_table
+        from healthy.results import read_rows, render_real, render_reproduced, render_table
 
         rows = [row for path in args.table for row in read_rows(path)]
         print(render_table([row for row in rows if "number" in row]))
         print(render_reproduced([row for row in rows if "row" in row]))
+        print(render_real([row for row in rows if "real" in row]))
         if faults := [row for row in rows if "fault" in row]:
             print(render_faults(faults))
         if args.picture is not None:
@@ -73,10 +78,28 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)  # Heartbeats are many, and in no circles.
     if args.reproduce:
         reproduce(args)
+    elif args.real:
+        train_for_real(args)
     elif args.faults:
         break_things(args)
     else:
         run(args)
+
+
+def train_for_real(args: argparse.Namespace) -> None:
+    """Train real jobs of all kinds in turn until there are so many hours of them."""
+    from healthy.real import KINDS, run_piece
+    from healthy.results import append_row, read_rows
+    from sweep import sweep_after_me
+
+    sweep_after_me()
+    commit = read_commit()
+    rows = [r for r in read_rows(args.out) if "real" in r and r["tree"] == commit]
+    hours, number = sum(r["seconds"] for r in rows) / 3600.0, len(rows)
+    while hours < args.real:
+        kind, seed = KINDS[number % len(KINDS)], int.from_bytes(os.urandom(4))
+        append_row(args.out, {"tree": commit} | run_piece(kind, args.seconds, seed))
+        number, hours = number + 1, hours + args.seconds / 3600.0
 
 
 def break_things(args: argparse.Namespace) -> None:

@@ -146,3 +146,28 @@ def render_reproduced(rows: list[Row]) -> str:
         actions = sum(row.get("actions", row.get("left out", 0)) for row in mine)
         lines.append(f"| {name} | {tree[:8]} | {harmed} of {len(mine)} | {actions} |")
     return "\n".join(lines)
+
+
+def render_real(rows: list[Row]) -> str:
+    """Return the table of the real hours."""
+    if not rows:
+        return ""
+    lines = [
+        "",
+        "| real job | tree | hours | load | ended well | false | right | false actions |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, tree in sorted({(row["real"], row["tree"]) for row in rows}):
+        mine = [row for row in rows if (row["real"], row["tree"]) == (kind, tree)]
+        said = [one for row in mine for one in row["said"]]
+        acted = sum(one["kind"] in ("restart", "NodeLost") for one in said)
+        false = Counter(o["kind"] for o in said if not o.get("right") and o["kind"] != "restart")
+        words = ", ".join(f"{name} {count}" for name, count in false.most_common())
+        hours = sum(row["seconds"] for row in mine) / 3600.0
+        loads = [row["load"] for row in mine]
+        lines.append(
+            f"| {kind} | {tree[:8]} | {hours:.2f} | {min(loads):g} to {max(loads):g} "
+            f"| {sum(row['code'] == 0 for row in mine)} of {len(mine)} | {words or 'none'} "
+            f"| {sum(bool(one.get('right')) for one in said)} | {acted} |"
+        )
+    return "\n".join(lines)
