@@ -4,6 +4,7 @@
     python bench/bench_healthy.py --hours 50 --tree ../perdure-d36469f --out healthy.jsonl
     python bench/bench_healthy.py --reproduce 4 --out healthy.jsonl
     python bench/bench_healthy.py --real 3 --seconds 600 --out healthy.jsonl
+    python bench/bench_healthy.py --resample healthy.jsonl
     python bench/bench_healthy.py --faults 1000 --out healthy.jsonl
     python bench/bench_healthy.py --table healthy.jsonl --picture harm.svg
     python bench/bench_healthy.py --workload "DDP, lognormal" --number 3 --explain
@@ -28,6 +29,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RUN_S = 1800.0
+LEAST_STEPS = 100
+"""Of a real rank, to be resampled in blocks."""
 BEGIN_S = 1_000_000.0
 """`healthy.judge.BEGIN_S`: job time at which each simulated job begins."""
 
@@ -51,6 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, metavar="N", help="so many simulated faults instead")
     parser.add_argument("--picture", type=Path, metavar="SVG", help="missed against false")
     parser.add_argument("--out", type=Path, default=Path("healthy.jsonl"))
+    parser.add_argument("--resample", type=Path, metavar="FILE", help="keep its real step times")
     parser.add_argument("--table", type=Path, nargs="*", help="print the table of these results")
     return parser.parse_args()
 
@@ -71,6 +75,9 @@ def main() -> None:
             print(render_faults(faults))
         if args.picture is not None:
             args.picture.write_text(render_picture(rows))
+        return
+    if args.resample is not None:
+        resample(args.resample)
         return
     if args.tree is not None:
         sys.exit(run_in_tree(args.tree))
@@ -136,6 +143,23 @@ def reproduce(args: argparse.Namespace) -> None:
         if (commit, row, piece) not in known:
             said = {"row": row, "piece": piece, "tree": commit, "load": os.getloadavg()[0]}
             append_row(args.out, said | make())
+
+
+def resample(path: Path) -> None:
+    """Keep the step times of real jobs for `DDP, recorded steps`, each over its rank's median."""
+    from healthy.results import read_rows
+    from healthy.workloads import RECORDED
+
+    series = []
+    rows = [row for row in read_rows(path) if "real" in row]
+    for row in rows:
+        for times in row["own"].values():
+            if len(times) >= LEAST_STEPS:
+                median = sorted(times)[len(times) // 2]
+                series.append([round(each / median, 3) for each in times])
+    source = f"{len(rows)} jobs of {', '.join(sorted({row['real'] for row in rows}))}"
+    RECORDED.write_text(json.dumps({"source": source, "series": series}) + "\n")
+    print(f"{len(series)} series of {sum(map(len, series))} steps: {RECORDED}")
 
 
 def run_in_tree(tree: Path) -> int:
