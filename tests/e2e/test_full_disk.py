@@ -44,3 +44,61 @@ def test_three_servers_whose_disk_was_full_keep_the_journal_again(
     job.wait_until(lambda: job.state().get("at_s", 0.0) > freed_s + 5.0, "decisions")
     job.cli("stop", "full", "--now")
     job.wait()
+
+
+def test_a_part_that_cannot_be_started_again_ends_no_job(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The file system refuses its log, as one that has become read-only does: ranks train on."""
+    (tmp_path / "loop.py").write_text(
+        "import itertools, time\nfor n in itertools.count():\n"
+        "    print(n, flush=True)\n    time.sleep(0.05)\n"
+    )
+    job = start("refused", "-n", "1", "--cold", "loop.py")
+    job.wait_state("running")
+    log, out = job.folder / "logs" / "controller.log", job.folder / "logs/ranks/g0/rank-0.out"
+    log.rename(log.with_suffix(".before"))
+    log.mkdir()
+    job.kill("perdure controller")
+    job.wait_until(lambda: "tried again until it can be" in job.text(), "the refusal")
+    size = out.stat().st_size
+    job.wait_until(lambda: out.stat().st_size > size + 50, "steps without a controller")
+    log.rmdir()
+    job.wait_until(lambda: "controller" in job.text() and "started again" in job.text(), "another")
+    job.cli("stop", "refused", "--now")
+    job.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_file_system_that_becomes_read_only_ends_no_job(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """As ext4 becomes after an error of its disk: the server that ends by it is waited for."""
+    (tmp_path / "state").mkdir()
+    image, folder = tmp_path / "image", str(tmp_path / "state")
+    image.write_bytes(b"")
+    os.truncate(image, 400 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True)
+    mounted = subprocess.run(["mount", "-o", "loop", str(image), folder], capture_output=True)
+    if made.returncode or mounted.returncode:
+        pytest.skip("no file system of its own can be mounted here")
+    try:
+        (tmp_path / "beat.py").write_text(
+            "import time\nwhile True:\n"
+            "    open('beat', 'w').write(str(time.time()))\n    time.sleep(0.1)\n"
+        )
+        job = start("readonly", "-n", "1", "--cold", "beat.py")
+        job.wait_state("running")
+        subprocess.run(["mount", "-o", "remount,abort", folder], check=True)
+        job.cli("pause", "readonly", "--timeout-s", "1", check=False)  # Something to be journaled.
+        job.wait_until(lambda: "Read-only file system: tried again" in job.text(), "the refusal")
+        refused_s = time.time()
+        beat = tmp_path / "beat"
+        job.wait_until(lambda: beat.stat().st_mtime > refused_s + 5.0, "training")
+        for _ in range(2):
+            job.process.terminate()
+            time.sleep(0.5)
+        assert job.wait() == 128 + 15, job.text()
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)

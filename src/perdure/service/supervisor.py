@@ -93,6 +93,8 @@ _KILL_S = 3.0
 """The time between a second signal and the end by force."""
 LEFT_S = 30.0
 """Given to the job to end after an agent has left in good order; then the agent is missed."""
+_AGAIN_S = 1.0
+"""Between two tries to start a part that cannot be started."""
 _STOPPED_S = 3.0
 """A part in state T for so long is killed and started again; each can be, at any moment."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -380,10 +382,24 @@ class Supervisor:
                 )
             )
             return
-        try:
-            self._start_part(child.part)
-        except PerdureError as error:
-            self._fail(error)
+        self._tasks.spawn(self._start_again(child, cause, at_s))
+
+    async def _start_again(self, child: Child, cause: str, at_s: float) -> None:
+        """Start a part that has died, once it can be: the ranks train on while a disk refuses."""
+        deadline_s, told = time.monotonic() + self._spec.bus.orphan_s, ""
+        while not self._over.is_set():
+            try:
+                self._start_part(child.part)
+                break
+            except PerdureError as error:
+                if time.monotonic() >= deadline_s:
+                    self._fail(error)
+                    return
+                if error.message != told:
+                    told = error.message
+                    self._note(f"{child.part} died: {cause}; {told}: tried again until it can be")
+                await asyncio.sleep(_AGAIN_S)
+        else:
             return
         self._write_parts()
         restarted_s = self._now()
