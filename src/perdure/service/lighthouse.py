@@ -15,6 +15,7 @@ import asyncio
 import importlib
 import itertools
 import logging
+import math
 import os
 import shutil
 import signal
@@ -113,6 +114,8 @@ class LighthouseService:
     ) -> None:
         """Serve `spec`; keep what must not be forgotten in the file `path`."""
         self._spec, self._path, self._clock = spec, path, clock
+        self._awake_s = math.inf
+        """When we are awake at the latest."""
         self._incarnation, self._host = incarnation, host
         self.machine = Quorums(make_quorum_config(spec))
         self._server = LighthouseServer(self._take_request, self._take_heartbeat)
@@ -155,17 +158,24 @@ class LighthouseService:
     async def run(self) -> None:
         """Look at what is due, until cancelled."""
         while True:
-            now = self._clock()
             due_s = self.machine.next_deadline()
-            wait_s = NOTE_S if due_s is None else max(due_s - now, _TICK_S_MIN)
+            wait_s = NOTE_S if due_s is None else due_s - self._clock()
+            wait_s = min(max(wait_s, _TICK_S_MIN), NOTE_S)
+            self._awake_s = self._clock() + wait_s
             self._wake.clear()
             await wait_event(self._wake, wait_s)
-            lag_s = self._clock() - now - wait_s
-            if lag_s > _LAG_S:
-                log.warning("this process came %.2f s too late: nobody's silence counts", lag_s)
-                self.machine.forgive(self._clock())
-            self._do(self.machine.tick(self._clock()))
+            self._do(self.machine.tick(self._now()))
             self._note_step()
+
+    def _now(self) -> float:
+        """Return job time, at which an input is taken: what we have slept through is forgiven."""
+        now = self._clock()
+        lag_s = now - self._awake_s
+        if lag_s > _LAG_S:
+            log.warning("this process came %.2f s too late: nobody's silence counts", lag_s)
+            self._awake_s = now
+            self.machine.forgive(now, lag_s)
+        return now
 
     async def join(self, bus: Bus) -> None:
         """Hear and tell over `bus`, which keeps itself connected."""
@@ -188,15 +198,15 @@ class LighthouseService:
         token = next(self._tokens)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._futures[token] = future
-        self._do(self.machine.ask(self._clock(), token, member))
+        self._do(self.machine.ask(self._now(), token, member))
         try:
             return await future
         finally:
             if self._futures.pop(token, None) is not None and not future.done():
-                self._do(self.machine.hang_up(self._clock(), token))
+                self._do(self.machine.hang_up(self._now(), token))
 
     def _take_heartbeat(self, data: bytes) -> None:
-        self._do(self.machine.hear(self._clock(), parse_heartbeat(data)))
+        self._do(self.machine.hear(self._now(), parse_heartbeat(data)))
 
     def _take_order(self, data: bytes) -> None:
         try:
@@ -204,7 +214,7 @@ class LighthouseService:
         except ProtocolError as error:
             log.error("refused: %s", error)
             return
-        now = self._clock()
+        now = self._now()
         for order in message.orders:
             match order:
                 case HoldReplicas() if order.number > self._hold_number:
@@ -226,7 +236,7 @@ class LighthouseService:
     def _take_events(self, sender: str, data: bytes, _: Reply) -> None:
         """Take what a node's agent tells of the group that it runs, and of no other."""
         message: EventMessage | None = self._decode(data, EventMessage)
-        now = self._clock()
+        now = self._now()
         batches = message.batches if message is not None else ()
         for event in (event for batch in batches for event in batch.events):
             match event:
@@ -260,7 +270,7 @@ class LighthouseService:
             states = {rank.proc.state for rank in beat.ranks}
             phases = [rank.busy_phase for rank in beat.ranks if rank.busy_phase is not None]
             outputs = self.machine.note_process(
-                self._clock(),
+                self._now(),
                 beat.generation,
                 stopped="T" in states,  # A debugger's `t` ends by itself; py-spy makes it, too.
                 lives=bool(states) and not states & {"Z", "X", "?"},

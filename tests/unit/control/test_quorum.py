@@ -352,8 +352,27 @@ def test_a_jump_of_our_own_clock_accuses_nobody() -> None:
     lab = Lab()
     lab.steps(3)
     lab.now += 5.0
-    lab.machine.forgive(lab.now)
+    lab.machine.forgive(lab.now, 5.0)
     assert lab.machine.tick(lab.now) == []
+
+
+def test_who_is_waited_for_while_all_stand_still_is_not_late() -> None:
+    """A suspended machine: one group asks already, or waits, and the other was left out for it."""
+    lab = Lab(2)
+    lab.steps(30)
+    lab.ask(0, 30)
+    lab.now += 60.0
+    lab.machine.forgive(lab.now, 59.9)
+    assert lab.machine.tick(lab.now) == []
+    lab.ask(1, 30)
+    assert [o for o in lab.out if isinstance(o, LeftOut | Late)] == []
+    lab.wait(0.1)
+    begun_s = lab.now
+    lab.now += 60.0
+    lab.machine.forgive(lab.now, 59.9)
+    told = lab.machine.wait(lab.now, 0, lab.machine.quorum_id, begun_s)
+    assert [o for o in told if isinstance(o, LeftOut | Late | Fenced)] == []
+    assert lab.machine.silences.expected_s < 10.0, "and nothing was learned from it"
 
 
 def test_fewer_than_the_minimum_wait() -> None:

@@ -122,6 +122,10 @@ class Quorums:
     _evicted: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_EVICTED))
     _last: tuple[Member, ...] = ()
     _formed_s: float | None = None
+    _still_s: float = -math.inf
+    """Until when we stood still last."""
+    _lag_s: float = 0.0
+    """For so long."""
     silences: Silences = field(default_factory=Silences)
     """How long members have waited for one another so far."""
 
@@ -189,6 +193,8 @@ class Quorums:
         if 0 < timeout_s <= _TOLD_S_MAX:
             replica.timeout_s = timeout_s
         if not over:
+            if since_s < self._still_s:
+                since_s += self._lag_s
             begun_s = now if self._formed_s is None else self._formed_s  # Never before its quorum.
             replica.waiting_s = min(max(begun_s, since_s), now)
             return self._arrive(now, replica) + self.tick(now)
@@ -277,10 +283,19 @@ class Quorums:
                 took=(member.step, member.commit_failures),
             )
 
-    def forgive(self, now: float) -> None:
-        """Shift all waits after a jump of our own clock, in which nobody was silent."""
+    def forgive(self, now: float, lag_s: float) -> None:
+        """Shift all waits after we stood still for `lag_s`: nobody was silent, or waited in vain.
+
+        The others may have stood still as well (a machine that was suspended).
+        """
+        self._still_s, self._lag_s = now, lag_s
         for replica in self.replicas.values():
             replica.heard_s = max(replica.heard_s, now)
+            replica.asked_s = min(replica.asked_s + lag_s, now)
+            if replica.waiting_s is not None:
+                replica.waiting_s = min(replica.waiting_s + lag_s, now)
+            if replica.missed_s is not None:
+                replica.missed_s = min(replica.missed_s + lag_s, now)
 
     def map_members(self) -> dict[str, tuple[int, int]]:
         """Return group and generation of the members of the quorum in force."""
