@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import tree
-from .training import NEVER, Group, Operation, Silence, World
+from .training import NEVER, Operation, Silence, Traffic, World
 
 BEAT_S, LOOK_S, SWEEP_S = 0.2, 0.5, 1.0
 PENDING_S, PENDING_MAX = 0.25, 16
@@ -237,13 +237,10 @@ class Link:
 
     src: int
     dst: int
-    group: Group
+    name: str
+    """Of the communicator, as the rank's note has it."""
+    traffic: Traffic
     sent: int = 0
-
-    @property
-    def name(self) -> str:
-        """Return the communicator, as the rank's note has it."""
-        return self.group.name.removesuffix(" p2p")
 
 
 class NodeView:
@@ -306,12 +303,12 @@ class NodeView:
         if window_s < every_s - 1e-3:
             return None
         self._swept_s = now
-        if self._made < len(self._world.groups):
+        if self._made < sum(1 + len(group.pairs) for group in self._world.groups):
             self._find_links()
         world, chance, fault = self._world, self._chance, self._world.fault
         samples = []
         for link in self._links:
-            src, dst, sent = link.src, link.dst, link.group.sent_by(now)
+            src, dst, sent = link.src, link.dst, link.traffic.sent_by(now)
             num_bytes, link.sent = sent - link.sent, sent
             if num_bytes < MOVED_BYTES * min(1.0, window_s):
                 continue
@@ -331,10 +328,14 @@ class NodeView:
         return tree.make(tree.LinkSweep, at_s=now, window_s=window_s, links=tuple(samples))
 
     def _find_links(self) -> None:
-        """Each rank sends to the next one of each group, as a ring does."""
+        """Find which of all links begin here; sends and receives make theirs as they go."""
         mine = {view.rank for view in self.ranks}
-        for group in self._world.groups[self._made :]:
-            nexts = dict(zip(group.ranks, (*group.ranks[1:], group.ranks[0]), strict=True))
-            for src in sorted(mine & set(group.ranks)):
-                self._links.append(Link(src, nexts[src], group))
-        self._made = len(self._world.groups)
+        groups = self._world.groups
+        found = [(g.name.removesuffix(" p2p"), *link) for g in groups for link in g.list_links()]
+        known = {(link.src, link.dst, link.name) for link in self._links}
+        self._links += [
+            Link(src, dst, name, traffic)
+            for name, src, dst, traffic in found
+            if src in mine and (src, dst, name) not in known
+        ]
+        self._made = sum(1 + len(group.pairs) for group in groups)

@@ -12,7 +12,16 @@ from typing import Any
 
 from .judge import BEGIN_S, START_S, Job, Outcome, Told
 from .training import Fault, Load, Shape, World
-from .workloads import COMM_SHARE, PARTS, STEPS_S, TUNED, WORKLOADS, Steps, make_steps
+from .workloads import (
+    COMM_SHARE,
+    PARTS,
+    STEPS_S,
+    TUNED,
+    WORKLOADS,
+    Steps,
+    find_stage_width,
+    make_steps,
+)
 
 Row = dict[str, Any]
 STAGES = ("slow data", "slow forward", "slow backward")
@@ -71,11 +80,14 @@ def draw_case(number: int, seed: str, *, final: bool) -> Case:
     )  # fmt: skip
     workload = chance.choice(list_noises(final=final))
     rank = chance.randrange(ranks)
-    if kind == "slow data" and workload.startswith("pipeline"):
-        rank %= max(1, ranks // 8)  # Only the first stage loads data.
+    peer, width = (rank + 1) % ranks, find_stage_width(ranks)
+    if workload.startswith("pipeline"):
+        # Only the first stage loads data, and each sends to the next.
+        rank %= width if kind == "slow data" else ranks - width if kind == "slow link" else ranks
+        peer = rank + width if kind == "slow link" else (rank + 1) % ranks
     factor = FACTORS[number // len(KINDS) % len(FACTORS)]
     first = kind in SLOW and chance.random() < 0.5
-    return Case(workload, shape, kind, factor, rank, (rank + 1) % ranks, first)
+    return Case(workload, shape, kind, factor, rank, peer, first)
 
 
 def make_fault(case: Case) -> Fault | None:

@@ -33,7 +33,8 @@ STEPS_KEPT = 2000
 END_S = 120.0
 FULL, OTHERS = 0.8, 0.1
 """Shares of the cores, by all and by others, from which a machine is busy with others' work."""
-SLACK_S = 12.0
+SLACK_S, LATE_S = 12.0, 1.0
+"""For so long before it a load explains a `HostBusy`; so long after it a silence is told of."""
 
 
 def run_piece(kind: str, seconds: float, seed: int, ranks: int = 2) -> Row:
@@ -45,6 +46,8 @@ def run_piece(kind: str, seconds: float, seed: int, ranks: int = 2) -> Row:
         command = [sys.executable, "-m", "perdure", "run", "--name", "job", "-n", "1"]
         command += ["--nodes", str(ranks), "--spares", "1", str(SCRIPT), kind]
         command += ["--seconds", f"{seconds:g}", "--step-s", f"{step_s:g}", "--seed", str(seed)]
+        trail = Path(home) / "trail"
+        command += ["--trail", str(trail)]
         env = dict(os.environ, PERDURE_HOME=home, OMP_NUM_THREADS="1")
         with open(Path(home) / "out", "wb") as out:
             job = subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=home)
@@ -63,12 +66,13 @@ def run_piece(kind: str, seconds: float, seed: int, ranks: int = 2) -> Row:
         journal = Path(home) / "jobs" / "job" / "journal.jsonl"
         entries = [decode(line, JournalEntry) for line in journal.read_bytes().splitlines()]
         text = (Path(home) / "out").read_text(errors="replace")
+        alone = read_trail(trail)
     own = list_step_times(beats)
     return {
         "real": kind, "seed": seed, "ranks": ranks, "step_s": step_s, "seconds": seconds,
         "code": code, "load": round(load, 1), "load_end": round(os.getloadavg()[0], 1),
         "at": time.strftime("%FT%TZ", time.gmtime()),
-        "said": judge_entries(entries, watch),
+        "said": judge_entries(entries, watch, alone),
         "own": {str(rank): shorten(times) for rank, times in own.items()},
         **({} if code == 0 else {"output": text[-800:]}),
     }  # fmt: skip
@@ -79,8 +83,19 @@ def shorten(times: list[float]) -> list[float]:
     return [round(each, 4) for each in times[-STEPS_KEPT:]]
 
 
-def judge_entries(entries: list[JournalEntry], watch: "MachineWatch") -> list[Row]:
-    """Return the verdicts and actions of a journal, each with whether it was true."""
+def read_trail(trail: Path) -> list[tuple[int, float, float]]:
+    """Return which rank was alone, from when until when."""
+    lines = trail.read_text().splitlines() if trail.exists() else []
+    return [(int(rank), float(a), float(b)) for rank, a, b in (line.split() for line in lines)]
+
+
+def judge_entries(
+    entries: list[JournalEntry], watch: "MachineWatch", alone: list[tuple[int, float, float]]
+) -> list[Row]:
+    """Return the verdicts and actions of a journal, each with whether it was true.
+
+    `alone` says which rank was alone when: a hang that names it is counted apart.
+    """
     said: dict[tuple[str, str], Row] = {}
     rows: list[Row] = []
     formed = -1
@@ -91,9 +106,14 @@ def judge_entries(entries: list[JournalEntry], watch: "MachineWatch") -> list[Ro
                 key = (body.verdict.kind, str(body.verdict.culprit))
                 if key not in said:
                     right = key[0] == "HostBusy" and watch.was_busy(entry.at_s)
+                    hangs = key[0] in ("ComputeHang", "CommHang")
+                    silent = hangs and any(
+                        body.verdict.culprit.rank == rank and a <= entry.at_s <= b + LATE_S
+                        for rank, a, b in alone
+                    )
                     said[key] = row = {
                         "at_s": entry.at_s, "kind": key[0], "culprit": key[1], "right": right,
-                        "reason": body.verdict.reason[:200], "lasted_s": None,
+                        "silent": silent, "reason": body.verdict.reason[:200], "lasted_s": None,
                     }  # fmt: skip
                     rows.append(row)
             case "VerdictWithdrawn":

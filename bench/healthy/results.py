@@ -127,12 +127,27 @@ def render_table(rows: list[Row]) -> str:
             f"| {s.actions} ({low / s.hours:.2g} to {high / s.hours:.2g}) "
             f"| {bound_count(s.false)[1] * month:.0f} false, {high * month:.1f} actions |"
         )
+    lines += ["", *list_goals(sums)]
     speeds = sum_rows(rows, lambda row: (row["ranks"], row["tree"]))
     lines += ["", "| ranks | tree | hours | simulated hours an hour of CPU |", "|---|---|---|---|"]
     for (ranks, tree), s in sorted(speeds.items()):
         speed = s.hours * 3600.0 / max(s.wall_s, 1e-9)
         lines.append(f"| {ranks} | {tree[:8]} | {s.hours:.1f} | {speed:.0f} |")
     return "\n".join(lines)
+
+
+def list_goals(sums: dict[tuple[str, str], Sums]) -> list[str]:
+    """Return a line for each tree: where more is false than one verdict in 20 hours."""
+    lines = []
+    for tree in sorted({tree for _, tree in sums}):
+        mine = {name: s for (name, t), s in sums.items() if t == tree}
+        over = sorted(name for name, s in mine.items() if s.false * GOAL_H > s.hours)
+        acted = sum(s.actions for s in mine.values())
+        lines.append(
+            f"{tree[:8]}: {acted} false actions; more than one false verdict in {GOAL_H:g} hours "
+            f"in {len(over)} of {len(mine)} workloads{': ' if over else ''}{'; '.join(over)}."
+        )
+    return lines
 
 
 def render_reproduced(rows: list[Row]) -> str:
@@ -154,20 +169,23 @@ def render_real(rows: list[Row]) -> str:
         return ""
     lines = [
         "",
-        "| real job | tree | hours | load | ended well | false | right | false actions |",
-        "|---|---|---|---|---|---|---|---|",
+        "| real job | tree | hours | load | ended well | false | a silent rank | right "
+        "| false actions |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for kind, tree in sorted({(row["real"], row["tree"]) for row in rows}):
         mine = [row for row in rows if (row["real"], row["tree"]) == (kind, tree)]
         said = [one for row in mine for one in row["said"]]
         acted = sum(one["kind"] in ("restart", "NodeLost") for one in said)
-        false = Counter(o["kind"] for o in said if not o.get("right") and o["kind"] != "restart")
+        true = [o for o in said if o.get("right") or o.get("silent") or o["kind"] == "restart"]
+        false = Counter(one["kind"] for one in said if one not in true)
         words = ", ".join(f"{name} {count}" for name, count in false.most_common())
         hours = sum(row["seconds"] for row in mine) / 3600.0
         loads = [row["load"] for row in mine]
         lines.append(
             f"| {kind} | {tree[:8]} | {hours:.2f} | {min(loads):g} to {max(loads):g} "
             f"| {sum(row['code'] == 0 for row in mine)} of {len(mine)} | {words or 'none'} "
+            f"| {sum(bool(one.get('silent')) for one in said)} "
             f"| {sum(bool(one.get('right')) for one in said)} | {acted} |"
         )
     return "\n".join(lines)

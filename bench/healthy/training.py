@@ -41,6 +41,28 @@ class Shape:
 
 
 @dataclass(slots=True)
+class Traffic:
+    """What was sent over a link."""
+
+    _moved: list[tuple[float, int]] = field(default_factory=list)
+    """When an operation ended, and what had been sent by then."""
+    _total: int = 0
+
+    def move(self, end_s: float, num_bytes: int) -> None:
+        """Note that so much was sent in an operation."""
+        if end_s < NEVER:
+            self._total += num_bytes
+            self._moved.append((end_s, self._total))
+            if len(self._moved) > MOVED_KEPT:
+                del self._moved[: MOVED_KEPT // 2]
+
+    def sent_by(self, now: float) -> int:
+        """Return how much had been sent by `now`."""
+        at = bisect_right(self._moved, (now, self._total))
+        return self._moved[at - 1][1] if at else 0
+
+
+@dataclass(slots=True)
 class Group:
     """One communicator; of point-to-point operations each rank counts its own."""
 
@@ -50,22 +72,18 @@ class Group:
     bytes: int
     """Of each of its operations."""
     seq: dict[int, int] = field(default_factory=dict)
-    _moved: list[tuple[float, int]] = field(default_factory=list)
-    """When an operation ended, and what each rank had sent by then."""
-    _total: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    """What each rank has sent to the next one in collectives, which go round in a ring."""
+    pairs: dict[tuple[int, int], Traffic] = field(default_factory=dict)
+    """What one rank has sent to another, of sends and receives."""
 
-    def move(self, end_s: float, num_bytes: int) -> None:
-        """Note that each rank has sent so much in an operation."""
-        if end_s < NEVER:
-            self._total += num_bytes
-            self._moved.append((end_s, self._total))
-            if len(self._moved) > MOVED_KEPT:
-                del self._moved[: MOVED_KEPT // 2]
-
-    def sent_by(self, now: float) -> int:
-        """Return how much each rank had sent by `now`."""
-        at = bisect_right(self._moved, (now, self._total))
-        return self._moved[at - 1][1] if at else 0
+    def list_links(self) -> list[tuple[int, int, Traffic]]:
+        """Return who sends to whom, and what was sent."""
+        if self.size == 1:
+            return [(src, dst, traffic) for (src, dst), traffic in self.pairs.items()]
+        ranks = self.ranks
+        nexts = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
+        return [(src, dst, self.traffic) for src, dst in nexts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,29 +282,27 @@ class World:
 
     # --- communication ------------------------------------------------------------------------
 
-    def time_of(self, group: Group, seconds: float, at_s: float) -> float:
+    def time_of(self, ranks: Sequence[int], seconds: float, at_s: float) -> float:
         """Return how long an operation takes once all are there, with the fault and some noise."""
         seconds *= self.chance.lognormvariate(0.0, 0.1)
+        nproc = self.shape.nproc
         for load in self._active:
-            if load.begin_s <= at_s < load.end_s and self._spans_load(group, load):
+            mine = load.everywhere or any(r // nproc == load.node for r in ranks)
+            if mine and load.begin_s <= at_s < load.end_s:
                 seconds *= load.factor
         fault = self.fault
         if fault is not None and at_s >= fault.at_s:
-            if fault.kind == "slow link" and {fault.rank, fault.peer} <= set(group.ranks):
+            if fault.kind == "slow link" and fault.rank in ranks and fault.peer in ranks:
                 seconds *= fault.factor
-            elif fault.kind == "slow host" and fault.rank in group.ranks:
+            elif fault.kind == "slow host" and fault.rank in ranks:
                 seconds *= 1.0 + 0.2 * (fault.factor - 1.0)  # Its CPU sends as well.
         return seconds
-
-    def _spans_load(self, group: Group, load: Load) -> bool:
-        nproc = self.shape.nproc
-        return load.everywhere or any(r // nproc == load.node for r in group.ranks)
 
     def reduce(self, group: Group, op: str, num_bytes: int, seconds: float) -> None:
         """Let the ranks of a group meet in a collective that blocks them."""
         t, ranks = self.t, group.ranks
         arrived = max([t[r] for r in ranks])
-        end_s = arrived + self.time_of(group, seconds, arrived) if arrived < NEVER else NEVER
+        end_s = arrived + self.time_of(ranks, seconds, arrived) if arrived < NEVER else NEVER
         for r in ranks:
             if t[r] < NEVER:
                 seq = group.seq[r] = group.seq.get(r, 0) + 1
@@ -296,7 +312,7 @@ class World:
                 )
                 self._wait[r] += wait_s if end_s < NEVER else 0.0
                 t[r] = end_s
-        group.move(end_s, 2 * num_bytes)
+        group.traffic.move(end_s, 2 * num_bytes)
 
     def run_backward(
         self, group: Group, works: Sequence[float], num_buckets: int, seconds: float
@@ -314,9 +330,9 @@ class World:
         for bucket in range(1, num_buckets + 1):
             ready = [begins[r] + took[r] * bucket / num_buckets for r in took]
             begun_s = NEVER if hangs else max(max(ready), last_s)
-            last_s = begun_s + self.time_of(group, seconds / num_buckets, begun_s)
+            last_s = begun_s + self.time_of(ranks, seconds / num_buckets, begun_s)
             spans.append((bucket, last_s))
-            group.move(last_s, 2 * group.bytes // num_buckets)
+            group.traffic.move(last_s, 2 * group.bytes // num_buckets)
         for r, work_s in took.items():
             if work_s == NEVER:
                 t[r] = NEVER
@@ -340,7 +356,7 @@ class World:
         """Let one rank send to another: the receiver waits, the sender once both are there."""
         t = self.t
         arrived = max(t[src], t[dst])
-        end_s = arrived + self.time_of(group, seconds, arrived) if arrived < NEVER else NEVER
+        end_s = arrived + self.time_of((src, dst), seconds, arrived) if arrived < NEVER else NEVER
         for r, op, peer in ((src, "send", dst), (dst, "recv", src)):
             if t[r] < NEVER:
                 seq = group.seq[r] = group.seq.get(r, 0) + 1
@@ -350,4 +366,4 @@ class World:
                 )
                 self._wait[r] += wait_s if end_s < NEVER else 0.0
                 t[r] = end_s
-        group.move(end_s, group.bytes)
+        group.pairs.setdefault((src, dst), Traffic()).move(end_s, group.bytes)

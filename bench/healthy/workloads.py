@@ -185,6 +185,11 @@ class Packed(Ddp):
         super().run(world)
 
 
+def find_stage_width(ranks: int) -> int:
+    """Return how many ranks a pipeline of so many has in each of its stages."""
+    return ranks // (2 if ranks == 2 else 4 if ranks < 64 else 8)
+
+
 class Pipeline(Steps):
     """Stages of a pipeline with unlike work, and micro-batches that go through all of them."""
 
@@ -193,8 +198,8 @@ class Pipeline(Steps):
     def make_groups(self) -> None:
         """Make the communicators: sends and receives, and replicas of each stage."""
         shape, chance = self.world.shape, self.chance
-        self.depth = 2 if shape.ranks == 2 else 4 if shape.ranks < 64 else 8
-        self.width = shape.ranks // self.depth
+        self.width = find_stage_width(shape.ranks)
+        self.depth = shape.ranks // self.width
         num_bytes = int(min(max(self.comm_s, 0.002), 0.5) * 1e9 / 8)
         self.across = self.world.add_group("0", range(shape.ranks), num_bytes, p2p=True)
         self.replicas = [

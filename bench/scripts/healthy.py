@@ -19,6 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 WIDTH, LAYERS = 256, 4
+EVALUATED = 400
+"""Steps between two evaluations."""
+ALONE_S = 0.5
+"""What a rank does beside its steps for longer than this is noted in the trail."""
 
 
 class Batches(Dataset[torch.Tensor]):
@@ -84,7 +88,7 @@ def wrap(kind: str, model: nn.Sequential) -> nn.Module:
 
 def disturb(kind: str, step: int, rank: int, chance: random.Random) -> None:
     """Do what this kind of training does beside its steps."""
-    if kind == "evaluate" and rank == 0 and step % 400 == 399:
+    if kind == "evaluate" and rank == 0 and step % EVALUATED == EVALUATED - 1:
         time.sleep(chance.uniform(10.0, 60.0))
     elif kind == "save" and rank == 0 and step % 300 == 299:
         path = f"saved-{os.getpid()}.pt"
@@ -128,6 +132,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--step-s", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--trail", default="", help="file for when a rank was alone: rank, from, to"
+    )
     args = parser.parse_args()
     kind = args.kind
     dist.init_process_group("gloo")
@@ -144,7 +151,11 @@ def main() -> None:
     mix = torch.compile(nn.functional.gelu, dynamic=False) if kind == "compile" else None
     began, step, on = time.monotonic(), 0, torch.ones(1)
     while on.item():
+        alone_s = time.time()
         disturb(kind, step, rank, chance)
+        if args.trail and time.time() - alone_s > ALONE_S:
+            with open(args.trail, "a") as trail:
+                trail.write(f"{rank} {alone_s:.3f} {time.time():.3f}\n")
         if kind == "experts" and step % 100 == 0:
             layers[0].demand = 2.5 if random.Random(step).randrange(size) == rank else 1.0
         for micro in range(4 if kind == "accumulate" else 1):

@@ -7,10 +7,20 @@ from bench.healthy.faults import KINDS, draw_case, is_right, render_faults, run_
 from bench.healthy.judge import BEGIN_S, Job, Told, run_healthy
 from bench.healthy.noise import Autoregressive, Lognormal, Pareto, Recorded, Shared
 from bench.healthy.picture import compute_curve, render_picture
+from bench.healthy.real import judge_entries
 from bench.healthy.reproduce import pause_group
 from bench.healthy.results import bound_count, render_table
-from bench.healthy.training import Fault, Load, Shape
+from bench.healthy.training import Fault, Load, Shape, World
 from bench.healthy.workloads import HELD_OUT, TUNED, WORKLOADS, WORLDS, draw_shape
+
+from perdure.model.events import (
+    Decision,
+    JournalEntry,
+    NodeLost,
+    VerdictReached,
+    VerdictWithdrawn,
+)
+from perdure.model.verdicts import Culprit, Verdict
 
 MINUTE_S = 60.0
 
@@ -153,3 +163,59 @@ def test_the_picture_has_a_curve_for_each_tree_with_both():
     svg = render_picture([healthy, fault, missed, {**healthy, "tree": "b"}])
     assert svg.count("<polyline") == 1
     assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+
+
+def test_a_slow_link_slows_what_goes_over_it_alone():
+    fault = Fault("slow link", 1000.0, 1, 2, 10.0)
+    world = World(Shape(4, 1, 1.0), random.Random(1), 1000.0, fault)
+    assert world.time_of((1, 2), 1.0, 1001.0) > 5.0
+    assert world.time_of((0, 1), 1.0, 1001.0) < 2.0
+    assert world.time_of((1, 2), 1.0, 999.0) < 2.0
+
+
+def test_what_a_pair_sends_is_its_own():
+    world = World(Shape(4, 1, 1.0), random.Random(1), 1000.0)
+    group = world.add_group("0", range(4), 1000, p2p=True)
+    world.pass_on(group, 0, 1, 0.1)
+    world.pass_on(group, 0, 1, 0.1)
+    world.pass_on(group, 2, 3, 0.1)
+    sent = {(src, dst): traffic.sent_by(2000.0) for src, dst, traffic in group.list_links()}
+    assert sent == {(0, 1): 2000, (2, 3): 1000}
+
+
+class Idle:
+    """A machine on which nobody else works."""
+
+    def was_busy(self, at_s: float) -> bool:
+        return False
+
+
+def test_real_verdicts_are_judged_by_when_their_rank_was_alone():
+    def verdict(kind: str, rank: int) -> Verdict:
+        return Verdict(
+            kind=kind, culprit=Culprit(rank=rank), generation=0, first_seen_s=0.0,
+            confirmed_s=0.0, confidence=0.9, reason="",
+        )  # fmt: skip
+
+    def assign(number: int, generation: int) -> Decision:
+        summary = f"#{number} store generation {generation}, nodes (0,)"
+        return Decision(action="AssignNodes", summary=summary, reason="why")
+
+    bodies = [
+        assign(1, 0),
+        assign(1, 0),
+        VerdictReached(verdict=verdict("ComputeHang", 0)),
+        VerdictReached(verdict=verdict("ComputeHang", 1)),
+        VerdictWithdrawn(verdict=verdict("ComputeHang", 0), at_s=0.0, reason=""),
+        VerdictReached(verdict=verdict("HostBusy", 0)),
+        NodeLost(node=1, at_s=0.0, reason=""),
+        assign(2, 1),
+    ]
+    entries = [JournalEntry(n, 100.0 + n, body) for n, body in enumerate(bodies)]
+    rows = judge_entries(entries, Idle(), [(0, 101.0, 110.0)])
+    assert [row["kind"] for row in rows] == [
+        "ComputeHang", "ComputeHang", "HostBusy", "NodeLost", "restart"
+    ]  # fmt: skip
+    assert [row.get("silent") for row in rows[:3]] == [True, False, False]
+    assert rows[0]["lasted_s"] == 2.0
+    assert not any(row.get("right") for row in rows)
