@@ -29,7 +29,7 @@ SLOW = ("slow rank", *STAGES, "slow link", "slow host", "busy host")
 HANGS = ("sleep", "spin", "stop")
 KINDS = (*SLOW, *HANGS)
 FACTORS = (1.2, 1.5, 2.0, 3.0, 4.0)
-SIZES = (2, 4, 8, 16, 64)
+SIZES = (2, 3, 4, 5, 8, 9, 16, 64)
 STEPS_MIN = 5
 LEARNED_S, WAITED_S = 120.0, 60.0
 """How long a job trains before a fault that is not there from the first step on, and for how much
@@ -71,8 +71,8 @@ def draw_case(number: int, seed: str, *, final: bool) -> Case:
     chance = random.Random(f"{seed} fault {number}")
     kind = KINDS[number % len(KINDS)]
     ranks = chance.choice(SIZES)
-    step_s = chance.choice([s for s in STEPS_S if ranks <= 8 or s >= 0.3])
-    nproc = {2: 1, 4: chance.choice((1, 2)), 8: chance.choice((1, 2, 4))}.get(ranks, 8)
+    step_s = chance.choice([s for s in STEPS_S if ranks <= 9 or s >= 0.3])
+    nproc = chance.choice([n for n in (1, 2, 4, 8) if ranks % n == 0 and ranks // n >= 2])
     shape = Shape(
         ranks, nproc, step_s, declared=chance.random() < 0.5,
         links=kind == "slow link" or chance.random() < 0.5,

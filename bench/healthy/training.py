@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 NEVER = float("inf")
 MOVED_KEPT = 8192
+TURN_S = 0.02
+"""How long one waits for a CPU that is twice as much in demand as there is of it."""
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 
 
@@ -289,7 +291,9 @@ class World:
         for load in self._active:
             mine = load.everywhere or any(r // nproc == load.node for r in ranks)
             if mine and load.begin_s <= at_s < load.end_s:
-                seconds *= load.factor
+                # Who sends waits for a CPU as well, whatever there is to send.
+                late_s = TURN_S * (load.factor - 1.0)
+                seconds = seconds * load.factor + self.chance.expovariate(1.0 / late_s)
         fault = self.fault
         if fault is not None and at_s >= fault.at_s:
             if fault.kind == "slow link" and fault.rank in ranks and fault.peer in ranks:

@@ -187,7 +187,8 @@ class Packed(Ddp):
 
 def find_stage_width(ranks: int) -> int:
     """Return how many ranks a pipeline of so many has in each of its stages."""
-    return ranks // (2 if ranks == 2 else 4 if ranks < 64 else 8)
+    depth = 2 if ranks == 2 else 4 if ranks < 64 else 8
+    return 1 if ranks % depth else ranks // depth
 
 
 class Pipeline(Steps):
