@@ -1,4 +1,4 @@
-"""A machine that is suspended, or a pod that is frozen: everything stands still at once, and goes on.
+"""A machine that is suspended, or a pod that is frozen: all stands still at once, and goes on.
 
 Nobody was silent and nobody waited in vain, in any depth and whoever wakes first.
 """
