@@ -16,6 +16,7 @@ from perdure.cli.main import main
 from perdure.launch.catalog import load_profile
 from perdure.launch.records import write_record
 from perdure.launch.roster import Roster, check_roster
+from perdure.launch.ssh.results import make_manifest
 from perdure.model.errors import SafetyError
 from perdure.model.platforms.launching import PULL_MANIFEST, LaunchRecord, PulledFile, PullManifest
 
@@ -161,3 +162,24 @@ def test_d2_a_link_that_takes_a_files_place_does_not_arrive(tmp_path: Path) -> N
     transfer.pull(Channel(LaunchSection()), str(box), here, ["link", "pipe", "sub/file"],
                   tell=lambda text: None)  # fmt: skip
     assert {path.name for path in here.rglob("*")} == {"sub", "file"}
+
+
+@pytest.mark.parametrize("age_s", [7200.0, -86_400.0], ids=["kept", "set back by a day"])
+def test_weights_elsewhere_are_found_whatever_the_clocks_were_set_to(
+    age_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's clock says how old a launch is, and may be set back meanwhile."""
+    home = tmp_path / "home"
+    launch, weights = home / "job" / "launch", home / "best.pth"
+    launch.mkdir(parents=True)
+    (launch / "settings.json").write_text("{}")
+    weights.write_bytes(b"weights")
+    monkeypatch.setenv("HOME", str(home))
+    wanted = {
+        "roots": {"launch": str(launch)}, "skip": {}, "exclude": (), "elsewhere": "elsewhere",
+        "age_s": age_s,
+    }  # fmt: skip
+    told = make_manifest(wanted)
+    assert [row["path"] for row in told["files"] if row["path"].endswith(".pth")] == [
+        f"elsewhere/{weights.relative_to('/')}"
+    ]

@@ -7,6 +7,7 @@ python3 results.py digest FOLDER   of a package, to see whether it is the same a
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import glob
 import hashlib
@@ -233,7 +234,7 @@ def walk_elsewhere(
     That is what is new in this user's home, but for its hidden files, and wherever the job's own
     arguments and variables point to. What lay there before the job was launched is none of it.
     """
-    since_s = time.time() - wanted.get("age_s", 0.0)
+    since_s = find_begin_s(roots, wanted)
     home = locate("~")
     found: set[str] = set()
     for place in sorted({home, *list_named_paths(roots)}):
@@ -247,6 +248,17 @@ def walk_elsewhere(
             inside = walk_area(path, hidden, exclude, aside) if os.path.isdir(path) else [path]
             found |= {one for one in inside if is_newer(one, since_s)}
     return sorted(found)
+
+
+def find_begin_s(roots: dict[str, str], wanted: dict[str, Any]) -> float:
+    """Return since when the job may have written: the age that is told, or that of its own files.
+
+    Clocks here and where it was launched may have been set since; of the two the earlier counts.
+    """
+    begun: list[float] = [time.time() - wanted.get("age_s", 0.0)]
+    with contextlib.suppress(OSError), os.scandir(roots.get("launch", "")) as entries:
+        begun += [entry.stat(follow_symlinks=False).st_ctime for entry in entries]
+    return min(begun)
 
 
 def is_newer(path: str, since_s: float) -> bool:
