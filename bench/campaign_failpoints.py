@@ -255,14 +255,8 @@ class Run:
         return max(steps, default=-1)
 
     def read_trail(self) -> dict[str, list[dict[str, Any]]]:
-        """Return what each rank, or group, has written; what a kill has cut short is left out."""
-        found: dict[str, list[dict[str, Any]]] = {}
-        for path in sorted(self.trail.glob("*.jsonl")):
-            rows = found[path.stem] = []
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):
-                    rows.append(json.loads(line))
-        return found
+        """Return what each rank, or group, has written."""
+        return read_trail(self.trail)
 
     def read(self, name: str) -> list[str]:
         """Return the lines of `hits` or `fired`."""
@@ -370,10 +364,21 @@ class Launch(Run):
         return document
 
 
+def read_trail(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return what each rank, or group, has written; what a kill has cut short is left out."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        rows = found[path.stem] = []
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return found
+
+
 # --- what has to be so afterwards -----------------------------------------------------------------
 
 
-def check(run: Run, reference: Run) -> list[str]:
+def check(run: Run, reference: Path) -> list[str]:
     """Return what is wrong with a job that has ended, a line each."""
     wrong = [] if run.code == 0 else [f"exit code {run.code}"]
     wrong += [f"left: {line}" for line in leftovers(run.home)]
@@ -410,7 +415,7 @@ def count_needed(run: Run) -> int:
     return needed
 
 
-def check_state(run: Run, reference: Run) -> list[str]:
+def check_state(run: Run, reference: Path) -> list[str]:
     """Each step that a rank has made is what it is in the undisturbed run, and none is missing."""
     trails = run.read_trail()
     if run.depth.name == "torchft":
@@ -422,7 +427,7 @@ def check_state(run: Run, reference: Run) -> list[str]:
             name: max((row["step"] for row in rows), default=0) for name, rows in trails.items()
         }
         return wrong + [f"{name} ends at step {end}" for name, end in ends.items() if end < STEPS]
-    wanted = reference.read_trail()
+    wanted = read_trail(reference)
     fields = ("losses", "hash") if run.depth.name == "elastic" else ("loss", "indices")
     first = next(iter(wanted.values()))
     wrong, seen = [], Counter[tuple[str, int]]()
@@ -557,14 +562,45 @@ def make_run(depth: Depth, terms: str, *, kill: bool = True) -> Run:
     return (Launch if depth is SSH else Run)(depth, terms, kill=kill)
 
 
-def make_reference(depth: Depth, *, kill: bool) -> Run:
-    """Return a job without faults; raise where it does not end well."""
-    run = make_run(depth, SNAPSHOTS, kill=kill)
+class Reference(NamedTuple):
+    """What is known of a depth before it is tried."""
+
+    trail: Path
+    """What an undisturbed job has written."""
+    uses: Counter[str]
+    limit_s: float
+    """A job that takes longer hangs."""
+
+
+def make_reference(depth: Depth, folder: Path) -> Reference:
+    """Return the reference of a depth: that of an earlier piece of the same campaign, in `folder`.
+
+    Raises:
+        SystemExit: a job without a fault does not end well.
+    """
+    known = folder / depth.name / "uses.json"
+    if not known.exists():
+        run_well(make_run(depth, "", kill=False), folder / depth.name / "trail")
+        began = time.monotonic()
+        run = make_run(depth, SNAPSHOTS)
+        run_well(run)
+        uses, seconds = find_uses(run), time.monotonic() - began
+        shutil.rmtree(run.home, ignore_errors=True)
+        known.write_text(json.dumps({"uses": uses, "s": seconds}))
+    document = json.loads(known.read_text())
+    limit_s = 4 * document["s"] + 60
+    return Reference(folder / depth.name / "trail", Counter(document["uses"]), limit_s)
+
+
+def run_well(run: Run, keep: Path | None = None) -> None:
+    """Run a job that has no fault, and `keep` its trail."""
     wrong = run.run(600) + ([] if run.code == 0 else [f"exit code {run.code}"])
     if wrong:
         said = (run.home / "out").read_text(errors="replace")
-        raise SystemExit(f"{depth.name} without a fault: {wrong}: {run.home}\n{said[-2000:]}")
-    return run
+        raise SystemExit(f"{run.depth.name} without a fault: {wrong}: {run.home}\n{said[-2000:]}")
+    if keep is not None:
+        shutil.copytree(run.trail, keep)
+        shutil.rmtree(run.home, ignore_errors=True)
 
 
 def read_commit() -> str:
@@ -573,15 +609,15 @@ def read_commit() -> str:
     return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.strip()
 
 
-def try_one(one: Try, depth: Depth, reference: Run, limit_s: float) -> dict[str, Any]:
+def try_one(one: Try, depth: Depth, reference: Reference) -> dict[str, Any]:
     """Run one job; return its line."""
     began = time.monotonic()
     more = "=" in one.terms and "snapshot/every" not in one.terms
     run = make_run(depth, f"{one.terms}; {SNAPSHOTS}" if more else one.terms)
     load = os.getloadavg()[0]
     try:
-        wrong = run.run(limit_s)
-        wrong += check(run, reference)
+        wrong = run.run(reference.limit_s)
+        wrong += check(run, reference.trail)
     except Exception as error:
         wrong = [f"{type(error).__name__}: {error}"]
     fired = run.read("fired")
@@ -639,12 +675,9 @@ def main() -> int:
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {row["key"] for row in map(json.loads, lines)}
     depths = {depth.name: depth for depth in (*DEPTHS, SSH) if depth.name in args.depths}
-    references, uses, limits = {}, {}, {}
-    for name, depth in depths.items():
-        references[name] = make_reference(depth, kill=False)
-        began = time.monotonic()
-        uses[name] = find_uses(make_reference(depth, kill=True))
-        limits[name] = 4 * (time.monotonic() - began) + 60
+    folder = args.out.with_suffix("")
+    references = {name: make_reference(depth, folder) for name, depth in depths.items()}
+    uses = {name: reference.uses for name, reference in references.items()}
     unpassed = show_uses(uses)
     bad = 0
     for one in choose(args, uses):
@@ -652,8 +685,7 @@ def main() -> int:
             continue
         if time.monotonic() > ends_s:
             break
-        depth, reference = depths[one.depth], references[one.depth]
-        row = try_one(one, depth, reference, limits[one.depth])
+        row = try_one(one, depths[one.depth], references[one.depth])
         row |= {"seed": args.seed, "commit": commit}
         bad += bool(row["wrong"])
         with open(args.out, "a") as out:

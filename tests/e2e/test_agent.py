@@ -16,6 +16,7 @@ import pytest
 
 from perdure.adapters.host import ProcStat, find_marked
 from perdure.adapters.nats import NatsBus, NatsServer
+from perdure.failpoints import SWITCH
 from perdure.model.bus.wire import (
     Endpoint,
     EventAck,
@@ -40,6 +41,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnyOrder, Assignment, InjectFault, TakeStacks
 from perdure.model.signals.progress import NodeBeat
+from perdure.model.steering import Steering
 from perdure.service.jobfiles import MINE, make_folders, paths_of, write_document
 from perdure.service.ports import Reply
 
@@ -119,7 +121,9 @@ class Driver:
         message = NodeOrder(controller="c1", orders=orders, **fields)
         await self.bus.publish(subject_orders(self.job, 0), encode(message))
 
-    async def assign(self, generation: int, phase: Any, store: StoreReady | None = None) -> None:
+    async def assign(
+        self, generation: int, phase: Any, store: StoreReady | None = None, **fields: Any
+    ) -> None:
         self.number += 1
         await self.order(
             assignment=Assignment(
@@ -130,6 +134,7 @@ class Driver:
                 master_port=store.port if store else 0,
                 agent_store=store.agent_store if store else False,
                 restart_count=generation,
+                **fields,
             )
         )
 
@@ -150,14 +155,14 @@ class Driver:
             seen = [type(event).__name__ for event in self.events]
             raise AssertionError("\n".join([f"no {type_.__name__}: {seen}", *logs])) from None
 
-    async def form(self, generation: int) -> RanksStarted:
+    async def form(self, generation: int, **fields: Any) -> RanksStarted:
         await self.wait(NodeRegistered)
         after = len(self.events)
         await self.assign(generation, "store")
         store = await self.wait(StoreReady, lambda e: e.generation == generation, after)
         if generation:
             await self.wait(GenerationStopped, lambda e: e.generation == generation - 1, after)
-        await self.assign(generation, "run", store)
+        await self.assign(generation, "run", store, **fields)
         return await self.wait(RanksStarted, lambda e: e.generation == generation, after)
 
     async def end(self, generation: int) -> int:
@@ -358,3 +363,19 @@ async def test_budget(tmp_path: Path) -> None:
         await driver.end(0)
     finally:
         await driver.close()
+
+
+async def test_ranks_are_started_once_a_full_disk_has_room_for_their_settings(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent ended with the first refusal, and so did each one after it: then the job."""
+    driver.kill_agent()
+    monkeypatch.setenv(SWITCH, "file/write=error(ENOSPC),about=g0-n0.json,times=2")
+    driver.start_agent()
+    started = await driver.form(0, steering=Steering(heals=True))
+    assert sorted(started.pids) == [0, 1]
+    assert driver.agent is not None
+    assert driver.agent.poll() is None
+    assert Path(driver.paths.steering(0, 0)).exists()
+    assert "No space left on device" in Path(driver.paths.log("agent-0")).read_text()
+    assert await driver.end(0) == 0

@@ -322,9 +322,16 @@ class NatsBus:
 
     async def _listen(self, subject: str, receive: Callable[[Msg], Awaitable[None]]) -> None:
         """Wait until the server knows the subscription; the next client has it anyhow."""
-        self._subscriptions.append((subject, receive))
+
+        async def take(message: Msg) -> None:
+            try:
+                await receive(message)
+            except Exception:  # Ours; the library would keep it to itself.
+                log.exception("a message on %s could not be taken", message.subject)
+
+        self._subscriptions.append((subject, take))
         with contextlib.suppress(*_LOST):
-            await self.client.subscribe(subject, cb=receive)
+            await self.client.subscribe(subject, cb=take)
             for _ in range(2):  # nats-py's ping overtakes what it has yet to write: the second not.
                 await self.client.flush(timeout=2)
 

@@ -94,6 +94,8 @@ log = logging.getLogger("perdure.agent")
 _KEEPER_EXIT_S = 5.0
 _FLUSH_S = 3.0
 _ASIDES_S = 1.0
+_SPAWN_AGAIN_S = 0.5
+"""Until a full disk is tried again."""
 RANK_ONLY = ("PERDURE_RING", "PERDURE_RANK", "PERDURE_GENERATION", "PERDURE_KEEPER")
 """Never handed down to the keeper, should perdure itself run below a rank."""
 
@@ -287,7 +289,7 @@ class AgentService:
                 self._keeper.kill(reason)
             case SpawnRanks():
                 failpoint("agent/spawn")
-                self._keeper.send(self._render_spawn(request))
+                self._spawn(request)
             case TellWorker(rank=rank, message=message):
                 self._workers.send(rank, message)
             case CarryOut(order=WatchClosely() as order):
@@ -323,6 +325,17 @@ class AgentService:
             # A bug of ours: the next agent takes over; silence would be worse.
             self._failed = error
             self._left.set()
+
+    def _spawn(self, request: SpawnRanks) -> None:
+        """Have the keeper start ranks; once the disk takes what they have to know.
+
+        It is asked for once only. Should it be out of date by then, the keeper does not start it.
+        """
+        try:
+            self._keeper.send(self._render_spawn(request))
+        except (PlatformError, OSError) as error:
+            log.error("%s; ranks are started once it can be", error)
+            asyncio.get_running_loop().call_later(_SPAWN_AGAIN_S, self._spawn, request)
 
     def _render_spawn(self, request: SpawnRanks) -> KeeperSpawn:
         assignment, members = request.assignment, request.members
