@@ -49,6 +49,10 @@ class Life:
     """It was held there before its first quorum: a spare."""
     joined_s: float | None = None
     """Its first quorum."""
+    joined_step: int | None = None
+    """The step of that quorum."""
+    undone_from: int | None = None
+    """The lowest step at which later lives of the group began: below its own, all had died."""
     evictions: list[Eviction] = field(default_factory=list)
     lost_s: float | None = None
     """Its keeper died."""
@@ -181,6 +185,12 @@ class LifeFold:
         self.step = max(self.step, event.step)
         for life in self.lives.values():
             if life.replica and life.replica in event.members:
+                if life.joined_step is None:
+                    life.joined_step = event.step
+                    for one in self.of_group(life.group):
+                        if one.generation < life.generation:
+                            known = (s for s in (one.undone_from, event.step) if s is not None)
+                            one.undone_from = min(known)
                 life.joined_s = life.joined_s or event.at_s
                 if life.evictions and life.evictions[-1].back_s is None:
                     life.evictions[-1].back_s = event.at_s

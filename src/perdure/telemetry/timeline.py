@@ -307,9 +307,13 @@ class GroupTimeline(Timeline):
         from_wait_s = min(stood_s, waited_s)
         first = starting == "startup" and life.held_s is None
         joining = "startup" if first else _RE + "state"
+        useful_s = account.step_s - (stood_s - from_wait_s)
+        made = max(1, account.step - account.start_step)
+        undone = 0 if life.undone_from is None else max(0, account.step - life.undone_from)
+        undone_s = useful_s * min(1.0, undone / made)
         pieces = {
-            "useful": account.step_s - (stood_s - from_wait_s),
-            "lost_work": account.lost_s,
+            "useful": useful_s - undone_s,
+            "lost_work": account.lost_s + undone_s,
             _RE + "communicator": waited_s - from_wait_s,
             joining: account.heal_s,
             "steady_overhead": account.boundary_s + account.overhead_s,

@@ -6,6 +6,7 @@ import pytest
 
 from perdure.model.events import (
     AnyEvent,
+    FailureDecided,
     GenerationStopped,
     JobEnded,
     JobResumed,
@@ -68,6 +69,14 @@ def account(first: float, last: float, **parts: float) -> RankAccount:
     return RankAccount(
         step=10, first_step_s=first, last_step_s=last, step_s=last - first - spent, **parts
     )
+
+
+def fail(group: int, *, at_step: int) -> FailureDecided:
+    return FailureDecided(
+        id=f"failure-{group}", world=group, group=group, cause="signal 9 (SIGKILL)",
+        culprit=f"group {group}", at_step=at_step, failure_s=13.0, detected_s=13.25, at_s=13.5,
+        rung="restart", reason="",
+    )  # fmt: skip
 
 
 def test_a_death_and_a_return_are_split_by_their_stamps() -> None:
@@ -170,3 +179,26 @@ def test_who_stood_still_is_no_incident_once_it_moves_where_nobody_tells_of_quor
     assert (there.culprit, there.rung) == ("group 1", "left out")
     journal.at(7.0, ReplicaSeen(replica="", group=1, at_s=7.0, step=9))
     assert journal.fold.report(8.0).recoveries == ()
+
+
+def test_steps_that_are_made_once_more_since_all_groups_had_died_are_lost_work() -> None:
+    journal = Journal()
+    for group in range(2):
+        journal.start(1.0, group, group)
+        journal.see(2.0, group)
+    journal.form(3.0, "0:a", "1:a")
+    for group in range(2):
+        journal.exit(13.0, group, group, account(3.0, 13.0), signal=9)
+        journal.at(13.5, fail(group, at_step=10))
+        journal.stop(14.0, group, group)
+        journal.start(14.0, group, group + 2)
+        journal.see(15.0, group, "b")
+    journal.form(16.0, "0:b", "1:b", step=6)
+    for group in range(2):
+        journal.exit(20.0, group, group + 2, account(16.0, 20.0), signal=15, asked=True)
+    ledger = journal.end(20.0)
+    assert ledger["lost_work"] == pytest.approx(2 * 0.4 * 10.0)
+    assert ledger["useful"] == pytest.approx(2 * (0.6 * 10.0 + 4.0))
+    losses = journal.fold.report(20.0).recoveries
+    assert [loss.lost_steps for loss in losses] == [4, 4]
+    assert {loss.reason for loss in losses} == {"all had to go back to step 6"}
