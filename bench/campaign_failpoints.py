@@ -694,7 +694,8 @@ def main() -> int:
         bad += bool(row["wrong"])
         with open(args.out, "a") as out:
             out.write(json.dumps(row) + "\n")
-        verdict = "; ".join(row["wrong"]) or ("ok" if row["fired"] else "ok, not reached")
+        reached = row["fired"] or "=" not in one.terms
+        verdict = "; ".join(row["wrong"]) or ("ok" if reached else "ok, not reached")
         print(f"{one.depth:11s} {row['s']:6.1f} s  {one.terms}: {verdict}", file=sys.stderr)
     print(json.dumps({"wrong": bad, "unpassed": unpassed, "commit": commit, "seed": args.seed}))
     return 1 if bad or (unpassed and len(depths) > len(DEPTHS)) else 0
