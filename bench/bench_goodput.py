@@ -1,13 +1,18 @@
 """What is left of training under failures: perdure beside torchft and torchrun, in one run.
 
     python bench/bench_goodput.py [--window-s 90] [--every 0,15,60] [--only elastic,torchrun]
+        [--settle-s 20] [--rounds 3]
 
 Four slots train the same model with the same global batch of 12 micro-batches of 10 ms (virtual
 devices: real tensors and collectives, a declared compute time). From full strength on, a slot is
 killed with SIGKILL every so many seconds, the same slots at the same instants for every system; 0
 is no failure. Counted are micro-batches of steps that stayed committed, in the window; the ratio
 is to perdure's elastic depth without a failure. *Again* are steps made more than once; *short* are
-steps whose global batch was smaller than it should be. Prints JSON lines, then a table.
+steps whose global batch was smaller than it should be. A window begins `--settle-s` after thirty
+steps at full strength: perdure makes an image of each node's imports meanwhile, which on few cores
+takes steps away from the job that it is made for. `--settle-s 0` shows that. With `--rounds` the
+systems take turns so often, and medians are printed. Prints JSON lines, then a table, then where
+the CPU of a step went: that of the ranks, and of what runs beside them.
 """
 
 import argparse
@@ -18,6 +23,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +33,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+from stamp import stamp
 from sweep import sweep_after_me
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "goodput_train.py"
@@ -122,6 +130,19 @@ class Training:
         with contextlib.suppress(OSError, ValueError):
             os.kill(int((self.folder / f"pid-{slot}").read_text()), signal.SIGKILL)
 
+    def read_cpu(self) -> dict[tuple[int, str], float]:
+        """Return the CPU seconds of each process so far, with the part that it is."""
+        seconds = {}
+        for parent in self.processes:
+            with contextlib.suppress(psutil.Error):
+                family = psutil.Process(parent.pid)
+                for process in [family, *family.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        times = process.cpu_times()
+                        part = name_part(process.cmdline())
+                        seconds[process.pid, part] = times.user + times.system
+        return seconds
+
     def end(self) -> None:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
@@ -136,11 +157,25 @@ class Training:
         self.out.close()
 
 
-def measure(system: str, every_s: float, window_s: float, folder: Path) -> dict[str, Any]:
+def name_part(words: list[str]) -> str:
+    """Return which part of a system a command line is."""
+    text = " ".join(words)
+    for part in ("zygote", "keeper", "lighthouse", "agent", "controller", "nats-server", "guard"):
+        if f"perdure {part}" in text or (f"{part} " in f"{text} " and "goodput_train" not in text):
+            return part
+    ours = "goodput_train" in text
+    return ("torchrun" if "torchrun" in text else "rank") if ours else "other"
+
+
+def measure(
+    system: str, every_s: float, window_s: float, settle_s: float, folder: Path
+) -> dict[str, Any]:
     """Train for a window, with a kill every `every_s` seconds; return what came of it."""
     training = Training(system, folder)
     try:
         training.wait_full()
+        time.sleep(settle_s)
+        before = training.read_cpu()
         began, kills = time.time(), 0
         victims = random.Random(1)
         while (left := began + window_s - time.time()) > 0:
@@ -150,10 +185,14 @@ def measure(system: str, every_s: float, window_s: float, folder: Path) -> dict[
                 training.kill(victims.randrange(SLOTS))
                 kills += 1
         found = count(training.rows(), began, began + window_s)
+        cpu: dict[str, float] = defaultdict(float)
+        for (pid, part), seconds in training.read_cpu().items():
+            cpu[part] += (seconds - before.get((pid, part), 0.0)) / max(1, found["steps"])
     finally:
         training.end()
-    load = round(os.getloadavg()[0], 1)
-    return {"system": system, "every_s": every_s, "kills": kills, **found, "load": load}
+    parts = {part: round(1e3 * seconds, 2) for part, seconds in cpu.items()}
+    row = {"system": system, "every_s": every_s, "kills": kills, **found, "cpu_ms": parts}
+    return row | stamp()
 
 
 def count(rows: list[dict[str, Any]], begin: float, end: float) -> dict[str, Any]:
@@ -170,6 +209,7 @@ def count(rows: list[dict[str, Any]], begin: float, end: float) -> dict[str, Any
     whole = {step: sum(parts.values()) for step, parts in sizes.items() if parts}
     times = [begin, *(row["t"] for row in rows if begin <= row["t"] < end), end]
     return {
+        "steps": len(whole),
         "micro_batches": sum(min(COUNT, n) for n in whole.values()),
         "again": again,
         "short": sum(n < COUNT for n in whole.values()),
@@ -178,31 +218,57 @@ def count(rows: list[dict[str, Any]], begin: float, end: float) -> dict[str, Any
 
 
 def show(results: list[dict[str, Any]], window_s: float) -> None:
-    """Print the table; ratios are to the elastic depth without a failure."""
-    best = max((r["micro_batches"] for r in results if not r["every_s"]), default=0)
+    """Print the tables; ratios are to the fastest without a failure, of medians over rounds."""
+    groups: dict[tuple[float, str], list[dict[str, Any]]] = defaultdict(list)
+    for r in results:
+        groups[r["every_s"], r["system"]].append(r)
+    medians = {k: statistics.median(r["micro_batches"] for r in g) for k, g in groups.items()}
+    best = max((m for (every_s, _), m in medians.items() if not every_s), default=0)
     print("\n| a kill every | system | kills | of the best | longest gap | again | short | load |")
     print("|---|---|---|---|---|---|---|---|")
-    for r in sorted(results, key=lambda r: (r["every_s"], -r["micro_batches"])):
-        every = f"{r['every_s']:g} s" if r["every_s"] else "never"
-        ratio = f"{100 * r['micro_batches'] / best:.1f} %" if best else r["micro_batches"]
-        cells = [every, r["system"], r["kills"], ratio, f"{r['longest_gap_s']} s"]
-        print("|", " | ".join(map(str, [*cells, r["again"], r["short"], r["load"]])), "|")
-    print(f"\nwindow {window_s:g} s; best: {best} micro-batches")
+    order = sorted(groups, key=lambda key: (key[0], -medians[key]))
+    for every_s, system in order:
+        mine = groups[every_s, system]
+        every = f"{every_s:g} s" if every_s else "never"
+        median = medians[every_s, system]
+        ratio = f"{100 * median / best:.1f} %" if best else median
+        sums = [sum(r[key] for r in mine) for key in ("again", "short")]
+        gap = f"{max(r['longest_gap_s'] for r in mine)} s"
+        loads = sorted(r["load"] for r in mine)
+        cells = [every, system, sum(r["kills"] for r in mine), ratio, gap, *sums]
+        print("|", " | ".join(map(str, [*cells, f"{loads[0]} to {loads[-1]}"])), "|")
+    print(f"\nwindow {window_s:g} s; best: {best} micro-batches; {results[0]['commit']}\n")
+    parts = list(dict.fromkeys(part for r in results for part in r["cpu_ms"]))
+    print(
+        "| CPU of a step, ms | every | "
+        + " | ".join(parts)
+        + " |\n"
+        + "|---" * (len(parts) + 2)
+        + "|"
+    )
+    for every_s, system in order:
+        mine = [r["cpu_ms"] for r in groups[every_s, system]]
+        cells = [f"{statistics.median(c.get(part, 0.0) for c in mine):.1f}" for part in parts]
+        print("| " + " | ".join([system, f"{every_s:g}", *cells]) + " |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--window-s", type=float, default=90.0)
     parser.add_argument("--every", default="0,15")
+    parser.add_argument("--settle-s", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default=",".join(SYSTEMS))
     args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for every_s in (float(word) for word in args.every.split(",")):
-            for system in (word.strip() for word in args.only.split(",")):
-                name = f"{system.replace(' ', '-')}-{every_s:g}"
-                results.append(measure(system, every_s, args.window_s, Path(folder) / name))
-                print(json.dumps(results[-1]), flush=True)
+        rates = [float(word) for word in args.every.split(",")]
+        systems = [word.strip() for word in args.only.split(",")]
+        for number, every_s, system in itertools.product(range(args.rounds), rates, systems):
+            where = Path(folder) / f"{number}-{system.replace(' ', '-')}-{every_s:g}"
+            row = measure(system, every_s, args.window_s, args.settle_s, where)
+            results.append(row)
+            print(json.dumps(row), flush=True)
     show(results, args.window_s)
 
 

@@ -7,7 +7,8 @@ Each of TRACES is `FILE` or `FILE:OPTIONS`, options as of `perdure trace replay`
 `p3-trace.csv:--speed 10 --until 2400` or `trace_hh_55_65.txt:--speed 20`. All are played against
 perdure, torchrun, torchft with tuned time-outs and torchft at its defaults, in turns with plain
 DDP, which is the reference: samples are told as shares of what DDP's own pace would have made of
-the nodes that were there (U1). OUT gets a line a replay and is resumed; a call begins no replay
+the nodes that were there (U1). OUT gets a line a replay and is resumed (at another commit all are
+played again); a call begins no replay
 that it does not expect to end within `--minutes`.
 
 A replay's own medians make its own simulation nearly right, which proves little. So what each
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from stamp import stamp
+from stamp import ROOT, name_commit, stamp
 from sweep import sweep_after_me
 
 from perdure.cli.trace import load_trace, prepare
@@ -128,7 +129,7 @@ def main() -> None:
     )
     parser.add_argument("traces", nargs="*", metavar="FILE[:OPTIONS]")
     parser.add_argument("--out", type=Path, default=Path("replays.jsonl"))
-    parser.add_argument("--home", type=Path, default=Path(".bench-replay"))
+    parser.add_argument("--home", type=Path, default=ROOT / ".bench-replay")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--table", type=Path)
@@ -137,7 +138,8 @@ def main() -> None:
         print_tables(read_rows(args.table))
         return
     rows, begun = read_rows(args.out), time.monotonic()
-    done = {(row["trace"], row["rep"]) for row in rows if "result" in row}
+    now = name_commit()
+    done = {(r["trace"], r["rep"]) for r in rows if "result" in r and r["commit"] == now}
     args.home.mkdir(exist_ok=True)
     left = [(t, rep) for rep in range(args.repeat) for t in args.traces if (t, rep) not in done]
     while left:
