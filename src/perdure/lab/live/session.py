@@ -45,13 +45,13 @@ from perdure.lab.simulation.compare import compare
 from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.transform import cut
 from perdure.model.codec import encode
-from perdure.model.errors import SafetyError
+from perdure.model.errors import PlatformError, SafetyError
 from perdure.service.jobfiles import write_atomic
 from perdure.service.processes import guarded
 
 STATE_BYTES = 3.2e6
 """Of the model in `paced`, with its moments."""
-_WINDOW_S, _STEPS = 3.0, 6
+_WINDOW_S, _STEPS, _TIMED_S = 3.0, 6, 300.0
 
 Say = Callable[[str, float, str], None]
 """What is being done, the share of it that is, and more in words."""
@@ -148,15 +148,23 @@ def check_rising(table: Throughput) -> None:
 
 
 def _time_steps(system: System, places: tuple[int, ...]) -> tuple[float, int]:
-    """Return samples a second of a world, and the samples of a step."""
+    """Return samples a second of a world, and the samples of a step.
+
+    Raises:
+        PlatformError: it has not made enough steps in time.
+    """
     begun_s = time.monotonic()
-    while True:
+    while time.monotonic() < begun_s + _TIMED_S:
         time.sleep(0.2)
         system.check()
         rows = [row for row in system.trail.poll() if row.at_s >= begun_s and row.places == places]
         if len(rows) > _STEPS and rows[-1].at_s - rows[0].at_s >= _WINDOW_S:
             step_s = median(b.at_s - a.at_s for a, b in pairwise(rows))
             return rows[-1].samples / step_s, rows[-1].samples
+    raise PlatformError(
+        f"{len(places)} nodes made no {_STEPS} steps in {_TIMED_S:g} s where nothing happens",
+        hint="a smaller --pace-ms, or less beside it",
+    )
 
 
 SYSTEMS = ("perdure", "torchrun", "torchft", "torchft-default")
