@@ -19,6 +19,7 @@ trace cost is put into the simulation of every other one, whose live run it has 
 import argparse
 import itertools
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -73,11 +74,17 @@ def predict(costs: MeasuredCosts, row: dict[str, Any]) -> float:
     result = msgspec.convert(row["result"], ReplayResult)
     file, _, options = row["trace"].partition(":")
     asked = argparse.ArgumentParser()
-    for name, default in (("--speed", 1.0), ("--until", None), ("--notice", 0.0)):
+    known = {
+        "--speed": 1.0,
+        "--until": None,
+        "--notice": 0.0,
+        "--coalesce": 0.5,
+        "--duration": None,
+    }
+    for name, default in known.items():
         asked.add_argument(name, type=float, default=default)
-    asked.add_argument("--coalesce", type=float, default=0.5)
     wish, _ = asked.parse_known_args(shlex.split(options))
-    trace = load_trace(Path(file))
+    trace = load_trace(Path(file), None, wish.duration)
     trace = cut(trace, wish.until) if wish.until else trace
     drawn = result.seed
     trace = prepare(trace, result.nodes_max, wish.speed, wish.notice, wish.coalesce, drawn)
@@ -104,10 +111,16 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
             cells += [f"{ledger['lost_work']:.2%}", f"{moved:.2%}"]
             cells += [f"{system['longest_gap_s']:.1f} s", str(system["load"])]
             print("| " + " | ".join([row["trace"], system["system"], *cells]) + " |")
+    told = [row for row in good if row["result"]["costs"] is not None]
+    for row in told:  # What it is told of a trace is what the replay itself has played.
+        own = predict(msgspec.convert(row["result"]["costs"], MeasuredCosts), row)
+        simulated = row["result"]["simulated"]["fraction_of_u1"]
+        if not math.isclose(own, simulated, rel_tol=1e-6):
+            raise SystemExit(f"{row['trace']} was not played so, or with an option unknown here")
     print("\n| costs of | predict | predicted | live | off |\n|---|---|---|---|---|")
     off = []
-    for a, b in itertools.permutations(good, 2):
-        if a["trace"] == b["trace"] or a["result"]["costs"] is None:
+    for a, b in itertools.permutations(told, 2):
+        if a["trace"] == b["trace"]:
             continue
         live = next(s for s in b["result"]["systems"] if s["system"] == "perdure")
         costs = msgspec.convert(a["result"]["costs"], MeasuredCosts)
