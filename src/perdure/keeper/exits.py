@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from perdure.adapters.rings import open_regular
-from perdure.files import read_size, replace_file
+from perdure.files import replace_file
+from perdure.files.rotation import measure_file, read_piece
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import encode
 from perdure.model.failures import ExitRecord
@@ -67,8 +68,8 @@ def prepare_evidence(launch: RankLaunch, own: str) -> Evidence:
         stderr=launch.stderr,
         error_file=error_file,
         traceback_file=traceback_file,
-        stdout_from=read_size(launch.stdout),
-        stderr_from=read_size(launch.stderr),
+        stdout_from=measure_file(launch.stdout),
+        stderr_from=measure_file(launch.stderr),
     )
 
 
@@ -202,10 +203,10 @@ def _read_json(path: str) -> dict[str, Any] | None:
 
 
 def _read_tail(path: str, start: int) -> str:
-    with contextlib.suppress(OSError), _open(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - _TAIL_BYTES))
-        return file.read().decode("utf-8", "replace")
+    with contextlib.suppress(OSError), _open(path):  # Whatever else lies there is not read.
+        end = measure_file(path)
+        begin = max(start, end - _TAIL_BYTES)
+        return read_piece(path, begin, end - begin)[1].decode("utf-8", "replace")
     return ""
 
 

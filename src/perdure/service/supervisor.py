@@ -41,6 +41,7 @@ from perdure.service.access.credentials import (
     write_credentials,
 )
 from perdure.service.access.joining import read_invitations
+from perdure.service.agent.logs import LOOK_S, cut_logs
 from perdure.service.agent.outbox import Outbox
 from perdure.service.controller.journal import clear_stream, read_end
 from perdure.service.controller.leading import prepare_arbiter
@@ -251,6 +252,7 @@ class Supervisor:
         self._bus = await NatsBus.connect(endpoint, name=f"perdure run {self._spec.name}")
         self._outbox.bus = self._bus
         self._tasks.spawn(self._outbox.run())
+        self._tasks.spawn(self._watch_logs())
         for args in self._invited:
             self._tasks.spawn(self._order("invite", "the run before", args))
         self._tasks.spawn(
@@ -501,6 +503,12 @@ class Supervisor:
             self._end_stopped()
             self._end_logins()
             await asyncio.sleep(_POLL_S)
+
+    async def _watch_logs(self) -> None:
+        """Have what this machine's parts write take a bounded room; agents see to their own."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await asyncio.to_thread(cut_logs, self._paths.logs)
 
     def _end_logins(self) -> None:
         """Cut off the machines whose logins are to end, as somebody has asked."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.files import read_size
+from perdure.files.rotation import measure_file, read_piece
 
 _FOLDER = re.compile(r"g(\d+)")
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
@@ -37,7 +37,7 @@ class _File:
 
     def count_unread_bytes(self) -> int:
         """Return how many bytes are new."""
-        size = read_size(self.path)
+        size = measure_file(self.path)
         self.offset = min(self.offset, size)  # It was emptied.
         return size - self.offset
 
@@ -62,11 +62,10 @@ class _File:
             yield text if len(line) <= _LINE_MAX else f"{text} … (a long line: see {self.path})"
 
     def _read(self, count: int) -> bytes:
-        data = b""
-        with contextlib.suppress(OSError), open(self.path, "rb") as source:
-            source.seek(self.offset)
-            data = source.read(count)
-        self.offset += len(data)
+        begin, data = read_piece(self.path, self.offset, count)
+        if begin > self.offset:
+            self.rest, self.cut = b"", True  # It was cut away before anybody has read it.
+        self.offset = begin + len(data)
         return data
 
 

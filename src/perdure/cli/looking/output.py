@@ -14,6 +14,7 @@ import typer
 
 from perdure.cli.jobs import find_job, read_start_s, say_damage
 from perdure.cli.speech.say import JobName, Json, print_json
+from perdure.files.rotation import measure_file, read_piece
 from perdure.launch.exchange import print_output
 from perdure.model.chain import EntryReader, Link
 from perdure.model.codec import encode
@@ -48,24 +49,29 @@ class Stream:
         """Yield the whole lines that are new; with `last` also one without an end.
 
         A line of more than `_PIECE` comes in pieces. What is written while this is read is for
-        the next time, however fast it comes.
+        the next time, however fast it comes. What is not kept any more is said in its place.
         """
-        try:
-            with open(self.path, "rb") as file:
-                end = os.fstat(file.fileno()).st_size
-                file.seek(self.offset)
-                while self.offset < end:
-                    line = file.readline(_PIECE)
-                    whole = line.endswith(b"\n")
-                    if not whole and len(line) == _PIECE:
-                        line = line[: _count_whole_bytes(line)]
-                        file.seek(self.offset + len(line))
-                    elif not whole and not last:
-                        return
-                    self.offset += len(line)
-                    yield line.decode(errors="replace").removesuffix("\n")
-        except OSError:
-            return
+        end = measure_file(self.path)
+        while self.offset < end:
+            begin, data = read_piece(self.path, self.offset, min(_PIECE, end - self.offset))
+            if begin > self.offset:
+                yield f"… {begin - self.offset:,} bytes are not kept (docs/observability.md)"
+                self.offset = begin
+            whole = data.rfind(b"\n") + 1
+            if not whole and len(data) == _PIECE:
+                whole = _count_whole_bytes(data)
+            elif not whole and (last or self._is_cut_off(len(data), end)):
+                whole = len(data)
+            if not whole:
+                return
+            self.offset += whole
+            lines = data[:whole].removesuffix(b"\n").split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+
+    def _is_cut_off(self, length: int, end: int) -> bool:
+        """Return whether what follows the next `length` bytes is not kept."""
+        after = self.offset + length
+        return after < end and read_piece(self.path, after, 1)[0] > after
 
 
 def _count_whole_bytes(piece: bytes) -> int:

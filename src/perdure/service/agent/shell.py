@@ -71,6 +71,8 @@ from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.keeper import KeeperLink
 from perdure.service.agent.notices import NoticeWatch, ReplacedError, wait_to_leave
+from perdure.service.agent.logs import LOOK_S, LogWatch
+from perdure.service.agent.notices import NoticeWatch, wait_to_leave
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
@@ -188,6 +190,7 @@ class AgentService:
             self._start(self._outbox.run())
             self._start(self._beat())
             self._start(self._tell_asides())
+            self._start(self._watch_logs())
             self._start(self._links.run(self._view_ranks, self.now))
             self._start(self._devices.run(lambda: self._view_ranks().pids))
             for source in self.notices.sources:
@@ -408,6 +411,14 @@ class AgentService:
             await self._bus.publish(subject, encode(beat))
             due_s = max(due_s + self._spec.detect.beat_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
+
+    async def _watch_logs(self) -> None:
+        """Have what ranks write take a bounded room."""
+        watch = LogWatch(self._spec, self._paths, self._node)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            view = self._view_ranks()
+            await asyncio.to_thread(watch.look, view.generation, tuple(view.pids))
 
     async def _tell_asides(self) -> None:
         """Say again and again what was set aside meanwhile."""
