@@ -37,10 +37,6 @@ DIFFER = {
     ("elastic with spares", 700): (["join: join of rank 4"], [_BROKE]),
     ("elastic with spares", 709): (["join: join of rank 9"], [_BROKE]),
     # A keeper died of whose generation nobody had told anything yet, and its world never began.
-    ("agreements in a storm", 1025): (
-        ["restart: EarlyExit (busy) of rank 4", "restart: keeper lost of node 0"],
-        ["restart: EarlyExit (busy) of rank 4"],
-    ),
     ("elastic in a storm", 507): (
         [f"restart: {_KILLED} of rank 0", "restart: keeper lost of node 0"],
         [f"restart: {_KILLED} of rank 0"],

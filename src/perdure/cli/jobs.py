@@ -5,7 +5,7 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,7 +21,7 @@ from perdure.launch.records import list_records, read_remote
 from perdure.model.bus.wire import Command
 from perdure.model.chain import EntryReader, Tally
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, SafetyError
-from perdure.model.events import JobSubmitted, JournalEntry
+from perdure.model.events import JobSubmitted, JournalEntry, Newest
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.platforms.launching import LaunchRecord
@@ -37,6 +37,7 @@ from perdure.service.jobfiles import (
     load_snapshot,
     load_spec,
     paths_of,
+    read_document,
     read_mirror,
     resolve_home,
 )
@@ -79,18 +80,20 @@ class Job:
         """Return where its checkpoints land: a directory or a URL."""
         return self.spec.checkpoint.url or self.paths.checkpoints
 
-    def read(self) -> EntryReader:
-        """Return a reader of its journal, which skips what is broken and counts it."""
+    def read(self, *, without: Collection[str] = ()) -> EntryReader:
+        """Return a reader of its journal, which skips what is broken and counts it.
+
+        Entries of types in `without` may be left out: a month has very many of some.
+        """
         from perdure.service.controller.journal import read_journal  # With the client of NATS.
 
-        return read_journal(self.paths)
+        return read_journal(self.paths, without)
 
-    def entries(self) -> list[JournalEntry]:
-        """Return its journal, and say what of it cannot be read."""
+    def entries(self) -> Iterator[JournalEntry]:
+        """Yield its journal; at its end, say what of it cannot be read."""
         reader = self.read()
-        entries = self.complete(reader)
+        yield from self.complete(reader)
         say_damage(reader.tally)
-        return entries
 
     def read_curves(self) -> Curves:
         """Return what `run.log` has told."""
@@ -98,20 +101,26 @@ class Job:
 
         return read_curves(self.paths.curves)
 
-    def complete(self, entries: Iterable[JournalEntry]) -> list[JournalEntry]:
-        """Return entries of its journal behind its `JobSubmitted`, also where that is lost."""
-        found = list(entries)
-        if not found or not isinstance(found[0].body, JobSubmitted):
-            at_s = found[0].at_s if found else self.now(found)
-            submitted = JobSubmitted(spec=self.spec, at_s=at_s)
-            found.insert(0, JournalEntry(seq=0, at_s=at_s, body=submitted))
-        return found
+    def complete(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
+        """Yield entries of its journal behind its `JobSubmitted`, also where that is lost."""
+        rest = iter(entries)
+        first = next(rest, None)
+        if first is None or not isinstance(first.body, JobSubmitted):
+            at_s = self.now() if first is None else first.at_s
+            yield JournalEntry(seq=0, at_s=at_s, body=JobSubmitted(spec=self.spec, at_s=at_s))
+        if first is not None:
+            yield first
+        yield from rest
 
-    def now(self, entries: list[JournalEntry]) -> float:
-        """Return job time: of this moment while it lives, else of its last event."""
+    def read_newest(self) -> Newest:
+        """Return what the journal is told seldom, as it was when a controller looked last."""
+        return read_document(self.paths.newest, Newest) or Newest()
+
+    def now(self, last_s: float = 0.0) -> float:
+        """Return job time: of this moment while it lives, else of its last event, `last_s`."""
         if self.alive:
             return time.monotonic() + load_endpoint(self.paths).clock_offset_s
-        return entries[-1].at_s if entries else 0.0
+        return last_s
 
     def explain_vanishing(self, entries: list[JournalEntry]) -> Vanishing | None:
         """Return why a job that does not run has not ended; None where it has."""
@@ -178,16 +187,16 @@ class Job:
         alive = self.alive
         snapshot = load_snapshot(self.paths)
         if snapshot is None or (not alive and snapshot.state not in ENDED):
-            entries = self.entries() if os.path.exists(self.paths.endpoint) else []
-            fold = SnapshotFold(self.spec)
-            for entry in entries:
+            fold, last_s = SnapshotFold(self.spec), 0.0
+            for entry in self.entries() if os.path.exists(self.paths.endpoint) else ():
                 fold.add(entry)
+                last_s = entry.at_s
             fold.know_metrics(self.read_curves().list_newest())
-            snapshot = fold.snapshot(entries[-1].at_s if entries else 0.0)
+            snapshot = fold.snapshot(last_s)
         if not alive and snapshot.state not in ENDED:
             reason = "`perdure run` ended without ending the job; the same --name resumes it"
             return msgspec.structs.replace(snapshot, state=LOST, reason=reason)
-        silent_s = self.now([]) - snapshot.at_s if alive and snapshot.state not in ENDED else 0.0
+        silent_s = self.now() - snapshot.at_s if alive and snapshot.state not in ENDED else 0.0
         if snapshot.at_s > 0 and silent_s > _SILENT_S:
             reason = f"the controller has said nothing for {silent_s:.0f} s; this is how it was"
             return msgspec.structs.replace(snapshot, reason=reason)

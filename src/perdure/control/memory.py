@@ -41,6 +41,7 @@ from perdure.model.events import (
     OperatorNoted,
     ProgressNoted,
     RankExited,
+    RanksAgreed,
     RanksStarted,
     ReplicaLate,
     ReplicaSeen,
@@ -57,7 +58,7 @@ _GENERATIONS = 2
 _UNHEARD = Decision | FailureDecided | MetricsLogged | MessagesSetAside | OperatorNoted | TimerFired
 _OF_A_KIND = 16
 """Events kept of one kind, of those that may come without end."""
-_KEPT: dict[type[AnyEvent], int] = {LinksNoted: 1, ProgressNoted: 4, StacksTaken: 4}
+_KEPT: dict[type[AnyEvent], int] = {LinksNoted: 1, ProgressNoted: 2, StacksTaken: 4}
 """How many are kept of a kind that carries something of every rank, or of all nodes."""
 _NEWEST_OF: dict[type[AnyEvent], str] = {
     NodeRegistered: "node",
@@ -118,6 +119,10 @@ class Memory:
             return
         if isinstance(event, ControllerStarted):
             self.term = max(self.term, event.term)
+        if isinstance(event, RanksAgreed):
+            for source, number, _ in event.split():
+                self.take_number(source, number)
+            return
         if entry.source:
             self.take_number(entry.source, entry.source_seq)
         self._recent.append(entry)
@@ -152,8 +157,14 @@ class Memory:
     def replay(self, entry: JournalEntry) -> list[AnyAction]:
         """Take an entry of the past; return what followed from it at the time."""
         self.note(entry)
-        event = entry.body
-        return [] if isinstance(event, Decision) else self.machine.handle(entry.at_s, event)
+        match entry.body:
+            case Decision():
+                return []
+            case RanksAgreed() as agreed:
+                handle = self.machine.handle
+                return [action for *_, e in agreed.split() for action in handle(entry.at_s, e)]
+            case event:
+                return self.machine.handle(entry.at_s, event)
 
     def make_timer(self, now: float) -> TimerFired:
         """Return what a passed deadline is to the machine."""
@@ -222,7 +233,8 @@ def prune_entries(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
             kept.append(entry)
             continue
         name = _NEWEST_OF.get(type(event))
-        key = (type(event), getattr(event, name) if name else 0)
+        whole = isinstance(event, ProgressNoted) and event.whole
+        key = (type(event), getattr(event, name) if name else int(whole))
         limit = 1 if name else _KEPT.get(type(event), _OF_A_KIND)
         counts[key] = counts.get(key, 0) + 1
         if counts[key] <= limit:

@@ -96,6 +96,10 @@ class Unwatched:
         """Return the nodes under suspicion."""
         return set()
 
+    def sum_up(self, now: float) -> ProgressNoted | None:
+        """Return how far all ranks are: what groups have done, their own events tell."""
+        return None
+
 
 class Detector:
     """Watches one job, one generation of it at a time."""
@@ -168,7 +172,7 @@ class Detector:
             case RankExited() if event.record.generation == self._generation:
                 return self._note_exit(now, event)
             case ProgressNoted() if event.generation == self._generation:
-                self._notes.mark_noted(event.at_s)
+                self._notes.mark_noted(event)
                 self._learn(event)
             case GenerationStepping() if event.generation == self._generation:
                 self._notes.mark_stepping()
@@ -192,7 +196,8 @@ class Detector:
 
         Everything else is said of a rank that is still heard of, so a heartbeat brings it.
         """
-        return [*self._nodes.detect_lost(now, self._read_peers_alive_s)]
+        lost = self._nodes.detect_lost(now, self._read_peers_alive_s)
+        return [*self._note_last(now), *lost] if lost else []
 
     def next_deadline(self) -> float | None:
         """Return when to call `tick`."""
@@ -297,6 +302,7 @@ class Detector:
                 self._explained = explained
                 self._nodes.note_exit(now, lost_peer=not explained)
             self._failed = self._closed = True
+            return self._note_last(now)
         elif not record.asked:
             if event.account.finished_s:
                 self._finished.add(record.rank)
@@ -375,6 +381,13 @@ class Detector:
             steps = account.step - account.start_step
             if len(cadence) < 3 and rank not in self._watches and steps > 0:
                 cadence.add(account.step_s / steps)
+
+    def sum_up(self, now: float) -> ProgressNoted | None:
+        """Return how far all ranks are, for who looks at the job now."""
+        return self._notes.sum_up(now, self._watches, self._note_habits())
+
+    def _note_last(self, now: float) -> list[AnyEvent]:
+        return [*self._notes.make_last(now, self._watches, self._note_habits)]
 
     def _note_habits(self) -> JobHabits:
         earlier = tuple(p for p, since in self._acted.items() if since < self._generation)

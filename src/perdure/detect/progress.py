@@ -1,9 +1,14 @@
-"""Progress worth journaling: heartbeats folded to one event (`ProgressNoted`) every few seconds.
+"""Progress worth journaling: heartbeats folded to one event (`ProgressNoted`) from time to time.
 
 Heartbeats themselves are never journaled. What decisions and the ledger need of them is: how
 far every rank is, and the moment at which a new generation is training again.
+
+A journal of a month has to be read in seconds. So what is noted of all ranks comes the more seldom
+the more ranks there are, and whenever one fails; in between two of them stand for all, the more
+seldom the older the generation is.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 from perdure.detect.watch import RankWatch
@@ -11,9 +16,13 @@ from perdure.model.events import GenerationStepping, ProgressNoted
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import JobHabits, RankAccount
 
-INTERVAL_S = 5.0
-RANKS_AT_FULL_RATE = 1000
-"""Above it the interval grows with the world, so that the journal does not."""
+INTERVAL_S, INTERVAL_S_MAX = 5.0, 60.0
+INTERVAL_SHARE = 0.01
+"""Of a generation's age: how long after it the next note comes."""
+WHOLE_BYTES_A_S = 20.0
+"""That all ranks' accounts may cost the journal."""
+ACCOUNT_BYTES = 430
+"""About, of one rank's account as JSON."""
 ALIVE_S = 1.0
 """A world that cannot show collectives (one rank, or no Python) trains once it lived so long."""
 MUTE_S = 30.0
@@ -28,20 +37,24 @@ class ProgressNotes:
     def __init__(self, spec: JobSpec) -> None:
         """Begin before the first generation."""
         self._spec = spec
-        self._interval_s = INTERVAL_S * max(1.0, spec.world_size / RANKS_AT_FULL_RATE)
+        self._whole_every_s = spec.world_size * ACCOUNT_BYTES / WHOLE_BYTES_A_S
+        self._whole_s = -math.inf
+        """When all ranks were noted last, in whichever generation."""
         self.begin(-1, 0.0)
 
     def begin(self, generation: int, now: float) -> None:
         """Begin a new generation."""
-        self._generation, self._noted_s = generation, now
-        self._moved = self._stepping = False
+        self._generation, self._began_s, self._noted_s = generation, now, now
+        self._moved = self._moved_since_whole = self._stepping = False
         self._ready: dict[int, float] = {}
         self._epochs: dict[int, int] = {}
         """The newest epoch of each member of an elastic world."""
 
-    def mark_noted(self, at_s: float) -> None:
+    def mark_noted(self, event: ProgressNoted) -> None:
         """A `ProgressNoted` of this generation is in the journal."""
-        self._noted_s = max(self._noted_s, at_s)
+        self._noted_s = max(self._noted_s, event.at_s)
+        if event.whole:
+            self._whole_s = max(self._whole_s, event.at_s)
 
     def mark_stepping(self) -> None:
         """A `GenerationStepping` of this generation is in the journal."""
@@ -58,6 +71,7 @@ class ProgressNotes:
     def take(self, watch: RankWatch, moved: bool) -> None:
         """Look at one rank's newest heartbeat."""
         self._moved |= moved
+        self._moved_since_whole |= moved
         if not self._stepping and watch.rank not in self._ready:
             at_s = self._read_first_step_s(watch)
             if at_s:
@@ -71,11 +85,21 @@ class ProgressNotes:
     ) -> list[ProgressNoted | GenerationStepping]:
         """Return what is due; `habits` tells what is usual for the job."""
         if not self._stepping and watches and len(self._ready) >= self._spec.world_size:
-            self._stepping, self._moved = True, True
+            self._stepping = True
             return [self._note(now, watches, habits()), self._say_stepping(watches)]
-        if self._moved and now - self._noted_s >= self._interval_s:
+        age_s = now - self._began_s
+        interval_s = min(max(INTERVAL_S, age_s * INTERVAL_SHARE), INTERVAL_S_MAX)
+        if self._moved and now - self._noted_s >= interval_s:
             return [self._note(now, watches, habits())]
         return []
+
+    def make_last(
+        self, now: float, watches: Mapping[int, RankWatch], habits: Callable[[], JobHabits]
+    ) -> list[ProgressNoted]:
+        """Return what is to be kept of a generation in which something has failed."""
+        if not self._moved_since_whole or not watches:
+            return []
+        return [self._note(now, watches, habits(), last=True)]
 
     def _read_first_step_s(self, watch: RankWatch) -> float:
         """Return when the rank began its first step, as well as can be told; 0 if not yet."""
@@ -93,9 +117,23 @@ class ProgressNotes:
         return watch.seen_s if alive_s >= MUTE_S and watch.collectives == 0 else 0.0
 
     def _note(
-        self, now: float, watches: Mapping[int, RankWatch], habits: JobHabits
+        self,
+        now: float,
+        watches: Mapping[int, RankWatch],
+        habits: JobHabits,
+        *,
+        last: bool = False,
     ) -> ProgressNoted:
+        """Return what the journal is told: of all ranks in the `last`, or when it is time."""
+        whole = last or now - self._whole_s >= self._whole_every_s
         self._noted_s, self._moved = now, False
+        if whole:
+            self._whole_s, self._moved_since_whole = now, False
+        return self._describe(now, watches, habits, whole=whole)
+
+    def _describe(
+        self, now: float, watches: Mapping[int, RankWatch], habits: JobHabits, *, whole: bool
+    ) -> ProgressNoted:
         accounts: dict[int, RankAccount] = {r: w.account for r, w in sorted(watches.items())}
         live = [w for w in watches.values() if not w.gone and not w.newest.unseen]
         size = self._spec.world_size  # Beyond it are members that came later, or are held.
@@ -106,6 +144,9 @@ class ProgressNotes:
             and not watches[r].newest.unseen
             and not (watches[r].gone and self._is_out(r))
         ]
+        if not whole:
+            furthest = max(accounts, key=lambda rank: accounts[rank].step)
+            accounts = {rank: accounts[rank] for rank in sorted({min(accounts), furthest})}
         return ProgressNoted(
             generation=self._generation,
             at_s=now,
@@ -113,7 +154,14 @@ class ProgressNotes:
             accounts=accounts,
             collectives=min((_ended(w) for w in live), default=0),
             habits=habits,
+            whole=whole,
         )
+
+    def sum_up(
+        self, now: float, watches: Mapping[int, RankWatch], habits: JobHabits
+    ) -> ProgressNoted | None:
+        """Return how far all ranks are, for who looks; None where none is there."""
+        return self._describe(now, watches, habits, whole=True) if watches else None
 
     def has_left(self, rank: int) -> bool:
         """Return whether it was a member of an epoch before the newest one."""

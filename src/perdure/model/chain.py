@@ -9,7 +9,7 @@ It is against decay and not against malice: xxh3_64. Lines of versions before ha
 are believed if they can be read, and the first line with a hash follows all of them together.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 import xxhash
@@ -26,6 +26,7 @@ _DIGITS = len(FIRST)
 _HASH_AT = -(len(_HASH) + _DIGITS + len(_END))
 _AFTER_AT = _HASH_AT - _DIGITS - len(_AFTER)
 _SEQ = b'{"seq":'
+_BODY, _BODY_WITHIN = b',"body":{"type":"', 96
 _RANGES_MAX = 20
 """Gaps that are named; of more, only how many entries they are."""
 
@@ -59,6 +60,12 @@ def read_link(line: bytes) -> Link | None:
         return None
     after = body[-_DIGITS:].decode()
     return Link(int(body[len(_SEQ) : body.index(b",")]), after, hash_)
+
+
+def _read_type(line: bytes) -> bytes:
+    """Return the type of a line's body; empty where it does not stand where it is written."""
+    begin = line.find(_BODY, 0, _BODY_WITHIN)
+    return line[begin + len(_BODY) : line.find(b'"', begin + len(_BODY))] if begin >= 0 else b""
 
 
 def fold_older(line: bytes, after: str) -> str:
@@ -151,13 +158,16 @@ class EntryReader:
         last: Link | None = None,
         first: int = 1,
         known_seq: int = 0,
+        without: Collection[str] = (),
     ) -> None:
         """Read `lines`, each with its end, as a version that speaks `mine`.
 
         They follow the entry of `last`, or begin with number `first` (0: with any), and once went
-        to `known_seq` at least.
+        to `known_seq` at least. Sound entries of a type in `without` are counted and not yielded,
+        which takes a tenth of the time.
         """
         self._lines, self._mine = lines, mine
+        self._without = frozenset(name.encode() for name in without)
         self._first, self._known_seq = first, known_seq
         self.last = last or Link(first - 1 if first else 0, "", FIRST)
         """The newest sound entry."""
@@ -200,6 +210,10 @@ class EntryReader:
             return None
         if self._began and not self.last.after and self.last.seq and link.seq == self.last.seq + 1:
             self.tally.changed = self.tally.entries * (link.after != self.last.hash)
+        if self._without and _read_type(line) in self._without:
+            self._go_on(link)
+            self.tally.entries += 1
+            return None
         entry = self._decode(line, sound=True)
         assert entry is not None
         self._go_on(link)

@@ -6,6 +6,7 @@ does not.
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -158,17 +159,19 @@ class RankJoined(RankEvent, frozen=True, kw_only=True):
 
 
 class ProgressNoted(GenerationEvent, frozen=True, kw_only=True):
-    """A fold of heartbeats: every few seconds, at a generation's first step, and at its end."""
+    """A fold of heartbeats: at a generation's first step, when one fails, and from time to time."""
 
     at_s: float
     step: int
     """Steps committed by every rank; -1 where unknown."""
     accounts: dict[int, RankAccount]
+    """Of all ranks where it is `whole`; else of the first one and of the one that is furthest."""
     collectives: int = 0
     """Collectives ended by every rank in this generation: the mark of progress of a script
     that declares no steps."""
     habits: JobHabits = JobHabits()
     """What is usual for the job, over all of its generations."""
+    whole: bool = True
 
 
 class GenerationStepping(GenerationEvent, frozen=True, kw_only=True):
@@ -292,7 +295,7 @@ class StacksTaken(GenerationEvent, frozen=True, kw_only=True):
 
 
 class LinksNoted(GenerationEvent, frozen=True, kw_only=True):
-    """A fold of link sweeps worth keeping: every minute, and with each verdict about a link."""
+    """A fold of link sweeps worth keeping: from time to time, and with each verdict about one."""
 
     at_s: float
     window_s: float
@@ -582,6 +585,76 @@ class BoundaryReached(NamedEvent, frozen=True, kw_only=True):
     error: str = ""
 
 
+class RanksAgreed(NamedEvent, frozen=True, kw_only=True):
+    """What many ranks have said to one agreement in one moment, in one entry of the journal.
+
+    They have promised it, or, where it is `reached`, carried it out; who vetoes, or fails, has an
+    entry of its own. An agreement of a thousand ranks would else be two thousand entries.
+    """
+
+    reached: bool
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    at_s: tuple[float, ...]
+    """When each has carried it out; empty where they have promised it."""
+    sources: tuple[str, ...]
+    numbers: tuple[int, ...]
+    """Of each rank's event, there."""
+    planned: bool = False
+    quorum_id: int = -1
+
+    @classmethod
+    def join(
+        cls, told: Sequence[tuple[str, int, BoundaryAnswered | BoundaryReached]]
+    ) -> "RanksAgreed":
+        """Return (source, number, event) of several ranks as one; `name_agreement` has to be one.
+
+        >>> events = [BoundaryAnswered(id="b1", rank=rank, ok=True, step=7) for rank in range(2)]
+        >>> told = [("g0-r0-p1", 4, events[0]), ("g0-r1-p2", 9, events[1])]
+        >>> RanksAgreed.join(told).split() == told
+        True
+        """
+        sources, numbers, events = zip(*told, strict=True)
+        first = events[0]
+        reached = [event.at_s for event in events if isinstance(event, BoundaryReached)]
+        return cls(
+            id=first.id,
+            reached=bool(reached),
+            ranks=tuple(event.rank for event in events),
+            steps=tuple(event.step for event in events),
+            at_s=tuple(reached),
+            sources=sources,
+            numbers=numbers,
+            planned=isinstance(first, BoundaryAnswered) and first.planned,
+            quorum_id=first.quorum_id if isinstance(first, BoundaryAnswered) else -1,
+        )
+
+    def split(self) -> list[tuple[str, int, BoundaryAnswered | BoundaryReached]]:
+        """Return what each rank has said: source, number there, and event."""
+        told: list[tuple[str, int, BoundaryAnswered | BoundaryReached]] = []
+        for index, (rank, step) in enumerate(zip(self.ranks, self.steps, strict=True)):
+            event: BoundaryAnswered | BoundaryReached
+            if self.reached:
+                event = BoundaryReached(id=self.id, rank=rank, step=step, at_s=self.at_s[index])
+            else:
+                event = BoundaryAnswered(
+                    id=self.id, rank=rank, ok=True, step=step, planned=self.planned,
+                    quorum_id=self.quorum_id,
+                )  # fmt: skip
+            told.append((self.sources[index], self.numbers[index], event))
+        return told
+
+
+def name_agreement(event: "AnyEvent | Decision") -> tuple[object, ...]:
+    """Return what answers that can be one `RanksAgreed` have in common; empty for any other."""
+    match event:
+        case BoundaryAnswered(ok=True, reason="", refused=False):
+            return event.id, False, event.planned, event.quorum_id
+        case BoundaryReached(error=""):
+            return event.id, True
+    return ()
+
+
 class OperatorNoted(Event, frozen=True, kw_only=True):
     """An operator has made a remark on the job; nothing follows from it."""
 
@@ -812,6 +885,7 @@ AnyEvent = (
     | NodeAsked
     | BoundaryAnswered
     | BoundaryReached
+    | RanksAgreed
     | FaultInjected
     | KeysDeclared
     | SettingsChanged
@@ -836,6 +910,13 @@ AnyEvent = (
     | TimerFired
     | JobEnded
 )
+
+
+class Newest(msgspec.Struct, frozen=True):
+    """How it was a moment ago, of what the journal is told seldom (`newest.json`)."""
+
+    progress: ProgressNoted | None = None
+    links: LinksNoted | None = None
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):

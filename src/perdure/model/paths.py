@@ -6,6 +6,7 @@
         parts.json          pids of the parts              state.json      newest Snapshot
         journal.jsonl       mirror of the journal          nats/           the server's store
         snapshots/SEQ.json  what a controller knew at entry SEQ, so that the next replays less
+        newest.json         how far all ranks are, and the links between them
         curves/             values of `run.log`, coarser with age
         logs/*.log          of the parts
         logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
@@ -72,6 +73,9 @@ class JobPaths(msgspec.Struct, frozen=True):
 
     journal = _Below("journal.jsonl")
     """The mirror of the journal."""
+
+    newest = _Below("newest.json")
+    """What the journal is told seldom, as it was a moment ago."""
 
     curves = _Below("curves")
     """Values of `run.log`."""

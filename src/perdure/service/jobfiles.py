@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
 SPACE_MIN_BYTES = 8_000_000
 _ROOM = "make room, or choose another state directory with PERDURE_HOME"
 _LAST_LINES_GUESS = 1 << 16
+_AT_ONCE = 1 << 20
+"""Bytes of a journal that are read at once."""
 _START_S, _LOOK_S = 20.0, 0.02
 
 
@@ -205,18 +207,18 @@ def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
     return entries
 
 
-def read_mirror(paths: JobPaths) -> EntryReader | None:
-    """Return a reader of `journal.jsonl`; None where there is no such file."""
+def read_mirror(paths: JobPaths, without: Collection[str] = ()) -> EntryReader | None:
+    """Return a reader of `journal.jsonl`, but of types in `without`; None without such a file."""
     if not os.path.exists(paths.journal):
         return None
     picture = None if is_alive(paths) else load_snapshot(paths)  # The mirror of a living job lags.
     known_seq = picture.seq if picture is not None else 0
-    return EntryReader(read_lines(paths.journal), mine=MINE, known_seq=known_seq)
+    return EntryReader(read_lines(paths.journal), mine=MINE, known_seq=known_seq, without=without)
 
 
 def read_lines(path: str) -> Iterator[bytes]:
     """Yield the lines of a file, one in memory at a time; none where there is no such file."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", _AT_ONCE) as file:
         yield from file
 
 

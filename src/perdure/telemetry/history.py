@@ -4,6 +4,7 @@ Nothing is computed here. A stamp that the journal lacks stays absent, so that t
 have explained ends up as `unattributed` and somebody asks why.
 """
 
+import sys
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -76,6 +77,10 @@ class Generation:
     incident: FailureDecided | None = None
     """Why it ended, as was decided; in place, until a member is in the next epoch."""
     condensed: bool = False
+    first: int = sys.maxsize
+    """The lowest of its ranks."""
+    noted: int = -1
+    """Steps committed by every rank, as noted last; the accounts of most may be older."""
     homes: dict[int, int] = field(default_factory=dict)
     """Rank -> node that started it."""
     left: set[int] = field(default_factory=set)
@@ -98,7 +103,8 @@ class Generation:
             restored_s=known_s,
             first_step_s=known_s,
         )
-        self.ranks = {min(self.ranks, default=0): RankHistory(account)}
+        self.first = min(self.ranks, default=0)
+        self.ranks = {self.first: RankHistory(account)}
         self.started.clear()
         self.stopped.clear()
         self.restored.clear()
@@ -107,7 +113,11 @@ class Generation:
 
     def rank(self, rank: int) -> RankHistory:
         """Return the history of `rank`, new where it has none."""
-        return self.ranks.setdefault(rank, RankHistory())
+        known = self.ranks.get(rank)
+        if known is None:
+            known = self.ranks[rank] = RankHistory()
+            self.first = min(self.first, rank)
+        return known
 
     @property
     def resumable(self) -> bool:
@@ -134,10 +144,10 @@ class Generation:
             ends = {rank: h.account.step for rank, h in self.ranks.items() if h.exit is not None}
             there = [h.account.step for r, h in self.ranks.items() if r not in ends]
             known = [step for step in there if step >= 0]
-            return min(known) if known else max(ends.values(), default=-1)
+            return max(min(known), self.noted) if known else max(ends.values(), default=-1)
         staying = [h for rank, h in self.ranks.items() if rank not in self.left]
         known = [h.account.step for h in staying if h.account.step >= 0]
-        return min(known, default=-1)
+        return max(min(known), self.noted) if known else -1
 
 
 @dataclass(slots=True)
@@ -241,7 +251,8 @@ class History:
                 self.machines.take(event)
             case ProgressNoted() as event:
                 generation = self._of(event.generation)
-                first = min([*generation.ranks, *event.accounts], default=0)
+                generation.noted = event.step
+                first = min(generation.first, *event.accounts) if event.accounts else 0
                 for rank, account in event.accounts.items():
                     self._take_account(generation, rank, account, first)
             case CheckpointSaved() as event:
@@ -343,8 +354,8 @@ class History:
 
     def _end(self, event: RankExited) -> None:
         record, generation = event.record, self._of(event.record.generation)
-        first = min(generation.ranks, default=record.rank)
-        self._take_account(generation, record.rank, event.account, min(first, record.rank))
+        first = min(generation.first, record.rank)
+        self._take_account(generation, record.rank, event.account, first)
         history = generation.rank(record.rank)
         if history.exit is None:
             history.exit = record

@@ -11,7 +11,7 @@ Where the pieces of a restart end: `communicator` includes the start of the proc
 
 from collections.abc import Iterable
 
-from perdure.model.events import JournalEntry
+from perdure.model.events import JournalEntry, ProgressNoted
 from perdure.model.report import ACCOUNTS, Account, Report
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import (
@@ -38,6 +38,13 @@ class LedgerFold:
         """Take the next entry of the journal."""
         self.history.add(entry)
         self.lives.add(entry)
+
+    def take_newest(self, progress: ProgressNoted | None) -> None:
+        """Take how far the ranks are now, which no entry says yet."""
+        if progress is not None and progress.generation in self.history.generations:
+            generation = self.history.generations[progress.generation]
+            for rank in progress.accounts.keys() & generation.ranks.keys():
+                generation.rank(rank).take(progress.accounts[rank])
 
     def report(self, now: float) -> Report:
         """Return the report; `now` matters only while the job runs."""
@@ -137,9 +144,12 @@ def count_committed_steps(history: History) -> int | None:
     return None
 
 
-def make_report(entries: Iterable[JournalEntry], now: float) -> Report:
-    """Return what a whole journal says at job time `now`."""
+def make_report(
+    entries: Iterable[JournalEntry], now: float, newest: ProgressNoted | None = None
+) -> Report:
+    """Return what a whole journal says at job time `now`, and `newest`, what it does not yet."""
     fold = LedgerFold()
     for entry in entries:
         fold.add(entry)
+    fold.take_newest(newest)
     return fold.report(now)

@@ -25,6 +25,11 @@ from perdure.model.signals.progress import NodeBeat
 
 FIRST_NOTE_S = 10.0
 NOTE_S = 60.0
+"""How long a look at a link counts, and between two notes at the least."""
+NOTE_BYTES_A_S = 20.0
+"""That notes may cost the journal, but for those with a verdict."""
+_SAMPLE_BYTES = 110
+"""About, of one link as JSON."""
 VERDICT_NOTE_S = 2.0
 """At the least between two notes that verdicts ask for."""
 VERDICT_WINDOW_S = 3.0
@@ -161,7 +166,16 @@ class LinkFold:
         """Return what is to be kept, if it is time."""
         if self._due_s is None or now < self._due_s:
             return []
+        self._forget(now)
+        self._due_s = now + NOTE_S
+        cost_s = min(len(self._cells), LINKS_MAX) * _SAMPLE_BYTES / NOTE_BYTES_A_S
+        if self._noted_s and now - self._noted_s < cost_s:
+            return []
         return self._note(now)
+
+    def sum_up(self, now: float) -> LinksNoted | None:
+        """Return the matrix as it is now; None where there is nothing to say of it."""
+        return self._make_note(now, NOTE_S) if self._cells or self._notes else None
 
     def note(self, now: float, event: AnyEvent) -> list[AnyEvent]:
         """Take a journaled event; return what is to be kept beside it."""
@@ -206,23 +220,23 @@ class LinkFold:
                 del self._cells[key]
 
     def _note(self, now: float, within_s: float = NOTE_S) -> list[AnyEvent]:
-        self._forget(now)
-        samples, why = self.samples(now - within_s), self._explain()
-        oldest_s = min((cell.looks[0].at_s for cell in self._cells.values()), default=now)
-        window_s = min(max(now - oldest_s, 0.0), within_s)
+        note = self._make_note(now, within_s)
         self._noted_s, self._due_s = now, now + NOTE_S
-        if not samples and why == self._said:
+        if not note.links and note.note == self._said:
             return []
-        self._said = why
-        return [
-            LinksNoted(
-                generation=self._generation,
-                at_s=now,
-                window_s=window_s,
-                links=samples,
-                note=why,
-            )
-        ]
+        self._said = note.note
+        return [note]
+
+    def _make_note(self, now: float, within_s: float) -> LinksNoted:
+        self._forget(now)
+        oldest_s = min((cell.looks[0].at_s for cell in self._cells.values()), default=now)
+        return LinksNoted(
+            generation=self._generation,
+            at_s=now,
+            window_s=min(max(now - oldest_s, 0.0), within_s),
+            links=self.samples(now - within_s),
+            note=self._explain(),
+        )
 
     def _explain(self) -> str:
         """Return what is missing, in words."""
@@ -249,12 +263,16 @@ class DelayMatrix(msgspec.Struct, frozen=True):
     """What is missing, or why it is empty."""
 
 
-def read_delay_matrix(entries: Iterable[JournalEntry]) -> DelayMatrix:
-    """Return the newest matrix that a journal holds; an empty one says why."""
+def read_delay_matrix(
+    entries: Iterable[JournalEntry], newer: LinksNoted | None = None
+) -> DelayMatrix:
+    """Return the newest matrix that a journal holds, or `newer`; an empty one says why."""
     newest: LinksNoted | None = None
     for entry in entries:
         if isinstance(entry.body, LinksNoted):
             newest = entry.body
+    if newer is not None and (newest is None or newer.at_s > newest.at_s):
+        newest = newer
     if newest is None:
         why = f"no links were noted (the first note follows {FIRST_NOTE_S:.0f} s of training)"
         return DelayMatrix(note=why)

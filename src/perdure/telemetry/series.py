@@ -35,9 +35,9 @@ class Series(msgspec.Struct, frozen=True):
 class SeriesFold:
     """Folds a journal into a `Series`."""
 
-    def __init__(self) -> None:
-        """Begin before the first entry."""
-        self._ledger = LedgerFold()
+    def __init__(self, ledger: LedgerFold | None = None) -> None:
+        """Begin before the first entry, beside a `ledger` that is folded already."""
+        self._ledger, self._own = ledger or LedgerFold(), ledger is None
         self._verdicts = VerdictFold()
         self._logged = Curves()
         self._progress: list[tuple[float, int]] = []
@@ -46,7 +46,8 @@ class SeriesFold:
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry."""
-        self._ledger.add(entry)
+        if self._own:
+            self._ledger.add(entry)
         self._verdicts.add(entry)
         match entry.body:
             case MetricsLogged() as event:  # Of 0.1: they were facts of the journal.
@@ -58,8 +59,11 @@ class SeriesFold:
             case CheckpointFailed() as event:
                 self._failed.append(event)
 
-    def series(self, now: float, curves: Curves | None = None) -> Series:
-        """Return what the entries so far show, and `curves`, what `run.log` has told."""
+    def series(self, now: float, curves: Curves | None = None, *, drawn: bool = True) -> Series:
+        """Return what the entries so far show, and `curves`, what `run.log` has told.
+
+        Where it is not `drawn`, nobody asks for each rank's time.
+        """
         logged = list_buckets(self._logged, curves or Curves())
         return Series(
             start_s=self._ledger.history.start_s,
@@ -68,7 +72,7 @@ class SeriesFold:
                 for name, buckets in logged.items()
             },
             progress=tuple(self._progress),
-            segments=self._ledger.segments(now),
+            segments=self._ledger.segments(now) if drawn else (),
             verdicts=self._verdicts.verdicts(),
             checkpoints=tuple(self._saved),
             checkpoints_failed=tuple(self._failed),

@@ -49,6 +49,8 @@ class Certain:
     """Rank -> node, as last started."""
     devices: DeviceFold = field(default_factory=DeviceFold)
     nodes: NodeStates = field(default_factory=NodeStates)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of a journal of 0.1, which has what `run.log` told."""
     stopping: bool = False
     replicas: ReplicaFold = field(default_factory=ReplicaFold)
     steering: SteeringFold = field(default_factory=SteeringFold)
@@ -95,8 +97,9 @@ class SnapshotFold:
                 if event.generation > certain.generation:
                     self._condense(event.generation)
                 self._begin(event.generation)
-            case MetricsLogged() as event:  # Of 0.1: they were facts of the journal.
-                self.take_metrics(event)
+            case MetricsLogged() as event:
+                for _, values in sorted(event.rows, key=lambda row: row[0]):
+                    certain.metrics |= values
             case CommandReceived() | NodeAsked() as event if event.kind in ("stop", "kill"):
                 certain.stopping = True
         certain.history.step_times_s.clear()  # A ledger's, and there would be no end of them.
@@ -194,7 +197,7 @@ class SnapshotFold:
                 {name: getattr(saved, name) for name in _OF_CHECKPOINT}
                 for saved in history.checkpoints[-CHECKPOINTS_SHOWN:]
             ),
-            metrics=dict(sorted(self._metrics.items())),
+            metrics=dict(sorted((self.certain.metrics | self._metrics).items())),
             incidents=history.num_incidents,
             settings=settings,
             keys=steering.keys,

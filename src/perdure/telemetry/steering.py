@@ -9,6 +9,7 @@ from perdure.model.events import (
     JobPaused,
     JobResumed,
     KeysDeclared,
+    RanksAgreed,
     SettingsChanged,
 )
 from perdure.model.steering import Change, KeySpec, is_kept_elsewhere
@@ -50,6 +51,8 @@ class SteeringFold:
                     self.base |= self.changes.pop(0).values
             case BoundaryReached(error=""):
                 self.reached = max(self.reached, event.step)
+            case RanksAgreed(reached=True):
+                self.reached = max(self.reached, *event.steps)
             case JobPaused():
                 self.paused = event.id
             case JobResumed() if event.id == self.paused:

@@ -131,7 +131,9 @@ def test_an_hour_of_noisy_healthy_steps_accuses_nobody(make_world):
     world.run(3600, duration=noisy)
     assert world.verdicts == []
     assert len(world.of(GenerationStepping)) == 1
-    assert 650 <= len(world.of(ProgressNoted)) <= 722
+    notes = world.of(ProgressNoted)
+    assert 250 <= len(notes) <= 300  # Every five seconds at first, every 36 in the end.
+    assert 60 <= sum(note.whole for note in notes) <= 85  # Every 43.
 
 
 def test_a_long_first_step_is_allowed(make_world):

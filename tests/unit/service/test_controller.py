@@ -24,12 +24,15 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     Decision,
     GenerationStopped,
     JobEnded,
     MessagesSetAside,
     NodeRegistered,
     RankExited,
+    RanksAgreed,
     RanksStarted,
     StoreReady,
 )
@@ -38,6 +41,7 @@ from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat, RankAccount
 from perdure.service.controller import journal as journal_module
+from perdure.service.controller import loop
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
@@ -311,6 +315,46 @@ async def test_an_entry_over_the_limit_is_cut_and_the_controller_goes_on(rig: Ri
     await rig.end_controller()
     await rig.start_controller()  # What was decided from is what was journaled.
     assert rig.assigned()[-1][1] == 1
+
+
+async def test_many_ranks_answers_to_an_agreement_are_one_entry(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two thousand entries for each checkpoint of a thousand ranks took a `report` a minute."""
+    monkeypatch.setattr(loop, "_TOGETHER_MIN", 2)
+    await rig.form()
+    batches = tuple(
+        EventBatch(
+            f"g0-r{rank}-p{10 + rank}", 1,
+            (
+                BoundaryAnswered(id="b1", rank=rank, ok=True, step=5),
+                BoundaryReached(id="b1", rank=rank, step=8, at_s=1002.0 + rank),
+                BoundaryAnswered(id="b2", rank=rank, ok=not rank, step=9, reason="no" * rank),
+            ),
+        )
+        for rank in range(2)
+    )  # fmt: skip
+    by_id = tuple(
+        EventBatch(batch.source, number + 1, (batch.events[number],))
+        for number in range(3)
+        for batch in batches
+    )
+    message = encode(EventMessage(node=0, batches=by_id))
+    data = await rig.agent.request(subject_events("job", 0), message, timeout_s=5)
+    assert decode(data, EventAck).seqs == {"g0-r0-p10": 3, "g0-r1-p11": 3}
+    told = [b for b in rig.bodies() if isinstance(b, RanksAgreed | BoundaryAnswered)]
+    answered, reached, alone, veto = told
+    assert isinstance(answered, RanksAgreed)
+    assert isinstance(reached, RanksAgreed)
+    assert (answered.reached, answered.ranks, answered.steps) == (False, (0, 1), (5, 5))
+    assert (reached.reached, reached.at_s) == (True, (1002.0, 1003.0))
+    assert alone == batches[0].events[2]
+    assert veto == batches[1].events[2]
+    await rig.end_controller()
+    await rig.start_controller()
+    data = await rig.agent.request(subject_events("job", 0), message, timeout_s=5)
+    assert decode(data, EventAck).seqs == {"g0-r0-p10": 3, "g0-r1-p11": 3}
+    assert [b for b in rig.bodies() if isinstance(b, RanksAgreed | BoundaryAnswered)] == told
 
 
 async def test_a_document_that_no_message_holds_is_refused(rig: Rig) -> None:

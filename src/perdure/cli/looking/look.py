@@ -24,6 +24,7 @@ from perdure.cli.jobs import (
     read_start_s,
     say_damage,
 )
+from perdure.cli.looking.story import AGREEMENTS, tell_story
 from perdure.cli.platforms.remote import list_reminders
 from perdure.cli.speech.say import (
     JobName,
@@ -55,8 +56,6 @@ from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 from perdure.service.processes import Leftover, find_leftovers
 from perdure.telemetry import (
     list_verdicts,
-    make_report,
-    make_series,
     read_delay_matrix,
     render_stacks,
 )
@@ -64,6 +63,8 @@ from perdure.telemetry.asides import list_asides
 from perdure.telemetry.outcome import collect_last_words
 from perdure.traps import find_trap, name_symptoms
 
+_BULK = (*AGREEMENTS, "ProgressNoted", "RankJoined", "CheckpointRestored", "RanksStarted")
+"""Entries that no verdict and no outcome is made from."""
 _NATIVE_TIMEOUT_S = 30.0
 """Symbols of torch's libraries are read from disk at first."""
 
@@ -233,7 +234,7 @@ def map_devices(
     """Show which device runs which rank and how it is, or how slowly which rank reaches which."""
     found = find_job(job)
     if links:
-        matrix = read_delay_matrix(found.entries())
+        matrix = read_delay_matrix(found.entries(), found.read_newest().links)
         document = {"links": matrix.comms, "note": matrix.note}
         answer(document, render_links(matrix, width), as_json=as_json)
     elif watch:
@@ -304,7 +305,7 @@ def diagnose(
     """Say what went wrong: each verdict with its culprit and evidence."""
     found = find_job(job)
     stacks = _take_native_stacks(found.snapshot()) if native else {}
-    reader = found.read()
+    reader = found.read(without=_BULK)
     entries = list(reader)
     verdicts = list_verdicts(entries)
     vanished = None if found.alive else found.explain_vanishing(entries)
@@ -357,7 +358,7 @@ def diagnose(
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
     for aside in asides:
         print("\n" + render_aside(aside, start_s))
-    print("\n" + render_links(read_delay_matrix(entries), 100))
+    print("\n" + render_links(read_delay_matrix(entries, found.read_newest().links), 100))
 
 
 def _take_native_stacks(snapshot: Snapshot) -> dict[str, str]:
@@ -391,14 +392,11 @@ def report(
     from perdure.dash import render_html, render_text
 
     found = find_job(job)
-    reader = found.read()
-    entries = found.complete(reader)
-    now = found.now(entries)
-    result, series = make_report(entries, now), make_series(entries, now, found.read_curves())
-    damage = say_damage(reader.tally)
+    story = tell_story(found, page=html is not None)
+    result, series = story.report, story.series
+    damage = say_damage(story.tally)
     if html is not None:
-        matrix = read_delay_matrix(entries)
-        page = render_html(result, found.snapshot(), series, matrix)
+        page = render_html(result, found.snapshot(), series, story.matrix)
         write_asked(html, page, hint="--html FILE")
     text = render_text(result, series, width=width)
     document = msgspec.to_builtins(result) | damage

@@ -1,6 +1,5 @@
 """`perdure metrics`: a job's figures for the monitoring that is there already."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +14,12 @@ from perdure.adapters.exporters import (
     write_tensorboard,
     write_wandb,
 )
-from perdure.cli.jobs import find_job
+from perdure.cli.jobs import Job, find_job
+from perdure.cli.looking.story import AGREEMENTS, tell_story
 from perdure.cli.looking.watch import look_again
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
 from perdure.model.codec import encode
-from perdure.model.events import JournalEntry, MetricsLogged
-from perdure.telemetry import make_report
+from perdure.model.events import MetricsLogged
 from perdure.telemetry.curves import Bucket, Curves, list_buckets
 from perdure.telemetry.monitoring import RANKS_MAX, list_incident_spans, list_metrics
 
@@ -55,17 +54,16 @@ def metrics(
     """Print a job's metrics for Prometheus, serve them, or hand its past to other tools."""
     found = find_job(job)
     if curves:
-        _print_curves(list_logged(found.entries(), found.read_curves()), as_json=as_json)
+        _print_curves(read_logged(found), as_json=as_json)
         return
     done: dict[str, object] = {}
     if traces is not None or tensorboard is not None or wandb is not None:
-        entries = found.entries()
         if traces is not None:
-            spans = list_incident_spans(make_report(entries, found.now(entries)))
-            start_s = entries[0].at_s if entries else 0.0
-            export_spans(spans, f"{job}@{start_s}", make_otlp_exporter(traces))
+            story = tell_story(found, page=False)
+            spans = list_incident_spans(story.report)
+            export_spans(spans, f"{job}@{story.first_s}", make_otlp_exporter(traces))
             done["incidents"] = len(spans)
-        rows = _collect_rows(list_logged(entries, found.read_curves()))
+        rows = _collect_rows(read_logged(found))
         if tensorboard is not None:
             done["tensorboard_rows"] = write_tensorboard(str(tensorboard), rows)
         if wandb is not None:
@@ -88,13 +86,13 @@ def metrics(
         print(render_prometheus(found.snapshot(), ranks_max), end="")
 
 
-def list_logged(entries: Iterable[JournalEntry], kept: Curves) -> dict[str, list[Bucket]]:
+def read_logged(job: Job) -> dict[str, list[Bucket]]:
     """Return what was logged under each name, by step: of an older job what its journal has."""
     logged = Curves()
-    for entry in entries:
+    for entry in job.read(without=(*AGREEMENTS, "ProgressNoted", "LinksNoted", "RankExited")):
         if isinstance(entry.body, MetricsLogged):
             logged.take(entry.at_s, entry.source, entry.body.rows, 0)
-    return list_buckets(logged, kept)
+    return list_buckets(logged, job.read_curves())
 
 
 def _print_curves(logged: dict[str, list[Bucket]], *, as_json: bool) -> None:

@@ -135,16 +135,13 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
 
 def _summarize(name: str, code: int, as_json: bool) -> None:
     """Print what the run was worth; a ledger that cannot be read is no reason to fail."""
+    from perdure.cli.looking.story import tell_story
     from perdure.dash import render_text
-    from perdure.telemetry import make_report, make_series
 
     try:
-        job = find_here(name, resolve_home())
-        entries = job.entries()
-        now = job.now(entries)
-        result = make_report(entries, now)
+        story = tell_story(find_here(name, resolve_home()), page=False)
     except PerdureError as error:
         note(f"no report: {error}")
         return
-    text = render_text(result, make_series(entries, now, job.read_curves())).removesuffix("\n")
-    answer({"exit_code": code, **msgspec.to_builtins(result)}, text, as_json=as_json)
+    text = render_text(story.report, story.series).removesuffix("\n")
+    answer({"exit_code": code, **msgspec.to_builtins(story.report)}, text, as_json=as_json)

@@ -94,6 +94,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.CommandReceived: ("controller",),
         events.BoundaryAnswered: ("rank",),
         events.BoundaryReached: ("rank",),
+        events.RanksAgreed: ("controller",),
         events.FaultInjected: ("agent", "rank"),
         events.KeysDeclared: ("rank",),
         events.SettingsChanged: ("controller",),

@@ -70,9 +70,8 @@ from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.keeper import KeeperLink
-from perdure.service.agent.notices import NoticeWatch, ReplacedError, wait_to_leave
 from perdure.service.agent.logs import LOOK_S, LogWatch
-from perdure.service.agent.notices import NoticeWatch, wait_to_leave
+from perdure.service.agent.notices import NoticeWatch, ReplacedError, wait_to_leave
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer

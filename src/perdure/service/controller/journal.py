@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -340,8 +340,10 @@ def _compute_digest(data: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
-def read_journal(paths: JobPaths) -> EntryReader:
+def read_journal(paths: JobPaths, without: Collection[str] = ()) -> EntryReader:
     """Return a reader of a job's entries without a running job, for the commands.
+
+    Entries of types in `without` may be left out.
 
     From the mirror, else from the arbiter's folder, or from the server's store by a nats-server of
     a moment, or from the user's own server.
@@ -350,7 +352,7 @@ def read_journal(paths: JobPaths) -> EntryReader:
         ConfigError: the job was never started.
         PlatformError: the store cannot be read.
     """
-    mirror = read_mirror(paths)
+    mirror = read_mirror(paths, without)
     if mirror is not None:
         return mirror
     return EntryReader(_read_source(paths), mine=MINE)

@@ -42,6 +42,8 @@ from perdure.model.codec import encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     CommandReceived,
     ControllerStarted,
     Decision,
@@ -50,11 +52,14 @@ from perdure.model.events import (
     JournalEntry,
     MessagesSetAside,
     MetricsLogged,
+    Newest,
     NodeRegistered,
+    RanksAgreed,
+    name_agreement,
 )
 from perdure.model.fitting import fit_event
 from perdure.model.job import JobSpec
-from perdure.model.orders import AnswerCommand, Assignment, EndJob, WatchClosely
+from perdure.model.orders import AnswerCommand, AnyAction, Assignment, EndJob, WatchClosely
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.controller.inbox import Inbox
@@ -68,12 +73,14 @@ from perdure.telemetry import LinkFold
 
 log = logging.getLogger("perdure.controller")
 
-SNAPSHOT_S = 0.5
+SNAPSHOT_S, NEWEST_S = 0.5, 5.0
 _LAG_S = 0.5
 """After a turn or an outage longer than this, silence proves nothing for `_SETTLE_S`."""
 _SETTLE_S = 1.0
 _TIMER_PAUSE_S = 0.05
 """At the least between two `TimerFired`, should a machine leave its deadline in the past."""
+_TOGETHER_MIN, _TOGETHER_MAX = 16, 500
+"""So many ranks' answers to an agreement are one entry, not one each."""
 _WATCH_S = 4.0
 """How long a node under suspicion is looked at more often, before that is asked for again."""
 
@@ -88,6 +95,8 @@ class _Turn:
     answers: list[AnswerCommand] = field(default_factory=list)
     replies: list[tuple[Reply, bytes]] = field(default_factory=list)
     acks: list[tuple[Reply, set[str]]] = field(default_factory=list)
+    agreed: list[tuple[str, int, BoundaryAnswered | BoundaryReached]] = field(default_factory=list)
+    """Answers of ranks to one agreement that no entry has yet, with source and number."""
     metrics: list[tuple[str, MetricsLogged]] = field(default_factory=list)
     """What was logged, by its source: no facts, which nothing follows from."""
 
@@ -129,6 +138,7 @@ class ControllerService:
         note: Callable[[list[JournalEntry]], None] = lambda entries: None,
         snapshots: SnapshotFiles | None = None,
         curves: CurveFiles | None = None,
+        show_newest: Callable[[Newest], None] = lambda newest: None,
         snapshot_every: int = EVERY,
         term: int = 0,
         check: Callable[[], None] = lambda: None,
@@ -136,9 +146,9 @@ class ControllerService:
         """Wire the machines; `show` takes a picture twice a second, `note` what was journaled.
 
         With `snapshots`, what is known is written down every `snapshot_every` entries; with
-        `curves`, what `run.log` tells is kept. Orders
-        carry `term`; before anything is written or sent `check` is called, which raises
-        FencedError where this process may not act any more.
+        `curves`, what `run.log` tells is kept; `show_newest` takes what the journal is told
+        seldom. Orders carry `term`; before anything is written or sent
+        `check` is called, which raises FencedError where this process may not act any more.
         """
         self._spec, self._bus, self._journal = spec, bus, journal
         self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
@@ -147,7 +157,7 @@ class ControllerService:
         self._detector = make_detector(spec)
         self._devices = DeviceJudge(spec.detect)
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
-        self._curves = curves
+        self._curves, self._show_newest = curves, show_newest
         self._folding: asyncio.Task[None] | None = None
         self._snapshot_seq = 0
         self._writing: asyncio.Task[None] | None = None
@@ -160,6 +170,7 @@ class ControllerService:
         self._wake = asyncio.Event()
         self.inbox = Inbox(spec, self._wake, clock)
         self._ended: JobEnded | None = None
+        self._newest_at_s = 0.0
         self._show_at_s = self._timer_at_s = self._settled_at_s = self._watch_at_s = 0.0
         self._reconnects = 0
 
@@ -279,6 +290,7 @@ class ControllerService:
         for sender, message, reply in inbox.messages:
             self._take_events(turn, sender, message)
             turn.acks.append((reply, {batch.source for batch in message.batches}))
+        self._add_agreed(turn)
         for command, reply in inbox.commands:
             self._obey(turn, command, reply)
         for node in sorted(inbox.beats):
@@ -338,11 +350,14 @@ class ControllerService:
                     note = self.inbox.set_aside(sender, batch.source, event, why) if why else event
                     if note is None:
                         return  # Its sender repeats the rest, and by then there is room.
-                    if isinstance(note, MetricsLogged):
-                        turn.metrics.append((batch.source, note))
-                        self._memory.take_number(batch.source, number)
-                    else:
-                        self._add(turn, note, batch.source, number)
+                    self._memory.take_number(batch.source, number)
+                    match note:
+                        case MetricsLogged():
+                            turn.metrics.append((batch.source, note))
+                        case BoundaryAnswered() | BoundaryReached() if name_agreement(note):
+                            self._collect(turn, batch.source, number, note)
+                        case _:
+                            self._add(turn, note, batch.source, number)
                     if isinstance(event, NodeRegistered) and why and not untrue:
                         self._send_away(turn, event, why)
                 skipped = 0
@@ -402,16 +417,49 @@ class ControllerService:
                     )
                     self._add(turn, event)
 
+    def _collect(
+        self, turn: _Turn, source: str, number: int, event: BoundaryAnswered | BoundaryReached
+    ) -> None:
+        """Let an answer wait for those of other ranks to the same agreement in this turn."""
+        if turn.agreed and name_agreement(turn.agreed[0][2]) != name_agreement(event):
+            self._add_agreed(turn)
+        turn.agreed.append((source, number, event))
+        if len(turn.agreed) == _TOGETHER_MAX:
+            self._add_agreed(turn)
+
+    def _add_agreed(self, turn: _Turn) -> None:
+        """Take what has waited through the machine: of many ranks it is one entry."""
+        told, turn.agreed = turn.agreed, []
+        if len(told) < _TOGETHER_MIN:
+            for source, number, event in told:
+                self._add(turn, event, source, number)
+            return
+        self._enter(turn, RanksAgreed.join(told))
+        actions: list[AnyAction] = []
+        for _, _, event in told:
+            self._orders.note(event)
+            actions += self._memory.machine.handle(turn.now, event)
+        self._act(turn, actions)
+
     def _derive(self, turn: _Turn, events: list[AnyEvent]) -> None:
         for event in events:
             self._add(turn, event)
 
     def _add(self, turn: _Turn, event: AnyEvent, source: str = "", source_seq: int = 0) -> None:
         """Take one event through the machines: its entry, then its decisions, then what follows."""
+        if turn.agreed:  # It came before.
+            self._add_agreed(turn)
         event = self._fit(event, source)
         self._enter(turn, event, source, source_seq)
         self._orders.note(event)
-        actions = self._memory.machine.handle(turn.now, event)
+        self._act(turn, self._memory.machine.handle(turn.now, event))
+        self._reconfigure()
+        self._devices.note(event)
+        self._derive(turn, self._detector.note(turn.now, event))
+        self._derive(turn, self._links.note(turn.now, event))
+
+    def _act(self, turn: _Turn, actions: list[AnyAction]) -> None:
+        """Enter what the machine has decided, and what follows from it, and have it carried out."""
         self._derive(turn, self._memory.machine.facts(turn.now))
         for action in actions:
             log.info("%s %s: %s", type(action).__name__, action.describe(), action.reason)
@@ -437,10 +485,6 @@ class ControllerService:
                     at_s=turn.now,
                 )
                 self._add(turn, self._ended)
-        self._reconfigure()
-        self._devices.note(event)
-        self._derive(turn, self._detector.note(turn.now, event))
-        self._derive(turn, self._links.note(turn.now, event))
 
     def _fit(self, event: AnyEvent, source: str) -> AnyEvent:
         """Return `event` as the journal can hold it, before anything is made of it.
@@ -500,6 +544,9 @@ class ControllerService:
         if turn.answers or now >= self._show_at_s or self._ended is not None:
             self._show_at_s = now + SNAPSHOT_S
             self._show(self._memory.fold.snapshot(now))
+        if now >= self._newest_at_s or self._ended is not None:
+            self._newest_at_s = now + NEWEST_S
+            self._show_newest(Newest(self._detector.sum_up(now), self._links.sum_up(now)))
         for action in turn.answers:
             answer = CommandReply(
                 id=action.id, ok=action.ok, reason=action.reason, result=action.result

@@ -20,6 +20,7 @@ from perdure.adapters.host import read_state, send_signal
 from perdure.adapters.nats import NatsBus, NatsStream, server_config
 from perdure.model.bus.wire import Command
 from perdure.model.errors import PlatformError
+from perdure.model.events import Newest
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
@@ -71,6 +72,12 @@ async def _main(job: str, node: int) -> None:
         except PlatformError as error:
             log.warning("%s", error)
 
+    def show_newest(newest: Newest) -> None:
+        try:
+            write_document(paths.newest, newest)
+        except PlatformError as error:
+            log.warning("%s", error)
+
     async with contextlib.AsyncExitStack() as stack:
         name = f"perdure controller {job}"
         bus = await NatsBus.connect(endpoint, name=name, near=node)
@@ -100,6 +107,7 @@ async def _main(job: str, node: int) -> None:
             note=alerter.note,
             snapshots=SnapshotFiles(paths.snapshots),
             curves=CurveFiles(paths.curves, incarnation),
+            show_newest=show_newest,
             term=lease.lease.term if lease else 0,
             check=lease.check if lease else lambda: None,
         )
