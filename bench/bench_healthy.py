@@ -63,7 +63,7 @@ def main() -> None:
     """Run what was asked for."""
     args = parse()
     if args.table is not None:
-        from healthy.faults import render_faults
+        from healthy.faults import render_calibration, render_faults
         from healthy.picture import render_picture
         from healthy.results import read_rows, render_real, render_reproduced, render_table
 
@@ -73,6 +73,7 @@ def main() -> None:
         print(render_real([row for row in rows if "real" in row]))
         if faults := [row for row in rows if "fault" in row]:
             print(render_faults(faults))
+            print(render_calibration(faults))
         if args.picture is not None:
             args.picture.write_text(render_picture(rows))
         return
@@ -243,6 +244,7 @@ def describe(told: Any) -> dict[str, object]:
         "culprit": told.culprit,
         "right": told.right,
         "silent": told.silent,
+        "confidence": round(told.confidence, 3),
         "lasted_s": round(told.withdrawn_s - told.at_s, 2) if told.withdrawn_s else None,
         "reason": told.reason[:200],
     }

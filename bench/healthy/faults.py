@@ -135,6 +135,7 @@ def fold(case: Case, outcome: Outcome, begun_s: float) -> Row:
         "stood_s": [stood_s(told) for told in right[:8]],
         "right_at_s": [round(told.at_s - begun_s, 1) for told in right[:8]],
         "wrong": [f"{told.kind} {told.culprit}" for told in wrong[:8]],
+        "sure": [[round(told.confidence, 2), told in right] for told in (*right, *wrong)],
         "acted": [action.kind for action in outcome.actions],
         "simulated_s": round(outcome.simulated_s, 1), "wall_s": round(outcome.wall_s, 2),
     }  # fmt: skip
@@ -158,6 +159,18 @@ def is_right(case: Case, told: Told) -> bool:
     if case.kind in HANGS:
         return told.kind in ("ComputeHang", "CommHang") and there
     return told.kind == "Straggler" and (there or (told.node == home and told.rank is None))
+
+
+def render_calibration(rows: list[Row]) -> str:
+    """Return how often verdicts of each confidence were right, where something was broken."""
+    lines = ["", "| tree | confidence | right |", "|---|---|---|"]
+    for tree in sorted({row["tree"] for row in rows}):
+        said = [tuple(one) for row in rows if row["tree"] == tree for one in row.get("sure", ())]
+        for least in sorted({int(10 * sure) / 10 for sure, _ in said}):
+            mine = [right for sure, right in said if least <= sure < least + 0.1]
+            share = f"{sum(mine)} of {len(mine)} ({sum(mine) / len(mine):.0%})"
+            lines.append(f"| {tree[:8]} | {least:.1f} to {least + 0.1:.1f} | {share} |")
+    return "\n".join(lines)
 
 
 def render_faults(rows: list[Row]) -> str:

@@ -5,8 +5,8 @@ the real machines in it. Orders are carried out as nodes would: stores, ranks, s
 is said is judged against what the world has written down:
 
 - a verdict is *told* once, until it is withdrawn; the same one after that is another;
-- `HostBusy` is right where others' load was there, and a slow rank's verdict is right under load
-  that one machine alone had for long enough to be slow by it;
+- `HostBusy` is right where others' load was there, and so is a `Straggler` on a machine that alone
+  had it;
 - a hang that names a rank which is truly silent is counted apart (`silent`): it is true that the
   others wait for it, and false that it hangs;
 - each restart, replacement and stop is a false action, and so is each lost node.
@@ -29,8 +29,7 @@ START_S = 4.0
 """From an order to run until the first step."""
 ANSWER_S = 0.3
 GRACE_S = 8.0
-"""So long after it was over, a load or a silence may still be told of."""
-SETTLE_S = 3.0
+"""So long after it was over, a load may still be told of."""
 WATCH_S = 2.0
 """For so long a node looks closely that is under suspicion."""
 GAPS_S = (1.0, 2.0, 3.0, 8.0, 14.0)
@@ -125,8 +124,6 @@ class Job:
         self.generation = -1
         self.formed = -1
         """The newest generation whose store was ordered."""
-        self.waiting: dict[int, Any] = {}
-        """Generation -> its assignment to run, until its ranks have started."""
         self.offsets = [self.chance.random() * BEAT_S for _ in range(self.spec.num_nodes)]
         self.gap = (-1, 0.0, BEGIN_S + 60.0 if gaps_s else float("inf"))
         """Which node is not heard of, until when, and when the next gap begins."""

@@ -3,7 +3,14 @@
 import random
 
 import pytest
-from bench.healthy.faults import KINDS, draw_case, is_right, render_faults, run_fault
+from bench.healthy.faults import (
+    KINDS,
+    draw_case,
+    is_right,
+    render_calibration,
+    render_faults,
+    run_fault,
+)
 from bench.healthy.judge import BEGIN_S, Job, Told, run_healthy
 from bench.healthy.noise import Autoregressive, Lognormal, Pareto, Recorded, Shared
 from bench.healthy.picture import compute_curve, render_picture
@@ -33,8 +40,20 @@ def test_a_healthy_minute_is_acted_upon_by_nobody(name):
     assert not outcome.ended
 
 
+@pytest.mark.parametrize("name", sorted(HELD_OUT))
+def test_what_is_held_out_runs_and_is_not_looked_at(name):
+    assert run_healthy(name, 0, "short", 10.0)[1].simulated_s >= 9.5
+
+
+def test_confidence_is_compared_with_how_often_it_was_right():
+    row = {"tree": "a" * 12, "sure": [[0.95, True], [0.92, False], [0.4, False]]}
+    table = render_calibration([row, {"tree": "a" * 12}])
+    assert "| 0.9 to 1.0 | 1 of 2 (50%) |" in table
+    assert "| 0.4 to 0.5 | 0 of 1 (0%) |" in table
+
+
 def test_a_run_is_the_same_again():
-    said = [run_healthy("hot experts, lognormal", 1, "again", MINUTE_S)[1].told for _ in range(2)]
+    said = [run_healthy("hot experts, lognormal", 0, "again", 30.0)[1].told for _ in range(2)]
     assert said[0] == said[1]
 
 
