@@ -2,8 +2,9 @@
 
 A fault is found where a verdict names the right culprit in time: what costs twice the step and more
 within `max(3 s, 20 steps)`, 1.5 times within 10 s, 1.2 times within a minute, and none sooner than
-`STEPS_MIN` steps, since nobody could tell. The factor of a slow rank is of all of its work, spent
-in the stage that is slow; that of a slow link is of the whole step.
+`STEPS_MIN` steps, since nobody could tell. Steps are those that are taken with the fault. A factor
+of a slow rank is of all of its work, spent in the stage that is slow; that of a slow link is of the
+whole step.
 """
 
 import random
@@ -54,8 +55,9 @@ class Case:
     @property
     def limit_s(self) -> float:
         """Return within which time it is to be found."""
-        step_s = self.shape.step_s
-        if self.kind in HANGS or self.factor >= 2.0:
+        hangs = self.kind in HANGS
+        step_s = self.shape.step_s * (1.0 if hangs else self.factor)
+        if hangs or self.factor >= 2.0:
             return max(3.0, 20.0 * step_s)
         return max(10.0 if self.factor >= 1.5 else 60.0, STEPS_MIN * step_s)
 
