@@ -65,10 +65,17 @@ def main() -> None:
     if args.table is not None:
         from healthy.faults import render_calibration, render_faults
         from healthy.picture import render_picture
-        from healthy.results import read_rows, render_real, render_reproduced, render_table
+        from healthy.results import (
+            read_rows,
+            render_real,
+            render_reproduced,
+            render_table,
+            render_trees,
+        )
 
         rows = [row for path in args.table for row in read_rows(path)]
         print(render_table([row for row in rows if "number" in row]))
+        print(render_trees([row for row in rows if "number" in row]))
         print(render_reproduced([row for row in rows if "row" in row]))
         print(render_real([row for row in rows if "real" in row]))
         if faults := [row for row in rows if "fault" in row]:

@@ -136,6 +136,26 @@ def render_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def render_trees(rows: list[Row]) -> str:
+    """Return the rates of all trees side by side, over the runs that each of them has had."""
+    trees = sorted({row["tree"] for row in rows})
+    runs = [
+        {(r["workload"], r["number"], r["seed"]) for r in rows if r["tree"] == t} for t in trees
+    ]
+    both = set.intersection(*runs) if runs else set()
+    rows = [row for row in rows if (row["workload"], row["number"], row["seed"]) in both]
+    if len(trees) < 2 or not rows:
+        return ""
+    sums = sum_rows(rows, lambda row: (row["workload"], row["tree"]))
+    names = "".join(f" {tree[:8]}: false an hour | actions |" for tree in trees)
+    lines = ["", f"| workload | runs |{names}", "|---|---|" + "---|---|" * len(trees)]
+    for name in sorted({name for name, _ in sums}):
+        mine = [sums[name, tree] for tree in trees]
+        cells = "".join(f" {show_rate(s.false, s.hours)} | {s.actions} |" for s in mine)
+        lines.append(f"| {name} | {mine[0].runs} |{cells}")
+    return "\n".join(lines)
+
+
 def list_goals(sums: dict[tuple[str, str], Sums]) -> list[str]:
     """Return a line for each tree: where more is false than one verdict in 20 hours."""
     lines = []

@@ -16,7 +16,7 @@ from bench.healthy.noise import Autoregressive, Lognormal, Pareto, Recorded, Sha
 from bench.healthy.picture import compute_curve, render_picture
 from bench.healthy.real import judge_entries
 from bench.healthy.reproduce import pause_group
-from bench.healthy.results import bound_count, render_table
+from bench.healthy.results import bound_count, render_table, render_trees
 from bench.healthy.training import Fault, Load, Shape, World
 from bench.healthy.workloads import HELD_OUT, TUNED, WORKLOADS, WORLDS, draw_shape
 
@@ -169,6 +169,19 @@ def test_only_the_right_culprit_counts():
 def test_a_paused_group_is_left_alone():
     """T9: on d36469f it is left out fifteen times."""
     assert pause_group(2, 0)["left out"] == 0
+
+
+def test_trees_stand_side_by_side_over_the_runs_that_both_have_had():
+    row = {
+        "workload": "DDP", "number": 0, "seed": "s", "simulated_s": 3600.0, "wall_s": 1.0,
+        "told": [], "actions": [],
+    }  # fmt: skip
+    false = {"kind": "Straggler", "right": False, "silent": False}
+    rows = [{**row, "tree": "a"}, {**row, "tree": "b", "told": [false] * 3}]
+    rows.append({**row, "tree": "b", "number": 1, "told": [false] * 9})
+    line = render_trees(rows).splitlines()[-1]
+    assert line == "| DDP | 1 | 0 (0 to 3.7) | 0 | 3 (0.62 to 8.8) | 0 |"
+    assert render_trees(rows[:1]) == ""
 
 
 def test_the_picture_has_a_curve_for_each_tree_with_both():
