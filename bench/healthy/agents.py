@@ -36,6 +36,8 @@ class RankView:
         self._newest: dict[str, Operation | None] = {}
         self._moved_s = world.begin_s
         self._last_step_s = 0.0
+        self._said_s = self._paused_s = 0.0
+        """When a declared phase, and when a pause, last began or ended."""
         self._step = 0
         self._idle_s = 0.0
         self._over: Silence | None = None
@@ -68,11 +70,12 @@ class RankView:
             self._note_next()
         proc = self._sample(now, silence, moved)
         same = shown is not None and not (moved or spans) and proc is shown.proc
+        same = same and shown.heartbeat_s >= self._said_s
         if same and silence is None and not shown.spans and not shown.stages:
             return shown
         phase, since_s = "group", world.begin_s
         if self._declared:
-            phase, since_s = "step", self._last_step_s or world.begin_s
+            phase, since_s = "step", max(self._last_step_s or world.begin_s, self._paused_s)
         busy = None
         if silence is not None and silence.pause and self._declared:
             phase, since_s = "paused", silence.begin_s
@@ -81,7 +84,7 @@ class RankView:
             busy = tree.BusyPhase(silence.declared, silence.begin_s, most_s)
         self._shown = tree.make(
             tree.RankProgress, rank=r, pid=1000 + r, phase=phase, phase_since_s=since_s,
-            heartbeat_s=max(self._moved_s, since_s), account=self._account,
+            heartbeat_s=max(self._moved_s, self._said_s, since_s), account=self._account,
             comms=tuple(self._comms.values()), proc=proc, spans=tuple(spans),
             stages=tuple(stages), recorder="compiled", busy_phase=busy,
         )  # fmt: skip
@@ -108,7 +111,18 @@ class RankView:
         while silences and silences[0].end_s <= now:
             silence = silences.popleft()
             self._idle_s += silence.end_s - silence.begin_s if silence.state != "R" else 0.0
-        return silences[0] if silences and silences[0].begin_s <= now else None
+            self._note_said(silence, silence.end_s)
+        silence = silences[0] if silences and silences[0].begin_s <= now else None
+        if silence is not None:
+            self._note_said(silence, silence.begin_s)
+        return silence
+
+    def _note_said(self, silence: Silence, at_s: float) -> None:
+        """Note the beat with which a declared phase, or a pause, begins or ends in the ring."""
+        paused = silence.pause and self._declared
+        if (paused or silence.declared) and at_s > self._said_s:
+            self._said_s = at_s
+            self._paused_s = at_s if paused else self._paused_s
 
     def _follow(self, now: float) -> list[Any]:
         pending, left = self._world.operations[self.rank], []

@@ -93,6 +93,29 @@ def test_simulated_steps_and_collectives_obey_what_real_ones_obey():
     check_rules(simulate(30.0, declared=True))
 
 
+@pytest.mark.parametrize(("kind", "field"), [("evaluate", "busy_phase"), ("pause", "phase")])
+def test_a_declared_phase_and_a_pause_begin_and_end_with_a_beat(kind, field):
+    """As the ring's writer does it (`RingWriter.set_busy`, and each change of the phase)."""
+    chance = random.Random(1)
+    world = World(Shape(2, 1, 1.0, declared=True), chance, 1000.0)
+    if kind == "evaluate":
+        world.be_alone(30.0, 0, "S", declared="evaluate")
+    else:
+        world.pause_all(30.0, steered=True)
+    steps = Ddp(world, chance, Lognormal(chance, 2, 0.05))
+    view = NodeView(world, 0, 0, chance)
+    seen = []
+    for tick in range(1, 200):
+        now = 1000.0 + tick * BEAT_S
+        world.advance(now, steps.run)
+        seen.append(view.beat(now, 0).ranks[0])
+    inside, after = seen[50], seen[151]
+    assert getattr(inside, field) not in (None, "step")
+    assert getattr(after, field) in (None, "step")
+    assert inside.heartbeat_s == pytest.approx(1000.0)
+    assert after.heartbeat_s == pytest.approx(1030.0, abs=0.3)
+
+
 def check_rules(beats):
     """Check what holds of every heartbeat of a real job in training."""
     last: dict[tuple[int, str], int] = {}
