@@ -15,6 +15,8 @@ from .training import NEVER, Operation, Silence, Traffic, World
 BEAT_S, LOOK_S, SWEEP_S = 0.2, 0.5, 1.0
 PENDING_S, PENDING_MAX = 0.25, 16
 MOVED_BYTES = 1_000_000
+FULL, CROWDED = 0.8, 0.08
+"""Where a job's own ranks use so much of the cores, each of them waits for one for so long."""
 JIFFY_S = 0.004
 """The kernel counts how long a socket was busy in these."""
 LATE_S = 0.004
@@ -238,7 +240,8 @@ class RankView:
     def _starve(self, now: float) -> float:
         """Return for how much of every second its threads have no CPU."""
         node = self.rank // self._world.shape.nproc
-        share = 0.003
+        shape = self._world.shape
+        share = CROWDED if shape.nproc * shape.cpu_share > FULL * shape.cores else 0.003
         for load in self._world.loads:
             if load.begin_s <= now < load.end_s and (load.node == node or load.everywhere):
                 share += 1.0 - 1.0 / load.factor

@@ -499,7 +499,7 @@ def draw_shape(name: str, number: int, chance: random.Random) -> Shape:
         declared=steered or chance.random() < 0.5,
         links=chance.random() < 0.5,
         cpu_share=chance.choice((0.2, 0.6, 1.0)),
-        cores=max(4, 2 * nproc),
+        cores=chance.choice((max(2, nproc), max(4, 2 * nproc))),
     )  # fmt: skip
 
 
