@@ -25,6 +25,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from perdure.lab.simulation.compare import compare
 from perdure.lab.traces.transform import cut
 
 STATE_BYTES = 3.2e6
+TRIES = 2
+"""Of a replay that fails, as where the machine is too busy for it."""
 DEFAULTS = ("--nodes-max", "5", "--pace-ms", "40", "--policy", "all")
 
 
@@ -154,6 +157,8 @@ def main() -> None:
     now = name_commit()
     done = {(r["trace"], r["rep"]) for r in rows if "result" in r and r["commit"] == now}
     args.home.mkdir(exist_ok=True)
+    tries = Counter((r["trace"], r["rep"]) for r in rows if "error" in r and r["commit"] == now)
+    done |= {cell for cell, count in tries.items() if count >= TRIES}
     left = [(t, rep) for rep in range(args.repeat) for t in args.traces if (t, rep) not in done]
     while left:
         words, rep = left[0]

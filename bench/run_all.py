@@ -56,7 +56,7 @@ BENCHES = {
     ),
     "goodput-kills": Bench("bench_goodput.py --rounds 2 --window-s 30 --every 8", 20),
     "traces": Bench(f"bench_traces.py TRACES --tau {TABLE}", 2),
-    "replay": Bench(f"bench_replay.py {REPLAYED!r} {OTHER!r} --repeat 2 --out OUT.jsonl", 75, 30),
+    "replay": Bench(f"bench_replay.py {REPLAYED!r} {OTHER!r} --repeat 2 --out OUT.jsonl", 85, 30),
     "matrix": Bench("bench_matrix.py --seed 7 FROZEN --out OUT.jsonl", 350, 30),
     "slow-links": Bench(
         "bench_matrix.py --seed 8 --worlds 8 --only slow-link FROZEN --out OUT.jsonl", 20, 30
@@ -85,13 +85,18 @@ def split(words: str) -> list[str]:
     return [w.replace("_", " ") if "," in w else w for w in shlex.split(words)]
 
 
-def run(name: str, args: argparse.Namespace, minutes: float) -> bool:
-    """Run a bench or a piece of it, and keep what it prints; return whether it is done."""
+def run(name: str, args: argparse.Namespace, minutes: float) -> bool | None:
+    """Run a bench or a piece of it, and keep what it prints.
+
+    Return whether it is done; None where it has failed, or a piece has brought nothing.
+    """
     path, bench = args.out / f"{name}.txt", BENCHES[name]
     command = render_command(name, args, minutes)
     head = f"{stamp()} {' '.join(command[1:])}\n"
     print(f"bench: {name}: {head}", end="", file=sys.stderr, flush=True)
     limit_s = 60 * (max(minutes, bench.piece) if bench.piece else 3 * bench.minutes) + 600
+    rows = args.out / f"{name}.jsonl"
+    before = rows.stat().st_size if rows.exists() else 0
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
     whole = done.returncode == 0 and (not bench.piece or "nothing is left" in done.stdout)
     if whole and bench.piece:
@@ -100,7 +105,8 @@ def run(name: str, args: argparse.Namespace, minutes: float) -> bool:
     end = "whole" if whole else f"to be gone on with (rc {done.returncode})"
     path.write_text(f"{head}{done.stdout}{stamp()} {end}\n")
     print(done.stdout, flush=True)
-    return whole
+    stuck = bench.piece and not whole and (not rows.exists() or rows.stat().st_size == before)
+    return None if done.returncode or stuck else whole
 
 
 def is_done(path: Path) -> bool:
@@ -140,10 +146,11 @@ def main() -> int:
             minutes = min(bench.piece or bench.minutes, spare)
             if minutes < (min(bench.piece, 10) or bench.minutes):
                 break
-            whole = run(name, args, minutes)
-            if not whole and not bench.piece:
+            ended = run(name, args, minutes)
+            if ended is None:
                 failed = True
                 break
+            whole = ended
         left += [] if whole else [name]
     print(f"left: {', '.join(left)}" if left else "nothing is left", flush=True)
     return 1 if failed else 0
