@@ -1,5 +1,6 @@
 """What a live replay was worth, from commits whose every second is known."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from perdure.lab.live.ledger import (
     refresh_rates,
 )
 from perdure.lab.live.live import Played
-from perdure.lab.live.session import Reference, Wish, compare_played
+from perdure.lab.live.session import Reference, Say, Wish, compare_played, measure_again
 from perdure.lab.policies.throughput import Shape, Throughput
 from perdure.lab.report import MadeStep
 from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
+from perdure.model.errors import PlatformError
 from perdure.model.report import ACCOUNTS, Recovery
 
 RATES = {1: 10.0, 2: 20.0, 3: 30.0}
@@ -122,3 +124,19 @@ def test_slowness_all_the_time_shows_beside_plain_ddp(
     assert result.costs is not None
     assert result.costs.steady == pytest.approx(1 - share)
     assert result.reference == ("plain DDP" if beside_ddp else "perdure itself")
+
+
+@pytest.mark.parametrize(
+    ("ended", "goes_on"), [(KeyboardInterrupt(), False), (PlatformError("too busy"), True)]
+)
+def test_what_was_played_is_kept_where_ddp_cannot_be_timed_again(
+    tmp_path: Path, ended: BaseException, goes_on: bool
+) -> None:
+    class Broken(Reference):
+        def measure(self, counts: Sequence[int], say: Say) -> Throughput:
+            raise ended
+
+    said: list[str] = []
+    reference = Broken(tmp_path, 0.04, tmp_path / "tau.json")
+    assert measure_again(reference, [1, 2], lambda *words: said.append(words[2])) is goes_on
+    assert said == (["too busy"] if goes_on else [])

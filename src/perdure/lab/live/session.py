@@ -103,13 +103,12 @@ class Reference:
     def __init__(self, folder: Path, pace_s: float, path: Path) -> None:
         """Measure in `folder`; the table is kept at `path`."""
         self._folder, self._pace_s, self._path = folder, pace_s, path
-        self._times = 0
+        self._times = self._batch = 0
         self.rates: dict[int, list[float]] = {}
         """Of each time that it was measured."""
 
     def measure(self, counts: Sequence[int], say: Say) -> Throughput:
         """Time worlds of `counts` nodes once more; return the medians of all times so far."""
-        batch = 0
         for number, count in enumerate(counts):
             say("plain DDP", number / len(counts), f"{count} nodes")
             self._times += 1
@@ -118,12 +117,16 @@ class Reference:
             try:
                 system.start(places)
                 wait_ready(system, places)
-                rate, batch = _time_steps(system, places)
+                rate, self._batch = _time_steps(system, places)
             finally:
                 system.end()
             self.rates.setdefault(count, []).append(rate)
+        return self.tabulate()
+
+    def tabulate(self) -> Throughput:
+        """Return the medians of all times so far, which are kept."""
         rates = {n: median(each) for n, each in self.rates.items()}
-        return _keep_throughput(rates, batch, self._path)
+        return _keep_throughput(rates, self._batch, self._path)
 
     def compute_spread(self) -> float:
         """Return the largest difference between two times of one world, as a share of them."""
@@ -237,13 +240,24 @@ def replay(wish: Wish, say: Say) -> ReplayResult:
                 played[name] = _play_one(name, system, schedule, wish, table, say)
                 if not played[name].complete:
                     break
-                if reference is not None:
-                    table = reference.measure(visited, say)
+                if reference is not None and not measure_again(reference, visited, say):
+                    break
         finally:
             if running is not None:
                 running.end()
         shutil.rmtree(folder, ignore_errors=True)
-        return compare_played(wish, table, played, reference)
+        return compare_played(wish, reference.tabulate() if reference else table, played, reference)
+
+
+def measure_again(reference: Reference, counts: Sequence[int], say: Say) -> bool:
+    """Time the reference once more, and return whether to go on; what was played is kept."""
+    try:
+        reference.measure(counts, say)
+    except KeyboardInterrupt:
+        return False
+    except PlatformError as error:  # Then the times before stand for it.
+        say("plain DDP", 1.0, error.message)
+    return True
 
 
 def _obtain_table(
@@ -319,7 +333,7 @@ def compare_played(
     return ReplayResult(
         trace=wish.trace.name,
         duration_s=first.run.end_s,
-        complete=all(one.complete for one in played.values()),
+        complete=len(played) == len(wish.systems) and all(o.complete for o in played.values()),
         slot_s=whole.slot_s,
         nodes_max=max(len(i.living) for i in list_intervals(trace)),
         speed=wish.speed,
