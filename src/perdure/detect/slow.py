@@ -48,6 +48,8 @@ PASSING = 3.0
 """So many times as long as a slowness that ended by itself must one last to be acted upon."""
 EXPLAINED = "better explained"
 """How the reason of a withdrawal begins that says nothing of the slowness having ended."""
+SURER = 0.2
+"""A standing verdict is told again once it is so much surer."""
 OPEN_MAX = 8
 PROBED_MAX = 8
 
@@ -180,7 +182,7 @@ class SlowWatch:
     def _report(self, now: float, verdict: Verdict) -> list[VerdictReached | VerdictWithdrawn]:
         key = (verdict.kind, str(verdict.culprit))
         known = self._open.get(key)
-        if known is not None and verdict.confidence > known.confidence:
+        if known is not None and verdict.confidence > known.confidence + SURER:
             self._open[key] = msgspec.structs.replace(
                 verdict,
                 first_seen_s=known.first_seen_s,
@@ -236,21 +238,21 @@ class SlowWatch:
             return bool(comms) or any(on(link.slow) for link in self.links.links.values())
         late = self.collectives.lateness
         return any(
-            on(self.stages.suspects.get(r)) or on(late[r].late if r in late else None)
+            r in self.stages.suspects or on(late[r].late if r in late else None)
             for r in self._list_culprits(verdict.culprit)
         )
 
     @property
     def _wait_s(self) -> float:
-        """How long a slowness must last to be acted upon."""
-        steps_s = ACTED_STEPS * self.collectives.step_s
-        return max(self._spec.detect.slow_action_s, PASSING * self._passing_s, steps_s)
+        """How long a slowness must last after its verdict to be acted upon."""
+        return max(self._spec.detect.slow_action_s, ACTED_STEPS * self.collectives.step_s)
 
     def _escalate(self, now: float) -> list[VerdictReached]:
         out = []
         wait_s = self._wait_s
         for key, verdict in self._open.items():
-            due_s = verdict.confirmed_s + wait_s
+            outlasted_s = verdict.first_seen_s + PASSING * self._passing_s
+            due_s = max(verdict.confirmed_s + wait_s, outlasted_s)
             if not verdict.actionable and now >= due_s and verdict.kind != "HostBusy":
                 slowness = self._measure(now, verdict, sure=True)
                 waits = now < due_s + UNMEASURED * wait_s
@@ -568,8 +570,7 @@ class SlowWatch:
     def _host_explains(self, now: float, comm: Comm) -> bool:
         suspects = self.stages.suspects
         return any(
-            r in suspects and suspects[r].recent(now, RECENT_S) > suspects[r].least
-            for r in comm.ranks
+            r in suspects and suspects[r].recent(RECENT_S) > suspects[r].least for r in comm.ranks
         )
 
     # --- stragglers ---------------------------------------------------------------------------
@@ -579,7 +580,7 @@ class SlowWatch:
             return self._find_late(now, watches)
         confirmed: dict[int, float] = {}
         for rank, suspect in sorted(self.stages.suspects.items()):
-            excess = self.stages.confirm(now, rank)
+            excess = suspect.excess
             watch = watches.get(rank)
             if excess > 0.0 and watch is not None and not watch.gone:
                 if self._is_neighbour(rank, excess) and now - suspect.began_s < NEIGHBOUR_S:
@@ -613,7 +614,7 @@ class SlowWatch:
         }
         if taken is not None:
             evidence["run_delay_share"] = round(taken, 3)
-        confidence = 0.6 if self._is_neighbour(rank, excess) else 0.9
+        confidence = 0.6 if self._is_neighbour(rank, excess) else round(suspect.probability, 2)
         node = self._node_of(rank)
         mates = list(self._list_housed_ranks(node))
         culprit, who = Culprit(rank=rank), f"rank {rank}"
@@ -626,7 +627,7 @@ class SlowWatch:
             f"{extra_s * 1e3:.0f} ms longer a step, and the others wait"
         )
         verdict = self._make(
-            now, "Straggler", culprit, confidence, reason, suspect.onset_s(), evidence
+            now, "Straggler", culprit, confidence, reason, suspect.began_s, evidence
         )
         return msgspec.structs.replace(verdict, step=watch.account.step, activity=watch.activity)
 
@@ -635,7 +636,7 @@ class SlowWatch:
         suspects = self.stages.suspects
         return all(
             r in suspects
-            and suspects[r].recent(now, RECENT_S) >= max(0.7 * suspects[r].least, 0.5 * excess)
+            and suspects[r].recent(RECENT_S) >= max(0.7 * suspects[r].least, 0.5 * excess)
             for r in mates
         )
 
@@ -678,10 +679,7 @@ class SlowWatch:
         for comm in self.collectives.comms():
             if comm.slow is not None and comm.slow.is_recent(now, RECENT_S) and len(nodes) < 64:
                 nodes.update(self._node_of(r) for r in comm.ranks[:512])
-        suspects = self.stages.suspects.items()
-        return frozenset(
-            nodes | {self._node_of(r) for r, s in suspects if s.is_recent(now, RECENT_S)}
-        )
+        return frozenset(nodes | {self._node_of(rank) for rank in self.stages.suspects})
 
 
 def _make_slowness(

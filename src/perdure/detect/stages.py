@@ -19,7 +19,8 @@ from itertools import islice
 
 import msgspec
 
-from perdure.detect.persistence import Baseline, Persistence, compute_interval, is_duration
+from perdure.detect.persistence import Baseline, compute_interval, is_duration
+from perdure.detect.shifts import Excursion, Passed, PeerShifts
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import StepStages
 from perdure.model.verdicts import Slowness
@@ -35,24 +36,13 @@ SAMPLED = 101
 REST_STEPS = 5
 COMPARED = 1024
 """Ranks among which the one that waits least is looked for."""
-LEARNED_A_S = 2000
-"""Ranks whose usual work is learned at once, in turns, so that 10,000 cost no more."""
-BACK_S_MAX = 1.0
-"""A slow step began to be slow when it began, and that counts, up to here."""
-LEARNED = 12
-FOLLOW = 0.3
-"""Weight of one look in what a rank's own work is: another batch size is learned in seconds."""
-LATELY_S = 2.5
-FROM_START = 0.6
-"""Weight of an excess over the peers that was there from the first step: it may be by design."""
+LEARN = 0.3
+"""Weight of one block's last step in what a rank's stages usually take."""
+THINNED_MAX = 64
+"""Of so many steps one is told at least."""
 
 GAINED_EVERY_S, GAINED_KEPT = 0.1, 1024
 """How often what a suspect costs is noted, and how many of these notes are kept."""
-
-NOISE_ROWS = 300.0
-"""Steps over which it is learned how often a rank's work is odd in health."""
-NOISE_PRIOR, NOISE_LEAST, NOISE_MOST = 0.3, 0.001, 0.9
-"""What is thought of it before the first step, and its bounds."""
 
 Row = tuple[float, float, float, float, float, float]
 """Own seconds by stage, their sum, and the whole step."""
@@ -69,46 +59,14 @@ class Share(msgspec.Struct, frozen=True):
     step_s: float
 
 
-class _Noise:
-    """How often an excess is odd among peers in health: each rank is told by the others.
-
-    Rows count the less the older they are: weights grow instead of all sums being scaled.
-    """
-
-    __slots__ = ("_by_rank", "_odd", "_seen", "_weight")
-
-    def __init__(self) -> None:
-        """Begin knowing nothing."""
-        self._weight = 1.0
-        self._seen = self._odd = 0.0
-        self._by_rank: dict[int, float] = {}
-
-    def begin_row(self, num: int) -> None:
-        """Take a step of `num` ranks; those that are odd in it follow."""
-        self._weight *= 1.0 + 1.0 / NOISE_ROWS
-        self._seen += self._weight * num
-        if self._weight > 1e100:
-            self._seen, self._odd = self._seen / self._weight, self._odd / self._weight
-            self._by_rank = {r: w / self._weight for r, w in self._by_rank.items()}
-            self._weight = 1.0
-
-    def add_odd(self, rank: int) -> None:
-        """Take an excess of `rank` that is one."""
-        self._odd += self._weight
-        self._by_rank[rank] = self._by_rank.get(rank, 0.0) + self._weight
-
-    def compute_usual_share(self, rank: int, num: int) -> float:
-        """Return the share of odd samples of the others, of `num` ranks in all."""
-        odd = self._odd - self._by_rank.get(rank, 0.0) + NOISE_PRIOR * self._weight
-        seen = self._seen * (num - 1) / max(num, 1) + self._weight
-        return min(max(odd / seen, NOISE_LEAST), NOISE_MOST)
-
-
 class StageWatch:
     """Steps of all ranks, matched by their number."""
 
     def __init__(
-        self, config: DetectConfig, home: Callable[[int], int] = lambda rank: rank
+        self,
+        config: DetectConfig,
+        home: Callable[[int], int] = lambda rank: rank,
+        passed: Passed | None = None,
     ) -> None:
         """Begin a generation; `home` is what is replaced with a rank: its node."""
         self.config = config
@@ -116,13 +74,10 @@ class StageWatch:
         self._home = home
         self._rows: dict[int, dict[int, Row]] = {}
         self._since: dict[int, float] = {}
-        self._taken = -1
+        self._taken = self._judged = -1
         self.set_peers(())
-        self._shares: dict[int, Baseline] = {}
-        self._own: dict[int, float] = {}
         self._parts: dict[int, tuple[float, ...]] = {}
         self._recent: deque[dict[int, Row]] = deque(maxlen=KEPT)
-        self._learned_s, self._turn = 0.0, 0
         self._step = Baseline()
         self._step_now: deque[float] = deque(maxlen=3)
         self._rest, self._rest_now = Baseline(), deque[float](maxlen=REST_STEPS)
@@ -132,11 +87,14 @@ class StageWatch:
         self._waits = deque[tuple[float, float]](maxlen=GAINED_KEPT)
         """Time, and the share of the step that communication costs."""
         self._gained_s = 0.0
-        self._noise: dict[int, tuple[_Noise, int]] = {}
-        """Lowest rank of a group of peers -> its noise, and how many they are."""
-        self._noise_alone = _Noise()
-        """The noise of all ranks that have no peers."""
-        self.suspects: dict[int, Persistence] = {}
+        self.passed = Passed() if passed is None else passed
+        """Slowness that ended by itself, in this generation and before."""
+        self._shifts: dict[int, PeerShifts] = {}
+        """Lowest rank of a group of peers -> who of them is slower than usual."""
+        self._alone = PeerShifts(alike=False, passed=self.passed)
+        """The same of all ranks that have no peers."""
+        self.suspects: dict[int, Excursion] = {}
+        """Ranks that are slower than usual by more than most noise, confirmed or not."""
 
     @property
     def seen(self) -> bool:
@@ -214,13 +172,9 @@ class StageWatch:
             del self._rows[step], self._since[step]
             self._taken = step
             if 2 * len(row) > num_live and len(row) > 1:
-                self._judge(now, row)
-        for rank in [r for r, p in self.suspects.items() if p.is_over(now, 30.0)]:
-            del self.suspects[rank]
-            if self._home(rank) not in map(self._home, self.suspects):
-                self._gains.pop(self._home(rank), None)
+                self._judge(now, step, row)
 
-    def _judge(self, now: float, row: dict[int, Row]) -> None:
+    def _judge(self, now: float, step: int, row: dict[int, Row]) -> None:
         self._recent.append(row)
         some = sorted(v[5] for v in islice(row.values(), SAMPLED))
         whole_s = some[len(some) // 2]
@@ -231,44 +185,45 @@ class StageWatch:
         least_s = min(v[5] - v[4] for v in islice(row.values(), COMPARED))
         self._rest_now.append(max(least_s, 0.0) + self._offset_s)
         self._rest.add(now, self._rest_now[-1], 1.1)
-        begun = all(b.known for b in islice(self._shares.values(), 1))
-        learn = now - self._learned_s >= 0.5 or len(self._shares) < len(row) or not begun
-        turns = 1 + len(row) // LEARNED_A_S if begun and len(self._shares) >= len(row) else 1
-        if learn:
-            self._learned_s = now
-            self._turn += 1
-        turn = self._turn % turns
-        calm = 1.0 + (self.config.straggler_ratio - 1.0) / 2
-        suspected = {self._peers.get(rank, -1) for rank in self.suspects}
-        everybody: list[float] = []
-        groups = self._list_peer_groups(row)
-        num_alone = sum(len(ranks) == 1 for _, ranks in groups)
-        self._noise_alone.begin_row(num_alone)
-        for key, ranks in groups:
-            group = [r for r in ranks if r in row]
-            if len(ranks) > 1:
-                noise, _ = self._noise.get(key, (self._noise_alone, 0))
-                noise = _Noise() if noise is self._noise_alone else noise
-                self._noise[key] = (noise, len(ranks))
-                noise.begin_row(len(group))
-            else:
-                self._noise[key] = (self._noise_alone, num_alone)
-            if len(group) > 1:
-                ordered = sorted([row[r][4] for r in group])
-                # Who does little more than its peers needs no closer look: nearly everybody.
-                clear_s = calm * ordered[(len(ordered) - 1) // 2]
-                if not learn and key not in suspected and ordered[-1] <= clear_s:
-                    continue
-            else:
-                everybody = everybody or sorted(v[4] for v in row.values())
-                ordered, clear_s = everybody, 0.0
-            for rank in group:
-                mine = learn and rank % turns == turn
-                if mine or row[rank][4] > clear_s or rank in self.suspects:
-                    self._weigh(now, rank, row[rank], ordered, len(group) > 1, mine)
+        # Of very short steps only one in so many is told.
+        seconds = whole_s * min(max(step - self._judged, 1), THINNED_MAX)
+        self._judged = step
+        own = {rank: v[4] for rank, v in row.items()}
+        alone: dict[int, float] = {}
+        for key, ranks in self._list_peer_groups(row):
+            group = {r: own[r] for r in ranks if r in own}
+            if len(ranks) == 1:
+                alone |= group
+            elif len(group) > 1:
+                shifts = self._shifts.get(key)
+                if shifts is None:
+                    shifts = self._shifts[key] = PeerShifts(alike=True, passed=self.passed)
+                if shifts.take(now, seconds, group, sorted(group.values()), self.config):
+                    self._note_suspects(row, group, shifts)
+        everybody = sorted(own.values())
+        if alone and self._alone.take(now, seconds, alone, everybody, self.config):
+            self._note_suspects(row, alone, self._alone)
         if now - self._gained_s >= GAINED_EVERY_S:
             self._gained_s = now
             self._note_costs(now, row, max(whole_s, 1e-6))
+
+    def _note_suspects(self, row: dict[int, Row], ranks: Iterable[int], shifts: PeerShifts) -> None:
+        """Note who is slower than usual as a block has ended, and of the others what they do."""
+        for rank in ranks:
+            excursion = shifts.excursion(rank)
+            if excursion is not None and (excursion.excess or excursion.notable):
+                self.suspects[rank] = excursion
+                continue
+            gone = self.suspects.pop(rank, None)
+            if gone is not None and self._home(rank) not in map(self._home, self.suspects):
+                self._gains.pop(self._home(rank), None)
+            if excursion is None:
+                mine = row[rank][:4]
+                parts = zip(self._parts.get(rank, mine), mine, strict=True)
+                self._parts[rank] = tuple(a + LEARN * (b - a) for a, b in parts)
+
+    def _shifts_of(self, rank: int) -> PeerShifts:
+        return self._shifts.get(self._peers.get(rank, -1), self._alone)
 
     def _note_costs(self, now: float, row: dict[int, Row], whole_s: float) -> None:
         """Note what each suspect's home costs this step, and what communication does."""
@@ -304,7 +259,7 @@ class StageWatch:
                 bounds = [left_s, *(most[h] for h in longest if h != home)]
                 # What else runs there goes with it, and takes there what it usually does.
                 others = [r for r in mates[home] if self._peers.get(r, -1) != key]
-                bounds += [self._own.get(r, 0.0) for r in others]
+                bounds += [self._shifts_of(r).usual_s(r) for r in others]
                 share = min(max(0.0, own_s - max(bounds)) / whole_s, 1.0)
                 gains.append((now, own_s / max(left_s, 1e-6), share))
 
@@ -313,11 +268,11 @@ class StageWatch:
 
         What it does more of by design goes with it to another node.
         """
-        base = self._shares.get(rank)
+        shifts = self._shifts_of(rank)
         if not others:
-            return self._own.get(rank, 0.0)
+            return shifts.usual_s(rank)
         usual_s = sorted(others)[len(others) // 2]
-        return usual_s * max(base.value, 1.0) if base is not None and base.known else usual_s
+        return usual_s * max(shifts.usual_share(rank) or 1.0, 1.0)
 
     def _list_peer_groups(self, row: dict[int, Row]) -> list[tuple[int, Sequence[int]]]:
         """Return the groups of peers; ranks of which none is known are one group."""
@@ -325,55 +280,6 @@ class StageWatch:
             return [(-1, list(row))]
         strangers = [r for r in row if r not in self._peers] if len(row) != len(self._peers) else []
         return [*self._groups, *([(-1, strangers)] if strangers else [])]
-
-    def _weigh(
-        self, now: float, rank: int, mine: Row, ordered: list[float], alike: bool, learn: bool
-    ) -> None:
-        own_s = mine[4]
-        usual_s = max(_median_of_others(ordered, own_s), 1e-6)
-        share = own_s / usual_s
-        base = self._shares.get(rank)
-        if base is None:
-            base = self._shares[rank] = Baseline(LEARNED)
-            self._own[rank] = max(own_s, 1e-6)
-        own = self._own[rank]
-        excess = 0.0
-        if base.known:
-            # Twice, because the smaller of two noisy numbers is too small.
-            excess = min(share / base.value - 1.0, 2.0 * (own_s / own - 1.0))
-        if alike:
-            # Whoever does no more than its peers holds nobody up, whatever it did before.
-            excess = max(min(excess, share - 1.0), FROM_START * (share - 1.0))
-        least = self.config.straggler_ratio - 1.0
-        extra_s = excess * usual_s
-        if extra_s < self.config.straggler_floor_s or extra_s < (self.config.slow_impact * mine[5]):
-            excess = min(excess, 0.0)
-        if excess >= least:
-            self._noise[self._peers.get(rank, -1)][0].add_odd(rank)
-        suspect = self.suspects.get(rank)
-        if suspect is None and excess >= least:
-            began_s = now - min(mine[5], max(BACK_S_MAX, self.step_s))
-            # From the first step on no step is usual yet: this one says how far apart they are.
-            every_s = self.step_s or mine[5]
-            suspect = Persistence(began_s, self.config.slow_confirm_s, least, every_s)
-            self.suspects[rank] = suspect
-        if suspect is not None:
-            suspect.add(now, excess)
-        lately = 0.0 if suspect is None else suspect.recent(now, LATELY_S)
-        if learn and lately < least / 2:
-            # Judged by the last seconds: with noise, some steps of a slow rank look usual.
-            base.add(now, share, 1.0 + least / 2)
-            if excess < least / 2:
-                self._own[rank] = own + FOLLOW * (max(own_s, 1e-6) - own)
-            if suspect is None:
-                parts = zip(self._parts.get(rank, mine[:4]), mine[:4], strict=True)
-                self._parts[rank] = tuple(a + 0.1 * (b - a) for a, b in parts)
-
-    def confirm(self, now: float, rank: int) -> float:
-        """Return the confirmed excess of suspect `rank`; 0 if there is none (yet)."""
-        noise, num = self._noise.get(self._peers.get(rank, -1), (_Noise(), 1))
-        usual = noise.compute_usual_share(rank, num) if num > 1 else 0.0
-        return self.suspects[rank].confirm(now, usual=usual)
 
     def describe(self, rank: int) -> Share:
         """Return in which stage `rank` loses its time, from the last rows."""
@@ -432,12 +338,3 @@ def compute_frontier(row: Mapping[int, Sequence[float]]) -> tuple[float, ...]:
         increments.append(largest - frontier)
         frontier = largest
     return tuple(increments)
-
-
-def _median_of_others(ordered: list[float], mine: float) -> float:
-    """Return the median of a sorted list without one occurrence of `mine`."""
-    n = len(ordered)
-    if n < 2:
-        return mine
-    middle = (n - 1) // 2
-    return ordered[middle] if mine > ordered[middle] else ordered[middle + 1]

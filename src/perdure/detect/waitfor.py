@@ -7,6 +7,7 @@ blame goes on. What is left at the end of all paths is a root: a rank that is in
 that does not end (communication hangs). A circle means that ranks entered in different orders.
 """
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import TypeVar
@@ -144,7 +145,8 @@ def _list_in_flight(
     """Return the collectives that all have entered and that surely have not ended everywhere.
 
     A record that cannot tell ends proves nothing, nor does one that is polled where others have
-    ended the same collective: it names the bucket that ended last, in whatever order they do.
+    ended the same collective: it names the bucket that ended last, in whatever order they do. Who
+    was not heard of since others had ended it may have ended it as well.
     """
     found = []
     for (name, first, seq), inside in sorted(whole.items()):
@@ -153,10 +155,13 @@ def _list_in_flight(
             for r, w in sorted(watches.items())
             if any(_key(m) == (name, first) and m.ended_seq >= seq for m in w.comms)
         )
+        left_s = max((watches[r].ends[name][1] for r in left), default=-math.inf)
         sure = [
             r
             for r in inside
-            if current[r].ended_seq >= 0 and not (left and watches[r].newest.recorder == "status")
+            if current[r].ended_seq >= 0
+            and not (left and watches[r].newest.recorder == "status")
+            and watches[r].received_s > left_s
         ]
         if sure:
             c = current[sure[0]]

@@ -71,6 +71,8 @@ class RankWatch:
     """Added to its node's stamps to make them the controller's."""
     peers: dict[str, int] = field(default_factory=dict)
     """Communicator -> the other end of a send or receive that is under way, where known."""
+    ends: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Communicator -> the last collective that ended, and when the controller first heard so."""
     _anchor: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
 
     @property
@@ -135,6 +137,13 @@ class RankWatch:
         self._store(progress)
         stamps = self._newest_stamp(progress)
         self.progress_s = min(stamps, sent_s) if self.instrumented and stamps > 0 else sent_s
+
+    def hear(self, now: float, sent_s: float) -> None:
+        """Note that the newest heartbeat, of `sent_s`, has come."""
+        self.seen_s, self.received_s = sent_s, now
+        for comm in self.comms:
+            if self.ends.get(comm.name, (0, 0.0))[0] != comm.ended_seq:
+                self.ends[comm.name] = (comm.ended_seq, now)
 
     def follow(self, progress: RankProgress, sent_s: float, habits: Habits) -> bool:
         """Take a heartbeat; return whether it shows progress."""

@@ -214,6 +214,19 @@ def test_the_stale_record_of_one_that_has_left_proves_nothing_about_who_waits(ma
     assert not world.actionable
 
 
+def test_who_was_not_heard_of_since_a_collective_ended_is_not_said_to_be_inside(make_world):
+    """Two nodes' heartbeats are of different moments: the older one still shows it inside."""
+    world = make_world(nodes=2)
+    world.run(20)
+    world.run(20, hold=lambda rank: rank == 1)  # An evaluation; rank 0 waits.
+    world.mute.add(0)
+    world.run(0.5)
+    assert world.ranks[1].ended == world.ranks[0].ended, "the collective has ended everywhere"
+    world.mute.clear()
+    world.run(5)
+    assert {v.kind for v in world.verdicts} == {"ComputeHang"}
+
+
 def test_a_rank_that_left_after_the_last_collective_is_none(make_world):
     world = make_world(resumable=False, ends_known=False)
     world.run(20)

@@ -49,8 +49,11 @@ def test_a_straggler_may_be_acted_upon_later_and_is_withdrawn_when_it_ends():
     assert [type(e) for _, e in run.said] == [VerdictReached, VerdictReached, VerdictWithdrawn]
 
 
-def test_slowness_that_moves_about_is_told_and_not_acted_upon():
-    """T6: an expert in demand makes one rank twice as slow for a while, and then another."""
+def test_slowness_that_moves_about_is_told_once_and_not_acted_upon():
+    """T6, T7: an expert in demand makes one rank twice as slow for a while, and then another.
+
+    As nothing tells the first from a slow node, it is told; the next has to last for longer.
+    """
 
     class Experts(Training):
         def _work(self, r, stage, seconds):
@@ -61,9 +64,9 @@ def test_slowness_that_moves_about_is_told_and_not_acted_upon():
     run = Run(Layout(2))
     run.training = Experts(Layout(2), 1)
     run.run(FAULT_S - BEGIN_S + 60 + 75)
-    assert {v.culprit.rank for v in run.verdicts} == {0, 1}
+    assert {v.culprit.rank for v in run.verdicts} == {0}
     assert not run.acted
-    run.run(60)
+    run.run(600)
     assert [e.verdict.culprit.rank for e in run.acted] == [0], "what lasts is acted upon"
 
 
