@@ -522,7 +522,7 @@ class PeerShifts:
         mine.known = min(mine.known + 1.0, REMEMBERED)
         mine.usual += (block.share - mine.usual) / mine.known
         # Another batch size is learned in a few blocks.
-        mine.own += (block.own - mine.own) * (1.0 if mine.known == 1.0 else 0.5)
+        mine.own += (block.own - mine.own) * (1.0 if mine.known == 1.0 else 0.25)
 
     # --- the test -----------------------------------------------------------------------------
 

@@ -27,6 +27,9 @@ from perdure.model.verdicts import Culprit, Slowness, Verdict, VerdictKind
 FUSED_S, LINK_S = 0.9, 2.2
 """How long links are suspected before a verdict: with slow collectives beside them, and alone."""
 RECENT_S = 2.5
+BUSY_PATIENCE = 3.0
+"""Others' work on a host ends by itself more often than a slow host's slowness does: it is acted
+upon after so many times as long."""
 NEIGHBOUR_S = 30.0
 """A rank whose neighbours take its CPU is a straggler only after this long."""
 ACCOUNTED = 0.5
@@ -249,11 +252,14 @@ class SlowWatch:
 
     def _escalate(self, now: float) -> list[VerdictReached]:
         out = []
-        wait_s = self._wait_s
         for key, verdict in self._open.items():
+            busy = verdict.kind == "HostBusy"
+            wait_s = self._wait_s * (BUSY_PATIENCE if busy else 1.0)
+            if busy and verdict.culprit.node is None:
+                continue  # All are alike: there is nobody to replace.
             outlasted_s = verdict.first_seen_s + PASSING * self._passing_s
             due_s = max(verdict.confirmed_s + wait_s, outlasted_s)
-            if not verdict.actionable and now >= due_s and verdict.kind != "HostBusy":
+            if not verdict.actionable and now >= due_s:
                 slowness = self._measure(now, verdict, sure=True)
                 waits = now < due_s + UNMEASURED * wait_s
                 if slowness is None and verdict.slowness is not None and waits:
@@ -296,8 +302,6 @@ class SlowWatch:
         """
         step_s = max(1.0, self.collectives.step_s)
         window_s = self._wait_s if sure else COSTED_S * step_s
-        if verdict.kind == "HostBusy":
-            return None
         if verdict.kind == "CommSlow":
             slow = [c for c in self.collectives.comms() if c.slow is not None]
             ends = verdict.culprit.link or ()
@@ -395,16 +399,25 @@ class SlowWatch:
         starved = any(self._neighbours.is_starved(rank) for rank in ranks)
         if not busy or (verdict.kind == "Straggler" and not starved):
             return False
-        self._excused.update(dict.fromkeys(busy, now))
+        self._note_excused(now, busy)
         return True
+
+    def _note_excused(self, now: float, busy: set[int]) -> None:
+        """Put what is slow on these nodes down to their hosts: it says nothing of the work."""
+        self._excused.update(dict.fromkeys(busy, now))
+        for node in busy:
+            for rank in self._list_housed_ranks(node):
+                if rank in self.stages.suspects:
+                    self.stages.suspects[rank].explained = True
 
     def _list_busy_nodes(self, now: float, nodes: set[int], since_s: float) -> set[int]:
         return {node for node in nodes if self._hosts.explains(now, node, since_s)}
 
     def _excuse(self, now: float, nodes: set[int]) -> None:
         """Put what waits for a CPU down to those of its machines that others' work fills."""
-        busy = self._list_busy_nodes(now, nodes, now - self._spec.detect.slow_clear_s)
-        self._excused.update(dict.fromkeys(busy, now))
+        self._note_excused(
+            now, self._list_busy_nodes(now, nodes, now - self._spec.detect.slow_clear_s)
+        )
 
     def _judge_hosts(self, now: float) -> list[VerdictReached | VerdictWithdrawn]:
         """Say which hosts make the job slow by others' work, and take back what that explains.

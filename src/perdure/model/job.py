@@ -133,7 +133,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     comm_slow: Response = "evict"
     """A slow link or node; see `evict_factor` and `payback_s`."""
     straggler: Response = "evict"
-    """A slow rank; see `evict_factor` and `payback_s`."""
+    """A slow rank, or a host that others' work slows down; see `evict_factor` and `payback_s`."""
     desync: Response = "stop"
     """Ranks that call different collectives are the script's own bug: a restart meets it again."""
     unhealthy_device: Response = "evict"

@@ -20,7 +20,7 @@ VerdictKind = Literal[
 ]
 """`EarlyExit`: a rank ended with exit code 0 while others wait for it in a collective.
 `Unresponsive`: a part of perdure itself lives on that node and does not answer.
-`HostBusy`: work that is not the job's keeps its ranks from their CPUs; reported only."""
+`HostBusy`: work that is not the job's keeps its ranks from their CPUs."""
 
 Activity = Literal["gone", "stopped", "quiet", "busy", "blocked"]
 """What a culprit's process does: nothing any more, state T, alive but still, burning CPU or I/O,

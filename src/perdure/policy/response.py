@@ -19,10 +19,11 @@ _FIELDS: dict[VerdictKind, str] = {
     "EarlyExit": "early_exit",
     "CommSlow": "comm_slow",
     "Straggler": "straggler",
+    "HostBusy": "straggler",
     "Desync": "desync",
     "UnhealthyDevice": "unhealthy_device",
 }
-_SLOW: frozenset[VerdictKind] = frozenset({"CommSlow", "Straggler"})
+_SLOW: frozenset[VerdictKind] = frozenset({"CommSlow", "Straggler", "HostBusy"})
 _SURE = 0.7
 """Confidence from which a slow node is replaced: the wrong one would cost a restart for nothing."""
 

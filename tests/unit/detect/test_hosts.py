@@ -5,7 +5,9 @@ from msgspec.structs import replace
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 
 from perdure.model.events import VerdictWithdrawn
+from perdure.model.job import PolicyConfig
 from perdure.model.signals.progress import HostLoad
+from perdure.policy.response import Situation, react
 
 
 def load(nodes, *, others=1.1, own=0.9, host="", until_s=float("inf"), delay=0.5, starve=True):
@@ -156,3 +158,23 @@ def test_a_machine_of_several_nodes_is_busy_as_a_whole():
     run = play(Fault("slow-link", FAULT_S, 0, 1, 4.0), Layout(2), change)
     assert told(run) == {("HostBusy", "the job")}
     assert "all 2 nodes are busy with others' work: on node 0" in run.standing.reason
+
+
+def test_a_host_that_stays_busy_slows_like_a_slow_one_and_is_acted_upon_alike():
+    """T8: later, because others' work ends by itself more often; and with what it costs."""
+    fault = Fault("slow-host", FAULT_S, 0, 1, 2.5)
+    run = play(fault, Layout(4), load({0}), 100.0)
+    assert told(run) == {("HostBusy", "node 0")}
+    assert not run.acted
+    run.run(60.0, load({0}))
+    (acted,) = {e.verdict.kind: e.verdict for e in run.acted}.values()
+    assert (acted.kind, acted.culprit.node) == ("HostBusy", 0)
+    assert acted.slowness.share_low > 0.3
+    assert react(acted, PolicyConfig(), Situation(node=0, spares=(4,))).leave_out
+
+
+def test_load_that_all_nodes_share_is_never_acted_upon():
+    fault = Fault("slow-link", FAULT_S, 0, 1, 4.0)
+    run = play(fault, Layout(2), load({0, 1}, starve=False), 200.0)
+    assert run.standing.kind == "HostBusy"
+    assert not run.acted

@@ -23,7 +23,7 @@ from perdure.policy import Reaction, Situation, estimate_restart_cost_s, find_de
 
 STACKS_FOR = frozenset({"CommHang", "ComputeHang", "EarlyExit", "Desync"})
 """Verdicts at which the stacks of those concerned are taken before anything is ended."""
-SLOW = frozenset({"CommSlow", "Straggler"})
+SLOW = frozenset({"CommSlow", "Straggler", "HostBusy"})
 """Verdicts that stand while training goes on, and are weighed again as things change."""
 ACTED_UPON = STACKS_FOR | SLOW | {"UnhealthyDevice"}
 _STACKS_TIMEOUT_S = 2.0
