@@ -105,6 +105,7 @@ class Depth:
 
 
 DEPTHS = (
+    Depth("cold", ROOT / "bench" / "scripts" / "counting.py", ("-n", "2", "--cold")),
     Depth("supervised", ROOT / "bench" / "scripts" / "plain_exact.py", ("-n", "2")),
     Depth("resumable", SCRIPTS / "train_exact.py", ("-n", "2")),
     Depth("elastic", SCRIPTS / "elastic.py", ("-n", "3"), ("--exact",)),
@@ -116,7 +117,8 @@ DEPTHS = (
         ("-n", "1", "--nodes", "2", "--replicate", "2", "--arbiter", "HOME/shared"),
     ),
 )
-"""`remote` has its checkpoints at a URL, `arbiter` its journal and lease in a shared folder."""
+"""`cold` is a program without torch; `remote` has its checkpoints at a URL, `arbiter` journal and
+lease in a shared folder."""
 SSH = Depth("ssh", SCRIPTS / "train_exact.py", ())
 """A job that is launched and pulled; the faults are in the commands, and no rank is killed."""
 
@@ -468,7 +470,7 @@ def check_journal(job: Path) -> list[str]:
         pass
     wrong = [] if reader.tally.whole else [f"the journal: {reader.tally.describe()}"]
     entries = [json.loads(line) for line in lines]
-    if entries[-1]["body"]["type"] != "JobEnded":
+    if not any(entry["body"]["type"] == "JobEnded" for entry in entries):
         wrong.append(f"the journal ends with {entries[-1]['body']['type']}")
     newest: dict[str, int] = {}
     for entry in entries:  # What `run.log` tells has numbers too, and is not in the journal.

@@ -12,8 +12,15 @@ from perdure.adapters.shared_folder import make_run_folder, open_journal
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
-from perdure.model.events import ControllerStarted, Decision, JournalEntry
-from perdure.service.controller.journal import Journal, Mirror, read_journal
+from perdure.model.events import ControllerStarted, Decision, JobEnded, JournalEntry
+from perdure.model.job import JobSpec
+from perdure.service.controller.journal import (
+    Journal,
+    Mirror,
+    clear_stream,
+    read_end,
+    read_journal,
+)
 from perdure.service.jobfiles import (
     make_folders,
     paths_of,
@@ -206,3 +213,22 @@ def test_the_last_entry_is_found_without_reading_the_rest(tmp_path: Path) -> Non
         assert read_last_entries(paths)[-1].seq == count
     mirror.write_bytes(b"".join(lines) + b'{"seq":5,"at')  # torn
     assert read_last_entries(paths)[-1].seq == 4
+
+
+async def test_an_end_that_is_not_the_last_entry_is_the_end(server: Server, tmp_path: Path) -> None:
+    """What the turn that ended a job brought about besides follows in the same group."""
+    endpoint = server.start()
+    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    stream = await NatsStream.open(bus, "a.job")
+    journal = Journal(stream, writer="one")
+    await journal.open()
+    end = JobEnded(status="done", exit_code=0, reason="", at_s=1.0)
+    bodies = [end, Decision(action="A", summary="s", reason="r")]
+    await journal.append(number_entries(journal, bodies, at_s=1.0))
+    paths = paths_of(str(tmp_path / "home"), "a.job")
+    make_folders(paths)  # No mirror: its disk is full.
+    assert await read_end(paths, bus, JobSpec(name="a.job", script="x.py")) == end
+    write_document(paths.credential("controller"), endpoint)
+    await clear_stream(paths, "a.job", ours=False)
+    assert await stream.read_all() == []
+    await bus.close()

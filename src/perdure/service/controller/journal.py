@@ -413,7 +413,7 @@ async def read_end(paths: JobPaths, bus: NatsBus | None, spec: JobSpec) -> JobEn
     with contextlib.suppress(PerdureError):
         last = await _read_last(bus, spec) if bus is not None else None
         entries = parse_journal(last.splitlines(keepends=True)) if last else []
-        return find_end(entries[-1:], by_loss=True)
+        return find_end(entries, by_loss=True)  # What its turn brought about follows it.
     return None
 
 
@@ -437,7 +437,7 @@ async def clear_stream(paths: JobPaths, job: str, *, ours: bool) -> None:
         stream = await NatsStream.open(bus, job)
         last = await stream.read_last()
         entries = parse_journal(last.splitlines(keepends=True)) if last else []
-        if entries and not ours and not isinstance(entries[-1].body, JobEnded):
+        if entries and not ours and find_end(entries, by_loss=True) is None:
             raise ConfigError(
                 f"{endpoint.url} holds the journal of a job `{job}` that has not ended",
                 hint="choose another --name, or remove its stream",
