@@ -331,12 +331,14 @@ class Launch(Run):
         """Give one command, and once more where it did not succeed; return what is wrong."""
         for terms in (self.terms, ""):
             done = self._say(command, terms, limit_s)
-            if command[0] == "launch":
-                self._wait_ended(limit_s)
             if done.returncode == 0:
-                return ""
-        known = command[0] == "launch" and self._ask_state() == "ended"
-        return "" if known else f"{command[0]}: {done.returncode}: {done.stderr.strip()[-300:]}"
+                break
+        if command[0] == "launch" and self._ask_state() != "not started":
+            self._wait_ended(limit_s)  # The second one is refused where the first has started it.
+            return ""
+        if done.returncode == 0:
+            return ""
+        return f"{command[0]}: {done.returncode}: {done.stderr.strip()[-300:]}"
 
     def _say(
         self, command: tuple[str, ...], terms: str, limit_s: float
@@ -353,9 +355,13 @@ class Launch(Run):
 
     def _ask_state(self) -> str:
         there = self.laptop.box.home / "perdure" / NAME / "launch"
-        if not (there / "start.json").exists():
+        attempts = []
+        for name in ("start.json", "exit.json"):
+            with contextlib.suppress(OSError):
+                attempts.append(json.loads((there / name).read_text())["attempt"])
+        if not attempts:
             return "not started"
-        return "ended" if (there / "exit.json").exists() else "running"
+        return "ended" if attempts[0] == attempts[-1] and len(attempts) == 2 else "running"
 
     def _wait_ended(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
