@@ -128,8 +128,8 @@ class CurveFiles:
         try:
             with _locked(self._folder):
                 self._fold([(path, path.read_bytes()) for path in paths])
-        except OSError as error:
-            log.warning("curves are not folded: %s", error)
+        except Exception as error:  # The next call tries again, and a controller goes on without.
+            log.warning("curves are not folded: %r", error)
 
     def _fold(self, new: Sequence[tuple[Path, bytes]]) -> None:
         curves, folded, why = _read_kept(self._folder)
@@ -206,7 +206,7 @@ def _take(curves: Curves, data: bytes) -> None:
     for raw in data.split(b"\n"):
         digest, text = raw[:_HASH_BYTES], raw[_HASH_BYTES + 1 :]
         if xxhash.xxh3_64_hexdigest(text).encode() == digest:
-            with contextlib.suppress(ProtocolError):
+            with contextlib.suppress(ProtocolError, OverflowError):  # A step that no float has.
                 line: _Line = decode(text, _Line)
                 at_s = line.at_s
                 curves.take(line.at_s, line.source, line.rows, line.dropped)

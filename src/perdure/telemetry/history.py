@@ -161,6 +161,7 @@ class History:
     meets: bool = False
     """Its ranks serve stores at which worlds meet that are formed in place."""
     generations: dict[int, Generation] = field(default_factory=dict)
+    newest_number: int = -1
     lost_parts: list[ControllerLost] = field(default_factory=list)
     checkpoints: list[CheckpointSaved] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
@@ -192,7 +193,7 @@ class History:
     @property
     def newest(self) -> Generation | None:
         """Return the newest generation; None before the first."""
-        return self.generations[max(self.generations)] if self.generations else None
+        return self.generations.get(self.newest_number)
 
     def ordered(self) -> list[Generation]:
         """Return the generations, oldest first."""
@@ -229,9 +230,9 @@ class History:
                         # It is no rank of a first world, but a member started beside it.
                         generation.joined.setdefault(rank, event.at_s)
             case GenerationStopped() as event:
-                known = [n for n in self.generations if n <= event.generation]
-                for number in sorted(known)[-1:]:
-                    self.generations[number].stopped.setdefault(event.node, event.at_s)
+                stopped = self._find_at_most(event.generation)
+                if stopped is not None:
+                    stopped.stopped.setdefault(event.node, event.at_s)
             case GenerationStepping() as event:
                 generation = self._of(event.generation)
                 generation.stepping = generation.stepping or event
@@ -307,12 +308,27 @@ class History:
                 self.dropped_to = max(self.dropped_to, generation.number)
                 self.dropped_incidents += generation.incident is not None
 
+    def _find_at_most(self, number: int) -> Generation | None:
+        """Return the newest generation that is not newer than `number`."""
+        number = min(number, self.newest_number)
+        if number not in self.generations:
+            number = max((n for n in self.generations if n <= number), default=-1)
+        return self.generations.get(number)
+
+    def find_next(self, number: int) -> Generation | None:
+        """Return the generation that came after the one with this number."""
+        after = self.generations.get(number + 1)
+        if after is None and number < self.newest_number:
+            after = self.generations[min(n for n in self.generations if n > number)]
+        return after
+
     def _of(self, number: int) -> Generation:
         known = self.generations.get(number)
         if known is None:
             known = Generation(number)
             if number > self.dropped_to:
                 self.generations[number] = known
+                self.newest_number = max(self.newest_number, number)
         return known
 
     def _reform(self, event: WorldReformed) -> None:

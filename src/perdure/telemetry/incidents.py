@@ -102,9 +102,6 @@ def _describe_life(
         at_s = max((a.last_step_s for a in accounts if a.last_step_s), default=at_s)
         step = max(a.step for a in accounts)
     stopped_s = life.stopped_s or failure.at_s
-    begun = next((new.joined_step for new in after), None)
-    undone = 0 if begun is None else max(0, step - begun)
-    others = f"all had to go back to step {begun}" if undone else "the others trained on"
     back_s, heal_s, spare = None, 0.0, False
     for new in after:
         back_s = new.joined_s or new.held_s
@@ -122,10 +119,10 @@ def _describe_life(
         state_s=heal_s,
         warmup_s=0.0,
         total_s=max(0.0, (back_s or end_s) - at_s),
-        lost_steps=undone or int(life.away_s is not None),
+        lost_steps=int(life.away_s is not None),
         lost_microbatches=None,
         rung="restart" if after else "give up",
-        reason=others + ("; it stands by as a spare" if spare else ""),
+        reason="the others trained on" + ("; it stands by as a spare" if spare else ""),
     )
 
 
@@ -155,14 +152,24 @@ def _describe_eviction(life: Life, eviction: Eviction, end_s: float) -> Recovery
     )
 
 
+def _find_resumed_step(history: History, generation: Generation) -> int | None:
+    """Return the step that the next generation resumed from that came so far."""
+    later = history.find_next(generation.number)
+    while later is not None:
+        step = later.start_step
+        if step is not None:
+            return step
+        later = history.find_next(later.number)
+    return None
+
+
 def _build_recovery(
     history: History,
     generation: Generation,
     incident: FailureDecided,
     end_s: float,
 ) -> Recovery:
-    later = [one for one in history.ordered() if one.number > generation.number]
-    after, ended = next(iter(later), None), history.ended is not None
+    after, ended = history.find_next(generation.number), history.ended is not None
     stopped_s = _latest(generation.stopped.values())
     group_s = restored_s = first_s = None
     over_s = end_s
@@ -184,7 +191,7 @@ def _build_recovery(
         first_s,
     ]
     phases_s = _measure_phases(moments, over_s)
-    resumed = next((g.start_step for g in later if g.start_step is not None), None)
+    resumed = _find_resumed_step(history, generation)
     if resumed is None and ended and history.checkpoints:
         resumed = history.checkpoints[-1].step  # From there the next run of this name goes on.
     lost: int | None = None

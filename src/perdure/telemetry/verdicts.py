@@ -122,10 +122,14 @@ class VerdictFold:
         """Return what was found so far, by time."""
         found = [self.machines.complete(self._complete(v)) for v in self.reached.values()]
         found += self.machines.list_unseen_ends(found)
+        deadly = self._list_deadly()
         for generation, worlds in sorted(self.exits.items()):
             begins = [0.0, *self.worlds.get(generation, ())]
             for since_s, exits in zip(begins, worlds, strict=True):
-                crash = self._find_crash(generation, since_s, exits) if exits else None
+                if not exits:
+                    continue
+                died_of = deadly.get(generation, ())
+                crash = self._find_crash(generation, since_s, exits, died_of)
                 if crash is not None:
                     found.append(self._complete(crash))
         return tuple(sorted(found, key=lambda v: (v.first_seen_s, v.confirmed_s, str(v.culprit))))
@@ -158,7 +162,8 @@ class VerdictFold:
                 continue
             count = len(begins) - kept
             for since_s, exits in zip([0.0, *begins], worlds[:count], strict=False):
-                crash = self._find_crash(generation, since_s, exits) if exits else None
+                died_of = self._list_deadly().get(generation, ())
+                crash = self._find_crash(generation, since_s, exits, died_of) if exits else None
                 if crash is not None:
                     self.reached[_key(crash)] = self._complete(crash)
             self.exits[generation] = [[], *worlds[count:]]
@@ -227,18 +232,23 @@ class VerdictFold:
         )
         self.reached[_key(verdict)] = verdict
 
+    def _list_deadly(self) -> dict[int, list[Verdict]]:
+        """Return, by generation, the verdicts that ranks may have died of."""
+        deadly: dict[int, list[Verdict]] = {}
+        for verdict in self.reached.values():
+            # Nobody dies of slowness, nor of what was over.
+            if verdict.actionable and verdict.kind not in _SLOW and not is_withdrawn(verdict):
+                deadly.setdefault(verdict.generation, []).append(verdict)
+        return deadly
+
     def _find_crash(
-        self, generation: int, since_s: float, exits: list[RankExited]
+        self, generation: int, since_s: float, exits: list[RankExited], deadly: Iterable[Verdict]
     ) -> Verdict | None:
         ordered = sorted(exits, key=lambda e: (e.record.at_s, e.record.rank))
         first, record = ordered[0], ordered[0].record
-        for verdict in self.reached.values():
-            blamed = verdict.generation == generation and verdict.actionable
-            if verdict.kind in _SLOW or is_withdrawn(verdict):
-                continue  # Nobody dies of slowness, nor of what was over.
+        for verdict in deadly:
             if (
-                blamed
-                and verdict.first_seen_s <= record.at_s
+                verdict.first_seen_s <= record.at_s
                 and since_s <= verdict.confirmed_s <= record.at_s
             ):
                 return None  # They died of the hang that is already explained.

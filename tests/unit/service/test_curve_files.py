@@ -104,6 +104,16 @@ def test_a_full_disk_costs_values_and_says_how_many(
     assert {source: one.count for source, one in curves.dropped.items()} == {"g0-r0-p1": 40}
 
 
+def test_a_step_that_no_float_has_costs_its_line(tmp_path: Path) -> None:
+    files = CurveFiles(str(tmp_path), "c1")
+    log(files, range(10))
+    files.append(1010.0, "g0-r0-p1", MetricsLogged(generation=0, rows=((10**400, {"loss": 1.0}),)))
+    files.fold(files.begin_next())
+    log(files, range(11, 20))
+    assert steps_of(tmp_path) == [*range(10), *range(11, 20)]
+    assert read_curves(str(tmp_path)).dropped["curves"].count == 1
+
+
 def test_what_cannot_be_folded_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NEW_BYTES_MAX", 2000)
     files = CurveFiles(str(tmp_path), "c1")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from perdure.cli.jobs import Job
 from perdure.model.chain import Tally
-from perdure.model.events import JournalEntry, LinksNoted
+from perdure.model.events import JournalEntry, LinksNoted, MetricsLogged
 from perdure.model.report import Report
 from perdure.telemetry import (
     DelayMatrix,
@@ -36,7 +36,8 @@ def tell_story(job: Job, *, page: bool) -> Story:
     reader = job.read(without=AGREEMENTS if page else (*AGREEMENTS, "LinksNoted"))
     for entry in job.complete(reader):
         ledger.add(entry)
-        series.add(entry)
+        if page or isinstance(entry.body, MetricsLogged):
+            series.add(entry)
         first_s, last_s = first_s or entry.at_s, entry.at_s
         if isinstance(entry.body, LinksNoted):
             links[:] = [entry]
