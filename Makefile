@@ -45,6 +45,7 @@ nightly: setup
 campaign: setup
 	$(BIN)/python bench/campaign.py
 	$(BIN)/python bench/campaign_failpoints.py
+	$(BIN)/python bench/campaign_journal.py
 	$(BIN)/pytest -q -m long $(SECOND_TRY) --ignore tests/platforms
 	for round in 1 2 3 4 5; do PERDURE_EXPLORE=1 $(BIN)/pytest -q tests/properties || exit 1; done
 	$(MAKE) platforms

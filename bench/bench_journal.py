@@ -25,7 +25,8 @@ from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.control import Memory
 from perdure.control.memory import encode_memory
 from perdure.model.bus.wire import Endpoint
-from perdure.model.codec import encode
+from perdure.model.chain import FIRST, EntryReader, seal
+from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -128,12 +129,14 @@ async def fill(stream: NatsStream, spec: JobSpec, events: int) -> tuple[int, int
     clock = VirtualClock()
     began_s, entries, size, groups = clock.now, 0, 0, 0
     waiting: list[bytes] = []
+    hash_ = FIRST
     for bodies in tell(spec, clock):
         for body in bodies:
             entries += 1
             source = "" if isinstance(body, Decision) else "a1"
             entry = JournalEntry(entries, clock.now, body, source, entries if source else 0)
-            waiting.append(encode(entry) + b"\n")
+            line, hash_ = seal(encode(entry), hash_)
+            waiting.append(line)
         if len(waiting) >= GROUP or entries >= events:
             data = b"".join(waiting)
             groups += 1
@@ -157,6 +160,41 @@ def make_service(spec: JobSpec, stream: NatsStream, folder: Path) -> ControllerS
         show=lambda snapshot: None,
         snapshots=SnapshotFiles(str(folder / "snapshots")),
     )
+
+
+def measure_sealing(spec: JobSpec, count: int = 50_000) -> dict[str, float]:
+    """Return what the chain adds to an entry that is written and to one that is read."""
+    clock, bodies = VirtualClock(), list[AnyEvent | Decision]()
+    for told in tell(spec, clock):
+        bodies += told
+        if len(bodies) >= count:
+            break
+    entries = [JournalEntry(n, 1.0, body) for n, body in enumerate(bodies, 1)]
+    best: dict[str, float] = {}
+    for _ in range(5):
+        hash_, lines = FIRST, list[bytes]()
+        begun = time.perf_counter()
+        plain = [encode(entry) for entry in entries]
+        encoded = time.perf_counter()
+        for data in plain:
+            line, hash_ = seal(data, hash_)
+            lines.append(line)
+        sealed = time.perf_counter()
+        for line in lines:
+            decode(line, JournalEntry)
+        decoded = time.perf_counter()
+        assert sum(1 for _ in EntryReader(lines)) == len(lines)
+        read = time.perf_counter()
+        took = {
+            "encode": encoded - begun,
+            "seal": sealed - encoded,
+            "decode": decoded - sealed,
+            "read and check": read - decoded,
+        }
+        best = {name: min(s, best.get(name, s)) for name, s in took.items()}
+    size = sum(map(len, lines)) / sum(len(data) + 1 for data in plain)
+    us = {f"{name}, us an entry": round(1e6 * s / len(entries), 2) for name, s in best.items()}
+    return us | {"bytes by the chain, %": round(100 * (size - 1), 1)}
 
 
 async def measure(server: NatsServer, folder: Path, events: int, ranks: int) -> dict[str, Any]:
@@ -188,6 +226,7 @@ async def measure(server: NatsServer, folder: Path, events: int, ranks: int) -> 
     await bus.close()
     days = told_s / 86400
     return {
+        **measure_sealing(spec),
         "events": entries,
         "ranks": ranks,
         "days that they tell of": round(days, 1),

@@ -137,6 +137,11 @@ class FakeStream:
         """Return a copy."""
         return self.messages[first - 1 :]
 
+    async def mend(self, messages: list[bytes]) -> int:
+        """Hold `messages` instead."""
+        self.messages[:] = messages
+        return len(messages)
+
     async def read_last(self) -> bytes | None:
         """Return the newest one."""
         return self.messages[-1] if self.messages else None

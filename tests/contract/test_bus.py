@@ -42,6 +42,12 @@ class Server:
             self.process.kill()
             self.process.wait()
 
+    def stop(self) -> None:
+        """End it as it likes to be ended: it then writes down what it has."""
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait(10)
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:

@@ -2,7 +2,7 @@
 """One suite for every `JournalStream`, and the journal on top of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,13 @@ from perdure.adapters.shared_folder import make_run_folder, open_journal
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
-from perdure.model.events import ControllerStarted, Decision, JobEnded, JournalEntry
+from perdure.model.events import (
+    ControllerStarted,
+    Decision,
+    JobEnded,
+    JournalEntry,
+    JournalMended,
+)
 from perdure.model.job import JobSpec
 from perdure.service.controller.journal import (
     Journal,
@@ -232,3 +238,62 @@ async def test_an_end_that_is_not_the_last_entry_is_the_end(server: Server, tmp_
     await clear_stream(paths, "a.job", ours=False)
     assert await stream.read_all() == []
     await bus.close()
+
+
+@pytest.mark.parametrize("place", [0.5, 0.99], ids=["middle", "last"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
+async def test_what_jetstream_loses_behind_a_flipped_bit_is_restored(
+    server: Server, tmp_path: Path, stopped: bool, place: float
+) -> None:
+    """A server that was killed drops all behind it, one that was stopped the record itself."""
+    mirror = tmp_path / "journal.jsonl"
+
+    async def next_controller(words: Sequence[str]) -> tuple[int, str]:
+        endpoint = server.start()
+        bus = await NatsBus.connect(endpoint, timeout_s=10)
+        stream = await NatsStream.open(bus, "a.job")
+        journal = Journal(stream, writer=f"c-{words}", mirror=Mirror(str(mirror)))
+        found = await journal.open()
+        for word in words:
+            await journal.append(entries(journal, word))
+        assert b"".join(await stream.read_all()) == mirror.read_bytes()
+        await bus.close()
+        mended = [each.reason for each in journal.take_damage() if isinstance(each, JournalMended)]
+        return len(found), "".join(mended)
+
+    assert await next_controller([f"word {n}" for n in range(30)]) == (0, "")
+    server.stop() if stopped else server.kill()
+    [block] = tmp_path.rglob("*.blk")
+    data = bytearray(block.read_bytes())
+    data[int(len(data) * place)] ^= 4
+    block.write_bytes(data)
+    count, reason = await next_controller(["after"])
+    assert count == 30
+    assert "came back from journal.jsonl" in reason
+    server.kill()
+    assert await next_controller([]) == (31, "")
+
+
+@pytest.mark.parametrize("harm", ["flipped", "gone"])
+async def test_a_damaged_message_of_a_shared_folder_is_written_anew(
+    tmp_path: Path, harm: str
+) -> None:
+    folder, mirror = make_run_folder(str(tmp_path), "run"), tmp_path / "journal.jsonl"
+    with open_journal(folder) as stream:
+        journal = Journal(stream, writer="one", mirror=Mirror(str(mirror)))
+        await journal.open()
+        for number in range(5):
+            await journal.append(entries(journal, f"word {number}"))
+        path = Path(folder, "journal", "3")
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.unlink() if harm == "gone" else path.write_bytes(data)
+        following = Journal(stream, writer="two", mirror=Mirror(str(mirror)))
+        assert [entry.seq for entry in await following.open()] == [1, 2, 3, 4, 5]
+        assert "1 entry that the stream had lost came back" in str(following.take_damage())
+        await following.append(entries(following, "after"))
+        assert b"".join(await stream.read_all()) == mirror.read_bytes()
+        if harm == "flipped":
+            assert Path(f"{path}.damaged").read_bytes() == data
+        with pytest.raises(FencedError):  # No number was free meanwhile.
+            await journal.append(entries(journal, "late"))

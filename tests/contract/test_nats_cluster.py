@@ -31,12 +31,21 @@ class Cluster:
         self.processes: list[subprocess.Popen[bytes]] = []
         url = self.servers[0].url
         write_credentials(SPEC, self.paths, self.servers, url=url, clock_offset_s=0)
-        with open(home / "nats.log", "wb") as log:
+        self.log = home / "nats.log"
+        self.start()
+
+    def start(self) -> None:
+        self.processes.clear()
+        with open(self.log, "ab") as log:
             for server in self.servers:
                 command = server.command()
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
         for server in self.servers:
             server.wait_ready()
+
+    def find_blocks(self, node: int) -> list[Path]:
+        found = Path(self.servers[node].folder).rglob("*.blk")
+        return [path for path in found if "JOURNAL" in str(path)]
 
     async def connect(self, user: str, near: int) -> NatsBus:
         return await NatsBus.connect(load_endpoint(self.paths, user), timeout_s=10, near=near)
@@ -71,6 +80,32 @@ async def insist(call: object, *args: object, **named: object) -> object:
                 return await call(*args, **named)  # type: ignore[operator]
             except PlatformError:
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.long
+@pytest.mark.serial
+@pytest.mark.parametrize("victim", range(3))
+async def test_what_one_of_three_has_lost_is_read_from_the_others(
+    cluster: Cluster, buses: list[NatsBus], victim: int
+) -> None:
+    stream = await insist(NatsStream.open, buses[0], SPEC.name, replicas=3)
+    assert isinstance(stream, NatsStream)
+    words = [f"word {number}".encode() for number in range(20)]
+    for number, word in enumerate(words):
+        await insist(stream.append, word, expected_last=number, message_id=f"m{number}")
+    for process in cluster.processes:
+        process.terminate()
+        process.wait()
+    [block] = cluster.find_blocks(victim)
+    data = bytearray(block.read_bytes())
+    data[len(data) // 2] ^= 1
+    block.write_bytes(data)
+    cluster.start()
+    stream = await insist(NatsStream.open, buses[(victim + 1) % 3], SPEC.name, replicas=3)
+    assert isinstance(stream, NatsStream)
+    assert await insist(stream.read_all) == words
+    await insist(stream.append, b"after", expected_last=20, message_id="after")
+    assert await insist(stream.read_all) == [*words, b"after"]
 
 
 @pytest.mark.serial
@@ -133,6 +168,6 @@ async def test_of_three_servers_the_one_that_keeps_the_stuck_journal_is_started_
     ended = [n for n, process in enumerate(cluster.processes) if process.poll() is not None]
     assert [f"perdure-{SPEC.name}-{node}" for node in ended] == [leader]
     assert f"{cluster.paths.nats}/{ended[0]} is started anew" in caplog.text
-    other = NatsStream(buses[(ended[0] + 1) % 3], SPEC.name, direct=True)
+    other = NatsStream(buses[(ended[0] + 1) % 3], SPEC.name, replicated=True)
     assert await insist(other.append, b"1", expected_last=1, message_id="m1") == 2
     assert await other.read_leader() != leader

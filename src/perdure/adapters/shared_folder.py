@@ -15,13 +15,13 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from itertools import count, cycle
+from itertools import cycle
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol, TypeVar
 
 from perdure.adapters.file_thread import FileThread
-from perdure.files import create_file
+from perdure.files import create_file, replace_file, sync_path
 from perdure.model.errors import FencedError, PlatformError
 
 T = TypeVar("T")
@@ -58,6 +58,13 @@ class Numbers(Protocol):
 
         Raises:
             PlatformError: no answer, or one of them is free.
+        """
+
+    async def replace(self, number: int, data: bytes) -> None:
+        """Have `number` hold `data`; what it held is kept beside it.
+
+        Raises:
+            PlatformError: no answer; it may have been done all the same.
         """
 
     async def drop(self, numbers: Iterable[int]) -> None:
@@ -123,6 +130,18 @@ class NumberedFiles:
         ]
         return await self._within(asyncio.gather(*calls))
 
+    async def replace(self, number: int, data: bytes) -> None:
+        """Have `number` hold `data`; what it held is there as `NUMBER.damaged`."""
+        path = self.folder / str(number)
+
+        def put() -> None:
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
+                os.link(path, f"{path}.damaged")
+            replace_file(path, data, synced=self._synced)
+            sync_path(self.folder)
+
+        await self._call(put)
+
     async def drop(self, numbers: Iterable[int]) -> None:
         """Free them."""
         paths = [self.folder / str(number) for number in numbers]
@@ -176,12 +195,31 @@ class FolderStream:
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return every message from number `first` on, oldest first."""
-        taken = set(await self._numbers.list_taken())
-        end = next(number for number in count(first) if number not in taken)
-        found: list[bytes] = []
-        for start in range(first, end, _BATCH):
-            found += await self._numbers.read(range(start, min(start + _BATCH, end)))
-        return [data.partition(b"\n")[2] for data in found]
+        taken = [number for number in await self._numbers.list_taken() if number >= first]
+        found = [b""] * (taken[-1] + 1 - first if taken else 0)
+        for start in range(0, len(taken), _BATCH):
+            numbers = taken[start : start + _BATCH]
+            for number, data in zip(numbers, await self._numbers.read(numbers), strict=True):
+                found[number - first] = data.partition(b"\n")[2]
+        for number in set(range(first, first + len(found))) - set(taken):
+            with contextlib.suppress(PlatformError):  # Gone, or missed by a stale look.
+                [data] = await self._numbers.read([number])
+                found[number - first] = data.partition(b"\n")[2]
+        return found
+
+    async def mend(self, messages: list[bytes]) -> int:
+        """Have each number hold its message; return the last number.
+
+        A number that is taken stays so meanwhile: nobody's late claim of it fits.
+        """
+        held = await self.read_all()
+        for number, data in enumerate(messages, 1):
+            before = held[number - 1] if number <= len(held) else b""
+            if before and before != data:
+                await self._numbers.replace(number, b"mended\n" + data)
+            elif not before and not await self._numbers.claim(number, b"mended\n" + data):
+                raise PlatformError(f"the journal's message {number} is there after all")
+        return len(messages)
 
     async def read_last(self) -> bytes | None:
         """Return the newest message; None where there is none."""

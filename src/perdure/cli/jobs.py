@@ -20,7 +20,7 @@ from perdure.cli.speech.say import note
 from perdure.launch.records import list_records, read_remote
 from perdure.model.bus.wire import Command
 from perdure.model.chain import EntryReader, Tally
-from perdure.model.errors import ConfigError, PerdureError, PlatformError, SafetyError
+from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry, Newest
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -38,7 +38,6 @@ from perdure.service.jobfiles import (
     load_spec,
     paths_of,
     read_document,
-    read_mirror,
     resolve_home,
 )
 from perdure.telemetry import SnapshotFold
@@ -279,13 +278,7 @@ def find_here(name: str, home: str) -> Job:
     """
     paths = paths_of(home, name)
     try:
-        return Job(name, home, paths, load_spec(paths))
-    except PlatformError as error:
-        first = next(iter(read_mirror(paths) or ()), None)
-        if first is None or not isinstance(first.body, JobSubmitted):
-            raise
-        note(f"{error.message}; the job as it was submitted stands in for it")
-        return Job(name, home, paths, first.body.spec)
+        return Job(name, home, paths, load_spec(paths, note))
     except ConfigError:
         names = list_jobs(home)
         near = get_close_matches(name, names, n=3) or names[-3:]

@@ -31,6 +31,7 @@ from perdure.model.events import (
     FailureDecided,
     JobSubmitted,
     JournalEntry,
+    JournalMended,
     LinksNoted,
     MessagesSetAside,
     MetricsLogged,
@@ -55,7 +56,15 @@ from perdure.model.orders import AnyAction
 from perdure.telemetry.snapshot import Certain, SnapshotFold
 
 _GENERATIONS = 2
-_UNHEARD = Decision | FailureDecided | MetricsLogged | MessagesSetAside | OperatorNoted | TimerFired
+_UNHEARD = (
+    Decision
+    | FailureDecided
+    | JournalMended
+    | MetricsLogged
+    | MessagesSetAside
+    | OperatorNoted
+    | TimerFired
+)
 _OF_A_KIND = 16
 """Events kept of one kind, of those that may come without end."""
 _KEPT: dict[type[AnyEvent], int] = {LinksNoted: 1, ProgressNoted: 2, StacksTaken: 4}

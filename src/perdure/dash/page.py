@@ -13,7 +13,7 @@ from perdure.dash.svg import (
     render_stack,
     render_timeline,
 )
-from perdure.dash.text import describe_note
+from perdure.dash.text import describe_note, render_mended
 from perdure.dash.verdicts import describe_grounds, render_waits
 from perdure.model.plain import show_controls
 from perdure.model.report import PHASES, Recovery, Report, Snapshot
@@ -60,6 +60,7 @@ def render_html(
         ("Ranks over time", _render_ranks(report, series)),
         ("Incidents", _render_recoveries(report, series)),
         ("Remarks", _render_notes(report, series) if report.notes else ""),
+        ("Journal", escape(render_mended(report.mended))),
         (
             "Verdicts and their evidence",
             "".join(_render_verdict(v, series.start_s) for v in series.verdicts),

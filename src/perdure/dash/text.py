@@ -8,7 +8,7 @@ from perdure.dash.shape import clip
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
 from perdure.model.plain import REASON_MAX, name_step, shorten_line, show_controls
-from perdure.model.report import PHASES, NoteRow, Recovery, Report
+from perdure.model.report import PHASES, MendRow, NoteRow, Recovery, Report
 from perdure.telemetry.series import Series
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -18,6 +18,7 @@ def render_text(report: Report, series: Series | None = None, width: int = 100) 
     """Return incidents by phase, the loss curve and the ledger, `width` columns wide."""
     parts = [_render_head(report), _render_recoveries(report, series, width)]
     parts.append(_render_notes(report, series, width))
+    parts.append(render_mended(report.mended))
     if series is not None:
         parts.append(_render_loss(report, series, width))
     parts.append(_render_ledger(report, width))
@@ -61,6 +62,11 @@ def _render_notes(report: Report, series: Series | None, width: int) -> str:
         what = shorten_line(show_controls(describe_note(note)))
         lines.append(clip(f"     {note.at_s - start_s:7.1f} s  {what}", width))
     return "\n".join(lines)
+
+
+def render_mended(rows: Sequence[MendRow]) -> str:
+    """Return what was found damaged of the journal, a line each; empty where nothing was."""
+    return "\n".join(f"The journal was damaged: {show_controls(row.reason)}" for row in rows)
 
 
 def describe_note(note: NoteRow) -> str:

@@ -15,9 +15,9 @@ from perdure.adapters.rings import open_regular
 from perdure.files import replace_file
 from perdure.files.rotation import measure_file, read_piece
 from perdure.model.bus.wire import RankLaunch
-from perdure.model.codec import encode
 from perdure.model.failures import ExitRecord
 from perdure.model.fitting import cut_text, fit_event
+from perdure.model.records import encode_record
 from perdure.worker.start.failure import RESERVED_BYTES
 
 _TAIL_BYTES = 1 << 16
@@ -174,7 +174,7 @@ def write_record(path: str, record: ExitRecord) -> None:
         OSError: the disk is full or gone.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    replace_file(path, encode(record), synced=True)
+    replace_file(path, encode_record(record), synced=True)
 
 
 def _parse_torch_error(found: dict[str, Any]) -> tuple[str, str]:

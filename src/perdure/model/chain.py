@@ -79,6 +79,20 @@ def _is_sealed(line: bytes) -> bool:
     return text[_HASH_AT:].startswith(_HASH) or text[_AFTER_AT:].startswith(_AFTER)
 
 
+def split_lines(data: bytes, size: int) -> Iterator[bytes]:
+    """Yield the lines of `data` in pieces of at most `size` bytes, or of one line."""
+    piece: list[bytes] = []
+    taken = 0
+    for line in data.splitlines(keepends=True):
+        if piece and taken + len(line) > size:
+            yield b"".join(piece)
+            piece, taken = [], 0
+        piece.append(line)
+        taken += len(line)
+    if piece:
+        yield b"".join(piece)
+
+
 class Tally(msgspec.Struct):
     """What of a journal could not be read, and where."""
 
@@ -171,6 +185,8 @@ class EntryReader:
         self._first, self._known_seq = first, known_seq
         self.last = last or Link(first - 1 if first else 0, "", FIRST)
         """The newest sound entry."""
+        self.first = ""
+        """Hash of the first one."""
         self._began = last is not None or first > 0
         self._foreign = False
         self._speaks: Spoken | None = None
@@ -255,7 +271,7 @@ class EntryReader:
     def _go_on(self, link: Link) -> None:
         if self._began and link.seq > self.last.seq + 1:
             self.tally.note_gap(self.last.seq + 1, link.seq - 1)
-        self._began, self.last = True, link
+        self._began, self.last, self.first = True, link, self.first or link.hash
 
     def _decode(self, line: bytes, *, sound: bool) -> JournalEntry | None:
         try:

@@ -800,6 +800,18 @@ class ControllerLost(Event, frozen=True, kw_only=True):
     restarted_s: float
 
 
+class JournalMended(Event, frozen=True, kw_only=True):
+    """A controller found at its start that a copy of the journal was not what it had been."""
+
+    restored: int = 0
+    """Entries that the stream had lost, and the mirror had."""
+    lost: int = 0
+    """Entries that no copy has."""
+    aside: str = ""
+    """Where the damaged mirror is kept."""
+    reason: str
+
+
 class TimerFired(Event, frozen=True, kw_only=True):
     """The machine's own deadline passed."""
 
@@ -904,6 +916,7 @@ AnyEvent = (
     | MachineReported
     | RoomNoted
     | MessagesSetAside
+    | JournalMended
     | InvitationMade
     | InvitationUsed
     | InvitationRevoked

@@ -89,6 +89,15 @@ class NoteRow(msgspec.Struct, frozen=True):
     text: str
 
 
+class MendRow(msgspec.Struct, frozen=True):
+    """What a controller found damaged of the journal at its start, and what became of it."""
+
+    at_s: float
+    restored: int
+    lost: int
+    reason: str
+
+
 class Report(msgspec.Struct, frozen=True):
     """`perdure report --json`."""
 
@@ -112,6 +121,8 @@ class Report(msgspec.Struct, frozen=True):
     """What would have been done, had it not been."""
     notes: tuple[NoteRow, ...] = ()
     """Remarks of operators (`perdure note`), the oldest first."""
+    mended: tuple[MendRow, ...] = ()
+    """What was found damaged of the journal, the oldest first."""
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -250,6 +261,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Changes of configuration that are agreed for steps yet to come, the next one first."""
     seq: int = 0
     """Number of the newest entry of the journal that it was made of."""
+    mended: tuple[MendRow, ...] = ()
+    """What was found damaged of the journal, the oldest first."""
     world: WorldShape | None = None
     """Of a pipelined elastic job."""
     observed: bool = False

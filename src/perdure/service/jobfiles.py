@@ -6,10 +6,11 @@ old one or the new one. Nothing here syncs: what must survive a power cut is in 
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,15 +22,17 @@ from perdure.model.bus.lighthouse import Member
 from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
 from perdure.model.bus.wire import Endpoint
 from perdure.model.chain import EntryReader
-from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
-from perdure.model.events import JournalEntry
+from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment, ReplicaGroup
 from perdure.model.paths import LOCK, JobPaths, job_paths
 from perdure.model.platforms.slurm import Allocation
+from perdure.model.records import decode_record, encode_record
 from perdure.model.report import Snapshot
 from perdure.model.steering import Steering
+
+log = logging.getLogger("perdure.files")
 
 T = TypeVar("T")
 
@@ -130,28 +133,40 @@ def write_atomic(path: str, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def read_document(path: str, type_: type[T]) -> T | None:
-    """Return the document at `path`; None where there is none (or it is not one)."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProtocolError):
-        return decode(Path(path).read_bytes(), type_)
-    return None
+    """Return the document at `path`; None where there is none.
+
+    None also where it is not what was written, which is said.
+    """
+    try:
+        return decode_record(Path(path).read_bytes(), type_)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ProtocolError as error:
+        log.warning("%s is damaged: %s", path, error)
+        return None
 
 
-def load_spec(paths: JobPaths) -> JobSpec:
-    """Return the job's document.
+def load_spec(paths: JobPaths, say: Callable[[str], None] = log.warning) -> JobSpec:
+    """Return the job's document; what its journal began with where that is damaged, and `say` so.
 
     Raises:
         ConfigError: there is no such job.
-        PlatformError: its document is damaged.
+        PlatformError: its document is damaged, and the journal's beginning is lost as well.
     """
     name = os.path.basename(paths.root)
     try:
-        return decode(Path(paths.spec).read_bytes(), JobSpec)
+        return decode_record(Path(paths.spec).read_bytes(), JobSpec)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"unknown job `{name}`: no {paths.spec}",
             hint="`perdure ps` lists the jobs under this PERDURE_HOME",
         ) from None
     except ProtocolError as error:
+        first = next(iter(EntryReader(read_lines(paths.journal), mine=MINE)), None)
+        if first is not None and isinstance(first.body, JobSubmitted):
+            stands_in = "the job as it was submitted stands in for it"
+            say(f"{paths.spec} is damaged: {error}; {stands_in}")
+            return first.body.spec
         raise PlatformError(
             f"{paths.spec} is damaged: {error}",
             hint=f"perdure run --name {name} with the job's own options writes it anew",
@@ -167,7 +182,9 @@ def load_endpoint(paths: JobPaths, user: str = "operator") -> Endpoint:
     path = paths.endpoint if user == "operator" else paths.credential(user)
     endpoint = read_document(path, Endpoint)
     if endpoint is None:
-        raise ConfigError(f"no endpoint of the job: {path}", hint="is it running?")
+        damaged = os.path.exists(path)
+        what = f"{path} is damaged" if damaged else f"no endpoint of the job: {path}"
+        raise ConfigError(what, hint="start the job anew" if damaged else "is it running?")
     return endpoint
 
 
@@ -183,7 +200,7 @@ def load_snapshot(paths: JobPaths) -> Snapshot | None:
 
 def write_document(path: str, value: Any, *, mode: int = 0o644) -> None:
     """Replace the document at `path`."""
-    write_atomic(path, encode(value) + b"\n", mode=mode)
+    write_atomic(path, encode_record(value) + b"\n", mode=mode)
 
 
 def write_steering(paths: JobPaths, node: int, assignment: Assignment) -> None:

@@ -78,7 +78,20 @@ class JournalStream(Protocol):
         """How many bytes a message may have now."""
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
-        """Return every message from number `first` on, oldest first."""
+        """Return every message from number `first` on, oldest first.
+
+        In the place of one that is gone stands an empty one.
+        """
+
+    async def mend(self, messages: list[bytes]) -> int:
+        """Have the log hold the lines of `messages` and nothing else; return its last number.
+
+        Where it keeps its numbers, each message has that of its place in the list. None that it
+        had is given out again, for anything else.
+
+        Raises:
+            PlatformError: it does not hold all of them.
+        """
 
     async def read_last(self) -> bytes | None:
         """Return the newest message; None where there is none."""

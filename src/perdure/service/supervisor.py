@@ -191,6 +191,8 @@ class Supervisor:
         self._bus: NatsBus | None = None
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
         self._shown, self._torchft = -1, dict[str, str]()
+        self._mended_s = 0.0
+        """When the newest damage to the journal that was said was found, job time."""
         self._parts: Parts | None = None
         """Who runs the job, as it is written down."""
         self._told = ""
@@ -539,6 +541,10 @@ class Supervisor:
             snapshot = load_snapshot(self._paths)
             if snapshot is not None:
                 self._on_snapshot(snapshot)
+                for row in snapshot.mended:
+                    if row.at_s > self._mended_s:
+                        self._mended_s = row.at_s
+                        self._note(f"the journal was damaged: {row.reason}")
 
     def _finish_snapshot(self) -> None:
         """Leave no picture of a running job where the job was ended by force."""

@@ -21,6 +21,7 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
+    JournalMended,
     MachineReported,
     OperatorNoted,
     ProgressNoted,
@@ -31,13 +32,14 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
-from perdure.model.report import NoteRow, WithheldRow
+from perdure.model.report import MendRow, NoteRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.older import OlderFailures
 from perdure.telemetry.platforms import MachineFold
 from perdure.telemetry.reforms import Reform, Stall, make_stall
 from perdure.telemetry.segments import Presence
 
+MENDED_MAX = 20
 NOTES_MAX = 1000
 """Remarks that a report has; the newest of them."""
 REFORMS_KEPT = 100
@@ -174,6 +176,8 @@ class History:
     """What would have been done, the newest last, in a job that is only observed."""
     notes: list[NoteRow] = field(default_factory=list)
     """Remarks of operators, the newest last."""
+    mended: list[MendRow] = field(default_factory=list)
+    """What was found damaged of the journal, the newest last."""
     dropped: int = 0
     """Generations that are only counted any more, and the number of the newest of them."""
     dropped_to: int = -1
@@ -243,6 +247,9 @@ class History:
             case OperatorNoted() as event:
                 note = NoteRow(event.at_s, event.step, event.who, event.text)
                 self.notes = [*self.notes[-NOTES_MAX + 1 :], note]
+            case JournalMended() as event:
+                mend = MendRow(entry.at_s, event.restored, event.lost, event.reason)
+                self.mended = [*self.mended[-MENDED_MAX + 1 :], mend]
             case ActionWithheld() as event if event.would:
                 row = WithheldRow(
                     event.at_s, event.step, event.would, event.cause, event.culprit, event.reason

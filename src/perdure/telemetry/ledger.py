@@ -87,6 +87,7 @@ class LedgerFold:
             observed=spec.observe,
             withheld=tuple(history.withheld),
             notes=tuple(history.notes),
+            mended=tuple(history.mended),
         )
 
     def segments(self, now: float) -> tuple[Segment, ...]:

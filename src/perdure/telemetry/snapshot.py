@@ -179,6 +179,7 @@ class SnapshotFold:
         picture = Snapshot(
             version=self.certain.entries + self._beats,
             seq=self.certain.seq,
+            mended=tuple(history.mended),
             job=self._spec.name,
             state=state,
             at_s=now,

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from perdure.model.codec import decode
 from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.model.records import decode_record
 from perdure.model.steering import KeySpec, Steering
 from perdure.plan.settings import LOG_LEVELS
 from perdure.worker.boundary import Agreed, BoundaryGate
@@ -20,7 +20,7 @@ from perdure.worker.config import Config
 def read_steering() -> Steering:
     """Return what the agent has written down for this generation."""
     path = os.environ.get("PERDURE_STEERING", "")
-    return decode(Path(path).read_bytes(), Steering) if path else Steering()
+    return decode_record(Path(path).read_bytes(), Steering) if path else Steering()
 
 
 def plan_steering(gate: BoundaryGate, config: Config, committed: int, steering: Steering) -> None:
@@ -62,7 +62,7 @@ def read_spec() -> JobSpec:
         ProtocolError: it is none.
     """
     path = os.environ.get("PERDURE_SPEC", "")
-    return decode(Path(path).read_bytes(), JobSpec) if path else JobSpec(script="")
+    return decode_record(Path(path).read_bytes(), JobSpec) if path else JobSpec(script="")
 
 
 def read_checkpoint_url(config: CheckpointConfig) -> str:

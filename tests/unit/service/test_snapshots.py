@@ -12,9 +12,17 @@ from tests.unit.service.test_controller import SPEC, Rig, encode
 
 from perdure.control import Memory
 from perdure.model.bus.wire import Command, subject_commands
+from perdure.model.chain import read_link
 from perdure.model.codec import decode
 from perdure.model.errors import PlatformError
-from perdure.model.events import CheckpointSaved, CommandReceived, JobSubmitted, MessagesSetAside
+from perdure.model.events import (
+    CheckpointSaved,
+    CommandReceived,
+    JobSubmitted,
+    JournalMended,
+    MessagesSetAside,
+)
+from perdure.model.records import decode_record, encode_record
 from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import SnapshotFiles
@@ -165,6 +173,7 @@ async def test_a_spoilt_mirror_is_written_again(rig: SnapshotRig, harm: str) -> 
         ("flip", "hash"),
         ("cut", "malformed|hash"),
         ("code", "other code"),
+        ("header", "not what was written"),
         ("empty", "malformed"),
     ],
 )
@@ -175,10 +184,13 @@ async def test_a_bad_snapshot_falls_back_to_the_one_before(
     await rig.until(lambda: len(rig.files) == 2)
     older, newer = rig.files
     data = newer.read_bytes()
+    header, _, body = data.partition(b"\n")
+    other = decode_record(header, dict) | {"code": "0"}
     spoilt = {
         "flip": data.replace(b'"running"', b'"pending"'),
         "cut": data[: len(data) // 2],
-        "code": data.replace(b'"code":"', b'"code":"0', 1),
+        "code": encode_record(other) + b"\n" + body,
+        "header": data.replace(b'"code":"', b'"code":"0', 1),
         "empty": b"",
     }[harm]
     assert spoilt != data
@@ -215,19 +227,35 @@ async def test_a_snapshot_of_another_journal_is_passed_over(
     rig.stream.messages[:] = reseal(rig.stream.messages, b"no event", b"an event")
     with caplog.at_level(logging.INFO, "perdure.controller"):
         await rig.start_controller()
-    assert "of another journal" in caplog.text
+    assert "does not fit the journal" in caplog.text
     assert rig.service is not None
     assert rig.service._memory.machine.state == rig.whole().machine.state
 
 
-async def test_an_emptied_journal_begins_anew(rig: SnapshotRig) -> None:
+@pytest.mark.parametrize("mirror", [True, False])
+async def test_an_emptied_stream_comes_back_from_the_mirror_or_goes_on_from_a_snapshot(
+    rig: SnapshotRig, mirror: bool
+) -> None:
     await rig.fill(30)
     await rig.until(lambda: rig.files)
     await rig.end_controller()
+    before, known = rig.bodies(), int(rig.files[-1].stem)
     rig.stream.messages.clear()
     rig.stream.ids.clear()
+    if not mirror:
+        (rig.home / "journal.jsonl").unlink()
     await rig.start_controller()
-    assert isinstance(rig.bodies()[0], JobSubmitted)
+    (mended,) = [body for body in rig.bodies() if isinstance(body, JournalMended)]
+    if mirror:
+        assert rig.bodies()[: len(before)] == before
+        assert (mended.restored, mended.lost) == (len(before), 0)
+        return
+    first = read_link(rig.stream.messages[0].splitlines()[0])
+    assert first is not None
+    assert (first.seq, mended.lost) == (known + 1, known)
+    assert rig.service is not None
+    assert rig.service._memory.machine.state.spec is not None
+    assert not any(isinstance(body, JobSubmitted) for body in rig.bodies())
 
 
 async def test_a_full_disk_stops_no_controller(

@@ -13,18 +13,12 @@ import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import (
-    AckPolicy,
-    ConsumerConfig,
-    DeliverPolicy,
-    RetentionPolicy,
-    StorageType,
-    StreamConfig,
-)
+from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
 from perdure.adapters.nats.bus import NatsBus
 from perdure.failpoints import failpoint
 from perdure.model.bus.wire import stream_journal, subject_journal
+from perdure.model.chain import split_lines
 from perdure.model.errors import FencedError, PlatformError
 
 WRONG_LAST_SEQUENCE = (10071, 10164)
@@ -32,9 +26,13 @@ _ID = "Nats-Msg-Id"
 _LAST = "Nats-Expected-Last-Sequence"
 LOST = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
 _BATCH = 500
+_BATCH_BYTES = 8 << 20
 _DIRECT_S = 0.5
-"""For one batch from one replica."""
+"""Between two messages of one batch from one replica."""
 _MISSED_MAX = 10
+_PAUSE_S = 0.2
+_MEND_BYTES = 500_000
+"""Of a message of a journal that is made anew."""
 _HEADERS = 512
 """Bytes of an append's headers, at the most: they count as payload."""
 
@@ -42,13 +40,9 @@ _HEADERS = 512
 class NatsStream:
     """`JournalStream` on JetStream; made by `open`."""
 
-    def __init__(self, bus: NatsBus, job: str, *, direct: bool = False) -> None:
-        """Use `bus`; the stream must exist.
-
-        With `direct` it is read without a consumer: to make one, a cluster needs more of itself
-        than to append does, and just after the loss of a server it has not got that.
-        """
-        self._bus, self._direct = bus, direct
+    def __init__(self, bus: NatsBus, job: str, *, replicated: bool = False) -> None:
+        """Use `bus`; the stream must exist, on several servers where it is `replicated`."""
+        self._bus, self._replicated = bus, replicated
         self._name, self._subject = stream_journal(job), subject_journal(job)
 
     @property
@@ -58,7 +52,7 @@ class NatsStream:
 
     @property
     def _js(self) -> JetStreamContext:
-        return self._bus.client.jetstream(timeout=1 if self._direct else 5)
+        return self._bus.client.jetstream(timeout=1 if self._replicated else 5)
 
     @classmethod
     async def open(cls, bus: NatsBus, job: str, *, replicas: int = 1) -> "NatsStream":
@@ -67,18 +61,9 @@ class NatsStream:
         Raises:
             PlatformError: JetStream does not answer or refuses.
         """
-        stream = cls(bus, job, direct=replicas > 1)
-        config = StreamConfig(
-            name=stream._name,
-            subjects=[stream._subject],
-            storage=StorageType.FILE,
-            retention=RetentionPolicy.LIMITS,
-            duplicate_window=120,
-            num_replicas=replicas,
-            allow_direct=True,
-        )
+        stream = cls(bus, job, replicated=replicas > 1)
         try:
-            await stream._bus.unless_lost(stream._js.add_stream(config))
+            await stream._bus.unless_lost(stream._js.add_stream(stream._configure(replicas)))
         except nats.js.errors.ServiceUnavailableError as error:
             raise PlatformError(
                 f"no journal can be kept at {bus.url}: JetStream is not there for this account",
@@ -90,6 +75,18 @@ class NatsStream:
         except LOST as error:
             raise PlatformError(f"cannot open the journal: {error!r}") from error
         return stream
+
+    def _configure(self, replicas: int, first: int | None = None) -> StreamConfig:
+        return StreamConfig(
+            name=self._name,
+            subjects=[self._subject],
+            storage=StorageType.FILE,
+            retention=RetentionPolicy.LIMITS,
+            duplicate_window=120,
+            num_replicas=replicas,
+            allow_direct=True,
+            first_seq=first,
+        )
 
     async def read_last(self) -> bytes | None:
         """Return the newest message; None where there is none.
@@ -116,79 +113,106 @@ class NatsStream:
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return every message from number `first` on, oldest first; none before it is made.
 
+        In the place of one that is gone stands an empty one. Of several replicas one may lag, or
+        have lost what the others have: what it has not is asked for again.
+
         Raises:
             PlatformError: JetStream does not answer.
         """
+        found: dict[int, bytes] = {}
         try:
-            last = await self._read_newest_number()
-            if last < first:
-                return []
-            if self._direct:
-                return await self._read_direct(first, last)
-            pull = await self._js.pull_subscribe(
-                self._subject,
-                stream=self._name,
-                config=ConsumerConfig(
-                    ack_policy=AckPolicy.NONE,
-                    deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-                    opt_start_seq=first,
-                    mem_storage=True,
-                    inactive_threshold=10,
-                ),
-            )
-            messages: list[bytes] = []
-            number = first - 1
-            while number < last:
-                for message in await pull.fetch(min(_BATCH, last - number), timeout=5):
-                    number = message.metadata.sequence.stream
-                    messages.append(message.data)
-            await pull.unsubscribe()
+            oldest, last = await self._read_numbers()
+            wanted = range(max(first, oldest), last + 1)
+            for attempt in range(_MISSED_MAX if self._replicated else 1):
+                gone = [number for number in wanted if number not in found]
+                if not gone:
+                    break
+                await asyncio.sleep(_PAUSE_S if attempt else 0)
+                await self._read_range(gone[0], gone[-1], found)
+            if self._replicated:
+                for number in [number for number in wanted if number not in found]:
+                    with contextlib.suppress(nats.js.errors.NotFoundError):  # Who leads has it?
+                        message = await self._bus.unless_lost(self._js.get_msg(self._name, number))
+                        found[number] = message.data or b""
         except LOST as error:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
-        return messages
+        return [found.get(number, b"") for number in range(first, last + 1)]
 
-    async def _read_newest_number(self) -> int:
-        """Return the newest message's number; 0 too where no controller has made the journal."""
+    async def _read_numbers(self) -> tuple[int, int]:
+        """Return the oldest and the newest number; 0 where no controller has made the journal."""
         try:
             found = await self._bus.unless_lost(self._js.stream_info(self._name))
         except nats.js.errors.NotFoundError:
-            return 0
-        return int(found.state.last_seq)
+            return 0, 0
+        return int(found.state.first_seq), int(found.state.last_seq)
 
-    async def _read_direct(self, first: int, last: int) -> list[bytes]:
-        """Return messages `first` to `last`, from whichever replica answers."""
-        messages: list[bytes] = []
-        missed = 0
-        while len(messages) <= last - first:
-            batch = await self._bus.unless_lost(self._fetch_direct(first + len(messages), last))
-            messages += batch
+    async def _read_range(self, first: int, last: int, found: dict[int, bytes]) -> None:
+        """Find messages `first` to `last`, from whichever replica answers, but what it has not.
+
+        Without a consumer: to make one, a cluster needs more of itself than to append does, and
+        just after the loss of a server it has not got that. And where the last message is gone,
+        a consumer waits for it, and the server with it.
+        """
+        number, missed = first, 0
+        while number <= last:
+            batch, over = await self._bus.unless_lost(self._fetch(number, last))
+            found.update(batch)
+            number = max(batch, default=number - 1) + 1
+            if over and not batch:
+                return
             missed = 0 if batch else missed + 1
             if missed > _MISSED_MAX:
-                raise PlatformError(f"the journal's entry {first + len(messages)} is not to be had")
-        return messages
+                raise PlatformError(f"the journal's message {number} is not to be had")
 
-    async def _fetch_direct(self, first: int, last: int) -> list[bytes]:
+    async def _fetch(self, first: int, last: int) -> tuple[dict[int, bytes], bool]:
+        """Return some of the messages by number, and whether a server has said that it is done."""
         client = self._bus.client
-        messages: list[bytes] = []
-        done = asyncio.Event()
+        messages: dict[int, bytes] = {}
+        news: asyncio.Queue[bool] = asyncio.Queue()
 
         async def take(message: Msg) -> None:
             number = int((message.headers or {}).get("Nats-Sequence", 0))
-            if number == first + len(messages) <= last:
-                messages.append(message.data)
-            if not number or number >= last:  # A status: the batch is over, or there is none.
-                done.set()
+            if first <= number <= last:
+                messages[number] = message.data
+            news.put_nowait(not number or number >= last)  # A status: the batch is over.
 
         inbox = client.new_inbox()
         subscription = await client.subscribe(inbox, cb=take)
-        question = {"seq": first, "batch": min(_BATCH, last - first + 1)}
+        batch = min(_BATCH, last - first + 1)
+        question = {"seq": first, "batch": batch, "max_bytes": _BATCH_BYTES}
         await client.publish(
             f"$JS.API.DIRECT.GET.{self._name}", json.dumps(question).encode(), reply=inbox
         )
+        over = False
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), _DIRECT_S)
+            while not over:
+                over = await asyncio.wait_for(news.get(), _DIRECT_S)
         await subscription.unsubscribe()
-        return messages
+        return messages, over
+
+    async def mend(self, messages: list[bytes]) -> int:
+        """Have the stream hold `messages` and nothing else; return the last number.
+
+        It is made anew: what JetStream has behind a damaged message it drops once it is killed. The
+        numbers it had are not given out again, so that nobody's late append fits.
+
+        Raises:
+            PlatformError: it does not hold all of them.
+        """
+        _, last = await self._read_numbers()
+        try:
+            replicas = (await self._js.stream_info(self._name)).config.num_replicas or 1
+            await self._js.delete_stream(self._name)
+            await self._bus.unless_lost(
+                self._js.add_stream(self._configure(replicas, first=last + 1))
+            )
+        except LOST as error:
+            raise PlatformError(f"cannot make the journal anew: {error!r}") from error
+        size = min(_MEND_BYTES, self.bytes_max)
+        for number, data in enumerate(split_lines(b"".join(messages), size), last):
+            id_ = f"mended-{number}"
+            last = await self.append(data, expected_last=number, message_id=id_)
+        return last
 
     async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
         """Return the number of the message once it is on disk."""

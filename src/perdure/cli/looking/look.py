@@ -39,6 +39,7 @@ from perdure.cli.speech.say import (
 from perdure.dash.links import render_links
 from perdure.dash.live import render_count
 from perdure.dash.shape import render_shape
+from perdure.dash.text import render_mended
 from perdure.dash.verdicts import (
     describe_verdict,
     render_aside,
@@ -187,7 +188,8 @@ def render_snapshot(snapshot: Snapshot) -> str:
     ]
     metrics = "  ".join(f"{name} {v:.4g}" for name, v in sorted(snapshot.metrics.items()))
     reason = shorten_line(snapshot.reason, REASON_MAX)
-    lines += [line for line in (reason, *render_withheld(snapshot), metrics) if line]
+    mended = render_mended(snapshot.mended[-1:])
+    lines += [line for line in (reason, mended, *render_withheld(snapshot), metrics) if line]
     if snapshot.ranks:
         head = ("rank", "node", "pid", "state", "phase", "step", "CPU s", "MB", "collective")
         rows = [
@@ -326,6 +328,7 @@ def diagnose(
             "slurm": attempts,
             "observed": snapshot.observed,
             "withheld": snapshot.withheld,
+            "mended": snapshot.mended,
         }
         document = {"verdicts": verdicts, "fate": outcome, "set_aside": asides}
         print_json(document | {k: v for k, v in more.items() if v})
@@ -358,6 +361,8 @@ def diagnose(
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
     for aside in asides:
         print("\n" + render_aside(aside, start_s))
+    if snapshot.mended:
+        print("\n" + render_mended(snapshot.mended))
     print("\n" + render_links(read_delay_matrix(entries, found.read_newest().links), 100))
 
 

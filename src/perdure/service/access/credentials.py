@@ -49,10 +49,11 @@ from perdure.adapters.nats import (
 from perdure.files import replace_file, sync_path
 from perdure.model.bus.access import ROLES, Role, build_access, user_name
 from perdure.model.bus.wire import Endpoint
-from perdure.model.codec import decode, encode
+from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
+from perdure.model.records import encode_record
 from perdure.service.jobfiles import (
     MINE,
     load_endpoint,
@@ -402,7 +403,7 @@ def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
     folder = os.path.dirname(path)
     with on_disk(f"write {path}"):
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        replace_file(path, encode(endpoint) + b"\n", mode=0o600, synced=True)
+        replace_file(path, encode_record(endpoint) + b"\n", mode=0o600, synced=True)
         sync_path(folder)  # It is there after a loss of power.
     server.port = endpoint.port
     server.set_password(JOINER, endpoint.password)

@@ -11,7 +11,6 @@ leaves nothing behind.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -36,6 +35,7 @@ from perdure.model.bus.wire import (
     JoinRequest,
     subject_joins,
 )
+from perdure.model.chain import EntryReader
 from perdure.model.codec import decode, encode
 from perdure.model.errors import (
     ConfigError,
@@ -48,7 +48,6 @@ from perdure.model.events import (
     InvitationMade,
     InvitationRevoked,
     InvitationUsed,
-    JournalEntry,
     digest_secret,
 )
 from perdure.model.job import JobSpec
@@ -60,6 +59,7 @@ from perdure.service.jobfiles import (
     load_endpoint,
     make_folders,
     paths_of,
+    read_lines,
     remove_folders,
     set_previous_aside,
     write_atomic,
@@ -83,7 +83,6 @@ _ANSWER_S = 5.0
 _AGAIN_S = 0.5
 _POLL_S = 0.1
 _RESTARTS_MAX = 30
-_INVITATIONS = (b'"InvitationMade"', b'"InvitationUsed"', b'"InvitationRevoked"')
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -147,13 +146,19 @@ def read_invitations(folder: str) -> list[dict[str, Any]]:
     Where the door to the job's bus outlives its runs, who joined an earlier one comes back with its
     invitation (`service/access/credentials.py`). What has become of it is in that run's journal,
     and told to the new run's controller before anybody asks: a spent one stays spent, a revoked one
-    is not taken over.
+    is not taken over. Nor is any where that journal is damaged: it may be the revoked one.
     """
     state = JobState()
-    with contextlib.suppress(OSError), open(os.path.join(folder, "journal.jsonl"), "rb") as file:
-        for line in file:
-            if any(name in line for name in _INVITATIONS):
-                _note_invitation(state, line)
+    reader = EntryReader(read_lines(os.path.join(folder, "journal.jsonl")), mine=MINE)
+    try:
+        for entry in reader:
+            if isinstance(entry.body, InvitationMade | InvitationUsed | InvitationRevoked):
+                note_invitation(state, entry.at_s, entry.body)
+        if not reader.tally.whole:
+            raise ProtocolError(reader.tally.describe())
+    except ProtocolError as error:
+        log.warning("no invitation to the run before is taken over: %s", error)
+        return []
     return [
         {
             "id": id_,
@@ -165,13 +170,6 @@ def read_invitations(folder: str) -> list[dict[str, Any]]:
         for id_, each in state.invitations.items()
         if not each.revoked
     ]
-
-
-def _note_invitation(state: JobState, line: bytes) -> None:
-    with contextlib.suppress(ProtocolError):  # Cut short by a loss of power.
-        entry: JournalEntry = decode(line, JournalEntry)
-        if isinstance(entry.body, InvitationMade | InvitationUsed | InvitationRevoked):
-            note_invitation(state, entry.at_s, entry.body)
 
 
 async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> Admission:

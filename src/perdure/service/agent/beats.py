@@ -12,11 +12,11 @@ from perdure.adapters.host import CoreMeter, ProcSampler, list_children, measure
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import name_foreign, open_regular, read_ring
 from perdure.agent.state import KeeperView
-from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import RankExited
 from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
+from perdure.model.records import decode_record
 from perdure.model.ring import RingReading
 from perdure.model.signals.progress import HostLoad, NodeBeat, RankAccount, RankProgress
 from perdure.service.part import Asides
@@ -198,5 +198,5 @@ def _read_record(path: str) -> ExitRecord | None:
         contextlib.suppress(OSError, ProtocolError),
         open(path, "rb", opener=open_regular) as file,
     ):
-        return decode(file.read(_RECORD_BYTES_MAX), ExitRecord)
+        return decode_record(file.read(_RECORD_BYTES_MAX), ExitRecord)
     return None

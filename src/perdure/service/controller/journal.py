@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
@@ -27,27 +28,28 @@ import xxhash
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.adapters.shared_folder import open_journal
 from perdure.failpoints import failpoint
+from perdure.files import replace_file, sync_path
 from perdure.model.bus.wire import Endpoint
-from perdure.model.chain import FIRST, EntryReader, Link, seal
+from perdure.model.chain import FIRST, EntryReader, Link, Tally, seal, split_lines
 from perdure.model.codec import encode
 from perdure.model.errors import (
     ConfigError,
     FencedError,
     PerdureError,
     PlatformError,
-    ProtocolError,
 )
-from perdure.model.events import JobEnded, JournalEntry
+from perdure.model.events import AnyEvent, JobEnded, JournalEntry, JournalMended
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
+from perdure.service.controller.comparison import Comparison, compare
 from perdure.service.jobfiles import (
     MINE,
     load_endpoint,
+    on_disk,
     parse_journal,
     read_document,
     read_last_entries,
     read_mirror,
-    write_atomic,
 )
 from perdure.service.ports import STUCK_S, JournalStream
 from perdure.service.processes import start_bound
@@ -62,6 +64,8 @@ _ENTRY_ROOM = 2048
 """For what is around the body: its number, its time, and the name of its source."""
 _RETRY_S = 0.02
 _MIRROR_RETRY_S = 1.0
+_ASIDE_MAX = 3
+"""Damaged mirrors that are kept: the first ones, and the newest."""
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -73,6 +77,8 @@ class Position(msgspec.Struct, frozen=True):
     """xxh3_128 of the last group."""
     hash: str = FIRST
     """Of the newest entry."""
+    first: str = ""
+    """Hash of the first entry."""
     mirror_size: int = 0
     mirror_digest: str = ""
     """xxh3_128 of everything up to here; empty where it is not known."""
@@ -96,20 +102,89 @@ class Mirror:
         self._pending = b""
         self._held = True
         self._digest = xxhash.xxh3_128()
+        self._data: bytes | None = None
+        """What the file shall hold, where that could not be written."""
+        self._retry_at_s = 0.0
+        self.aside = ""
+        """Where what was no copy of the journal is kept."""
 
-    def rewrite(self, data: bytes) -> None:
-        """Replace the copy by `data`, the whole journal, and what was appended meanwhile."""
-        self._size, self._pending = 0, data + self._pending
-        self._digest.reset()
+    def read(self) -> bytes:
+        """Return what is in the file; nothing where there is none."""
         try:
-            write_atomic(self.path, data)
-        except PlatformError as error:
-            log.warning("mirror: %s", error)
-        else:
-            self._size, self._pending = len(data), self._pending[len(data) :]
-            self._digest.update(data)
-            self._inode = os.stat(self.path).st_ino
+            with open(self.path, "rb") as file:
+                return file.read()
+        except OSError:
+            return b""
+
+    def read_from(self, size: int) -> bytes:
+        """Return what is behind the first `size` bytes of the file."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(size)
+                return file.read()
+        except OSError:
+            return b""
+
+    def rewrite(self, data: bytes, *, synced: bool = False) -> bool:
+        """Replace the copy by `data`, the whole journal, and what was appended meanwhile.
+
+        What is there and is not its beginning is kept beside it. Return whether `data` is on the
+        disk; where it is not, what is there stays, and it is tried again.
+        """
+        self._size, self._data = 0, data
+        self._digest.reset()
+        replaced = self._replace(synced=synced)
         self.release()
+        return replaced
+
+    def _replace(self, *, synced: bool = False) -> bool:
+        data, self._retry_at_s = self._data, time.monotonic() + _MIRROR_RETRY_S
+        assert data is not None
+        before = self.read()
+        try:
+            if not data.startswith(before):
+                self._set_aside()
+            if before != data or self._shared or synced or not os.path.exists(self.path):
+                with on_disk(f"write {self.path}"):
+                    os.makedirs(os.path.dirname(self.path), exist_ok=True)
+                    replace_file(self.path, data, mode=0o644, synced=synced)
+                    if synced:
+                        sync_path(os.path.dirname(self.path))
+            self._inode = os.stat(self.path).st_ino
+        except (PlatformError, OSError) as error:
+            log.warning("mirror: %s", error)
+            return False
+        self._size, self._data = len(data), None
+        self._digest.update(data)
+        return True
+
+    def keep(self, data: bytes) -> bool:
+        """Keep `data`, which was a copy of the journal, beside it; return whether that is done."""
+        try:
+            replace_file(self._name_aside(), data, mode=0o644, synced=True)
+        except OSError as error:
+            log.warning("mirror: %s", error)
+            return False
+        return True
+
+    def _set_aside(self) -> None:
+        """Keep what is in the file, which is no copy of the journal, under another name."""
+        aside = self._name_aside()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside)
+        try:
+            os.link(self.path, aside)
+        except OSError:  # A file system without such links.
+            shutil.copyfile(self.path, aside)
+        log.warning("%s is not what it was; what was there is kept in %s", self.path, aside)
+
+    def _name_aside(self) -> str:
+        number = next(n for n in range(1, _ASIDE_MAX + 1) if n == _ASIDE_MAX or not self._has(n))
+        self.aside = f"{self.path}.damaged-{number}"
+        return self.aside
+
+    def _has(self, number: int) -> bool:
+        return os.path.lexists(f"{self.path}.damaged-{number}")
 
     def resume(self, size: int, digest: str) -> bool:
         """Go on behind the first `size` bytes of the file if they have this `digest`.
@@ -148,7 +223,7 @@ class Mirror:
 
     def position(self) -> tuple[int, str]:
         """Return size and digest of all that was appended; (0, "") where they are not known."""
-        if self._held:
+        if self._held or self._data is not None:
             return 0, ""
         digest = self._digest.copy()
         digest.update(self._pending)
@@ -167,6 +242,8 @@ class Mirror:
             self._write()
 
     def _write(self) -> None:
+        if self._data is not None and (time.monotonic() < self._retry_at_s or not self._replace()):
+            return  # What is there is worth more than a beginning.
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -203,28 +280,96 @@ class Journal:
         self._stream, self._writer, self._mirror = stream, writer, mirror
         self._on_stuck = on_stuck
         self._groups = 0
-        self._digest, self._hash = "", FIRST
+        self._digest, self._hash, self._first = "", FIRST, ""
+        self._found: Comparison | None = None
+        self._damage: list[AnyEvent] = []
         self._mirroring: asyncio.Task[None] | None = None
         self.last_seq = 0
         """Number of the newest entry."""
 
     async def open(self) -> list[JournalEntry]:
-        """Return every entry, oldest first, and rewrite the mirror.
+        """Return every entry, oldest first, once stream and mirror are what both make together.
 
         Raises:
-            PlatformError: the stream cannot be read.
-            ProtocolError: it holds something that is no journal.
+            PlatformError: the stream cannot be read, or was lost while it was mended.
+            ProtocolError: a newer version has written it.
         """
         groups = await self._stream.read_all()
-        entries = self._take(Position(), groups)
-        if self._mirror is not None:
-            self._mirror.rewrite(b"".join(groups))
-        return entries
+        copy = self._mirror.read() if self._mirror is not None else b""
+        self._found = found = await asyncio.to_thread(compare, groups, copy)
+        self._groups = len(groups)
+        # Before the stream is touched: what is lost of it in between is then in the mirror.
+        lost = found.stream_damaged or bool(found.more)
+        safe = self._mirror is not None and self._mirror.rewrite(found.data, synced=lost)
+        if found.stream_damaged and safe:
+            await self._mend(groups, found)
+        for number, data in enumerate(split_lines(found.more, self._group_bytes), self._groups):
+            await self._put(data, f"{self._writer}-restored-{number}")
+        if self._groups:
+            newest = await self._stream.read_all(first=self._groups) if lost else groups
+            self._digest = _compute_digest(newest[-1])
+        self._first, self._hash, self.last_seq = found.first, found.last.hash, found.last.seq
+        self._note_damage(found)
+        return found.entries
+
+    async def _mend(self, groups: list[bytes], found: Comparison) -> None:
+        lines = set(found.data.splitlines(keepends=True))
+        strange = any(line not in lines for group in groups for line in group.splitlines(True))
+        if strange and not (self._mirror and self._mirror.keep(b"".join(groups))):
+            return
+        try:
+            self._groups = await self._stream.mend(found.groups)
+        except PlatformError as error:
+            log.warning("the stream is left as it is: %s", error)
+            if await self._stream.read_all() != groups:
+                raise
+
+    def _note_damage(self, found: Comparison) -> None:
+        reason = found.describe()
+        if reason:
+            log.warning("%s", reason)
+            lost, aside = found.tally.missing, self._mirror.aside if self._mirror else ""
+            self._damage.append(
+                JournalMended(restored=found.restored, lost=lost, aside=aside, reason=reason)
+            )
+
+    def take_damage(self, known_seq: int = 0) -> list[AnyEvent]:
+        """Return what was mended, or is lost, and has not been told yet.
+
+        The journal is known to have gone to `known_seq` at least.
+        """
+        told, self._damage = self._damage, []
+        found, self._found = self._found, None  # All of the journal is in it.
+        cut = known_seq - found.last.seq if found is not None else 0
+        if cut > 0:
+            reason = f"in no copy: {Tally(cut=cut).describe()}"
+            told.append(JournalMended(lost=cut, reason=reason))
+        return told
+
+    def lacks(self, position: Position) -> bool:
+        """Return whether no copy has all entries to `position`, which is a place of this journal.
+
+        What was known there is then worth more than the entries that are left.
+        """
+        found = self._found
+        if found is None:
+            return False
+        hash_ = found.find_hash(position.entries)
+        fits = hash_ == position.hash if hash_ else found.first in ("", position.first)
+        gap = min((first for first, _ in found.tally.gaps), default=found.last.seq + 1)
+        return fits and gap <= position.entries
+
+    def skip_to(self, position: Position) -> None:
+        """Go on behind `position` where the journal ends before it."""
+        if self.last_seq < position.entries:
+            self.last_seq, self._hash = position.entries, position.hash
+            self._first = self._first or position.first
 
     async def resume(self, position: Position) -> list[JournalEntry] | None:
         """Return the entries after `position`; None if it is no place in this journal.
 
-        The mirror is looked at meanwhile, and written anew if it is not what it was.
+        None also where the copies do not agree on what follows. What is before it is looked at
+        meanwhile in the mirror, which is written anew if it is not what it was.
 
         Raises:
             PlatformError: the stream cannot be read.
@@ -233,24 +378,19 @@ class Journal:
         groups = await self._stream.read_all(first=max(position.groups, 1))
         if not groups or _compute_digest(groups[0]) != position.digest:
             return None
-        entries = self._take(position, groups[1:])
-        if entries and entries[0].seq != position.entries + 1:
+        data = b"".join(groups[1:])
+        last = Link(position.entries, position.hash, position.hash)
+        reader = EntryReader(data.splitlines(keepends=True), mine=MINE, last=last)
+        entries = list(reader)
+        if not reader.tally.whole or reader.tally.torn or not all(groups):
             return None
         if self._mirror is not None:
-            self._mirror.append(b"".join(groups[1:]))
+            if not data.startswith(self._mirror.read_from(position.mirror_size)):
+                return None  # It is damaged, or it has what the stream has lost.
+            self._mirror.append(data)
             self._mirroring = asyncio.create_task(self._resume_mirror(self._mirror, position))
-        return entries
-
-    def _take(self, position: Position, groups: list[bytes]) -> list[JournalEntry]:
-        last = Link(position.entries, FIRST, position.hash) if position.entries else None
-        lines = b"".join(groups).splitlines(keepends=True)
-        reader = EntryReader(lines, mine=MINE, last=last)
-        entries = list(reader)
-        if not reader.tally.whole:
-            raise ProtocolError(f"the journal is damaged: {reader.tally.describe()}")
-        self._groups = position.groups + len(groups)
-        self._digest = _compute_digest(groups[-1]) if groups else position.digest
-        self._hash, self.last_seq = reader.last.hash, reader.last.seq
+        self._groups, self._digest = position.groups + len(groups) - 1, _compute_digest(groups[-1])
+        self._first, self._hash, self.last_seq = position.first, reader.last.hash, reader.last.seq
         return entries
 
     async def _resume_mirror(self, mirror: Mirror, position: Position) -> None:
@@ -266,7 +406,11 @@ class Journal:
             except PlatformError as error:
                 log.warning("mirror: %s; trying again", error)
                 await asyncio.sleep(_MIRROR_RETRY_S)
-        mirror.rewrite(b"".join(groups[: position.groups]))
+        copy = await asyncio.to_thread(mirror.read)
+        known = groups[: position.groups], copy[:size] if digest else b""
+        found = await asyncio.to_thread(compare, *known)
+        mirror.rewrite(found.data)
+        self._note_damage(found)
 
     async def settle(self) -> None:
         """Return when the mirror is what the journal is."""
@@ -276,12 +420,18 @@ class Journal:
     def position(self) -> Position:
         """Return where the journal ends now."""
         size, digest = self._mirror.position() if self._mirror is not None else (0, "")
-        return Position(self.last_seq, self._groups, self._digest, self._hash, size, digest)
+        return Position(
+            self.last_seq, self._groups, self._digest, self._hash, self._first, size, digest
+        )
 
     @property
     def body_max(self) -> int:
         """How many bytes an entry's body may have, so that the entry is one message."""
         return min(self._stream.bytes_max, _ENTRY_BYTES) - _ENTRY_ROOM
+
+    @property
+    def _group_bytes(self) -> int:
+        return min(_GROUP_BYTES, self._stream.bytes_max)
 
     async def append(self, entries: Sequence[JournalEntry]) -> None:
         """Return when `entries` are on disk, however long that takes.
@@ -295,7 +445,7 @@ class Journal:
             if entry.seq != self.last_seq + 1 + len(lines):
                 raise AssertionError(f"entry {entry.seq} after {self.last_seq + len(lines)}")
             line, sealed = seal(encode(entry), hash_)
-            if lines and size + len(line) > min(_GROUP_BYTES, self._stream.bytes_max):
+            if lines and size + len(line) > self._group_bytes:
                 await self._append_group(lines, hash_)
                 lines, size = [], 0
             lines.append(line)
@@ -305,7 +455,19 @@ class Journal:
 
     async def _append_group(self, lines: list[bytes], hash_: str) -> None:
         data = b"".join(lines)
-        message_id = f"{self._writer}-{self.last_seq + 1}"
+        await self._put(data, f"{self._writer}-{self.last_seq + 1}")
+        failpoint("journal/appended")
+        self._digest, self._hash = _compute_digest(data), hash_
+        self.last_seq += len(lines)
+        if self._mirror is not None:
+            self._mirror.append(data)
+
+    async def _put(self, data: bytes, message_id: str) -> None:
+        """Return when `data` is the stream's next message, however long that takes.
+
+        Raises:
+            FencedError: somebody else has written.
+        """
         failures = 0
         stuck_at_s = asyncio.get_running_loop().time() + STUCK_S
         while True:
@@ -329,11 +491,7 @@ class Journal:
             log.warning("the journal can be written again, after %d attempts", failures)
         if number != self._groups + 1:
             raise FencedError(f"the journal's group has number {number}, not {self._groups + 1}")
-        failpoint("journal/appended")
-        self._groups, self._digest, self._hash = number, _compute_digest(data), hash_
-        self.last_seq += len(lines)
-        if self._mirror is not None:
-            self._mirror.append(data)
+        self._groups = number
 
 
 def _compute_digest(data: bytes) -> str:
@@ -365,7 +523,7 @@ def _read_source(paths: JobPaths) -> list[bytes]:
     if spec is not None and spec.bus.arbiter:
         return asyncio.run(_read_folder(spec.bus.arbiter))
     if endpoint.external or _is_served(endpoint):
-        return asyncio.run(_read_stream(endpoint, job))
+        return asyncio.run(_read_stream(endpoint, job, spec))
     if not any(Path(paths.nats).glob("jetstream/*/streams/*")):
         return []  # The machine was gone before there was one.
     with tempfile.TemporaryDirectory(prefix="perdure-nats-") as folder:
@@ -375,7 +533,7 @@ def _read_source(paths: JobPaths) -> list[bytes]:
         try:
             server.wait_ready()
             here = Endpoint(url=server.url, token=endpoint.token, clock_offset_s=0)
-            return asyncio.run(_read_stream(here, job))
+            return asyncio.run(_read_stream(here, job, spec))
         finally:
             process.kill()
             process.wait()
@@ -384,7 +542,7 @@ def _read_source(paths: JobPaths) -> list[bytes]:
 async def _read_folder(arbiter: str) -> list[bytes]:
     with open_journal(arbiter) as stream:
         groups = await stream.read_all()
-    return b"".join(groups).splitlines(keepends=True)
+    return [line for group in groups for line in group.splitlines(keepends=True)]
 
 
 def _is_served(endpoint: Endpoint) -> bool:
@@ -392,13 +550,14 @@ def _is_served(endpoint: Endpoint) -> bool:
     return NatsServer(folder="", token="", port=port).poll_ready()
 
 
-async def _read_stream(endpoint: Endpoint, job: str) -> list[bytes]:
+async def _read_stream(endpoint: Endpoint, job: str, spec: JobSpec | None) -> list[bytes]:
     bus = await NatsBus.connect(endpoint, name="perdure journal", timeout_s=5)
     try:
-        groups = await NatsStream(bus, job).read_all()
+        replicated = spec is not None and spec.bus.replicas > 1
+        groups = await NatsStream(bus, job, replicated=replicated).read_all()
     finally:
         await bus.close()
-    return b"".join(groups).splitlines(keepends=True)
+    return [line for group in groups for line in group.splitlines(keepends=True)]
 
 
 async def read_end(paths: JobPaths, bus: NatsBus | None, spec: JobSpec) -> JobEnded | None:

@@ -63,7 +63,7 @@ from perdure.model.orders import AnswerCommand, AnyAction, Assignment, EndJob, W
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.controller.inbox import Inbox
-from perdure.service.controller.journal import Journal
+from perdure.service.controller.journal import Journal, Position
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.curves import CurveFiles
 from perdure.service.jobfiles import MINE
@@ -142,6 +142,7 @@ class ControllerService:
         snapshot_every: int = EVERY,
         term: int = 0,
         check: Callable[[], None] = lambda: None,
+        known_seq: int = 0,
     ) -> None:
         """Wire the machines; `show` takes a picture twice a second, `note` what was journaled.
 
@@ -149,6 +150,7 @@ class ControllerService:
         `curves`, what `run.log` tells is kept; `show_newest` takes what the journal is told
         seldom. Orders carry `term`; before anything is written or sent
         `check` is called, which raises FencedError where this process may not act any more.
+        The journal is known to have had `known_seq` entries.
         """
         self._spec, self._bus, self._journal = spec, bus, journal
         self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
@@ -161,7 +163,7 @@ class ControllerService:
         self._folding: asyncio.Task[None] | None = None
         self._snapshot_seq = 0
         self._writing: asyncio.Task[None] | None = None
-        self._term, self._check = term, check
+        self._term, self._check, self._known_seq = term, check, known_seq
         self._orders = OrderBook(spec, incarnation, term)
         self._links = LinkFold()
         self._heard: dict[int, float] = {}
@@ -209,15 +211,26 @@ class ControllerService:
         """Know again what the journal knows: from the newest snapshot that holds, or all of it."""
         started_s = self._clock()
         tail = None
+        passed: list[tuple[Memory, Position]] = []
         for memory, position in self._snapshots.read(self._spec) if self._snapshots else ():
             tail = await self._journal.resume(position)
             if tail is not None:
                 self._memory, self._snapshot_seq = memory, memory.seq
                 break
-            log.warning("the snapshot at entry %d is of another journal", memory.seq)
-        since = self._snapshot_seq
+            log.warning("the snapshot at entry %d does not fit the journal", memory.seq)
+            passed.append((memory, position))
         if tail is None:
             tail = await self._journal.open()
+            for memory, position in passed:
+                if self._journal.lacks(position):
+                    self._memory, self._snapshot_seq = memory, memory.seq
+                    self._journal.skip_to(position)
+                    tail = [entry for entry in tail if entry.seq > memory.seq]
+                    break
+        since = self._snapshot_seq
+        if tail and not self._memory.seq and not isinstance(tail[0].body, JobSubmitted):
+            begin = JobSubmitted(spec=self._spec, at_s=self._submitted_s)  # It is lost.
+            self._memory.replay(JournalEntry(1, tail[0].at_s, begin))
         for entry in tail:
             if isinstance(entry.body, ControllerStarted):
                 check_journal(MINE, entry.body.speaks)
@@ -249,6 +262,7 @@ class ControllerService:
                 incarnation=self._incarnation, term=self._term, speaks=MINE, failures=True
             ),
         )
+        self._derive(turn, self._journal.take_damage(max(self._known_seq, self._snapshot_seq)))
         turn.sendings += self._orders.start(turn.now)
         await self._finish(turn)
 
@@ -287,6 +301,7 @@ class ControllerService:
         inbox = self.inbox.empty()
         turn = _Turn(self._clock())
         self._derive(turn, list(self.inbox.asides.take()))
+        self._derive(turn, self._journal.take_damage())
         for sender, message, reply in inbox.messages:
             self._take_events(turn, sender, message)
             turn.acks.append((reply, {batch.source for batch in message.batches}))

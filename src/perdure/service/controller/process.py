@@ -37,6 +37,7 @@ from perdure.service.curves import CurveFiles
 from perdure.service.jobfiles import (
     load_endpoint,
     load_parts,
+    load_snapshot,
     load_spec,
     paths_of,
     resolve_home,
@@ -64,6 +65,7 @@ async def _main(job: str, node: int) -> None:
     offset_s = endpoint.clock_offset_s
     incarnation = f"c{node}-{os.getpid()}-{token_hex(3)}"
     newest: list[Snapshot] = []
+    before = load_snapshot(paths)
 
     def show(snapshot: Snapshot) -> None:
         newest[:] = [snapshot]
@@ -110,6 +112,7 @@ async def _main(job: str, node: int) -> None:
             show_newest=show_newest,
             term=lease.lease.term if lease else 0,
             check=lease.check if lease else lambda: None,
+            known_seq=before.seq if before is not None else 0,
         )
         service.inbox.admit = lambda node: read_admission(spec, paths, node)
         async with _reach_out(spec, paths, service, alerter):

@@ -20,9 +20,9 @@ import xxhash
 import perdure
 from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.failpoints import failpoint
-from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.job import JobSpec
+from perdure.model.records import decode_record, encode_record
 from perdure.service.controller.journal import Position
 from perdure.service.jobfiles import write_atomic
 
@@ -67,7 +67,7 @@ class SnapshotFiles:
         """Return the number and the file of a snapshot of `memory`, which stands at `position`."""
         body = encode_memory(memory)
         header = _Header(memory.seq, position, self._code, xxhash.xxh3_128_hexdigest(body))
-        return memory.seq, encode(header) + b"\n" + body
+        return memory.seq, encode_record(header) + b"\n" + body
 
     def write(self, seq: int, data: bytes) -> None:
         """Write a rendered snapshot, and drop the oldest of more than `KEPT`."""
@@ -92,7 +92,7 @@ class SnapshotFiles:
 
     def _read(self, path: Path, spec: JobSpec) -> tuple[Memory, Position]:
         first, _, body = path.read_bytes().partition(b"\n")
-        header: _Header = decode(first, _Header)
+        header: _Header = decode_record(first, _Header)
         if header.code != self._code:
             raise ProtocolError("other code of perdure wrote it")
         if xxhash.xxh3_128_hexdigest(body) != header.digest:

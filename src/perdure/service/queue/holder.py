@@ -20,7 +20,7 @@ from setproctitle import setproctitle
 from perdure.adapters.host import end_leftovers, read_boot_id, read_start_time
 from perdure.model.codec import encode
 from perdure.model.queue import Attempt, Claim, Ending, Item
-from perdure.service.jobfiles import read_document, write_atomic
+from perdure.service.jobfiles import read_document, write_document
 from perdure.service.queue.store import (
     ATTEMPT,
     CLAIM,
@@ -100,7 +100,7 @@ def _carry_out(given: Attempt, place: Path, claim: Claim) -> Ending:
         _become(given, place, marks, gate)
     os.close(gate)
     claim = msgspec.structs.replace(claim, child=child, child_start=read_start_time(child))
-    write_atomic(str(place / CLAIM), encode(claim) + b"\n")
+    write_document(str(place / CLAIM), claim)
     os.write(opened, b"!")
     os.close(opened)
     status, reason = _wait(child, item, marks)

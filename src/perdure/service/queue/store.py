@@ -12,6 +12,7 @@ the second is told that it was too late.
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -21,10 +22,12 @@ from typing import Any, Self
 from perdure.adapters.host import read_boot_id, read_start_time
 from perdure.control.queue import Book
 from perdure.files import create_file, is_locked, sync_path
-from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError
+from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.queue import NAME, Claim, Ending, Item, Record
+from perdure.model.records import decode_record, encode_record
 from perdure.service.jobfiles import load_snapshot, on_disk, paths_of, read_document
+
+log = logging.getLogger("perdure.queue")
 
 ATTEMPT, CLAIM, ENDING, OUTPUT = "attempt.json", "claim.json", "ending.json", "output.log"
 
@@ -60,7 +63,10 @@ class QueueStore:
             return self.book
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.splitlines():
-            self.book.add(decode(line, Record))
+            try:
+                self.book.add(decode_record(line, Record))
+            except ProtocolError as error:
+                log.warning("%s: a record is passed over: %s", self._journal, error)
         self._offset += len(whole)
         return self.book
 
@@ -93,7 +99,7 @@ class QueueStore:
         """
         with on_disk(f"use {self._journal}"):
             with open(self._journal, "ab") as file:
-                file.write(b"".join(encode(record) + b"\n" for record in records))
+                file.write(b"".join(encode_record(record) + b"\n" for record in records))
                 file.flush()
                 os.fsync(file.fileno())
             sync_path(self.root)
@@ -197,4 +203,4 @@ def _is_there(cwd: str, pattern: str) -> bool:
 
 def create_once(path: Path, value: Any) -> bool:
     """Write a document that comes into being whole; return False where it was there already."""
-    return create_file(path, encode(value) + b"\n")
+    return create_file(path, encode_record(value) + b"\n")
