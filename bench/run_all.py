@@ -44,6 +44,7 @@ BENCHES = {
     "checkpoint": Bench("bench_checkpoint.py", 6),
     "sim": Bench("bench_sim.py", 3),
     "journal": Bench("bench_journal.py", 2),
+    "growth": Bench("bench_growth.py", 6),
     "set": Bench("bench_set.py", 3),
     "elastic": Bench("bench_elastic.py kills --ranks 4 --kills 40 --seed 1", 3),
     "elastic-overhead": Bench("bench_elastic.py overhead --ranks 2 --pairs 300", 5),

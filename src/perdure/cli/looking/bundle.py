@@ -74,6 +74,7 @@ _ASKED = {
 _SKIPPED = frozenset({"credentials", "nats", "previous", "checkpoints", "rings", "snapshots"})
 """Of a job's folder: secrets, what is large, and what is no text."""
 _SECRET_FILES = frozenset({"endpoint.json", "run.lock"})
+_NO_TEXT = frozenset({"curves/kept", "curves/damaged", "curves/lock"})
 
 Text = dict[str, str]
 """Name in the archive -> its text."""
@@ -246,7 +247,7 @@ def take_files(root: Path) -> Iterator[tuple[str, str]]:
     paths |= {f"logs/ranks/{path.parent.name}/{path.name}": path for path in streams}
     plain = [item for item in paths.items() if item[1].is_file() and not item[1].is_symlink()]
     for name, path in sorted(plain, key=lambda item: -read_newest_change_s(item[1:])):
-        if name in _SECRET_FILES or path.name.startswith("."):
+        if name in _SECRET_FILES | _NO_TEXT or path.name.startswith("."):
             continue
         if name == "job.json" and _read_json(path) is None:
             yield f"{name}.left-out", "it is no JSON: what is secret in it cannot be told\n"
