@@ -124,15 +124,16 @@ def test_quiet_connections_are_left_out(peer: Peer) -> None:
 
 
 def test_an_end_on_another_node_is_announced_with_its_group(peer: Peer) -> None:
-    # The other process is no rank of this node.
-    reader = LinkReader(lambda _: {peer.port: "tp"})
+    # This process is no rank of that node: it may have more connections, of an earlier test.
+    reader = LinkReader(lambda _: {peer.far_port: "tp"})
+    pids = {4: peer.process.pid}
     try:
-        sweep = reader.sweep(100.0, {4: os.getpid()})
+        sweep = reader.sweep(100.0, pids)
         (end,) = sweep.endpoints
         assert (end.rank, end.comm) == (4, "tp")
-        assert end.local.endswith(f":{peer.port}")
-        assert end.remote.endswith(f":{peer.far_port}")
-        turns = [reader.sweep(101.0 + n, {4: os.getpid()}) for n in range(20)]
+        assert end.local.endswith(f":{peer.far_port}")
+        assert end.remote.endswith(f":{peer.port}")
+        turns = [reader.sweep(101.0 + n, pids) for n in range(20)]
         assert sum(len(s.endpoints) for s in turns) == 1  # Repeated once in twenty sweeps.
     finally:
         reader.close()
