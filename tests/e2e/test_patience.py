@@ -8,6 +8,7 @@ shorter form takes a quarter of that.
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,16 @@ from tests.e2e.harness import SCRIPTS, Job
 
 Start = Callable[..., Job]
 STALLS = {"evaluate": 60, "compile": 30, "read": 62}
+
+
+STALL_STEP = 125
+"""As in the script."""
+
+
+def find_verdicts(job: Job) -> list[dict[str, Any]]:
+    """Return what was told of the job; that the machine is busy is right where other tests run."""
+    verdicts = json.loads(job.cli("diagnose", job.name, "--json").stdout)["verdicts"]
+    return [verdict for verdict in verdicts if verdict["kind"] != "HostBusy"]
 
 
 @pytest.mark.slow
@@ -34,11 +45,11 @@ def test_evaluation_recompile_and_late_read_survive(start: Start, part: float) -
         assert max(stalled) >= 0.8 * part * STALLS[what], stalled
         assert not (job.folder / "logs" / "ranks" / "g1").exists(), job.text()
         assert job.report()["recoveries"] == []
-        verdicts = json.loads(job.cli("diagnose", what, "--json").stdout)["verdicts"]
+        verdicts = find_verdicts(job)
         assert all("withdrawn" in v["evidence"] for v in verdicts), verdicts
-    # Said all the same: the rank that all wait for is named long before the stall is over.
-    verdicts = json.loads(jobs["read"].cli("diagnose", "read", "--json").stdout)["verdicts"]
-    (hang,) = verdicts
+    # Said all the same: the rank that all wait for is named long before the stall is over. That
+    # it, or the other, stood still for a second before is right to be told, and is not the stall.
+    (hang,) = (v for v in find_verdicts(jobs["read"]) if v["step"] >= STALL_STEP)
     assert hang["culprit"]["rank"] == 1
     assert (hang["certain"], hang["ground"]) == (False, "habit")
     assert hang["acts_s"] - hang["confirmed_s"] > 590
