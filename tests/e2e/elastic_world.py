@@ -128,6 +128,22 @@ def list_indices(data: MicroBatches, step: int, number: int) -> list[int]:
     return [data._order[at] for at in data._plan.positions(step, number)]
 
 
+def keep_pace(scenario: dict[str, Any]) -> None:
+    """Take the scenario's time; while somebody follows, up to a second, for a busy machine.
+
+    Who follows makes the steps of the world: it would wait for ever for one that waits for it.
+    """
+    time.sleep(scenario.get("pace_s", 0.0))
+    deadline_s = time.monotonic() + (1.0 if scenario.get("follow") else 0.0)
+    while time.monotonic() < deadline_s and not find_followed(scenario).exists():
+        time.sleep(0.02)
+
+
+def find_followed(scenario: dict[str, Any]) -> Path:
+    """Return the file that is there once nobody follows any more."""
+    return Path(scenario["out"].format("followed")).with_suffix(".there")
+
+
 def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket) -> None:
     """Train as member `me`, and write what was committed to its file."""
     faulthandler.register(signal.SIGUSR1)
@@ -151,14 +167,14 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
         killer.pass_by("forward")
         inputs, targets = data.load(step, number)
         used.append([step, number, *list_indices(data, step, number)])
-        time.sleep(scenario.get("pace_s", 0.0))
+        keep_pace(scenario)
         outputs = replica.model(inputs)
         outputs.register_hook(lambda grad: killer.pass_by("backward"))
         return nn.functional.mse_loss(outputs, targets)
 
     def load(step: int, number: int) -> tuple[Tensor, Tensor]:
         used.append([step, number, *list_indices(data, step, number)])
-        time.sleep(scenario.get("pace_s", 0.0))
+        keep_pace(scenario)
         inputs, targets = data.load(step, number)
         return inputs, targets
 
@@ -410,6 +426,7 @@ class World:
             self.ready.append(event.step)
             self.followed_bytes.append(event.bytes)
             self.followers.discard(me)
+            find_followed(self.scenario).touch()
             self.members = (*self.members, me)
             self.order(urgent=False)
         if isinstance(event, WorldBroken) and event.epoch == self.epoch:
@@ -449,6 +466,8 @@ class World:
             done, status = os.waitpid(pid, 0 if me == wait else os.WNOHANG)
             if done:
                 self.ends[me] = os.waitstatus_to_exitcode(status)
+                if me in self.followers:
+                    find_followed(self.scenario).touch()
                 if self.ends[me]:
                     self.deaths.append(time.monotonic())
                 if me in self.members and me not in self.finished:
