@@ -305,13 +305,14 @@ def answer_all(job: str) -> None:
 
     answers = sys.stdout
     for name, words in _ASKED.items():
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        said, beside = io.StringIO(), io.StringIO()  # A remark beside a document is none of it.
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(beside):
             try:
                 run_command([job if word == "JOB" else word for word in words] + ["--json"])
             except Exception:
                 traceback.print_exc()
-        print(json.dumps({"name": name, "text": said.getvalue()}), file=answers, flush=True)
+        text = said.getvalue() or beside.getvalue()
+        print(json.dumps({"name": name, "text": text}), file=answers, flush=True)
 
 
 def _run(command: list[str], timeout_s: float) -> str:
