@@ -24,6 +24,8 @@ BREAK_S = 1.5
 """Moments with an idle core end it after so long."""
 FRESH_S = 3.0
 LOOKS_KEPT = 64
+WAITS_COST = 1.6
+"""A second that ranks wait for a CPU costs the job so many at most: others wait for them."""
 EXPLAINED = 0.3
 """Share of the looks in which a machine was busy that explains what was slow there meanwhile."""
 
@@ -39,8 +41,11 @@ class _Node:
     """What was seen at that time."""
     others: float = 0.0
     """Cores in use by others, at that time."""
-    looks: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=LOOKS_KEPT))
-    """When it was looked at, and whether it was busy with others' work then."""
+    looks: deque[tuple[float, bool, float]] = field(
+        default_factory=lambda: deque(maxlen=LOOKS_KEPT)
+    )
+    """When it was looked at, whether it was busy with others' work then, and how long its ranks
+    waited for a CPU, in sum."""
 
 
 class HostWatch:
@@ -67,22 +72,25 @@ class HostWatch:
         others = load.busy - own
         full = load.cores > 0 and load.busy >= FULL * load.cores
         busy = full and others >= OTHERS * load.cores and load.waited >= WAITED
-        node.looks.append((now, busy))
+        node.looks.append((now, busy, load.waited))
         if busy:
             if now - node.busy_s > BREAK_S:
                 node.since_s = now
             node.busy_s, node.seen, node.others = now, load, others
 
-    def explains(self, now: float, node: int, since_s: float) -> bool:
+    def explains(self, now: float, node: int, since_s: float, lost: float = 0.0) -> bool:
         """Return whether others' work explains what is slow on a node since `since_s`.
 
-        A moment of it does not.
+        A moment of it does not, nor does it where training has `lost` a share of its time that is
+        far larger than what the node's ranks waited for a CPU.
         """
         known = self._nodes.get(node)
         if known is None:
             return False
-        looks = [busy for at_s, busy in known.looks if at_s > min(since_s, now - BREAK_S)]
-        return bool(looks) and sum(looks) >= EXPLAINED * len(looks)
+        looks = [look for look in known.looks if look[0] > min(since_s, now - BREAK_S)]
+        waited = max((waited for _, busy, waited in looks if busy), default=0.0)
+        often = sum(busy for _, busy, _ in looks) >= EXPLAINED * len(looks)
+        return bool(looks) and often and lost <= WAITS_COST * waited
 
     def list_busy_nodes(self, now: float) -> list[int]:
         """Return the nodes whose machines have been busy with others' work for a while."""

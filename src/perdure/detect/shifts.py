@@ -41,7 +41,7 @@ DESIGN_SPREAD, DESIGN_FREEDOM = 0.1, 20.0
 firmly that is believed."""
 ALIKE, ALIKE_PAIRS = 0.3, 6.0
 """Correlation of a mean with the next one, and by how many pairs that is believed before any."""
-FIRST_FREEDOM, CARRIED_FREEDOM, FREEDOM_MAX = 6.0, 8.0, 60.0
+FIRST_FREEDOM, CARRIED_FREEDOM, FREEDOM_MAX = 4.0, 6.0, 60.0
 """How firmly is believed what the steps in a block say of its spread, and what shorter windows say
 of longer ones; and the most, because no noise is quite normal."""
 CROWD = 6
@@ -61,10 +61,13 @@ GONE = 2.5
 WEAK = 2.5
 """An excursion of 8, 16, ... blocks that is not slow throughout, and whose mean is within so many
 standard deviations, is noise."""
+DRIFTING = 1.5
+"""What is usual may drift: what is known of it from many blocks is as uncertain as if each had so
+many times its own variance more."""
 REMEMBERED = 64.0
 """Blocks over which a rank's usual share is learned."""
 ALONE_BLOCKS = 6
-"""So many of its own blocks must be known of a rank without peers."""
+"""So many of its own blocks must be known of a rank without peers; how it drifts is known later."""
 LEARNED_MAX = 4000.0
 """Means of one length that count fully in their spread."""
 PENDING_MAX = 512
@@ -72,9 +75,10 @@ PENDING_MAX = 512
 OUTLASTED, AS_SLOW = 3.0, 0.6
 """A slowdown lasts so many times as long as the longest that ended by itself and was at least such
 a share as slow."""
-LASTING, LASTED_S, LASTING_SURE = 8.0, 60.0, 0.75
+LASTING, LASTED_S, LASTING_SHIFT, LASTING_SURE = 8.0, 60.0, 0.26, 0.75
 """What could be noise by its size is a slowdown all the same once it has lasted so many times as
-long as anything did, or as this; with this probability, as nobody knows of longer phases."""
+long as anything did, or as this (steps, where they are longer than a second), and is as large;
+with this probability, as longer phases may be to come."""
 NOTABLE = 3.5
 """Standard deviations above which one that has ended is remembered so..."""
 FORGOTTEN_S = 6 * 3600.0
@@ -385,7 +389,7 @@ class PeerShifts:
         return [(max(v, LEAST_SPREAD**2), min(freedom, FREEDOM_MAX)) for v, freedom in found]
 
     def _follow_scales(self, spreads: list[_Spread], num: int) -> list[tuple[float, float]]:
-        of_ranks = (num - 1) / num if self._alike else 1.0
+        of_ranks = (num - 1) / num if num > 1 else 1.0
         inside = self._inside
         variance, freedom = inside.squares / max(inside.count, 1.0), FIRST_FREEDOM
         found = []
@@ -419,8 +423,10 @@ class PeerShifts:
         Of a rank with peers nothing but that is known before the first block.
         """
         if not self._alike:
-            return mine.usual, self._scale(max(mine.known, 1.0))[0]
+            drift = DESIGN_SPREAD**2 * ALONE_BLOCKS / max(mine.known, 1.0)
+            return mine.usual, self._scale(max(mine.known, 1.0))[0] + drift
         variance = self._scale(max(mine.known, 1.0))[0] * max(mine.known, 1.0)
+        variance += DRIFTING * self._scales[0][0]
         precision = mine.known / variance + 1.0 / self._design
         return mine.usual * (mine.known / variance) / precision, 1.0 / precision
 
@@ -543,9 +549,10 @@ class PeerShifts:
             if chance * looks <= FALSE_AN_HOUR:
                 fading = (w for e in self._fading if e is not excursion for w in e.notable.values())
                 enough_s = OUTLASTED * self._passed.longest_s(window.shift, fading)
-            elif whole:
+            elif whole and window.shift >= LASTING_SHIFT:
                 fading = (e.length for e in self._fading if e is not excursion)
-                enough_s = LASTING * max(self._lasted.longest_s(window.shift, fading), LASTED_S)
+                least_s = LASTED_S * max(1.0, window.step_s)
+                enough_s = LASTING * max(self._lasted.longest_s(window.shift, fading), least_s)
                 probability = LASTING_SURE
             else:
                 continue

@@ -387,7 +387,9 @@ class SlowWatch:
         """
         nodes = self._list_verdict_nodes(verdict)
         since_s = max(verdict.first_seen_s, now - within_s)
-        busy = self._list_busy_nodes(now, nodes, since_s)
+        busy = self._list_busy_nodes(now, nodes, since_s, self._estimate_lost(verdict))
+        for node in nodes - busy:
+            self._excused.pop(node, None)  # It seemed so before this much was lost.
         link = verdict.culprit.link
         mates = {mate for node in busy for mate in self._hosts.list_nodes_beside(node)}
         if link is not None and self.links.stands_out(now, link, mates):
@@ -410,8 +412,16 @@ class SlowWatch:
                 if rank in self.stages.suspects:
                     self.stages.suspects[rank].explained = True
 
-    def _list_busy_nodes(self, now: float, nodes: set[int], since_s: float) -> set[int]:
-        return {node for node in nodes if self._hosts.explains(now, node, since_s)}
+    def _estimate_lost(self, verdict: Verdict) -> float:
+        """Return the share of its time that training loses by what a verdict says."""
+        if verdict.kind == "CommSlow":
+            return self._compute_loss([c for c in self.collectives.comms() if c.slow is not None])
+        return 0.0 if verdict.slowness is None else verdict.slowness.share_low
+
+    def _list_busy_nodes(
+        self, now: float, nodes: set[int], since_s: float, lost: float = 0.0
+    ) -> set[int]:
+        return {node for node in nodes if self._hosts.explains(now, node, since_s, lost)}
 
     def _excuse(self, now: float, nodes: set[int]) -> None:
         """Put what waits for a CPU down to those of its machines that others' work fills."""

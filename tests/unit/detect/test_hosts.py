@@ -178,3 +178,11 @@ def test_load_that_all_nodes_share_is_never_acted_upon():
     run = play(fault, Layout(2), load({0, 1}, starve=False), 200.0)
     assert run.standing.kind == "HostBusy"
     assert not run.acted
+
+
+@pytest.mark.parametrize("nodes", [{0}, {0, 1}], ids=["one host", "all hosts"])
+def test_others_work_explains_no_more_than_ranks_waited_for_a_cpu(nodes):
+    """T8: a job that hardly waits for its CPUs is not slowed down four times by its neighbours."""
+    fault = Fault("slow-link", FAULT_S, 0, 1, 20.0)
+    run = play(fault, Layout(2), load(nodes, delay=0.12, starve=False))
+    assert run.standing.kind == "CommSlow"
