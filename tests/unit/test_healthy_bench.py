@@ -40,6 +40,13 @@ def test_a_healthy_minute_is_acted_upon_by_nobody(name):
     assert not outcome.ended
 
 
+@pytest.mark.parametrize(("name", "number"), [("garbage collections", 7), ("long pauses", 3)])
+def test_heartbeats_of_different_moments_blame_nobody_who_went_on_since(name, number):
+    """T5: a rank that is alone for long may be named; the others, as it comes back, may not."""
+    _, outcome = run_healthy(name, number, "tuning", 10 * MINUTE_S)
+    assert [told for told in outcome.told if not told.silent and not told.right] == []
+
+
 @pytest.mark.parametrize("name", sorted(HELD_OUT))
 def test_what_is_held_out_runs_and_is_not_looked_at(name):
     assert run_healthy(name, 0, "short", 10.0)[1].simulated_s >= 9.5

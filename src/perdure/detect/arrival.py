@@ -27,6 +27,8 @@ from perdure.model.verdicts import VerdictKind
 
 UNHEARD_S = 1.0
 """Without a heartbeat for so long, five of them."""
+WAITED = 0.5
+"""Share of `detect.hang_floor_s` for which somebody has waited before anybody is blamed for it."""
 SHOWN = 16
 """Ranks listed in evidence."""
 
@@ -123,7 +125,7 @@ def find_culprit(
             return _blame("EarlyExit", left[0], 0.9, reason, (s,))
     graph = build_wait_graph(watches, world_size)
     if graph.absent:
-        return _blame_absent(graph, silent, stuck)
+        return _blame_absent(graph, watches, silent, stuck)
     if graph.edges or graph.in_flight:
         return _blame_communication(now, graph, watches, silent, links)
     return _blame_without_arrival(now, watches, silent, links)
@@ -158,9 +160,19 @@ def _blame_unheard(
 
 
 def _blame_absent(
-    graph: WaitGraph, silent: Mapping[int, RankWatch], stuck: tuple[Stuck, ...]
+    graph: WaitGraph,
+    watches: Mapping[int, RankWatch],
+    silent: Mapping[int, RankWatch],
+    stuck: tuple[Stuck, ...],
 ) -> Finding | None:
-    """Some are waited for and are in no collective themselves."""
+    """Some are waited for and are in no collective themselves.
+
+    After a pause of all, who comes back last has been silent for long, and waited for but a moment.
+    """
+    waiters = [watches[r] for r in {e.waiter for e in graph.edges}]
+    waits = [(w, c) for w in waiters if (c := find_current(w)) is not None]
+    if waits and all(w.waits_s(c) < WAITED * w.config.hang_floor_s for w, c in waits):
+        return None
     guilty = [silent[r] for r in graph.absent if r in silent]
     if not guilty:
         return None
@@ -290,6 +302,9 @@ def _blame_without_arrival(
     """
     if any(watch.declared_busy for watch in watches.values()):
         return None
+    moved_s = max(watch.moved_s for watch in watches.values())
+    if len(silent) < len(watches) and all(w.received_s < moved_s for w in silent.values()):
+        return None  # Others went on since these were heard of: so may they have.
     inside = {r: c for r, w in sorted(watches.items()) if (c := find_current(w)) is not None}
     if len(watches) > 1 and len(inside) == len(watches):
         if len(silent) < len(watches):

@@ -270,7 +270,7 @@ class Detector:
         else:
             watch.clock_s = clock_s
             moved = watch.follow(progress, beat.sent_s, self._habits)
-        watch.hear(now, beat.sent_s)
+        watch.hear(now, beat.sent_s, moved=moved)
         self._desync.take(watch, progress.spans)
         self._notes.take(watch, moved)
         return watch

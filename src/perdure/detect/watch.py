@@ -71,6 +71,8 @@ class RankWatch:
     """Added to its node's stamps to make them the controller's."""
     peers: dict[str, int] = field(default_factory=dict)
     """Communicator -> the other end of a send or receive that is under way, where known."""
+    moved_s: float = 0.0
+    """When the controller last heard of progress."""
     ends: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Communicator -> the last collective that ended, and when the controller first heard so."""
     _anchor: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
@@ -138,9 +140,11 @@ class RankWatch:
         stamps = self._newest_stamp(progress)
         self.progress_s = min(stamps, sent_s) if self.instrumented and stamps > 0 else sent_s
 
-    def hear(self, now: float, sent_s: float) -> None:
-        """Note that the newest heartbeat, of `sent_s`, has come."""
+    def hear(self, now: float, sent_s: float, *, moved: bool) -> None:
+        """Note that the newest heartbeat, of `sent_s`, has come, and whether it shows progress."""
         self.seen_s, self.received_s = sent_s, now
+        if moved:
+            self.moved_s = now
         for comm in self.comms:
             if self.ends.get(comm.name, (0, 0.0))[0] != comm.ended_seq:
                 self.ends[comm.name] = (comm.ended_seq, now)
@@ -217,6 +221,10 @@ class RankWatch:
         self.collectives = max(self.collectives, _entered(progress.comms))
         self.peers = _read_peers(progress)
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
+
+    def waits_s(self, comm: CommProgress) -> float:
+        """Return how long it had been in its newest collective when it was last heard of."""
+        return self.seen_s - comm.since_s - self.clock_s
 
     def is_silent(self, habits: Habits) -> bool:
         """Return whether it had made no progress for longer than it may when it was heard of."""

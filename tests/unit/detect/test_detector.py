@@ -224,7 +224,7 @@ def test_who_was_not_heard_of_since_a_collective_ended_is_not_said_to_be_inside(
     assert world.ranks[1].ended == world.ranks[0].ended, "the collective has ended everywhere"
     world.mute.clear()
     world.run(5)
-    assert {v.kind for v in world.verdicts} == {"ComputeHang"}
+    assert {(v.kind, v.culprit.rank) for v in world.verdicts} == {("ComputeHang", 1)}
 
 
 def test_a_rank_that_left_after_the_last_collective_is_none(make_world):
