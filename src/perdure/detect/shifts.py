@@ -71,7 +71,8 @@ ALONE_BLOCKS = 6
 LEARNED_MAX = 4000.0
 """Means of one length that count fully in their spread."""
 PENDING_MAX = 512
-"""An excursion of more blocks that was never confirmed is what is usual from now on."""
+"""An excursion of more blocks that was never confirmed is what is usual from now on; of a confirmed
+one, the oldest become one."""
 OUTLASTED, AS_SLOW = 3.0, 0.6
 """A slowdown lasts so many times as long as the longest that ended by itself and was at least such
 a share as slow."""
@@ -127,6 +128,14 @@ class Excursion:
     """Where it is not, the rank does less than usual: that is only not learned from at once."""
     explained: bool = False
     """Something else was seen to be the cause: nothing is learned from it."""
+
+    def join_oldest(self) -> None:
+        """Make one block of the two oldest ones."""
+        one, other = self.blocks[:2]
+        share, own = (one.share + other.share) / 2, (one.own + other.own) / 2
+        self.blocks[:2] = [
+            Block(one.began_s, one.seconds + other.seconds, other.step_s, share, own)
+        ]
 
     @property
     def began_s(self) -> float:
@@ -292,10 +301,8 @@ class PeerShifts:
         if not self._rows:
             self._began_s = now - seconds
         middle = (len(ordered) - 1) // 2
-        low, high = (
-            max(ordered[middle], 1e-6),
-            max(ordered[min(middle + 1, len(ordered) - 1)], 1e-6),
-        )
+        low = max(ordered[middle], 1e-6)
+        high = max(ordered[min(middle + 1, len(ordered) - 1)], 1e-6)
         for rank, own_s in own.items():
             mine = self._ranks.get(rank)
             if mine is None:
@@ -464,7 +471,9 @@ class PeerShifts:
         excursion.blocks.append(block)
         if self._is_over(excursion, unknown, config.slow_clear_s):
             self._end(now, mine, excursion)
-        elif len(excursion.blocks) > PENDING_MAX and not excursion.excess:
+        elif len(excursion.blocks) > PENDING_MAX and excursion.excess:
+            excursion.join_oldest()
+        elif len(excursion.blocks) > PENDING_MAX:
             self._end(now, mine, excursion)
             mine.usual, mine.own = block.share, block.own
 

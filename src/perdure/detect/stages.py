@@ -29,8 +29,9 @@ NAMES = ("data", "forward", "backward", "optimizer")
 KEPT = 12
 """Finished rows kept for evidence."""
 PENDING = 24
-LATE_S = 2.0
-"""A row that lacks ranks is taken as it is after so long."""
+LATE_S, LATE_STEPS = 2.0, 2.0
+"""A row that lacks ranks is taken as it is after so long, and so many steps: a rank that is slow
+after the last collective of a step ends it later than the others."""
 SAMPLED = 101
 """Ranks asked for the length of a step, which is nearly the same for all."""
 REST_STEPS = 5
@@ -166,7 +167,8 @@ class StageWatch:
         """Judge the rows that are complete, or will not be."""
         for step in sorted(self._rows):
             row = self._rows[step]
-            late = now - self._since[step] > LATE_S or len(self._rows) > PENDING
+            late_s = max(LATE_S, LATE_STEPS * self.step_s)
+            late = now - self._since[step] > late_s or len(self._rows) > PENDING
             if len(row) < num_live and not late:
                 break
             del self._rows[step], self._since[step]

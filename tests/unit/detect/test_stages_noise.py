@@ -170,3 +170,19 @@ def find_after(*, lost: bool) -> int:
 def test_a_step_that_is_lost_does_not_mix_the_noise_of_groups() -> None:
     # The steps of a block begin one later.
     assert abs(find_after(lost=True) - find_after(lost=False)) <= 1
+
+
+def test_a_rank_that_ends_its_steps_seconds_after_the_others_is_not_left_out_of_them() -> None:
+    """What is slow after the last collective, its optimizer, is told by nothing else."""
+    watch = StageWatch(DetectConfig())
+    watch.set_peers([[0, 1, 2]])
+    now = 0.0
+    for step in range(60):
+        slow_s = 4.0 if step >= 30 else 0.1
+        for rank, optimizer_s in ((0, 0.1), (2, 0.1), (1, slow_s)):
+            end_s = now + 4.0 + optimizer_s
+            stages = StepStages(step, now, end_s, forward_s=4.0, optimizer_s=optimizer_s)
+            watch.take(end_s, rank, [stages])
+            watch.look(end_s + 3.0 if rank == 2 else end_s, 3)
+        now += 4.0 + slow_s
+    assert watch.suspects[SLOW].excess > 0.5
