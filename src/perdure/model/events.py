@@ -595,7 +595,7 @@ class RanksAgreed(NamedEvent, frozen=True, kw_only=True):
     reached: bool
     ranks: tuple[int, ...]
     steps: tuple[int, ...]
-    at_s: tuple[float, ...]
+    times_s: tuple[float, ...]
     """When each has carried it out; empty where they have promised it."""
     sources: tuple[str, ...]
     numbers: tuple[int, ...]
@@ -622,7 +622,7 @@ class RanksAgreed(NamedEvent, frozen=True, kw_only=True):
             reached=bool(reached),
             ranks=tuple(event.rank for event in events),
             steps=tuple(event.step for event in events),
-            at_s=tuple(reached),
+            times_s=tuple(reached),
             sources=sources,
             numbers=numbers,
             planned=isinstance(first, BoundaryAnswered) and first.planned,
@@ -635,7 +635,7 @@ class RanksAgreed(NamedEvent, frozen=True, kw_only=True):
         for index, (rank, step) in enumerate(zip(self.ranks, self.steps, strict=True)):
             event: BoundaryAnswered | BoundaryReached
             if self.reached:
-                event = BoundaryReached(id=self.id, rank=rank, step=step, at_s=self.at_s[index])
+                event = BoundaryReached(id=self.id, rank=rank, step=step, at_s=self.times_s[index])
             else:
                 event = BoundaryAnswered(
                     id=self.id, rank=rank, ok=True, step=step, planned=self.planned,

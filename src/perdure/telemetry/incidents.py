@@ -102,6 +102,9 @@ def _describe_life(
         at_s = max((a.last_step_s for a in accounts if a.last_step_s), default=at_s)
         step = max(a.step for a in accounts)
     stopped_s = life.stopped_s or failure.at_s
+    begun = next((new.joined_step for new in after), None)
+    undone = 0 if begun is None else max(0, step - begun)
+    others = f"all had to go back to step {begun}" if undone else "the others trained on"
     back_s, heal_s, spare = None, 0.0, False
     for new in after:
         back_s = new.joined_s or new.held_s
@@ -119,10 +122,10 @@ def _describe_life(
         state_s=heal_s,
         warmup_s=0.0,
         total_s=max(0.0, (back_s or end_s) - at_s),
-        lost_steps=int(life.away_s is not None),
+        lost_steps=undone or int(life.away_s is not None),
         lost_microbatches=None,
         rung="restart" if after else "give up",
-        reason="the others trained on" + ("; it stands by as a spare" if spare else ""),
+        reason=others + ("; it stands by as a spare" if spare else ""),
     )
 
 
