@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 
 from perdure.launch.ssh.box import list_interfaces
-from perdure.model.errors import ConfigError
+from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.job import JobSpec
+from perdure.model.records import decode_record
 
 LOOPBACK = "127.0.0.1"
 _CLOSED = "an address of a lab or of a private network, such as 10.77.0.1"
@@ -70,10 +71,10 @@ def load_placement(path: str, nodes: int) -> Placement:
         ConfigError: it cannot be read, has too few addresses, or opens the job to strangers.
     """
     try:
-        placement = msgspec.json.decode(Path(path).read_bytes(), type=Placement)
+        placement: Placement = decode_record(Path(path).read_bytes(), Placement)
     except OSError as error:
         raise ConfigError(f"--placement {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ProtocolError) as error:
         raise ConfigError(f"--placement {path}: {error}", hint="see docs/lab.md") from error
     if placement.addresses and len(placement.addresses) < nodes:
         raise ConfigError(

@@ -11,7 +11,8 @@ from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import job_paths
 from perdure.service.access.credentials import keep_endpoint, make_servers, set_certificates
-from perdure.service.placement import load_placement
+from perdure.service.jobfiles import write_document
+from perdure.service.placement import Placement, load_placement
 
 SPEC = JobSpec(name="far", script="train.py", nodes=2, remote=1)
 
@@ -58,3 +59,10 @@ def test_a_disk_that_refuses_the_endpoint_is_named_in_a_line(tmp_path: Path) -> 
     door = tmp_path / ("d" * 250)  # Too long for the name that it has while it is written.
     with pytest.raises(PlatformError, match="dd: File name too long"):
         keep_endpoint(server, str(door), certificate=False)
+
+
+def test_a_placement_that_perdure_itself_has_written_is_read(tmp_path: Path) -> None:
+    """A replay writes one; records end in a hash."""
+    placement = Placement(bind="127.0.0.2")
+    write_document(str(tmp_path / "placement.json"), placement)
+    assert load_placement(str(tmp_path / "placement.json"), 1) == placement
