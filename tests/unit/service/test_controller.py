@@ -347,7 +347,7 @@ async def test_many_ranks_answers_to_an_agreement_are_one_entry(
     assert isinstance(answered, RanksAgreed)
     assert isinstance(reached, RanksAgreed)
     assert (answered.reached, answered.ranks, answered.steps) == (False, (0, 1), (5, 5))
-    assert (reached.reached, reached.at_s) == (True, (1002.0, 1003.0))
+    assert (reached.reached, reached.times_s) == (True, (1002.0, 1003.0))
     assert alone == batches[0].events[2]
     assert veto == batches[1].events[2]
     await rig.end_controller()
