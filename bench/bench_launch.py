@@ -22,7 +22,8 @@ from typing import Any
 from sweep import sweep_after_me
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.e2e.box import Box, Laptop, wait_until
+from tests.e2e.box import Box, Laptop
+from tests.waiting import wait_until
 
 HERE = Path(__file__).resolve().parent
 PYTHON = shlex.quote(sys.executable)

@@ -11,6 +11,7 @@ import pytest
 from perdure.adapters.rings import read_ring
 from perdure.worker.recording.recorder import StatusRecorder
 from perdure.worker.ring import RingWriter
+from tests.waiting import wait_until
 
 pytest.importorskip("torch")
 
@@ -33,13 +34,6 @@ if rank == 1:
     sys.stdin.readline()
 dist.destroy_process_group()
 """
-
-
-def wait_for(condition, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -74,26 +68,26 @@ def test_the_rank_that_did_not_arrive_is_seen_from_outside(ranks):
     def comms(rank):
         return {comm.name: comm for comm in read_ring(rings[rank], 0.0).comms}
 
-    wait_for(lambda: "1" in comms(0) and comms(0)["1"].started_seq == 4)
-    wait_for(lambda: "1" in comms(1) and comms(1)["1"].ended_seq == 3)
+    wait_until(lambda: "1" in comms(0) and comms(0)["1"].started_seq == 4)
+    wait_until(lambda: "1" in comms(1) and comms(1)["1"].ended_seq == 3)
     waiting, absent = comms(0), comms(1)
     assert waiting["1"].ended_seq == 3
     assert absent["1"].started_seq == 3
     assert absent["0"].started_seq == absent["0"].ended_seq == 1
     assert waiting["1"].ranks == absent["1"].ranks == (0, 1)
     assert waiting["1"].size == 2
-    wait_for(lambda: comms(0)["1"].op == "broadcast")
+    wait_until(lambda: comms(0)["1"].op == "broadcast")
     assert time.monotonic() - 20 < comms(0)["1"].since_s <= time.monotonic()
 
     account = read_ring(rings[0], 0.0).account
     assert 0 < account.spawned_s <= account.script_s <= account.group_s
     beat = read_ring(rings[1], 0.0).heartbeat_s
-    wait_for(lambda: time.monotonic() > beat + 0.5)
+    wait_until(lambda: time.monotonic() > beat + 0.5)
     assert read_ring(rings[1], 0.0).heartbeat_s == beat  # A thread that lives is no progress.
 
     processes[1].stdin.write(b"\n")
     processes[1].stdin.flush()
-    wait_for(lambda: comms(0)["1"].ended_seq == 4)
+    wait_until(lambda: comms(0)["1"].ended_seq == 4)
     processes[1].stdin.write(b"\n")
     processes[1].stdin.flush()
     assert [process.wait(20) for process in processes] == [0, 0]

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from perdure.model.codec import encode
 from perdure.model.orders import TakeStacks
 from perdure.model.paths import job_paths
 from tests.contract.test_interrupt import WAIT_S, Ranks
+from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.serial]
@@ -24,13 +25,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("t"))
     yield ranks
     ranks.close()
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def analyze(directory: Path, *options: str) -> str:
@@ -56,11 +50,11 @@ def test_living_ranks_write_traces_that_the_analyzer_reads(ranks: Ranks) -> None
         )
     directory = Path(job_paths(str(ranks.directory), "j", os.getuid()).traces(4), "gloo")
     both = [directory / f"rank_{rank}" for rank in (0, 1)]
-    wait_for(lambda: all(path.exists() for path in both))
-    wait_for(lambda: all(b"interrupt_rank.py" in path.read_bytes() for path in both))
+    wait_until(lambda: all(path.exists() for path in both))
+    wait_until(lambda: all(b"interrupt_rank.py" in path.read_bytes() for path in both))
     assert not (directory / "rank_2").exists()  # Stopped: it cannot.
     text = analyze(directory, "--allow-incomplete-ranks")
     assert "dumps from ranks ({2})" in text
     os.kill(ranks.processes[2].pid, signal.SIGCONT)
-    wait_for((directory / "rank_2").exists)
+    wait_until((directory / "rank_2").exists)
     assert "dumps from ranks" not in analyze(directory)

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.waiting import wait_until
+
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 MISSING = [tool for tool in ("ssh", "rsync", "ssh-keygen", SSHD) if not shutil.which(tool)]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
@@ -239,14 +241,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return document
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
-    """Wait until `condition()` is true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.05)
 
 
 def make_boxes(tmp_path: Path) -> Iterator[Callable[..., Laptop]]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.box import EXAMPLE, Laptop, make_boxes, needs_sshd, wait_until
+from tests.e2e.box import EXAMPLE, Laptop, make_boxes, needs_sshd
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.serial, needs_sshd]
 

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -23,12 +24,11 @@ class Unread:
     """`perdure run` whose terminal or pipe has `reader` as its other end, which nobody reads."""
 
     def __init__(self, home: Path, stdout: int, reader: int, *options: str) -> None:
-        self.home, self.reader = home, reader
+        self.home, self.reader, self.stdout = home, reader, stdout
         self.paths = paths_of(str(home / "state"), "unread")
         self.env = dict(os.environ, PERDURE_HOME=str(home / "state"))
         command = (sys.executable, "-m", "perdure", "run", "--name", "unread", "--cold", *options)
         self.process = subprocess.Popen(command, stdout=stdout, stderr=stdout, env=self.env)
-        os.close(stdout)
 
     def parts(self) -> Parts:
         found = load_parts(self.paths)
@@ -41,6 +41,10 @@ class Unread:
             assert self.process.poll() is None, what
             assert time.monotonic() < deadline, what
             time.sleep(0.02)
+
+    def is_full(self) -> bool:
+        """Return whether whoever writes more now has to wait."""
+        return not select.select([], [self.stdout], [], 0)[1]
 
     def printed(self) -> int:
         files = Path(self.paths.logs, "ranks").glob("g*/rank-*.out")
@@ -56,7 +60,7 @@ class Unread:
     def check(self) -> None:
         """Kill the controller, which must come back; then end the job, which must end."""
         self.until(lambda: self.printed() > 400_000, "enough to fill any pipe")
-        time.sleep(0.5)
+        self.until(self.is_full, "a full pipe, or a stopped terminal")
         first = self.parts().controller
         os.kill(first, signal.SIGKILL)
         self.until(lambda: self.parts().controller not in (0, first), "another controller")
@@ -72,6 +76,7 @@ def started() -> Iterator[list[Unread]]:
     found: list[Unread] = []
     yield found
     for one in found:
+        os.close(one.stdout)
         os.close(one.reader)
         if one.process.poll() is None:
             one.process.kill()

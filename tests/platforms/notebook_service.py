@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.box import wait_until
+from tests.waiting import wait_until
 
 NAMESPACES = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 _RUNNER = """\

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from perdure.worker.cgroups import Place, list_parent_cgroups
-from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json, wait_until
+from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json
 from tests.e2e.harness import SCRIPTS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.serial, needs_sshd, pytest.mark.timeout(400)]
 LIMIT_MIB = 1024

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from perdure.launch.ssh.render import fill
-from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json, wait_until
+from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json
 from tests.e2e.exact import check_equal
 from tests.e2e.harness import SCRIPTS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.serial, needs_sshd]
 STEPS = 60

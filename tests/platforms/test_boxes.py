@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.box import Box, Laptop, needs_sshd, read_json, wait_until
+from tests.e2e.box import Box, Laptop, needs_sshd, read_json
 from tests.e2e.exact import check_equal
 from tests.e2e.harness import SCRIPTS
 from tests.e2e.test_elastic_nodes import read
 from tests.lab.network import Lab, sh, why_not
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.serial,

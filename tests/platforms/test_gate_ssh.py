@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json, wait_until
+from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.serial, pytest.mark.torch, needs_sshd]
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.box import read_json, wait_until
+from tests.e2e.box import read_json
 from tests.e2e.harness import SCRIPTS
 from tests.platforms.kaggle_service import list_versions, make_program
 from tests.platforms.losses import check_equal
 from tests.platforms.notebook_service import Machine, find_lack, find_text
 from tests.platforms.person import Person
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
 STEPS = 400

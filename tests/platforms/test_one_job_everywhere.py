@@ -16,13 +16,14 @@ from typing import Protocol
 import psutil
 import pytest
 
-from tests.e2e.box import EXAMPLE, MISSING, Box, read_json, wait_until
+from tests.e2e.box import EXAMPLE, MISSING, Box, read_json
 from tests.platforms import kaggle_service, notebook_service
 from tests.platforms.k8s.cluster import Kubernetes
 from tests.platforms.k8s.tenant import Tenant
 from tests.platforms.losses import check_equal, read_losses
 from tests.platforms.person import Person
 from tests.platforms.slurm_cluster import Cluster
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(1800)]
 STEPS = 400

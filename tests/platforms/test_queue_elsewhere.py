@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.box import Laptop, make_boxes, needs_sshd, wait_until
+from tests.e2e.box import Laptop, make_boxes, needs_sshd
 from tests.platforms.slurm_cluster import Cluster
 from tests.platforms.slurm_login import add_profile
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(900), needs_sshd]
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.box import Laptop, make_boxes, needs_sshd, wait_until
+from tests.e2e.box import Laptop, make_boxes, needs_sshd
 from tests.e2e.exact import check_equal
 from tests.e2e.harness import SCRIPTS
 from tests.platforms.slurm_cluster import Cluster
 from tests.platforms.slurm_login import add_profile
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(900), needs_sshd]
 STEPS = 500

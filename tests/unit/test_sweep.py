@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from bench.sweep import MARK
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARENT = """
@@ -68,11 +69,8 @@ def find_family(pid: int) -> list[psutil.Process]:
 def test_nothing_outlives_a_run_that_is_ended_early(
     run: "subprocess.Popen[bytes]", number: signal.Signals
 ) -> None:
-    deadline = time.monotonic() + 60.0
-    while len(find_family(run.pid)) < 2:
-        assert run.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: run.poll() is not None or len(find_family(run.pid)) > 1, "family", 60.0)
+    assert run.poll() is None
     family = psutil.Process(run.pid).children(recursive=True)
     time.sleep(2.5)  # Who has emptied his environment must have been seen before.
     run.send_signal(number)

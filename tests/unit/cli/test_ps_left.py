@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
 from perdure.cli.app import run_command
 from perdure.service.jobfiles import JobLock, paths_of
@@ -23,10 +23,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         env = dict(os.environ, PERDURE_JOB=job, **marks)
         started.append(subprocess.Popen(["sleep", "1000"], env=env, start_new_session=True))
         words = Path(f"/proc/{started[-1].pid}/cmdline")
-        deadline = time.monotonic() + 10.0
-        while not words.read_bytes():  # In the midst of its exec it has none.
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(words.read_bytes, "command line: in the midst of its exec it has none")
         return started[-1]
 
     yield start

@@ -2,13 +2,14 @@
 
 import io
 import os
+import select
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from perdure.cli.speech.unread import UnreadStream
 
@@ -30,22 +31,10 @@ class Pipe:
     def read(self, until: str) -> str:
         """Read until the text ends with `until`."""
         data = b""
-        deadline = time.monotonic() + 10.0
-        os.set_blocking(self.reader, False)
         while not data.decode().endswith(until):
-            assert time.monotonic() < deadline, data[-500:]
-            try:
-                data += os.read(self.reader, 1 << 16)
-            except BlockingIOError:
-                time.sleep(0.005)
+            assert select.select([self.reader], [], [], 10.0)[0], data[-500:]
+            data += os.read(self.reader, 1 << 16)
         return data.decode()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import contextlib
 import os
 import subprocess
-import time
+
+from tests.waiting import wait_until
 
 from perdure.adapters.host import (
     Process,
@@ -86,8 +87,6 @@ def test_strays_of_an_earlier_keeper() -> None:
             words = ["env", "-i", home, *text.split(), "sleep", "60"]
             processes.append(stack.enter_context(subprocess.Popen(words)))
             stack.callback(processes[-1].kill)
-        deadline = time.monotonic() + 10.0
-        while len(find_marked({"PERDURE_HOME": marks["PERDURE_HOME"]})) < len(environs):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        home = {"PERDURE_HOME": marks["PERDURE_HOME"]}
+        wait_until(lambda: len(find_marked(home)) == len(environs))
         assert list_strays(marks, "2:2") == [processes[0].pid]

@@ -1,10 +1,10 @@
 """What a live replay refuses, and places that keep a node's processes from starting."""
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from perdure.lab.live.session import NODES_MAX, check_rising, check_trace
 from perdure.lab.live.systems import Gates
@@ -58,10 +58,7 @@ def test_a_process_is_found_by_its_whole_title() -> None:
     words = ["bash", "-c", 'exec -a "perdure keeper titled 10" sleep 60']
     with subprocess.Popen(words) as process:
         try:
-            deadline = time.monotonic() + 20
-            while find_by_title("perdure keeper titled 10") != [process.pid]:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: find_by_title("perdure keeper titled 10") == [process.pid])
             assert find_by_title("perdure keeper titled 1") == []
         finally:
             process.kill()

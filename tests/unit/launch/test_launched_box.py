@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
 from perdure.launch.ssh import box, results
 
@@ -22,13 +21,6 @@ def supervise(folder: Path, code: str, **settings: Any) -> "subprocess.Popen[byt
     document = {"command": command, "cwd": str(folder), **settings}
     (folder / "settings.json").write_text(json.dumps(document))
     return subprocess.Popen([sys.executable, BOX, "supervise", str(folder)])
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def wait_state(folder: Path, state: str) -> None:

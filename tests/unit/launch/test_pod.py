@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.waiting import wait_until
 
 from perdure.launch import runs
 from perdure.launch.kubernetes import pod as program
@@ -78,19 +79,12 @@ class Running:
         return self.codes[0]
 
 
-def wait(what: Callable[[], object]) -> None:
-    until = time.monotonic() + 15
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_the_first_pod_invites_and_says_how_the_job_ended(
     make: Callable[..., Pod], tmp_path: Path
 ) -> None:
     pod = make(0)
     running = Running(pod)
-    wait(pod.invitation.exists)
+    wait_until(pod.invitation.exists)
     placement = msgspec.json.decode((pod.place / "placement.json").read_bytes())
     assert placement == {"bind": "10.1.2.3", "addresses": ["10.1.2.3"]}
     (tmp_path / "run-ends").write_text("7")
@@ -109,7 +103,7 @@ def test_nobody_is_invited_to_where_the_pod_before_was(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     running = Running(pod)
-    wait(pod.invitation.exists)
+    wait_until(pod.invitation.exists)
     assert not any(path.exists() for path in stale)
     (tmp_path / "run-ends").write_text("0")
     assert running.end() == 0
@@ -131,7 +125,7 @@ def test_a_first_pod_that_is_told_to_go_comes_again(
 ) -> None:
     pod = make(0)
     running = Running(pod)
-    wait((tmp_path / "run-ready").exists)
+    wait_until((tmp_path / "run-ready").exists)
     pod.told.append(signal.SIGTERM)
     assert running.end() == 143
     assert not pod.ended.exists()
@@ -166,9 +160,9 @@ def test_a_first_pod_that_is_told_to_go_while_it_waits_comes_again(
 def test_a_node_joins_until_the_job_has_ended(make: Callable[..., Pod], tmp_path: Path) -> None:
     pod = make(1)
     running = Running(pod)
-    wait(pod.place.exists)
+    wait_until(pod.place.exists)
     pod.invitation.write_text("one")
-    wait((tmp_path / "join-ready").exists)
+    wait_until((tmp_path / "join-ready").exists)
     assert (tmp_path / "calls").read_text().split() == [
         "join", str(pod.invitation), "--address", "10.1.2.3", "--grace", "90", "--wait", "60",
         "--cwd", "/w",
@@ -183,12 +177,12 @@ def test_a_node_joins_the_first_pod_that_has_come_after(
 ) -> None:
     pod = make(1)
     running = Running(pod)
-    wait(pod.place.exists)
+    wait_until(pod.place.exists)
     pod.invitation.write_text("one")
-    wait((tmp_path / "join-ready").exists)
+    wait_until((tmp_path / "join-ready").exists)
     (tmp_path / "join-ready").unlink()
     pod.invitation.write_text("two")
-    wait((tmp_path / "join-ready").exists)
+    wait_until((tmp_path / "join-ready").exists)
     assert (tmp_path / "calls").read_text().count("join ") == 2
     pod.told.append(signal.SIGTERM)
     assert running.end() == 143
@@ -200,9 +194,9 @@ def test_a_node_waits_where_the_first_pod_has_only_moved(
     pod = make(1)
     pod.settle_s = 10.0
     running = Running(pod)
-    wait(pod.place.exists)
+    wait_until(pod.place.exists)
     pod.invitation.write_text("one")
-    wait((tmp_path / "join-ready").exists)
+    wait_until((tmp_path / "join-ready").exists)
     pod.invitation.unlink()  # As the first pod does on a notice; its job has stopped.
     (tmp_path / "join-ends").write_text("0")
     (tmp_path / "join-ready").unlink()
@@ -210,7 +204,7 @@ def test_a_node_waits_where_the_first_pod_has_only_moved(
     assert running.codes == []
     (tmp_path / "join-ends").unlink()
     pod.invitation.write_text("two")
-    wait((tmp_path / "join-ready").exists)
+    wait_until((tmp_path / "join-ready").exists)
     pod.told.append(signal.SIGTERM)
     assert running.end() == 143
 
@@ -218,7 +212,7 @@ def test_a_node_waits_where_the_first_pod_has_only_moved(
 def test_a_node_that_was_left_alone_is_done(make: Callable[..., Pod], tmp_path: Path) -> None:
     pod = make(1)
     running = Running(pod)
-    wait(pod.place.exists)
+    wait_until(pod.place.exists)
     pod.invitation.write_text("one")
     (tmp_path / "join-ends").write_text("0")  # Drained by a person: the job goes on.
     assert running.end() == 0
