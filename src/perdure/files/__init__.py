@@ -24,15 +24,7 @@ def replace_file(
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o666 if mode is None else 0o600), "wb") as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            file.write(data[: failpoint("file/write", target.name)])
-            if synced:
-                file.flush()
-                os.fsync(file.fileno())
-        failpoint("file/rename", target.name)
+        _write_beside(target, temporary, data, mode=mode, synced=synced)
         os.replace(temporary, target)
     except OSError:
         with contextlib.suppress(OSError):
@@ -52,12 +44,7 @@ def create_file(path: Path, data: bytes, *, synced: bool = True) -> bool:
     temporary = path.with_name(f".{path.name}-{token_hex(8)}")
     made = True
     try:
-        with open(temporary, "xb") as file:
-            file.write(data[: failpoint("file/write", path.name)])
-            if synced:
-                file.flush()
-                os.fsync(file.fileno())
-        failpoint("file/rename", path.name)
+        _write_beside(path, temporary, data, mode=None, synced=synced)
         os.link(temporary, path)
         failpoint("file/renamed", path.name)
     except FileExistsError:
@@ -67,6 +54,21 @@ def create_file(path: Path, data: bytes, *, synced: bool = True) -> bool:
     if synced:
         sync_path(path.parent)
     return made
+
+
+def _write_beside(
+    target: Path, temporary: Path, data: bytes, *, mode: int | None, synced: bool
+) -> None:
+    """Write what is about to be at `target` under another name."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    with open(os.open(temporary, flags, 0o666 if mode is None else 0o600), "wb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
+        file.write(data[: failpoint("file/write", target.name)])
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
+    failpoint("file/rename", target.name)
 
 
 def is_locked(path: str | Path) -> bool:
