@@ -152,43 +152,45 @@ class NatsStream:
         Without a consumer: to make one, a cluster needs more of itself than to append does, and
         just after the loss of a server it has not got that. And where the last message is gone,
         a consumer waits for it, and the server with it.
+
+        Raises:
+            PlatformError: nobody answers, or what is answered does not arrive.
         """
         number, missed = first, 0
         while number <= last:
-            batch, over = await self._bus.unless_lost(self._fetch(number, last))
-            found.update(batch)
-            number = max(batch, default=number - 1) + 1
-            if over and not batch:
+            answer = await self._bus.unless_lost(self._ask(number, last))
+            found.update(answer.messages)
+            if answer.ended:
                 return
-            missed = 0 if batch else missed + 1
+            number = answer.newest + 1 if answer.messages else number
+            missed = 0 if answer.messages else missed + 1
             if missed > _MISSED_MAX:
-                raise PlatformError(f"the journal's message {number} is not to be had")
+                raise PlatformError(
+                    f"the journal's message {number} is not to be had",
+                    hint="does its stream allow direct gets (allow_direct)?",
+                )
+            await asyncio.sleep(_PAUSE_S if missed else 0)
 
-    async def _fetch(self, first: int, last: int) -> tuple[dict[int, bytes], bool]:
-        """Return some of the messages by number, and whether a server has said that it is done."""
-        client = self._bus.client
-        messages: dict[int, bytes] = {}
-        news: asyncio.Queue[bool] = asyncio.Queue()
-
-        async def take(message: Msg) -> None:
-            number = int((message.headers or {}).get("Nats-Sequence", 0))
-            if first <= number <= last:
-                messages[number] = message.data
-            news.put_nowait(not number or number >= last)  # A status: the batch is over.
-
+    async def _ask(self, first: int, last: int) -> "_Answer":
+        """Return what a server sends of messages `first` to `last` when asked once."""
+        client, answer = self._bus.client, _Answer(last)
         inbox = client.new_inbox()
-        subscription = await client.subscribe(inbox, cb=take)
-        batch = min(_BATCH, last - first + 1)
-        question = {"seq": first, "batch": batch, "max_bytes": _BATCH_BYTES}
+        subscription = await client.subscribe(inbox, cb=answer.take)
+        question = {
+            "seq": first,
+            "next_by_subj": self._subject,  # Else some take one that is gone for the end.
+            "batch": min(_BATCH, last - first + 1),
+            "max_bytes": _BATCH_BYTES,  # nats-py drops what comes faster than it is taken.
+        }
         await client.publish(
             f"$JS.API.DIRECT.GET.{self._name}", json.dumps(question).encode(), reply=inbox
         )
-        over = False
         with contextlib.suppress(TimeoutError):
-            while not over:
-                over = await asyncio.wait_for(news.get(), _DIRECT_S)
+            while not answer.over:
+                await asyncio.wait_for(answer.news.wait(), _DIRECT_S)
+                answer.news.clear()
         await subscription.unsubscribe()
-        return messages, over
+        return answer
 
     async def mend(self, messages: list[bytes]) -> int:
         """Have the stream hold `messages` and nothing else; return the last number.
@@ -252,3 +254,38 @@ class NatsStream:
             return
         except LOST as error:
             raise PlatformError(f"cannot remove the old journal: {error!r}") from error
+
+
+class _Answer:
+    """What comes of a server's answer: messages, each with the number of the one sent before it.
+
+    So one that was lost on the way is told from one that the server has not got, and what follows
+    the former is not believed: it is asked for again. Nothing but the server's word that it has no
+    more (404) is an end: 503, for example, says that nobody keeps the journal at this moment.
+    """
+
+    def __init__(self, last: int) -> None:
+        """Take messages up to number `last`."""
+        self._last = last
+        self.messages: dict[int, bytes] = {}
+        """By number."""
+        self.newest = 0
+        """The newest one's number."""
+        self.over = self.ended = False
+        """Nothing comes any more; and the server has nothing that follows."""
+        self.news = asyncio.Event()
+
+    async def take(self, message: Msg) -> None:
+        """Take what has come."""
+        if self.over:
+            return
+        headers = message.headers or {}
+        number, before = int(headers.get("Nats-Sequence", 0)), headers.get("Nats-Last-Sequence")
+        lost = before is not None and int(before) != self.newest
+        if number and not lost:
+            self.messages[number] = message.data
+            self.newest = number
+        alone = before is None  # Servers before 2.11 answer with one message, or it is no message.
+        self.over = lost or alone or not number or number >= self._last
+        self.ended = headers.get("Status") == "404"
+        self.news.set()
