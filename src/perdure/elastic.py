@@ -19,5 +19,7 @@ from perdure.worker.elastic import hash_tensors as hash_tensors
 from perdure.worker.elastic import open_sharded_trainer as open_sharded_trainer
 from perdure.worker.elastic import open_trainer as open_trainer
 from perdure.worker.elastic import train as train
+from perdure.worker.work import declare_work
 
 busy = declare_busy
+work = declare_work

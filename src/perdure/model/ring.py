@@ -89,6 +89,8 @@ UNDER_WAY, ENDED, FAILED, UNSEEN = range(4)
 STAGES_AT = SPANS_AT + SPANS_MAX * SPAN_BYTES
 STAGES_BYTES = 128
 STAGES_MAX = 512
+WORK_MAX = 1e15
+"""No step's declared work is more."""
 RING_BYTES = STAGES_AT + STAGES_MAX * STAGES_BYTES
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -131,7 +133,7 @@ STAMP_WORDS = {
 _HEADER = struct.Struct(f"={HEADER_BYTES // 8}q")
 _COMM_HEAD = struct.Struct("=7q")
 _SPAN = struct.Struct("=6q2Q")
-_STAGES = struct.Struct("=10q")
+_STAGES = struct.Struct("=10qd")
 
 
 class RingReading(msgspec.Struct, frozen=True):
@@ -253,11 +255,12 @@ def parse_span(
 
 def parse_stages(data: bytes, at: int, number: int, clock_offset_s: float) -> StepStages | None:
     """Return step stages `number` from `data` at `at`; None where they are others' by now."""
-    index, step, begin, end, *parts = _STAGES.unpack_from(data, at)
+    index, step, begin, end, *parts, work = _STAGES.unpack_from(data, at)
     if index != number + 1:
         return None
     begin_s, end_s = _stamp(begin, clock_offset_s), _stamp(end, clock_offset_s)
-    return StepStages(step, begin_s, end_s, *(ns / 1e9 for ns in parts))
+    work = work if 0.0 < work <= WORK_MAX else 0.0
+    return StepStages(step, begin_s, end_s, *(*(ns / 1e9 for ns in parts), work))
 
 
 def seqs_of(data: bytes) -> tuple[int, int]:

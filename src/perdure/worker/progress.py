@@ -107,8 +107,11 @@ class Progress:
         self._stalled = 0
 
     def mark_work(self) -> None:
-        """A micro-batch was done: progress, though no step."""
+        """A micro-batch was done: progress, though no step, and a unit of the step's work."""
         self._ring.set_phase("step")
+        stages = self._attachment.stages
+        if stages is not None:
+            stages.add_unit()
 
     def commit(self, step: int, saving_ns: int = 0) -> None:
         """The step is applied; `step` are. Within it a checkpoint was waited for `saving_ns`."""

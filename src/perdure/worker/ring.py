@@ -24,7 +24,7 @@ Stamp = Literal[
 _RECORD = struct.Struct("@8q")
 _COMM_HEAD = struct.Struct("@7q")
 _SPAN = struct.Struct("@6q2Q")
-_STAGES = struct.Struct("@10q")
+_STAGES = struct.Struct("@10qd")
 
 
 class RingWriter:
@@ -219,13 +219,18 @@ class RingWriter:
         words[layout.W_BEAT] = time.monotonic_ns()
         words[layout.W_BUSY_UNTIL] = until
 
-    def add_stages(self, step: int, begin: int, end: int, parts: tuple[int, ...]) -> None:
-        """Record where a step went: ns of data, forward, backward, optimizer, wait, other."""
+    def add_stages(
+        self, step: int, begin: int, end: int, parts: tuple[int, ...], work: float = 0.0
+    ) -> None:
+        """Record where a step went: ns of data, forward, backward, optimizer, wait, other.
+
+        `work` is what was declared for it; 0 where nothing was.
+        """
         words = self._words
         number = words[layout.W_NUM_STAGES]
         at = layout.stages_at(number)
         words[at // 8] = 0
-        _STAGES.pack_into(self._memory, at, 0, step, begin, end, *parts)
+        _STAGES.pack_into(self._memory, at, 0, step, begin, end, *parts, work)
         words[at // 8] = number + 1
         words[layout.W_NUM_STAGES] = number + 1
 

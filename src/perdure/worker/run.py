@@ -22,6 +22,7 @@ from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
 from perdure.worker.settings import declare_own_keys, read_checkpoint_url, read_spec
+from perdure.worker.work import declare_work
 
 
 class Run:
@@ -178,6 +179,19 @@ class Run:
             ConfigError: `name` is no text, or `at_most_s` no time between 0 and a week.
         """
         return declare_busy(name, at_most_s=at_most_s)
+
+    def work(self, amount: SupportsFloat) -> None:
+        """Declare how much this rank does in the step under way: tokens, samples, any unit.
+
+            for step, batch in run.batches(dataset, batch_size=8, steps=1000):
+                run.work(batch["attention_mask"].sum())    # On the host: a GPU would be waited for.
+
+        Several amounts of one step, such as micro-batches, add up. Where all ranks that are
+        compared declare it, the time that each takes is compared for the same amount of work, so
+        that long sequences are no slowness. What is no amount is said on standard error and
+        ignored; nothing that is declared ends a script.
+        """
+        declare_work(amount)
 
     def checkpoint_now(self) -> None:
         """Save at the end of this step. Every rank must call it in the same step."""

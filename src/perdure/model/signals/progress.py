@@ -58,6 +58,9 @@ class StepStages(msgspec.Struct, frozen=True, array_like=True):
     """Blocked in collectives, by whichever stage."""
     other_s: float = 0.0
     """Checkpoint stalls, boundaries, and what no stage claims."""
+    work: float = 0.0
+    """How much this rank has done in it, as its script declares (`run.work`): tokens, samples.
+    0 where it declares nothing."""
 
 
 Phase = Literal[

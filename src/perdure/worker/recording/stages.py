@@ -58,6 +58,8 @@ class StepStamps:
         self._first: weakref.ref[Any] | None = None
         self._others = 0
         self._step = 0
+        self._work = self._units = 0.0
+        """What the script has declared for the step, and units of work that perdure has counted."""
         self._declared = False
         """Whether `run.steps` says where steps begin and end."""
         self._suspended = 0
@@ -82,6 +84,14 @@ class StepStamps:
         self._parts[OPTIMIZER] -= stalled
         self._parts[OTHER] += stalled
         self._finish(step, now)
+
+    def add_work(self, amount: float) -> None:
+        """Add what the script declares for the step under way; nan where it cannot be told."""
+        self._work += amount
+
+    def add_unit(self, amount: float = 1.0) -> None:
+        """Count what perdure itself knows of the step's work; what is declared comes before it."""
+        self._units += amount
 
     def suspend(self) -> None:
         """Begin a declared busy phase, such as an evaluation: its time is no part of a step."""
@@ -162,11 +172,13 @@ class StepStamps:
     def _finish(self, step: int, now: int) -> None:
         now = self._suspended or now
         if self._begin:
-            self._ring.add_stages(step, self._begin, now, tuple(self._parts))
+            work = self._work or self._units
+            self._ring.add_stages(step, self._begin, now, tuple(self._parts), work)
         self._restart(now)
 
     def _restart(self, now: int) -> None:
         self._parts = [0] * 6
+        self._work = self._units = 0.0
         self._begin = self._mark = now
         self._blocked = self._blocked_ns()
 
