@@ -44,6 +44,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", action="append", help="only this one; may be repeated")
     parser.add_argument("--number", type=int, help="only this run of it")
     parser.add_argument("--ranks", type=int, nargs="*", help="only runs of so many ranks")
+    parser.add_argument(
+        "--work", action="store_true", help="packed sequences and hot experts declare their tokens"
+    )
     parser.add_argument("--seconds", type=float, default=RUN_S, help="simulated, of each run")
     parser.add_argument("--explain", action="store_true", help="print verdicts with their evidence")
     parser.add_argument("--tree", type=Path, help="another checkout of perdure to judge")
@@ -89,6 +92,9 @@ def main() -> None:
         return
     if args.tree is not None:
         sys.exit(run_in_tree(args.tree))
+    from healthy import workloads
+
+    workloads.everybody_declares = args.work
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # Heartbeats are many, and in no circles.
     if args.reproduce:
@@ -126,17 +132,18 @@ def break_things(args: argparse.Namespace) -> None:
     rows = [row for row in read_rows(args.out) if "fault" in row]
     if args.final:
         seed = min({r["seed"] for r in rows if r["final"]}, default="") or os.urandom(8).hex()
-    known = {(r["tree"], r["seed"], r["case"]) for r in rows}
+    known = {(r["tree"], r["seed"], r["case"], r.get("work", False)) for r in rows}
     first = 0 if args.number is None else args.number
     for number in range(first, args.faults if args.number is None else first + 1):
-        if (commit, seed, number) in known and not args.explain:
+        if (commit, seed, number, args.work) in known and not args.explain:
             continue
-        case, outcome, row = run_fault(number, seed, final=args.final)
+        case, outcome, row = run_fault(number, seed, final=args.final, names=args.workload or ())
         if args.explain:
             print(case)
             explain(case.workload, number, case.shape, outcome)
             continue
         said = {"case": number, "seed": seed, "tree": commit, "final": args.final}
+        said |= {"work": True} if args.work else {}
         append_row(args.out, said | row | {"load": os.getloadavg()[0]})
 
 
@@ -202,7 +209,7 @@ def run(args: argparse.Namespace) -> None:
 
     commit = read_commit()
     rows = [row for row in read_rows(args.out) if "number" in row]
-    known = {(r["workload"], r["number"], r["seed"], r["tree"]) for r in rows}
+    known = {(r["workload"], r["number"], r["seed"], r["tree"], r.get("work")) for r in rows}
     seed = args.seed
     if args.final:
         seeds = {r["seed"] for r in rows if r["final"]}  # Each tree is judged by the same.
@@ -219,7 +226,7 @@ def run(args: argparse.Namespace) -> None:
                 continue
             if name == "DDP, recorded steps" and not RECORDED.exists():
                 continue
-            if (name, number, seed, commit) in known and not args.explain:
+            if (name, number, seed, commit, args.work or None) in known and not args.explain:
                 hours += args.seconds / 3600.0
                 continue
             shape, outcome = run_healthy(name, number, seed, args.seconds)
@@ -237,7 +244,7 @@ def run(args: argparse.Namespace) -> None:
                 "told": [describe(told) for told in outcome.told],
                 "actions": [describe(action) for action in outcome.actions],
             }  # fmt: skip
-            append_row(args.out, row)
+            append_row(args.out, row | ({"work": True} if args.work else {}))
         number += 1
         if args.number is not None:
             break

@@ -189,7 +189,7 @@ class RankView:
         while rows and rows[0].end_s <= now:
             row = rows.popleft()
             self._step, self._last_step_s = row.step, row.end_s
-            more = {tree.WORK_FIELD: row.work} if tree.WORK_FIELD and row.work != 1.0 else {}
+            more = {tree.WORK_FIELD: row.work} if tree.WORK_FIELD and row.work else {}
             found.append(
                 tree.StepStages(
                     row.step, row.begin_s, row.end_s, *row.own, row.wait_s, row.other_s, **more

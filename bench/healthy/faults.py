@@ -8,6 +8,7 @@ whole step.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +69,11 @@ def list_noises(*, final: bool) -> list[str]:
     return [name for name in names if not any(word in name for word in CALM)]
 
 
-def draw_case(number: int, seed: str, *, final: bool) -> Case:
-    """Return fault `number`: kinds and factors in turn, all else by chance."""
+def draw_case(number: int, seed: str, *, final: bool, names: Sequence[str] = ()) -> Case:
+    """Return fault `number`: kinds and factors in turn, all else by chance.
+
+    `names` are the workloads in which it may be; without any, those of `list_noises`.
+    """
     chance = random.Random(f"{seed} fault {number}")
     kind = KINDS[number % len(KINDS)]
     ranks = chance.choice(SIZES)
@@ -80,7 +84,7 @@ def draw_case(number: int, seed: str, *, final: bool) -> Case:
         links=kind == "slow link" or chance.random() < 0.5,
         cpu_share=0.6, cores=max(4, 2 * nproc),
     )  # fmt: skip
-    workload = chance.choice(list_noises(final=final))
+    workload = chance.choice(names or list_noises(final=final))
     rank = chance.randrange(ranks)
     peer, width = (rank + 1) % ranks, find_stage_width(ranks)
     if workload.startswith("pipeline"):
@@ -105,9 +109,11 @@ def make_fault(case: Case) -> Fault | None:
     return Fault(case.kind, at_s, case.rank, case.peer, factor)
 
 
-def run_fault(number: int, seed: str, *, final: bool = False) -> tuple[Case, Outcome, Row]:
+def run_fault(
+    number: int, seed: str, *, final: bool = False, names: Sequence[str] = ()
+) -> tuple[Case, Outcome, Row]:
     """Return a fault, what was said, and the row of it."""
-    case = draw_case(number, seed, final=final)
+    case = draw_case(number, seed, final=final, names=names)
     home = case.rank // case.shape.nproc
     begun_s = BEGIN_S + (START_S if case.first else LEARNED_S)
 

@@ -182,6 +182,7 @@ class Job:
             if self.formed >= 0:
                 self._act_upon(self.clock.now, "restart", reason)
             self.formed = g
+            self.view_of = {}  # Who was there is ended: nobody tells of it any more.
             for node in range(self.spec.num_nodes):
                 self.after(ANSWER_S, "GenerationStopped", node=node, generation=g - 1)
             self.after(

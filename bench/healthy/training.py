@@ -153,6 +153,7 @@ class Row:
     wait_s: float
     other_s: float
     work: float
+    """What the script has declared; 0 where it declares nothing."""
 
 
 class World:
@@ -174,8 +175,10 @@ class World:
         self.history: list[Silence] = []
         """All silences ever: what a verdict is judged by."""
         self.loads: list[Load] = []
+        self.declares = False
+        """Whether its script declares work (`run.work`)."""
         self.work_done = [1.0] * n
-        """What each rank's script declares for the step under way."""
+        """What each rank does in the step under way, as its script may count it."""
         self._own = [[0.0] * 4 for _ in range(n)]
         self._wait = [0.0] * n
         self._other = [0.0] * n
@@ -214,7 +217,7 @@ class World:
                 own = self._own[r]
                 row = Row(
                     step, begun[r], end_s, (own[0], own[1], own[2], own[3]), self._wait[r],
-                    self._other[r], self.work_done[r],
+                    self._other[r], self.work_done[r] if self.declares else 0.0,
                 )  # fmt: skip
                 self.rows[r].append(row)
                 own[0] = own[1] = own[2] = own[3] = 0.0

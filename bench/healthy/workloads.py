@@ -151,6 +151,7 @@ class Experts(Steps):
             f * d * math.exp(chance.gauss(0.0, 0.1))
             for f, d in zip(factors, self.demand, strict=True)
         ]
+        world.work_done = [d * r / f for d, r, f in zip(self.weights, routed, factors, strict=True)]
         world.do_all(DATA, PARTS[DATA] * self.own_s, factors)
         self._pass(world, FORWARD, factors, routed)
         self._pass(world, BACKWARD, factors, routed)
@@ -475,6 +476,8 @@ WORKLOADS: dict[str, tuple[type[Steps], NoiseMaker, Callable[[Steps], None]]] = 
     ),
 }
 """Name -> its steps, its noise, and what else it does."""
+everybody_declares = False
+"""Whether packed sequences and experts in demand declare their tokens, whatever they are called."""
 GAPS = "lost heartbeats"
 DECLARED = "packed sequences, declared"
 HELD_OUT = frozenset(
@@ -509,5 +512,7 @@ def make_steps(name: str, world: World, chance: random.Random) -> Steps:
     steps = kind(world, chance, make_noise(chance, world.shape.ranks))
     if isinstance(steps, Packed):
         steps.stride = chance.choice((1, 1, 8))
+    uneven = isinstance(steps, Packed | Experts)
+    world.declares = name == DECLARED or (everybody_declares and uneven)
     add(steps)
     return steps

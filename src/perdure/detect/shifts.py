@@ -104,6 +104,8 @@ class Block:
     """Logarithm of the rank's own work over that of its peers."""
     own: float
     """Logarithm of its own seconds a step."""
+    taken: float
+    """As `share`, whatever work was declared: who takes no longer than others holds nobody up."""
 
 
 @dataclass(slots=True)
@@ -133,9 +135,8 @@ class Excursion:
         """Make one block of the two oldest ones."""
         one, other = self.blocks[:2]
         share, own = (one.share + other.share) / 2, (one.own + other.own) / 2
-        self.blocks[:2] = [
-            Block(one.began_s, one.seconds + other.seconds, other.step_s, share, own)
-        ]
+        seconds, taken = one.seconds + other.seconds, (one.taken + other.taken) / 2
+        self.blocks[:2] = [Block(one.began_s, seconds, other.step_s, share, own, taken)]
 
     @property
     def began_s(self) -> float:
@@ -229,6 +230,8 @@ class _Spread:
 class _Rank:
     shares: list[float] = field(default_factory=list)
     owns: list[float] = field(default_factory=list)
+    taken: list[float] = field(default_factory=list)
+    """As `shares`, where work is declared."""
     usual: float = 0.0
     """Mean logarithm of the share, of `known` blocks."""
     known: float = 0.0
@@ -292,11 +295,13 @@ class PeerShifts:
         own: Mapping[int, float],
         ordered: Sequence[float],
         config: DetectConfig,
+        taken: Mapping[int, float] | None = None,
     ) -> bool:
         """Take the own seconds of one step; return whether a block has ended with it.
 
         `ordered` are those that each is compared with, itself among them; `seconds` is what the
-        step, and those before that were not told, took.
+        step, and those before that were not told, took. Where `own` is for the same work of all,
+        `taken` is what they took for what they did.
         """
         if not self._rows:
             self._began_s = now - seconds
@@ -309,6 +314,8 @@ class PeerShifts:
                 mine = self._ranks[rank] = _Rank()
             mine.shares.append(max(own_s, 1e-6) / (low if own_s > low else high))
             mine.owns.append(own_s)
+        if taken is not None:
+            self._take_times(taken)
         self._rows += 1
         self._seconds += seconds
         if self._rows >= BLOCK_STEPS and self._seconds >= BLOCK_S:
@@ -319,31 +326,40 @@ class PeerShifts:
             self._test_part(mine, len(own), config)
         return False
 
+    def _take_times(self, taken: Mapping[int, float]) -> None:
+        ordered = sorted(taken.values())
+        middle = (len(ordered) - 1) // 2
+        low = max(ordered[middle], 1e-6)
+        high = max(ordered[min(middle + 1, len(ordered) - 1)], 1e-6)
+        for rank, own_s in taken.items():
+            self._ranks[rank].taken.append(max(own_s, 1e-6) / (low if own_s > low else high))
+
     def _test_part(self, mine: _Rank, num: int, config: DetectConfig) -> None:
         """Look at the steps since the last block as well: a few may settle it."""
         excursion = mine.excursion
         if excursion is None or excursion.excess or len(mine.shares) < PART_STEPS:
             return
-        excursion.blocks.append(self._make_block(sorted(mine.shares), sorted(mine.owns)))
+        excursion.blocks.append(self._make_block(mine, sorted(mine.shares)))
         self._test(mine, excursion, num, config)
         excursion.blocks.pop()
 
-    def _make_block(self, shares: Sequence[float], owns: Sequence[float]) -> Block:
-        share, own_s = math.log(_average_middle(shares)), max(_average_middle(owns), 1e-6)
+    def _make_block(self, mine: _Rank, shares: Sequence[float]) -> Block:
+        share = math.log(_average_middle(shares))
+        own_s = max(_average_middle(sorted(mine.owns)), 1e-6)
+        taken = math.log(_average_middle(sorted(mine.taken))) if mine.taken else share
         step_s = self._seconds / self._rows
-        return Block(self._began_s, self._seconds, step_s, share, math.log(own_s))
+        return Block(self._began_s, self._seconds, step_s, share, math.log(own_s), taken)
 
     def _close(self, now: float, config: DetectConfig) -> None:
         blocks: dict[int, Block] = {}
         for rank, mine in self._ranks.items():
-            shares, owns = sorted(mine.shares), sorted(mine.owns)
-            mine.shares, mine.owns = [], []
+            shares = sorted(mine.shares)
             num = len(shares)
-            if num < BLOCK_STEPS:
-                continue
-            spread = math.log(shares[3 * num // 4] / shares[num // 4])
-            self._inside.add(spread * math.sqrt(DEPENDENT / num))
-            blocks[rank] = self._make_block(shares, owns)
+            if num >= BLOCK_STEPS:
+                spread = math.log(shares[3 * num // 4] / shares[num // 4])
+                self._inside.add(spread * math.sqrt(DEPENDENT / num))
+                blocks[rank] = self._make_block(mine, shares)
+            mine.shares, mine.owns, mine.taken = [], [], []
         if not blocks:
             return
         self._scales = self._estimate_scales(len(blocks))
@@ -614,16 +630,17 @@ class _Window:
 def _list_windows(excursion: Excursion, *, alike: bool) -> Iterator[_Window]:
     """Yield the windows of 1, 2, 4, ... blocks, and of all, that are slow throughout."""
     shares = list[float]()
-    own, seconds = 0.0, 0.0
+    own, taken, seconds = 0.0, 0.0, 0.0
     for num, block in enumerate(reversed(excursion.blocks), 1):
         insort(shares, block.share)
         own += block.own
+        taken += block.taken
         seconds += block.seconds
         if num & (num - 1) and num != len(excursion.blocks):
             continue
         mean = sum(shares) / num
         # Whoever does no more than its peers holds nobody up, whatever it did before.
-        shift = min(mean - excursion.usual, mean) if alike else mean - excursion.usual
+        shift = min(mean - excursion.usual, taken / num) if alike else mean - excursion.usual
         steady = shares[(num - 1) // STEADY] - excursion.usual >= shift / 2
         if shift >= math.log1p(excursion.least) and steady:
             yield _Window(num, seconds, shift, own / num, block.step_s)

@@ -635,6 +635,8 @@ class SlowWatch:
             "step_s": round(share.step_s, 5),
             "pid": watch.newest.pid,
         }
+        work = self.stages.describe_work(rank)
+        evidence |= work
         if taken is not None:
             evidence["run_delay_share"] = round(taken, 3)
         confidence = 0.6 if self._is_neighbour(rank, excess) else round(suspect.probability, 2)
@@ -647,7 +649,7 @@ class SlowWatch:
         part = "its own work" if share.stage == "compute" else share.stage
         reason = (
             f"{who} takes {1.0 + excess:.2f} times as long for its work; {part} is "
-            f"{extra_s * 1e3:.0f} ms longer a step, and the others wait"
+            f"{extra_s * 1e3:.0f} ms longer a step, and the others wait{_tell_work(work)}"
         )
         verdict = self._make(
             now, "Straggler", culprit, confidence, reason, suspect.began_s, evidence
@@ -703,6 +705,14 @@ class SlowWatch:
             if comm.slow is not None and comm.slow.is_recent(now, RECENT_S) and len(nodes) < 64:
                 nodes.update(self._node_of(r) for r in comm.ranks[:512])
         return frozenset(nodes | {self._node_of(rank) for rank in self.stages.suspects})
+
+
+def _tell_work(work: Mapping[str, object]) -> str:
+    """Return what declared work has to do with it, as the end of a sentence."""
+    if not work:
+        return ""
+    declared = f"it declares {work['declared_work']:.2f} times the others' work"
+    return f"; {declared}" + ("" if work["work_believed"] else ", which its times do not bear out")
 
 
 def _make_slowness(

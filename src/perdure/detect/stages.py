@@ -21,6 +21,7 @@ import msgspec
 
 from perdure.detect.persistence import Baseline, compute_interval, is_duration
 from perdure.detect.shifts import Excursion, Passed, PeerShifts
+from perdure.detect.work import Compared, DeclaredWork
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import StepStages
 from perdure.model.verdicts import Slowness
@@ -45,8 +46,8 @@ THINNED_MAX = 64
 GAINED_EVERY_S, GAINED_KEPT = 0.1, 1024
 """How often what a suspect costs is noted, and how many of these notes are kept."""
 
-Row = tuple[float, float, float, float, float, float]
-"""Own seconds by stage, their sum, and the whole step."""
+Row = tuple[float, float, float, float, float, float, float]
+"""Own seconds by stage, their sum, the whole step, and the work that was declared for it."""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -79,6 +80,8 @@ class StageWatch:
         self.set_peers(())
         self._parts: dict[int, tuple[float, ...]] = {}
         self._recent: deque[dict[int, Row]] = deque(maxlen=KEPT)
+        self._scales: deque[dict[int, float]] = deque(maxlen=KEPT)
+        """Of the same: rank -> its time for the usual work over that for what it declared."""
         self._step = Baseline()
         self._step_now: deque[float] = deque(maxlen=3)
         self._rest, self._rest_now = Baseline(), deque[float](maxlen=REST_STEPS)
@@ -94,6 +97,10 @@ class StageWatch:
         """Lowest rank of a group of peers -> who of them is slower than usual."""
         self._alone = PeerShifts(alike=False, passed=self.passed)
         """The same of all ranks that have no peers."""
+        self._declares = False
+        """Whether anybody has ever declared work."""
+        self._works: dict[int, DeclaredWork] = {}
+        """Lowest rank of a group of peers -> what their declared work explains."""
         self.suspects: dict[int, Excursion] = {}
         """Ranks that are slower than usual by more than most noise, confirmed or not."""
 
@@ -161,7 +168,9 @@ class StageWatch:
             if s.step <= self._taken or not all(map(is_duration, (*own, whole_s))):
                 continue
             self._since.setdefault(s.step, now)
-            self._rows.setdefault(s.step, {})[rank] = (*own, sum(own), whole_s)
+            work = s.work if is_duration(s.work) else 0.0
+            self._declares = self._declares or work > 0.0
+            self._rows.setdefault(s.step, {})[rank] = (*own, sum(own), whole_s, work)
 
     def look(self, now: float, num_live: int) -> None:
         """Judge the rows that are complete, or will not be."""
@@ -178,6 +187,7 @@ class StageWatch:
 
     def _judge(self, now: float, step: int, row: dict[int, Row]) -> None:
         self._recent.append(row)
+        self._scales.append({})
         some = sorted(v[5] for v in islice(row.values(), SAMPLED))
         whole_s = some[len(some) // 2]
         self._step_now.append(whole_s)
@@ -197,17 +207,41 @@ class StageWatch:
             if len(ranks) == 1:
                 alone |= group
             elif len(group) > 1:
-                shifts = self._shifts.get(key)
-                if shifts is None:
-                    shifts = self._shifts[key] = PeerShifts(alike=True, passed=self.passed)
-                if shifts.take(now, seconds, group, sorted(group.values()), self.config):
-                    self._note_suspects(row, group, shifts)
+                self._compare(key, Compared(now, seconds, group), row)
         everybody = sorted(own.values())
         if alone and self._alone.take(now, seconds, alone, everybody, self.config):
             self._note_suspects(row, alone, self._alone)
         if now - self._gained_s >= GAINED_EVERY_S:
             self._gained_s = now
             self._note_costs(now, row, max(whole_s, 1e-6))
+
+    def _compare(self, key: int, step: Compared, row: dict[int, Row]) -> None:
+        """Compare the peers of group `key` in a step."""
+        steps = self._apply_work(key, step, row) if self._declares else [step]
+        shifts = self._shifts.get(key)
+        if shifts is None:
+            shifts = self._shifts[key] = PeerShifts(alike=True, passed=self.passed)
+        for each in steps:
+            ordered, taken = sorted(each.own.values()), each.taken
+            if shifts.take(each.at_s, each.seconds, each.own, ordered, self.config, taken):
+                self._note_suspects(row, step.own, shifts)
+
+    def _apply_work(self, key: int, step: Compared, row: dict[int, Row]) -> list[Compared]:
+        """Return what peers would have taken for the same work, in the steps that this one ends."""
+        declared = self._works.get(key)
+        if declared is None:
+            known = None if key not in self._shifts else False
+            declared = self._works[key] = DeclaredWork(declared=known)
+        amounts = {rank: row[rank][6] for rank in step.own}
+        steps = declared.take(step.at_s, step.seconds, step.own, amounts)
+        if steps is None:
+            self._shifts.pop(key, None)
+            for rank in step.own:
+                self.suspects.pop(rank, None)
+            return []
+        if steps:
+            self._scales[-1].update(declared.scales)
+        return steps
 
     def _note_suspects(self, row: dict[int, Row], ranks: Iterable[int], shifts: PeerShifts) -> None:
         """Note who is slower than usual as a block has ended, and of the others what they do."""
@@ -224,6 +258,11 @@ class StageWatch:
                 parts = zip(self._parts.get(rank, mine), mine, strict=True)
                 self._parts[rank] = tuple(a + LEARN * (b - a) for a, b in parts)
 
+    def describe_work(self, rank: int) -> dict[str, object]:
+        """Return what `rank` has declared, as evidence; empty where nothing is compared by it."""
+        declared = self._works.get(self._peers.get(rank, -1))
+        return {} if declared is None else declared.describe(rank)
+
     def _shifts_of(self, rank: int) -> PeerShifts:
         return self._shifts.get(self._peers.get(rank, -1), self._alone)
 
@@ -235,6 +274,7 @@ class StageWatch:
         suspected = {(self._home(r), self._peers.get(r, -1)) for r in self.suspects}
         if not suspected:
             return
+        scales = self._scales[-1]
         # In a pipeline the longest stage bounds the step, so those of other peers count as well.
         mates: dict[int, list[int]] = {home: [] for home, _ in suspected}
         most: dict[int, float] = {}
@@ -252,9 +292,8 @@ class StageWatch:
                     slowest[home] = max(slowest.get(home, own), own)
             for home in sorted(h for h in slowest if (h, key) in suspected):
                 own_s, rank = slowest[home]
-                left_s = self._estimate_elsewhere_s(
-                    rank, [s for h, (s, _) in slowest.items() if h != home]
-                )
+                others_s = [s * scales.get(r, 1.0) for h, (s, r) in slowest.items() if h != home]
+                left_s = self._estimate_elsewhere_s(rank, others_s) / scales.get(rank, 1.0)
                 gains = self._gains.setdefault(home, deque(maxlen=GAINED_KEPT))
                 if gains and gains[-1][0] == now:  # It has ranks among several groups of peers.
                     continue
@@ -284,8 +323,12 @@ class StageWatch:
         return [*self._groups, *([(-1, strangers)] if strangers else [])]
 
     def describe(self, rank: int) -> Share:
-        """Return in which stage `rank` loses its time, from the last rows."""
-        rows = [row for row in list(self._recent)[-5:] if rank in row]
+        """Return in which stage `rank` loses its time, from the last rows.
+
+        Seconds are those that peers would have taken for the usual work, where it is declared.
+        """
+        recent = list(zip(self._recent, self._scales, strict=True))[-5:]
+        rows = [_scale(row, scales) for row, scales in recent if rank in row]
         key = self._peers.get(rank, -1)
         extra, frontier = [0.0] * 4, [0.0] * 4
         known = self._parts.get(rank)
@@ -310,6 +353,16 @@ class StageWatch:
             {n: round(e, 5) for n, e in zip(NAMES, frontier, strict=True)},
             step_s,
         )
+
+
+def _scale(row: dict[int, Row], scales: Mapping[int, float]) -> dict[int, Sequence[float]]:
+    """Return a row with the stages of each rank as they would be for the usual work."""
+    if not scales:
+        return dict(row)
+    return {
+        rank: (*(part * scales.get(rank, 1.0) for part in mine[:5]), *mine[5:])
+        for rank, mine in row.items()
+    }
 
 
 def make_slowness(ratio: tuple[float, float, float], share: float, share_low: float) -> Slowness:

@@ -21,7 +21,7 @@ Where nobody needs to have it (shards, pipeline stages) the counts are reduced l
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgspec
 import torch
@@ -46,6 +46,7 @@ from perdure.worker.elastic.state import Plan, Source, State
 from perdure.worker.elastic.steering import Saving, Steering
 from perdure.worker.progress import Progress
 from perdure.worker.torchft.manager import warm_up
+from perdure.worker.work import declare_work
 
 FOLLOW_TRIES_MAX = 3
 _RETRY_S = 0.2
@@ -113,6 +114,13 @@ class Trainer:
             ConfigError: `name` is no text, or `at_most_s` no time between 0 and a week.
         """
         return declare_busy(name, at_most_s=at_most_s)
+
+    def work(self, amount: SupportsFloat) -> None:
+        """Declare how much this rank does in the step under way, as `perdure.Run.work` does.
+
+        Where nothing is declared, the micro-batches that it has done count.
+        """
+        declare_work(amount)
 
     def steps(self, total: int) -> Iterator[Step]:
         """Yield each step once it is committed, up to `total` steps.
