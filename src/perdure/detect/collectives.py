@@ -171,15 +171,21 @@ class CollectiveWatch:
                 rows[key] = rows.get(key, 0) + 1
                 self._judge(now, comm, seq, row, pace)
         self._ready.clear()
+        self.skip()
         for comm in self._comms.values():
-            if len(comm.rows) > PENDING:
-                for seq in sorted(comm.rows)[: len(comm.rows) - PENDING]:
-                    comm.done = max(comm.done, seq)
-                    del comm.rows[seq]
             if comm.slow is not None and comm.slow.is_over(now, 30.0):
                 comm.slow = None
             if cost > COST_A_LOOK and comm.mask < 63 and rows.get((comm.name, comm.first), 0) > 1:
                 comm.mask = 2 * comm.mask + 1  # Fewer rows of those that have many.
+
+    def skip(self) -> None:
+        """Keep no more than a few rows of each communicator."""
+        del self._ready[:-CROWD]
+        for comm in self._comms.values():
+            late = len(comm.rows) - PENDING
+            for seq in sorted(comm.rows)[:late] if late > 0 else ():
+                comm.done = max(comm.done, seq)
+                del comm.rows[seq]
 
     def _is_usual(self, comm: Comm, row: Row) -> bool:
         base = comm.baselines.get((row.op, row.bytes))

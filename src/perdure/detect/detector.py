@@ -236,7 +236,9 @@ class Detector:
         """A rank of this generation has failed of itself, so that others' connections ended."""
         self._epoch, self._left = 0, False
         """The newest that was formed or has broken, and whether a rank has ended in it."""
-        self._slow, self._desync = SlowWatch(self._spec, generation), DesyncWatch()
+        before = self._slow if generation > 0 else None
+        self._slow: SlowWatch = SlowWatch(self._spec, generation, before)
+        self._desync = DesyncWatch()
         self._waiting: tuple[int, ...] = ()
         """Ranks whose progress ends the open verdict, where it names none."""
         self._early: frozenset[int] = frozenset()
@@ -505,6 +507,8 @@ class Detector:
             finding = self._desync.find_disagreement(now, self._watches, thorough=False)
             if finding is not None:
                 out += self._report(now, finding)
+        else:
+            self._slow.skip()
         return out
 
     def _note_probe(self, now: float, event: ProbeJudged) -> list[AnyEvent]:

@@ -167,6 +167,10 @@ class Neighbours:
             cpu.at_s, cpu.run_delay_s = sent_s, run_delay_s
             cpu.share = max(share, FADE * cpu.share)
 
+    def forget(self, rank: int) -> None:
+        """Forget a rank that has left."""
+        self._cpu.pop(rank, None)
+
     def taken_from(self, rank: int) -> float | None:
         """Return the share taken from a rank; None where unknown."""
         cpu = self._cpu.get(rank)

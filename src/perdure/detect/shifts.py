@@ -27,6 +27,8 @@ from perdure.model.job import DetectConfig
 
 BLOCK_STEPS, BLOCK_S = 5, 1.0
 """A block is at least so many steps, and so many seconds of them."""
+PAUSE = 4.0
+"""What a step takes beyond so many usual ones of its block, nobody has trained."""
 PART_STEPS = 2
 """So many of the next one may confirm what those before have shown."""
 NUM_SCALES = 8
@@ -97,7 +99,7 @@ class Block:
     began_s: float
     """Job time."""
     seconds: float
-    """What its steps took."""
+    """What its steps took, without pauses: nothing has lasted through them."""
     step_s: float
     """What one of them took."""
     share: float
@@ -190,12 +192,14 @@ class Passed:
         ]
         self._known.append((now, shift, seconds))
 
-    def longest_s(self, shift: float, more: Iterable[tuple[float, float]] = ()) -> float:
+    def longest_s(
+        self, now: float, shift: float, more: Iterable[tuple[float, float]] = ()
+    ) -> float:
         """Return how long the longest lasted that was about as slow, or slower.
 
         `more` are shifts and seconds of others that may be over.
         """
-        known = ((s, t) for _, s, t in self._known)
+        known = ((s, t) for at_s, s, t in self._known if now - at_s < FORGOTTEN_S)
         return max((t for s, t in chain(known, more) if s >= AS_SLOW * shift), default=0.0)
 
 
@@ -256,7 +260,9 @@ class PeerShifts:
         self._lasted = Passed()
         """The same of any excursion, however little more than noise it was."""
         self._ranks: dict[int, _Rank] = {}
-        self._began_s, self._seconds, self._rows = 0.0, 0.0, 0
+        self._began_s = 0.0
+        self._steps: list[float] = []
+        """Of the block under way: what each of its steps took."""
         self._spreads = [_Spread() for _ in range(NUM_SCALES)]
         self._among = [_Spread() for _ in range(NUM_SCALES)]
         """The same, of all ranks at a time."""
@@ -303,7 +309,7 @@ class PeerShifts:
         step, and those before that were not told, took. Where `own` is for the same work of all,
         `taken` is what they took for what they did.
         """
-        if not self._rows:
+        if not self._steps:
             self._began_s = now - seconds
         middle = (len(ordered) - 1) // 2
         low = max(ordered[middle], 1e-6)
@@ -316,13 +322,13 @@ class PeerShifts:
             mine.owns.append(own_s)
         if taken is not None:
             self._take_times(taken)
-        self._rows += 1
-        self._seconds += seconds
-        if self._rows >= BLOCK_STEPS and self._seconds >= BLOCK_S:
+        self._steps.append(seconds)
+        num = len(self._steps)
+        if num >= BLOCK_STEPS and sum(self._steps) >= BLOCK_S:
             self._close(now, config)
-            self._rows, self._seconds = 0, 0.0
+            self._steps = []
             return True
-        for mine in self._notable if self._rows >= PART_STEPS else ():
+        for mine in self._notable if num >= PART_STEPS else ():
             self._test_part(mine, len(own), config)
         return False
 
@@ -333,6 +339,11 @@ class PeerShifts:
         high = max(ordered[min(middle + 1, len(ordered) - 1)], 1e-6)
         for rank, own_s in taken.items():
             self._ranks[rank].taken.append(max(own_s, 1e-6) / (low if own_s > low else high))
+
+    def forget(self, rank: int) -> None:
+        """Forget a rank that has left."""
+        self._ranks.pop(rank, None)
+        self._notable = [m for m in self._ranks.values() if m.excursion and m.excursion.notable]
 
     def _test_part(self, mine: _Rank, num: int, config: DetectConfig) -> None:
         """Look at the steps since the last block as well: a few may settle it."""
@@ -347,8 +358,10 @@ class PeerShifts:
         share = math.log(_average_middle(shares))
         own_s = max(_average_middle(sorted(mine.owns)), 1e-6)
         taken = math.log(_average_middle(sorted(mine.taken))) if mine.taken else share
-        step_s = self._seconds / self._rows
-        return Block(self._began_s, self._seconds, step_s, share, math.log(own_s), taken)
+        most_s = PAUSE * sorted(self._steps)[(len(self._steps) - 1) // 2]
+        seconds = sum(min(each, most_s) for each in self._steps)
+        step_s = seconds / len(self._steps)
+        return Block(self._began_s, seconds, step_s, share, math.log(own_s), taken)
 
     def _close(self, now: float, config: DetectConfig) -> None:
         blocks: dict[int, Block] = {}
@@ -559,6 +572,8 @@ class PeerShifts:
 
     def _test(self, mine: _Rank, excursion: Excursion, num: int, config: DetectConfig) -> None:
         """Confirm an excursion, or not, by any of the windows that end now."""
+        newest = excursion.blocks[-1]
+        now = newest.began_s + newest.seconds
         whole_s = sum(block.seconds for block in excursion.blocks)
         for window in _list_windows(excursion, alike=self._alike):
             whole = window.num == len(excursion.blocks)
@@ -573,11 +588,11 @@ class PeerShifts:
             probability = TRUE_AN_HOUR / (TRUE_AN_HOUR + chance * looks)
             if chance * looks <= FALSE_AN_HOUR:
                 fading = (w for e in self._fading if e is not excursion for w in e.notable.values())
-                enough_s = OUTLASTED * self._passed.longest_s(window.shift, fading)
+                enough_s = OUTLASTED * self._passed.longest_s(now, window.shift, fading)
             elif whole and window.shift >= LASTING_SHIFT:
                 fading = (e.length for e in self._fading if e is not excursion)
                 least_s = LASTED_S * max(1.0, window.step_s)
-                enough_s = LASTING * max(self._lasted.longest_s(window.shift, fading), least_s)
+                enough_s = LASTING * max(self._lasted.longest_s(now, window.shift, fading), least_s)
                 probability = LASTING_SURE
             else:
                 continue

@@ -9,6 +9,7 @@ node is to blame.
 A rank that was kept from its CPU by neighbours is given much longer.
 """
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -17,6 +18,7 @@ from perdure.detect.collectives import CollectiveWatch, Comm, group_peers
 from perdure.detect.hosts import STARVED, HostWatch, Neighbours
 from perdure.detect.links import LinkWatch, Place
 from perdure.detect.persistence import Persistence
+from perdure.detect.shifts import Passed
 from perdure.detect.stages import StageWatch, make_slowness
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
@@ -60,14 +62,20 @@ PROBED_MAX = 8
 class SlowWatch:
     """Finds what is slow in one generation: a rank, a node, a link or a communicator."""
 
-    def __init__(self, spec: JobSpec, generation: int) -> None:
-        """Begin a generation: every baseline is learned anew."""
+    def __init__(self, spec: JobSpec, generation: int, before: "SlowWatch | None" = None) -> None:
+        """Begin a generation: all is learned anew but how long slowness lasted that passed.
+
+        That is what the watch of the generation `before` knows. Of a controller before this one
+        the verdicts are known that it withdrew, as far as a new detector hears of them
+        (`control/memory.py`); what was never told is not.
+        """
         config = spec.detect
         self._spec, self._generation = spec, generation
         self._homes: dict[int, int] = {}
         """Rank -> the node that runs it, a spare one perhaps."""
         self._housed: dict[int, list[int]] = {}
-        self.stages = StageWatch(config, self._home_of)
+        passed = None if before is None else before.stages.passed
+        self.stages: StageWatch = StageWatch(config, self._home_of, passed)
         self.collectives = CollectiveWatch(config)
         self.links = LinkWatch(config, self._node_of)
         self._neighbours = Neighbours()
@@ -79,8 +87,8 @@ class SlowWatch:
         self._open: dict[tuple[str, str], Verdict] = {}
         self._told: dict[tuple[str, str], float] = {}
         """When what an open verdict costs was last told."""
-        self._passing_s = 0.0
-        """How long the longest slowness lasted that ended by itself."""
+        self._passing: Passed = Passed() if before is None else before._passing
+        """Verdicts about slowness that ended by itself, whatever was slow."""
         self._grown = -1
         self._spans_seen = False
         self.suspects: frozenset[int] = frozenset()
@@ -137,7 +145,10 @@ class SlowWatch:
         else:
             self._open.pop(key, None)
             if not event.reason.startswith(EXPLAINED):
-                self._passing_s = max(self._passing_s, event.at_s - verdict.confirmed_s)
+                self._passing.note(event.at_s, 0.0, event.at_s - verdict.confirmed_s)
+                if verdict.kind == "Straggler" and verdict.slowness is not None:
+                    shift = math.log(max(verdict.slowness.ratio, 1.0))
+                    self.stages.passed.note(event.at_s, shift, event.at_s - verdict.first_seen_s)
 
     def open_verdicts(self) -> tuple[Verdict, ...]:
         """Return what is slow by an open verdict."""
@@ -150,10 +161,11 @@ class SlowWatch:
     ) -> list[VerdictReached | VerdictWithdrawn]:
         """Judge everything that came in since the last look."""
         self._prepare(watches)
+        out: list[VerdictReached | VerdictWithdrawn] = [*self._forget_departed(now, watches)]
         live = sum(not w.gone for w in watches.values())
         self.stages.look(now, live)
         self.collectives.look(now, self.stages.pace)
-        out: list[VerdictReached | VerdictWithdrawn] = [*self._withdraw(now)]
+        out += self._withdraw(now)
         comm = self._find_comm_slow(now)
         if comm is not None and self._is_hosts(now, comm, self._spec.detect.slow_clear_s):
             comm = None
@@ -167,6 +179,33 @@ class SlowWatch:
         out += self._escalate(now)
         out += self._tell_again(now)
         self.suspects = self._list_suspect_nodes(now)
+        return out
+
+    def skip(self) -> None:
+        """Keep little of what came in: it is not judged while something stands still."""
+        self.stages.skip()
+        self.collectives.skip()
+
+    def _forget_departed(
+        self, now: float, watches: Mapping[int, RankWatch]
+    ) -> list[VerdictWithdrawn]:
+        """Forget ranks that the world goes on without, and what was said of them alone.
+
+        That they were slow has not ended by itself.
+        """
+        departed = self._homes.keys() - watches.keys()
+        out = []
+        for key, verdict in list(self._open.items()):
+            blamed = self._list_culprits(verdict.culprit)
+            if verdict.kind != "Straggler" or not blamed or not departed.issuperset(blamed):
+                continue
+            del self._open[key]
+            reason = f"{EXPLAINED}: {verdict.culprit} is no longer in the world"
+            out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
+        for rank in sorted(departed):
+            self.stages.forget(rank)
+            self._neighbours.forget(rank)
+            self._housed[self._homes.pop(rank)].remove(rank)
         return out
 
     def _prepare(self, watches: Mapping[int, RankWatch]) -> None:
@@ -257,7 +296,7 @@ class SlowWatch:
             wait_s = self._wait_s * (BUSY_PATIENCE if busy else 1.0)
             if busy and verdict.culprit.node is None:
                 continue  # All are alike: there is nobody to replace.
-            outlasted_s = verdict.first_seen_s + PASSING * self._passing_s
+            outlasted_s = verdict.first_seen_s + PASSING * self._passing.longest_s(now, 0.0)
             due_s = max(verdict.confirmed_s + wait_s, outlasted_s)
             if not verdict.actionable and now >= due_s:
                 slowness = self._measure(now, verdict, sure=True)

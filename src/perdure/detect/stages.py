@@ -33,6 +33,8 @@ PENDING = 24
 LATE_S, LATE_STEPS = 2.0, 2.0
 """A row that lacks ranks is taken as it is after so long, and so many steps: a rank that is slow
 after the last collective of a step ends it later than the others."""
+LIED, LIED_S = 1.01, 0.001
+"""A step whose stages add up to so much more than itself, and this, tells nothing."""
 SAMPLED = 101
 """Ranks asked for the length of a step, which is nearly the same for all."""
 REST_STEPS = 5
@@ -167,6 +169,8 @@ class StageWatch:
             whole_s = s.end_s - s.begin_s - s.other_s
             if s.step <= self._taken or not all(map(is_duration, (*own, whole_s))):
                 continue
+            if sum(own) > LIED * whole_s + LIED_S:
+                continue
             self._since.setdefault(s.step, now)
             work = s.work if is_duration(s.work) else 0.0
             self._declares = self._declares or work > 0.0
@@ -181,9 +185,23 @@ class StageWatch:
             if len(row) < num_live and not late:
                 break
             del self._rows[step], self._since[step]
-            self._taken = step
-            if 2 * len(row) > num_live and len(row) > 1:
-                self._judge(now, step, row)
+            if 2 * len(row) > num_live:
+                self._taken = step  # One that a few tell of may be any number.
+                if len(row) > 1:
+                    self._judge(now, step, row)
+
+    def skip(self) -> None:
+        """Keep no more than a few rows: nobody judges them at present."""
+        late = len(self._rows) - PENDING
+        for step in sorted(self._rows)[:late] if late > 0 else ():
+            del self._rows[step], self._since[step]
+
+    def forget(self, rank: int) -> None:
+        """Forget a rank that has left: nobody waits for it any more."""
+        self._shifts_of(rank).forget(rank)
+        self._parts.pop(rank, None)
+        if self.suspects.pop(rank, None) and self._home(rank) not in map(self._home, self.suspects):
+            self._gains.pop(self._home(rank), None)
 
     def _judge(self, now: float, step: int, row: dict[int, Row]) -> None:
         self._recent.append(row)

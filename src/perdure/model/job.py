@@ -61,7 +61,7 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A slowdown of ratio r is confirmed after about this over (r - 1)^2, in 1 to 25 s."""
     slow_action_s: Seconds = 40.0
     """A slowdown that has lasted this long after its verdict may be acted upon, and 20 steps, and
-    three times as long as the longest one of this generation that ended by itself."""
+    three times as long as the longest one of the last six hours that ended by itself."""
     slow_clear_s: Seconds = 5.0
     """A slowdown that has been gone for this long is withdrawn."""
     link_slow_ratio: Annotated[float, Meta(gt=1)] = 3.0

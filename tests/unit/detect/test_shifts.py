@@ -116,12 +116,13 @@ def test_two_cannot_outvote_each_other() -> None:
 def test_what_ended_by_itself_has_to_be_outlasted() -> None:
     passed = Passed()
     passed.note(0.0, 0.7, 60.0)
-    assert passed.longest_s(0.7) == passed.longest_s(1.0) == 60.0
-    assert passed.longest_s(1.2) == 0.0, "nothing was nearly as slow"
+    assert passed.longest_s(0.0, 0.7) == passed.longest_s(0.0, 1.0) == 60.0
+    assert passed.longest_s(0.0, 1.2) == 0.0, "nothing was nearly as slow"
     passed.note(1.0, 0.8, 90.0)
-    assert passed.longest_s(0.1) == 90.0
+    assert passed.longest_s(1.0, 0.1) == 90.0
+    assert passed.longest_s(8 * 3600.0, 0.1) == 0.0, "after hours it is forgotten"
     passed.note(8 * 3600.0, 0.1, 5.0)
-    assert passed.longest_s(0.1) == 5.0, "after hours it is forgotten"
+    assert passed.longest_s(8 * 3600.0, 0.1) == 5.0
 
 
 @pytest.mark.parametrize(
