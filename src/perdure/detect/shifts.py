@@ -66,6 +66,8 @@ standard deviations, is noise."""
 DRIFTING = 1.5
 """What is usual may drift: what is known of it from many blocks is as uncertain as if each had so
 many times its own variance more."""
+DRIFTED = 4.0
+"""Less than so many standard deviations of `DESIGN_SPREAD` is not looked at as a drift."""
 REMEMBERED = 64.0
 """Blocks over which a rank's usual share is learned."""
 ALONE_BLOCKS = 6
@@ -489,6 +491,10 @@ class PeerShifts:
                 self._end(now, mine, excursion)
                 usual, unknown = self._estimate_usual(mine)
         if mine.excursion is None:
+            if self._has_drifted(mine):
+                mine.usual = mine.known = 0.0
+                usual, unknown = self._estimate_usual(mine)
+                spread = math.sqrt(self._scales[0][0] + unknown)
             deviation = (block.share - usual) / spread
             if abs(deviation) <= ODD:
                 self._learn(mine, block)
@@ -505,6 +511,21 @@ class PeerShifts:
         elif len(excursion.blocks) > PENDING_MAX:
             self._end(now, mine, excursion)
             mine.usual, mine.own = block.share, block.own
+
+    def _has_drifted(self, mine: _Rank) -> bool:
+        """Return whether what is usual of a rank is more than ranks of equal work differ by.
+
+        Who becomes slower within hours is learned from all the while, and found by this: it is
+        then as new. Of two nobody can say whose work has changed.
+        """
+        num = len(self._ranks)
+        if not self._alike or num < 3 or mine.usual < DRIFTED * math.sqrt(self._design):
+            return False
+        variance, freedom = self._scale(max(mine.known, 1.0))
+        total = (variance + self._design) ** 2
+        total /= variance**2 / freedom + self._design**2 / self._freedom
+        chance = compute_tail(mine.usual / math.sqrt(variance + self._design), total)
+        return chance * 3600.0 / (REMEMBERED * BLOCK_S) * num * NUM_SCALES <= FALSE_AN_HOUR
 
     def _is_over(self, excursion: Excursion, unknown: float, clear_s: float) -> bool:
         """Return whether the newest blocks are not even half as slow as the excursion was.

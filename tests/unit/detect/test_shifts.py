@@ -106,6 +106,16 @@ def test_a_slow_rank_does_not_hide_itself() -> None:
     assert peers.shifts.excursion(SLOW) is None or not peers.shifts.excursion(SLOW).excess
 
 
+def test_who_becomes_slower_within_hours_is_found_though_learned_from_all_the_while() -> None:
+    peers = Peers(4, white(0.1)).train(300)
+    for step in range(15_000):
+        peers.train(1, 1.0 + 1.2 * step / 15_000)
+    excursion = peers.shifts.excursion(SLOW)
+    assert list(peers.found) == [SLOW]
+    assert excursion is not None
+    assert excursion.excess == pytest.approx(1.1, abs=0.2)
+
+
 def test_two_cannot_outvote_each_other() -> None:
     """Where the other one does less than before, nobody has become slow."""
     peers = Peers(2, white(0.03)).train(100)
