@@ -6,6 +6,7 @@ imports torch.
 """
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ PARTS = {
 }
 """Hidden commands, started by perdure itself: the module of each, and its arguments."""
 
+_COLLECT_EVERY = 100_000
+"""Objects between two looks for cycles: at 700, a fifth of what reading a long journal takes."""
+
 WATCHERS = (["run"], ["join"], ["queue", "run"])
 """Commands that watch over others, whom an unread terminal or pipe shall not stop."""
 
@@ -38,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PerdureError as error:
         print(f"perdure: error: {error}\nhint: {error.hint}", file=sys.stderr)
         sys.exit(error.exit_code)
+    gc.set_threshold(_COLLECT_EVERY)
     from perdure.cli.app import run_command
 
     watches = any(args[: len(words)] == words for words in WATCHERS)

@@ -214,6 +214,12 @@ class History:
         self.last_s = max(self.last_s, entry.at_s)
         self.presence.take(entry)
         match entry.body:
+            case ProgressNoted() as event:  # The most frequent one.
+                generation = self._of(event.generation)
+                generation.noted = event.step
+                first = min(generation.first, *event.accounts) if event.accounts else 0
+                for rank, account in event.accounts.items():
+                    self._take_account(generation, rank, account, first)
             case JobSubmitted() as event:
                 self.spec, self.start_s = event.spec, event.at_s
             case JobEnded() as event:
@@ -257,12 +263,6 @@ class History:
                 self.withheld = [*self.withheld[-WITHHELD_MAX + 1 :], row]
             case MachineReported() as event:
                 self.machines.take(event)
-            case ProgressNoted() as event:
-                generation = self._of(event.generation)
-                generation.noted = event.step
-                first = min(generation.first, *event.accounts) if event.accounts else 0
-                for rank, account in event.accounts.items():
-                    self._take_account(generation, rank, account, first)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
             case WorldReformed() as event if not event.finished:
@@ -369,10 +369,12 @@ class History:
         history = generation.rank(rank)
         old = history.account
         history.take(account)
+        if rank != first:
+            return
         steps = account.step - max(old.step, old.start_step if old.step >= 0 else 0)
         if old.step < 0:
             steps = account.step - account.start_step
-        if rank == first and steps > 0 and account.step_s > old.step_s:
+        if steps > 0 and account.step_s > old.step_s:
             self.step_times_s.append((account.step_s - old.step_s) / steps)
 
     def _end(self, event: RankExited) -> None:

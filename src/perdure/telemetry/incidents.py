@@ -88,8 +88,7 @@ def list_group_recoveries(lives: LifeFold, end_s: float) -> list[Recovery]:
         found += [_describe_eviction(life, one, end_s) for one in life.alive_evictions]
         failure = life.failure or life.left_out
         if failure is not None:
-            later = [e for e in lives.of_group(life.group) if e.generation > life.generation]
-            found.append(_describe_life(life, failure, later[:1], end_s))
+            found.append(_describe_life(life, failure, lives.list_next(life), end_s))
     return sorted(found, key=lambda r: (r.at_s, r.culprit))
 
 

@@ -37,7 +37,8 @@ class LedgerFold:
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
         self.history.add(entry)
-        self.lives.add(entry)
+        if self.history.spec is None or self.history.spec.groups:
+            self.lives.add(entry)
 
     def take_newest(self, progress: ProgressNoted | None) -> None:
         """Take how far the ranks are now, which no entry says yet."""

@@ -5,7 +5,9 @@ stamps itself, into its ring, so that its account is known once it has ended. Wh
 its controller has decided.
 """
 
+from bisect import bisect_right, insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from perdure.model.events import (
     FailureDecided,
@@ -22,6 +24,8 @@ from perdure.model.events import (
     ReplicaSeen,
 )
 from perdure.telemetry.older import OlderLives
+
+_AGE = attrgetter("generation")
 
 
 @dataclass(slots=True)
@@ -111,6 +115,10 @@ class LifeFold:
 
     lives: dict[int, Life] = field(default_factory=dict)
     """By generation."""
+    groups: dict[int, list[Life]] = field(default_factory=dict)
+    """Of each group, the oldest first."""
+    replicas: dict[str, list[Life]] = field(default_factory=dict)
+    """By replica id."""
     step: int = -1
     older: OlderLives = field(default_factory=OlderLives)
 
@@ -123,21 +131,29 @@ class LifeFold:
 
     def of_group(self, group: int) -> list[Life]:
         """Return the lives of a group, the oldest first."""
-        return [self.lives[n] for n in sorted(self.lives) if self.lives[n].group == group]
+        return self.groups.get(group, [])
+
+    def list_next(self, life: Life) -> list[Life]:
+        """Return the life of its group that followed `life`, if there was one."""
+        known = self.of_group(life.group)
+        at = bisect_right(known, life.generation, key=_AGE)
+        return known[at : at + 1]
 
     def _take(self, entry: JournalEntry) -> None:
         match entry.body:
             case FailureDecided() as event if event.world in self.lives:
                 self.lives[event.world].failure = event
             case RanksStarted() as event:
-                life = Life(event.generation, event.node, event.at_s)
-                self.lives.setdefault(event.generation, life)
+                if event.generation not in self.lives:
+                    life = Life(event.generation, event.node, event.at_s)
+                    self.lives[event.generation] = life
+                    insort(self.groups.setdefault(event.node, []), life, key=_AGE)
             case ReplicaSeen() as event:
                 self._see(event)
             case QuorumFormed() as event:
-                self._form(event)
-                members = (e for e in self.lives.values() if e.replica in event.members)
-                self._end_standing(list(members), event.at_s)
+                members = [e for name in event.members for e in self.replicas.get(name, ())]
+                self._form(event, sorted(members, key=_AGE))
+                self._end_standing(members, event.at_s)
             case KeysDeclared() as event if event.generation in self.lives:
                 life = self.lives[event.generation]
                 # Its first commit. Of quorums only perdure's own lighthouse tells.
@@ -161,7 +177,8 @@ class LifeFold:
                 self._end_standing(list(self.lives.values()), event.at_s)
 
     def _newest(self, group: int) -> Life | None:
-        return next(iter(self.of_group(group)[::-1]), None)
+        known = self.of_group(group)
+        return known[-1] if known else None
 
     def _see(self, event: ReplicaSeen) -> None:
         life = self._newest(event.group)
@@ -175,26 +192,30 @@ class LifeFold:
         if not event.replica:  # It moves again; of quorums nobody has told.
             del life.evictions[-1:]
             return
-        life.replica = event.replica
+        if event.replica != life.replica:
+            if life.replica:
+                self.replicas[life.replica].remove(life)
+            life.replica = event.replica
+            self.replicas.setdefault(event.replica, []).append(life)
         if event.held and life.joined_s is None:
             life.held_s = life.held_s or event.at_s
         elif event.held:
             life.stands_s = life.stands_s or event.at_s
 
-    def _form(self, event: QuorumFormed) -> None:
+    def _form(self, event: QuorumFormed, members: list[Life]) -> None:
         self.step = max(self.step, event.step)
-        for life in self.lives.values():
-            if life.replica and life.replica in event.members:
-                if life.joined_step is None:
-                    life.joined_step = event.step
-                    for one in self.of_group(life.group):
-                        if one.generation < life.generation:
-                            known = (s for s in (one.undone_from, event.step) if s is not None)
-                            one.undone_from = min(known)
-                life.joined_s = life.joined_s or event.at_s
-                if life.evictions and life.evictions[-1].back_s is None:
-                    life.evictions[-1].back_s = event.at_s
-                    life.evictions[-1].back_step = event.step
+        for life in members:
+            if life.joined_step is None:
+                life.joined_step = event.step
+                for one in reversed(self.of_group(life.group)):
+                    if one.generation < life.generation:
+                        if one.undone_from is not None and one.undone_from <= event.step:
+                            break  # So it is with all before it.
+                        one.undone_from = event.step
+            life.joined_s = life.joined_s or event.at_s
+            if life.evictions and life.evictions[-1].back_s is None:
+                life.evictions[-1].back_s = event.at_s
+                life.evictions[-1].back_step = event.step
 
     def _stop(self, event: GenerationStopped) -> None:
         life = self.lives.get(event.generation)

@@ -152,7 +152,7 @@ class OlderFailures:
         if old is not None and old.failure_s <= cause.failure_s:
             return None
         if old is None:
-            later = any(n > number for n in history.generations)
+            later = history.newest_number > number
             return None if later else self._write(number, cause, epoch=_next_epoch(history, number))
         detected_s = min(cause.detected_s, old.detected_s)
         return structs.replace(old, **structs.asdict(cause) | {"detected_s": detected_s})

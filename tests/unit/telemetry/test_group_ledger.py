@@ -1,8 +1,11 @@
 """The ledger of a torchft job: each group's own timeline, with nothing left over."""
 
+import cProfile
+import pstats
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from perdure.model.events import (
     AnyEvent,
@@ -202,3 +205,34 @@ def test_steps_that_are_made_once_more_since_all_groups_had_died_are_lost_work()
     losses = journal.fold.report(20.0).recoveries
     assert [loss.lost_steps for loss in losses] == [4, 4]
     assert {loss.reason for loss in losses} == {"all had to go back to step 6"}
+
+
+def test_four_times_as_many_deaths_of_groups_cost_four_times_as_much() -> None:
+    """Each entry looked through all lives of all groups, and each death once more."""
+
+    def live(deaths: int) -> None:
+        journal, newest = Journal(), [0, 1]
+        for group in newest:
+            journal.start(0.1, group, group)
+            journal.see(0.2, group)
+        journal.form(0.3, "0:a", "1:a")
+        for death in range(deaths):
+            at_s, group = 1.0 + death, death % 2
+            journal.exit(at_s, group, newest[group], account(at_s - 0.5, at_s), signal=9)
+            failed = structs.replace(fail(group, at_step=death), world=newest[group])
+            journal.at(at_s + 0.1, failed)
+            journal.stop(at_s + 0.2, group, newest[group])
+            newest[group] = 2 + death
+            journal.start(at_s + 0.3, group, newest[group])
+            journal.see(at_s + 0.4, group, f"{newest[group]}")
+            members = (f"{n}:{life}" if life > 1 else f"{n}:a" for n, life in enumerate(newest))
+            journal.form(at_s + 0.5, *members, step=death)
+        journal.end(deaths + 2.0)
+        assert len(journal.fold.report(deaths + 2.0).recoveries) == deaths
+
+    costs = []
+    for deaths in (100, 400):
+        profile = cProfile.Profile()
+        profile.runcall(live, deaths)
+        costs.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    assert costs[1] < 4.4 * costs[0], costs
