@@ -182,7 +182,10 @@ class RankView:
     def _show(self, o: Operation, end_s: float) -> Any:
         wait_s = o.wait_s if end_s else 0.0
         index = self._index[o.group.name]
-        return tree.CollectiveSpan(index, o.seq, o.op, o.bytes, o.start_s, end_s, wait_s, o.peer)
+        awaited = (o.peer >= 0 and not end_s,) if tree.AWAITED_KNOWN else ()
+        return tree.CollectiveSpan(
+            index, o.seq, o.op, o.bytes, o.start_s, end_s, wait_s, o.peer, *awaited
+        )
 
     def _follow_rows(self, now: float) -> list[Any]:
         rows, found = self._world.rows[self.rank], []

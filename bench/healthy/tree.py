@@ -43,6 +43,7 @@ HostProbe = find("HostProbe", *_LINKS)
 VirtualClock = find("VirtualClock", "perdure.sim.network", "perdure.sim.clock")
 
 TIMEOUT_KNOWN = "timeout_s" in CommProgress.__struct_fields__
+AWAITED_KNOWN = "awaited" in CollectiveSpan.__struct_fields__
 WORK_FIELD = next(
     (n for n in ("work", "tokens", "samples") if n in StepStages.__struct_fields__), ""
 )
@@ -74,6 +75,7 @@ def take_beat(shell: Any, now: float, beat: Any) -> list[Any]:
 
 
 __all__ = [
+    "AWAITED_KNOWN",
     "SPANS_A_BEAT", "STAGES_A_BEAT", "TIMEOUT_KNOWN", "WORK_FIELD", "BusyPhase", "CollectiveSpan",
     "CommProgress", "DetectConfig", "Disk", "HostLoad", "HostProbe", "JobSpec", "LinkSample",
     "LinkSweep", "NodeBeat", "PairProbe", "ProcSample", "RankAccount", "RankProgress", "Shell",

@@ -14,6 +14,7 @@ import msgspec
 from perdure.adapters.rings import copy_ring, open_ring
 from perdure.model.errors import ProtocolError
 from perdure.model.ring import (
+    AWAITED,
     ENDED,
     FAILED,
     HEADER_BYTES,
@@ -128,7 +129,7 @@ class RingFollower:
         ended: dict[int, list[CollectiveSpan]] = {}
         pending = []
         for number, span in self._parse(fd, numbers, reading):
-            if span is None or span.state == UNDER_WAY:
+            if span is None or span.state in (UNDER_WAY, AWAITED):
                 self._open.append(number)
                 if span is not None and _is_late(span.span, reading, now):
                     pending.append(span.span)

@@ -77,7 +77,7 @@ def is_point_to_point(op: str) -> bool:
 def find_current(watch: RankWatch) -> CommProgress | None:
     """Return the communicator in which the rank may be waiting for others; None if in none."""
     inside = [c for c in watch.comms if c.size > 1 and is_inside(c)]
-    return max(inside, key=lambda c: (c.since_s, c.name), default=None)
+    return max((*inside, *watch.awaited), key=lambda c: (c.since_s, c.name), default=None)
 
 
 def is_inside(comm: CommProgress) -> bool:
@@ -182,20 +182,27 @@ def _match_other_end(
     pairs: dict[tuple[str, int, int], InFlight],
 ) -> None:
     """A send or receive: in flight where the other end is in its counterpart, else an edge."""
-    peer = watches[rank].peers.get(c.name, -1)
-    if peer < 0 and c.size == 2:
-        peer = next((r for r in c.ranks if r != rank), -1)
+    peer = _find_other_end(rank, c)
     if peer not in watches:
         return
     sends = "send" in c.op.lower()
     other = current.get(peer)
-    if other is not None and other.name == c.name and is_point_to_point(other.op):
-        back = watches[peer].peers.get(c.name, rank if other.size == 2 else -1)
-        if back == rank and ("send" in other.op.lower()) != sends:
-            src, dst = (rank, peer) if sends else (peer, rank)
-            ranks = (min(src, dst), max(src, dst))
-            pairs[c.name, src, dst] = InFlight(
-                c.name, c.op, c.started_seq, ranks, c.size, (src, dst)
-            )
-            return
+    if (
+        other is not None
+        and other.name == c.name
+        and is_point_to_point(other.op)
+        and _find_other_end(peer, other) == rank
+        and ("send" in other.op.lower()) != sends
+    ):
+        src, dst = (rank, peer) if sends else (peer, rank)
+        ranks = (min(src, dst), max(src, dst))
+        pairs[c.name, src, dst] = InFlight(c.name, c.op, c.started_seq, ranks, c.size, (src, dst))
+        return
     edges.append(Edge(rank, peer, c.name, c.op, c.started_seq))
+
+
+def _find_other_end(rank: int, c: CommProgress) -> int:
+    """Return with whom a rank's send or receive is; -1 where that is unknown."""
+    if c.peer < 0 and c.size == 2:
+        return next((r for r in c.ranks if r != rank), -1)
+    return c.peer

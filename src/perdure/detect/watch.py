@@ -10,6 +10,8 @@ minutes of preprocessing before the first collective are common.
 import math
 from dataclasses import dataclass, field
 
+import msgspec
+
 from perdure.detect.cadence import Cadence, Habits
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import CommProgress, RankAccount, RankProgress
@@ -69,8 +71,8 @@ class RankWatch:
     gone: bool = False
     clock_s: float = 0.0
     """Added to its node's stamps to make them the controller's."""
-    peers: dict[str, int] = field(default_factory=dict)
-    """Communicator -> the other end of a send or receive that is under way, where known."""
+    awaited: tuple[CommProgress, ...] = ()
+    """Sends and receives that it is blocked in, where that is known, each as its communicator."""
     moved_s: float = 0.0
     """When the controller last heard of progress."""
     ends: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -219,7 +221,7 @@ class RankWatch:
         self.heartbeat_s = max(self.heartbeat_s, progress.heartbeat_s)
         self.account, self.comms = progress.account, progress.comms
         self.collectives = max(self.collectives, _entered(progress.comms))
-        self.peers = _read_peers(progress)
+        self.awaited = _list_awaited(progress)
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
 
     def waits_s(self, comm: CommProgress) -> float:
@@ -271,11 +273,18 @@ def _entered(comms: tuple[CommProgress, ...]) -> int:
     return sum([comm.started_seq for comm in comms])
 
 
-def _read_peers(progress: RankProgress) -> dict[str, int]:
-    peers = {c.name: c.peer for c in progress.comms if c.peer >= 0}
+def _list_awaited(progress: RankProgress) -> tuple[CommProgress, ...]:
+    """Return the communicators of sends and receives, as they are where a thread is blocked.
+
+    One that is under way need not be waited for: it may be for later, or long since done.
+    """
+    found = []
     for span in progress.spans:
-        if span.peer >= 0 and span.end_s <= 0.0 and span.comm < len(progress.comms):
+        if span.awaited and span.peer >= 0 and span.comm < len(progress.comms):
             comm = progress.comms[span.comm]
-            if span.seq == comm.started_seq:
-                peers[comm.name] = span.peer
-    return peers
+            found.append(
+                msgspec.structs.replace(
+                    comm, started_seq=span.seq, op=span.op, since_s=span.start_s, peer=span.peer
+                )
+            )
+    return tuple(found)

@@ -84,8 +84,9 @@ S_NUMBER, S_START, S_END, S_WAIT, S_SEQ, S_BYTES, S_KIND, S_STATE = range(8)
 """Words of a span. `S_NUMBER` is its number plus one, 0 while it is being written. `S_KIND` is
 operation + (dtype << 8) + (communicator slot << 16) + (peer + 1 << 32), the peer by its rank
 within the group. `S_STATE` is one of the states below + (thread id << 32)."""
-UNDER_WAY, ENDED, FAILED, UNSEEN = range(4)
-"""States of a span; `UNSEEN`: its end cannot be told by anybody."""
+UNDER_WAY, ENDED, FAILED, UNSEEN, AWAITED = range(5)
+"""States of a span; `UNSEEN`: its end cannot be told by anybody; `AWAITED`: it is under way, and a
+thread is blocked until it ends."""
 STAGES_AT = SPANS_AT + SPANS_MAX * SPAN_BYTES
 STAGES_BYTES = 128
 STAGES_MAX = 512
@@ -178,7 +179,7 @@ class SpanReading(msgspec.Struct, frozen=True):
     number: int
     span: CollectiveSpan
     state: int
-    """`UNDER_WAY`, `ENDED`, `FAILED` or `UNSEEN`."""
+    """`UNDER_WAY`, `ENDED`, `FAILED`, `UNSEEN` or `AWAITED`."""
     dtype: str = ""
     thread: int = 0
 
@@ -248,6 +249,7 @@ def parse_span(
         end_s=_stamp(end, clock_offset_s),
         wait_s=wait / 1e9,
         peer=peer,
+        awaited=state & 0xFFFFFFFF == AWAITED,
     )
     name = DTYPES[dtype] if dtype < len(DTYPES) else ""
     return SpanReading(number, span, state & 0xFFFFFFFF, name, state >> 32)

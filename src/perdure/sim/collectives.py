@@ -27,6 +27,8 @@ from perdure.model.signals.progress import (
 
 RETRY_S = 0.2
 """When the kernel first sends again what nobody has answered; it doubles each time."""
+PENDING_S = 0.25
+"""A send or receive under way is told of after so long, as by an agent."""
 NEVER = float("inf")
 FaultKind = Literal[
     "stop", "spin", "sleep", "drop-link", "drop-nic", "slow-link", "slow-nic", "loss",
@@ -497,7 +499,7 @@ class Training:
             name = op.group.name
             index = r.index.setdefault(name, len(r.index))
             ended = op.end_s <= now
-            size = len(op.group.ranks)
+            size = len(op.group.ranks) if op.peer < 0 else 1
             r.last[name] = CommProgress(
                 name, size, op.seq, op.seq if ended else op.seq - 1, op.op, op.start_s,
                 op.group.ranks, op.bytes, "float32", op.peer,
@@ -505,6 +507,12 @@ class Training:
             r.moved_s = max(r.moved_s, op.end_s if ended else op.start_s)
             if not ended:
                 keep.append(op)
+                if op.peer >= 0 and now - op.start_s > PENDING_S:
+                    spans.append(
+                        CollectiveSpan(
+                            index, op.seq, op.op, op.bytes, op.start_s, peer=op.peer, awaited=True
+                        )
+                    )
             elif self._spans and op.seq % self._stride == 0:
                 span = CollectiveSpan(
                     index, op.seq, op.op, op.bytes, op.start_s, op.end_s, 0.0, op.peer

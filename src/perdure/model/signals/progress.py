@@ -34,6 +34,8 @@ class CollectiveSpan(msgspec.Struct, frozen=True, array_like=True):
     """Of it, how long the rank's own threads were blocked in `wait`: its exposed part."""
     peer: int = -1
     """Global rank at the other end, of a send or receive."""
+    awaited: bool = False
+    """A thread of the rank is blocked until it ends."""
 
 
 class StepStages(msgspec.Struct, frozen=True, array_like=True):

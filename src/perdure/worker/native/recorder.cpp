@@ -39,7 +39,7 @@ namespace {
 using Word = std::atomic<int64_t>;
 static_assert(sizeof(Word) == 8 && Word::is_always_lock_free);
 
-constexpr int64_t kUnderWay = 0, kEnded = 1, kFailed = 2, kUnseen = 3;
+constexpr int64_t kUnderWay = 0, kEnded = 1, kFailed = 2, kUnseen = 3, kAwaited = 4;
 constexpr int kDone = 512;      // Collectives of one communicator that may be in flight.
 constexpr int kTable = 512;     // Process groups that are told apart; twice the slots at least.
 constexpr int kPending = 1024;  // Works on a device that are asked for their end.
@@ -210,13 +210,24 @@ void end_span(const Span& span, int64_t state) {
   Word* words = span_words(ring, span.number);
   if (words[S_NUMBER].load(std::memory_order_acquire) == span.number + 1) {
     int64_t old = words[S_STATE].load(std::memory_order_relaxed);
-    if ((old & 0xFFFFFFFF) != kUnderWay) return;
+    if ((old & 0xFFFFFFFF) != kUnderWay && (old & 0xFFFFFFFF) != kAwaited) return;
     if (state != kUnseen) words[S_END].store(now, std::memory_order_relaxed);
     words[S_STATE].store((old & ~int64_t(0xFFFFFFFF)) | state, std::memory_order_release);
   }
   if (span.comm->epoch == g_epoch.load(std::memory_order_relaxed))
     advance(ring, *span.comm, span.seq);
   if (state != kUnseen) word(ring, W_COMM_BEAT).store(now, std::memory_order_relaxed);
+}
+
+// Says that a thread begins to wait for the end of a span, unless it has ended.
+void note_awaited(const Span& span) {
+  char* ring = g_ring.load(std::memory_order_acquire);
+  if (ring == nullptr) return;
+  Word* words = span_words(ring, span.number);
+  if (words[S_NUMBER].load(std::memory_order_acquire) != span.number + 1) return;
+  int64_t old = words[S_STATE].load(std::memory_order_relaxed);
+  if ((old & 0xFFFFFFFF) == kUnderWay)
+    words[S_STATE].compare_exchange_strong(old, old | kAwaited, std::memory_order_release);
 }
 
 // Adds to what a thread was blocked for. The training thread's, and in a backward pass that of
@@ -279,6 +290,7 @@ class StampedWork final : public c10d::Work {
 
   bool wait(std::chrono::milliseconds timeout) override {
     const int64_t began = now_ns();
+    note_awaited(span_);
     try {
       const bool done = inner_->wait(timeout);
       note_blocked(span_, now_ns() - began);

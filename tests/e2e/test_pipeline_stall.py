@@ -1,0 +1,41 @@
+"""Who waits for whom through sends and receives: a stage that stands still is named, not another.
+
+Each stage of a pipeline has a communicator of its own, so that ranks of two stages are missing in
+theirs: the one that computes for ever, and the one that is blocked in a receive from it.
+"""
+
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Job
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("rank", "when"),
+    [(3, "before-send"), pytest.param(1, "after-send", marks=pytest.mark.long)],
+)
+def test_the_rank_that_stands_still_is_named_and_not_who_waits_for_it(
+    start: Callable[..., Job], rank: int, when: str
+) -> None:
+    """The first verdict of a hang that stands is about that rank."""
+    script = str(SCRIPTS / "pipeline_stall.py")
+    job = start("pipe", "-n", "4", "--observe", script, str(rank), when, timeout_s=90.0)
+
+    def find_hangs() -> list[dict[str, Any]]:
+        verdicts = json.loads(job.cli("diagnose", "pipe", "--json").stdout)["verdicts"]
+        standing = [v for v in verdicts if "withdrawn" not in v["evidence"]]
+        return [v for v in standing if v["kind"] in ("ComputeHang", "CommHang")]
+
+    job.wait_state("running")
+    job.wait_until(find_hangs, "a hang is told")
+    (hang,) = find_hangs()
+    assert (hang["kind"], hang["culprit"]["rank"]) == ("ComputeHang", rank), hang
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
