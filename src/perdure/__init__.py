@@ -1,8 +1,8 @@
 """perdure keeps PyTorch training running on hardware that does not.
 
 A training script needs three names from here: `init`, and the `Run` and `ConfigError` it meets.
-They are looked up on first use, so that controller, command line and simulator import this
-package without torch.
+One whose loop is its own may call `work` (as `Run.work`). They are looked up on first use, so that
+controller, command line and simulator import this package without torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from perdure.worker.run import Run as Run
     from perdure.worker.run import init as init
+    from perdure.worker.work import declare_work as work
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "init"]
+__all__ = ["Run", "__version__", "init", "work"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return `init` or `Run`, importing the training side only now."""
+    """Return `init`, `Run` or `work`, importing the training side only now."""
     if name in ("Run", "init"):
         from perdure.worker import run
 
         return getattr(run, name)
+    if name == "work":
+        from perdure.worker.work import declare_work
+
+        return declare_work
     raise AttributeError(f"module 'perdure' has no attribute {name!r}")
