@@ -23,7 +23,7 @@ from perdure.detect.persistence import Baseline, compute_interval, is_duration
 from perdure.detect.shifts import Excursion, Passed, PeerShifts
 from perdure.detect.work import Compared, DeclaredWork
 from perdure.model.job import DetectConfig
-from perdure.model.signals.progress import StepStages
+from perdure.model.signals.progress import WORK_MAX, StepStages
 from perdure.model.verdicts import Slowness
 
 NAMES = ("data", "forward", "backward", "optimizer")
@@ -172,7 +172,7 @@ class StageWatch:
             if sum(own) > LIED * whole_s + LIED_S:
                 continue
             self._since.setdefault(s.step, now)
-            work = s.work if is_duration(s.work) else 0.0
+            work = s.work if 0.0 < s.work <= WORK_MAX else 0.0
             self._declares = self._declares or work > 0.0
             self._rows.setdefault(s.step, {})[rank] = (*own, sum(own), whole_s, work)
 
@@ -199,6 +199,9 @@ class StageWatch:
     def forget(self, rank: int) -> None:
         """Forget a rank that has left: nobody waits for it any more."""
         self._shifts_of(rank).forget(rank)
+        declared = self._works.get(self._peers.get(rank, -1))
+        if declared is not None:
+            declared.forget(rank)
         self._parts.pop(rank, None)
         if self.suspects.pop(rank, None) and self._home(rank) not in map(self._home, self.suspects):
             self._gains.pop(self._home(rank), None)

@@ -50,8 +50,9 @@ MORE, MORE_STEPS = 0.5, 20
 in fewer steps."""
 SLOPE_MAX = 3.0
 SPREAD_LEAST = 0.01
-LEAST_S, LEAST_SCALE = 1e-6, 1e-3
-"""Seconds, and times the usual, that nothing is shorter than."""
+LEAST_S, LEAST_SCALE, MOST_WORK = 1e-6, 1e-3, 20.0
+"""Seconds, and times the usual, that nothing is shorter than; and the logarithm of the work over
+the usual that no step has more of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,10 @@ class DeclaredWork:
             "work_fixed_share": round(self.fixed, 3),
         }
 
+    def forget(self, rank: int) -> None:
+        """Forget a rank that has left."""
+        self._claims.pop(rank, None)
+
     def take(
         self, at_s: float, seconds: float, own: Mapping[int, float], work: Mapping[int, float]
     ) -> list[Compared] | None:
@@ -174,8 +179,7 @@ class DeclaredWork:
         departures: dict[int, float] = {}
         slopes: dict[int, float] = {}
         for rank, work in step.works.items():
-            amount = math.exp(work - self._usual)
-            length = max(self.fixed + (1.0 - self.fixed) * amount, LEAST_SCALE)
+            amount, length = self._measure(work)
             departures[rank] = step.times[rank] - math.log(length)
             slopes[rank] = max(-SLOPE_MAX, min(SLOPE_MAX, (1.0 - amount) / length))
         ordered = sorted(departures.values())
@@ -202,15 +206,18 @@ class DeclaredWork:
             self.fixed = max(0.0, min(1.0, self.fixed + products / self._firm))
         return changed
 
+    def _measure(self, work: float) -> tuple[float, float]:
+        """Return how many times the usual work it is, and takes; `work` is its logarithm."""
+        amount = math.exp(min(work - self._usual, MOST_WORK))
+        return amount, max(self.fixed + (1.0 - self.fixed) * amount, LEAST_SCALE)
+
     def _compare(self, step: _Step) -> Compared:
         """Return what each rank would have taken for the usual work."""
         own, self.scales = {}, {}
         for rank, work in step.works.items():
-            claim = self._claims[rank]
-            believed = work if claim.believed else work - claim.more
-            amount = math.exp(believed - self._usual)
-            length = self.fixed + (1.0 - self.fixed) * amount
-            scale = self.scales[rank] = 1.0 / max(length, LEAST_SCALE)
+            claim = self._claims.get(rank)  # It may have left since.
+            believed = work if claim is None or claim.believed else work - claim.more
+            scale = self.scales[rank] = 1.0 / self._measure(believed)[1]
             own[rank] = step.own[rank] * scale
         return Compared(step.at_s, step.seconds, own, step.own)
 

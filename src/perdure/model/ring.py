@@ -20,6 +20,7 @@ import msgspec
 
 from perdure.model.errors import ProtocolError
 from perdure.model.signals.progress import (
+    WORK_MAX,
     BusyPhase,
     CollectiveSpan,
     CommProgress,
@@ -90,8 +91,6 @@ thread is blocked until it ends."""
 STAGES_AT = SPANS_AT + SPANS_MAX * SPAN_BYTES
 STAGES_BYTES = 128
 STAGES_MAX = 512
-WORK_MAX = 1e15
-"""No step's declared work is more."""
 RING_BYTES = STAGES_AT + STAGES_MAX * STAGES_BYTES
 
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -11,7 +11,7 @@ import math
 from typing import SupportsFloat
 
 from perdure.model.plain import make_plain
-from perdure.model.ring import WORK_MAX
+from perdure.model.signals.progress import WORK_MAX
 from perdure.worker.attach import attach_ring
 from perdure.worker.stderr import say
 

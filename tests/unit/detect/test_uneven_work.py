@@ -162,6 +162,26 @@ def test_a_peer_that_lies_wildly_breaks_nothing(work: float) -> None:
     ranks.train(100)
 
 
+@pytest.mark.parametrize(("few", "much"), [(5e-324, 1e30), (1e30, 5e-324), (1e30, 1e30)])
+def test_work_of_any_size_is_compared(few: float, much: float) -> None:
+    """Floating-point operations are many, shares of a batch are few."""
+    ranks = Packed(3)
+    ranks.tell = lambda rank, tokens: few if rank else much
+    assert ranks.train(100) == 0
+    ranks.tell = lambda rank, tokens: tokens * 1e-20
+    ranks.train(100)
+
+
+def test_a_rank_may_leave_at_any_step() -> None:
+    for at in (1, 3, 5, 30):
+        ranks = Packed(3)
+        ranks.train(at)
+        ranks.watch.forget(2)
+        ranks.world = 2
+        assert ranks.train(100) == 0
+        assert ranks.train(20, 2.0) > 0
+
+
 def test_what_is_claimed_at_random_teaches_that_time_follows_no_work() -> None:
     declared = DeclaredWork()
     chance = random.Random(3)

@@ -38,6 +38,10 @@ class CollectiveSpan(msgspec.Struct, frozen=True, array_like=True):
     """A thread of the rank is blocked until it ends."""
 
 
+WORK_MAX = 1e30
+"""No step's declared work is more, in whatever unit."""
+
+
 class StepStages(msgspec.Struct, frozen=True, array_like=True):
     """Where one step of one rank went, in seconds; the parts add up to `end_s - begin_s`.
 
