@@ -1,18 +1,20 @@
-"""Slow communication and late ranks, from the durations of one collective on all its ranks.
+"""Slow communication, from the durations of one collective on all its ranks.
 
 For one (communicator, sequence) the smallest duration is pure communication, because the last to
-arrive waits for nobody; how much longer a rank was inside is how long it waited. The smallest is
-looked at first: under slow communication lateness grows as well. Only rows in which every rank
+arrive waits for nobody; who is late is told from the others (`lateness`). The smallest is looked at
+first: under slow communication lateness grows as well. Only rows in which every rank
 is present count, for without the last to arrive the minimum means nothing. No two clocks are
 compared. Sends and receives are left to the links: their numbers differ by design.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
+from perdure.detect.lateness import LatenessWatch
 from perdure.detect.persistence import Baseline, Persistence, is_duration
+from perdure.detect.shifts import Passed
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import CommProgress, RankProgress
 
@@ -36,6 +38,8 @@ class Row(msgspec.Struct):
     op: str
     bytes: int
     durations: dict[int, float]
+    starts: dict[int, float]
+    """When each rank began, by its own clock, where lateness is of use."""
     end_s: float = 0.0
     """At the communicator's first rank, by its own clock."""
 
@@ -66,25 +70,12 @@ class Comm:
         return self.pace_now / self.pace.value if self.pace.known else 0.0
 
 
-class Lateness:
-    """The time by which one rank arrives late, and how long it waits itself."""
-
-    __slots__ = ("base", "late", "samples", "waited")
-
-    def __init__(self) -> None:
-        """Begin knowing nothing."""
-        self.samples: deque[float] = deque(maxlen=16)
-        self.base = Baseline()
-        self.late: Persistence | None = None
-        self.waited = 0.0
-        """Moving average of waiting a collective."""
-
-
 class CollectiveWatch:
     """Watches how long the collectives of a generation's communicators take."""
 
-    def __init__(self, config: DetectConfig) -> None:
-        """Begin a generation."""
+    def __init__(self, config: DetectConfig, passed: Passed, world_size: int) -> None:
+        """Begin a generation; `passed` is slowness of ranks that ended by itself."""
+        self._world_size = world_size
         self.config = config
         """What is judged by; it may change while a job runs."""
         self._comms: dict[tuple[str, int, int, int], Comm] = {}
@@ -95,7 +86,7 @@ class CollectiveWatch:
         self.senders: set[int] = set()
         """Ranks that have sent or received something."""
         self._ready: list[tuple[Comm, int]] = []
-        self.lateness = defaultdict[int, Lateness](Lateness)
+        self.lateness = LatenessWatch(passed)
         self.by_lateness = True
         """Whether lateness is of use: stages tell more, where there are any."""
         self.step_s = 0.0
@@ -139,8 +130,10 @@ class CollectiveWatch:
                 continue
             row = comm.rows.get(seq)
             if row is None:
-                row = comm.rows[seq] = Row(span.op, span.bytes, {})
+                row = comm.rows[seq] = Row(span.op, span.bytes, {}, {})
             row.durations[rank] = duration_s
+            if self.by_lateness:
+                row.starts[rank] = span.start_s
             if rank == comm.first:
                 row.end_s = end_s
             if len(row.durations) == comm.size:
@@ -172,6 +165,7 @@ class CollectiveWatch:
                 self._judge(now, comm, seq, row, pace)
         self._ready.clear()
         self.skip()
+        self.lateness.look(now)
         for comm in self._comms.values():
             if comm.slow is not None and comm.slow.is_over(now, 30.0):
                 comm.slow = None
@@ -234,7 +228,7 @@ class CollectiveWatch:
                 }
         base.add(now, least_s, tolerance)
         if self.by_lateness:
-            self._follow_lateness(now, comm, durations, least_s, each_s, slow)
+            self._follow_lateness(now, comm, seq, row, slow=slow)
 
     def _follow_pace(self, now: float, comm: Comm, seq: int, row: Row) -> float:
         """Return seconds a collective by the clock of the first rank; 0 where unknown."""
@@ -247,41 +241,15 @@ class CollectiveWatch:
             comm.pace.add(now, max(comm.pace_now, 1e-9), 1.25)
         return comm.pace_now
 
-    def _follow_lateness(
-        self,
-        now: float,
-        comm: Comm,
-        durations: dict[int, float],
-        least_s: float,
-        each_s: float,
-        slow: bool,
-    ) -> None:
-        """Who was late: those whose stay was shorter than that of the others."""
-        ordered = sorted(durations.values())
-        reference_s = ordered[-1] if len(ordered) == 2 else ordered[len(ordered) // 2]
-        for rank, duration_s in durations.items():
-            mine = self.lateness[rank]
-            late_s = max(reference_s - duration_s, 0.0)
-            mine.waited += 0.1 * (duration_s - least_s - mine.waited)
-            mine.samples.append(late_s)
-            if slow:
-                continue
-            top = sorted(mine.samples)
-            late_s = top[len(top) * 3 // 4]
-            usual_s = mine.base.value
-            # Without steps, a step is taken for two collectives.
-            step_s = self.step_s or 2 * (comm.pace.value or each_s)
-            excess = (late_s - usual_s) / step_s if step_s > 0 and mine.base.known else 0.0
-            if late_s - usual_s < self.config.straggler_floor_s:
-                excess = 0.0
-            least = self.config.straggler_ratio - 1.0
-            if mine.late is None and excess >= least:
-                mine.late = Persistence(now, self.config.slow_confirm_s, least, step_s)
-            if mine.late is not None:
-                mine.late.add(now, excess)
-                if mine.late.is_over(now, 30.0):
-                    mine.late = None
-            mine.base.add(now, max(late_s, 1e-6), 1.5 if usual_s > 1e-3 else 1e3)
+    def _follow_lateness(self, now: float, comm: Comm, seq: int, row: Row, *, slow: bool) -> None:
+        """Who was late is told where communication is as usual: else both grow."""
+        key = (comm.name, comm.first)
+        if slow or row.end_s <= 0.0 or len(row.starts) < comm.size:
+            self.lateness.skip(key)
+            return
+        alike = comm.size < self._world_size or self.senders.isdisjoint(comm.ranks)
+        arrived = (seq, row.end_s, row.starts, row.durations)
+        self.lateness.take(now, key, arrived, self.config, alike=alike, step_s=self.step_s)
 
 
 def group_peers(

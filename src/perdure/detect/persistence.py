@@ -5,6 +5,11 @@ to confirm is `scale_s / e^2`. It is counted in seconds, not in collectives or s
 x29 slowdown (which makes every step long) is not the last to be found. A quantile is taken, not
 a mean: one long step (a garbage collection, an evaluation) is no slowness, however long.
 Where samples are rarer than one a second, because steps are long, all times are longer by that.
+
+It judges communicators and links. Ranks are judged by `shifts`, which needs what they do not have:
+peers that do the same at the same time, and so many samples that their spread is known. A link has
+one sample a sweep and no peer that carries the same; the thresholds (3 times as slow as others,
+1.4 times beside slow collectives) are far above its noise, and it has two seconds.
 """
 
 import math
@@ -35,8 +40,6 @@ DURATION_MAX_S = 30 * 86400.0
 """No step and no collective is longer, whatever a rank tells."""
 WIDEST = 0.99
 """Likeness of neighbouring samples above which no interval is made wider."""
-CHANCE = 1e-6
-"""A window is looked at each second, of each rank, for months."""
 
 
 class Persistence:
@@ -71,11 +74,10 @@ class Persistence:
         while self._samples[0][0] < now - _KEPT_S * self.unit:
             self._samples.popleft()
 
-    def confirm(self, now: float, *, hurry: float = 1.0, usual: float = 0.0) -> float:
+    def confirm(self, now: float, *, hurry: float = 1.0) -> float:
         """Return the confirmed excess; 0 if there is none (yet).
 
-        `hurry` below 1 shortens the time: there is evidence of another kind as well. `usual` is
-        the share of samples that exceed `least` where nothing is wrong.
+        `hurry` below 1 shortens the time: there is evidence of another kind as well.
         """
         if (
             self._samples
@@ -99,9 +101,6 @@ class Persistence:
             if window_s <= WINDOWS_S[0] and hurry == 1.0:
                 wanted = max(wanted, SHORTEST_EXCESS)
             if low >= wanted and seen[-1][1] >= wanted / 2:
-                num_odd = sum(e >= self.least for e in recent)
-                if not is_exceptional(num_odd, len(recent), usual):
-                    continue
                 return recent[len(recent) // 2]
         return 0.0
 
@@ -172,24 +171,6 @@ def is_duration(seconds: float) -> bool:
     (True, False, False)
     """
     return 0.0 <= seconds <= DURATION_MAX_S
-
-
-def is_exceptional(num_odd: int, num: int, usual: float) -> bool:
-    """Return whether so many odd samples of `num` are too many for chance.
-
-    By Chernoff's bound at most `CHANCE` of such windows have as many where a share `usual` is odd.
-
-    >>> is_exceptional(8, 8, 0.01), is_exceptional(8, 8, 0.3), is_exceptional(20, 20, 0.3)
-    (True, False, True)
-    """
-    seen = num_odd / num
-    if usual <= 0.0:
-        return True
-    if seen <= usual:
-        return False
-    nats = seen * math.log(seen / usual)
-    nats += (1.0 - seen) * math.log((1.0 - seen) / (1.0 - usual)) if seen < 1.0 else 0.0
-    return num * nats >= -math.log(CHANCE)
 
 
 def compute_interval(

@@ -76,7 +76,7 @@ class SlowWatch:
         self._housed: dict[int, list[int]] = {}
         passed = None if before is None else before.stages.passed
         self.stages: StageWatch = StageWatch(config, self._home_of, passed)
-        self.collectives = CollectiveWatch(config)
+        self.collectives = CollectiveWatch(config, self.stages.passed, spec.world_size)
         self.links = LinkWatch(config, self._node_of)
         self._neighbours = Neighbours()
         self._hosts = HostWatch()
@@ -204,6 +204,7 @@ class SlowWatch:
             out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
         for rank in sorted(departed):
             self.stages.forget(rank)
+            self.collectives.lateness.forget(rank)
             self._neighbours.forget(rank)
             self._housed[self._homes.pop(rank)].remove(rank)
         return out
@@ -278,11 +279,9 @@ class SlowWatch:
             if self._neighbours_explain(comms):
                 return False
             return bool(comms) or any(on(link.slow) for link in self.links.links.values())
-        late = self.collectives.lateness
-        return any(
-            r in self.stages.suspects or on(late[r].late if r in late else None)
-            for r in self._list_culprits(verdict.culprit)
-        )
+        late = self.collectives.lateness.suspects
+        culprits = self._list_culprits(verdict.culprit)
+        return any(r in self.stages.suspects or r in late for r in culprits)
 
     @property
     def _wait_s(self) -> float:
@@ -350,15 +349,9 @@ class SlowWatch:
         found = [s for rank in ranks if (s := self.stages.measure(now, rank, window_s, sure=sure))]
         if found:
             return max(found, key=lambda s: s.share_low)
-        late = [one for r in ranks if (one := self.collectives.lateness.get(r)) is not None]
-        spans = [
-            x for one in late if one.late and (x := one.late.interval(now, window_s, sure=sure))
-        ]
-        if not spans:
-            return None
-        excess = max(spans)
-        mid = max(excess[1], 0.0)
-        return _make_slowness(excess, mid / (1.0 + mid))
+        late = self.collectives.lateness
+        found = [s for rank in ranks if (s := late.measure(now, rank, window_s, sure=sure))]
+        return max(found, key=lambda s: s.share_low, default=None)
 
     def _measure_comms(
         self, now: float, slow: list[Comm], window_s: float, *, sure: bool
@@ -448,8 +441,9 @@ class SlowWatch:
         self._excused.update(dict.fromkeys(busy, now))
         for node in busy:
             for rank in self._list_housed_ranks(node):
-                if rank in self.stages.suspects:
-                    self.stages.suspects[rank].explained = True
+                for suspects in (self.stages.suspects, self.collectives.lateness.suspects):
+                    if rank in suspects:
+                        suspects[rank].explained = True
 
     def _estimate_lost(self, verdict: Verdict) -> float:
         """Return the share of its time that training loses by what a verdict says."""
@@ -712,25 +706,32 @@ class SlowWatch:
         return self._neighbours.take_more_from(rank) >= 0.5 * excess / (1.0 + excess)
 
     def _find_late(self, now: float, watches: Mapping[int, RankWatch]) -> list[Verdict]:
-        """Without stages: of those that arrive late, the one that waits for nobody itself."""
-        late = []
-        for rank, mine in sorted(self.collectives.lateness.items()):
-            excess = mine.late.confirm(now) if mine.late is not None else 0.0
-            if excess > 0.0 and rank in watches and mine.late is not None:
-                late.append((mine.waited, rank, excess, mine.late.onset_s()))
-        if not late or 2 * len(late) > max(len(watches), 2):
+        """Without stages: of those that arrive late, the one that waits for nobody itself.
+
+        While that lasts, nobody else is blamed: they may be late because of it.
+        """
+        lateness = self.collectives.lateness
+        late = [
+            rank
+            for rank, suspect in sorted(lateness.suspects.items())
+            if suspect.excess > 0.0 and rank in watches
+        ]
+        blamed = any(("Straggler", str(Culprit(rank=rank))) in self._open for rank in late)
+        if not late or blamed or 2 * len(late) > max(len(watches), 2):
             return []
-        waited_s, rank, excess, began_s = min(late)
+        rank = min(late, key=lateness.rate)
+        suspect, waited_s = lateness.suspects[rank], lateness.waited.get(rank, 0.0)
+        excess, began_s = suspect.excess, suspect.began_s
         evidence: dict[str, object] = {
             "stage": "compute",
             "ratio": round(1.0 + excess, 3),
             "waits_ms": round(waited_s * 1e3, 3),
-            "late": [r for _, r, _, _ in late][:16],
+            "late": late[:16],
             "probe": [self._node_of(rank)],
         }
         reason = (
-            f"rank {rank} arrives late at its collectives by {excess:.0%} of a step and waits "
-            "for nobody itself (its stages are not recorded: compute)"
+            f"rank {rank} takes {1.0 + excess:.2f} times as long from one collective to the next, "
+            "and waits for nobody itself (its stages are not recorded: compute)"
         )
         verdict = self._make(now, "Straggler", Culprit(rank=rank), 0.7, reason, began_s, evidence)
         return [msgspec.structs.replace(verdict, step=watches[rank].account.step)]
@@ -743,7 +744,8 @@ class SlowWatch:
         for comm in self.collectives.comms():
             if comm.slow is not None and comm.slow.is_recent(now, RECENT_S) and len(nodes) < 64:
                 nodes.update(self._node_of(r) for r in comm.ranks[:512])
-        return frozenset(nodes | {self._node_of(rank) for rank in self.stages.suspects})
+        ranks = [*self.stages.suspects, *self.collectives.lateness.suspects]
+        return frozenset(nodes | {self._node_of(rank) for rank in ranks})
 
 
 def _tell_work(work: Mapping[str, object]) -> str:
