@@ -27,6 +27,8 @@ CROWD, CROWD_EVERY = 2_000, 4
 USUAL = 1.1
 PACE_ROWS = 9
 """Rows over which the time a collective is taken: several collectives make a step."""
+UNDECLARED = 2
+"""Where nothing is known of steps, one is taken for so many collectives."""
 ACCOUNTED = 0.5
 PACE_RATIO = 1.02
 """Slow communication that makes nothing slower is hidden behind work, and nobody's concern."""
@@ -249,7 +251,8 @@ class CollectiveWatch:
             return
         alike = comm.size < self._world_size or self.senders.isdisjoint(comm.ranks)
         arrived = (seq, row.end_s, row.starts, row.durations)
-        self.lateness.take(now, key, arrived, self.config, alike=alike, step_s=self.step_s)
+        step_s = self.step_s or UNDECLARED * comm.pace.value
+        self.lateness.take(now, key, arrived, self.config, alike=alike, step_s=step_s)
 
 
 def group_peers(

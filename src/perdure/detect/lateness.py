@@ -3,9 +3,10 @@
 Of one collective all ranks come out together, and the last to arrive waits for nobody; how much
 longer another was inside is how long it waited. What a rank has not waited, of the time from one
 collective to a later one, it has worked; that is told from chance as the work of stages is
-(`shifts`). Collectives in flight together are waited for at once, so that waits are the union of
-those of each. Who waits for a late rank in one communicator, or for what it sends, is itself late
-in another: of all that are late, the one to blame is late wherever it is, and waits least.
+(`shifts`). Collectives in flight together, beside which the rank works on, are waited for as long
+as in one of them at most; those that are not told of count for nothing. Who waits for a late rank
+in one communicator, or for what it sends, is itself late in another: of all that are late, the one
+to blame is late wherever it is, and waits least.
 """
 
 from collections import deque
@@ -20,8 +21,6 @@ from perdure.model.verdicts import Slowness
 
 WHOLE = 0.9
 """So much of a usual step is taken for one: its collectives come in a row."""
-UNDECLARED = 2
-"""Where nothing is known of steps, one is taken for so many collectives."""
 LEAST = 0.02
 """A rank works for so much of the time at least."""
 STALE_S, STALE_STEPS = 30.0, 10
@@ -36,10 +35,11 @@ class _Comm:
     first: tuple[int, float] = (-1, 0.0)
     """Sequence number and end of the collective that the step under way came after."""
     seq: int = -1
-    told: int = 0
     waits: dict[int, float] = field(default_factory=dict)
     until: dict[int, float] = field(default_factory=dict)
-    """Rank -> when it last ceased to wait, by its own clock."""
+    """Rank -> when its last collective ended, by its own clock."""
+    most: dict[int, float] = field(default_factory=dict)
+    """Rank -> its longest wait in the collectives that are in flight together."""
     taken_s: float = 0.0
     step_s: float = 0.0
     suspects: dict[int, Excursion] = field(default_factory=dict)
@@ -89,31 +89,34 @@ class LatenessWatch:
             return
         for rank, start_s in starts.items():
             done_s = start_s + durations[rank] - least_s
-            since_s = max(start_s, comm.until.get(rank, start_s))
-            comm.waits[rank] = comm.waits.get(rank, 0.0) + max(done_s - since_s, 0.0)
-            comm.until[rank] = max(done_s, since_s)
-        comm.seq, comm.told = seq, comm.told + 1
+            # A clock that has jumped is believed until the next collective's end.
+            until_s = min(comm.until.get(rank, start_s), start_s + durations[rank])
+            most_s = comm.most.get(rank, 0.0) if start_s < until_s else 0.0
+            comm.most[rank] = max(most_s, done_s - start_s)
+            comm.waits[rank] = comm.waits.get(rank, 0.0) + comm.most[rank] - most_s
+            comm.until[rank] = max(start_s + durations[rank], until_s)
+        comm.seq = seq
         whole_s = end_s - first_s
-        if whole_s < WHOLE * step_s or (not step_s and seq - first_seq < UNDECLARED):
+        if whole_s < WHOLE * step_s or not step_s:
             return
-        # Of those that were not told, as much was waited for.
-        every = (seq - first_seq) / comm.told
-        own = {r: max(whole_s - every * w, LEAST * whole_s) for r, w in comm.waits.items()}
+        own = {r: max(whole_s - wait_s, LEAST * whole_s) for r, wait_s in comm.waits.items()}
         self._begin(comm, seq, end_s)
         comm.taken_s, comm.step_s = now, whole_s
         ordered = sorted(own.values())
         if comm.shifts.take(now, whole_s, own, ordered, config):
-            comm.suspects = {
+            suspects = {
                 rank: excursion
                 for rank in own
                 if (excursion := comm.shifts.excursion(rank)) is not None
                 and (excursion.excess or excursion.notable)
             }
-            self._gather()
+            if suspects or comm.suspects:
+                comm.suspects = suspects
+                self._gather()
         self._note_costs(now, own, ordered, whole_s)
 
     def _begin(self, comm: _Comm, seq: int, end_s: float) -> None:
-        comm.first, comm.seq, comm.told = (seq, end_s), seq, 0
+        comm.first, comm.seq = (seq, end_s), seq
         comm.waits = {}
 
     def skip(self, key: tuple[str, int]) -> None:

@@ -6,7 +6,10 @@ import random
 import pytest
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 
+from perdure.detect.lateness import LatenessWatch
+from perdure.detect.shifts import Passed
 from perdure.model.events import VerdictReached
+from perdure.model.job import DetectConfig
 from perdure.sim.collectives import Training
 
 FOUR_D = Layout(data=2, tensor=2, pipeline=2, context=2, nproc=4)
@@ -60,6 +63,19 @@ def test_a_slow_rank_is_late_within_seconds(lay: Layout, factor: float, seconds:
     ((told_s, rank),) = list_told(FAULT_S - BEGIN_S + seconds, lay, fault)
     assert rank == 1
     assert told_s > FAULT_S
+
+
+def test_a_time_that_cannot_be_accuses_nobody_for_good() -> None:
+    """A rank of which one collective was stamped far ahead seemed to wait for nobody after it."""
+    watch, config = LatenessWatch(Passed()), DetectConfig()
+    for seq in range(400):
+        now = 1.0 * seq
+        starts = {rank: now - (0.1 if seq % 4 == rank else 0.7) for rank in range(4)}
+        durations = {rank: now - start_s for rank, start_s in starts.items()}
+        if seq == 100:
+            starts[2] = 1e9
+        watch.take(now, ("dp", 0), (seq, now, starts, durations), config, alike=True, step_s=1.0)
+    assert not [rank for rank, suspect in watch.suspects.items() if suspect.excess]
 
 
 @pytest.mark.parametrize("factor", [1.6, 2.0])
