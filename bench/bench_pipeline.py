@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        live(*args.rank, args.micro_batches, args.steps)
+        live(*args.rank, args.micro_batches, args.steps)  # type: ignore[call-arg]
         return
     print("| ranks | blocks | schedule | torch ms | runner ms | ratio | torch CPU | runner CPU |")
     print("|---|---|---|---|---|---|---|---|", flush=True)

@@ -49,7 +49,7 @@ def train(folder: Path, rank: int, world: int, steps: int, every: int, pace_s: f
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     state = load(folder, rank)
     step = int(state.get("step", 0))
     for name, part in parts.items():

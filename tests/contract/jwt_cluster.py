@@ -76,7 +76,8 @@ class JwtCluster:
         self.creds.mkdir()
         for role in ROLES:
             self.write_creds(self.creds / f"{role}.creds", role, build_access(role, job))
-        self.port, self.process = -1, None
+        self.port = -1
+        self.process: Any = None
         self._start(jetstream)
 
     @property

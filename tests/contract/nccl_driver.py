@@ -109,7 +109,7 @@ class Nccl:
             ("record", c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_int, c.c_void_p)),
             ("finalize", c.CFUNCTYPE(c.c_int, c.c_void_p)),
         ]
-        table = type("Table", (c.Structure,), {"_fields_": functions})
+        table: Any = type("Table", (c.Structure,), {"_fields_": functions})
         self.version = version
         self.library = c.CDLL(library)
         self.table = table.in_dll(self.library, f"ncclProfiler_v{version}")

@@ -2,8 +2,9 @@
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,12 +73,12 @@ async def buses(cluster: Cluster) -> AsyncIterator[list[NatsBus]]:
         await bus.close()
 
 
-async def insist(call: object, *args: object, **named: object) -> object:
+async def insist(call: Callable[..., Awaitable[Any]], *args: object, **named: object) -> Any:
     """Repeat what no leader answers yet."""
     async with asyncio.timeout(30):
         while True:
             try:
-                return await call(*args, **named)  # type: ignore[operator]
+                return await call(*args, **named)
             except PlatformError:
                 await asyncio.sleep(0.05)
 

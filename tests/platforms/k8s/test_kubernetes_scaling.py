@@ -116,11 +116,11 @@ def test_an_elastic_job_is_given_pods_and_loses_them(make: Make) -> None:
     assert scaled["removed"] == ["job-node-2"]
     wait_world(tenant, 2)
     assert going not in {p["metadata"]["name"] for p in tenant.find_pods()}
-    told: dict[int, tuple[str, str]] = {}
+    reasons: dict[int, tuple[str, str]] = {}
     for event in find_events(tenant, "PreemptionNoticed"):
-        told.setdefault(event["node"], (event["source"], event["reason"]))
+        reasons.setdefault(event["node"], (event["source"], event["reason"]))
     by_hand = ("SIGTERM", "the agent got SIGTERM")
-    assert sorted(told.values()) == [by_hand, ("perdure scale", "from 3 to 2 pods")]
+    assert sorted(reasons.values()) == [by_hand, ("perdure scale", "from 3 to 2 pods")]
 
     steps = [row["step"] for row in read_steps(tenant)]
     assert steps == list(range(len(steps))), "a step was lost or made twice"

@@ -52,7 +52,7 @@ class SnapshotRig(Rig):
     def __init__(self, home: Path) -> None:
         super().__init__()
         self.home = home
-        self.stream = CountingStream()
+        self.stream: CountingStream = CountingStream()
         self.service: ControllerService | None = None
 
     @property

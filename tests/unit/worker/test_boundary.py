@@ -1,4 +1,5 @@
 import threading
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,9 @@ def order(move, step=5, id="b1", kind="checkpoint"):
 
 @pytest.fixture
 def gate():
-    gate = BoundaryGate(rank=0, emit=lambda e: gate.said.append(e), ask=lambda i: gate.ask(i))
-    gate.said, gate.asked, gate.ask = [], [], lambda i: gate.asked.append(i)
-    return gate
+    made: Any = BoundaryGate(rank=0, emit=lambda e: made.said.append(e), ask=lambda i: made.ask(i))
+    made.said, made.asked, made.ask = [], [], lambda i: made.asked.append(i)
+    return made
 
 
 def test_a_rank_promises_only_while_it_is_before_the_step(gate):

@@ -119,7 +119,7 @@ def test_without_perdure_it_does_nothing(monkeypatch):
     with pytest.raises(ConfigError):
         run.busy("evaluate", at_most_s=-1)
     with pytest.raises(TypeError, match="at_most_s"):
-        run.busy("evaluate")
+        run.busy("evaluate")  # type: ignore[call-arg]
 
 
 def test_its_time_is_no_part_of_a_step(ring, monkeypatch):

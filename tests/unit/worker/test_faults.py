@@ -1,5 +1,6 @@
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,9 @@ from perdure.worker.harm import (
 @pytest.fixture
 def faults():
     told = []
-    faults = Faults(rank=1, generation=4, emit=told.append, drain=lambda s: True, now=lambda: 12.0)
+    faults: Any = Faults(
+        rank=1, generation=4, emit=told.append, drain=lambda s: True, now=lambda: 12.0
+    )
     faults.told = told
     return faults
 
