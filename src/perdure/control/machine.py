@@ -195,17 +195,18 @@ class Controller:
         if isinstance(event, FailureDecided):  # It says what has been decided.
             self.state.book.take(event)
             return []
-        state, kind = self.state, membership_of(self.state).kind
+        state, membership = self.state, membership_of(self.state)
         if state.unwritten:
             state.note_written(event)
-        before = membership_of(state).list_fleeting(state)
+        kind, before = membership.kind, membership.list_fleeting(state)
         handler = HANDLERS[kind].get(type(event))
         actions = handler(state, now, event) if handler is not None else []
         if kind == "replica groups":
             actions += _advance_groups(state, now)
         else:
             actions += _advance(state, now, event, before)
-        state.note_unwritten(actions)
+        if actions:
+            state.note_unwritten(actions)
         return actions
 
     def facts(self, now: float) -> list[AnyEvent]:

@@ -129,7 +129,7 @@ class Memory:
         if isinstance(event, ControllerStarted):
             self.term = max(self.term, event.term)
         if isinstance(event, RanksAgreed):
-            for source, number, _ in event.split():
+            for source, number in zip(event.sources, event.numbers, strict=True):
                 self.take_number(source, number)
             return
         if entry.source:

@@ -26,11 +26,12 @@ _QUORUM = (Quorum(), ObservedQuorum())
 
 def membership_of(state: JobState) -> Membership:
     """Return the kind of a job's worlds, as things stand."""
-    if state.spec is None:
+    spec, world = state.spec, state.worlds.get(0)
+    if spec is None:
         return _FIXED[False]
-    world = state.worlds.get(0)
-    grown = world is not None and bool(world.elastic.members)
-    return _ELASTIC[state.spec.observe] if grown else choose_membership(state.spec)
+    if world is not None and world.elastic.members:
+        return _ELASTIC[spec.observe]
+    return choose_membership(spec)
 
 
 def choose_membership(spec: JobSpec) -> Membership:
