@@ -1,6 +1,7 @@
 """A rank in the test's own process: perdure's real loop and checkpoints, no job around it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from perdure.worker import attach
 from perdure.worker import run as run_module
 from perdure.worker.attach import Attachment
 from perdure.worker.config import Config
+from perdure.worker.recording.stages import StepStamps
 from perdure.worker.ring import RingWriter
 from perdure.worker.run import Run
+from tests.rings import read_stages
 
 
 class Killed(Exception):
@@ -31,6 +34,27 @@ def join(home: Path, patch: pytest.MonkeyPatch, every_steps: int, generation: in
     run = Run(Config(), Attachment(ring))
     patch.setattr(run_module, "_run", (os.getpid(), run))
     return run
+
+
+class NeverBlocked:
+    """A recorder of a rank that is alone."""
+
+    def blocked_ns(self) -> int:
+        return 0
+
+    def begin_backward(self) -> None:
+        pass
+
+    def end_backward(self, began: int) -> int:
+        return 0
+
+
+def stamp_stages(run: Run) -> Callable[[], list[float]]:
+    """Have the steps of `run` go into its ring; return what reads the work of each from there."""
+    assert run.loop is not None
+    attachment = run.loop._attachment
+    attachment.stages = StepStamps(attachment.ring, NeverBlocked())
+    return lambda: [stages.work for stages in read_stages(attachment.ring.path, 0.0)]
 
 
 class DeclaredPhases:

@@ -25,7 +25,7 @@ import perdure.huggingface  # noqa: E402
 from perdure.model.errors import ConfigError  # noqa: E402
 from perdure.model.steering import Change  # noqa: E402
 from perdure.worker.boundary import Agreed  # noqa: E402
-from tests.third_party.lone import Killed, declared_phases, join  # noqa: E402
+from tests.third_party.lone import Killed, declared_phases, join, stamp_stages  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
 SPEEDS = ("runtime", "per_second", "total_flos")
@@ -234,6 +234,22 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delattr(Trainer, "get_batch_samples")
     with pytest.raises(ConfigError, match="has no get_batch_samples"):
         make(tmp_path)
+
+
+def test_the_tokens_of_a_step_are_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With padding, and of both micro-batches."""
+    read_work = stamp_stages(join(tmp_path, monkeypatch, 100))
+    trainer, _ = make(tmp_path / "out", gradient_accumulation_steps=2, num_train_epochs=1)
+    tokens: list[int] = []
+
+    def note(model: torch.nn.Module, words: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tokens.append(named["input_ids"].numel())
+
+    trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+    trainer.train()
+    assert len(tokens) == 7
+    pairs = [sum(tokens[i : i + 2]) for i in range(0, 7, 2)]
+    assert read_work() == pairs
 
 
 def test_evaluation_prediction_and_saving_are_declared(

@@ -19,7 +19,7 @@ import perdure.lightning  # noqa: E402
 from perdure.model.errors import ConfigError  # noqa: E402
 from perdure.model.steering import Change  # noqa: E402
 from perdure.worker.boundary import Agreed  # noqa: E402
-from tests.third_party.lone import Killed, declared_phases, join  # noqa: E402
+from tests.third_party.lone import Killed, declared_phases, join, stamp_stages  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
 BATCHES = 7
@@ -232,6 +232,20 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, monkeypatch: pytest.M
     run.world_size = 2
     with pytest.raises(ConfigError, match="has 1 processes, the job 2"):
         make(tmp_path, Tiny())
+
+
+def test_the_samples_of_a_step_are_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both micro-batches; the last batch of an epoch is a small one."""
+    read_work = stamp_stages(join(tmp_path, monkeypatch, 100))
+    model = Tiny()
+    make(tmp_path, model, accumulate_grad_batches=2, max_epochs=1).fit(model)
+    samples: dict[int, int] = {}
+    for step, _, indices in model.trail:
+        samples[step] = samples.get(step, 0) + len(indices)
+    assert read_work() == list(samples.values())
+    assert len(set(samples.values())) > 1
 
 
 def test_evaluation_prediction_and_saving_are_declared(

@@ -109,9 +109,13 @@ class Progress:
     def mark_work(self) -> None:
         """A micro-batch was done: progress, though no step, and a unit of the step's work."""
         self._ring.set_phase("step")
+        self.add_units(1.0)
+
+    def add_units(self, amount: float) -> None:
+        """Count what is known of the step's work; what its script declares comes before it."""
         stages = self._attachment.stages
         if stages is not None:
-            stages.add_unit()
+            stages.add_units(amount)
 
     def commit(self, step: int, saving_ns: int = 0) -> None:
         """The step is applied; `step` are. Within it a checkpoint was waited for `saving_ns`."""

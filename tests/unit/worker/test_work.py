@@ -7,11 +7,13 @@ import time
 import pytest
 from tests.rings import read_stages
 
-import perdure
 from perdure.worker import attach, work
+from perdure.worker.config import Config
 from perdure.worker.progress import Progress
 from perdure.worker.recording.stages import StepStamps
 from perdure.worker.ring import RingWriter
+from perdure.worker.run import Run
+from perdure.worker.trainers.driven import count_items
 from perdure.worker.work import declare_work
 
 
@@ -42,7 +44,7 @@ def rank(tmp_path, monkeypatch):
 
 
 def test_amounts_of_one_step_add_up_and_the_next_begins_with_nothing(rank):
-    perdure.init().work(1000)
+    Run(Config(), None).work(1000)
     declare_work(24.5)
     assert rank() == 1024.5
     assert rank() == 0.0
@@ -116,3 +118,19 @@ def test_without_perdure_it_does_nothing(monkeypatch, capfd):
     monkeypatch.delenv("PERDURE_RING", raising=False)
     declare_work("nothing")
     assert capfd.readouterr().err == ""
+
+
+def test_a_batch_shows_its_tokens_or_samples_by_its_shapes():
+    torch = pytest.importorskip("torch")
+    ids = torch.zeros(4, 32, dtype=torch.long)
+    looped = []
+    looped.append(looped)
+    counts = {
+        128.0: {"labels": ids[:, :1], "input_ids": ids},
+        4.0: (ids, torch.zeros(7)),
+        7.0: [None, {"x": torch.zeros(7, 3)}],
+    }
+    for count, batch in counts.items():
+        assert count_items(batch) == count
+    for batch in (None, 3, "text", torch.tensor(1.0), looped, {"input_ids": None}, object()):
+        assert count_items(batch) == 0.0

@@ -89,7 +89,7 @@ class StepStamps:
         """Add what the script declares for the step under way; nan where it cannot be told."""
         self._work += amount
 
-    def add_unit(self, amount: float = 1.0) -> None:
+    def add_units(self, amount: float) -> None:
         """Count what perdure itself knows of the step's work; what is declared comes before it."""
         self._units += amount
 

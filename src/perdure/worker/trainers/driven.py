@@ -1,8 +1,9 @@
 """Steps of a loop that belongs to a library, and calls back; what it does between them."""
 
 import functools
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from perdure.model.errors import ConfigError
@@ -16,6 +17,8 @@ FIRST_S = 3600.0
 LEAST_S = 600.0
 LONGER = 10.0
 """Later ones are at most so many times as long as the longest so far, and `LEAST_S` at least."""
+_DEPTH_MAX = 4
+"""Of a batch of batches."""
 
 
 class Driven:
@@ -82,6 +85,10 @@ class Driven:
         if self._loop.committed:
             self._resume_rng = capture_rng()
 
+    def note_batch(self, batch: object) -> None:
+        """Count a batch of the step under way as its work, unless the script declares it."""
+        self._loop.progress.add_units(count_items(batch))
+
     def enter_next(self) -> bool:
         """Commit the step under way and enter the next; False where training is to stop here."""
         self._commit()
@@ -101,6 +108,33 @@ class Driven:
         """End in good order: the last step, the last checkpoint."""
         self._commit()
         self._loop.leave()
+
+
+def count_items(batch: object) -> float:
+    """Return how many tokens, or samples, there are in a batch; 0 where it does not show.
+
+    Only shapes are looked at: nobody waits for a device, and padding is work as well.
+
+    >>> count_items({"labels": None}), count_items("text")
+    (0.0, 0.0)
+    """
+    try:
+        return _count_items(batch, _DEPTH_MAX)
+    except Exception:  # A batch may be anything, and is none of ours.
+        return 0.0
+
+
+def _count_items(batch: object, depth: int) -> float:
+    if isinstance(batch, Mapping):
+        tokens = getattr(batch.get("input_ids"), "shape", None)
+        if tokens:
+            return float(math.prod(tokens))
+        batch = list(batch.values())
+    shape = getattr(batch, "shape", None)
+    if shape:
+        return float(shape[0])
+    parts = batch if isinstance(batch, list | tuple) and depth else ()
+    return next((count for part in parts if (count := _count_items(part, depth - 1))), 0.0)
 
 
 def check_names(library: str, thing: object, names: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ Where its loop is met, and why there:
 - The random state is put back after those batches were skipped and the next were read.
 
 Sums that a later log line is made of (`_tr_loss` and its like) are kept as well. Evaluation,
-prediction and saving are declared as busy phases.
+prediction and saving are declared as busy phases, and a step's tokens (or samples) as its work.
 """
 
 import dataclasses
@@ -147,6 +147,8 @@ class _Attached(Driven, TrainerCallback):  # type: ignore[misc]
         batches = self._theirs["get_batch_samples"](*args, **options)
         if rng is not None and not self._resume_first:
             restore_rng(rng)
+        for batch in batches[0]:
+            self.note_batch(batch)
         return batches
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

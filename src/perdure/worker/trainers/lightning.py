@@ -7,14 +7,15 @@ Where its loops are met, and why there:
 - Everything is restored as the fit loop starts: DDP has wrapped the model by then, and nothing
   has run. Lightning's own restart, which repeats or leaves out parts of an epoch by what it finds
   half done, is not used. Counters are put back to where the step ended, so there is no such part.
-- Evaluation, prediction and saving are declared as busy phases.
+- Evaluation, prediction and saving are declared as busy phases, and a step's tokens (or samples)
+  as its work.
 - An epoch's order may be drawn from the global random state. So three states are put back: that
   in which the epoch's iterator was made, that of its first batch, that of the batch to come.
 """
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
@@ -70,6 +71,17 @@ class _Stopped(Exception):
     """All ranks have agreed to stop before this batch."""
 
 
+class _Batches(lightning.Callback):  # type: ignore[misc]
+    """Shows each batch to `note`, which Lightning hands to callbacks only."""
+
+    def __init__(self, note: Callable[[object], None]) -> None:
+        self._note = note
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        """Show the batch that is about to be trained on."""
+        self._note(batch)
+
+
 class _Attached(Driven):
     """perdure's part in one Trainer."""
 
@@ -96,6 +108,7 @@ class _Attached(Driven):
             self.declare_busy(loop, "run", "evaluate")
         self.declare_busy(trainer.predict_loop, "run", "predict")
         self.declare_busy(trainer, "save_checkpoint", "save")
+        trainer.callbacks.insert(0, _Batches(self.note_batch))  # Those that save come last.
 
     # --- from the first batch to the last -----------------------------------------------------
 
