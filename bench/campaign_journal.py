@@ -4,7 +4,8 @@ A real job of two ranks, of which one is killed, leaves its directory. Then, fil
 
     read      each bit of `journal.jsonl`: what the commands read, and what they say
     compare   each bit of stream and mirror: what the next controller makes of both
-    record    each bit of every other document: what its own reader returns
+    record    each bit of every other document, curves and a queue's journal among them: what its
+              own reader returns
     cut       the journal's copies cut at every place, every document as well
     server    sampled bits and cuts of the files of a real nats-server, which was killed or stopped:
               what the next controller makes of it, writes on, and finds again after a kill
@@ -37,24 +38,36 @@ from sweep import sweep_after_me
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.keeper.exits import write_record
+from perdure.model.bus.lighthouse import Member
 from perdure.model.bus.wire import Endpoint
 from perdure.model.chain import EntryReader
 from perdure.model.errors import PerdureError
-from perdure.model.events import Decision, JournalEntry
+from perdure.model.events import Decision, JournalEntry, MetricsLogged, Newest
+from perdure.model.orders import Assignment
 from perdure.model.paths import JobPaths
+from perdure.model.queue import Claim, Ended, Ending, Item, Put, Started
+from perdure.model.steering import Change, Steering
+from perdure.service.access.credentials import KeptEndpoint, keep_endpoint
 from perdure.service.agent.beats import _read_record
 from perdure.service.controller.comparison import compare
 from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.snapshots import SnapshotFiles
+from perdure.service.curves import CurveFiles, read_curves
 from perdure.service.jobfiles import (
+    LighthouseFile,
     load_endpoint,
     load_parts,
     load_snapshot,
     load_spec,
     paths_of,
+    read_document,
     read_mirror,
     write_document,
+    write_steering,
 )
+from perdure.service.queue.store import CLAIM, ENDING, QueueStore, create_once
+from perdure.telemetry.curves import UNREADABLE
+from perdure.worker.settings import read_steering
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fakes import FakeStream
@@ -81,6 +94,22 @@ def flip(data: bytes, bit: int) -> bytes:
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
+
+
+class Said(logging.Handler):
+    """Counts what is said in logs, of which nothing is shown."""
+
+    def __init__(self) -> None:
+        """Count warnings and errors."""
+        super().__init__(logging.WARNING)
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count one."""
+        self.count += 1
+
+
+SAID = Said()
 
 
 class Base:
@@ -137,13 +166,95 @@ def judge_record(path: Path, read: Callable[[], object]) -> Judge:
 
     def judge(data: bytes) -> str:
         path.write_bytes(data)
+        before = SAID.count
         try:
             found = read()
         except PerdureError:
             return "said"
-        return "mended" if found == truth else "said" if found is None else "silent"
+        return (
+            "mended"
+            if found == truth
+            else "said"
+            if found is None or SAID.count > before
+            else "silent"
+        )
 
     return judge
+
+
+def write_others(base: Base) -> None:
+    """Write what this job had no need of, by its own writers."""
+    paths, queue = base.paths, QueueStore(str(base.home), NAME)
+    members = tuple(Member(f"g{n}:a", "s", 7, False, 0, b"raw" * 9) for n in range(2))
+    write_document(paths.lighthouse, LighthouseFile(7, 100, 3, members, silences=(0.25, 1.5)))
+    write_document(paths.newest, Newest())
+    changes = (Change(epoch=2, step=12, values={"lr": 0.125}, who="operator"),)
+    steering = Steering(changes=changes, pause="p1", pause_step=40)
+    write_steering(paths, 0, Assignment(number=1, generation=1, phase="run", steering=steering))
+    keep_endpoint(NatsServer(folder=paths.nats, token="x"), kept_endpoint(base), certificate=False)
+    curves, numbers = CurveFiles(paths.curves, "campaign"), iter(range(10**6))
+    for piece in range(2):
+        for _ in range(60):
+            step = next(numbers)
+            event = MetricsLogged(generation=0, rows=((step, {"loss": 1.0 / (step + 1)}),))
+            curves.append(1.0 + step, "g0-r0-p1", event)
+        if not piece:
+            curves.fold(curves.begin_next())
+    with queue.writing() as writer:
+        for name in "abc":
+            writer.append(Put(1.0, Item(name=name, command=("true", name))))
+            writer.append(Started(2.0, name, 1, ("cpu-0",)))
+        writer.append(Ended("a", 1, Ending(at_s=3.0, code=0)))
+    folder = queue.attempt("a", 1)
+    folder.mkdir(parents=True)
+    create_once(folder / CLAIM, Claim(boot_id="b", holder=3, holder_start=4))
+    create_once(folder / ENDING, Ending(at_s=3.0, code=0))
+
+
+def kept_endpoint(base: Base) -> str:
+    """Return where an endpoint is kept over a job's runs."""
+    return str(base.home / "joining" / "kept-endpoint.json")
+
+
+def read_queue(base: Base) -> object:
+    """Return what is known of a queue's items."""
+    lines = QueueStore(str(base.home), NAME).read().lines
+    return {name: (line.state, line.attempts, line.item.command) for name, line in lines.items()}
+
+
+def read_all_curves(base: Base) -> object:
+    """Return what curves show; what is not to be read is counted, which `diagnose` shows."""
+    found = read_curves(base.paths.curves)
+    SAID.count += UNREADABLE in found.dropped
+    return {name: tuple(curve) for name, curve in found.curves.items()}
+
+
+def read_ranks_steering(base: Base) -> object:
+    """Return what a rank reads of changes before its first step."""
+    os.environ["PERDURE_STEERING"] = base.paths.steering(1, 0)
+    return read_steering()
+
+
+def list_others(base: Base) -> Iterator[tuple[str, Path, Judge]]:
+    """Yield the same of documents that not every job has."""
+    paths, queue = base.paths, QueueStore(str(base.home), NAME)
+    attempt = queue.attempt("a", 1)
+    documents: list[tuple[str, Callable[[], object]]] = [
+        (paths.lighthouse, lambda: read_document(paths.lighthouse, LighthouseFile)),
+        (paths.newest, lambda: read_document(paths.newest, Newest)),
+        (paths.steering(1, 0), lambda: read_ranks_steering(base)),
+        (kept_endpoint(base), lambda: read_document(kept_endpoint(base), KeptEndpoint)),
+        (str(attempt / CLAIM), lambda: read_document(str(attempt / CLAIM), Claim)),
+        (str(attempt / ENDING), lambda: read_document(str(attempt / ENDING), Ending)),
+        (str(queue.root / "journal.jsonl"), lambda: read_queue(base)),
+    ]
+    documents += [
+        (str(path), lambda: read_all_curves(base))
+        for path in sorted(Path(paths.curves).iterdir())
+        if path.stat().st_size
+    ]
+    for name, read in documents:
+        yield "record", Path(name), judge_record(Path(name), read)
 
 
 def list_judges(base: Base) -> Iterator[tuple[str, Path, Judge]]:
@@ -448,11 +559,13 @@ class Ledger:
 
 def try_bits(base: Base, ledger: Ledger, seed: int, share: int) -> None:
     """Flip bits and cut files, in process."""
-    for kind, path, judge in list_judges(base):
+    write_others(base)
+    for kind, path, judge in (*list_judges(base), *list_others(base)):
         data = path.read_bytes()
         bits = flips(len(data), random.Random(seed))
         cuts = [bit // 8 for bit in bits[:: 8 if len(data) <= ALL_BYTES else 1]]
-        for word, places in (("flip", bits), ("cut", cuts)):
+        appended = path.suffix == ".jsonl" and kind == "record"  # Its end is never known.
+        for word, places in (("flip", bits), ("cut", [] if appended else cuts)):
             _try_pieces(ledger, f"{kind}, {word}", path.name, judge, data, places[::share])
         path.write_bytes(data)
     data = b"".join(base.groups)
@@ -493,7 +606,7 @@ def main() -> int:
     parser.add_argument("--server", type=int, default=100, help="faults a file of a real server")
     parser.add_argument("--pages", type=int, default=40)
     args = parser.parse_args()
-    logging.disable(logging.ERROR)
+    logging.getLogger().addHandler(SAID)
     args.out.mkdir(parents=True, exist_ok=True)
     kept, ledger = args.out / "base", Ledger(args.out / "pieces.jsonl", args.seed)
     if not kept.exists():

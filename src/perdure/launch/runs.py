@@ -15,7 +15,9 @@ from typing import Literal
 
 import msgspec
 
+from perdure.model.errors import ProtocolError
 from perdure.model.paths import JobPaths, job_paths
+from perdure.model.records import decode_record
 from perdure.model.report import Snapshot
 
 RUNS = "runs.jsonl"
@@ -160,8 +162,8 @@ def say(text: str) -> None:
 def look_at_job(paths: JobPaths) -> tuple[str, int]:
     """Return a job's state, `lost` where nobody wrote it, and the step of its newest checkpoint."""
     try:
-        snapshot = msgspec.json.decode(Path(paths.snapshot).read_bytes(), type=Snapshot)
-    except (OSError, msgspec.MsgspecError):
+        snapshot: Snapshot = decode_record(Path(paths.snapshot).read_bytes(), Snapshot)
+    except (OSError, ProtocolError):
         return "lost", -1
     steps = [int(str(row.get("step", -1))) for row in snapshot.checkpoints]
     return snapshot.state, max(steps, default=-1)

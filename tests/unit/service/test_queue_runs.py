@@ -1,10 +1,15 @@
 """A queue's journal after a kill in the middle of a record; what a person wants run again, runs."""
 
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from perdure.model.queue import Again, Item, Put
+import pytest
+
+from perdure.model.errors import PlatformError
+from perdure.model.queue import Again, Ended, Ending, Item, Put, Started
 from perdure.service.queue.runner import Runner
 from perdure.service.queue.store import QueueStore
 
@@ -19,6 +24,42 @@ def test_a_record_that_was_torn_by_a_kill_is_cut_off_by_the_next(tmp_path: Path)
     with QueueStore(str(tmp_path), "q").writing() as writer:
         writer.append(Put(2.0, Item(name="b", command=("true",))))
     assert list(QueueStore(str(tmp_path), "q").read().lines) == ["a", "b"]
+
+
+@pytest.mark.parametrize("bit", [0, 5])
+def test_a_flipped_bit_behind_the_last_record_does_not_cost_it(tmp_path: Path, bit: int) -> None:
+    """Its line had no end any more, so it was taken for torn, and cut off: it was run again."""
+    item = Item(name="a", command=("true",), cwd=str(tmp_path))
+    with QueueStore(str(tmp_path), "q").writing() as writer:
+        writer.append(Put(1.0, item))
+        writer.append(Started(2.0, "a", 1, ("cpu-0",)))
+        writer.append(Ended("a", 1, Ending(at_s=3.0, code=0)))
+    journal = writer.root / "journal.jsonl"
+    data = bytearray(journal.read_bytes())
+    data[-1] ^= 1 << bit
+    journal.write_bytes(data)
+    assert QueueStore(str(tmp_path), "q").read().lines["a"].state == "done"
+    for name in "bc":
+        with QueueStore(str(tmp_path), "q").writing() as writer:
+            writer.append(Put(4.0, Item(name=name, command=("true",))))
+    lines = QueueStore(str(tmp_path), "q").read().lines
+    assert [line.state for line in lines.values()] == ["done", "waiting", "waiting"]
+
+
+def test_what_a_full_disk_took_of_some_records_does_not_count(tmp_path: Path) -> None:
+    store = QueueStore(str(tmp_path), "q")
+    puts = [Put(1.0, Item(name=name, command=("x" * 1500,))) for name in "abcdef"]
+    with store.writing() as writer:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        try:
+            with pytest.raises(PlatformError):
+                writer.append(*puts)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+    assert not QueueStore(str(tmp_path), "q").read().lines
 
 
 def test_what_is_asked_for_again_runs_although_its_files_are_there(tmp_path: Path) -> None:

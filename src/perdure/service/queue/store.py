@@ -61,13 +61,17 @@ class QueueStore:
                 data = file.read()
         except FileNotFoundError:
             return self.book
-        whole = data[: data.rfind(b"\n") + 1]
-        for line in whole.splitlines():
+        end = data.rfind(b"\n") + 1
+        lines = data[:end].splitlines()
+        if _is_whole(data[end:]):
+            lines.append(data[end:-1])
+            end = len(data)
+        for line in lines:
             try:
                 self.book.add(decode_record(line, Record))
             except ProtocolError as error:
                 log.warning("%s: a record is passed over: %s", self._journal, error)
-        self._offset += len(whole)
+        self._offset += end
         return self.book
 
     @contextlib.contextmanager
@@ -85,8 +89,12 @@ class QueueStore:
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.read()
-            with on_disk(f"use {self._journal}"), open(self._journal, "ab") as file:
+            with on_disk(f"use {self._journal}"), open(self._journal, "a+b") as file:
                 file.truncate(self._offset)
+                file.seek(max(0, self._offset - 1))
+                if file.read() not in (b"", b"\n"):  # It is another byte by now.
+                    file.truncate(self._offset - 1)
+                    file.write(b"\n")
             yield self
 
     def append(self, *records: Record) -> None:
@@ -98,12 +106,25 @@ class QueueStore:
             PlatformError: they could not be written; none of them counts.
         """
         with on_disk(f"use {self._journal}"):
-            with open(self._journal, "ab") as file:
-                file.write(b"".join(encode_record(record) + b"\n" for record in records))
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with open(self._journal, "ab") as file:
+                    file.write(b"".join(encode_record(record) + b"\n" for record in records))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                os.truncate(self._journal, self._offset)
+                raise
             sync_path(self.root)
         self.read()
+
+
+def _is_whole(rest: bytes) -> bool:
+    """Return whether what follows the last line is a record whose line's end is another byte."""
+    try:
+        decode_record(rest[:-1], Record)
+    except ProtocolError:
+        return False
+    return True
 
 
 class RunnerLock:
