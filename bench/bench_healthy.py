@@ -209,7 +209,7 @@ def run(args: argparse.Namespace) -> None:
 
     commit = read_commit()
     rows = [row for row in read_rows(args.out) if "number" in row]
-    known = {(r["workload"], r["number"], r["seed"], r["tree"], r.get("work")) for r in rows}
+    known = {(r["workload"], r["number"], r["seed"], r["tree"]) for r in rows}
     seed = args.seed
     if args.final:
         seeds = {r["seed"] for r in rows if r["final"]}  # Each tree is judged by the same.
@@ -226,7 +226,8 @@ def run(args: argparse.Namespace) -> None:
                 continue
             if name == "DDP, recorded steps" and not RECORDED.exists():
                 continue
-            if (name, number, seed, commit, args.work or None) in known and not args.explain:
+            label = f"{name}, tokens declared" if args.work else name
+            if (label, number, seed, commit) in known and not args.explain:
                 hours += args.seconds / 3600.0
                 continue
             shape, outcome = run_healthy(name, number, seed, args.seconds)
@@ -235,7 +236,7 @@ def run(args: argparse.Namespace) -> None:
                 explain(name, number, shape, outcome)
                 continue
             row = {
-                "workload": name, "number": number, "seed": seed, "tree": commit,
+                "workload": label, "number": number, "seed": seed, "tree": commit,
                 "final": args.final, "ranks": shape.ranks, "nproc": shape.nproc,
                 "step_s": shape.step_s, "declared": shape.declared,
                 "simulated_s": round(outcome.simulated_s, 1), "wall_s": round(outcome.wall_s, 2),
@@ -244,7 +245,7 @@ def run(args: argparse.Namespace) -> None:
                 "told": [describe(told) for told in outcome.told],
                 "actions": [describe(action) for action in outcome.actions],
             }  # fmt: skip
-            append_row(args.out, row | ({"work": True} if args.work else {}))
+            append_row(args.out, row)
         number += 1
         if args.number is not None:
             break

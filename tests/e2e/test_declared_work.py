@@ -54,12 +54,16 @@ def find_slow(job: Job, quiet_s: float) -> dict[str, Any]:
     return verdict
 
 
-def test_a_rank_that_is_slow_for_each_token_is_named_and_uneven_steps_are_not(
-    start: Start, tmp_path: Path
-) -> None:
-    job = launch(start, tmp_path, "packed", "--declare")
-    verdict = find_slow(job, 3.0)
+def test_a_rank_that_is_slow_for_each_token_is_named(start: Start, tmp_path: Path) -> None:
+    """From its first step on."""
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "slow").touch()
+    job = launch(start, tmp_path, "packed", "--declare", "--factor=4")
+    job.wait_until(lambda: list_stragglers(job), "a straggler")
+    (tmp_path / "packed" / "hurry").touch()
     assert job.wait() == 0
+    (verdict, *_) = list_stragglers(job)
+    assert verdict["culprit"]["rank"] == 1
     assert verdict["evidence"]["stage"] == "forward"
     assert verdict["evidence"]["declared_work"] == pytest.approx(1.0, abs=0.6)
     assert verdict["evidence"]["work_believed"]
