@@ -21,12 +21,9 @@ from perdure.model.errors import ConfigError
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.torchft.manager import install, replica
 from perdure.worker.torchft.settings import settings
-from perdure.worker.work import declare_work
 
 config = settings.config
 """The script's live settings, the same in all replica groups at the same step."""
-work = declare_work
-"""Declares how much this rank does in the step under way, as `perdure.Run.work` does."""
 
 
 def manager(**options: Any) -> Any:
