@@ -22,6 +22,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from statistics import NormalDist
 
 from perdure.model.job import DetectConfig
 
@@ -41,6 +42,8 @@ told from."""
 DESIGN_SPREAD, DESIGN_FREEDOM = 0.1, 20.0
 """By how much ranks of equal work differ for good (standard deviation of the logarithm), and how
 firmly that is believed."""
+DESIGN_PARTS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""How much of a shift is put down to this, and the rest to noise: whatever is least likely."""
 ALIKE, ALIKE_PAIRS = 0.3, 6.0
 """Correlation of a mean with the next one, and by how many pairs that is believed before any."""
 FIRST_FREEDOM, CARRIED_FREEDOM, FREEDOM_MAX = 4.0, 6.0, 60.0
@@ -48,9 +51,8 @@ FIRST_FREEDOM, CARRIED_FREEDOM, FREEDOM_MAX = 4.0, 6.0, 60.0
 of longer ones; and the most, because no noise is quite normal."""
 CROWD = 6
 """From so many ranks on the middle half of them tells how far they spread."""
-QUARTILES, QUARTILES_WORTH = 1.349, 0.37
-"""Width of the middle half of a normal distribution in standard deviations; and what a sample is
-worth for this estimate, compared with the usual one."""
+QUARTILES_WORTH = 0.37
+"""What a sample is worth for an estimate from its middle half, compared with the usual one."""
 LEAST_SPREAD = 0.005
 """No steps are more alike than this (standard deviation of the logarithm)."""
 DEPENDENT = 2.0
@@ -92,6 +94,9 @@ STEADY = 3
 """All but one in so many blocks of a slowdown are at least half as slow as it is."""
 SHORTEST_S, SHORTEST_EXCESS = (1.0, 2.0), 2.0
 """Nothing shorter is confirmed: of an excess of at least this, and of less."""
+
+
+_NORMAL = NormalDist()
 
 
 @dataclass(slots=True)
@@ -402,8 +407,7 @@ class PeerShifts:
             num = len(ordered)
             if num < CROWD:
                 return
-            worth = num * QUARTILES_WORTH
-            width = (ordered[3 * num // 4] - ordered[num // 4]) / QUARTILES
+            worth, width = num * QUARTILES_WORTH, _measure_spread(ordered)
             spread.add(width / math.sqrt(1.0 + 0.5 / worth), worth)
             others = self._halves[scale]
             if others is None:
@@ -443,15 +447,18 @@ class PeerShifts:
         return found
 
     def _estimate_design(self, owns: list[float]) -> None:
-        """Estimate by how much ranks differ for good, from how all but one do now."""
+        """Estimate by how much ranks differ for good, from how most of them do now."""
         if not self._alike or len(owns) < 3:
             return
         owns = sorted(owns)
-        middle = owns[len(owns) // 2]
-        squares = sorted((own - middle) ** 2 for own in owns)[:-1]
-        others = len(squares) - 1
-        self._freedom = DESIGN_FREEDOM + others
-        self._design = (DESIGN_FREEDOM * DESIGN_SPREAD**2 + sum(squares)) / self._freedom
+        if len(owns) >= CROWD:
+            worth = len(owns) * QUARTILES_WORTH
+            seen = worth * _measure_spread(owns) ** 2
+        else:
+            middle, worth = owns[len(owns) // 2], len(owns) - 2.0
+            seen = sum(sorted((own - middle) ** 2 for own in owns)[:-1])
+        self._freedom = DESIGN_FREEDOM + worth
+        self._design = (DESIGN_FREEDOM * DESIGN_SPREAD**2 + seen) / self._freedom
 
     # --- blocks to excursions -----------------------------------------------------------------
 
@@ -600,14 +607,13 @@ class PeerShifts:
             whole = window.num == len(excursion.blocks)
             if whole:
                 excursion.length = (window.shift, whole_s)
-            deviation, chance = self._estimate_chance(mine, window)
+            deviation, alarms = self._estimate_alarms(mine, window, num)
             if deviation >= NOTABLE:
                 excursion.notable[0 if whole else window.num] = (window.shift, window.seconds)
             if not self._is_much(mine, window, num, config):
                 continue
-            looks = 3600.0 / window.seconds * num * NUM_SCALES
-            probability = TRUE_AN_HOUR / (TRUE_AN_HOUR + chance * looks)
-            if chance * looks <= FALSE_AN_HOUR:
+            probability = TRUE_AN_HOUR / (TRUE_AN_HOUR + alarms)
+            if alarms <= FALSE_AN_HOUR:
                 fading = (w for e in self._fading if e is not excursion for w in e.notable.values())
                 enough_s = OUTLASTED * self._passed.longest_s(now, window.shift, fading)
             elif whole and window.shift >= LASTING_SHIFT:
@@ -621,8 +627,11 @@ class PeerShifts:
                 excursion.excess = math.expm1(window.shift)
                 excursion.probability = max(excursion.probability, probability)
 
-    def _estimate_chance(self, mine: _Rank, window: "_Window") -> tuple[float, float]:
-        """Return by how many standard deviations a mean is off, and how probable that is."""
+    def _estimate_alarms(self, mine: _Rank, window: "_Window", num: int) -> tuple[float, float]:
+        """Return by how many standard deviations a mean is off, and how often it is by chance.
+
+        That is the expected number an hour, in all ranks and windows.
+        """
         unknown = self._estimate_usual(mine)[1]
         common = self._scales[0][0]
         variance, freedom = self._scale(window.num)
@@ -631,7 +640,17 @@ class PeerShifts:
         total = (variance + unknown) ** 2
         total /= variance**2 / freedom + unknown**2 / of_design
         deviation = window.shift / math.sqrt(variance + unknown)
-        return deviation, compute_tail(deviation, total)
+        looks = 3600.0 / window.seconds * num * NUM_SCALES
+        alarms = compute_tail(deviation, total) * looks
+        if not self._alike or unknown < self._design / 2:
+            return deviation, alarms
+        # By how much a rank differs for good is drawn once, and not anew with each look. A sum is
+        # as large only where one of its parts is at least its part of it (Boole's inequality).
+        for part in DESIGN_PARTS:
+            by_design = compute_tail(part * window.shift / math.sqrt(unknown), of_design) * num
+            noise = compute_tail((1.0 - part) * window.shift / math.sqrt(variance), freedom)
+            alarms = min(alarms, by_design + noise * looks)
+        return deviation, alarms
 
     def _is_much(self, mine: _Rank, window: "_Window", num: int, config: DetectConfig) -> bool:
         """Return whether it costs the job something, and lasts for longer than a burst."""
@@ -693,6 +712,20 @@ def compute_tail(deviation: float, freedom: float) -> float:
     z = math.sqrt(freedom * math.log1p(deviation * deviation / freedom))
     z *= (8.0 * freedom + 1.0) / (8.0 * freedom + 3.0)
     return 0.5 * math.erfc(math.copysign(z, deviation) / math.sqrt(2.0))
+
+
+def _measure_spread(ordered: Sequence[float]) -> float:
+    """Return the standard deviation of a normal sample from its middle half.
+
+    A quarter of it may be anywhere. Expected order statistics are Blom's (1958).
+
+    >>> round(_measure_spread([-9.0, -0.85, -0.47, -0.15, 0.15, 0.47, 9.0, 9.0]), 2)
+    1.0
+    """
+    num = len(ordered)
+    apart = num - num // 4
+    expected = 2.0 * _NORMAL.inv_cdf((apart - 0.375) / (num + 0.25))
+    return (ordered[apart - 1] - ordered[num // 4]) / expected
 
 
 def _average_middle(ordered: Sequence[float]) -> float:
