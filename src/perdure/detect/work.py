@@ -26,6 +26,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from perdure.model.signals.progress import WORK_MAX
+
 FIXED, FIRM = 0.1, 0.5
 """Of a usual step, what is taken to be fixed before anything is known, and how firmly: as after
 steps whose work has differed by so much (sum of squares of its logarithm)."""
@@ -48,6 +50,8 @@ than this (logarithm), and doubted from this on: it declares twice as much as it
 MORE, MORE_STEPS = 0.5, 20
 """Nobody is doubted who declares less than this much (logarithm) more than the others, or did so
 in fewer steps."""
+ODD_MAX = 3.0
+"""Later, no single step counts as if it were further than this (logarithm) from those before."""
 SLOPE_MAX = 3.0
 SPREAD_LEAST = 0.01
 LEAST_S, LEAST_SCALE, MOST_WORK = 1e-6, 1e-3, 20.0
@@ -87,8 +91,9 @@ class _Claim:
         """Note one step; return whether what it declares is believed no more, or again."""
         self.count += 1
         weight = max(1.0 / self.count, LEARN)
-        self.more += weight * (more - self.more)
-        self.off += weight * (off - self.off)
+        most = ODD_MAX if self.count > LEARN_STEPS else math.inf
+        self.more += weight * max(-most, min(most, more - self.more))
+        self.off += weight * max(-most, min(most, off - self.off))
         limit = DOUBTED if self.believed else BORNE_OUT
         before, few = self.believed, self.count < MORE_STEPS
         self.believed = few or self.more < MORE or -self.off < limit
@@ -160,7 +165,7 @@ class DeclaredWork:
         if not declared:
             return [Compared(at_s, seconds, own)]
         times = {rank: math.log(max(own_s, LEAST_S)) for rank, own_s in own.items()}
-        works = {rank: math.log(work[rank]) for rank in own}
+        works = {rank: math.log(max(work[rank], 1.0 / WORK_MAX)) for rank in own}
         step = _Step(at_s, seconds, own, times, works)
         if self._learn(step):
             return None

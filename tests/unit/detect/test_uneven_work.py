@@ -168,8 +168,17 @@ def test_work_of_any_size_is_compared(few: float, much: float) -> None:
     ranks = Packed(3)
     ranks.tell = lambda rank, tokens: few if rank else much
     assert ranks.train(100) == 0
+    assert ranks.watch.describe_work(0)
     ranks.tell = lambda rank, tokens: tokens * 1e-20
     ranks.train(100)
+
+
+def test_a_wild_amount_now_and_then_blinds_nobody() -> None:
+    ranks = Packed(4)
+    ranks.tell = lambda rank, tokens: tokens * (1e20 if rank + ranks.step % 25 == 0 else 1.0)
+    assert ranks.train(300) == 0
+    assert ranks.watch.describe_work(0)["work_believed"]
+    assert 0 < ranks.train(24, 1.5) <= 24
 
 
 def test_a_rank_may_leave_at_any_step() -> None:
