@@ -65,3 +65,20 @@ def test_the_world_outlives_the_node_it_began_on(start: Callable[..., Job], tmp_
     assert [rung for rung in rungs if rung not in ("none", "join")] == ["replace", "replace"]
     assert report["ledger"]["unattributed"]["s"] <= 0.005 * report["slot_s"]
     assert report["ledger"]["idle"]["s"] > 0
+
+
+@pytest.mark.long
+def test_a_job_whose_only_keeper_is_killed_goes_on_from_its_checkpoint(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It stood still for ever: its members counted as having finished."""
+    trail = tmp_path / "trail"
+    job = start(
+        "el", "-n", "2", str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "60",
+        "--pace-s", "0.05", timeout_s=120,
+    )  # fmt: skip
+    job.wait_until(lambda: len(read(trail, 1)) >= 15, "steps")
+    os.kill(job.find("perdure keeper el 0")[0].pid, signal.SIGKILL)
+    assert job.wait() == 0, job.text()
+    assert {row["step"] for row in read(trail, 0)} == set(range(60))
+    assert [one["rung"] for one in job.report()["recoveries"]] == ["restart"]

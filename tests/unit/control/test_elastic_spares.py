@@ -225,6 +225,30 @@ def test_a_node_whose_agent_and_keeper_died_is_told_of_twice_and_filled_once() -
     assert started(died) == {3: 0, 6: 0}
 
 
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_members_that_were_ended_with_their_keeper_are_lost_with_it(
+    nodes: int, finished: bool
+) -> None:
+    """An agent tells how each ended before it tells of the keeper: none of them has finished."""
+    lab = Lab(nproc=2, nodes=nodes, spares=0)
+    for rank in range(2 * nodes) if finished else ():
+        event = WorldReformed(
+            generation=0, epoch=0, rank=rank, step=9, began_s=0.0, ordered_s=0.0, formed_s=0.0,
+            finished=True,
+        )  # fmt: skip
+        lab.say(event)
+    for rank in (0, 1):
+        record = ExitRecord(rank, 0, 100 + rank, lab.now, signal=9, asked=True)
+        account = RankAccount(step=5)
+        lab.say(RankExited(node=0, record=record, account=account, detected_s=lab.now))
+    actions = lab.say(KeeperLost(node=0, generation=0, at_s=lab.now, begun=(0, 1)))
+    if nodes == 1 or finished:
+        assert restarts(actions)
+    else:
+        assert (order_of(actions).ranks, started(actions)) == ((2, 3), {4: 0, 5: 0})
+
+
 def test_a_loss_that_is_told_twice_is_one() -> None:
     lab = Lab(spares=0)
     actions = lab.say(KeeperLost(node=1, generation=0, at_s=1.0))

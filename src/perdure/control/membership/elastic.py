@@ -145,7 +145,7 @@ def leave_outside(state: JobState, now: float, rank: int) -> list[AnyAction]:
     next time.
     """
     elastic = state.world.elastic
-    if rank not in elastic.ready and rank not in elastic.lost:
+    if rank not in {*elastic.ready, *elastic.lost} and not state.world.exits[rank].asked:
         elastic.barren.add(state.the_spec().slot_of(rank))
     return [*fill_slots(state, f"rank {rank} has ended"), *admit(state, now)]
 
@@ -349,8 +349,11 @@ class Elastic(Fixed):
     def leave(self, state: JobState, now: float, event: RankExited) -> Outcome:
         """Let go of a member that has ended well: nobody waits for it any more.
 
-        The world is broken where the others died while it left.
+        The world is broken where the others died while it left. One that was ended is no such
+        member: why it was, such as that its keeper has died, is told besides.
         """
+        if event.record.failed:
+            return Outcome()
         elastic, rank = state.world.elastic, event.record.rank
         order = elastic.order
         leaves = state.boundary.leaves if state.boundary is not None else ()

@@ -192,13 +192,15 @@ def list_gone(state: JobState) -> tuple[int, ...]:
 def lose_node(state: JobState, node: int, begun: Collection[int] | None = None) -> bool:
     """Count what `node` ran as lost; return whether a member is newly lost by it.
 
-    A member that has applied the last step is still one: how its script ends is not known.
+    A member that has applied the last step is still one: how its script ends is not known. Those
+    that were ended with their keeper are told of one by one before.
     With `begun`, members that were not even started by then are not lost: they will be.
     """
     elastic = state.world.elastic
+    ended = {rank for rank, end in state.world.exits.items() if not (end.failed and end.asked)}
     known = {*elastic.members, *state.ranks, *elastic.ready}
     known |= set(elastic.homes) if begun is None else set(elastic.homes) & set(begun)
-    known -= {*state.world.exits, *elastic.lost}
+    known -= ended | elastic.lost | elastic.left
     newly = {m for m in known if node_of_member(state, m) == node}
     elastic.lost |= newly
     return not newly.isdisjoint(elastic.members)
