@@ -556,3 +556,11 @@ def test_a_question_that_hangs_or_prints_for_ever_says_nothing(
     assert not answer.gone
     assert why in answer.said
     assert time.monotonic() - began < 20
+
+
+def test_what_a_killed_verify_has_left_is_no_damage(site: Site) -> None:
+    site.pull()
+    (site.pulled / ".PULL_VERIFIED.json.4711-140523197422464").write_text('{"pulled')
+    assert "4711" not in site.verify("--nothing-to-keep")
+    (site.pulled / "PULL_VERIFIED.json.mine").write_text("mine")
+    assert "is not in the roster" in site.run("verify", str(site.pulled), code=3)
