@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ KbdInteractiveAuthentication no
 UsePAM no
 StrictModes no
 PrintMotd no
-SetEnv HOME={folder}/home PERDURE_HOME={folder}/not-this-one
+SetEnv HOME={folder}/home PERDURE_HOME={folder}/not-this-one{more}
 """
 _SSH_CONFIG = """\
 Host {name}
@@ -50,7 +50,8 @@ Host {name}
 class Box:
     """The box; `cut` breaks its connections, `reboot` ends everything on it.
 
-    With `space` it is in a network namespace, where `address` is its own.
+    With `space` it is in a network namespace, where `address` is its own. `environ` is what its
+    sshd gives to each session besides.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Box:
         name: str = "gpu-box",
         address: str = "127.0.0.1",
         space: str = "",
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.home = folder, folder / "home"
         self.name, self.address, self._space = name, address, space
@@ -71,7 +73,8 @@ class Box:
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
             subprocess.run(command, check=True, timeout=30)
         values = {"port": self.port, "folder": folder, "name": name, "address": address}
-        (folder / "sshd_config").write_text(_SSHD_CONFIG.format(**values))
+        more = "".join(f' "{key}={value}"' for key, value in (environ or {}).items())
+        (folder / "sshd_config").write_text(_SSHD_CONFIG.format(**values, more=more))
         (folder / "ssh_config").write_text(_SSH_CONFIG.format(**values))
         self.server: subprocess.Popen[bytes] | None = None
 
@@ -243,13 +246,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def make_boxes(tmp_path: Path) -> Iterator[Callable[..., Laptop]]:
+def make_boxes(tmp_path: Path, **environ: str) -> Iterator[Callable[..., Laptop]]:
     """Yield a function that starts a box and a laptop; afterwards nothing of either is left."""
     laptops: list[Laptop] = []
 
     def make(boot_id: str = "", **profile: Any) -> Laptop:
         number = len(laptops)
-        box = Box(tmp_path / f"box{number}")
+        box = Box(tmp_path / f"box{number}", environ=environ)
         box.start(boot_id=boot_id)
         (tmp_path / f"laptop{number}").mkdir()
         laptops.append(Laptop(tmp_path / f"laptop{number}", box, **profile))

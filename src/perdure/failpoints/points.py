@@ -88,11 +88,37 @@ POINTS: dict[str, Point] = {
     "supervisor/started": Point("A part is started, and not written down."),
     "supervisor/ended": Point("A part has ended, and nothing has followed. About: its name."),
     "supervisor/leave": Point("The job has ended, and its parts are about to be let go."),
+    "guard/begun": Point("It is about to wait for the supervisor's end."),
+    "guard/woken": Point("The supervisor is gone, and nobody is killed."),
+    "guard/kill": Point("What the job has left is about to be killed."),
+    "rotation/copied": Point("The front of a log is copied, and still in it.", _FULL),
+    "rotation/cut": Point("It is no more in the log, and the copy has not got its name.", _FULL),
+    "queue/append": Point(
+        "Records of a queue are about to be written; `take` leaves the write short.",
+        (*_FULL, "take"),
+    ),
+    "queue/appended": Point("They are on disk, and nothing has followed from them."),
+    "queue/spawn": Point("An attempt is written down, and its holder about to be started.", _FULL),
+    "queue/claimed": Point("A holder has its attempt, and has started nothing."),
+    "queue/forked": Point("Its command's process waits, and is not written down."),
+    "queue/begun": Point("The command runs."),
+    "queue/ended": Point("The command has ended, and it is not written down how."),
     "launch/sent": Point("Files, project and environment are on the box; nothing is looked at."),
     "launch/recorded": Point("The launch is remembered here, and the job not started there."),
     "launch/started": Point("The job runs there, and its commands may not find it yet."),
     "box/ask": Point("A command is about to be sent to a box."),
     "box/answered": Point("A box has answered, and nothing has followed."),
     "box/transfer": Point("Files are about to be brought to a box or from it."),
+    "supervise/write": Point(
+        "A document beside a launched job is about to be replaced. About: its name.", _FULL
+    ),
+    "supervise/started": Point("It says who runs the job, and the job is not started."),
+    "supervise/forked": Point(
+        "In the job's process, which nobody knows of, and which is nothing yet."
+    ),
+    "supervise/ended": Point("The job has ended, and it is not written down how."),
+    "supervise/recorded": Point("How the job ended is written down."),
+    "results/mend": Point("A script on the box is mended beside its place.", _FULL),
+    "results/told": Point("The roster of what is on the box is made, and not told."),
     "pull/brought": Point("All files of a roster are here, and it is not written beside them."),
 }

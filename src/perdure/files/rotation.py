@@ -23,6 +23,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from perdure.failpoints import failpoint
 from perdure.files import read_size
 
 HEAD_BYTES = 8 << 20
@@ -98,7 +99,7 @@ def rotate_file(path: str, head_bytes: int = HEAD_BYTES, part_bytes: int = PART_
     """Cut the file at `path` if it is large enough; return whether it was.
 
     Raises:
-        OSError: the disk is full, or the file is not ours; it is as it was.
+        OSError: the disk is full, or the file is not ours; nothing of it is lost.
     """
     new = f"{path}.@new"
     if os.path.exists(new):
@@ -107,31 +108,41 @@ def rotate_file(path: str, head_bytes: int = HEAD_BYTES, part_bytes: int = PART_
     size = newest.end - newest.begin
     if size < (part_bytes if older else head_bytes):
         return False
+    length = (size - 1) // _BLOCK * _BLOCK
     try:
-        _cut_front(path, new, (size - 1) // _BLOCK * _BLOCK)
+        _copy_front(path, new, length)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise
+    failpoint("rotation/copied")
+    _cut_front(path, new, length)
+    failpoint("rotation/cut")
     os.rename(new, f"{path}.@{newest.begin}")
     for part in older[1:]:
         os.unlink(part.path)
     return True
 
 
+def _copy_front(path: str, new: str, length: int) -> None:
+    """Copy the first `length` bytes of a file to another one, and bring them to the disk."""
+    with open(path, "rb") as source, open(new, "wb") as target:
+        shutil.copystat(path, new)
+        left = length
+        while left and (data := source.read(min(left, 1 << 20))):
+            target.write(data)
+            left -= len(data)
+        target.flush()
+        os.fsync(target.fileno())
+
+
 def _cut_front(path: str, new: str, length: int) -> None:
-    """Move the first `length` bytes of a file to another one; where that cannot be, all."""
+    """Take the first `length` bytes, which `new` has, out of a file; where that cannot be, all."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        with open(fd, "rb", closefd=False) as source, open(new, "wb") as target:
-            shutil.copystat(path, new)
-            left = length
-            while left and (data := source.read(min(left, 1 << 20))):
-                target.write(data)
-                left -= len(data)
-            target.flush()
-            if length and _collapse(fd, length):
-                return
+        if length and _collapse(fd, length):
+            return
+        with open(fd, "rb", closefd=False) as source, open(new, "ab") as target:
             source.seek(length)
             while True:  # Until nobody has written meanwhile.
                 shutil.copyfileobj(source, target)

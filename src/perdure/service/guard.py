@@ -28,13 +28,16 @@ def main(supervisor: int, marks: set[bytes]) -> None:
     """Wait for the end of process `supervisor`; then end what has `marks` and does not leave."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    failpoint("guard/begun")
     wait_end(supervisor)
+    failpoint("guard/woken")
     ended_s = time.monotonic()
     while time.monotonic() < ended_s + GRACE_S + _KILL_S:
         left = find_marked(marks)
         if not left:
             return
         if time.monotonic() > ended_s + GRACE_S:
+            failpoint("guard/kill")
             for pid in left:
                 kill_marked(pid, marks)
         time.sleep(_LOOK_S)
@@ -80,6 +83,15 @@ def kill_marked(pid: int, marks: set[bytes]) -> None:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
         finally:
             os.close(fd)
+
+
+def failpoint(name: str) -> None:
+    """Have the fault of a test happen here; without its variable nothing is imported."""
+    if os.environ.get("PERDURE_FAILPOINTS"):
+        sys.path.append(__file__.rpartition("/perdure/")[0])
+        from perdure import failpoints
+
+        failpoints.failpoint(name)
 
 
 if __name__ == "__main__":

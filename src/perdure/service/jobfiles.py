@@ -48,6 +48,7 @@ _LAST_LINES_GUESS = 1 << 16
 _AT_ONCE = 1 << 20
 """Bytes of a journal that are read at once."""
 _START_S, _LOOK_S = 20.0, 0.02
+_TRY_S, _TRY_AGAIN_S = 3600.0, 1.0
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -119,6 +120,27 @@ def on_disk(what: str = "", hint: str = _ROOM) -> Iterator[None]:
         raise PlatformError(
             f"cannot {what or f'use {error.filename}'}: {why}", hint=hint
         ) from error
+
+
+def keep_trying(
+    act: Callable[[], T], say: Callable[[str], None], wanted: Callable[[], bool] = lambda: True
+) -> T:
+    """Return what `act` returns, tried again while it is `wanted` and a disk refuses: an hour.
+
+    Raises:
+        PlatformError: as `act` does at the end of that.
+    """
+    deadline_s, told = time.monotonic() + _TRY_S, ""
+    while True:
+        try:
+            return act()
+        except PlatformError as error:
+            if not wanted() or time.monotonic() > deadline_s:
+                raise
+            if error.message != told:
+                told = error.message
+                say(f"{told}: tried again until it can be")
+            time.sleep(_TRY_AGAIN_S)
 
 
 def write_atomic(path: str, data: bytes, *, mode: int = 0o644) -> None:

@@ -36,6 +36,27 @@ def wait_child(folder: Path, attempt: int = 1) -> int:
     return int(find())
 
 
+def test_how_a_job_has_ended_is_written_down_once_the_disk_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor died of a full disk, and the box said of a job that it was killed."""
+    monkeypatch.setenv("PERDURE_FAILPOINTS", "supervise/write=error(ENOSPC),about=exit.json,nth=1")
+    assert supervise(tmp_path, "pass").wait(60) == 0
+    found = box.read_job_state(str(tmp_path))
+    assert (found["state"], found["code"]) == ("ended", 0)
+
+
+def test_a_job_whose_number_cannot_be_written_down_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would know of it once its supervisor is gone."""
+    monkeypatch.setenv("PERDURE_FAILPOINTS", "supervise/write=error(ENOSPC),about=start.json,nth=2")
+    monkeypatch.setenv("PERDURE_FAILPOINTS_FOLDER", str(tmp_path))
+    assert supervise(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')").wait(60) == box.REFUSED
+    assert "cannot be started" in box.read_job_state(str(tmp_path))["reason"]
+    assert not (tmp_path / "ran").exists()
+
+
 def test_exit_code_and_signal_are_written_down_exactly(tmp_path: Path) -> None:
     assert box.read_job_state(str(tmp_path))["state"] == "not-started"
     assert supervise(tmp_path, "raise SystemExit(37)").wait(30) == 37

@@ -4,10 +4,12 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from perdure.failpoints import FOLDER, SWITCH, switch
 from perdure.model.errors import PlatformError
 from perdure.model.queue import Again, Ended, Ending, Item, Put, Started
 from perdure.service.queue.runner import Runner
@@ -99,3 +101,27 @@ def test_what_ends_just_before_it_is_to_be_stopped_does_not_take_the_runner_alon
     command = [sys.executable, "-P", "-c", _REMOVED, str(tmp_path)]
     done = subprocess.run(command, start_new_session=True, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.fixture
+def switched() -> Iterator[None]:
+    yield
+    switch({})
+
+
+@pytest.mark.usefixtures("switched")
+def test_a_disk_that_is_full_for_a_moment_costs_a_queue_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the runner's records nor how an attempt has ended is lost: both try again."""
+    monkeypatch.setenv(SWITCH, "file/write=error(ENOSPC),about=ending.json,nth=1")
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    store = QueueStore(str(tmp_path), "q")
+    with store.writing() as writer:
+        writer.append(Put(1.0, Item(name="a", command=("true",), cwd=str(tmp_path))))
+    switch({SWITCH: "queue/append=error(ENOSPC),nth=2"})
+    said: list[str] = []
+    line = Runner(store, ("cpu-0",), said.append).run().lines["a"]
+    assert (line.state, line.attempts) == ("done", 1)
+    assert any("No space left on device: tried again until it can be" in one for one in said)
+    assert "ending.json" in (tmp_path / "fired").read_text()

@@ -35,6 +35,8 @@ ANSWER = "@@perdure-json "
 """Begins the one line of standard output that is the answer: shells may print banners."""
 REFUSED = 4
 """Exit code of a supervisor that did not start the job."""
+WRITE_S = 3600.0
+"""For so long a disk that takes nothing is tried again."""
 
 
 def main(argv: list[str]) -> int:
@@ -86,6 +88,7 @@ def supervise(folder: str) -> int:
         "oom_kills": count_oom_kills(memory),
     }
     write(folder, "start.json", started)
+    failpoint("supervise/started")
     try:
         devices, locks = take_devices(settings.get("gpus", 0))
     except LookupError as error:
@@ -98,6 +101,14 @@ def supervise(folder: str) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward)
+
+    def begin() -> None:
+        """Write down that the job runs: it does so itself, before it is anything."""
+        failpoint("supervise/forked")
+        pid = os.getpid()
+        told = {"child": pid, "child_start": start_time(pid), "devices": devices}
+        write(folder, "start.json", started | told)
+
     environment = dict(os.environ)
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -112,13 +123,13 @@ def supervise(folder: str) -> int:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Else the terminal hangs it up once we are killed.
+                    preexec_fn=begin,
                 )
             )
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, subprocess.SubprocessError) as error:
         return refuse(folder, started, f"`perdure run` cannot be started: {error}")
-    started |= {"child": child[0].pid, "child_start": start_time(child[0].pid), "devices": devices}
-    write(folder, "start.json", started)
     code = child[0].wait()
+    failpoint("supervise/ended")
     end(folder, started, {"code": max(code, 0), "signal": max(-code, 0)})
     for fd in [lock, shared, *locks]:
         os.close(fd)
@@ -138,7 +149,19 @@ def end(folder: str, started: dict[str, Any], how: dict[str, Any]) -> None:
     spent = {"cpu_s": used.ru_utime + used.ru_stime, "max_rss_bytes": used.ru_maxrss * 1024}
     told = {"attempt": started["attempt"], "boot_id": boot_id(), "at": time.time(), **spent, **how}
     told["oom_kills"] = count_oom_kills(started["memory"]) - started["oom_kills"]
-    write(folder, "exit.json", told)
+    deadline_s, said = time.monotonic() + WRITE_S, False
+    while True:  # Nobody else knows how it ended, and a disk may be full for a while.
+        try:
+            write(folder, "exit.json", told)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            if not said:
+                print(f"box: how it ended cannot be written down yet: {error}", file=sys.stderr)
+            said = True
+            time.sleep(1.0)
+    failpoint("supervise/recorded")
 
 
 def read_job_state(folder: str) -> dict[str, Any]:
@@ -619,6 +642,7 @@ def write(folder: str, name: str, document: dict[str, Any]) -> None:
     """Replace a document so that it is there whole, also after a loss of power."""
     path = os.path.join(folder, name)
     temporary = f"{path}.{os.getpid()}"
+    failpoint("supervise/write", name)
     with open(temporary, "w") as file:
         json.dump(document, file)
         file.flush()
@@ -627,6 +651,14 @@ def write(folder: str, name: str, document: dict[str, Any]) -> None:
     fd = os.open(folder, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
+
+
+def failpoint(name: str, about: str = "") -> None:
+    """Have the fault of a test happen here; without its variable nothing is imported."""
+    if os.environ.get("PERDURE_FAILPOINTS"):
+        from perdure import failpoints
+
+        failpoints.failpoint(name, about)
 
 
 if __name__ == "__main__":

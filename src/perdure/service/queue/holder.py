@@ -18,9 +18,11 @@ import msgspec
 from setproctitle import setproctitle
 
 from perdure.adapters.host import end_leftovers, read_boot_id, read_start_time
+from perdure.failpoints import failpoint
 from perdure.model.codec import encode
+from perdure.model.errors import PlatformError
 from perdure.model.queue import Attempt, Claim, Ending, Item
-from perdure.service.jobfiles import read_document, write_document
+from perdure.service.jobfiles import keep_trying, read_document, write_document
 from perdure.service.queue.store import (
     ATTEMPT,
     CLAIM,
@@ -44,24 +46,34 @@ def main(folder: str) -> int:
     place = Path(folder)
     given = read_document(str(place / ATTEMPT), Attempt)
     if given is None:
-        print(f"perdure: error: no {place / ATTEMPT}", file=sys.stderr)
+        _say(f"no {place / ATTEMPT}")
         return 2
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_SIGNALS, signal.SIGCHLD})
     claim = Claim(
         boot_id=read_boot_id(), holder=os.getpid(), holder_start=read_start_time(os.getpid())
     )
-    if not create_once(place / CLAIM, claim):
-        return 0
+    try:
+        if not create_once(place / CLAIM, claim):
+            return 0
+    except PlatformError as error:  # The runner has another holder try it.
+        _say(error.message)
+        return error.exit_code
+    failpoint("queue/claimed", given.item.name)
     setproctitle(f"perdure holder {given.item.name} attempt {given.attempt}")
     with contextlib.ExitStack() as locks:
         try:
             ending = Ending(at_s=time.time(), reason="stopped")
             if take_devices(given, locks):
                 ending = _carry_out(given, place, claim)
-        except OSError as error:
+        except (OSError, PlatformError) as error:
             ending = Ending(at_s=time.time(), reason=f"cannot be started: {error}")
-        create_once(place / ENDING, ending)
+        # Nobody else knows how it ended.
+        keep_trying(lambda: create_once(place / ENDING, ending), _say)
     return 0
+
+
+def _say(line: str) -> None:
+    print(f"perdure: error: {line}", file=sys.stderr, flush=True)
 
 
 def locate_locks() -> Path:
@@ -99,11 +111,14 @@ def _carry_out(given: Attempt, place: Path, claim: Claim) -> Ending:
         os.close(opened)
         _become(given, place, marks, gate)
     os.close(gate)
+    failpoint("queue/forked", item.name)
     claim = msgspec.structs.replace(claim, child=child, child_start=read_start_time(child))
     write_document(str(place / CLAIM), claim)
     os.write(opened, b"!")
     os.close(opened)
+    failpoint("queue/begun", item.name)
     status, reason = _wait(child, item, marks)
+    failpoint("queue/ended", item.name)
     code, number = (
         (0, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), 0)
     )

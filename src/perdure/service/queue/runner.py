@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from perdure.adapters.devices import Nvml
 from perdure.adapters.host import send_signal
@@ -22,10 +23,11 @@ from perdure.control.queue import (
     list_oversized,
     next_deadline,
 )
+from perdure.failpoints import failpoint
 from perdure.files import is_locked
 from perdure.model.errors import PlatformError
 from perdure.model.queue import Attempt, Claim, Ended, Ending, Found, Started
-from perdure.service.jobfiles import write_document
+from perdure.service.jobfiles import keep_trying, write_document
 from perdure.service.queue.holder import CPU_SLOT, locate_locks
 from perdure.service.queue.store import (
     ATTEMPT,
@@ -77,9 +79,12 @@ class Runner:
         """
         lock = RunnerLock(self._store)
         before = {n: signal.signal(n, self._ask_leave) for n in (signal.SIGINT, signal.SIGTERM)}
+        step: Callable[[], Book] = self.step
+        """At first what cannot be written is told; then attempts run, and wait for nobody."""
         try:
             while not self._leave:
-                book = self.step()
+                book = step()
+                step = partial(keep_trying, self.step, self._say, lambda: not self._leave)
                 oversized = list_oversized(book, self._slots)
                 if not keep and all(line in oversized for line in book.unfinished()):
                     break
@@ -174,6 +179,7 @@ class Runner:
             item=line.item, attempt=start.attempt, slots=start.slots, home=self._store.home
         )
         try:
+            failpoint("queue/spawn", start.name)
             folder.mkdir(parents=True, exist_ok=True)
             write_document(str(folder / ATTEMPT), given)
             with open(folder / OUTPUT, "ab") as output:

@@ -11,6 +11,7 @@ the second is told that it was too late.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -21,6 +22,7 @@ from typing import Any, Self
 
 from perdure.adapters.host import read_boot_id, read_start_time
 from perdure.control.queue import Book
+from perdure.failpoints import failpoint
 from perdure.files import create_file, is_locked, sync_path
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.queue import NAME, Claim, Ending, Item, Record
@@ -105,16 +107,19 @@ class QueueStore:
         Raises:
             PlatformError: they could not be written; none of them counts.
         """
-        with on_disk(f"use {self._journal}"):
+        if not records:
+            return
+        data = b"".join(encode_record(record) + b"\n" for record in records)
+        with on_disk(f"use {self._journal}"), open(self._journal, "ab", buffering=0) as file:
             try:
-                with open(self._journal, "ab") as file:
-                    file.write(b"".join(encode_record(record) + b"\n" for record in records))
-                    file.flush()
-                    os.fsync(file.fileno())
+                if file.write(data[: failpoint("queue/append")]) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+                sync_path(self.root)
             except OSError:
-                os.truncate(self._journal, self._offset)
+                file.truncate(self._offset)
                 raise
-            sync_path(self.root)
+        failpoint("queue/appended")
         self.read()
 
 
@@ -223,5 +228,10 @@ def _is_there(cwd: str, pattern: str) -> bool:
 
 
 def create_once(path: Path, value: Any) -> bool:
-    """Write a document that comes into being whole; return False where it was there already."""
-    return create_file(path, encode_record(value) + b"\n")
+    """Write a document that comes into being whole; return False where it was there already.
+
+    Raises:
+        PlatformError: the disk is full, read-only or not ours.
+    """
+    with on_disk(f"write {path}"):
+        return create_file(path, encode_record(value) + b"\n")
