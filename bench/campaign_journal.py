@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from campaign_failpoints import DEPTHS, SNAPSHOTS, Run
+from failpoints.jobs import DEPTHS, SNAPSHOTS, Run
 from sweep import sweep_after_me
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream

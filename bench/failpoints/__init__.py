@@ -1,0 +1,1 @@
+"""The campaign of failpoints: jobs with faults, what has to be so afterwards, what is tried."""
