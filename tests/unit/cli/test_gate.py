@@ -558,7 +558,9 @@ def test_a_question_that_hangs_or_prints_for_ever_says_nothing(
     assert time.monotonic() - began < 20
 
 
-def test_what_a_killed_verify_has_left_is_no_damage(site: Site) -> None:
+def test_what_a_killed_pull_or_verify_has_left_is_no_damage(site: Site) -> None:
+    site.pulled.mkdir()
+    (site.pulled / ".PULL_MANIFEST.json.4711-139736419183488").write_text('{"job')
     site.pull()
     (site.pulled / ".PULL_VERIFIED.json.4711-140523197422464").write_text('{"pulled')
     assert "4711" not in site.verify("--nothing-to-keep")

@@ -358,6 +358,7 @@ def _make_room(target: Path, manifest: PullManifest, tell: Callable[[str], None]
     before = read_manifest(target)
     tops = {label.split("/")[0] for label in manifest.roots}
     others = sorted({path.name for path in target.glob("*")} - tops)
+    others = [name for name in others if not is_begun(name)]
     if before is None and others:
         raise ConfigError(
             f"{target} holds something else: {others[0]}", hint="name a new or an empty directory"
@@ -380,6 +381,11 @@ def _make_room(target: Path, manifest: PullManifest, tell: Callable[[str], None]
         os.replace(path, kept)
     if gone:
         tell(f"{len(gone)} files of the earlier pull are not on the box any more: now in {aside}")
+
+
+def is_begun(name: str) -> bool:
+    """Return whether a command was killed while it wrote this, a document of its own."""
+    return name.startswith((f".{PULL_MANIFEST}.", f".{PULL_VERIFIED}."))
 
 
 def read_manifest(target: Path) -> PullManifest | None:
@@ -416,10 +422,8 @@ def compare_files(target: Path, manifest: PullManifest) -> list[str]:
         for path in target.rglob("*")
         if path.is_file() or path.is_symlink()
     }
-    own = (PULL_MANIFEST, PULL_VERIFIED)
-    # Who was killed while it wrote one of its own has left that under another name.
-    begun = tuple(f".{name}." for name in own)
-    strangers = [one for one in present - {*expected, *own} if not one.startswith(begun)]
+    unknown = present - {*expected, PULL_MANIFEST, PULL_VERIFIED}
+    strangers = [name for name in unknown if not is_begun(name)]
     return [*problems, *(f"{name} is not in the roster" for name in sorted(strangers))]
 
 
