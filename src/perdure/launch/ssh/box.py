@@ -101,31 +101,8 @@ def supervise(folder: str) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward)
-
-    def begin() -> None:
-        """Write down that the job runs: it does so itself, before it is anything."""
-        failpoint("supervise/forked")
-        pid = os.getpid()
-        told = {"child": pid, "child_start": start_time(pid), "devices": devices}
-        write(folder, "start.json", started | told)
-
-    environment = dict(os.environ)
-    if devices:
-        environment["CUDA_VISIBLE_DEVICES"] = devices
     try:
-        with open(os.path.join(folder, "run.out"), "ab") as output:
-            child.append(
-                subprocess.Popen(
-                    [os.path.expandvars(word) for word in settings["command"]],
-                    cwd=os.path.expandvars(settings["cwd"]),
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Else the terminal hangs it up once we are killed.
-                    preexec_fn=begin,
-                )
-            )
+        child.append(start_job(folder, settings, started, devices))
     except (OSError, KeyError, subprocess.SubprocessError) as error:
         return refuse(folder, started, f"`perdure run` cannot be started: {error}")
     code = child[0].wait()
@@ -134,6 +111,38 @@ def supervise(folder: str) -> int:
     for fd in [lock, shared, *locks]:
         os.close(fd)
     return code if code >= 0 else 128 - code
+
+
+def start_job(
+    folder: str, settings: dict[str, Any], started: dict[str, Any], devices: str
+) -> subprocess.Popen[bytes]:
+    """Start the command of the settings; it is written down as the attempt `started`.
+
+    Raises:
+        OSError, KeyError, subprocess.SubprocessError: it is not started.
+    """
+
+    def begin() -> None:
+        """Write down that the job runs: it does so itself, before it is anything."""
+        failpoint("supervise/forked")
+        pid = os.getpid()
+        told = {"child": pid, "child_start": start_time(pid), "devices": devices}
+        write(folder, "start.json", {**started, **told})
+
+    environment = dict(os.environ)
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    with open(os.path.join(folder, "run.out"), "ab") as output:
+        return subprocess.Popen(
+            [os.path.expandvars(word) for word in settings["command"]],
+            cwd=os.path.expandvars(settings["cwd"]),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Else the terminal hangs it up once we are killed.
+            preexec_fn=begin,
+        )
 
 
 def refuse(folder: str, started: dict[str, Any], why: str) -> int:
