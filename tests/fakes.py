@@ -4,7 +4,7 @@ Each holds the contract suite that the real one holds (`tests/contract`).
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.errors import FencedError, PlatformError, RequestError
@@ -135,7 +135,12 @@ class FakeStream:
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return a copy."""
-        return self.messages[first - 1 :]
+        return [message async for message in self.read(first=first)]
+
+    async def read(self, *, first: int = 1) -> AsyncIterator[bytes]:
+        """Yield each message."""
+        for message in self.messages[first - 1 :]:
+            yield message
 
     async def mend(self, messages: list[bytes]) -> int:
         """Hold `messages` instead."""

@@ -14,7 +14,7 @@ One that is given up may still be carried out later, like a message that was lon
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from itertools import cycle
 from pathlib import Path
 from secrets import token_hex
@@ -195,17 +195,21 @@ class FolderStream:
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return every message from number `first` on, oldest first."""
+        return [message async for message in self.read(first=first)]
+
+    async def read(self, *, first: int = 1) -> AsyncIterator[bytes]:
+        """Yield every message from number `first` on, oldest first."""
         taken = [number for number in await self._numbers.list_taken() if number >= first]
-        found = [b""] * (taken[-1] + 1 - first if taken else 0)
+        next_number = first
         for start in range(0, len(taken), _BATCH):
             numbers = taken[start : start + _BATCH]
-            for number, data in zip(numbers, await self._numbers.read(numbers), strict=True):
-                found[number - first] = data.partition(b"\n")[2]
-        for number in set(range(first, first + len(found))) - set(taken):
-            with contextlib.suppress(PlatformError):  # Gone, or missed by a stale look.
-                [data] = await self._numbers.read([number])
-                found[number - first] = data.partition(b"\n")[2]
-        return found
+            held = dict(zip(numbers, await self._numbers.read(numbers), strict=True))
+            for number in range(next_number, numbers[-1] + 1):
+                if number not in held:
+                    with contextlib.suppress(PlatformError):  # Gone, or missed by a stale look.
+                        [held[number]] = await self._numbers.read([number])
+                yield held.get(number, b"").partition(b"\n")[2]
+            next_number = numbers[-1] + 1
 
     async def mend(self, messages: list[bytes]) -> int:
         """Have each number hold its message; return the last number.

@@ -208,15 +208,23 @@ class EntryReader:
             ProtocolError: as above.
         """
         for line in self._lines:
-            if not line.strip():
-                continue
-            entry = self._take(line)
+            entry = self.take(line)
             if entry is not None:
-                self.tally.entries += 1
-                if isinstance(entry.body, ControllerStarted):
-                    self._speaks = entry.body.speaks
                 yield line if line.endswith(b"\n") else line + b"\n", entry
         self.tally.cut = max(0, self._known_seq - self.last.seq)
+
+    def take(self, line: bytes) -> JournalEntry | None:
+        """Return the entry of the next line; None where it is none that counts.
+
+        Raises:
+            ProtocolError: as above.
+        """
+        entry = self._take(line) if line.strip() else None
+        if entry is not None:
+            self.tally.entries += 1
+            if isinstance(entry.body, ControllerStarted):
+                self._speaks = entry.body.speaks
+        return entry
 
     def _take(self, line: bytes) -> JournalEntry | None:
         link = read_link(line)

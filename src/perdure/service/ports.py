@@ -4,7 +4,7 @@ Two implementations of each hold one contract suite (`tests/contract`): the real
 and the one in memory (`tests/fakes.py`).
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from perdure.model.events import Announced
@@ -82,6 +82,9 @@ class JournalStream(Protocol):
 
         In the place of one that is gone stands an empty one.
         """
+
+    def read(self, *, first: int = 1) -> AsyncIterator[bytes]:
+        """Yield the same one after another; some of them at a time are in memory."""
 
     async def mend(self, messages: list[bytes]) -> int:
         """Have the log hold the lines of `messages` and nothing else; return its last number.

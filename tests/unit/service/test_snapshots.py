@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,9 @@ class CountingStream(FakeStream):
         super().__init__()
         self.reads: list[int] = []
 
-    async def read_all(self, *, first: int = 1) -> list[bytes]:
+    def read(self, *, first: int = 1) -> AsyncIterator[bytes]:
         self.reads.append(first)
-        return await super().read_all(first=first)
+        return super().read(first=first)
 
 
 class SnapshotRig(Rig):

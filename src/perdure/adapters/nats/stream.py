@@ -8,6 +8,7 @@ after that the newest message's id is looked at, so it is harmless for ever.
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator
 
 import nats.errors
 import nats.js.errors
@@ -111,32 +112,32 @@ class NatsStream:
         return (info.cluster.leader if info.cluster is not None else None) or ""
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
-        """Return every message from number `first` on, oldest first; none before it is made.
+        """Return every message from number `first` on, as `read` yields them.
+
+        Raises:
+            PlatformError: as there.
+        """
+        return [message async for message in self.read(first=first)]
+
+    async def read(self, *, first: int = 1) -> AsyncIterator[bytes]:
+        """Yield every message from number `first` on, oldest first; none before it is made.
 
         In the place of one that is gone stands an empty one. Of several replicas one may lag, or
         have lost what the others have: what it has not is asked for again.
 
         Raises:
-            PlatformError: JetStream does not answer.
+            PlatformError: JetStream does not answer, or what it answers does not arrive.
         """
-        found: dict[int, bytes] = {}
         try:
             oldest, last = await self._read_numbers()
-            wanted = range(max(first, oldest), last + 1)
-            for attempt in range(_MISSED_MAX if self._replicated else 1):
-                gone = [number for number in wanted if number not in found]
-                if not gone:
-                    break
-                await asyncio.sleep(_PAUSE_S if attempt else 0)
-                await self._read_range(gone[0], gone[-1], found)
-            if self._replicated:
-                for number in [number for number in wanted if number not in found]:
-                    with contextlib.suppress(nats.js.errors.NotFoundError):  # Who leads has it?
-                        message = await self._bus.unless_lost(self._js.get_msg(self._name, number))
-                        found[number] = message.data or b""
+            number = first
+            while number <= last:
+                found, until = await self._read_some(max(number, oldest), last)
+                for each in range(number, until + 1):
+                    yield found.get(each, b"")
+                number = until + 1
         except LOST as error:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
-        return [found.get(number, b"") for number in range(first, last + 1)]
 
     async def _read_numbers(self) -> tuple[int, int]:
         """Return the oldest and the newest number; 0 where no controller has made the journal."""
@@ -146,30 +147,48 @@ class NatsStream:
             return 0, 0
         return int(found.state.first_seq), int(found.state.last_seq)
 
-    async def _read_range(self, first: int, last: int, found: dict[int, bytes]) -> None:
-        """Find messages `first` to `last`, from whichever replica answers, but what it has not.
+    async def _read_some(self, first: int, last: int) -> tuple[dict[int, bytes], int]:
+        """Return the next of messages `first` to `last`, and the number to which they go.
 
         Without a consumer: to make one, a cluster needs more of itself than to append does, and
         just after the loss of a server it has not got that. And where the last message is gone,
         a consumer waits for it, and the server with it.
-
-        Raises:
-            PlatformError: nobody answers, or what is answered does not arrive.
         """
-        number, missed = first, 0
-        while number <= last:
-            answer = await self._bus.unless_lost(self._ask(number, last))
-            found.update(answer.messages)
-            if answer.ended:
-                return
-            number = answer.newest + 1 if answer.messages else number
-            missed = 0 if answer.messages else missed + 1
+        missed = 0
+        while first <= last:
+            answer = await self._bus.unless_lost(self._ask(first, last))
+            if answer.messages:
+                until = min(answer.newest, last)
+                found = answer.messages
+                return await self._complete(found, first, until), until
+            if answer.ended and not self._replicated:
+                break
+            missed += 1
+            if missed > _MISSED_MAX and answer.ended:
+                return await self._complete({}, first, last), last
             if missed > _MISSED_MAX:
                 raise PlatformError(
-                    f"the journal's message {number} is not to be had",
+                    f"the journal's message {first} is not to be had",
                     hint="does its stream allow direct gets (allow_direct)?",
                 )
-            await asyncio.sleep(_PAUSE_S if missed else 0)
+            await asyncio.sleep(_PAUSE_S)
+        return {}, last
+
+    async def _complete(self, found: dict[int, bytes], first: int, last: int) -> dict[int, bytes]:
+        """Return `found`, and what another replica has of messages `first` to `last`."""
+        for attempt in range(_MISSED_MAX if self._replicated else 0):
+            gone = [number for number in range(first, last + 1) if number not in found]
+            if not gone:
+                return found
+            await asyncio.sleep(_PAUSE_S if attempt else 0)
+            answer = await self._bus.unless_lost(self._ask(gone[0], gone[-1]))
+            found |= answer.messages
+        for number in range(first, last + 1) if self._replicated else ():
+            if number not in found:
+                with contextlib.suppress(nats.js.errors.NotFoundError):  # Who leads has it?
+                    message = await self._bus.unless_lost(self._js.get_msg(self._name, number))
+                    found[number] = message.data or b""
+        return found
 
     async def _ask(self, first: int, last: int) -> "_Answer":
         """Return what a server sends of messages `first` to `last` when asked once."""

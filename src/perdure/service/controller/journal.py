@@ -19,8 +19,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import xxhash
@@ -28,7 +29,7 @@ import xxhash
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.adapters.shared_folder import open_journal
 from perdure.failpoints import failpoint
-from perdure.files import replace_file, sync_path
+from perdure.files import read_size, replace_file, sync_path
 from perdure.model.bus.wire import Endpoint
 from perdure.model.chain import FIRST, EntryReader, Link, Tally, seal, split_lines
 from perdure.model.codec import encode
@@ -116,6 +117,11 @@ class Mirror:
         except OSError:
             return b""
 
+    def begin_anew(self) -> bytes:
+        """Return what is in the file, and forget what was to be written."""
+        self._pending, self._held = b"", True
+        return self.read()
+
     def read_from(self, size: int) -> bytes:
         """Return what is behind the first `size` bytes of the file."""
         try:
@@ -124,6 +130,56 @@ class Mirror:
                 return file.read()
         except OSError:
             return b""
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[Callable[[bytes], bool]]:
+        """Give what takes the journal's bytes, one piece after another, for comparison.
+
+        It returns whether the file has them next, or ends here: then they are written. Once it has
+        returned False, it is not to be given more.
+        """
+        self._size = 0
+        self._digest.reset()
+        with contextlib.ExitStack() as stack:
+            try:
+                file: BinaryIO | None = stack.enter_context(open(self.path, "rb"))
+            except FileNotFoundError:
+                file = None
+            except OSError:
+                yield lambda data: False
+                return
+
+            def follow(data: bytes) -> bool:
+                if self._held:
+                    try:
+                        there = file.read(len(data)) if file is not None else b""
+                    except OSError:
+                        return False
+                    if there == data:
+                        self._size += len(data)
+                        self._digest.update(data)
+                        return True
+                    if not (data.startswith(there) and self._claim()):
+                        return False
+                    self._held = False
+                self.append(data)
+                return True
+
+            yield follow
+
+    def ends_here(self) -> bool:
+        """Return whether the file has nothing behind what it was compared with; then go on."""
+        if self._held:
+            if read_size(self.path) > self._size or not self._claim():
+                return False
+            self.release()
+        return True
+
+    def _claim(self) -> bool:
+        """Have a file of our own for what follows, where another controller may take over."""
+        if not self._shared:
+            return True
+        return self._copy(self._size) if os.path.exists(self.path) else self.rewrite(b"")
 
     def rewrite(self, data: bytes, *, synced: bool = False) -> bool:
         """Replace the copy by `data`, the whole journal, and what was appended meanwhile.
@@ -286,6 +342,36 @@ class Journal:
         self._mirroring: asyncio.Task[None] | None = None
         self.last_seq = 0
         """Number of the newest entry."""
+        self.agreed = False
+        """Whether `read` has found stream and mirror to be copies of one journal."""
+
+    async def read(self) -> AsyncIterator[JournalEntry]:
+        """Yield every entry, oldest first, a few in memory, for as long as stream and mirror agree.
+
+        Where they do not (`agreed`), `open` takes each entry from the copy that has it.
+
+        Raises:
+            PlatformError: the stream cannot be read.
+            ProtocolError: a newer version has written it.
+        """
+        reader, groups, newest = EntryReader((), mine=MINE), 0, b""
+        with contextlib.ExitStack() as stack:
+            follow = stack.enter_context(self._mirror.following()) if self._mirror else None
+            async for newest in self._stream.read():
+                groups += 1
+                taken = [reader.take(line) for line in newest.splitlines(keepends=True)]
+                sound = reader.tally.whole and not reader.tally.torn
+                if not (sound and (follow is None or follow(newest))):
+                    return
+                for entry in taken:
+                    if entry is not None:
+                        yield entry
+        if self._mirror is not None and not self._mirror.ends_here():
+            return
+        self._groups, self._digest = groups, _compute_digest(newest) if groups else ""
+        self._first, self._hash, self.last_seq = reader.first, reader.last.hash, reader.last.seq
+        self._found = Comparison(b"", [], reader.last, reader.first, reader.tally, [])
+        self.agreed = True
 
     async def open(self) -> list[JournalEntry]:
         """Return every entry, oldest first, once stream and mirror are what both make together.
@@ -295,7 +381,7 @@ class Journal:
             ProtocolError: a newer version has written it.
         """
         groups = await self._stream.read_all()
-        copy = self._mirror.read() if self._mirror is not None else b""
+        copy = self._mirror.begin_anew() if self._mirror is not None else b""
         self._found = found = await asyncio.to_thread(compare, groups, copy)
         self._groups = len(groups)
         # Before the stream is touched: what is lost of it in between is then in the mirror.

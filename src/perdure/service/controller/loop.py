@@ -220,7 +220,12 @@ class ControllerService:
             log.warning("the snapshot at entry %d does not fit the journal", memory.seq)
             passed.append((memory, position))
         if tail is None:
-            tail = await self._journal.open()
+            async for entry in self._journal.read():
+                self._replay(entry)
+            tail = []
+            if not self._journal.agreed:
+                self._memory, self._ended = Memory(self._spec), None
+                tail = await self._journal.open()
             for memory, position in passed:
                 if self._journal.lacks(position):
                     self._memory, self._snapshot_seq = memory, memory.seq
@@ -228,22 +233,26 @@ class ControllerService:
                     tail = [entry for entry in tail if entry.seq > memory.seq]
                     break
         since = self._snapshot_seq
-        if tail and not self._memory.seq and not isinstance(tail[0].body, JobSubmitted):
-            begin = JobSubmitted(spec=self._spec, at_s=self._submitted_s)  # It is lost.
-            self._memory.replay(JournalEntry(1, tail[0].at_s, begin))
         for entry in tail:
-            if isinstance(entry.body, ControllerStarted):
-                check_journal(MINE, entry.body.speaks)
-            self._memory.replay(entry)
-            if isinstance(entry.body, JobEnded):
-                self._ended = entry.body
+            self._replay(entry)
         self._reconfigure()
         for at_s, event in self._memory.recent():
             self._detector.note(at_s, event)
             self._devices.note(event)
         replayed_s = self._clock() - started_s
         source = f"after the snapshot at entry {since}" if since else "from the first on"
-        log.info("replayed %d entries %s in %.3f s", len(tail), source, replayed_s)
+        log.info("replayed %d entries %s in %.3f s", self._memory.seq - since, source, replayed_s)
+
+    def _replay(self, entry: JournalEntry) -> None:
+        """Take an entry of the past."""
+        if not self._memory.seq and not isinstance(entry.body, JobSubmitted):
+            begin = JobSubmitted(spec=self._spec, at_s=self._submitted_s)  # It is lost.
+            self._memory.replay(JournalEntry(1, entry.at_s, begin))
+        if isinstance(entry.body, ControllerStarted):
+            check_journal(MINE, entry.body.speaks)
+        self._memory.replay(entry)
+        if isinstance(entry.body, JobEnded):
+            self._ended = entry.body
 
     def _reconfigure(self) -> None:
         """Have the detector judge as the job is configured now."""
