@@ -25,6 +25,7 @@ from perdure.files import replace_file
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import MetricsLogged
+from perdure.model.records import decode_record, encode_record
 from perdure.telemetry.curves import UNREADABLE, Curves, decode_curves, encode_curves
 
 log = logging.getLogger("perdure.controller")
@@ -146,7 +147,7 @@ class CurveFiles:
             del folded[min(folded, key=lambda writer: folded[writer])]
         body = encode_curves(curves)
         head = _Head(xxhash.xxh3_128_hexdigest(body), folded)
-        replace_file(self._folder / KEPT, encode(head) + b"\n" + body, mode=0o644)
+        replace_file(self._folder / KEPT, encode_record(head) + b"\n" + body, mode=0o644)
         failpoint("curves/folded")
         for path, _ in new:
             path.unlink(missing_ok=True)
@@ -190,7 +191,7 @@ def _read_kept(folder: Path) -> tuple[Curves, dict[str, int], str]:
     """Return what is kept, which files are in it, and why it cannot be read."""
     try:
         first, _, body = (folder / KEPT).read_bytes().partition(b"\n")
-        head: _Head = decode(first, _Head)
+        head: _Head = decode_record(first, _Head)
         if xxhash.xxh3_128_hexdigest(body) != head.digest:
             raise ProtocolError("it does not have the hash that it had")
         return decode_curves(body), dict(head.folded), ""

@@ -114,6 +114,21 @@ def test_a_step_that_no_float_has_costs_its_line(tmp_path: Path) -> None:
     assert read_curves(str(tmp_path)).dropped["curves"].count == 1
 
 
+def test_no_flipped_bit_of_what_is_kept_hides_a_value_unsaid(tmp_path: Path) -> None:
+    """In the line that names what was folded, one hid all newer values, and had them removed."""
+    files = CurveFiles(str(tmp_path), "c1")
+    log(files, range(10))
+    files.fold(files.begin_next())
+    log(files, range(10, 20))
+    kept = tmp_path / "kept"
+    whole = kept.read_bytes()
+    for bit in range(8 * (whole.index(b"\n") + 1)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        kept.write_bytes(data)
+        assert steps_of(tmp_path) == [*range(20)] or read_curves(str(tmp_path)).dropped, bit
+
+
 def test_what_cannot_be_folded_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NEW_BYTES_MAX", 2000)
     files = CurveFiles(str(tmp_path), "c1")
