@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_journal import make_service, serve, timed
 from sweep import sweep_after_me
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
@@ -68,7 +69,6 @@ from perdure.model.signals.links import LinkSample
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.service.controller.journal import Journal, Mirror
-from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.curves import CurveFiles
 from perdure.service.jobfiles import paths_of, write_document
@@ -76,7 +76,6 @@ from perdure.telemetry.links import LINKS_MAX, NOTE_BYTES_A_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.fakes import FakeBus
 
 NAME = "month"
 NPROC = 8
@@ -367,35 +366,12 @@ async def measure_takeover(server: NatsServer, folder: Path, month: Month) -> di
     if snapshot is not None:
         result["snapshot_MB"] = round(len(snapshot[1]) / 1e6, 2)
     for name, used in (("with_snapshot", True), ("from_first", False)):
-        service = ControllerService(
-            spec, FakeBus(),
-            Journal(stream, writer=name, mirror=Mirror(str(folder / "copy.jsonl"))),
-            clock=time.monotonic, incarnation=name, submitted_s=0.0, show=lambda snapshot: None,
-            snapshots=files if used else None,
-        )  # fmt: skip
-        began_s, began_cpu_s = time.monotonic(), time.process_time()
-        await service._remember()
-        result[name] = {
-            "s": round(time.monotonic() - began_s, 2),
-            "cpu_s": round(time.process_time() - began_cpu_s, 2),
-        }
+        service = make_service(spec, stream, folder, snapshots=used)
+        took_s, cpu_s = await timed(service._remember())
+        result[name] = {"s": round(took_s, 2), "cpu_s": round(cpu_s, 2)}
         await service._journal.settle()
     await bus.close()
     return result
-
-
-def takeover(folder: Path, month: Month) -> dict[str, Any]:
-    """Measure a takeover with a nats-server of its own."""
-    server = NatsServer(folder=str(folder / "nats"), token="bench", name="bench")
-    (folder / "nats").mkdir()
-    with open(os.devnull, "wb") as nowhere:
-        process = subprocess.Popen(server.command(), stdout=nowhere, stderr=nowhere)
-    try:
-        server.wait_ready()
-        return asyncio.run(measure_takeover(server, folder, month))
-    finally:
-        process.kill()
-        process.wait()
 
 
 def measure(args: argparse.Namespace, home: Path) -> dict[str, Any]:
@@ -416,7 +392,8 @@ def measure(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         result[" ".join(words[::2])] = time_command(home, *words)
     result["page_MB"] = round(os.path.getsize(page) / 1e6, 2)
     if not args.no_takeover:
-        result["takeover"] = takeover(home, month)
+        with serve(home) as server:
+            result["takeover"] = asyncio.run(measure_takeover(server, home, month))
     result["peak_MB_of_bench"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000
     return result
 

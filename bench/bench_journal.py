@@ -8,6 +8,7 @@ due, which is the worst case. Prints one JSON document.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -148,18 +149,35 @@ async def fill(stream: NatsStream, spec: JobSpec, events: int) -> tuple[int, int
     return entries, size, clock.now - began_s
 
 
-def make_service(spec: JobSpec, stream: NatsStream, folder: Path) -> ControllerService:
+def make_service(
+    spec: JobSpec, stream: NatsStream, folder: Path, *, snapshots: bool = True
+) -> ControllerService:
     """Return a controller as a new process makes it."""
     return ControllerService(
         spec,
         FakeBus(),
-        Journal(stream, writer="bench", mirror=Mirror(str(folder / "journal.jsonl"))),
+        Journal(stream, writer="bench", mirror=Mirror(str(folder / "copy.jsonl"))),
         clock=time.monotonic,
         incarnation="bench",
         submitted_s=0.0,
         show=lambda snapshot: None,
-        snapshots=SnapshotFiles(str(folder / "snapshots")),
+        snapshots=SnapshotFiles(str(folder / "snapshots")) if snapshots else None,
     )
+
+
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[NatsServer]:
+    """Give a nats-server of its own, which keeps its store below `folder`."""
+    server = NatsServer(folder=str(folder / "nats"), token="bench", name="bench")
+    (folder / "nats").mkdir()
+    with open(os.devnull, "wb") as nowhere:
+        process = subprocess.Popen(server.command(), stdout=nowhere, stderr=nowhere)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        process.kill()
+        process.wait()
 
 
 def measure_sealing(spec: JobSpec, count: int = 50_000) -> dict[str, float]:
@@ -222,7 +240,7 @@ async def measure(server: NatsServer, folder: Path, events: int, ranks: int) -> 
     quick_s, quick_cpu_s = await timed(quick._remember())
     mirror_s, _ = await timed(quick._journal.settle())
     assert encode_memory(quick._memory) == encode_memory(full._memory)
-    assert (folder / "journal.jsonl").stat().st_size == size
+    assert (folder / "copy.jsonl").stat().st_size == size
     await bus.close()
     days = told_s / 86400
     return {
@@ -262,7 +280,7 @@ async def replay_until(
             memory.replay(entry)
         if memory.seq >= entries:
             break
-    journal = Journal(groups, writer="bench", mirror=Mirror(str(folder / "copy.jsonl")))
+    journal = Journal(groups, writer="bench", mirror=Mirror(str(folder / "part.jsonl")))
     await journal.open()
     return memory, journal
 
@@ -274,16 +292,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="perdure-journal-"))
-    server = NatsServer(folder=str(folder / "nats"), token="bench", name="bench")
-    (folder / "nats").mkdir()
-    with open(os.devnull, "wb") as nowhere:
-        process = subprocess.Popen(server.command(), stdout=nowhere, stderr=nowhere)
     try:
-        server.wait_ready()
-        result = asyncio.run(measure(server, folder, args.events, args.ranks))
+        with serve(folder) as server:
+            result = asyncio.run(measure(server, folder, args.events, args.ranks))
     finally:
-        process.kill()
-        process.wait()
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(result))
 
