@@ -162,7 +162,7 @@ class Base:
 def judge_record(path: Path, read: Callable[[], object]) -> Judge:
     """Return the judge of a document with its reader: another value is silent, none is said."""
     truth = read()
-    assert truth is not None, path
+    assert truth is not None, f"{path}: left by other code? --out is to be another"
 
     def judge(data: bytes) -> str:
         path.write_bytes(data)
@@ -332,6 +332,12 @@ async def fill(endpoint: Endpoint, base: Base) -> None:
     await bus.close()
 
 
+async def read_through(journal: Journal) -> list[JournalEntry]:
+    """Return all entries, as a controller that begins to act reads them."""
+    entries = [entry async for entry in journal.read()]
+    return entries if journal.agreed else await journal.open()
+
+
 async def take_over(endpoint: Endpoint, mirror: Path, words: str) -> tuple[list[JournalEntry], str]:
     """Open the journal as the next controller, and append; return it and what is said of it."""
     bus = await NatsBus.connect(endpoint, timeout_s=10)
@@ -339,7 +345,7 @@ async def take_over(endpoint: Endpoint, mirror: Path, words: str) -> tuple[list[
         stream = await NatsStream.open(bus, NAME)
         journal = Journal(stream, writer=words, mirror=Mirror(str(mirror)))
         async with asyncio.timeout(30):
-            entries = await journal.open()
+            entries = await read_through(journal)
             body = Decision(action="A", summary=words, reason="campaign")
             await journal.append([JournalEntry(journal.last_seq + 1, 1.0, body)])
         return entries, "; ".join(each.reason for each in journal.take_damage())  # type: ignore[union-attr]
@@ -441,7 +447,7 @@ async def _fill_mirror(disk: Path, room: int) -> str:
     mirror.unlink(missing_ok=True)
     stream = FakeStream()
     journal = Journal(stream, writer="one", mirror=Mirror(str(mirror)))
-    await journal.open()
+    await read_through(journal)
     await _write_on(journal, 5)
     before = mirror.read_bytes()
     with leave(disk, room):
@@ -449,7 +455,7 @@ async def _fill_mirror(disk: Path, room: int) -> str:
         if not b"".join(stream.messages).startswith(mirror.read_bytes()[: len(before)]):
             return "silent"
         taken = Journal(stream, writer="two", mirror=Mirror(str(mirror)))
-        await taken.open()
+        await read_through(taken)
         if len(mirror.read_bytes()) < len(before):
             return "silent: the mirror was cut"
         await _write_on(taken, 3)
@@ -470,7 +476,7 @@ async def _fill_stream(disk: Path, room: int) -> str:
         bus = await NatsBus.connect(server.start(), timeout_s=10)
         stream = await NatsStream.open(bus, NAME)
         journal = Journal(stream, writer="one", mirror=Mirror(str(mirror)))
-        await journal.open()
+        await read_through(journal)
         await _write_on(journal, 5)
         with leave(disk, room), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2):
