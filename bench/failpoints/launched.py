@@ -115,4 +115,9 @@ class Launch(Run):
     def read(self, name: str) -> list[str]:
         """Return the lines of `hits` or `fired`, but of what other jobs pass as well."""
         lines = super().read(name)
-        return [line for line in lines if line.startswith(OF_IT) or NAME in line.split("\t")[1]]
+        documents = (f"{NAME}.json", "PULL_")
+        return [
+            line
+            for line in lines
+            if line.startswith(OF_IT) or line.split("\t")[1].startswith(documents)
+        ]
