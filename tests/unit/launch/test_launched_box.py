@@ -41,7 +41,9 @@ def test_how_a_job_has_ended_is_written_down_once_the_disk_takes_it(
 ) -> None:
     """Its supervisor died of a full disk, and the box said of a job that it was killed."""
     monkeypatch.setenv("PERDURE_FAILPOINTS", "supervise/write=error(ENOSPC),about=exit.json,nth=1")
-    assert supervise(tmp_path, "pass").wait(60) == 0
+    runner = supervise(tmp_path, "pass")
+    wait_until(lambda: "how is not written down yet" in box.read_job_state(str(tmp_path))["reason"])
+    assert runner.wait(60) == 0
     found = box.read_job_state(str(tmp_path))
     assert (found["state"], found["code"]) == ("ended", 0)
 

@@ -352,8 +352,6 @@ class Elastic(Fixed):
         The world is broken where the others died while it left. One that was ended is no such
         member: why it was, such as that its keeper has died, is told besides.
         """
-        if event.record.failed:
-            return Outcome()
         elastic, rank = state.world.elastic, event.record.rank
         order = elastic.order
         leaves = state.boundary.leaves if state.boundary is not None else ()
@@ -363,6 +361,8 @@ class Elastic(Fixed):
                 "" if list_living_members(state) else "the last member that had the state has left"
             )
             return Outcome(broken=alone)
+        if event.record.failed:
+            return Outcome()
         elastic.finished.add(rank)
         if not is_elastic(state) or order is None or rank not in order.ranks:
             return Outcome()

@@ -197,10 +197,11 @@ def lose_node(state: JobState, node: int, begun: Collection[int] | None = None) 
     With `begun`, members that were not even started by then are not lost: they will be.
     """
     elastic = state.world.elastic
-    ended = {rank for rank, end in state.world.exits.items() if not (end.failed and end.asked)}
+    exits = state.world.exits.items()
+    ended = {m for m, end in exits if m in elastic.left or not (end.failed and end.asked)}
     known = {*elastic.members, *state.ranks, *elastic.ready}
     known |= set(elastic.homes) if begun is None else set(elastic.homes) & set(begun)
-    known -= ended | elastic.lost | elastic.left
+    known -= ended | elastic.lost
     newly = {m for m in known if node_of_member(state, m) == node}
     elastic.lost |= newly
     return not newly.isdisjoint(elastic.members)

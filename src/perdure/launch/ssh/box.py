@@ -192,7 +192,10 @@ def read_job_state(folder: str) -> dict[str, Any]:
         return {**told, "state": "rebooted", "reason": "the machine has started anew since the "
                 f"job was started; it is up for {up_s / 60:.0f} min"}  # fmt: skip
     if start_time(start["pid"]) == start["pid_start"]:
-        return {**told, "state": "running", "reason": f"supervisor {start['pid']} lives"}
+        reason = f"supervisor {start['pid']} lives"
+        if "child" in start and start_time(start["child"]) != start["child_start"]:
+            reason += "; `perdure run` has ended, and how is not written down yet"
+        return {**told, "state": "running", "reason": reason}
     if start_time(start.get("child", 0)) == start.get("child_start", -1):
         reason = "the supervisor is gone, `perdure run` goes on"
         return {**told, "state": "orphaned", "reason": reason}
