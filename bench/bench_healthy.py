@@ -83,7 +83,7 @@ def main() -> None:
         print(render_real([row for row in rows if "real" in row]))
         if faults := [row for row in rows if "fault" in row]:
             print(render_faults(faults))
-            print(render_calibration(faults))
+            print(render_calibration(faults, [row for row in rows if "number" in row]))
         if args.picture is not None:
             args.picture.write_text(render_picture(rows))
         return

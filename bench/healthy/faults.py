@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .judge import BEGIN_S, START_S, Job, Outcome, Told
+from .results import show_rate
 from .training import Fault, Load, Shape, World
 from .workloads import (
     COMM_SHARE,
@@ -143,7 +144,7 @@ def fold(case: Case, outcome: Outcome, begun_s: float) -> Row:
         "stood_s": [stood_s(told) for told in right[:8]],
         "right_at_s": [round(told.at_s - begun_s, 1) for told in right[:8]],
         "wrong": [f"{told.kind} {told.culprit}" for told in wrong[:8]],
-        "sure": [[round(told.confidence, 2), told in right] for told in (*right, *wrong)],
+        "said": [[t.kind, round(t.confidence, 2), t in right] for t in (*right, *wrong)],
         "acted": [action.kind for action in outcome.actions],
         "simulated_s": round(outcome.simulated_s, 1), "wall_s": round(outcome.wall_s, 2),
     }  # fmt: skip
@@ -169,16 +170,33 @@ def is_right(case: Case, told: Told) -> bool:
     return told.kind == "Straggler" and (there or (told.node == home and told.rank is None))
 
 
-def render_calibration(rows: list[Row]) -> str:
-    """Return how often verdicts of each confidence were right, where something was broken."""
+def render_calibration(rows: list[Row], healthy: list[Row]) -> str:
+    """Return how often verdicts were right where something was broken, and said where nothing was.
+
+    By their confidence, and by their kind.
+    """
     lines = ["", "| tree | confidence | right |", "|---|---|---|"]
+    kinds = ["", "| tree | verdict | right | said of healthy jobs, an hour (95 %) |"]
+    kinds.append("|---|---|---|---|")
     for tree in sorted({row["tree"] for row in rows}):
-        said = [tuple(one) for row in rows if row["tree"] == tree for one in row.get("sure", ())]
-        for least in sorted({int(10 * sure) / 10 for sure, _ in said}):
-            mine = [right for sure, right in said if least <= sure < least + 0.1]
-            share = f"{sum(mine)} of {len(mine)} ({sum(mine) / len(mine):.0%})"
-            lines.append(f"| {tree[:8]} | {least:.1f} to {least + 0.1:.1f} | {share} |")
-    return "\n".join(lines)
+        said = [one for row in rows if row["tree"] == tree for one in row["said"]]
+        for least in sorted({int(10 * sure) / 10 for _, sure, _ in said}):
+            mine = [right for _, sure, right in said if least <= sure < least + 0.1]
+            lines.append(f"| {tree[:8]} | {least:.1f} to {least + 0.1:.1f} | {_show_share(mine)} |")
+        calm = [row for row in healthy if row["tree"] == tree]
+        hours = sum(row["simulated_s"] for row in calm) / 3600.0
+        false = Counter(
+            told["kind"] for row in calm for told in row["told"] if not told["right"]
+        )  # Those that name a rank which is alone, too.
+        for kind in sorted({kind for kind, _, _ in said} | set(false)):
+            mine = [right for name, _, right in said if name == kind]
+            share = _show_share(mine) if mine else ""
+            kinds.append(f"| {tree[:8]} | {kind} | {share} | {show_rate(false[kind], hours)} |")
+    return "\n".join([*lines, *kinds])
+
+
+def _show_share(right: list[bool]) -> str:
+    return f"{sum(right)} of {len(right)} ({sum(right) / len(right):.0%})"
 
 
 def render_faults(rows: list[Row]) -> str:

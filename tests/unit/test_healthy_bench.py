@@ -53,8 +53,15 @@ def test_what_is_held_out_runs_and_is_not_looked_at(name):
 
 
 def test_confidence_is_compared_with_how_often_it_was_right():
-    row = {"tree": "a" * 12, "sure": [[0.95, True], [0.92, False], [0.4, False]]}
-    table = render_calibration([row, {"tree": "a" * 12}])
+    row = {
+        "tree": "a" * 12,
+        "said": [["CommSlow", 0.95, True], ["CommSlow", 0.92, False], ["Straggler", 0.4, False]],
+    }
+    told = {"kind": "NodeLost", "right": False}
+    calm = {"tree": "a" * 12, "simulated_s": 7200.0, "told": [told, told, {"right": True}]}
+    table = render_calibration([row, {"tree": "a" * 12, "said": []}], [calm])
+    assert "| CommSlow | 1 of 2 (50%) | 0 (0 to 1.8) |" in table
+    assert "| NodeLost |  | 1 (0.12 to 3.6) |" in table
     assert "| 0.9 to 1.0 | 1 of 2 (50%) |" in table
     assert "| 0.4 to 0.5 | 0 of 1 (0%) |" in table
 
