@@ -59,7 +59,7 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What costs less than this share of the time is no slowness worth a verdict."""
     slow_confirm_s: Seconds = 0.4
     """A slowdown of ratio r is confirmed after about this over (r - 1)^2, in 1 to 25 s."""
-    slow_action_s: Seconds = 40.0
+    slow_action_s: Seconds = 120.0
     """A slowdown that has lasted this long after its verdict may be acted upon, and 20 steps, and
     three times as long as the longest one of the last six hours that ended by itself."""
     slow_clear_s: Seconds = 5.0

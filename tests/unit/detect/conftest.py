@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from tests.unit.detect.drive import ACTED_S
 
 from perdure.detect import Detector
 from perdure.model.events import AnyEvent, RanksStarted, VerdictReached
@@ -46,7 +47,7 @@ class World:
     ends_known: bool = True
     nodes: int = 1
     beat_every_s: float = 0.2
-    config: DetectConfig = field(default_factory=DetectConfig)
+    config: DetectConfig = field(default_factory=lambda: DetectConfig(slow_action_s=ACTED_S))
     now: float = 1000.0
     network: bool = True
     remote: int = 0

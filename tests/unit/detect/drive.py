@@ -7,6 +7,8 @@ from perdure.model.verdicts import Verdict
 from perdure.sim.collectives import Fault, Layout, Noise, Training
 
 BEGIN_S, FAULT_S = 1000.0, 1018.0
+ACTED_S = 40.0
+"""`slow_action_s` of these jobs, so that they need not be long."""
 
 
 class Run:
@@ -28,7 +30,7 @@ class Run:
             nproc=lay.nproc,
             nodes=lay.nodes,
             remote=remote,
-            detect=detect or DetectConfig(),
+            detect=detect or DetectConfig(slow_action_s=ACTED_S),
         )
         self.detector = Detector(self.spec)
         self.said: list[tuple[float, AnyEvent]] = []
