@@ -58,7 +58,8 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     slow_impact: Annotated[float, Meta(ge=0, le=1)] = 0.03
     """What costs less than this share of the time is no slowness worth a verdict."""
     slow_confirm_s: Seconds = 0.4
-    """A slowdown of ratio r is confirmed after about this over (r - 1)^2, in 1 to 25 s."""
+    """A slowdown of ratio r is confirmed no sooner than after this over (r - 1)^2, and 1 to 2 s, or
+    as many steps where these are longer than a second; later where steps spread much."""
     slow_action_s: Seconds = 120.0
     """A slowdown that has lasted this long after its verdict may be acted upon, and 20 steps, and
     three times as long as the longest one of the last six hours that ended by itself."""
