@@ -11,7 +11,7 @@ from perdure.worker.native.build import BuildError, build
 from tests.e2e.exact import Start
 from tests.e2e.harness import SCRIPTS, Job
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.long]
 
 
 def launch(start: Start, home: Path, name: str, *words: str, ranks: int = 2) -> Job:
@@ -70,7 +70,6 @@ def test_a_rank_that_is_slow_for_each_token_is_named(start: Start, tmp_path: Pat
     assert "times the others' work" in job.cli("diagnose", "packed").stdout
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("loop", ["steps", "bare"])
 def test_minutes_of_uneven_steps_are_silent_and_a_slow_rank_is_found_soon(
     start: Start, tmp_path: Path, loop: str
@@ -82,7 +81,6 @@ def test_minutes_of_uneven_steps_are_silent_and_a_slow_rank_is_found_soon(
     assert job.wait() == 0
 
 
-@pytest.mark.long
 def test_members_with_uneven_micro_batches_are_compared_for_each(
     start: Start, tmp_path: Path
 ) -> None:
@@ -95,7 +93,6 @@ def test_members_with_uneven_micro_batches_are_compared_for_each(
     job.wait()
 
 
-@pytest.mark.long
 def test_who_declares_ten_times_as_much_is_named_all_the_same(start: Start, tmp_path: Path) -> None:
     """It is slow from its first step on."""
     (tmp_path / "liar").mkdir()
