@@ -15,17 +15,24 @@ WINDOW = 64
 
 SETTLED = 16
 """From so many samples on the spread is trusted."""
+TAIL = 5.5
+"""A step is unusual beyond so many standard deviations of the logarithm of its time."""
+HALF_NORMAL = math.sqrt(2.0 / math.pi)
+"""The mean of the upper half of a normal distribution, in standard deviations."""
+
+TOGETHER_S = 1.0
+"""Ranks that wait for one another are silent together; their silences end within so long."""
 
 
 class Cadence:
     """The times between one rank's last steps (or between its collectives, where it has none)."""
 
-    __slots__ = ("_samples", "_stale", "_typical_s", "_usual_s")
+    __slots__ = ("_samples", "_stale", "_tail_s", "_typical_s", "_usual_s")
 
     def __init__(self) -> None:
         """Begin knowing nothing."""
         self._samples: deque[float] = deque(maxlen=WINDOW)
-        self._typical_s = self._usual_s = 0.0
+        self._typical_s = self._usual_s = self._tail_s = 0.0
         self._stale = False
 
     def __len__(self) -> int:
@@ -55,6 +62,17 @@ class Cadence:
         self._sort()
         return self._usual_s
 
+    @property
+    def tail_s(self) -> float:
+        """Return what a healthy step hardly ever exceeds if its logarithm is normal; 0 if unknown.
+
+        The spread is the mean excess of the upper half, in logarithms, over the median; that of a
+        normal distribution is `HALF_NORMAL` of its standard deviation. The two longest of 64 are
+        left out of it, too: what is heavier than lognormal is the concern of `Habits`.
+        """
+        self._sort()
+        return self._tail_s
+
     def _sort(self) -> None:
         if not self._stale:
             return
@@ -67,6 +85,11 @@ class Cadence:
         if n < SETTLED:
             room_s = max(room_s, 0.5 * self._typical_s)
         self._usual_s = high + room_s
+        self._tail_s = 0.0
+        if n >= SETTLED and self._typical_s > 0.0:
+            upper = ordered[n // 2 : n - n // 32]
+            excess = sum(math.log(each / self._typical_s) for each in upper) / len(upper)
+            self._tail_s = self._typical_s * math.exp(TAIL * excess / HALF_NORMAL)
 
 
 class Habits:
@@ -78,25 +101,34 @@ class Habits:
     something.
     """
 
-    __slots__ = ("_gaps", "_longest", "_phases")
+    __slots__ = ("_gaps", "_longest", "_phases", "_unexpected")
 
     KEPT = 16
+    OFTEN = 2
+    """What nothing predicted is a habit of the job once it came so often."""
 
     def __init__(self) -> None:
         """Begin knowing nothing."""
         self._gaps: dict[int, float] = {}
         self._phases: dict[str, float] = {}
         self._longest: dict[str, float] = {}
+        self._unexpected: deque[tuple[float, float]] = deque(maxlen=self.KEPT)
+        """Silences that nothing predicted: when each ended, and how long it was."""
 
     def note(self) -> JobHabits:
         """Return all of it, for a detector that comes later."""
-        return JobHabits(tuple(self._gaps.items()), dict(self._phases), dict(self._longest))
+        return JobHabits(
+            tuple(self._gaps.items()), dict(self._phases), dict(self._longest),
+            unexpected=tuple(self._unexpected),
+        )  # fmt: skip
 
     def learn(self, known: JobHabits) -> None:
         """Take over what an earlier detector has known; what was seen since stays."""
         for position, duration_s in known.gaps:
             if position not in self._gaps:
                 self.end_gap(position, duration_s)
+        for end_s, duration_s in known.unexpected:
+            self.end_unexpected(end_s, duration_s)
         for mine, earlier in ((self._phases, known.phases), (self._longest, known.longest)):
             for phase, duration_s in earlier.items():
                 mine[phase] = max(mine.get(phase, 0.0), duration_s)
@@ -126,6 +158,26 @@ class Habits:
         self._gaps[position] = max(self._gaps.pop(position, 0.0), duration_s)
         while len(self._gaps) > self.KEPT:
             del self._gaps[next(iter(self._gaps))]
+
+    def end_unexpected(self, end_s: float, duration_s: float) -> None:
+        """Learn from a silence that nothing predicted and that ended by itself at `end_s`.
+
+        It is one silence, however many ranks waited for its end.
+        """
+        if not math.isfinite(duration_s):
+            return
+        if self._unexpected:
+            last_s, longest_s = self._unexpected[-1]
+            if end_s - duration_s < last_s + TOGETHER_S:
+                self._unexpected[-1] = (max(last_s, end_s), max(longest_s, duration_s))
+                return
+        self._unexpected.append((end_s, duration_s))
+
+    @property
+    def unexpected_s(self) -> float:
+        """Return which length of silences that nothing predicted came `OFTEN`; 0 if none did."""
+        longest = sorted((duration_s for _, duration_s in self._unexpected), reverse=True)
+        return longest[self.OFTEN - 1] if len(longest) >= self.OFTEN else 0.0
 
     def expected_s(self, position: int, tolerance: int = 0) -> float:
         """Return how long a silence at `position` is usual; 0 where none is expected.

@@ -27,6 +27,8 @@ MOVES_MIN = 5
 """Before so many collectives were seen to move, a script without steps is at its first one."""
 SLACK = 1.5
 """How much longer than ever before a known phase or silence may last."""
+MOST_S, MOST_STEPS = 2.5, 18.0
+"""Noise may ask for so much of silence: a hang is to be told within 3 s, or 20 steps."""
 
 _DISK_PHASES = frozenset({"restore", "checkpoint"})
 """Waiting for a disk moves neither CPU nor bytes, and ends; and one quick save says nothing of
@@ -126,6 +128,11 @@ class RankWatch:
         """Return whether it declares steps."""
         return self.account.init_s > 0 or self.account.step >= 0
 
+    @property
+    def _tolerance(self) -> int:
+        """Return by how much its position may be off: collectives of ranks that wait are ahead."""
+        return 0 if self.account.step >= 0 else 2
+
     def learned(self, steps: int) -> bool:
         """Return whether so many steps that the script declares were seen, now or in earlier lives.
 
@@ -184,6 +191,8 @@ class RankWatch:
         if self.instrumented and len(self.cadence) >= 3 and not self.stopped_in_gap:
             floor_s = self.config.hang_floor_s
             if gap_s > floor_s and gap_s > floor_s + self.cadence.usual_s:
+                if not habits.expected_s(self.position, self._tolerance):
+                    habits.end_unexpected(at_s + self.clock_s, gap_s)
                 habits.end_gap(self.position, gap_s)
         if self.instrumented and self.account.step >= 0 and not self.stopped_in_gap:
             habits.end_silence(old.phase, gap_s)
@@ -263,10 +272,15 @@ class RankWatch:
         first = steps <= self.account.start_step if steps >= 0 else self.moves < MOVES_MIN
         if first or len(self.cadence) < 3:
             return max(base_s, config.phase_allowance_s), "the first step"
-        expected_s = habits.expected_s(self.position, 0 if steps >= 0 else 2)
+        expected_s = habits.expected_s(self.position, self._tolerance)
         if expected_s:
             return max(base_s, floor_s + SLACK * expected_s), "a silence seen here before"
-        return base_s, "the usual step"
+        most_s = max(MOST_S, MOST_STEPS * self.cadence.typical_s)
+        noise_s = min(most_s, floor_s + factor * self.cadence.tail_s)
+        seen_s = min(most_s, SLACK * habits.unexpected_s)
+        if seen_s > max(base_s, noise_s):
+            return seen_s, "silences that nothing predicted"
+        return max(base_s, noise_s), "the usual step"
 
 
 def _entered(comms: tuple[CommProgress, ...]) -> int:

@@ -1,3 +1,7 @@
+import random
+
+import pytest
+
 from perdure.detect.cadence import Cadence, Habits
 
 
@@ -54,3 +58,46 @@ def test_a_habit_with_one_short_silence_left_out_is_still_one():
     for position in (500, 1000, 2000, 2500):
         habits.end_gap(position, 9.0)
     assert habits.expected_s(3000) == 9.0
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.25, 0.6])
+def test_lognormal_steps_hardly_ever_exceed_their_tail(sigma):
+    chance = random.Random(4)
+    beyond = 0
+    for _ in range(200):
+        cadence = Cadence()
+        for _ in range(64):
+            cadence.add(chance.lognormvariate(0.0, sigma))
+        beyond += sum(chance.lognormvariate(0.0, sigma) > cadence.tail_s for _ in range(500))
+    assert beyond <= 15  # Of 100,000; beyond `usual_s` are 200 to 800.
+
+
+def test_steady_steps_have_no_tail():
+    cadence = Cadence()
+    for i in range(64):
+        cadence.add(60.0 if i == 30 else 0.3)
+    assert cadence.tail_s == pytest.approx(0.3)
+
+
+def test_what_nothing_predicted_is_a_habit_once_it_came_twice():
+    habits = Habits()
+    habits.end_unexpected(100.0, 3.0)
+    habits.end_unexpected(100.3, 4.0)  # Another rank, which waited for the first.
+    assert habits.unexpected_s == 0.0
+    habits.end_unexpected(200.0, 2.0)
+    assert habits.unexpected_s == 2.0
+    habits.end_unexpected(300.0, 3.0)
+    assert habits.unexpected_s == 3.0
+    habits.end_unexpected(400.0, float("inf"))
+    again = Habits()
+    again.learn(habits.note())
+    assert again.unexpected_s == 3.0
+
+
+def test_what_nothing_predicted_long_ago_is_forgotten():
+    habits = Habits()
+    for i in range(2):
+        habits.end_unexpected(100.0 * i, 50.0)
+    for i in range(Habits.KEPT):
+        habits.end_unexpected(1000.0 + 100.0 * i, 2.0)
+    assert habits.unexpected_s == 2.0

@@ -136,6 +136,29 @@ def test_an_hour_of_noisy_healthy_steps_accuses_nobody(make_world):
     assert 60 <= sum(note.whole for note in notes) <= 85  # Every 43.
 
 
+def test_collections_of_garbage_are_told_of_twice_and_a_hang_after_them_within_18_steps(make_world):
+    rng = random.Random(7)
+    world = make_world()
+
+    def collect(rank, step):
+        return 3.0 if rank == 0 and rng.random() < 0.02 else 0.3
+
+    world.run(600, duration=collect)
+    assert 1 <= len(world.verdicts) <= 2
+    assert len(world.of(VerdictWithdrawn)) == len(world.verdicts)
+    begun_s, before = world.now, len(world.verdicts)
+    world.run(10, hold=lambda rank: rank == 1)
+    assert [v.culprit.rank for v in world.verdicts[before:]] == [1]
+    assert world.verdicts[-1].confirmed_s - begun_s <= 18 * 0.3 + 0.7
+
+
+def test_steps_of_a_wide_spread_are_no_hangs(make_world):
+    rng = random.Random(7)
+    world = make_world()
+    world.run(1200, duration=lambda rank, step: rng.lognormvariate(0.0, 0.5))
+    assert world.verdicts == []
+
+
 def test_a_long_first_step_is_allowed(make_world):
     world = make_world()
     world.run(120, duration=lambda rank, step: 55.0 if step == 0 else 0.3)

@@ -240,6 +240,8 @@ class JobHabits(msgspec.Struct, frozen=True, omit_defaults=True):
     """Phase -> the longest silence in it that ended by itself, of ranks that declare steps."""
     acted: tuple[str, ...] = ()
     """Kind, culprit and place of the verdicts that have restarted the world, oldest first."""
+    unexpected: tuple[tuple[float, float], ...] = ()
+    """(end, seconds) of the newest silences that nothing predicted and that ended by themselves."""
 
 
 class NodeBeat(msgspec.Struct, frozen=True, omit_defaults=True):
