@@ -22,6 +22,15 @@ JIFFY_S = 0.004
 LATE_S = 0.004
 """How much later than planned a heartbeat comes, on average."""
 
+_make_progress = tree.find_maker(
+    tree.RankProgress, "rank", "pid", "phase", "phase_since_s", "heartbeat_s", "account", "comms",
+    "proc", "spans", "stages", "recorder", "busy_phase",
+)  # fmt: skip
+_make_proc = tree.find_maker(
+    tree.ProcSample, "state", "cpu_s", "io_bytes", "rss_bytes", "num_threads", "run_delay_s",
+    "blocked",
+)  # fmt: skip
+
 
 class RankView:
     """One rank as its agent follows it."""
@@ -32,6 +41,8 @@ class RankView:
         self.rank, self._world = rank, world
         self._open: list[Operation] = []
         self._comms: dict[str, Any] = {}
+        self._told: tuple[Any, ...] = ()
+        """The same, as heartbeats have them."""
         self._index: dict[str, int] = {}
         self._strides: dict[str, Any] = {}
         self._step_stride = tree.Stride(tree.STAGES_A_BEAT)
@@ -42,13 +53,17 @@ class RankView:
         """When a declared phase, and when a pause, last began or ended."""
         self._step = 0
         self._idle_s = 0.0
-        self._over: Silence | None = None
         self._proc: Any = None
         self._proc_s = -NEVER
         self._run_delay_s = self._seen_s = 0.0
-        self._shown: Any = None
-        self._next_end_s = self._lagging_s = NEVER
-        self._lagging = False
+        self._known_step = -1
+        """Step of the world up to which it was noted what comes next."""
+        self._next_s = self._lagging_s = NEVER
+        """When the next thing begins or ends, and when something lags behind."""
+        self._behind: list[Operation] = []
+        """What is under way while something later is, too."""
+        self._late: tuple[Any, ...] = ()
+        """Of these what is told of, for as long as nothing begins or ends."""
         self._declared = shape.declared
         self.waited = 0.0
         """Seconds without a CPU so far."""
@@ -59,22 +74,27 @@ class RankView:
             step=0 if shape.declared else -1, last_step_s=0.0,
         )  # fmt: skip
 
-    def look(self, now: float) -> Any:
-        """Return its part of the node's heartbeat."""
-        world, r, shown = self._world, self.rank, self._shown
+    def look(self, now: float, starved: float) -> Any:
+        """Return its part of the node's heartbeat.
+
+        `starved` is for how much of every second its threads have no CPU now.
+        """
+        world, r = self._world, self.rank
         silence = self._find_silence(now) if world.silences[r] else None
-        moved = self._is_news(now)
-        spans: list[Any] = []
-        stages: list[Any] = []
-        if moved or self._newest or (self._lagging and now >= self._lagging_s):
-            spans = self._follow(now)
+        if self._known_step != world.step:
+            self._note_next()
+        moved = now >= self._next_s
+        spans: tuple[Any, ...] = ()
+        stages: tuple[Any, ...] = ()
+        if moved:
+            ended = self._follow(now)
             stages = self._follow_rows(now)
             self._note_next()
-        proc = self._sample(now, silence, moved)
-        same = shown is not None and not (moved or spans) and proc is shown.proc
-        same = same and shown.heartbeat_s >= self._said_s
-        if same and silence is None and not shown.spans and not shown.stages:
-            return shown
+            spans = self._thin(ended, now)
+        elif self._newest or now >= self._lagging_s:
+            self._step_stride.note(0)
+            spans = self._thin({}, now)
+        proc = self._sample(now, silence, starved, moved)
         phase, since_s = "group", world.begin_s
         if self._declared:
             phase, since_s = "step", max(self._last_step_s or world.begin_s, self._paused_s)
@@ -84,29 +104,25 @@ class RankView:
         if silence is not None and silence.declared and tree.BusyPhase is not None:
             most_s = silence.begin_s + 5.0 * (silence.end_s - silence.begin_s) + 60.0
             busy = tree.BusyPhase(silence.declared, silence.begin_s, most_s)
-        self._shown = tree.make(
-            tree.RankProgress, rank=r, pid=1000 + r, phase=phase, phase_since_s=since_s,
-            heartbeat_s=max(self._moved_s, self._said_s, since_s), account=self._account,
-            comms=tuple(self._comms.values()), proc=proc, spans=tuple(spans),
-            stages=tuple(stages), recorder="compiled", busy_phase=busy,
+        heartbeat_s = max(self._moved_s, self._said_s, since_s)
+        return _make_progress(
+            r, 1000 + r, phase, since_s, heartbeat_s, self._account, self._told, proc, spans,
+            stages, "compiled", busy,
         )  # fmt: skip
-        return self._shown
-
-    def _is_news(self, now: float) -> bool:
-        """Return whether anything of it has begun or ended since the last look."""
-        pending, rows = self._world.operations[self.rank], self._world.rows[self.rank]
-        return (
-            now >= self._next_end_s
-            or bool(pending and pending[0].start_s <= now)
-            or bool(rows and rows[0].end_s <= now)
-        )
 
     def _note_next(self) -> None:
-        """Note when one of what is under way ends, and what is told of again and again."""
-        self._next_end_s = min([o.end_s for o in self._open], default=NEVER)
-        lagging = [o for o in self._open if self._is_behind(o)]
-        self._lagging = bool(lagging)
-        self._lagging_s = min([o.start_s for o in lagging], default=NEVER) + PENDING_S
+        """Note when the next thing begins or ends, and what is told of again and again."""
+        world, r = self._world, self.rank
+        pending, rows = world.operations[r], world.rows[r]
+        next_s = min([o.end_s for o in self._open], default=NEVER)
+        if pending:
+            next_s = min(next_s, pending[0].start_s)
+        if rows:
+            next_s = min(next_s, rows[0].end_s)
+        self._known_step, self._next_s = world.step, next_s
+        self._behind = [o for o in self._open if self._is_behind(o)]
+        self._lagging_s = min([o.start_s for o in self._behind], default=NEVER) + PENDING_S
+        self._late = ()
 
     def _find_silence(self, now: float) -> Silence | None:
         silences = self._world.silences[self.rank]
@@ -126,55 +142,68 @@ class RankView:
             self._said_s = at_s
             self._paused_s = at_s if paused else self._paused_s
 
-    def _follow(self, now: float) -> list[Any]:
+    def _follow(self, now: float) -> dict[str, list[Operation]]:
+        """Take what has begun and ended; return the latter by communicator."""
         pending, left = self._world.operations[self.rank], []
         begun = self._open
         while pending and pending[0].start_s <= now:
             begun.append(pending.popleft())
         ended: dict[str, list[Operation]] = {}
-        touched: dict[str, tuple[Operation, int]] = {}
+        newest: dict[str, Operation] = {}
+        moved_s = self._moved_s
         for o in begun:
-            name = o.group.name
-            last = touched.get(name)
-            done = last[1] if last is not None else self._known_end(name)
-            seen_s = o.end_s if o.end_s <= now else o.start_s
-            if seen_s > self._moved_s:
-                self._moved_s = seen_s
-            if o.end_s <= now:
-                done = o.seq if done == o.seq - 1 else done
-                ended.setdefault(name, []).append(o)
-            else:
+            name, seen_s = o.group.name, o.end_s
+            if seen_s > now:
+                seen_s = o.start_s
                 left.append(o)
-            newest = o if last is None or o.seq >= last[0].seq else last[0]
-            touched[name] = (newest, done)
-        self._open = left
-        for name, (o, done) in touched.items():
+            elif name in ended:
+                ended[name].append(o)
+            else:
+                ended[name] = [o]
+            if seen_s > moved_s:
+                moved_s = seen_s
+            newest[name] = o
+        self._open, self._moved_s = left, moved_s
+        timeout_s = (1800.0,) if tree.TIMEOUT_KNOWN else ()
+        for name, o in newest.items():
+            known = self._comms.get(name)
+            done = 0 if known is None else known.ended_seq
+            for each in ended.get(name, ()):
+                if each.seq == done + 1:
+                    done = each.seq
             self._index.setdefault(name, len(self._index))
-            more = {"timeout_s": 1800.0} if tree.TIMEOUT_KNOWN else {}
             self._comms[name] = tree.CommProgress(
                 name, o.group.size, o.seq, done, o.op, o.start_s, o.group.ranks, o.bytes,
-                "float32", o.peer, **more,
+                "float32", o.peer, *timeout_s,
             )  # fmt: skip
-        return self._thin(ended, now)
+        if newest:
+            self._told = tuple(self._comms.values())
+        return ended
 
-    def _known_end(self, name: str) -> int:
-        known = self._comms.get(name)
-        return 0 if known is None else int(known.ended_seq)
-
-    def _thin(self, ended: dict[str, list[Operation]], now: float) -> list[Any]:
+    def _thin(self, ended: dict[str, list[Operation]], now: float) -> tuple[Any, ...]:
+        """Return what is told of: of what has ended some, and what lags behind."""
         chosen: list[Operation] = []
-        for name in {**dict.fromkeys(self._strides), **ended}:
-            stride = self._strides.setdefault(name, tree.Stride(tree.SPANS_A_BEAT))
-            found = ended.get(name, [])
+        for name in ended:
+            if name not in self._strides:
+                self._strides[name] = tree.Stride(tree.SPANS_A_BEAT)
+        for name, stride in self._strides.items():
+            found = ended.get(name, ())
             step = stride.note(len(found))
-            chosen += [o for o in found if o.seq % step == 0]
-            if found and found[-1].seq % step:
+            if not found:
+                if (newest := self._newest.pop(name, None)) is not None:
+                    chosen.append(newest)
+                continue
+            chosen += found if step == 1 else [o for o in found if o.seq % step == 0]
+            if found[-1].seq % step:
                 self._newest[name] = found[-1]
-            elif (newest := self._newest.pop(name, None)) is not None and not found:
-                chosen.append(newest)
-        shown = [self._show(o, o.end_s) for o in chosen]
-        late = [o for o in self._open if now - o.start_s > PENDING_S and self._is_behind(o)]
-        return shown + [self._show(o, 0.0) for o in late[:PENDING_MAX]]
+            else:
+                self._newest.pop(name, None)
+        late = [o for o in self._behind if now - o.start_s > PENDING_S][:PENDING_MAX]
+        if len(late) != len(self._late):
+            self._late = tuple([self._show(o, 0.0) for o in late])
+        if not chosen:
+            return self._late
+        return (*[self._show(o, o.end_s) for o in chosen], *self._late)
 
     def _is_behind(self, o: Operation) -> bool:
         return o.peer >= 0 or o.seq < self._comms[o.group.name].started_seq
@@ -187,7 +216,7 @@ class RankView:
             index, o.seq, o.op, o.bytes, o.start_s, end_s, wait_s, o.peer, *awaited
         )
 
-    def _follow_rows(self, now: float) -> list[Any]:
+    def _follow_rows(self, now: float) -> tuple[Any, ...]:
         rows, found = self._world.rows[self.rank], []
         while rows and rows[0].end_s <= now:
             row = rows.popleft()
@@ -207,11 +236,11 @@ class RankView:
                 first_step_s=begin_s, last_step_s=self._last_step_s,
             )  # fmt: skip
         step = self._step_stride.note(len(found))
-        return [row for row in found if row.step % step == 0]
+        return tuple([row for row in found if row.step % step == 0])
 
-    def _sample(self, now: float, silence: Silence | None, moved: bool) -> Any:
+    def _sample(self, now: float, silence: Silence | None, starved: float, moved: bool) -> Any:
         """Look at /proc, as seldom as an agent does."""
-        if self._proc is not None and now - self._proc_s < (LOOK_S if moved else 0.0):
+        if moved and now - self._proc_s < LOOK_S:
             return self._proc
         world, shape = self._world, self._world.shape
         idle_s = self._idle_s
@@ -227,28 +256,15 @@ class RankView:
             elif fault.kind == "spin":
                 state = "R"
         if self._seen_s:
-            self.waited += (now - self._seen_s) * self._starve(now)
+            self.waited += (now - self._seen_s) * starved
         self._seen_s = now
         cpu_s = max(0.0, shape.cpu_share * (now - world.begin_s - idle_s))
         cpu_s = round(cpu_s, 2)
         io_bytes = self._step * 4_000_000
         blocked = 1 if state == "D" else 0
         self._proc_s = now
-        self._proc = tree.make(
-            tree.ProcSample, state=state, cpu_s=cpu_s, io_bytes=io_bytes, rss_bytes=1 << 30,
-            num_threads=7, run_delay_s=self.waited, blocked=blocked,
-        )  # fmt: skip
+        self._proc = _make_proc(state, cpu_s, io_bytes, 1 << 30, 7, self.waited, blocked)
         return self._proc
-
-    def _starve(self, now: float) -> float:
-        """Return for how much of every second its threads have no CPU."""
-        node = self.rank // self._world.shape.nproc
-        shape = self._world.shape
-        share = CROWDED if shape.nproc * shape.cpu_share > FULL * shape.cores else 0.003
-        for load in self._world.loads:
-            if load.begin_s <= now < load.end_s and (load.node == node or load.everywhere):
-                share += 1.0 - 1.0 / load.factor
-        return share
 
 
 @dataclass(slots=True)
@@ -284,13 +300,24 @@ class NodeView:
     def beat(self, now: float, generation: int) -> Any:
         """Return its heartbeat."""
         self._seq += 1
-        ranks = tuple([view.look(now) for view in self.ranks])
+        starved = self._starve(now)
+        ranks = tuple([view.look(now, starved) for view in self.ranks])
         host = self._look_at_host(now)
         sweep = self._sweep(now) if self._world.shape.links else None
         return tree.make(
             tree.NodeBeat, node=self.node, incarnation=f"a{self.node}", seq=self._seq, sent_s=now,
             generation=generation, ranks=ranks, host=host, sweep=sweep,
         )  # fmt: skip
+
+    def _starve(self, now: float) -> float:
+        """Return for how much of every second the threads of each rank have no CPU."""
+        shape = self._world.shape
+        share = CROWDED if shape.nproc * shape.cpu_share > FULL * shape.cores else 0.003
+        for load in self._world.loads:
+            mine = load.node == self.group_rank or load.everywhere
+            if mine and load.begin_s <= now < load.end_s:
+                share += 1.0 - 1.0 / load.factor
+        return share
 
     def _look_at_host(self, now: float) -> Any:
         if tree.HostLoad is None or now - self._looked_s < LOOK_S:

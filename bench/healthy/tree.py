@@ -6,6 +6,7 @@ agent would leave it out.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from perdure.adapters.ring_follow import SPANS_A_BEAT, STAGES_A_BEAT, Stride
@@ -63,6 +64,17 @@ def make(kind: Any, **said: Any) -> Any:
     return kind(**{name: value for name, value in said.items() if name in known})
 
 
+def find_maker(kind: Any, *names: str) -> Callable[..., Any]:
+    """Return what makes a message of `kind` from the values of `names`, in their order.
+
+    It does what `make` does. Where these are the tree's first fields it is the kind itself, which
+    takes a sixth of the time: heartbeats are millions.
+    """
+    if kind.__struct_fields__[: len(names)] == names:
+        return kind  # type: ignore[no-any-return]
+    return lambda *values: make(kind, **dict(zip(names, values, strict=True)))
+
+
 def make_event(name: str, **said: Any) -> Any:
     """Return the event called `name`."""
     return make(find(name, "perdure.model.events"), **said)
@@ -79,5 +91,6 @@ __all__ = [
     "SPANS_A_BEAT", "STAGES_A_BEAT", "TIMEOUT_KNOWN", "WORK_FIELD", "BusyPhase", "CollectiveSpan",
     "CommProgress", "DetectConfig", "Disk", "HostLoad", "HostProbe", "JobSpec", "LinkSample",
     "LinkSweep", "NodeBeat", "PairProbe", "ProcSample", "RankAccount", "RankProgress", "Shell",
-    "StepStages", "Stride", "Verdict", "VirtualClock", "find", "make", "make_event", "take_beat",
+    "StepStages", "Stride", "Verdict", "VirtualClock", "find", "find_maker", "make",
+    "make_event", "take_beat",
 ]  # fmt: skip
