@@ -64,6 +64,8 @@ class RankView:
         """What is under way while something later is, too."""
         self._late: tuple[Any, ...] = ()
         """Of these what is told of, for as long as nothing begins or ends."""
+        self._settled = False
+        """Whether the same is told until then."""
         self._declared = shape.declared
         self.waited = 0.0
         """Seconds without a CPU so far."""
@@ -91,6 +93,8 @@ class RankView:
             stages = self._follow_rows(now)
             self._note_next()
             spans = self._thin(ended, now)
+        elif self._settled:
+            spans = self._late
         elif self._newest or now >= self._lagging_s:
             self._step_stride.note(0)
             spans = self._thin({}, now)
@@ -114,15 +118,19 @@ class RankView:
         """Note when the next thing begins or ends, and what is told of again and again."""
         world, r = self._world, self.rank
         pending, rows = world.operations[r], world.rows[r]
-        next_s = min([o.end_s for o in self._open], default=NEVER)
-        if pending:
-            next_s = min(next_s, pending[0].start_s)
-        if rows:
-            next_s = min(next_s, rows[0].end_s)
+        next_s = pending[0].start_s if pending else NEVER
+        if rows and rows[0].end_s < next_s:
+            next_s = rows[0].end_s
+        lagging_s, behind = NEVER, []
+        for o in self._open:
+            if o.end_s < next_s:
+                next_s = o.end_s
+            if o.peer >= 0 or o.seq < self._comms[o.group.name].started_seq:
+                behind.append(o)
+                lagging_s = min(lagging_s, o.start_s + PENDING_S)
         self._known_step, self._next_s = world.step, next_s
-        self._behind = [o for o in self._open if self._is_behind(o)]
-        self._lagging_s = min([o.start_s for o in self._behind], default=NEVER) + PENDING_S
-        self._late = ()
+        self._lagging_s, self._behind, self._late = lagging_s, behind, ()
+        self._settled = False
 
     def _find_silence(self, now: float) -> Silence | None:
         silences = self._world.silences[self.rank]
@@ -198,15 +206,15 @@ class RankView:
                 self._newest[name] = found[-1]
             else:
                 self._newest.pop(name, None)
-        late = [o for o in self._behind if now - o.start_s > PENDING_S][:PENDING_MAX]
-        if len(late) != len(self._late):
-            self._late = tuple([self._show(o, 0.0) for o in late])
+        if len(self._late) < len(self._behind):
+            late = [o for o in self._behind if now - o.start_s > PENDING_S]
+            self._late = tuple([self._show(o, 0.0) for o in late[:PENDING_MAX]])
         if not chosen:
+            strides = (self._step_stride, *self._strides.values())
+            told = len(self._late) == len(self._behind)
+            self._settled = told and all(stride.value == 1 for stride in strides)
             return self._late
         return (*[self._show(o, o.end_s) for o in chosen], *self._late)
-
-    def _is_behind(self, o: Operation) -> bool:
-        return o.peer >= 0 or o.seq < self._comms[o.group.name].started_seq
 
     def _show(self, o: Operation, end_s: float) -> Any:
         wait_s = o.wait_s if end_s else 0.0

@@ -42,6 +42,7 @@ _EVEN = (
 """Operations in which every rank has equally many bytes."""
 
 Signature = tuple[str, int, str]
+Key = tuple[str, int, int]
 
 
 @dataclass(slots=True)
@@ -66,22 +67,24 @@ class DesyncWatch:
 
     def __init__(self) -> None:
         """Begin a generation."""
-        self._comms = defaultdict[tuple[str, int, int], _Comm](_Comm)
-        self._doubtful: set[tuple[str, int, int]] = set()
-        self._miscounted: set[tuple[str, int, int]] = set()
+        self._comms = defaultdict[Key, _Comm](_Comm)
+        self._doubtful: set[Key] = set()
+        self._miscounted: set[Key] = set()
 
     def take(self, watch: RankWatch, spans: Sequence[CollectiveSpan] = ()) -> None:
         """Learn from a rank whose record binds step, sequence and operation together."""
         if watch.newest.recorder not in BOUND:
             return
-        self._take_passed(watch, spans)
+        if spans:
+            self._take_passed(watch, spans)
         step, rank = watch.account.step, watch.rank
         for c in watch.comms:
             if c.size < 2 or c.started_seq <= 0 or c.peer >= 0 or is_point_to_point(c.op):
                 continue
-            comm = self._comms[_key(c)]
+            key = _key(c)
+            comm = self._comms[key]
             if c.op:
-                self._sign_in(comm, c, rank)
+                self._sign_in(key, comm, c, rank)
             if step < 0:
                 continue
             top = comm.top.get(step)
@@ -91,7 +94,7 @@ class DesyncWatch:
                     del comm.top[min(comm.top)]
             before = comm.top.get(step - 1)
             if before is not None and before[0] > c.started_seq and before[1] != rank:
-                self._miscounted.add(_key(c))
+                self._miscounted.add(key)
                 steps = comm.wrong.setdefault((before[1], rank), set())
                 steps.add(step)
                 steps -= {s for s in steps if s < step - COUNT_WITHIN}
@@ -109,7 +112,7 @@ class DesyncWatch:
             if len(passed) > PASSED_KEPT:
                 del passed[next(iter(passed))]
 
-    def _sign_in(self, comm: _Comm, c: CommProgress, rank: int) -> None:
+    def _sign_in(self, key: Key, comm: _Comm, c: CommProgress, rank: int) -> None:
         signature = _sign(c)
         first = comm.at.get(c.started_seq)
         if first is None:
@@ -120,7 +123,7 @@ class DesyncWatch:
             if rank != first[1] and signature not in comm.known and len(comm.known) < KNOWN_MAX:
                 comm.known[signature] = None
         elif _disagree([first[0], signature]):
-            self._doubtful.add(_key(c))
+            self._doubtful.add(key)
 
     def find_disagreement(
         self, now: float, watches: Mapping[int, RankWatch], *, thorough: bool
@@ -237,7 +240,7 @@ class DesyncWatch:
         return None
 
 
-def _key(c: CommProgress) -> tuple[str, int, int]:
+def _key(c: CommProgress) -> Key:
     return (c.name, c.size, c.ranks[0] if c.ranks else -1)
 
 

@@ -146,15 +146,16 @@ class Detector:
             self._begin(beat.generation, now)
         if beat.generation < self._generation or beat.generation < 0:
             return []
-        suspicious = False
+        due, suspicious = now - self._looked_s >= self._look_every_s, False
         for progress in beat.ranks:
             watch = self._take(now, beat, progress, clock_s)
-            suspicious |= watch is not None and watch.is_silent(self._habits)
+            if due and not suspicious and watch is not None:
+                suspicious = watch.is_silent(self._habits)
         out: list[AnyEvent] = [*self._notes.make(now, self._watches, self._note_habits)]
         self._slow.take(now, beat)
         if now - self._weighed_s >= self._weigh_every_s:
             out += [*self._weigh(now), *self._act_on_quits()]
-        if (suspicious or self._open) and now - self._looked_s >= self._look_every_s:
+        if due and (suspicious or self._open):
             out += self._look(now)
         return out
 

@@ -145,7 +145,7 @@ class RankWatch:
         """Take the first heartbeat of this generation (or the first after a new controller)."""
         self.began_s = self.busy_s = sent_s
         self._anchor = (sent_s, progress.proc.cpu_s, progress.proc.io_bytes)
-        self._store(progress)
+        self._store(progress, _entered(progress.comms))
         stamps = self._newest_stamp(progress)
         self.progress_s = min(stamps, sent_s) if self.instrumented and stamps > 0 else sent_s
 
@@ -175,7 +175,7 @@ class RankWatch:
             self._move(progress, sent_s, habits, stepped, collectives > self.collectives)
         elif not self.instrumented and self.busy_s == sent_s:
             self.progress_s = sent_s
-        self._store(progress)
+        self._store(progress, collectives)
         self.stopped_in_gap |= self.stopped or progress.phase == "paused" or self.declared_busy
         return moved
 
@@ -225,12 +225,12 @@ class RankWatch:
             self.busy_s = sent_s
         self._anchor = (sent_s, progress.proc.cpu_s, progress.proc.io_bytes)
 
-    def _store(self, progress: RankProgress) -> None:
+    def _store(self, progress: RankProgress, collectives: int) -> None:
         self.newest = progress
         self.heartbeat_s = max(self.heartbeat_s, progress.heartbeat_s)
         self.account, self.comms = progress.account, progress.comms
-        self.collectives = max(self.collectives, _entered(progress.comms))
-        self.awaited = _list_awaited(progress)
+        self.collectives = max(self.collectives, collectives)
+        self.awaited = _list_awaited(progress) if progress.spans else ()
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
 
     def waits_s(self, comm: CommProgress) -> float:
