@@ -14,7 +14,7 @@ How well that spread is known, counts: a job's first minute knows little of it, 
 that resemble one another teach little. The test is Student's, with Satterthwaite's degrees of
 freedom (1946), at a level that allows for all ranks, windows and looks: `FALSE_AN_HOUR` in sum.
 Rare phases of much more work have no such tail, so that one as slow that ended by itself must be
-outlasted.
+outlasted, for a quarter of an hour at most.
 """
 
 import math
@@ -53,6 +53,8 @@ CROWD = 6
 """From so many ranks on the middle half of them tells how far they spread."""
 QUARTILES_WORTH = 0.37
 """What a sample is worth for an estimate from its middle half, compared with the usual one."""
+LEAST_S = 1e-6
+"""Seconds that no work is shorter than."""
 LEAST_SPREAD = 0.005
 """No steps are more alike than this (standard deviation of the logarithm)."""
 DEPENDENT = 2.0
@@ -77,11 +79,13 @@ ALONE_BLOCKS = 6
 LEARNED_MAX = 4000.0
 """Means of one length that count fully in their spread."""
 PENDING_MAX = 512
-"""An excursion of more blocks that was never confirmed is what is usual from now on; of a confirmed
-one, the oldest become one."""
+"""An excursion of more blocks that was never more than most noise is what is usual from now on; of
+another, the oldest become one."""
 OUTLASTED, AS_SLOW = 3.0, 0.6
 """A slowdown lasts so many times as long as the longest that ended by itself and was at least such
-a share as slow."""
+a share as slow..."""
+DOUBTED_S, DOUBTED_STEPS = 900.0, 60
+"""... or so long, and so many steps: what is slow for longer is worth telling, whatever it is."""
 LASTING, LASTED_S, LASTING_SHIFT, LASTING_SURE = 8.0, 60.0, 0.26, 0.75
 """What could be noise by its size is a slowdown all the same once it has lasted so many times as
 long as anything did, or as this (steps, where they are longer than a second), and is as large;
@@ -157,6 +161,11 @@ class Excursion:
             if score > best:
                 onset_s, best = block.began_s, score
         return onset_s
+
+    @property
+    def is_remarkable(self) -> bool:
+        """Whether it is, or was, more than noise: what it shows will not become usual."""
+        return bool(self.excess or self.notable or self.explained)
 
     @property
     def is_fading(self) -> bool:
@@ -318,17 +327,15 @@ class PeerShifts:
         """
         if not self._steps:
             self._began_s = now - seconds
-        middle = (len(ordered) - 1) // 2
-        low = max(ordered[middle], 1e-6)
-        high = max(ordered[min(middle + 1, len(ordered) - 1)], 1e-6)
-        for rank, own_s in own.items():
+        for rank, share in _compute_shares(own, ordered):
             mine = self._ranks.get(rank)
             if mine is None:
                 mine = self._ranks[rank] = _Rank()
-            mine.shares.append(max(own_s, 1e-6) / (low if own_s > low else high))
-            mine.owns.append(own_s)
+            mine.shares.append(share)
+            mine.owns.append(own[rank])
         if taken is not None:
-            self._take_times(taken)
+            for rank, share in _compute_shares(taken, sorted(taken.values())):
+                self._ranks[rank].taken.append(share)
         self._steps.append(seconds)
         num = len(self._steps)
         if num >= BLOCK_STEPS and sum(self._steps) >= BLOCK_S:
@@ -338,14 +345,6 @@ class PeerShifts:
         for mine in self._notable if num >= PART_STEPS else ():
             self._test_part(mine, len(own), config)
         return False
-
-    def _take_times(self, taken: Mapping[int, float]) -> None:
-        ordered = sorted(taken.values())
-        middle = (len(ordered) - 1) // 2
-        low = max(ordered[middle], 1e-6)
-        high = max(ordered[min(middle + 1, len(ordered) - 1)], 1e-6)
-        for rank, own_s in taken.items():
-            self._ranks[rank].taken.append(max(own_s, 1e-6) / (low if own_s > low else high))
 
     def forget(self, rank: int) -> None:
         """Forget a rank that has left."""
@@ -363,7 +362,7 @@ class PeerShifts:
 
     def _make_block(self, mine: _Rank, shares: Sequence[float]) -> Block:
         share = math.log(_average_middle(shares))
-        own_s = max(_average_middle(sorted(mine.owns)), 1e-6)
+        own_s = max(_average_middle(sorted(mine.owns)), LEAST_S)
         taken = math.log(_average_middle(sorted(mine.taken))) if mine.taken else share
         most_s = PAUSE * sorted(self._steps)[(len(self._steps) - 1) // 2]
         seconds = sum(min(each, most_s) for each in self._steps)
@@ -389,6 +388,9 @@ class PeerShifts:
         for rank, block in blocks.items():
             self._follow(now, self._ranks[rank], block, config)
         under_way = [m.excursion for m in self._ranks.values() if m.excursion]
+        if any(e.excess for e in under_way):
+            for excursion in under_way:  # Beside a slow one of two or three, others seem faster.
+                excursion.explained = excursion.explained or not excursion.slower
         self._fading = [e for e in under_way if e.length[1] and e.is_fading]
         for rank in blocks:
             mine = self._ranks[rank]
@@ -513,7 +515,7 @@ class PeerShifts:
         excursion.blocks.append(block)
         if self._is_over(excursion, unknown, config.slow_clear_s):
             self._end(now, mine, excursion)
-        elif len(excursion.blocks) > PENDING_MAX and excursion.excess:
+        elif len(excursion.blocks) > PENDING_MAX and excursion.is_remarkable:
             excursion.join_oldest()
         elif len(excursion.blocks) > PENDING_MAX:
             self._end(now, mine, excursion)
@@ -567,7 +569,7 @@ class PeerShifts:
             self._passed.note(now, shift, seconds)
         if excursion.length[1]:
             self._lasted.note(now, *excursion.length)
-        for block in excursion.blocks:
+        for block in excursion.blocks if not excursion.excess else ():
             self._learn(mine, block)
 
     def _learn(self, mine: _Rank, block: Block) -> None:
@@ -615,7 +617,9 @@ class PeerShifts:
             probability = TRUE_AN_HOUR / (TRUE_AN_HOUR + alarms)
             if alarms <= FALSE_AN_HOUR:
                 fading = (w for e in self._fading if e is not excursion for w in e.notable.values())
-                enough_s = OUTLASTED * self._passed.longest_s(now, window.shift, fading)
+                most_s = max(DOUBTED_S, DOUBTED_STEPS * window.step_s)
+                passed_s = self._passed.longest_s(now, window.shift, fading)
+                enough_s = min(OUTLASTED * passed_s, most_s)
             elif whole and window.shift >= LASTING_SHIFT:
                 fading = (e.length for e in self._fading if e is not excursion)
                 least_s = LASTED_S * max(1.0, window.step_s)
@@ -712,6 +716,17 @@ def compute_tail(deviation: float, freedom: float) -> float:
     z = math.sqrt(freedom * math.log1p(deviation * deviation / freedom))
     z *= (8.0 * freedom + 1.0) / (8.0 * freedom + 3.0)
     return 0.5 * math.erfc(math.copysign(z, deviation) / math.sqrt(2.0))
+
+
+def _compute_shares(
+    own: Mapping[int, float], ordered: Sequence[float]
+) -> Iterator[tuple[int, float]]:
+    """Yield each rank and its seconds over those of the middle one of the others in `ordered`."""
+    middle = (len(ordered) - 1) // 2
+    low = max(ordered[middle], LEAST_S)
+    high = max(ordered[min(middle + 1, len(ordered) - 1)], LEAST_S)
+    for rank, own_s in own.items():
+        yield rank, max(own_s, LEAST_S) / (low if own_s > low else high)
 
 
 def _measure_spread(ordered: Sequence[float]) -> float:

@@ -49,8 +49,9 @@ UNMEASURED = 3.0
 nothing is done about it then, and the journal says so."""
 GROWN = 0.1
 """A verdict that may be acted upon is told again once its share of the step changed by so much."""
-PASSING = 3.0
-"""So many times as long as a slowness that ended by itself must one last to be acted upon."""
+PASSING, PASSING_S = 3.0, 1800.0
+"""So many times as long as a slowness that ended by itself must one last to be acted upon; this
+long is enough, and so many times what would be enough had none passed."""
 EXPLAINED = "better explained"
 """How the reason of a withdrawal begins that says nothing of the slowness having ended."""
 SURER = 0.2
@@ -295,7 +296,8 @@ class SlowWatch:
             wait_s = self._wait_s * (BUSY_PATIENCE if busy else 1.0)
             if busy and verdict.culprit.node is None:
                 continue  # All are alike: there is nobody to replace.
-            outlasted_s = verdict.first_seen_s + PASSING * self._passing.longest_s(now, 0.0)
+            passing_s = PASSING * self._passing.longest_s(now, 0.0)
+            outlasted_s = verdict.first_seen_s + min(passing_s, max(PASSING_S, PASSING * wait_s))
             due_s = max(verdict.confirmed_s + wait_s, outlasted_s)
             if not verdict.actionable and now >= due_s:
                 slowness = self._measure(now, verdict, sure=True)

@@ -135,6 +135,21 @@ def test_what_ended_by_itself_has_to_be_outlasted() -> None:
     assert passed.longest_s(8 * 3600.0, 0.1) == 5.0
 
 
+@pytest.mark.parametrize("num", [2, 3, 8])
+@pytest.mark.parametrize("step_s", [0.3, 1.0])
+def test_who_is_slow_again_after_a_long_slowness_is_told_within_a_quarter_of_an_hour(
+    num: int, step_s: float
+) -> None:
+    """Neither is it taken for what is usual, nor are the means that it moved taken for noise."""
+    peers = Peers(num, white(0.05), step_s).train(int(600 / step_s))
+    for _ in range(2):
+        peers.train(int(600 / step_s), 2.0).train(int(300 / step_s))
+        peers.found, again_s = {}, peers.now
+        peers.train(int(500 / step_s), 2.0)
+        assert peers.found.keys() == {SLOW}
+        assert peers.found[SLOW] - again_s < 950.0
+
+
 @pytest.mark.parametrize(
     ("deviation", "freedom", "known"),
     [(3.0, 1.0, 0.102), (4.0, 10.0, 0.00126), (5.0, 60.0, 2.6e-6)],

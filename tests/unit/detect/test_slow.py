@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
+from perdure.detect import slow
 from perdure.detect.hosts import Neighbours
 from perdure.model.events import ProbeJudged, VerdictReached, VerdictWithdrawn
 from perdure.model.signals.links import ProbeFinding
@@ -68,6 +69,18 @@ def test_slowness_that_moves_about_is_told_once_and_not_acted_upon():
     assert not run.acted
     run.run(600)
     assert [e.verdict.culprit.rank for e in run.acted] == [0], "what lasts is acted upon"
+
+
+def test_what_is_slow_again_for_long_is_acted_upon_however_long_the_last_slowness_was(monkeypatch):
+    monkeypatch.setattr(slow, "PASSING_S", 150.0)
+    fault = Fault("slow-backward", FAULT_S, 2, 0, 2.0)
+    run = Run(Layout(4), fault)
+    run.detector._slow._passing.note(FAULT_S, 0.0, 3600.0)
+    run.run(FAULT_S - BEGIN_S + 145.0)
+    assert run.verdicts
+    assert not run.acted
+    run.run(10.0)
+    assert [event.verdict.culprit.rank for event in run.acted] == [2]
 
 
 class Packed(Training):
