@@ -1,7 +1,7 @@
 """What declared work explains of the times that peers take.
 
 A script may declare how much a rank does in each step (`run.work`): tokens, samples. Who did more
-took longer, and is compared for the same amount. Three things are not taken on trust.
+took longer, and is compared for the same amount. Four things are not taken on trust.
 
 *That time scales with it.* Loading, an optimizer's step and what is launched take as long for much
 as for little. So of a rank's usual step a share f is fixed, and u times the usual work takes
@@ -19,11 +19,14 @@ Whoever declares less is never slower than its time says (`shifts.Block.taken`).
 steps in which that is so are left out; once they prevail (`CHANGED`), or the opposite does, times
 are compared in the other way.
 
+*That it stays the same unit.* Where all ranks at once declare several times as much as usual, or as
+little, it is learned anew how long that takes.
+
 Whenever the way changes, ranks are compared anew: what was learned of their times holds no longer.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.model.signals.progress import WORK_MAX
@@ -37,6 +40,9 @@ LEARN_STEPS = 5
 """So many steps are looked at before the first of them is compared."""
 CHANGED = 20
 """Steps, more than the others, after which declaring it or not is what is usual."""
+UNIT = 1.5
+"""Everybody's work is of another unit once it has been further than this (logarithm) from the usual
+one for `LEARN_STEPS`."""
 LEARN = 1.0 / 32.0
 """Weight of the newest step in what a rank has declared and taken until now."""
 SPREAD, SPREAD_LEARN = 0.1, 0.02
@@ -122,7 +128,8 @@ class DeclaredWork:
         self._firm = FIRM
         self._usual = 0.0
         """Logarithm of the usual work of a rank."""
-        self._count = self._against = 0
+        self._count = self._against = self._apart = 0
+        """Steps; those that were declared unlike the others; the newest ones of another unit."""
         self._spread = SPREAD
         self._claims: dict[int, _Claim] = {}
         self._first: list[_Step] = []
@@ -166,6 +173,13 @@ class DeclaredWork:
             return [Compared(at_s, seconds, own)]
         times = {rank: math.log(max(own_s, LEAST_S)) for rank, own_s in own.items()}
         works = {rank: math.log(max(work[rank], 1.0 / WORK_MAX)) for rank in own}
+        if self._count >= LEARN_STEPS and self._is_apart(works.values()):
+            self._apart += 1
+            if self._apart >= LEARN_STEPS:
+                self.__init__(declared=True)  # type: ignore[misc]
+                return None
+            return []
+        self._apart = 0
         step = _Step(at_s, seconds, own, times, works)
         if self._learn(step):
             return None
@@ -174,6 +188,10 @@ class DeclaredWork:
             return []
         steps, self._first = self._first, []
         return [self._compare(each) for each in steps]
+
+    def _is_apart(self, works: Collection[float]) -> bool:
+        """Return whether everybody's work is several times the usual one, or as little of it."""
+        return min(works) - self._usual > UNIT or max(works) - self._usual < -UNIT
 
     def _learn(self, step: _Step) -> bool:
         """Learn from a step how time follows work; return whether other ranks are believed now."""

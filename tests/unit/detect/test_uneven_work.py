@@ -181,6 +181,21 @@ def test_a_wild_amount_now_and_then_blinds_nobody() -> None:
     assert 0 < ranks.train(24, 1.5) <= 24
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("unit", [0.001, 0.1, 1000.0])
+def test_another_unit_in_the_midst_of_a_run_accuses_nobody_and_hides_nobody(
+    world: int, unit: float
+) -> None:
+    """Where tokens become batches all work looked like next to none, and as long for whatever."""
+    for seed in range(4):
+        ranks = Packed(world)
+        ranks.chance.seed(seed)
+        assert ranks.train(300) == 0
+        ranks.tell = lambda rank, tokens: tokens * unit
+        assert ranks.train(600) == 0
+    assert 0 < ranks.train(30, 1.5) <= 30
+
+
 def test_a_rank_may_leave_at_any_step() -> None:
     for at in (1, 3, 5, 30):
         ranks = Packed(3)
