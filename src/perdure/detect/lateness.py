@@ -155,6 +155,10 @@ class LatenessWatch:
         if old:
             self._gather()
 
+    def compares(self, rank: int) -> bool:
+        """Return whether `rank` is compared, in any communicator that is not forgotten."""
+        return any(comm.shifts.compares(rank) for comm in self._comms.values())
+
     def rate(self, rank: int) -> tuple[int, float]:
         """Return in how many communicators a rank is not late, and how long it waits."""
         found = [c.shifts.excursion(rank) for c in self._comms.values() if rank in c.until]

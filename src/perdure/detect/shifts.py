@@ -303,6 +303,10 @@ class PeerShifts:
         mine = self._ranks.get(rank)
         return 0.0 if mine is None or not mine.known else math.exp(mine.own)
 
+    def compares(self, rank: int) -> bool:
+        """Return whether a rank is compared: a block of it, or of its peers, has ended."""
+        return bool(self._scales) and rank in self._ranks
+
     def excursion(self, rank: int) -> Excursion | None:
         """Return a rank's excursion that is under way."""
         mine = self._ranks.get(rank)

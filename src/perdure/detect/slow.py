@@ -263,8 +263,15 @@ class SlowWatch:
                 continue
             del self._open[key]
             reason = f"nothing unusual for {self._spec.detect.slow_clear_s:g} s"
+            if verdict.kind == "Straggler" and not self._compares(verdict.culprit):
+                reason = f"{EXPLAINED}: ranks are compared anew"
             out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
         return out
+
+    def _compares(self, culprit: Culprit) -> bool:
+        """Return whether it is known that a straggler is slow no more."""
+        watch = self.stages if self.stages.seen else self.collectives.lateness
+        return any(watch.compares(rank) for rank in self._list_culprits(culprit))
 
     def _lasts(self, now: float, verdict: Verdict) -> bool:
         clear_s = self._spec.detect.slow_clear_s

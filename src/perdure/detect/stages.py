@@ -79,6 +79,8 @@ class StageWatch:
         self._rows: dict[int, dict[int, Row]] = {}
         self._since: dict[int, float] = {}
         self._taken = self._judged = -1
+        self._back: set[int] = set()
+        """Ranks whose newest step is far below those that were taken."""
         self.set_peers(())
         self._parts: dict[int, tuple[float, ...]] = {}
         self._recent: deque[dict[int, Row]] = deque(maxlen=KEPT)
@@ -167,6 +169,10 @@ class StageWatch:
         for s in stages:
             own = (s.data_s, s.forward_s, s.backward_s, s.optimizer_s)
             whole_s = s.end_s - s.begin_s - s.other_s
+            if s.step < self._taken - PENDING:
+                self._back.add(rank)
+            else:
+                self._back.discard(rank)
             if s.step <= self._taken or not all(map(is_duration, (*own, whole_s))):
                 continue
             if sum(own) > LIED * whole_s + LIED_S:
@@ -178,6 +184,11 @@ class StageWatch:
 
     def look(self, now: float, num_live: int) -> None:
         """Judge the rows that are complete, or will not be."""
+        if 2 * len(self._back) > num_live:
+            # They have gone back to a checkpoint, or begun another loop: numbers count anew.
+            self._taken = -1
+            self._rows, self._since = {}, {}
+            self._back.clear()
         for step in sorted(self._rows):
             row = self._rows[step]
             late_s = max(LATE_S, LATE_STEPS * self.step_s)
@@ -198,6 +209,7 @@ class StageWatch:
 
     def forget(self, rank: int) -> None:
         """Forget a rank that has left: nobody waits for it any more."""
+        self._back.discard(rank)
         self._shifts_of(rank).forget(rank)
         declared = self._works.get(self._peers.get(rank, -1))
         if declared is not None:
@@ -283,6 +295,10 @@ class StageWatch:
         """Return what `rank` has declared, as evidence; empty where nothing is compared by it."""
         declared = self._works.get(self._peers.get(rank, -1))
         return {} if declared is None else declared.describe(rank)
+
+    def compares(self, rank: int) -> bool:
+        """Return whether `rank` is compared with any; not for a while where that begins anew."""
+        return self._shifts_of(rank).compares(rank)
 
     def _shifts_of(self, rank: int) -> PeerShifts:
         return self._shifts.get(self._peers.get(rank, -1), self._alone)

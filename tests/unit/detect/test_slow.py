@@ -83,6 +83,20 @@ def test_what_is_slow_again_for_long_is_acted_upon_however_long_the_last_slownes
     assert [event.verdict.culprit.rank for event in run.acted] == [2]
 
 
+def test_a_late_rank_that_is_not_compared_during_an_evaluation_is_not_said_to_have_recovered():
+    """The next time it would have to be late for three times as long."""
+    run = inject(Layout(4), "slow-forward", 2, 50, factor=2.0, stages=False)
+    assert [verdict.actionable for verdict in run.verdicts] == [False, True]
+    late = run.training.now + 300.0
+    for event in run.detector._slow.look(late, run.detector._watches):
+        run.take(late, event)
+        run.detector.note(late, event)
+    withdrawn = run.said[-1][1]
+    assert isinstance(withdrawn, VerdictWithdrawn)
+    assert withdrawn.reason.startswith(slow.EXPLAINED)
+    assert not run.detector._slow._passing.longest_s(late, 0.0)
+
+
 class Packed(Training):
     """Each rank's step takes another time, lognormal, and resembles its last one by `alike`."""
 

@@ -60,6 +60,22 @@ def test_the_number_of_a_step_that_one_rank_tells_hides_nobody(number: int) -> N
     assert steps.train(30, 2.0).slow == {SLOW}
 
 
+@pytest.mark.parametrize("back", [0, 100, 390])
+def test_steps_that_are_counted_anew_hide_nobody(back: int) -> None:
+    """A script went back to a checkpoint by itself, or began its second loop."""
+    steps = Steps().train(400)
+    steps.step = back
+    assert steps.train(60, 2.0).slow == {SLOW}
+
+
+def test_one_rank_alone_goes_back_and_nobody_is_accused_or_hidden() -> None:
+    steps = Steps().train(400)
+    for number in range(100):
+        steps.train(1, change=by_liar(step=number))
+    assert not steps.slow
+    assert steps.train(60, 2.0).slow == {SLOW}
+
+
 @pytest.mark.parametrize("said", [{"forward_s": 1e6}, {"backward_s": 4.0}, {"other_s": 2.0}])
 def test_a_step_whose_parts_are_longer_than_itself_accuses_nobody_and_hides_nobody(said) -> None:
     """What it lasted as a slowness would have to be outlasted by every other one."""

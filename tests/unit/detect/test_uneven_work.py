@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from perdure.detect.stages import StageWatch
-from perdure.detect.work import DeclaredWork
+from perdure.detect.work import CHANGED, DeclaredWork
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import StepStages
 
@@ -194,6 +194,22 @@ def test_another_unit_in_the_midst_of_a_run_accuses_nobody_and_hides_nobody(
         ranks.tell = lambda rank, tokens: tokens * unit
         assert ranks.train(600) == 0
     assert 0 < ranks.train(30, 1.5) <= 30
+
+
+def test_who_is_compared_in_another_way_has_not_recovered() -> None:
+    ranks = Packed(4)
+    assert ranks.train(300) == 0
+    assert ranks.train(30, 2.0) > 0
+    assert ranks.watch.compares(SLOW)
+    ranks.tell = declare_nothing
+    for _ in range(CHANGED):
+        ranks.watch.suspects.clear()
+        assert ranks.train(1, 2.0) == 0
+        assert ranks.watch.compares(SLOW)
+    assert ranks.train(1, 2.0) == 0
+    assert not ranks.watch.compares(SLOW)
+    ranks.train(30, 2.0)
+    assert ranks.watch.compares(SLOW)
 
 
 def test_a_rank_may_leave_at_any_step() -> None:
