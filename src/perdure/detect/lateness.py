@@ -40,7 +40,7 @@ class _Comm:
     """Rank -> when its last collective ended, by its own clock."""
     most: dict[int, float] = field(default_factory=dict)
     """Rank -> its longest wait in the collectives that are in flight together."""
-    taken_s: float = 0.0
+    seen_s: float = 0.0
     step_s: float = 0.0
     suspects: dict[int, Excursion] = field(default_factory=dict)
 
@@ -78,7 +78,9 @@ class LatenessWatch:
         seq, end_s, starts, durations = arrived
         comm = self._comms.get(key)
         if comm is None:
-            comm = self._comms[key] = _Comm(PeerShifts(alike=alike, passed=self._passed))
+            shifts = PeerShifts(alike=alike, passed=self._passed)
+            comm = self._comms[key] = _Comm(shifts, step_s=step_s)
+        comm.seen_s = now
         least_s = min(durations.values())
         for rank, duration_s in durations.items():
             wait_s = duration_s - least_s
@@ -101,7 +103,7 @@ class LatenessWatch:
             return
         own = {r: max(whole_s - wait_s, LEAST * whole_s) for r, wait_s in comm.waits.items()}
         self._begin(comm, seq, end_s)
-        comm.taken_s, comm.step_s = now, whole_s
+        comm.step_s = whole_s
         ordered = sorted(own.values())
         if comm.shifts.take(now, whole_s, own, ordered, config):
             suspects = {
@@ -148,7 +150,7 @@ class LatenessWatch:
         old = [
             key
             for key, comm in self._comms.items()
-            if comm.taken_s and now - comm.taken_s > max(STALE_S, STALE_STEPS * comm.step_s)
+            if now - comm.seen_s > max(STALE_S, STALE_STEPS * comm.step_s)
         ]
         for key in old:
             del self._comms[key]

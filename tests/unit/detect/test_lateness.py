@@ -78,6 +78,17 @@ def test_a_time_that_cannot_be_accuses_nobody_for_good() -> None:
     assert not [rank for rank, suspect in watch.suspects.items() if suspect.excess]
 
 
+def test_communicators_of_a_moment_do_not_pile_up() -> None:
+    """Such as a group that a script makes for each evaluation, in which no step ends."""
+    watch, config = LatenessWatch(Passed()), DetectConfig()
+    for num in range(200):
+        now = 10.0 * num
+        arrived = (0, now, {0: now - 0.1, 1: now - 0.1}, {0: 0.1, 1: 0.1})
+        watch.take(now, (f"group {num}", 0), arrived, config, alike=True, step_s=1.0)
+        watch.look(now)
+    assert len(watch._comms) < 10
+
+
 @pytest.mark.parametrize("factor", [1.6, 2.0])
 def test_who_waits_for_a_late_rank_elsewhere_is_not_blamed(factor: float) -> None:
     """In a pipeline with tensor and context parallel ranks half of the world is late with one."""
