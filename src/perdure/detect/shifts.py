@@ -81,6 +81,8 @@ LEARNED_MAX = 4000.0
 PENDING_MAX = 512
 """An excursion of more blocks that was never more than most noise is what is usual from now on; of
 another, the oldest become one."""
+MIRRORED = 3
+"""Of so many ranks, all others seem faster while one is slow: that is nothing to learn from."""
 OUTLASTED, AS_SLOW = 3.0, 0.6
 """A slowdown lasts so many times as long as the longest that ended by itself and was at least such
 a share as slow..."""
@@ -392,8 +394,8 @@ class PeerShifts:
         for rank, block in blocks.items():
             self._follow(now, self._ranks[rank], block, config)
         under_way = [m.excursion for m in self._ranks.values() if m.excursion]
-        if any(e.excess for e in under_way):
-            for excursion in under_way:  # Beside a slow one of two or three, others seem faster.
+        if len(self._ranks) <= MIRRORED and any(e.excess for e in under_way):
+            for excursion in under_way:
                 excursion.explained = excursion.explained or not excursion.slower
         self._fading = [e for e in under_way if e.length[1] and e.is_fading]
         for rank in blocks:
