@@ -64,6 +64,8 @@ class Comm:
         self.slow: Persistence | None = None
         self.worst: dict[str, object] = {}
         self.worst_s = 0.0
+        self.worst_extra_s = 0.0
+        """How much longer than usual that was."""
         self.judged_s = 0.0
         self.passed = 0
 
@@ -219,7 +221,7 @@ class CollectiveWatch:
             if comm.slow is not None and (slow or excess < (tolerance - 1.0) / 2 or not slower):
                 comm.slow.add(now, excess if slow else 0.0)
             if slow:
-                comm.worst_s = least_s
+                comm.worst_s, comm.worst_extra_s = least_s, extra_s
                 comm.worst = {
                     "communicator": comm.name,
                     "op": row.op,

@@ -7,6 +7,7 @@ off timer with data to send tells that nobody answers at all. Unread bytes at th
 the link: its host does not read. Several suspects that share one node are that node's card.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -55,7 +56,9 @@ class Link:
     cell: float = 0.0
     """Busy ms per 10^6 bytes in the last sweep that moved enough; 0 before."""
     cost: float = 0.0
-    """Share of the time for which it was busier than usual."""
+    """Share of the time for which it was busier than usual, over a step at the least."""
+    extra_s: float = 0.0
+    """For how long it was busier than usual, the past fading with the length of a step."""
     moved_s: float = 0.0
     base: Baseline = field(default_factory=Baseline)
     swept_s: float = 0.0
@@ -107,6 +110,8 @@ class LinkWatch:
         """What is judged by; it may change while a job runs."""
         self._node_of = node_of
         self.links: dict[tuple[int, int], Link] = {}
+        self.step_s = 0.0
+        """Learned step time of the job; 0 where it is not known."""
         self.swept_s = -1e9
         """When a sweep came last; long ago where there are none."""
         self._usual: dict[bool, list[float]] = {}
@@ -140,6 +145,7 @@ class LinkWatch:
 
     def _update(self, now: float, link: Link, acked: int, busy_s: float) -> None:
         cell = link.cell = busy_s * 1e9 / acked
+        gap_s = now - link.moved_s
         link.moved_s = now
         config = self.config
         calm = cell <= config.link_floor_ms_per_mb or cell <= CALM * link.base.value
@@ -148,14 +154,31 @@ class LinkWatch:
             link.slow = Persistence(now, config.slow_confirm_s, 0.1)
         if link.slow is not None:
             link.slow.add(now, excess)
-            extra_s = busy_s - link.base.value * acked / 1e9
-            cost = max(extra_s, 0.0) / self._window_s if self._window_s > 0.0 else 0.0
-            link.cost = max(cost, 0.5 * link.cost)
+            self._follow_cost(link, busy_s - link.base.value * acked / 1e9, gap_s)
             if link.slow.is_over(now, 30.0):
                 link.slow = None
         if now - link.learned_s >= 0.9 or not link.base.known:
             link.learned_s = now
             link.base.add(now, max(cell, 1e-3), config.link_slow_ratio / 2)
+
+    @property
+    def kept_s(self) -> float:
+        """Return over how long what links cost is summed up: a step, or a sweep if longer."""
+        return max(self._window_s, self.step_s)
+
+    def _follow_cost(self, link: Link, extra_s: float, gap_s: float) -> None:
+        """Follow which share of the time a link costs: what training loses is counted in steps.
+
+        In a step of 10 s a sweep of one second is no measure of it: twice as busy in that second
+        is a tenth of the step, and no reason for a step that takes twice as long.
+        """
+        window_s = self._window_s
+        if window_s <= 0.0:
+            return
+        length_s = self.kept_s
+        link.extra_s = link.extra_s * math.exp(-gap_s / length_s) + max(extra_s, 0.0)
+        cost = link.extra_s * (1.0 - math.exp(-window_s / length_s)) / window_s
+        link.cost = max(cost, 0.5 * link.cost)
 
     def _sort_cells(self, now: float) -> None:
         """Keep the cells of each class sorted: what the others are like (of many, some)."""

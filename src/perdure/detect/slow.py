@@ -16,7 +16,7 @@ import msgspec
 
 from perdure.detect.collectives import CollectiveWatch, Comm, group_peers
 from perdure.detect.hosts import STARVED, HostWatch, Neighbours
-from perdure.detect.links import LinkWatch, Place
+from perdure.detect.links import Link, LinkWatch, Place
 from perdure.detect.persistence import Persistence
 from perdure.detect.shifts import Passed
 from perdure.detect.stages import StageWatch, make_slowness
@@ -119,6 +119,7 @@ class SlowWatch:
                 self._neighbours.take(progress.rank, beat.sent_s, progress.proc.run_delay_s)
         self._hosts.take(now, beat)
         if beat.sweep is not None:
+            self.links.step_s = stages.step_s
             self.links.take(now, beat.sweep)
 
     def _node_of(self, rank: int) -> int:
@@ -530,6 +531,7 @@ class SlowWatch:
         links = self.links.list_slow_links(now, fused=bool(slow))
         least = ACCOUNTED * self._compute_loss(slow)
         links = [link for link in links if not link.cost or link.cost >= least]
+        links = [link for link in links if self._accounts_for(link, slow)]
         if links and self._matters(now, slow, {name for link in links for name in link.comms}):
             began_s = min(link.slow.began_s for link in links if link.slow is not None)
             sure = any(c.slow.confirm(now, hurry=0.5) > 0 for c in slow if c.slow is not None)
@@ -545,6 +547,21 @@ class SlowWatch:
         confirmed = [(c.slow.confirm(now), c) for c in slow if c.slow is not None]
         confirmed = [(e, c) for e, c in confirmed if e > 0.0]
         return self._blame_comms(now, confirmed, slow) if confirmed else None
+
+    def _accounts_for(self, link: Link, slow: list[Comm]) -> bool:
+        """Return whether a link was busy for long enough to make its slow collectives as slow.
+
+        While the link that holds a collective up has data to send, all of them wait, so that it
+        is busier than usual for as long as the collective is longer. Another that is half as
+        busy again by chance is not, however slow the collective. A step's collectives together
+        are what one of them may have waited behind. Without cost it is loss that is seen; without
+        steps it is not known over how long to count.
+        """
+        comms = [c for c in slow if c.name in link.comms]
+        if not link.cost or not comms or not self.links.step_s:
+            return True
+        extra_s = min(c.worst_extra_s for c in comms)
+        return link.extra_s >= ACCOUNTED * min(extra_s, self.links.kept_s)
 
     def _matters(self, now: float, slow: list[Comm], names: set[str]) -> bool:
         """Return whether links that look slow make training slow."""

@@ -48,3 +48,19 @@ def test_tries_that_are_told_of_late_were_no_later_than_they_were():
     assert not watch.is_in_vain(12.8, 10.0), "the answer may be on its way"
     say(watch, 13.0, 12.8, 6)
     assert watch.is_in_vain(13.0, 10.0)
+
+
+def test_what_a_link_costs_is_counted_over_a_step():
+    """Twice as busy for one second is a tenth of a step of ten, and no cause of a slow one."""
+
+    def cost(step_s):
+        watch = LinkWatch(DetectConfig(), lambda rank: rank)
+        watch.step_s = step_s
+        for i in range(200):
+            busy_s = 0.9 if i == 199 else 0.2
+            sample = LinkSample(0, 1, "0", 50_000_000, busy_s, 1e-3, 0, 0, 0, 0.0)
+            watch.take(float(i), LinkSweep(float(i), 1.0, (sample,)))
+        return watch.links[0, 1].cost
+
+    assert 0.4 < cost(0.3) < 0.8
+    assert 0.0 < cost(10.0) < 0.1
