@@ -371,12 +371,14 @@ class Job:
         nodes = [] if view is None else [view.group_rank]
         if rank is not None:
             nodes = [rank // self.shape.nproc]
-        for load in world.loads:
-            if load.begin_s <= now <= load.end_s + GRACE_S:
-                mine = load.node in nodes and not load.everywhere
-                if mine or (load.everywhere and kind == "HostBusy"):
-                    return True
-        return False
+        there = [each for each in world.loads if each.begin_s <= now <= each.end_s + GRACE_S]
+        own = {each.node for each in there if not each.everywhere}
+        if kind == "HostBusy" and not nodes:  # Of all of them.
+            nodes = list(range(self.shape.ranks // self.shape.nproc))
+            return any(each.everywhere for each in there) or own.issuperset(nodes)
+        return any(
+            each.node in nodes if not each.everywhere else kind == "HostBusy" for each in there
+        )
 
     def _is_silent(self, now: float, told: Told) -> bool:
         world = self.world

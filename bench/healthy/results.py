@@ -1,5 +1,6 @@
 """Rows of the benchmark of harm, one JSON object a line, and the tables that are made of them."""
 
+import gzip
 import json
 import math
 from collections import Counter, defaultdict
@@ -15,10 +16,11 @@ GOAL_H = 20.0
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the whole lines of a file of results; none where there is no file."""
+    """Return the whole lines of a file of results, packed or not; none where there is no file."""
     if not path.exists():
         return []
-    text = path.read_text()
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 

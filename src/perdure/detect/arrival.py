@@ -28,7 +28,8 @@ from perdure.model.verdicts import VerdictKind
 UNHEARD_S = 1.0
 """Without a heartbeat for so long, five of them."""
 WAITED = 0.5
-"""Share of `detect.hang_floor_s` for which somebody has waited before anybody is blamed for it."""
+"""Share of `detect.hang_floor_s` for which somebody has waited, beyond what ranks of the job wait
+for one another, before anybody is blamed for it."""
 SHOWN = 16
 """Ranks listed in evidence."""
 
@@ -167,16 +168,17 @@ def _blame_absent(
 ) -> Finding | None:
     """Some are waited for and are in no collective themselves.
 
-    After a pause of all, who comes back last has been silent for long, and waited for but a moment.
+    After a pause of all, who comes back last has been silent for long, and waited for but a moment:
+    no longer than ranks of this job wait for one another.
     """
-    waiters = [watches[r] for r in {e.waiter for e in graph.edges}]
-    waits = [(w, c) for w in waiters if (c := find_current(w)) is not None]
-    if waits and all(w.waits_s(c) < WAITED * w.config.hang_floor_s for w, c in waits):
-        return None
     guilty = [silent[r] for r in graph.absent if r in silent]
     if not guilty:
         return None
     culprit = min(guilty, key=lambda w: (w.position, w.progress_s, w.rank))
+    waiters = [watches[r] for r in {e.waiter for e in graph.edges}]
+    waits_s = [w.waits_s(c) for w in waiters if (c := find_current(w)) is not None]
+    if waits_s and max(waits_s) < WAITED * culprit.config.hang_floor_s + culprit.room_s:
+        return None
     rank = culprit.rank
     reason = f"rank {rank}{_describe(stuck, rank, first=True)}"
     edge = next((e for e in graph.edges if e.holder == rank), None)

@@ -57,7 +57,7 @@ class Cadence:
         The two longest of 64 are left out, so that one evaluation does not blunt the detector;
         the distance from the median to the rest is added once more, so that a job with noisy
         long steps gets the room its own noise asks for. Few samples say little about noise:
-        until there are `SETTLED`, half a step is added at least.
+        until there are `SETTLED`, a step is added at least.
         """
         self._sort()
         return self._usual_s
@@ -83,7 +83,7 @@ class Cadence:
         self._typical_s = ordered[n // 2]
         room_s = high - self._typical_s
         if n < SETTLED:
-            room_s = max(room_s, 0.5 * self._typical_s)
+            room_s = max(room_s, self._typical_s)
         self._usual_s = high + room_s
         self._tail_s = 0.0
         if n >= SETTLED and self._typical_s > 0.0:

@@ -275,12 +275,27 @@ class RankWatch:
         expected_s = habits.expected_s(self.position, self._tolerance)
         if expected_s:
             return max(base_s, floor_s + SLACK * expected_s), "a silence seen here before"
-        most_s = max(MOST_S, MOST_STEPS * self.cadence.typical_s)
-        noise_s = min(most_s, floor_s + factor * self.cadence.tail_s)
-        seen_s = min(most_s, SLACK * habits.unexpected_s)
-        if seen_s > max(base_s, noise_s):
+        seen_s = min(self._most_s, SLACK * habits.unexpected_s)
+        step_s = floor_s + self._step_s
+        if seen_s > step_s:
             return seen_s, "silences that nothing predicted"
-        return max(base_s, noise_s), "the usual step"
+        return step_s, "the usual step"
+
+    @property
+    def room_s(self) -> float:
+        """Return how much later than its usual step this one may be without being unusual."""
+        return max(0.0, self._step_s - self.cadence.typical_s)
+
+    @property
+    def _step_s(self) -> float:
+        """Return what a step of its job, as noisy as it is, may take."""
+        factor, floor_s = self.config.hang_step_factor, self.config.hang_floor_s
+        noisy_s = min(factor * self.cadence.tail_s, self._most_s - floor_s)
+        return max(factor * self.cadence.usual_s, noisy_s)
+
+    @property
+    def _most_s(self) -> float:
+        return max(MOST_S, MOST_STEPS * self.cadence.typical_s)
 
 
 def _entered(comms: tuple[CommProgress, ...]) -> int:

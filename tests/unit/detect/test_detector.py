@@ -15,7 +15,13 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.signals.progress import NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.signals.progress import (
+    BusyPhase,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 
 
 @pytest.mark.parametrize("resumable", [True, False])
@@ -157,6 +163,28 @@ def test_steps_of_a_wide_spread_are_no_hangs(make_world):
     world = make_world()
     world.run(1200, duration=lambda rank, step: rng.lognormvariate(0.0, 0.5))
     assert world.verdicts == []
+
+
+def test_who_comes_back_last_from_a_pause_of_all_is_blamed_once_others_wait_longer_than_ever(
+    make_world,
+):
+    rng = random.Random(7)
+    world = make_world(size=8)
+
+    def compute(rank, step):
+        return rng.uniform(6.0, 12.0)
+
+    world.run(400, duration=compute)
+    assert world.verdicts == []
+    for r in world.ranks:
+        r.busy_phase = BusyPhase("pause", world.now, world.now + 600.0)
+    world.run(90, hold=lambda rank: True)
+    for r in world.ranks:
+        r.busy_phase, r.compute_until_s = None, world.now + 1.0 + 0.35 * r.rank
+    world.run(60, duration=compute)
+    assert [v.reason for v in world.verdicts if "not entered" in v.reason] == []
+    world.run(60, duration=compute, hold=lambda rank: rank == 3)
+    assert world.verdicts[-1].culprit.rank == 3
 
 
 def test_a_long_first_step_is_allowed(make_world):
