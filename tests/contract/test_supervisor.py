@@ -111,10 +111,16 @@ def test_scarce_room_for_checkpoints_is_an_event_of_the_job(
     (folder / "manifest.json").write_bytes(encode(manifest))
     over = tmp_path / "over"
     job = run(str(over))
+
+    def read_notes() -> list[RoomNoted]:
+        bodies = [entry.body for entry in read_mirror(job.paths) or ()]
+        return [body for body in bodies if isinstance(body, RoomNoted)]
+
     job.until(lambda: "[perdure] storage is" in job.text())
+    job.until(lambda: bool(read_notes()))  # A job that ends just then is told on the terminal only.
     over.touch()
     assert job.wait() == 0
-    (noted,) = [e.body for e in read_mirror(job.paths) or () if isinstance(e.body, RoomNoted)]
+    (noted,) = read_notes()
     assert noted.grade in ("low", "short")
     assert f"[perdure] storage is {noted.grade}" in job.text()
 
