@@ -225,18 +225,21 @@ class RankView:
         )
 
     def _follow_rows(self, now: float) -> tuple[Any, ...]:
-        rows, found = self._world.rows[self.rank], []
+        world, found, moved = self._world, [], False
+        rows = world.rows[self.rank]
         while rows and rows[0].end_s <= now:
-            row = rows.popleft()
+            row, moved = rows.popleft(), True
             self._step, self._last_step_s = row.step, row.end_s
+            if not world.staged:
+                continue
             more = {tree.WORK_FIELD: row.work} if tree.WORK_FIELD and row.work else {}
             found.append(
                 tree.StepStages(
                     row.step, row.begin_s, row.end_s, *row.own, row.wait_s, row.other_s, **more
                 )
             )
-        if found and self._declared:
-            begin_s = self._world.begin_s
+        if moved and self._declared:
+            begin_s = world.begin_s
             self._moved_s = max(self._moved_s, self._last_step_s)
             self._account = tree.make(
                 tree.RankAccount, step=self._step, step_s=self._last_step_s - begin_s,

@@ -175,6 +175,8 @@ class World:
         self.history: list[Silence] = []
         """All silences ever: what a verdict is judged by."""
         self.loads: list[Load] = []
+        self.staged = True
+        """Whether agents see what its steps are made of."""
         self.declares = False
         """Whether its script declares work (`run.work`)."""
         self.work_done = [1.0] * n

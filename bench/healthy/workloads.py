@@ -78,6 +78,15 @@ class Ddp(Steps):
         world.do_all(OPTIMIZER, PARTS[OPTIMIZER] * self.own_s, [1.0] * len(factors))
 
 
+class Unstaged(Ddp):
+    """A script whose stages nobody sees: only its collectives tell of its steps."""
+
+    def make_groups(self) -> None:
+        """Make the communicators."""
+        super().make_groups()
+        self.world.staged = False
+
+
 class Accumulation(Ddp):
     """Micro-batches in `no_sync`, and the last one with the others' gradients."""
 
@@ -440,6 +449,8 @@ WORKLOADS: dict[str, tuple[type[Steps], NoiseMaker, Callable[[Steps], None]]] = 
     "DDP, drifts": (Ddp, _drift, _add()),
     "DDP, shared load": (Ddp, _shared, _add()),
     "DDP, recorded steps": (Ddp, _recorded, _add()),
+    "DDP, stages unseen": (Unstaged, _jitter, _add()),
+    "DDP, stages unseen, lognormal": (Unstaged, _lognormal, _add()),
     "accumulation": (Accumulation, _jitter, _add()),
     "accumulation, lognormal": (Accumulation, _lognormal, _add()),
     "FSDP2": (Fsdp, _jitter, _add()),
