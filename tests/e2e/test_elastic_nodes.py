@@ -81,4 +81,11 @@ def test_a_job_whose_only_keeper_is_killed_goes_on_from_its_checkpoint(
     os.kill(job.find("perdure keeper el 0")[0].pid, signal.SIGKILL)
     assert job.wait() == 0, job.text()
     assert {row["step"] for row in read(trail, 0)} == set(range(60))
-    assert [one["rung"] for one in job.report()["recoveries"]] == ["restart"]
+    (lost,) = job.report()["recoveries"]
+    assert (lost["rung"], lost["cause"], lost["culprit"]) == ("restart", "keeper lost", "node 0")
+    lines = (job.folder / "journal.jsonl").read_text().splitlines()
+    bodies = [json.loads(line)["body"] for line in lines]
+    ends = [b["record"] for b in bodies if b["type"] == "RankExited" and b["record"].get("asked")]
+    assert [(end["rank"], end["signal"]) for end in ends] == [(0, 9), (1, 9)]
+    # It was told as of when the next keeper was up, after peers elsewhere had failed of it.
+    assert {end["at_s"] for end in ends} == {lost["at_s"]}

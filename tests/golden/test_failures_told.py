@@ -25,6 +25,7 @@ MENDED = {
 }
 _BROKE = "retry: the world broke of the world"
 _KILLED = "signal 9 (SIGKILL)"
+_LEFT, _HUNG = "EarlyExit (busy)", "ComputeHang (stopped)"
 DIFFER = {
     # Who came in broke the world by it. The older reading does not see why it was formed again.
     ("elastic", 0): (["join: join of rank 4"], [_BROKE]),
@@ -35,20 +36,47 @@ DIFFER = {
     ("elastic in a storm", 510): (["join: join of rank 14, 15, 21"], [_BROKE]),
     ("elastic in a storm", 512): (["join: join of rank 11, 13"], [_BROKE]),
     ("elastic with spares", 700): (["join: join of rank 4"], [_BROKE]),
-    ("elastic with spares", 709): (["join: join of rank 9"], [_BROKE]),
+    ("elastic with spares", 703): (["join: join of rank 8"], [_BROKE]),
+    # The same, where the start of who came in after its keeper's end is not told.
+    ("elastic", 49): ([], [_BROKE]),
+    ("elastic", 53): ([], [_BROKE]),
+    ("elastic with spares", 710): ([], [_BROKE]),
     # A keeper died of whose generation nobody had told anything yet, and its world never began.
     ("elastic in a storm", 507): (
         [f"restart: {_KILLED} of rank 0", "restart: keeper lost of node 0"],
         [f"restart: {_KILLED} of rank 0"],
     ),
+    ("storm", 1025): (
+        [f"restart: {_LEFT} of rank 8", "restart: keeper lost of node 0"],
+        [f"restart: {_LEFT} of rank 8"],
+    ),
+    ("spares", 5015): (
+        [f"restart: {_HUNG} of rank 2", "restart: keeper lost of node 1"],
+        [f"restart: {_HUNG} of rank 2"],
+    ),
+    # A spare had died beside the world just before: that is not why the world was formed again.
+    ("elastic with spares", 704): (
+        ["shrink: keeper lost of node 0"],
+        [f"shrink: {_KILLED} of rank 9"],
+    ),
     # A keeper died before all had said that they are in the epoch that broke by it.
-    ("elastic with spares", 704): (["shrink: keeper lost of node 0"], [_BROKE]),
+    ("elastic with spares", 705): (
+        [
+            f"replace: {_KILLED} of rank 3",
+            f"shrink: {_KILLED} of rank 4",
+            "join: join of rank 9",
+        ],
+        [_BROKE, _BROKE, "replace: keeper lost of node 1"],
+    ),
     # A newcomer died before it was in, and before its agent had told of its start.
     ("elastic", 30): ([], [f"give up: {_KILLED} of rank 7"]),
     # A newcomer died in the epoch that it had come in with, before its agent had told so.
     ("elastic with spares", 728): ([f"shrink: {_KILLED} of rank 4"], []),
+    # The older reading takes an order that a new controller repeats for what was decided next.
+    ("storm", 1054): ([f"restart: {_LEFT} of rank 10"],) * 2,
     # The older reading takes the step from the epoch that follows, and the world started again.
     ("elastic in a storm", 511): ([f"restart: {_KILLED} of rank 2"],) * 2,
+    ("elastic with spares", 701): (["restart: keeper lost of node 2"],) * 2,
 }
 """Simulated jobs whose reports are not the same -> the incidents that only one of them has.
 

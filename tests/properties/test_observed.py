@@ -310,7 +310,7 @@ def test_by_itself_an_agent_ends_and_asks_for_nothing(seed: int) -> None:
             m.TermHeard: m.TermHeard(term=random.randrange(3)),
             m.StacksCollected: m.StacksCollected(generation=0, stacks={0: ""}),
             m.TimerFired: e.TimerFired(),
-            m.KeeperGone: m.KeeperGone(),
+            m.KeeperGone: m.KeeperGone(at_s=1.0),
         }
         assert set(told) == ALONE
         for request in agent.handle(now, random.choice(list(told.values()))):

@@ -2,9 +2,11 @@
 
 import pytest
 
+from perdure.model.events import RankExited
 from perdure.plan.elastic.commit import decide_reformation
 from perdure.sim import InvariantViolated, Scenario, Weather, elastic
 from perdure.sim.elastic import ElasticSimulation
+from perdure.telemetry import make_report
 
 KINDS = ("crash", "crash", "crash", "agent", "keeper", "controller", "halfway", "outage")
 
@@ -33,6 +35,23 @@ def test_four_members_lose_nothing_whatever_dies() -> None:
 def test_eight_members_in_a_storm() -> None:
     storm = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)
     run_all(range(500, 515), nproc=2, faults=10, weather=storm)
+
+
+def test_the_loss_of_a_keeper_is_told_as_that_and_at_its_time() -> None:
+    """It was told as a world that broke, or as the join of whoever came next; or when it was over.
+
+    The dead keeper's ranks die with it, and their ends are told before the loss is.
+    """
+    for seed in range(20):
+        one = run(seed, faults=1, kinds=("keeper",), weather=Weather())
+        (struck,) = one.injected
+        _, _, _, node, *_, at_s = struck.split()
+        ends = [e.body.record for e in one.journal if isinstance(e.body, RankExited)]
+        gone = [(end.rank, end.signal, end.asked) for end in ends if end.error == "keeper lost"]
+        assert gone == [(int(node), 9, True)], seed
+        lost = [r for r in make_report(one.journal, one.clock.now).recoveries if r.rung != "join"]
+        told = [(r.cause, r.culprit, f"{r.at_s - one.start_s:.3f}") for r in lost]
+        assert told == [("keeper lost", f"node {node}", at_s)], seed
 
 
 def test_without_faults_the_world_is_formed_once() -> None:

@@ -300,12 +300,12 @@ class Agent:
         event = GenerationStopped(node=self.identity.node, generation=generation, at_s=now)
         return Report(event, after)
 
-    def _report_lost(self, now: float, generation: int) -> Report:
+    def _report_lost(self, at_s: float, generation: int) -> Report:
         cause, self.state.lost_cause = self.state.lost_cause, ""
         begun = tuple(sorted(rank for g, rank in self.state.begun if g == generation))
         node = self.identity.node
         return Report(
-            KeeperLost(node=node, generation=generation, at_s=now, cause=cause, begun=begun)
+            KeeperLost(node=node, generation=generation, at_s=at_s, cause=cause, begun=begun)
         )
 
     def _end(self, now: float, wanted: Assignment) -> list[Request]:
@@ -362,12 +362,7 @@ class Agent:
             requests.append(self._register(now, view))
         for exited in up.exits:
             requests += self._note_exit(now, exited)
-        if state.lost_generation is not None:
-            requests.append(self._report_lost(now, state.lost_generation))
-            wanted = state.assignment
-            if wanted is not None and wanted.phase == "run":
-                view.lost_reported = state.lost_generation
-            state.lost_generation = None
+        view.lost_reported, state.lost_generation = state.lost_generation, -1
         return requests + self._reconcile(now)
 
     def _register(self, now: float, keeper: KeeperView) -> Report:
@@ -389,11 +384,16 @@ class Agent:
 
     def _lose_keeper(self, now: float, gone: KeeperGone) -> list[Request]:
         """Tell of the ranks that died with it; then start another, or be done."""
+        self.state.begun |= set(gone.begun)
         told = [request for exited in gone.exits for request in self._note_exit(now, exited)]
-        return told + self._replace_keeper(now)
+        return told + self._replace_keeper(now, gone.at_s)
 
-    def _replace_keeper(self, now: float) -> list[Request]:
-        """Start a new one, unless the job is ending: then the node is as empty as asked for."""
+    def _replace_keeper(self, now: float, died_s: float) -> list[Request]:
+        """Start a new one, unless the job is ending: then the node is as empty as asked for.
+
+        The loss is told before, at its own time: the others of a world fail of it within a
+        moment, and are not to be taken for its cause.
+        """
         state, lost = self.state, self.state.keeper
         state.keeper = state.silence = None
         if state.leaving:
@@ -413,7 +413,9 @@ class Agent:
         if lost is not None:
             generation = max(lost.generation, lost.store_generation, lost.spawn_asked)
             if generation >= 0:
-                state.lost_generation = max(generation, state.lost_generation or 0)
+                if wanted is not None and wanted.phase == "run":
+                    state.lost_generation = max(generation, state.lost_generation)
+                return [self._report_lost(died_s, generation), StartKeeper()]
         return [StartKeeper()]
 
     def _hear_keeper(self, now: float, said: KeeperSaid) -> list[Request]:

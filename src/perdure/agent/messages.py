@@ -44,8 +44,12 @@ class KeeperUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class KeeperGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The keeper is dead, and so is everything that it had started."""
 
+    at_s: float
+    """When it died."""
     exits: tuple[RankExited, ...] = ()
     """Its ranks, each with what its ring says."""
+    begun: tuple[tuple[int, int], ...] = ()
+    """As in `KeeperUp`, at its death."""
 
 
 class KeeperSilent(msgspec.Struct, frozen=True, tag=True, kw_only=True):

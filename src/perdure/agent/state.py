@@ -62,8 +62,12 @@ class AgentState:
     keeper: KeeperView | None = None
     exited: set[tuple[int, int]] = field(default_factory=set)
     """(generation, rank) whose end was reported."""
-    lost_generation: int | None = None
-    """Of a keeper whose death is to be reported once the next one is up."""
+    lost_generation: int = -1
+    """The one that ran, of a keeper whose death was reported, until the next keeper is up.
+
+    Where a store alone was lost, the controller may not have known that anything ran on it: it is
+    told again if it still assigns that.
+    """
     lost_cause: str = ""
     """Why, where this agent ended it."""
     silence: Silence | None = None

@@ -126,10 +126,15 @@ class GenerationStopped(NodeEvent, frozen=True, kw_only=True):
 
 
 class KeeperLost(NodeEvent, frozen=True, kw_only=True):
-    """The node's keeper died; its ranks died with it and a new one is up."""
+    """The node's keeper died, its ranks died with it, and a new one is started.
+
+    A generation that a dead keeper had begun is not started again either, which is told in the
+    same way.
+    """
 
     generation: int
     at_s: float
+    """When it died."""
     cause: str = ""
     """Why, where perdure itself ended it."""
     begun: tuple[int, ...] = ()

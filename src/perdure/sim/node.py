@@ -1,7 +1,9 @@
 """One simulated node: a real agent machine above a played keeper, its ranks and its outbox."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from perdure.agent.machine import Agent
 from perdure.agent.messages import (
@@ -51,6 +53,10 @@ from perdure.sim.ranks import Agreements, Rank, World
 
 _SIGKILL = 9
 _KILL_S, _SPAWN_S, _STORE_S, _KEEPER_START_S = 0.02, 0.05, 0.02, 0.3
+_BURY_S = 0.02
+"""From a keeper's death until its agent has ended what it had left, and knows."""
+_LOST = "keeper lost"
+"""The error of a rank's end that no keeper has recorded."""
 _LINE_S = 0.001
 """From an agent to a rank of its node, or back."""
 
@@ -111,6 +117,8 @@ class Node:
         self.newest_spawned = -1
         self.begun: set[tuple[int, int]] = set()
         """(generation, rank) of every ring that lies on this node."""
+        self.ends: dict[tuple[int, int], RankExited] = {}
+        """(generation, rank) -> its end, as its exit record, or only its ring, tells of it."""
         self.agents = 0
         self.agent: Agent | None = None
         self.left = False
@@ -189,7 +197,7 @@ class Node:
             self.pids += 1
             self.keeper = Keeper(self.pids)
         held = self.keeper
-        exits = tuple(held.exits[rank] for rank in sorted(held.exits))
+        exits = [held.exits[rank] for rank in sorted(held.exits)]
         state = KeeperState(
             pid=held.pid,
             generation=held.generation,
@@ -199,10 +207,14 @@ class Node:
             store_port=held.store[1],
             warm=True,
         )
+        mine = self.spec.ranks_of(self.node)
+        newest = max((generation for generation, rank in self.begun if rank in mine), default=-1)
+        if newest > held.generation:  # An earlier keeper's, which no agent saw die.
+            exits += self._read_lost(newest, mine, self.clock.now)
         self.feed(
             KeeperUp(
                 state=state,
-                exits=exits,
+                exits=tuple(exits),
                 started_s=held.spawned_s,
                 newest_on_disk=self.newest_spawned,
                 begun=tuple(sorted(self.begun)),
@@ -275,15 +287,43 @@ class Node:
     # --- the keeper's ranks ------------------------------------------------------------------
 
     def kill_keeper(self) -> None:
-        """Lose the keeper, and with it every rank of the node."""
+        """Lose the keeper, and with it, at once, every rank of the node.
+
+        Nobody reaps these. The agent tells of their ends by what lies on disk, as soon as it knows
+        that the keeper is gone; where it has died as well, its successor does.
+        """
         held, self.keeper = self.keeper, None
         if held is None:
             return
         if held.running:
             self.world_of(held.generation).freeze(self.clock.now)
-        self.feed(KeeperGone())
         for rank in sorted(held.running):
+            self._note_end(held, rank, ExitRecord(
+                rank, held.generation, held.running[rank], self.clock.now, signal=_SIGKILL,
+                asked=True, error=_LOST,
+            ))  # fmt: skip
             held.ranks[rank].die()
+        agent, died_s = self.agent, self.clock.now
+        self.clock.after(_BURY_S, lambda: self._miss_keeper(agent, held.pid, died_s))
+
+    def _miss_keeper(self, agent: Agent | None, pid: int, died_s: float) -> None:
+        """Let the agent know that its keeper is gone, with what the rings of its ranks say."""
+        lost = agent.state.keeper if agent is not None else None
+        if lost is not None and lost.pid == pid:
+            exits = self._read_lost(lost.generation, sorted(lost.running), died_s)
+            last = max((generation for generation, _ in self.begun), default=-1)
+            begun = tuple(sorted(pair for pair in self.begun if pair[0] == last))
+            self._feed_same(agent, KeeperGone(at_s=died_s, exits=tuple(exits), begun=begun))
+
+    def _read_lost(self, generation: int, ranks: Iterable[int], at_s: float) -> list[RankExited]:
+        """Return how ranks of a dead keeper ended; at `at_s`, where no record says when."""
+        ends = [self.ends[generation, r] for r in ranks if (generation, r) in self.ends]
+        return [
+            structs.replace(end, record=structs.replace(end.record, at_s=at_s))
+            if end.record.error == _LOST
+            else end
+            for end in ends
+        ]
 
     def _spawn(self, agent: Agent | None, request: SpawnRanks) -> None:
         """Start the ranks of a world, or those (`members`) that come into one that exists."""
@@ -367,18 +407,23 @@ class Node:
             signal=signal,
             asked=asked,
         )
+        held.exits[rank] = self._note_end(held, rank, record)
+        held.stopped.discard(rank)
+        self.feed(held.exits[rank])
+        held.ranks[rank].die()
+
+    def _note_end(self, held: Keeper, rank: int, record: ExitRecord) -> RankExited:
+        """Put a rank's end on disk, with what its ring says by then; return it."""
+        now, world = self.clock.now, self.world_of(held.generation)
         step = world.step_at(now)
-        comm = CommProgress("world", world.size, step, step, since_s=now)
-        held.exits[rank] = RankExited(
+        end = self.ends[held.generation, rank] = RankExited(
             node=self.node,
             record=record,
             account=held.ranks[rank].account(now, held.spawned_s),
             detected_s=now,
-            comms=(comm,),
+            comms=(CommProgress("world", world.size, step, step, since_s=now),),
         )
-        held.stopped.discard(rank)
-        self.feed(held.exits[rank])
-        held.ranks[rank].die()
+        return end
 
     def leave_rank(self, rank: int) -> None:
         """Let a rank end well in the middle of everything: the others wait for it."""

@@ -247,16 +247,17 @@ def test_takeover_in_the_middle_of_a_fork_waits_for_it(node: Node) -> None:
     assert [type(e) for e in events(node.hear(KeeperSpawned(3, PIDS, 5.0, True)))] == [RanksStarted]
 
 
-def test_lost_keeper_is_reported_when_the_next_is_up(node: Node) -> None:
+def test_lost_keeper_is_reported_at_once_and_at_its_own_time(node: Node) -> None:
     node.up()
     node.run_generation(0)
-    told = node.machine.handle(20.0, KeeperGone(exits=(exit_of(0), exit_of(1))))
-    assert [type(event) for event in events(told)] == [RankExited, RankExited]
-    assert told[2:] == [StartKeeper()]
+    rings = ((0, 0), (0, 1))
+    gone = KeeperGone(at_s=19.5, exits=(exit_of(0), exit_of(1)), begun=rings)
+    told = node.machine.handle(20.0, gone)
+    assert [type(event) for event in events(told[:2])] == [RankExited, RankExited]
+    lost = KeeperLost(node=0, generation=0, at_s=19.5, begun=(0, 1))
+    assert told[2:] == [Report(lost), StartKeeper()]
     again = (exit_of(0), exit_of(1))
-    assert node.up(msgspec.structs.replace(NEW, pid=51), exits=again) == [
-        Report(KeeperLost(node=0, generation=0, at_s=9.0))
-    ]
+    assert node.up(msgspec.structs.replace(NEW, pid=51), exits=again) == []
     held = node.machine.state.assignment
     assert held is not None
     assert node.send(held) == []  # Generation 0 is never started again.
@@ -276,10 +277,10 @@ def test_store_lost_with_its_keeper_is_reported(node: Node) -> None:
     node.up()
     node.assign(0, "store")
     node.hear(KeeperStoreReady(0, 29500))
-    node.machine.handle(20.0, KeeperGone())
-    lost, serve = node.up(msgspec.structs.replace(NEW, pid=51))
-    assert events([lost]) == [KeeperLost(node=0, generation=0, at_s=9.0)]
-    assert serve == TellKeeper(KeeperStore(0, 4))
+    lost, start = node.machine.handle(20.0, KeeperGone(at_s=19.5))
+    assert events([lost]) == [KeeperLost(node=0, generation=0, at_s=19.5)]
+    assert start == StartKeeper()
+    assert node.up(msgspec.structs.replace(NEW, pid=51)) == [TellKeeper(KeeperStore(0, 4))]
     # The controller had switched to the old store in the meantime.
     assert events(node.assign(0, "run")) == [KeeperLost(node=0, generation=0, at_s=10.0)]
 
@@ -292,7 +293,7 @@ def test_end_leaves_when_the_controller_knows(node: Node) -> None:
     assert isinstance(report, Report)
     assert report.event == GenerationStopped(node=0, generation=0, at_s=11.0)
     assert report.after == (TellKeeper(KeeperExit()), Leave("done"))
-    assert node.machine.handle(12.0, KeeperGone()) == []
+    assert node.machine.handle(12.0, KeeperGone(at_s=12.0)) == []
 
 
 def test_end_has_a_bound(node: Node) -> None:
@@ -316,7 +317,7 @@ def test_keeper_dies_during_the_end(node: Node) -> None:
     node.up()
     node.run_generation(0)
     node.assign(1, "end", reason="done")
-    (report,) = node.machine.handle(12.0, KeeperGone())
+    (report,) = node.machine.handle(12.0, KeeperGone(at_s=12.0))
     assert isinstance(report, Report)
     assert report.after == (Leave("done"),)
 
@@ -326,7 +327,7 @@ def test_supervisor_gone_ends_everything(node: Node) -> None:
     node.run_generation(0)
     assert node.machine.handle(12.0, SupervisorGone()) == [TellKeeper(KeeperExit())]
     assert node.assign(1, "store") == []
-    (report,) = node.machine.handle(13.0, KeeperGone())
+    (report,) = node.machine.handle(13.0, KeeperGone(at_s=13.0))
     assert isinstance(report, Report)
     assert report.event == GenerationStopped(node=0, generation=1, at_s=13.0)
     assert isinstance(report.after[0], Leave)
@@ -371,7 +372,7 @@ def test_a_spare_node_starts_the_spare_members_that_are_its_own() -> None:
 def test_after_a_keepers_end_only_new_members_are_started(node: Node) -> None:
     node.up()
     node.run_generation(0)
-    node.machine.handle(20.0, KeeperGone(exits=(exit_of(0), exit_of(1))))
+    node.machine.handle(20.0, KeeperGone(at_s=20.0, exits=(exit_of(0), exit_of(1))))
     node.up(msgspec.structs.replace(NEW, pid=51))
     more: Any = {"extra": (4, 5), "homes": {4: 0, 5: 0}}
     assert spawned(node.assign(0, "run", **more)) == [((4, 5), False)]

@@ -118,8 +118,8 @@ def test_one_that_never_said_what_it_holds_is_ended_at_once() -> None:
 
 def test_its_loss_says_why(agent: Agent) -> None:
     agent.handle(100.0, silent(silent_s=30.0))
-    assert StartKeeper() in agent.handle(101.0, KeeperGone())
-    told = agent.handle(102.0, KeeperUp(state=KeeperState(8, -1, {}, ())))
+    told = agent.handle(101.0, KeeperGone(at_s=101.0))
+    assert StartKeeper() in told
     (lost,) = [event for event in events(told) if isinstance(event, KeeperLost)]
     assert "stopped (state T)" in lost.cause
     assert agent.state.lost_cause == ""

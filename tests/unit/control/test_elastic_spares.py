@@ -249,6 +249,19 @@ def test_members_that_were_ended_with_their_keeper_are_lost_with_it(
         assert (order_of(actions).ranks, started(actions)) == ((2, 3), {4: 0, 5: 0})
 
 
+def test_who_is_ready_between_a_members_end_and_word_of_its_keeper_does_not_merely_join() -> None:
+    """The world was formed with the newcomer at once, and the keeper's loss never told."""
+    lab = Lab()
+    record = ExitRecord(1, 0, 101, lab.now, signal=9, asked=True, error="keeper lost")
+    account = RankAccount(step=5)
+    lab.say(RankExited(node=1, record=record, account=account, detected_s=lab.now))
+    assert lab.ready(3) == []
+    actions = lab.say(KeeperLost(node=1, generation=0, at_s=lab.now, begun=(0, 1, 2)))
+    assert order_of(actions).ranks == (0, 2, 3)
+    told = [(fact.cause, fact.culprit) for fact in lab.machine.facts(lab.now)]
+    assert told == [("keeper lost", "node 1")]
+
+
 def test_a_loss_that_is_told_twice_is_one() -> None:
     lab = Lab(spares=0)
     actions = lab.say(KeeperLost(node=1, generation=0, at_s=1.0))

@@ -22,6 +22,7 @@ from perdure.control.membership.members import (
     list_gone,
     list_leavers,
     list_living_members,
+    list_orphaned,
     lose_node,
     node_of_member,
     order_following,
@@ -159,9 +160,15 @@ def _give_up(state: JobState, why: str) -> Outcome:
 
 
 def admit(state: JobState, now: float) -> list[AnyAction]:
-    """Take in who is ready, up to the world's size: it joins between two micro-batches."""
+    """Take in who is ready, up to the world's size: it joins between two micro-batches.
+
+    Not while a member's keeper is known to be dead by the member's end alone. Its loss is about to
+    be told, and leaves the member out: a world formed before would be taken for a mere join.
+    """
     elastic = state.world.elastic
     if not is_elastic(state) or elastic.order is not None or elastic.finished:
+        return []
+    if list_orphaned(state):
         return []
     new, followers = split_called(state, call_spares(state))
     if not new:

@@ -34,6 +34,14 @@ def list_living_members(state: JobState) -> tuple[int, ...]:
     return tuple(rank for rank in elastic.members if rank not in gone)
 
 
+def list_orphaned(state: JobState) -> tuple[int, ...]:
+    """Return the members that were ended with their keeper, whose loss is not told yet."""
+    elastic, exits = state.world.elastic, state.world.exits
+    known = elastic.lost | elastic.left
+    ended = [rank for rank in elastic.members if rank in exits and rank not in known]
+    return tuple(rank for rank in ended if exits[rank].asked and exits[rank].failed)
+
+
 def have_state(state: JobState, ranks: Collection[int]) -> bool:
     """Return whether one of `ranks` has been in the world: who is only called in has no state."""
     return not (state.world.elastic.formed | set(state.ranks)).isdisjoint(ranks)

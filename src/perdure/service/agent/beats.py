@@ -135,10 +135,11 @@ class RankReader:
         """Return `record` with what the rank's ring says after its end."""
         return self._add_ring(record, self._read_ring(record.generation, record.rank), now)
 
-    def read_lost(self, generation: int, ranks: Iterable[int], now: float) -> list[RankExited]:
+    def read_lost(self, generation: int, ranks: Iterable[int], at_s: float) -> list[RankExited]:
         """Return how `ranks` ended that died with their keeper: by its record, or without one.
 
-        `asked` is set in the latter case: what failed is the keeper, not the rank.
+        `asked` is set in the latter case, and `at_s` is when: what failed is the keeper, and not
+        the rank.
         """
         ends = []
         for rank in ranks:
@@ -148,9 +149,9 @@ class RankReader:
             record = _read_record(self._paths.exit_record(generation, rank))
             if record is None:
                 record = ExitRecord(
-                    rank, generation, reading.pid, now, signal=9, asked=True, error="keeper lost"
+                    rank, generation, reading.pid, at_s, signal=9, asked=True, error="keeper lost"
                 )
-            ends.append(self._add_ring(record, reading, now))
+            ends.append(self._add_ring(record, reading, at_s))
         return ends
 
     def _read_ring(self, generation: int, rank: int) -> RingReading | None:

@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 
 from perdure.adapters.host import end_leftovers, read_start_time, read_state
@@ -46,7 +47,10 @@ SILENT_LOOKS = 30
 
 
 class KeeperLink:
-    """One keeper after another. What happens comes out of `up`, `said` and `gone`."""
+    """One keeper after another. What happens comes out of `up`, `said` and `gone`.
+
+    `gone` is told when it died, by CLOCK_MONOTONIC.
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class KeeperLink:
         marks: Mapping[str, str],
         up: Callable[[KeeperState], None],
         said: Callable[[FromKeeper], None],
-        gone: Callable[[], None],
+        gone: Callable[[float], None],
         silent: Callable[[KeeperSilent], None],
         heard: Callable[[], None],
         asides: Asides,
@@ -81,6 +85,8 @@ class KeeperLink:
         self._pidfd = -1
         self._dead = asyncio.Event()
         self._dead.set()
+        self._died_s = 0.0
+        """When it was seen dead, by CLOCK_MONOTONIC."""
         self._known: dict[int, int] = {}
         """Pid -> start time of every rank it has told of."""
         self._ranks: dict[int, int] = {}
@@ -112,7 +118,7 @@ class KeeperLink:
             log.warning("the keeper hung up; connecting again")
             await asyncio.sleep(_CONNECT_RETRY_S)
         await self._bury()
-        self._gone()
+        self._gone(self._died_s)
 
     async def wait_death(self, timeout_s: float) -> bool:
         """Return whether the keeper is dead within `timeout_s` (or was never there)."""
@@ -237,6 +243,7 @@ class KeeperLink:
 
     def _note_death(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
+        self._died_s = time.monotonic()
         self._dead.set()
 
     async def _bury(self) -> None:

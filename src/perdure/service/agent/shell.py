@@ -252,12 +252,13 @@ class AgentService:
         )
         log.info("keeper %d: generation %d, %s", state.pid, state.generation, state.running)
 
-    def _miss_keeper(self) -> None:
+    def _miss_keeper(self, died_s: float) -> None:
         """Say that the keeper is gone, with what the rings of its ranks say."""
-        lost = self.machine.state.keeper
+        lost, at_s = self.machine.state.keeper, died_s + self._offset_s
         ranks = sorted(lost.running) if lost else ()
-        exits = self._reader.read_lost(lost.generation if lost else -1, ranks, self.now())
-        self.take(KeeperGone(exits=tuple(exits)))
+        exits = self._reader.read_lost(lost.generation if lost else -1, ranks, at_s)
+        _, begun = self._reader.read_newest_generation(self._spec.ranks_of(self._node))
+        self.take(KeeperGone(at_s=at_s, exits=tuple(exits), begun=begun))
 
     def _hear_keeper(self, message: FromKeeper) -> None:
         if isinstance(message, KeeperExited):
