@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from perdure.worker.elastic.group import Broken, Group, make_device
+from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.group import Broken, Group
 
 COUNT, PACE_S = 12, 0.002
 _PrefixStore: Any = vars(dist)["PrefixStore"]
@@ -57,8 +58,7 @@ class Orders:
 
     def _listen(self, pipe: int, group: Group) -> None:
         self.dead = int(os.read(pipe, 16))
-        group.interrupt()
-        group.abandon()
+        group.break_()
         self.come.set()
 
 
@@ -66,8 +66,8 @@ def train(rank: int, size: int, port: int, pipe: int, reports: int, state_mb: fl
     model, optimizer = make_model(state_mb)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     store = _TCPStore("127.0.0.1", port, is_master=False)
-    device, members = make_device(), tuple(range(size))
-    group = Group(members, rank, _PrefixStore("0", store), device)
+    connect, members = listen(), tuple(range(size))
+    group = Group(members, rank, _PrefixStore("0", store), connect)
     orders = Orders(pipe, group)
 
     def report(**row: Any) -> None:
@@ -93,7 +93,7 @@ def train(rank: int, size: int, port: int, pipe: int, reports: int, state_mb: fl
             orders.come.wait()
             told = time.monotonic()
             members = tuple(m for m in members if m != orders.dead)
-            group = Group(members, rank, _PrefixStore("1", store), device)
+            group = Group(members, rank, _PrefixStore("1", store), connect)
             report(told=told, connected=time.monotonic())
             optimizer.zero_grad()
             continue

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from perdure.model.codec import decode, encode
 from perdure.model.planning.pipeline import Orders
 from perdure.model.planning.world import World
-from perdure.worker.elastic.group import Group, make_device
+from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.group import Group
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 
 WIDTH = 256
@@ -143,13 +144,13 @@ def live(rank: int, size: int, host: str, port: int) -> None:
     store: Any = vars(dist)["TCPStore"](host, port, None, False, timedelta(seconds=120))
     prefixed: Any = vars(dist)["PrefixStore"]
     tasks = decode(store.get("tasks"), list[Task])
-    device = make_device()
-    whole = Group(tuple(range(size)), rank, prefixed("whole", store), device)
+    connect = listen()
+    whole = Group(tuple(range(size)), rank, prefixed("whole", store), connect)
     groups = {}
     for members in list_copies(tasks):
         whole.meet()
         if rank in members:
-            groups[members] = Group(members, rank, prefixed(f"copies{members}", store), device)
+            groups[members] = Group(members, rank, prefixed(f"copies{members}", store), connect)
     for number, task in enumerate(tasks):
         took = run_task(task, rank, whole, groups)
         if rank == 0:

@@ -35,6 +35,7 @@ from perdure.plan.elastic.microbatches import plan_batches
 from perdure.worker.data import MicroBatches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
+from perdure.worker.elastic.communicators import gloo
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
@@ -187,7 +188,7 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     killer.wrap(replica, "update", "optimizer", "applied")
     killer.wrap(trainer, "_form", "form")
     killer.wrap(sys.modules[type(trainer).__module__], "exchange_progress", "", "agreed")
-    killer.wrap(group_module, "_connect", "connecting")
+    killer.wrap(gloo, "connect", "connecting")
     killer.wrap(trainer, "_bring_together", "connect", "bring")
     with open(scenario["out"].format(me), "w") as out:
         for step in trainer.steps(scenario["steps"]):

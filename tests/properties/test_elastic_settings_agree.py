@@ -64,7 +64,7 @@ class Blocked(Broken):
 class Room:
     """What a member sees of its membership, process group and checkpoints."""
 
-    attachment, supervised, abandon = stand_alone(), True, None
+    attachment, supervised, break_groups = stand_alone(), True, None
     config, every_s, agreed = CheckpointConfig(), 0.0, False
 
     def __init__(self, cluster: "Cluster", me: int, joins: bool) -> None:

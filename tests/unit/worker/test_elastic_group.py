@@ -1,15 +1,18 @@
-"""How the end of a collective is seen, and how a world that is not to be is left."""
+"""How the end of an operation is seen, and how a world that is not to be is left."""
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
 import torch.distributed as dist
 
-from perdure.worker.elastic import group as group_module
+from perdure.worker.elastic.communicators import gloo
+from perdure.worker.elastic.communicators.gloo import GlooComm, listen
 from perdure.worker.elastic.group import Broken, Group
 
 pytestmark = pytest.mark.torch
@@ -19,48 +22,18 @@ class Late:
     """A collective that ends in between: after a look, and before it is asked whether it has."""
 
     def __init__(self, error: str = "") -> None:
-        self.error = error
+        self.error, self.rested = error, False
 
     def wait(self, timeout: object = None) -> bool:
         if timeout is not None:
+            self.rested = True
             raise RuntimeError("Operation timed out!")
         if self.error:
             raise RuntimeError(self.error)
         return True
 
     def is_completed(self) -> bool:
-        return True
-
-
-def wait_for(work: Late) -> None:
-    group = Group((0,), 0, None, None)
-    group._works = [(work, "collective")]
-    group.wait()
-
-
-def test_one_that_ends_well_between_two_looks_is_no_failure() -> None:
-    wait_for(Late())
-
-
-def test_one_that_fails_between_two_looks_tells_its_own_error() -> None:
-    with pytest.raises(Broken, match="reset by peer"):
-        wait_for(Late("Connection reset by peer"))
-
-
-def test_a_newer_order_is_heard_while_a_member_that_never_comes_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What waits inside gloo is left behind, to its own time-out."""
-    monkeypatch.setattr(group_module, "_BUILD_S", 1.0)
-    began, before = time.monotonic(), set(threading.enumerate())
-    device = group_module.make_device()
-    with pytest.raises(Broken, match="newer epoch"):
-        Group((0, 1), 0, dist.HashStore(), device, lambda: time.monotonic() > began + 0.05)
-    left = set(threading.enumerate()) - before
-    assert [thread.name for thread in left] == ["perdure-connect"]
-    for thread in left:
-        thread.join(30)
-        assert not thread.is_alive()
+        return self.rested
 
 
 class Forgotten:
@@ -74,12 +47,76 @@ class Forgotten:
         return True
 
 
-def test_a_send_that_gloo_has_forgotten_is_left_once_the_world_is_abandoned() -> None:
-    group, work = Group((0,), 0, None, None), Forgotten()
-    group._works = [(work, "send")]
-    threading.Timer(0.05, group.abandon).start()
+class Gloo:
+    """A process group of gloo of which every operation is the one given."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def allreduce(self, tensors: Any) -> Any:
+        return self.work
+
+    def send(self, tensors: Any, to: int, tag: int) -> Any:
+        return self.work
+
+
+def make_group(work: Any) -> Group:
+    return Group((0, 1), 0, None, lambda *_: GlooComm(Gloo(work)))
+
+
+def test_one_that_ends_well_between_two_looks_is_no_failure() -> None:
+    make_group(Late()).meet()
+
+
+def test_one_that_fails_between_two_looks_tells_its_own_error() -> None:
+    with pytest.raises(Broken, match="reset by peer"):
+        make_group(Late("Connection reset by peer")).meet()
+
+
+def test_a_newer_order_is_heard_while_a_member_that_never_comes_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What waits inside gloo is left behind, to its own time-out."""
+    monkeypatch.setattr(gloo, "_BUILD_S", 1.0)
+    began, before = time.monotonic(), set(threading.enumerate())
+    with pytest.raises(Broken, match="newer epoch"):
+        Group((0, 1), 0, dist.HashStore(), listen(), lambda: time.monotonic() > began + 0.05)
+    left = set(threading.enumerate()) - before
+    assert [thread.name for thread in left] == ["perdure-connect"]
+    for thread in left:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_send_that_gloo_has_forgotten_is_left_once_the_world_is_broken() -> None:
+    work = Forgotten()
+    group = make_group(work)
+    group.send(torch.zeros(1), 1, 0)
+    threading.Timer(0.05, group.break_).start()
     began = time.monotonic()
-    with pytest.raises(Broken, match="abandoned"):
+    with pytest.raises(Broken, match="left behind"):
         group.wait()
     assert time.monotonic() - began < 30
     work.ends.set()
+
+
+def test_what_ended_in_a_group_that_was_broken_by_then_has_not_happened() -> None:
+    """What is aborted may look as if it were complete."""
+    work = Late()
+    group = make_group(work)
+    group.all_reduce(torch.zeros(1))
+    group.break_()
+    work.rested = True
+    with pytest.raises(Broken):
+        group.wait()
+    with pytest.raises(Broken, match="is left"):
+        group.all_reduce(torch.zeros(1))
+
+
+def test_a_transfer_that_was_waited_for_is_refused() -> None:
+    group = make_group(Late())
+    ticket = group.send(torch.zeros(1), 1, 0)
+    group.comm.poll = lambda _: "done"  # type: ignore[method-assign]
+    group.wait_for(ticket)
+    with pytest.raises(ValueError, match="another epoch"):
+        group.wait_for(ticket)

@@ -22,12 +22,12 @@ class Hasty(Membership):
     """Under orders before its trainer is whole: calls at once what ends old connections."""
 
     @property
-    def abandon(self) -> Callable[[], object]:
-        return self._abandon
+    def break_groups(self) -> Callable[[], object]:
+        return self._break_groups
 
-    @abandon.setter
-    def abandon(self, call: Callable[[], object]) -> None:
-        self._abandon = call
+    @break_groups.setter
+    def break_groups(self, call: Callable[[], object]) -> None:
+        self._break_groups = call
         call()
 
 

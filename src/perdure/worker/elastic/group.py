@@ -6,48 +6,43 @@ waits by looking, so that a newer order can end it, which a blocking wait would 
 """
 
 import contextlib
-import ctypes
 import functools
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from perdure.model.codec import decode, encode
+from perdure.model.errors import PlatformError
 from perdure.plan.elastic.commit import MemberProgress
 from perdure.plan.elastic.shards import ShardProgress
 from perdure.plan.elastic.stage_commit import StageProgress
+from perdure.worker.elastic.apart import Broken as Broken
+from perdure.worker.elastic.apart import breaking as breaking
+from perdure.worker.elastic.communicators import Communicator, Connect, Ticket
+from perdure.worker.elastic.communicators.gloo import GlooComm, listen
+from perdure.worker.elastic.communicators.lone import LoneComm
 from perdure.worker.interrupt import shut_down_gloo
 
-_BUILD_S = 10.0
-"""Bound for the connections of a group whose members were all there a moment ago."""
-_COLLECTIVE_S = 24 * 3600.0
-"""Who is dead or hangs is the controller's to say, and not a clock's."""
-_SLICE_S = 0.05
-"""How often a collective that is waited for is asked whether its group was abandoned."""
 _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
-_APART_LOOK_S = 0.005
+_QUICK_LOOKS = 20
+"""How often an operation is looked at before time is let pass, where nothing tells of its end."""
+_REST_S = 0.00005
+_REST_S_MAX = 0.001
+_LEFT_S = 0.25
+"""How long a member that does not hear of others' breaks waits on, once it is called away."""
+_DRAIN_S = 5.0
 _BACKEND = "perdure"
 PrefixStore: Any = vars(dist)["PrefixStore"]
 TCPStore: Any = vars(dist)["TCPStore"]
 
 AnyProgress = TypeVar("AnyProgress", MemberProgress, ShardProgress, StageProgress)
-Made = TypeVar("Made")
 Opened = TypeVar("Opened", bound="Group")
-
-Kind = Literal["collective", "send", "receive"]
-
-
-class Broken(Exception):
-    """The group has lost a member, or its members were called into a newer epoch."""
 
 
 class Group:
@@ -58,7 +53,7 @@ class Group:
         members: tuple[int, ...],
         me: int,
         store: Any,
-        device: Any,
+        connect: Connect | None,
         overtaken: Callable[[], bool] = lambda: False,
     ) -> None:
         """Connect. With one member there is nothing to connect.
@@ -69,16 +64,17 @@ class Group:
         self.members, self.me = members, me
         self.index = members.index(me)
         self.store, self.overtaken = store, overtaken
-        self._device = device
-        self._works: list[tuple[Any, Kind]] = []
-        """What was begun."""
-        self._abandoned = False
-        self._interrupted = False
+        self._connect = connect
+        self._begun: list[Ticket] = []
+        """What nobody has waited for yet."""
+        self._lock = threading.Lock()
+        self._broken = False
         self.waits_since_s = 0.0
         """Monotonic time at which the wait under way, or the one that failed, began."""
-        self._group: Any = None
+        self.comm: Communicator = LoneComm()
         if len(members) > 1:
-            self._group = _connect(store, self.index, len(members), device, overtaken)
+            assert connect is not None
+            self.comm = connect(store, self.index, len(members), overtaken)
 
     def open(self, kind: "type[Opened]", name: str, members: tuple[int, ...] = ()) -> "Opened":
         """Return a group of these members, or of all, beside this one.
@@ -87,7 +83,7 @@ class Group:
             Broken: a member was lost meanwhile.
         """
         store = PrefixStore(name, self.store)
-        return kind(members or self.members, self.me, store, self._device, self.overtaken)
+        return kind(members or self.members, self.me, store, self._connect, self.overtaken)
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return what members have written into the store, once it is there.
@@ -99,17 +95,35 @@ class Group:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Begin to sum `tensor` over the members, in place; `wait` ends it."""
-        if self._group is not None:
-            self._begin("collective", self._group.allreduce, [tensor])
+        self._begin(lambda: self.comm.all_reduce(tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Begin to copy member `source`'s `tensor` into everyone's."""
-        if self._group is not None:
-            self._begin("collective", self._group.broadcast, tensor, self.members.index(source))
+        self._begin(lambda: self.comm.broadcast(tensor, self.members.index(source)))
 
     def all_gather(self, output: Tensor, part: Tensor) -> None:
         """Begin to fill `output` with every member's `part`, in order."""
-        self._begin("collective", self._group._allgather_base, output, part)
+        self._begin(lambda: self.comm.all_gather(output, part))
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Ticket:
+        """Begin to send `tensor` to a member; return what `wait_for` takes."""
+        return self._begin(lambda: self.comm.send(tensor, self.members.index(to), tag))
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Ticket:
+        """Begin to receive a member's tensor; return what `wait_for` takes."""
+        return self._begin(lambda: self.comm.receive(tensor, self.members.index(source), tag))
+
+    def _begin(self, begin: Callable[[], Ticket]) -> Ticket:
+        """Have the engine begin something, which `wait` ends.
+
+        Raises:
+            Broken: the group is, or a connection is gone.
+        """
+        if self._broken:
+            raise Broken("the world is left")
+        ticket = begin()
+        self._begun.append(ticket)
+        return ticket
 
     def meet(self) -> None:
         """Wait until every member has come here.
@@ -120,126 +134,106 @@ class Group:
         self.all_reduce(torch.zeros(1))
         self.wait()
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
-        """Begin to send `tensor` to a member; return what `wait_for` takes."""
-        return self._begin("send", self._group.send, [tensor], self.members.index(to), tag)
-
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
-        """Begin to receive a member's tensor; return what `wait_for` takes."""
-        return self._begin("receive", self._group.recv, [tensor], self.members.index(source), tag)
-
-    def _begin(self, kind: Kind, call: Callable[..., Any], *args: Any) -> Any:
-        """Have gloo begin something, which `wait` ends.
-
-        Raises:
-            Broken: a connection is gone.
-        """
-        with breaking(RuntimeError):
-            work = call(*args)
-        self._works.append((work, kind))
-        return work
-
-    def wait_for(self, work: Any) -> None:
-        """Wait for one transfer; what else was begun goes on.
-
-        Raises:
-            Broken: it failed. The others may still be under way: `give_up` ends them.
-        """
-        others = [pair for pair in self._works if pair[0] is not work]
-        self._works = [pair for pair in self._works if pair[0] is work]
-        try:
-            self.wait()
-        finally:
-            self._works = others
-
-    def interrupt(self) -> None:
-        """Shut the connections: our peers wait for us as we have waited for a lost one.
-
-        A transfer that does not learn of it is then given a moment only: when a wait for it ends
-        by the clock, gloo closes the pairs.
-        """
-        self._interrupted = True
-        with contextlib.suppress(OSError):
-            shut_down_gloo()
-
     def wait(self) -> None:
         """Wait for all that was begun.
 
         Raises:
-            Broken: one of it failed. None of it is under way any more then, so that the
-                tensors may be used again.
+            Broken: one of it has not happened. None of it is under way any more then, so that
+                the tensors may be used again.
+        """
+        begun, self._begun = self._begun, []
+        self._end(begun)
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Wait for one transfer that nobody has waited for; what else was begun goes on.
+
+        Raises:
+            Broken: it has not happened, and nothing is under way any more.
+        """
+        if ticket not in self._begun and not self._broken:
+            raise ValueError("this was begun in another epoch, or has been waited for")
+        self._begun = [one for one in self._begun if one is not ticket]
+        self._end([ticket])
+
+    def _end(self, tickets: Sequence[Ticket]) -> None:
+        """Wait for these, and judge whether they have happened on this member.
+
+        They have, if their ends were seen and the group was not broken by then: whatever is broken
+        may look as if it were complete.
+
+        Raises:
+            Broken: they have not.
+            PlatformError: the device is lost.
         """
         self.waits_since_s = time.monotonic()
-        begun, self._works = self._works, []
-        failed: Exception | None = None
-        for work, kind in begun:
-            try:
-                self._end(work, kind)
-            except (RuntimeError, Broken) as error:
-                if failed is None:
-                    self.interrupt()
-                failed = failed or error
-        if failed is not None:
-            raise Broken(str(failed).splitlines()[0])
+        for ticket in tickets:
+            self._see_end(ticket)
+        with self._lock:
+            happened = not self._broken
+        if not happened:
+            self._drain()
+            failed = (ticket.error for ticket in tickets if ticket.error)
+            raise Broken(next(failed, "the world was broken"))
         self.waits_since_s = 0.0
 
-    def _end(self, work: Any, kind: Kind) -> None:
-        if kind == "send":
-            return self._end_send(work)
-        direct = kind == "receive"
-        whole = direct and not self._interrupted
-        while True:
-            try:
-                if work.wait(timedelta(seconds=_COLLECTIVE_S if whole else _SLICE_S)):
-                    return
-                raise Broken("a transfer was aborted")
-            except RuntimeError:
-                if direct:
-                    raise
-            if work.is_completed():  # It may have ended since the slice did: well, or not.
-                work.wait()
+    def _see_end(self, ticket: Ticket) -> None:
+        """Look at an operation until it has ended, or the group is broken; a failure breaks it."""
+        looks, rest_s, called_s = _QUICK_LOOKS if self.comm.told else 0, _REST_S, 0.0
+        while not self._broken:
+            state = self.comm.poll(ticket)
+            if state == "failed":
+                self.break_()
+            if state != "running":
                 return
-            if self._abandoned:
-                self._leave_behind()
-                raise Broken("a collective was abandoned")
+            looks += 1
+            if looks <= _QUICK_LOOKS:
+                continue
+            if not self.comm.heard and self.overtaken():
+                # Who has left already tells nobody.
+                called_s = called_s or time.monotonic()
+                if time.monotonic() - called_s > _LEFT_S:
+                    self.break_()
+            self.comm.rest(ticket, rest_s)
+            rest_s = min(2 * rest_s, _REST_S_MAX)
 
-    def _end_send(self, work: Any) -> None:
-        """Wait for a send in another thread: gloo may have forgotten it.
+    def break_(self) -> None:
+        """Give the epoch up: what runs ends, and has not happened. By any thread, at once."""
+        with self._lock:
+            if self._broken:
+                return
+            self._broken = True
+        self.comm.break_()
 
-        It tells a pair's failure to what waits in its queues, and not to a transfer that it was
-        just beginning to write, which then waits for ever; and a wait for a transfer that ends by
-        the clock closes all pairs.
+    def _drain(self) -> None:
+        """Wait until nothing is under way in this broken group.
+
+        Raises:
+            PlatformError: something never ends.
         """
-        ended = start(lambda: work.wait(timedelta(seconds=_COLLECTIVE_S)), "perdure-send")
-        while not wait([ended], _SLICE_S).done:
-            if self._abandoned or self._interrupted:
-                self._leave_behind()
-                raise Broken("a transfer was abandoned")
-        if not ended.result():
-            raise Broken("a transfer was aborted")
-
-    def _leave_behind(self) -> None:
-        """See that the group's destructor, which would wait for what never ends, never runs."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-
-    def abandon(self) -> None:
-        """End what still waits although its connections are shut down; by any thread.
-
-        Nothing moves on closed connections, so its tensors are as safe as after an error.
-        """
-        self._abandoned = True
+        self._begun = []
+        self.comm.break_()  # Another thread may be about to do so.
+        if not self.comm.drained(_DRAIN_S):
+            raise PlatformError(
+                f"the device does not become idle within {_DRAIN_S:g} s of a break",
+                hint="this process has lost its device; another one takes its place",
+            )
 
     def give_up(self) -> None:
-        """Wait until nothing is under way, and disconnect: whoever waits for us learns of it."""
-        with contextlib.suppress(Broken):
-            self.wait()
-        self._group = None
+        """End what is under way, and disconnect: whoever waits for us learns of it."""
+        if self._begun:
+            self.break_()
+        with self._lock:
+            broken, self._broken = self._broken, True
+        if broken:
+            self._drain()
+        self.comm.close()
 
 
 class ShardGroup(Group):
     """The members that together hold one copy of a sharded state.
 
-    It is torch's default process group, because a device mesh asks for that.
+    It is torch's default process group, because a device mesh asks for one. Where the engine is
+    not gloo, that one carries nothing.
     """
 
     def __init__(
@@ -247,7 +241,7 @@ class ShardGroup(Group):
         members: tuple[int, ...],
         me: int,
         store: Any,
-        device: Any,
+        connect: Connect | None,
         overtaken: Callable[[], bool],
     ) -> None:
         """Connect, also where there is but one member.
@@ -255,9 +249,11 @@ class ShardGroup(Group):
         Raises:
             Broken: a member was lost meanwhile, or `overtaken()` became true.
         """
-        super().__init__(members, me, store, device, overtaken)
-        if self._group is None:
-            self._group = _connect(store, 0, 1, device, overtaken)
+        super().__init__(members, me, store, connect, overtaken)
+        plain = self.comm
+        if not isinstance(plain, GlooComm):
+            apart = PrefixStore("torch", store)
+            plain = listen()(apart, self.index, len(members), overtaken)
         _register_backend()
         with breaking(RuntimeError):
             # What torch would connect by itself hears of no order meanwhile.
@@ -266,7 +262,7 @@ class ShardGroup(Group):
                 store=store,
                 rank=self.index,
                 world_size=len(members),
-                pg_options=self._group,
+                pg_options=plain.group,
             )
 
     def give_up(self) -> None:
@@ -282,78 +278,12 @@ class ShardGroup(Group):
             dist.destroy_process_group()
 
 
-def make_device() -> Any:
-    """Return gloo's listener, which all groups of this process share."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if name:
-        return dist.ProcessGroupGloo.create_device(interface=name)
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if host in ("127.0.0.1", "localhost"):
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    return dist.ProcessGroupGloo.create_default_device()
-
-
-def _connect(store: Any, index: int, size: int, device: Any, overtaken: Callable[[], bool]) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [device or make_device()]
-    options._timeout = timedelta(seconds=_BUILD_S)
-    options._threads = 2
-
-    def connect() -> Any:
-        return dist.ProcessGroupGloo(store, index, size, options)
-
-    with breaking(RuntimeError, what="no connections: "):
-        group = make_apart(connect, overtaken, "perdure-connect")
-    group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
-    return group
-
-
 @functools.cache
 def _register_backend() -> None:
     """Have torch take a group that is connected, given as its options, for its default one."""
     dist.Backend.register_backend(
         _BACKEND, lambda _, connected: connected, extended_api=True, devices=["cpu"]
     )
-
-
-def make_apart(make: Callable[[], Made], overtaken: Callable[[], bool], name: str) -> Made:
-    """Return what `make()` returns, which waits for others and hears of no order meanwhile.
-
-    It runs in a thread, which a newer order leaves behind to its own time-out. The interpreter
-    waits for it when it ends: a thread that came back from native code later would abort it.
-
-    Raises:
-        Broken: `overtaken()` became true first.
-        Exception: what `make()` has raised.
-    """
-    made = start(make, name, daemon=False)
-    while not wait([made], _APART_LOOK_S).done:
-        if overtaken():
-            raise Broken("a newer epoch was ordered")
-    return made.result()
-
-
-def start(make: Callable[[], Made], name: str, *, daemon: bool = True) -> Future[Made]:
-    """Begin `make()` in a thread of its own; the interpreter waits for none that is a `daemon`."""
-    made: Future[Made] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:
-            made.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=daemon).start()
-    return made
-
-
-@contextlib.contextmanager
-def breaking(*kinds: type[RuntimeError], what: str = "") -> Iterator[None]:
-    """Turn errors of these kinds into `Broken`: a member, or `what` it served, is lost."""
-    try:
-        yield
-    except kinds as error:
-        raise Broken(what + str(error).partition("\n")[0]) from None
 
 
 def exchange_progress(

@@ -40,7 +40,8 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
-from perdure.worker.elastic.group import read_progress, start
+from perdure.worker.elastic.apart import start
+from perdure.worker.elastic.group import read_progress
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving import (
     fill_blob,

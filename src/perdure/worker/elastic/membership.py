@@ -21,7 +21,8 @@ from perdure.model.events import AnyEvent, RankJoined, WorldBroken
 from perdure.model.orders import FollowWorld, ReformWorld
 from perdure.model.steering import Steering
 from perdure.worker.attach import Attachment, stand_alone
-from perdure.worker.elastic.group import PrefixStore, TCPStore, make_apart
+from perdure.worker.elastic.apart import make_apart
+from perdure.worker.elastic.group import PrefixStore, TCPStore
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
 from perdure.worker.stderr import say
@@ -49,8 +50,8 @@ class Membership:
         """Of the world that this rank has formed, or is forming."""
         self.joins = "PERDURE_MEMBER" in env
         """Whether it comes into a world that exists already."""
-        self.abandon: Callable[[], object] = lambda: None
-        """Ends what the shut connections did not end."""
+        self.break_groups: Callable[[], object] = lambda: None
+        """Breaks the groups of the world that this rank is in. It does not wait."""
         self.on_order: Callable[[], object] = lambda: None
         """Hears of a newer epoch, in the control thread."""
         self._changed = threading.Condition()
@@ -108,8 +109,7 @@ class Membership:
             self._coming = True
         if order.urgent:
             # Before the order can be read: what is built on it must not be broken.
-            with contextlib.suppress(OSError):
-                shut_down_gloo()
+            self._break()
         with self._changed:
             self._order, self._coming = order, False
             self._changed.notify_all()
@@ -152,9 +152,13 @@ class Membership:
             with self._changed:  # While it is held, nobody begins to form the new world.
                 if self.epoch >= epoch:
                     return
-                with contextlib.suppress(OSError):
-                    shut_down_gloo()
-                self.abandon()
+                self._break()
+
+    def _break(self) -> None:
+        """Break the world, and what is half connected of it."""
+        self.break_groups()
+        with contextlib.suppress(OSError):
+            shut_down_gloo()
 
     @property
     def ordered(self) -> int:

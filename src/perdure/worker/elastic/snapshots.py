@@ -93,7 +93,6 @@ class Mirror:
 
 
 _LEAVE_S = 5.0
-_LOOK_S = 0.05
 
 
 AnySnapshot = TypeVar("AnySnapshot", Snapshot, StageSnapshot)
@@ -205,21 +204,20 @@ class Snapshots(Generic[AnySnapshot]):
         mirrors = plan_mirrors(nodes)
         self._mirror = Mirror(group.open(Group, "mirror"), mirrors) if mirrors else None
 
-    def abandon(self) -> None:
-        """End what is still being sent although its connections are shut; by any thread."""
+    def break_(self) -> None:
+        """End what is still being sent; by any thread."""
         mirror = self._mirror
         if mirror is not None:
-            mirror.group.abandon()
+            mirror.group.break_()
 
     def leave(self) -> None:
         """The world is left: nothing is sent any more."""
         mirror, self._mirror = self._mirror, None
         if mirror is not None:
-            deadline = time.monotonic() + _LEAVE_S
             thread = self._thread
-            while thread is not None and thread.is_alive() and time.monotonic() < deadline:
-                mirror.group.abandon()
-                thread.join(_LOOK_S)
+            if thread is not None and thread.is_alive():
+                mirror.group.break_()
+                thread.join(_LEAVE_S)
             mirror.group.give_up()
 
     def forget(self, step: int) -> None:

@@ -33,12 +33,13 @@ from perdure.model.events import WorldReformed
 from perdure.plan.elastic.commit import FRESH
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
+from perdure.worker.elastic.communicators import Connect
+from perdure.worker.elastic.communicators.gloo import listen
 from perdure.worker.elastic.group import (
     Broken,
     Group,
     breaking,
     exchange_progress,
-    make_device,
 )
 from perdure.worker.elastic.joining import CatchUp, Donor
 from perdure.worker.elastic.membership import Membership, read_host_address
@@ -74,10 +75,18 @@ class Trainer:
     """The loop of one rank: each micro-batch of every step, once in the world."""
 
     def __init__(
-        self, state: State, *, membership: Membership, config: Config | None = None
+        self,
+        state: State,
+        *,
+        membership: Membership,
+        config: Config | None = None,
+        connect: Connect | None = None,
     ) -> None:
-        """Train `state` as a member of `membership`'s worlds, with the live settings `config`."""
-        self.state = state
+        """Train `state` as a member of `membership`'s worlds, with the live settings `config`.
+
+        Members `connect` over gloo; tests give another engine.
+        """
+        self.state, self._connect = state, connect
         self._membership = membership
         self._progress = Progress(membership.attachment)
         self._saving = Saving(membership, state, self._hand_over)
@@ -86,7 +95,6 @@ class Trainer:
         self._donor = Donor(membership.generation, state.followed)
         self._catching = CatchUp(membership, state.followed)
         self._group: Group | None = None
-        self._device: Any = None
         self._furthest = 0
         """The most steps that were ever applied."""
         self._finished: deque[Step] = deque()
@@ -129,7 +137,7 @@ class Trainer:
         the world has applied the last step: until then they may need what this rank holds.
         """
         self._total, self._over = total, False
-        self._membership.abandon = self._abandon  # An order may come while the trainer is made.
+        self._membership.break_groups = self._break  # An order may come before the first world.
         self._steering.executor.gate.reopen()
         warm_up()  # What the first optimizer step costs is paid before others wait for it.
         if self.state.whole and self.state.applied == FRESH:
@@ -299,7 +307,7 @@ class Trainer:
         if supervised or not self.state.whole:
             self.state.prepare(joins=self._membership.joins)
         if supervised:
-            self._device = self._device or make_device()  # A spare has it when it is called.
+            self._connect = self._connect or listen()  # A spare has it when it is called.
         self._membership.announce(
             self._donor.open(read_host_address()) if supervised else "",
             offered.replica.nbytes if offered is not None else 0,
@@ -357,12 +365,12 @@ class Trainer:
         state, membership, line = self.state, self._membership, self._make_line()
         store = membership.store() if len(members) > 1 else _HashStore()
         if len(members) > 1:
-            self._device = self._device or make_device()
+            self._connect = self._connect or listen()
         self._catching.finish(store, members)
         me, overtaken = membership.me, membership.overtaken
         progress = exchange_progress(store, members, me, state.stand(), overtaken)
         plan = state.decide(progress, line)
-        self._group = group = Group(members, me, store, self._device, overtaken)
+        self._group = group = Group(members, me, store, self._connect, overtaken)
         membership.attachment.enter("group")
         self._connected_s = membership.now()
         self._bring_together(plan, group)
@@ -409,11 +417,11 @@ class Trainer:
         group = self._group
         return [*self.state.groups, *([group] if group is not None else [])]
 
-    def _abandon(self) -> None:
-        """End what the shut connections did not end. Called in another thread."""
+    def _break(self) -> None:
+        """Break this world. Called in another thread."""
         for group in self._list_groups():
-            group.abandon()
-        self.state.snapshots.abandon()
+            group.break_()
+        self.state.snapshots.break_()
 
     def _leave(self) -> None:
         self.state.leave()

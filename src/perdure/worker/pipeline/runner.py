@@ -229,7 +229,7 @@ class Runner:
         began = time.monotonic()
         for action in self._mine:
             if overtaken():
-                self._transport.interrupt()
+                self._transport.break_()
                 raise Broken("a new world was ordered")
             self._await_input(action)
             self.before(action)

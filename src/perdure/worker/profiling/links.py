@@ -24,7 +24,8 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import MeasureError, PlatformError
 from perdure.model.planning.costs import AllReduce, Transfer
 from perdure.plan.worlds.measures import fit_line, settle
-from perdure.worker.elastic.group import Group, PrefixStore, TCPStore, make_device
+from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.group import Group, PrefixStore, TCPStore
 from perdure.worker.pipeline.messages import HEADER_BYTES, describe, pack, unpack
 
 Found = dict[str, list[tuple[int, list[float]]]]
@@ -124,9 +125,9 @@ def main(argv: Sequence[str]) -> None:
     rank, size = int(number), int(total)
     store = TCPStore(host, int(port), None, False, timedelta(seconds=60))
     torch.set_num_threads(1)
-    device = make_device()
+    connect = listen()
     groups = {
-        count: Group(tuple(range(count)), rank, PrefixStore(f"group{count}", store), device)
+        count: Group(tuple(range(count)), rank, PrefixStore(f"group{count}", store), connect)
         for count in list_groups(size)
         if rank < count
     }
@@ -139,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
             found[f"all-reduce over {count}"] = list(zip(SUM_BYTES, sums, strict=True))
     whole.meet()
     if rank < 2:
-        line = Group((0, 1), rank, PrefixStore("line", store), device)
+        line = Group((0, 1), rank, PrefixStore("line", store), connect)
         sent = [_time_messages(groups[2], line, rank, nbytes) for nbytes in MESSAGE_BYTES]
         found["message"] = list(zip(MESSAGE_BYTES, sent, strict=True))
     whole.meet()
@@ -178,7 +179,7 @@ def _time_messages(group: Group, line: Group, rank: int, nbytes: int) -> list[fl
         coming = line.receive(buffer, peer, back if rank == 0 else there)
         group.meet()
         began = time.perf_counter()
-        sent = send(there) if rank == 0 else None
+        sent: Any = send(there) if rank == 0 else None
         line.wait_for(coming)
         unpack(buffer[HEADER_BYTES:], layout, "cpu")
         if rank == 1:
