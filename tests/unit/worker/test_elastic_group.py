@@ -11,9 +11,11 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
+from perdure.model.orders import ReformWorld
 from perdure.worker.elastic.communicators import gloo
 from perdure.worker.elastic.communicators.gloo import GlooComm, listen
 from perdure.worker.elastic.group import Broken, Group
+from perdure.worker.elastic.membership import Membership
 
 pytestmark = pytest.mark.torch
 
@@ -120,3 +122,12 @@ def test_a_transfer_that_was_waited_for_is_refused() -> None:
     group.wait_for(ticket)
     with pytest.raises(ValueError, match="another epoch"):
         group.wait_for(ticket)
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_an_urgent_order_breaks_the_world_before_it_can_be_read(urgent: bool) -> None:
+    membership, ordered = Membership(None), list[int]()
+    membership.break_groups = lambda: ordered.append(membership.ordered)
+    membership.take(ReformWorld(generation=0, epoch=1, ranks=(0,), urgent=urgent, reason=""))
+    assert ordered[:1] == ([0] if urgent else [])
+    assert membership.wait().epoch == 1  # What goes on breaking ends with that.

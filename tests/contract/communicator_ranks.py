@@ -1,0 +1,306 @@
+"""What is asked of every engine, by two real ranks each: `CONTRACTS`, one after another.
+
+usage: python -m tests.contract.communicator_ranks gloo|fake|nccl
+
+Answers by one line of JSON: name of a contract -> what its ranks have to complain of. Ranks are
+forked from a process that has torch imported and has run no operator. With NCCL two processes
+share a GPU, which it refuses unless they seem to be on two hosts: then all goes over sockets.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from perdure.worker.elastic.apart import Broken
+from perdure.worker.elastic.communicators import Connect, gloo
+from perdure.worker.elastic.communicators.fake import FakeDevice
+from perdure.worker.elastic.group import Group, PrefixStore
+
+BUILD_S = 2.0
+LIMIT_S = 60.0
+AT_ONCE_S = 2.0
+"""On a busy machine."""
+NCCL_ON_ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none",
+    "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "2",
+}  # fmt: skip
+
+
+def open_engine(name: str, rank: int) -> tuple[Connect, str]:
+    """Return what connects, and the device on which its tensors are."""
+    if name == "gloo":
+        gloo._BUILD_S = BUILD_S
+        return gloo.listen(), "cpu"
+    if name == "fake":
+        return FakeDevice(late_s=0.002, build_s=BUILD_S).connect, "cpu"
+    from perdure.worker.elastic.communicators.nccl import open_device
+
+    os.environ |= NCCL_ON_ONE_GPU | {"NCCL_HOSTID": f"r{rank}"}
+    return open_device("cuda:0"), "cuda:0"
+
+
+class Rank:
+    """One of two, and what it tells the other one."""
+
+    def __init__(self, number: int, engine: str, folder: str) -> None:
+        self.number, self.other = number, 1 - number
+        self.store: Any = vars(dist)["FileStore"](f"{folder}/store", 2)
+        self.store.set_timeout(timedelta(seconds=LIMIT_S))
+        self.connect, self.device = open_engine(engine, number)
+
+    def group(self, name: str, overtaken: Callable[[], bool] = lambda: False) -> Group:
+        return Group((0, 1), self.number, PrefixStore(name, self.store), self.connect, overtaken)
+
+    def make(self, *values: float) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+    def say(self, word: str) -> None:
+        self.store.set(f"said/{self.number}/{word}", "")
+
+    def hear(self, word: str) -> None:
+        until_s = time.monotonic() + LIMIT_S
+        while not self.store.check([f"said/{self.other}/{word}"]):
+            assert time.monotonic() < until_s, f"the other one never says {word!r}"
+            time.sleep(0.002)
+
+    def meet(self, place: str) -> None:
+        self.say(place)
+        self.hear(place)
+
+
+@contextlib.contextmanager
+def raises_broken() -> Iterator[None]:
+    try:
+        yield
+    except Broken:
+        return
+    raise AssertionError("nothing is broken")
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    began_s = time.monotonic()
+    yield
+    assert time.monotonic() - began_s < AT_ONCE_S, "it waits"
+
+
+# --- the contracts ---------------------------------------------------------------------------
+
+
+def what_is_begun_moves_tensors(rank: Rank) -> None:
+    group = rank.group("moves")
+    summed, copied = rank.make(1.0, 2.0 + rank.number), rank.make(float(rank.number), 5.0)
+    gathered, part = torch.zeros(4, device=rank.device), rank.make(rank.number, 8.0)
+    group.all_reduce(summed)
+    group.broadcast(copied, 1)
+    group.all_gather(gathered, part)
+    group.wait()
+    assert (summed.tolist(), copied.tolist()) == ([2.0, 5.0], [1.0, 5.0])
+    assert gathered.tolist() == [0.0, 8.0, 1.0, 8.0]
+    for tag in range(2):  # There and back; each has its own order.
+        for source in range(2):
+            message = rank.make(float(10 * tag + source))
+            if source == rank.number:
+                group.wait_for(group.send(message, rank.other, tag))
+            else:
+                message.zero_()
+                group.wait_for(group.receive(message, source, tag))
+                assert message.tolist() == [10.0 * tag + source]
+    group.give_up()
+
+
+def looking_never_waits(rank: Rank) -> None:
+    group = rank.group("looks")
+    tensor = rank.make(1.0)
+    if rank.number == 0:
+        with at_once():
+            ticket = group.comm.all_reduce(tensor)
+            assert {group.comm.poll(ticket) for _ in range(200)} == {"running"}
+        rank.say("looked")
+    else:
+        rank.hear("looked")
+        ticket = group.comm.all_reduce(tensor)
+    until_s = time.monotonic() + LIMIT_S
+    while group.comm.poll(ticket) == "running":
+        assert time.monotonic() < until_s
+        group.comm.rest(ticket, 0.001)
+    assert (ticket.state, tensor.tolist()) == ("done", [2.0])
+    rank.meet("seen")
+    group.give_up()
+
+
+def who_breaks_does_not_wait_and_leaves_nothing_under_way(rank: Rank) -> None:
+    group = rank.group("breaks")
+    if rank.number == 0:
+        tensors = [torch.ones(1 << 18, device=rank.device) for _ in range(3)]
+        for tensor in tensors:
+            group.all_reduce(tensor)
+        for _ in range(3):
+            thread = threading.Thread(target=group.break_)
+            with at_once():
+                thread.start()
+                thread.join()
+        with at_once(), raises_broken():
+            group.wait()
+        for tensor in tensors:
+            tensor.fill_(3.0)
+        time.sleep(0.3)
+        assert all(bool((tensor == 3.0).all()) for tensor in tensors), "something still wrote"
+        with raises_broken():
+            group.all_reduce(tensors[0])
+    rank.meet("broken")
+    group.give_up()
+
+
+def who_waits_hears_of_a_break(rank: Rank) -> None:
+    for number, begin in enumerate(("all_reduce", "receive", "send")):
+        group = rank.group(f"hears {number}")
+        tensor = torch.ones(1 << 20, device=rank.device)
+        if rank.number == 0:
+            threading.Timer(0.1, group.break_).start()
+            with at_once(), raises_broken():
+                if begin == "all_reduce":
+                    group.all_reduce(tensor)
+                else:
+                    getattr(group, begin)(tensor, rank.other, 0)
+                group.wait()
+        rank.meet(f"heard {number}")
+        group.give_up()
+
+
+def an_end_that_is_seen_after_a_break_has_not_happened(rank: Rank) -> None:
+    group = rank.group("ends")
+    tensor = rank.make(1.0)
+    group.all_reduce(tensor)
+    time.sleep(0.3)
+    rank.meet("ended")
+    group.break_()
+    with at_once(), raises_broken():
+        group.wait()
+    rank.meet("judged")
+    group.give_up()
+
+
+def a_member_that_stands_still_holds_nobody_up(rank: Rank) -> None:
+    group = rank.group("still")
+    rank.store.set(f"pid/{rank.number}", str(os.getpid()))
+    rank.meet("still")
+    if rank.number == 1:
+        rank.say("stops")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        rank.hear("stops")
+        time.sleep(0.1)
+        group.all_reduce(rank.make(1.0))
+        threading.Timer(0.1, group.break_).start()
+        try:
+            with at_once(), raises_broken():
+                group.wait()
+            with at_once():
+                group.give_up()
+        finally:
+            os.kill(int(rank.store.get("pid/1")), signal.SIGCONT)
+    rank.meet("goes on")
+    group.give_up()
+
+
+def a_member_that_does_not_come_is_left_at_an_order(rank: Rank) -> None:
+    if rank.number == 0:
+        began_s = time.monotonic()
+        with at_once(), raises_broken():
+            rank.group("nobody", lambda: time.monotonic() > began_s + 0.1)
+    group = rank.group("somebody")  # While the other one is still being formed.
+    group.all_reduce(rank.make(1.0))
+    group.wait()
+    rank.meet("somebody")
+    group.give_up()
+    for thread in threading.enumerate():
+        if thread.name == "perdure-connect":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def epoch_follows_epoch(rank: Rank) -> None:
+    for epoch in range(6):
+        group = rank.group(f"epoch {epoch}")
+        tensor = rank.make(1.0)
+        group.all_reduce(tensor)
+        group.wait()
+        assert tensor.tolist() == [2.0]
+        if rank.number == epoch % 2:
+            group.all_reduce(tensor)
+            group.break_()
+        rank.meet(f"epoch {epoch}")
+        group.give_up()
+
+
+CONTRACTS = (
+    what_is_begun_moves_tensors,
+    looking_never_waits,
+    who_breaks_does_not_wait_and_leaves_nothing_under_way,
+    who_waits_hears_of_a_break,
+    an_end_that_is_seen_after_a_break_has_not_happened,
+    a_member_that_stands_still_holds_nobody_up,
+    a_member_that_does_not_come_is_left_at_an_order,
+    epoch_follows_epoch,
+)
+
+
+def run(contract: Callable[[Rank], None], engine: str, folder: str) -> list[str]:
+    """Return what two forked ranks complain of."""
+    pids = []
+    for number in range(2):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                torch.set_num_threads(1)
+                contract(Rank(number, engine, folder))
+                code = 0
+            except BaseException:
+                with open(f"{folder}/{number}", "w") as file:
+                    traceback.print_exc(file=file)
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    until_s, complaints = time.monotonic() + LIMIT_S, []
+    for number, pid in enumerate(pids):
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if time.monotonic() > until_s:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        if ended[1]:
+            said = Path(folder, str(number))
+            text = said.read_text() if said.exists() else f"status {ended[1]}"
+            complaints.append(f"rank {number}: {text}")
+    return complaints
+
+
+def main() -> None:
+    """Run all contracts."""
+    found = {}
+    for contract in CONTRACTS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[contract.__name__] = run(contract, sys.argv[1], folder)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Every engine keeps what `Group` builds upon; the fake one too, or its tests prove nothing."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from tests.contract.communicator_ranks import CONTRACTS
+
+NCCL = pytest.param(
+    "nccl",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ],
+)
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
+
+
+@functools.cache
+def find_complaints(engine: str) -> dict[str, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.contract.communicator_ranks", engine],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("engine", ["gloo", "fake", NCCL])
+@pytest.mark.parametrize("contract", [one.__name__ for one in CONTRACTS])
+def test_an_engine_keeps_a_contract(contract: str, engine: str) -> None:
+    assert find_complaints(engine)[contract] == []

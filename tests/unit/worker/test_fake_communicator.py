@@ -1,0 +1,156 @@
+"""How a device misbehaves, and that a `Group` over it takes nothing for granted."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+
+from perdure.model.errors import PlatformError
+from perdure.worker.elastic.communicators.fake import FakeComm, FakeDevice
+from perdure.worker.elastic.group import Broken, Group
+
+pytestmark = pytest.mark.torch
+
+
+class Two:
+    """Two members in this process, each with a device of its own."""
+
+    def __init__(self) -> None:
+        self.store: Any = dist.HashStore()
+        self.devices = FakeDevice(), FakeDevice()
+        self.left = False
+        groups: dict[int, Group] = {}
+
+        def form(me: int) -> None:
+            connect = self.devices[me].connect
+            groups[me] = Group((0, 1), me, self.store, connect, lambda: self.left)
+
+        threads = [threading.Thread(target=form, args=(me,)) for me in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        self.groups = groups[0], groups[1]
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    before = set(threading.enumerate())
+    made = Two()
+    yield made
+    for device, group in zip(made.devices, made.groups, strict=True):
+        device.hangs, device.error = False, ""
+        group.give_up()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive(), thread.name
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_what_is_aborted_looks_complete_and_is_garbage(two: Two) -> None:
+    group, tensor = two.groups[0], torch.ones(4)
+    ticket = group.comm.all_reduce(tensor)
+    time.sleep(0.05)
+    assert group.comm.poll(ticket) == "running"
+    group.comm.break_()
+    wait_until(lambda: group.comm.poll(ticket) != "running")
+    assert (ticket.state, ticket.error) == ("done", "")
+    assert tensor.tolist() != [2.0] * 4
+    assert group.comm.drained(1.0)
+
+
+def test_a_group_does_not_take_that_for_a_sum(two: Two) -> None:
+    group = two.groups[0]
+    group.all_reduce(torch.ones(4))
+    threading.Timer(0.05, group.break_).start()
+    with pytest.raises(Broken):
+        group.wait()
+
+
+def test_an_end_may_come_late(two: Two) -> None:
+    for device in two.devices:
+        device.late_s = 0.2
+    first, other = two.groups
+    tensor = torch.ones(1)
+    ticket = first.comm.all_reduce(tensor)
+    other.comm.all_reduce(torch.ones(1))
+    began_s = time.monotonic()
+    assert first.comm.poll(ticket) == "running"
+    wait_until(lambda: first.comm.poll(ticket) == "done")
+    assert time.monotonic() - began_s >= 0.15
+    assert tensor.tolist() == [2.0]
+
+
+def test_who_hangs_has_lost_its_device(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perdure.worker.elastic.group._DRAIN_S", 0.2)
+    group, two.devices[0].hangs = two.groups[0], True
+    group.all_reduce(torch.ones(1))
+    threading.Timer(0.05, group.break_).start()
+    with pytest.raises(PlatformError, match="does not become idle"):
+        group.wait()
+
+
+def test_an_error_of_the_device_is_for_ever(two: Two) -> None:
+    group, device = two.groups[0], two.devices[0]
+    ticket = group.comm.all_reduce(torch.ones(1))
+    device.error = "an illegal memory access was encountered"
+    assert group.comm.poll(ticket) == "failed"
+    assert not group.comm.drained(0.1)
+    with pytest.raises(Broken, match="illegal memory access"):
+        group.comm.all_reduce(torch.ones(1))
+    with pytest.raises(PlatformError, match="illegal memory access"):
+        device.connect(two.store, 0, 1, lambda: False)
+
+
+def test_a_forming_that_never_ends_is_left_and_breaks_what_it_has_made() -> None:
+    device, store = FakeDevice(build_s=30.0), dist.HashStore()
+    began_s, before = time.monotonic(), set(threading.enumerate())
+    with pytest.raises(Broken, match="newer epoch"):
+        device.connect(store, 0, 2, lambda: time.monotonic() > began_s + 0.05)
+    assert {t.name for t in set(threading.enumerate()) - before} == {
+        "perdure-connect", "perdure-device",
+    }  # fmt: skip
+    late = FakeComm(device, store, 1, 2)
+    late.all_reduce(torch.zeros(1))  # It comes after all, and is met by nobody.
+    wait_until(lambda: len(set(threading.enumerate()) - before) == 1)
+    late.close()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_member_that_does_not_come_ends_a_forming_by_the_clock() -> None:
+    with pytest.raises(Broken, match="did not come"):
+        FakeDevice(build_s=0.1).connect(dist.HashStore(), 0, 2, lambda: False)
+
+
+def test_opposite_sends_of_one_group_wait_for_each_other(two: Two) -> None:
+    tickets = []
+    for me, group in enumerate(two.groups):
+        tickets.append(group.comm.send(torch.ones(1), 1 - me, 0))
+        tickets.append(group.comm.receive(torch.ones(1), 1 - me, 0))
+    time.sleep(0.1)
+    comms = [group.comm for group in two.groups for _ in range(2)]
+    looks = [comm.poll(t) for comm, t in zip(comms, tickets, strict=True)]
+    assert looks == ["running"] * 4
+
+
+def test_who_is_called_away_does_not_wait_for_a_member_that_may_have_left(two: Two) -> None:
+    group = two.groups[0]
+    group.all_reduce(torch.ones(1))
+    two.groups[1].give_up()
+    began_s, two.left = time.monotonic(), True
+    with pytest.raises(Broken):
+        group.wait()
+    assert time.monotonic() - began_s < 10
