@@ -36,6 +36,7 @@ from perdure.worker.data import MicroBatches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
 from perdure.worker.elastic.communicators import gloo
+from perdure.worker.elastic.communicators.fake import FakeDevice
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
@@ -75,23 +76,28 @@ class Line(Membership):
                     self.take(order)
 
 
+HARMS = ("kill", "flap", "lose", "hang")
+
+
 class Killer:
     """Ends this process at the n-th time that it comes to a place; `at` is "PLACE N".
 
-    With `flaps`, its connections end there, once, and it lives.
+    Of other harms it does not die there: its connections end, once (`flap`), its device has an
+    error (`lose`), or nothing on the device ends any more (`hang`).
     """
 
-    def __init__(self, at: str, *, flaps: bool = False) -> None:
+    def __init__(self, at: str, harm: str, device: FakeDevice) -> None:
         place, _, number = at.partition(" ")
         assert not place or place in {*KILLED_AT, *FORMED_AT}, place
-        self._place, self._left, self._flaps = place, int(number or 0), flaps
+        self._place, self._left, self._harm = place, int(number or 0), harm
+        self._device = device
         self.takes_along: Path | None = None
         """Memory of a node that is lost with it."""
 
     def pass_by(self, place: str) -> None:
         if place and place == self._place:
             self._left -= 1
-            if self._left < 0 and not self._flaps:
+            if self._left < 0 and self._harm == "kill":
                 if self.takes_along is not None:
                     shutil.rmtree(self.takes_along, ignore_errors=True)
                 if place == "connecting":  # In the middle of it, in another thread.
@@ -100,7 +106,13 @@ class Killer:
                     return
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._left == -1:
-                shut_down_gloo()
+                match self._harm:
+                    case "flap":
+                        shut_down_gloo()
+                    case "lose":
+                        self._device.error = "an illegal memory access was encountered"
+                    case "hang":
+                        self._device.hangs = True
 
     def wrap(self, owner: Any, name: str, before: str = "", after: str = "") -> None:
         inner = getattr(owner, name)
@@ -150,8 +162,9 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.environ["PERDURE_NODE"] = str(me % scenario.get("nodes", 1))
-    harm = "flap" if "flap" in scenario else "kill"
-    killer = Killer(scenario.get(harm, {}).get(str(me), ""), flaps=harm == "flap")
+    device = FakeDevice(**scenario.get("device", {}))
+    harm = next((one for one in HARMS if str(me) in scenario.get(one, {})), "kill")
+    killer = Killer(scenario.get(harm, {}).get(str(me), ""), harm, device)
     killer.takes_along = find_memory(scenario, me) if scenario.get("nodes", 1) > 1 else None
     torch.manual_seed(1000 + me)
     width = scenario.get("width", 64)
@@ -183,12 +196,13 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     if "stages" in scenario:
         replica, trainer = make_stages(scenario, model, load, killer, line)
     else:
-        replica, trainer = make_trainer(scenario, model, compute, line)
+        replica, trainer = make_trainer(scenario, model, compute, line, device)
     killer.wrap(group_module.Group, "wait", "reduce", "reduced")
     killer.wrap(replica, "update", "optimizer", "applied")
     killer.wrap(trainer, "_form", "form")
     killer.wrap(sys.modules[type(trainer).__module__], "exchange_progress", "", "agreed")
     killer.wrap(gloo, "connect", "connecting")
+    killer.wrap(FakeDevice, "connect", "connecting")
     killer.wrap(trainer, "_bring_together", "connect", "bring")
     with open(scenario["out"].format(me), "w") as out:
         for step in trainer.steps(scenario["steps"]):
@@ -213,15 +227,17 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
 
 
 def make_trainer(
-    scenario: dict[str, Any], model: nn.Module, compute: Any, membership: Line
+    scenario: dict[str, Any], model: nn.Module, compute: Any, membership: Line, device: FakeDevice
 ) -> tuple[Any, Trainer]:
-    """Return what is trained, replicated or sharded, and its loop."""
+    """Return what is trained, replicated or sharded, and its loop; over `device` where one is."""
     common = {"count": scenario["batch"] // scenario["micro_batch"], "seed": 3}
     common |= {"exact": scenario.get("exact", False), "bucket_bytes": 4096}
     if "shard" not in scenario:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         replica = Replica(model, optimizer, clip_norm=1.0)
-        return replica, Trainer(ReplicatedState(replica, compute, **common), membership=membership)
+        state = ReplicatedState(replica, compute, **common)
+        connect = (lambda *args: device.connect(*args)) if "device" in scenario else None
+        return replica, Trainer(state, membership=membership, connect=connect)
     from perdure.worker.elastic.state.sharded import ShardedReplica, ShardedState
 
     sharded = ShardedReplica(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
@@ -339,7 +355,7 @@ class World:
         self.retry_s = 0.0
         order = ReformWorld(
             generation=0, epoch=self.epoch, ranks=self.members, urgent=urgent, reason="test",
-            store=next((self.stores[m] for m in self.members if m in self.stores), ""),
+            store="" if "device" in self.scenario else self.find_store(),
         )  # fmt: skip
         for member in self.members:
             try:
@@ -347,6 +363,13 @@ class World:
             except OSError:
                 continue  # It is dying: the next order leaves it out.
         self.order_following()
+
+    def find_store(self) -> str:
+        """Return the address of a member's store.
+
+        Over a fake device all goes through the store: it may not end with a member.
+        """
+        return next((self.stores[m] for m in self.members if m in self.stores), "")
 
     def dismiss(self) -> None:
         """End who has come too late: there is no state left to be had, and nothing to do."""

@@ -1,0 +1,63 @@
+"""Elastic worlds of real processes over a device that misbehaves as NCCL's does (`docs/gpu.md`).
+
+A member that dies says nothing to the others: only the order ends what they wait for, and what it
+ends looks complete and is garbage.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.elastic_scenarios import STEPS, Outcome, judge, run_scenarios, scenario, seeded
+from tests.e2e.elastic_world import FORMED_AT, KILLED_AT
+
+LATE = {"device": {"late_s": 0.003}}
+PLACES = KILLED_AT[:6]
+"""Where a rank of an undisturbed world comes by."""
+SCENARIOS: dict[str, dict[str, Any]] = {
+    one["name"]: one
+    for one in (
+        scenario("whole", 2, **LATE),
+        *(scenario(f"kill-{p}", 3, kill={str(i % 3): f"{p} 4"}, **LATE)
+          for i, p in enumerate(PLACES)),
+        *(scenario(f"again-{p}", 4, kill={"0": "reduced 3", "1": f"{p} 1"}, **LATE)
+          for p in FORMED_AT),
+        scenario("cut", 3, cut=0, pace_s=0.05, **LATE),
+        scenario("join", 2, joins=1, **LATE),
+        scenario("replace", 3, joins=1, join_epoch=1, kill={"1": "backward 9"}, **LATE),
+        scenario("exact-1", 1, exact=True),
+        scenario("exact-killed", 4, exact=True, joins=1, join_epoch=1,
+                 kill={"0": "reduced 3", "2": "optimizer 5"}, **LATE),
+        scenario("lose", 3, lose={"1": "reduce 4"}, **LATE),
+        scenario("hang", 4, hang={"1": "forward 3"}, kill={"0": "backward 6"}, **LATE),
+        *(seeded(seed, **LATE) for seed in range(3)),
+    )
+}  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(1000)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    folder: Path = tmp_path_factory.mktemp("devices")
+    return run_scenarios(list(SCENARIOS.values()), folder)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Outcome], name: str) -> None:
+    judge(outcomes[name])
+
+
+def test_who_has_lost_its_device_ends_and_the_others_go_on(outcomes: dict[str, Outcome]) -> None:
+    for name in ("lose", "hang"):
+        found = outcomes[name]
+        assert found["answer"]["ends"]["1"] == 1
+        assert len(found["rows"]["1"]) < STEPS
+    assert "does not become idle" in outcomes["hang"]["log"]
+
+
+def test_exact_losses_are_those_of_one_process(outcomes: dict[str, Outcome]) -> None:
+    (alone,) = outcomes["exact-1"]["rows"].values()
+    found = outcomes["exact-killed"]["rows"]["1"]
+    assert [row["losses"] for row in found] == [row["losses"] for row in alone]
+    assert found[-1]["hash"] == alone[-1]["hash"]
