@@ -35,9 +35,10 @@ KINDS = (*SLOW, *HANGS)
 FACTORS = (1.2, 1.5, 2.0, 3.0, 4.0)
 SIZES = (2, 3, 4, 5, 8, 9, 16, 64)
 STEPS_MIN = 5
-LEARNED_S, WAITED_S = 120.0, 60.0
-"""How long a job trains before a fault that is not there from the first step on, and for how much
-longer than in time one is waited for."""
+LEARNED_S = 120.0
+"""How long a job trains before a fault that is not there from the first step on."""
+WAITED_S, MILD_WAITED_S = 60.0, 600.0
+"""For how much longer than in time a fault is waited for: one of twice the step and more, or less."""
 CALM = ("evaluation", "saving", "compiles", "pauses", "storage", "heartbeats", "all of it")
 """Words of workloads whose own silences would hide the fault."""
 
@@ -63,6 +64,12 @@ class Case:
         if hangs or self.factor >= 2.0:
             return max(3.0, 20.0 * step_s)
         return max(10.0 if self.factor >= 1.5 else 60.0, STEPS_MIN * step_s)
+
+    @property
+    def waited_s(self) -> float:
+        """Return for how long after it the job goes on."""
+        mild = self.kind not in HANGS and self.factor < 2.0
+        return self.limit_s + (MILD_WAITED_S if mild else WAITED_S)
 
 
 def list_noises(*, final: bool) -> list[str]:
@@ -125,7 +132,7 @@ def run_fault(
         return make_steps(case.workload, world, chance)
 
     job = Job(case.workload, case.shape, f"{seed} fault {number}", make_fault(case), make=make)
-    outcome = job.run(begun_s - BEGIN_S + case.limit_s + WAITED_S)
+    outcome = job.run(begun_s - BEGIN_S + case.waited_s)
     begun_s += 0.6 if case.first else 0.0  # Stores, and the start of the ranks.
     return case, outcome, fold(case, outcome, begun_s)
 
