@@ -129,7 +129,8 @@ def find_culprit(
         return _blame_absent(graph, watches, silent, stuck)
     if graph.edges or graph.in_flight:
         return _blame_communication(now, graph, watches, silent, links)
-    return _blame_without_arrival(now, watches, silent, links)
+    leaving = bool(exited) or any(w.newest.phase == "finished" for w in watches.values())
+    return _blame_without_arrival(now, watches, silent, links, leaving=leaving)
 
 
 def _blame_unheard(
@@ -297,11 +298,16 @@ def _blame_without_arrival(
     watches: Mapping[int, RankWatch],
     silent: Mapping[int, RankWatch],
     links: LinkWatch,
+    *,
+    leaving: bool,
 ) -> Finding | None:
     """Nothing is known of collectives, or not whether they have ended.
 
-    Who is silent may then be waiting for somebody who is in a declared busy phase.
+    Who is silent may then be waiting for somebody who is in a declared busy phase; and once some
+    are `leaving`, who is left may have its own last work to do.
     """
+    if leaving and all(w.silence_s <= w.config.phase_allowance_s for w in silent.values()):
+        return None
     if any(watch.declared_busy for watch in watches.values()):
         return None
     moved_s = max(watch.moved_s for watch in watches.values())

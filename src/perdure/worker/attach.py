@@ -140,9 +140,15 @@ class Attachment:
             after_import("torchft", install)
 
     def stop(self) -> None:
-        """End the threads and hand over what is left; the ring stays."""
+        """End the threads and hand over what is left; the ring stays.
+
+        The interpreter ends: unless an exception ends it, the rank has finished, and may take
+        seconds for what its libraries do then.
+        """
         if os.getpid() != self.pid:
             return
+        if getattr(sys, "last_value", None) is None:
+            self.ring.set_phase("finished")
         if self.recorder is not None:
             self.recorder.stop()
         if self.control is not None:

@@ -53,6 +53,8 @@ class World:
     remote: int = 0
     timeout_s: float = 0.0
     """Of the process group, as the rank tells it."""
+    finished: set[int] = field(default_factory=set)
+    """Ranks whose interpreters end."""
     mute: set[int] = field(default_factory=set)
     """Nodes whose heartbeats do not come through."""
 
@@ -137,7 +139,7 @@ class World:
         return RankProgress(
             rank=r.rank,
             pid=100 + r.rank,
-            phase="step" if self.resumable else "group",
+            phase="finished" if r.rank in self.finished else "step" if self.resumable else "group",
             phase_since_s=self.start_s,
             heartbeat_s=r.heartbeat_s,
             account=account,

@@ -479,3 +479,20 @@ def test_a_hang_that_was_acted_upon_by_nobody_and_ended_is_not_the_last_one_seen
     world.ranks[0].state = "T"
     world.run(3)
     assert [v.culprit.rank for v in world.actionable] == [1, 0]
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_a_script_whose_other_ranks_have_ended_may_have_last_work_to_do(make_world, code):
+    """Rank 0 saves the model, while rank 1's interpreter ends, or has ended."""
+    world = make_world(resumable=False)
+    world.run(30)
+    world.finished.add(1)
+    world.run(0.2, hold=lambda rank: True)
+    if code == 0:
+        world.mute.add(1)
+        world.take(exited(world.now, 1, code=0))
+    world.run(30, hold=lambda rank: True)
+    assert world.verdicts == []
+    world.run(60, hold=lambda rank: True)
+    assert [v.kind for v in world.verdicts][:1] == ["ComputeHang"]
+    assert not world.actionable

@@ -1,0 +1,41 @@
+"""A plain script that takes its time after the last collective: to save, or to be torn down."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.exact import Start
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import time
+import torch, torch.distributed as dist
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(4.0)
+
+dist.init_process_group("gloo")
+last = Slow()  # Ends with the interpreter, after all that `atexit` calls.
+value = torch.ones(1000)
+end = time.monotonic() + 8.0
+while float(value[0]) > 0.0:
+    time.sleep(0.02)
+    value.fill_(float(time.monotonic() < end))
+    dist.broadcast(value, 0)
+rank = dist.get_rank()
+dist.destroy_process_group()
+if rank == 0:
+    until = time.monotonic() + 8.0
+    while time.monotonic() < until:  # It exports the model.
+        sum(range(10_000))
+"""
+
+
+def test_what_a_script_does_after_training_is_no_hang(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = start("last", "-n", "2", str(tmp_path / "train.py"))
+    assert job.wait() == 0
+    assert json.loads(job.cli("diagnose", "last", "--json").stdout)["verdicts"] == []
