@@ -38,7 +38,7 @@ STEPS_MIN = 5
 LEARNED_S = 120.0
 """How long a job trains before a fault that is not there from the first step on."""
 WAITED_S, MILD_WAITED_S = 60.0, 600.0
-"""For how much longer than in time a fault is waited for: one of twice the step and more, or less."""
+"""For how much longer than in time one is waited for: of twice the step and more, or of less."""
 CALM = ("evaluation", "saving", "compiles", "pauses", "storage", "heartbeats", "all of it")
 """Words of workloads whose own silences would hide the fault."""
 
