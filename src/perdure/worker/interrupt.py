@@ -78,12 +78,9 @@ class Interrupter:
         except OSError as error:
             errors.append(f"gloo: {error}")
         nccl = list_nccl_backends()
-        if nccl:
-            # It may wait for the device, and the control thread may not.
-            threading.Thread(
-                target=_abort_all, args=(nccl,), name="perdure-abort", daemon=True
-            ).start()
-        elif not sockets:
+        for backend in nccl:
+            start_abort(backend)
+        if not nccl and not sockets:
             errors.append("nothing of gloo or NCCL is connected (any more)")
         self._emit(
             CollectivesInterrupted(
@@ -130,17 +127,22 @@ def list_nccl_backends() -> list[Any]:
     return backends
 
 
-def _abort_all(backends: list[Any]) -> None:
-    """Abort all of them as one NCCL group: one by one, two ranks' orders can deadlock."""
-    try:
-        backends[0]._group_start()
+def start_abort(backend: Any) -> threading.Thread:
+    """Abort an NCCL backend in a thread of its own, which is returned.
+
+    It may wait for the device, and one that is aborted after another one may wait for that one's
+    peers for ever: two ranks may have them in other orders (`docs/gpu.md`, F3 and F4).
+    """
+
+    def abort() -> None:
         try:
-            for backend in backends:
-                backend.abort()
-        finally:
-            backends[0]._group_end()
-    except Exception as error:
-        say(f"aborting NCCL failed: {error!r}")
+            backend.abort()
+        except Exception as error:
+            say(f"aborting NCCL failed: {error!r}")
+
+    thread = threading.Thread(target=abort, name="perdure-abort", daemon=True)
+    thread.start()
+    return thread
 
 
 def _read_watched(epoll_fd: int) -> list[int]:

@@ -38,8 +38,8 @@ _WHOLE = timedelta(hours=24)
 """Who is dead or hangs is the controller's to say, and not a clock's."""
 _SLICE = timedelta(seconds=0.05)
 """How long a break may go unnoticed by who waits for a collective or a send."""
-_MOMENT_S = 0.15
-"""For an operation to learn that its connections are shut."""
+_MOMENT_S = 0.25
+"""For an operation to learn that its connections are shut: one that was about to write, writes."""
 
 
 def listen() -> Callable[[Any, int, int, Callable[[], bool]], "GlooComm"]:
