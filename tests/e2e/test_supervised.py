@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from perdure.model.nccl import ELASTIC, SUPERVISED
 from tests.e2e.harness import SCRIPTS, Job
 
 Start = Callable[..., Job]
@@ -28,6 +29,33 @@ def test_environment_is_torchruns_and_the_exit_code_is_passed_on_and_named(start
     verdicts = json.loads(job.cli("diagnose", "env", "--json").stdout)["verdicts"]
     assert verdicts[0]["kind"] == "Crash"
     assert verdicts[0]["culprit"]["rank"] == 1
+
+
+def test_nccl_is_told_what_the_depth_needs_and_the_users_value_stays(
+    start: Start, tmp_path: Path
+) -> None:
+    script, config = tmp_path / "depths.py", tmp_path / "job.toml"
+    script.write_text(
+        "import json, os, torch\n"
+        "def look(): print(json.dumps({k: v for k, v in os.environ.items() if 'NCCL_' in k}))\n"
+        "look()\n"
+        "import perdure.elastic\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "def compute(step, number): return model(torch.ones(1, 2)).sum()\n"
+        "made = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "trainer = perdure.elastic.open_trainer(model, made, compute, micro_batches=2)\n"
+        "for _ in trainer.steps(3): pass\n"
+        "look()\n"
+    )
+    config.write_text('[env]\nTORCH_NCCL_RETHROW_CUDA_ERRORS = "1"\n')
+    job = start("depths", "-n", "2", "-c", str(config), str(script))
+    assert job.wait() == 0, job.text()
+    for rank in range(2):
+        rows = (job.folder / "logs" / "ranks" / "g0" / f"rank-{rank}.out").read_text()
+        before, after = map(json.loads, rows.splitlines())
+        assert before.items() >= SUPERVISED.items()
+        assert after.items() >= (ELASTIC | {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "1"}).items()
+    assert "cannot recover over NCCL with TORCH_NCCL_RETHROW_CUDA_ERRORS=1" in job.text()
 
 
 def test_exception_is_shown_with_its_traceback(start: Start, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from perdure.adapters.devices import load_nvml
 from perdure.adapters.health import find_filesystem, read_installed
 from perdure.adapters.host import list_cgroups, list_parents, read_state
 from perdure.files import replace_file
+from perdure.model.nccl import ELASTIC
 from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ VARIABLES = (
     "GLOO_SOCKET_IFNAME",
     "TMPDIR",
     "WANDB_MODE",
+    *ELASTIC,
 )
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 LOCKS = (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import perdure
 from perdure.model.bus.wire import KeeperSpawn, RankLaunch
+from perdure.model.nccl import SUPERVISED
 from perdure.worker.process import die_with
 from perdure.worker.start.failure import ENV as TRACEBACK
 from perdure.worker.start.streams import open_streams
@@ -27,9 +28,7 @@ _READ_AT_START = (
     "PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_",
     "TORCH_", "TORCHDYNAMO", "TORCHINDUCTOR", "PYTORCH_", "HF_", "TRANSFORMERS_",
 )  # fmt: skip
-_READ_LATER = frozenset(
-    {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-)
+_READ_LATER = frozenset({"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", *SUPERVISED})
 
 
 def find_difference(image: Mapping[str, str], rank: Mapping[str, str]) -> str:
@@ -57,13 +56,14 @@ def _list_read(image: Mapping[str, str], rank: Mapping[str, str]) -> list[str]:
 def start_image(job: str, node: int, env: Mapping[str, str]) -> tuple[int, socket.socket]:
     """Execute an image; return its pid and the keeper's end of its socket.
 
-    Numerical libraries must not start threads at import, so they are told to use one; a rank
-    gets its own number back.
+    Numerical libraries must not start threads at import, so they are told to use one; and a
+    package that asks at import whether there is a GPU must not make a context of CUDA, which no
+    fork survives: torch then asks NVML. A rank gets its own environment back.
     """
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", _IMAGE_PROGRAM, job, str(node), str(theirs.fileno())]
     command.append(" " * _TITLE_ROOM)  # Overwritten by the title.
-    env = {**env, "OPENBLAS_NUM_THREADS": "1"}
+    env = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **env, "OPENBLAS_NUM_THREADS": "1"}
     kept = theirs.fileno()
 
     def prepare() -> None:

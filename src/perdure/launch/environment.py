@@ -7,6 +7,7 @@ Later layers win: the environment of `perdure run`, defaults where nothing is se
 from collections.abc import Mapping
 
 from perdure.model.job import JobSpec
+from perdure.model.nccl import NCCL_DEFAULTS, SUPERVISED, TORCHRUN, choose_defaults, mark_defaults
 from perdure.model.orders import Assignment
 from perdure.model.paths import JobPaths
 from perdure.model.steering import Steering
@@ -17,7 +18,7 @@ LIGHTHOUSE_URL = "PERDURE_LIGHTHOUSE"
 GROUP_DEVICES = "PERDURE_GROUP_DEVICES"
 """Where an agent leaves what CUDA_VISIBLE_DEVICES is to be in its replica group."""
 
-INTERNAL = ("PERDURE_RUN_PID", LIGHTHOUSE_URL, GROUP_DEVICES, "SPT_NOENV")
+INTERNAL = ("PERDURE_RUN_PID", LIGHTHOUSE_URL, GROUP_DEVICES, NCCL_DEFAULTS, "SPT_NOENV")
 """Variables of perdure's own parts that no rank inherits."""
 
 
@@ -95,11 +96,14 @@ def rank_environment(
     """
     generation = assignment.generation
     env = {name: value for name, value in base.items() if name not in INTERNAL}
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env.setdefault("PERDURE_RECORDER", "auto")
     if explain_default_threads(spec, base):
         env["OMP_NUM_THREADS"] = "1"
     env |= spec.env
+    if spec.unordered.sets_nccl and not spec.groups:
+        env |= mark_defaults(env, SUPERVISED)
+    else:
+        env |= choose_defaults(env, TORCHRUN)
     if nccl_plugin:
         env.setdefault("NCCL_PROFILER_PLUGIN", nccl_plugin)
     if assignment.replica >= 0:

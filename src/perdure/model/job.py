@@ -195,6 +195,8 @@ class Unordered(msgspec.Struct, frozen=True, kw_only=True):
     """It ends one that has not answered for so long, needed or not; None: never."""
     leaves: bool
     """A run that its place warns of its end leaves, saved; else it goes on until it is ended."""
+    sets_nccl: bool
+    """Ranks tell torch's NCCL to answer errors as the depth needs it, and not as torchrun does."""
 
 
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -514,6 +516,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ends_unknown=acts,
             quiet_action_s=self.detect.quiet_action_s if acts else None,
             leaves=acts,
+            sets_nccl=acts,
         )
 
     def ranks_of(self, group: int) -> range:

@@ -6,6 +6,7 @@ A check returns None where it has nothing to look at, such as GPUs where there a
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+from perdure.model.nccl import explain_breaking
 from perdure.model.platforms.box import BoxFacts, Disk
 
 State = Literal["ok", "degraded", "note"]
@@ -181,6 +182,15 @@ def check_system(facts: BoxFacts) -> Verdict:
     """U44: spawn on Windows imports the script again."""
     text = f"{facts.system}: perdure runs on Linux only"
     return _rate(facts.system != "Linux", text, "Linux: ranks are forked")
+
+
+def check_nccl(facts: BoxFacts) -> Verdict:
+    """U45: a variable of NCCL that ends the survivors of an elastic world."""
+    if not facts.gpu_nodes:
+        return None
+    found = explain_breaking(facts.env)
+    well = "no variable of NCCL that keeps an elastic world from recovering"
+    return _rate(found, f"in an elastic world, {'; '.join(found)}", well, "note")
 
 
 def check_fabric(facts: BoxFacts) -> Verdict:

@@ -45,6 +45,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
             "no GPU was visible"),
     Symptom("U44", r"freeze_support\(\)|An attempt has been made to start a new process before",
             "the script starts processes without a __main__ guard"),
+    Symptom("U46", r"Duplicate GPU detected", "two ranks were on one GPU, which NCCL refuses"),
     Symptom("MN1", r"CUDA_ERROR_SYSTEM_NOT_READY|system not yet initialized|fabric ?manager",
             "the fabric manager does not run"),
     Symptom("MN3", r"Watchdog caught collective operation timeout|"

@@ -143,6 +143,13 @@ UNIVERSAL: tuple[Row, ...] = (
         prevented="perdure.detect.detector:Detector"),
     _row("U44", "no `__main__` guard where processes are spawned", "if __name__ == '__main__':",
         c.check_system, diagnosed=_SYMPTOMS),
+    _row("U45", "NCCL's own settings end the survivors of an elastic world",
+        "unset them: perdure sets what each depth needs where nothing is set", c.check_nccl,
+        prevented="perdure.worker.elastic.survival:outlive_errors"),
+    _row("U46", "more ranks than GPUs on a node: NCCL refuses two ranks on one GPU",
+        "as many ranks as GPUs, or gloo",
+        detected="perdure.cli.running.jobspec:check_devices",
+        watched="perdure.model.nccl:explain_shared_gpus", diagnosed=_SYMPTOMS),
 )  # fmt: skip
 
 NODES: tuple[Row, ...] = (

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from perdure.model.bus.wire import WorkerHello
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
+from perdure.model.nccl import explain_shared_gpus
 from perdure.model.orders import InjectFault, InterruptCollectives, Order, TakeStacks
 from perdure.model.paths import job_paths
 from perdure.model.ring import RING_BYTES
@@ -235,8 +236,28 @@ def _note_group(attachment: Attachment) -> None:
             attachment.recorder.library.forget_groups()
         if group is not None and attachment.pid == os.getpid():
             attachment.enter("group")
+            with contextlib.suppress(Exception):
+                _warn_shared_gpus(group)
 
     c10d._update_default_pg = update  # type: ignore[assignment]
+
+
+def _warn_shared_gpus(group: Any) -> None:
+    """Say, once a node, that NCCL will refuse a default group with more ranks than GPUs.
+
+    It does so itself at the first collective, in many lines; what it then accepts all the same is
+    nobody's to forbid. A backend that is not NCCL alone may train on the CPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    env = os.environ
+    if dist.get_backend(group) != "nccl" or env.get("LOCAL_RANK", "0") != "0":
+        return
+    ranks = min(group.size(), int(env.get("LOCAL_WORLD_SIZE", "1")))
+    why = explain_shared_gpus(ranks, torch.cuda.device_count(), env)
+    if why:
+        say(why)
 
 
 def _allow_stacks() -> None:

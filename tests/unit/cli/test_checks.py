@@ -139,6 +139,7 @@ def test_devices_and_default_threads_are_said(monkeypatch: pytest.MonkeyPatch) -
     threads, devices = jobspec.check_devices(JobSpec(script="x", nproc=2), {})
     assert threads.startswith("OMP_NUM_THREADS=1 for each of the 2 ranks")
     assert "2 ranks and 1 visible GPUs" in devices
+    assert "so will NCCL" in devices
     assert jobspec.check_devices(JobSpec(script="x", nproc=1), {}) == []
     monkeypatch.setattr(jobspec, "list_visible_gpus", lambda env: ())
     monkeypatch.setattr(jobspec, "count_cpus", lambda: 2)

@@ -14,6 +14,7 @@ from perdure.keeper.image import zygote_environ
 from perdure.keeper.json_lines import LineSocket
 from perdure.model.bus.wire import KeeperKill, KeeperStatus, ToKeeper
 from perdure.model.errors import ProtocolError
+from perdure.model.nccl import SUPERVISED, mark_defaults
 from perdure.worker.start import imports
 
 
@@ -26,6 +27,12 @@ def test_variables_that_the_image_has_read() -> None:
     env = launch.adopt_difference(image, rank)
     assert env == {"HOME": "/a", "OMP_NUM_THREADS": "1", "TORCH_LOGS": "all"}
     assert launch.find_difference(env, rank) == ""
+
+
+def test_what_torch_s_nccl_is_told_starts_no_rank_cold() -> None:
+    assert launch.find_difference({}, mark_defaults({}, SUPERVISED)) == ""
+    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    assert launch.find_difference(own, own | mark_defaults(own, SUPERVISED)) == ""
 
 
 def test_environment_of_the_image() -> None:
@@ -49,6 +56,25 @@ def test_path_of_the_image(tmp_path: Path, safe: str) -> None:
     with ours:
         ours.settimeout(20)
         assert ours.recv(1000).decode() == str(tmp_path)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "seen"), [({}, "1"), ({"PYTORCH_NVML_BASED_CUDA_CHECK": "0"}, "0")]
+)
+def test_who_asks_the_image_for_gpus_makes_no_context(
+    own: dict[str, str], seen: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "perdure" / "keeper"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    told = "os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK', 'none').encode()"
+    (package / "zygote.py").write_text(f"import os\ndef main(j, n, fd): os.write(fd, {told})\n")
+    pid, ours = launch.start_image("j", 0, {"PYTHONPATH": str(tmp_path), **own})
+    with ours:
+        ours.settimeout(20)
+        assert ours.recv(1000).decode() == seen
     os.waitpid(pid, 0)
 
 

@@ -1,7 +1,10 @@
 """torchrun's variables, on one node and on several."""
 
+from msgspec import structs
+
 from perdure.launch.environment import explain_default_threads, rank_environment
-from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.model.job import CheckpointConfig, JobSpec, TorchftConfig
+from perdure.model.nccl import ELASTIC, NCCL_DEFAULTS, SUPERVISED
 from perdure.model.orders import Assignment
 from perdure.model.paths import job_paths
 
@@ -46,7 +49,8 @@ def test_ranks_of_several_nodes() -> None:
             "TORCHELASTIC_RUN_ID": "my-run",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_ERROR_FILE": "/h/jobs/j/errors/g2-r4.json",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **SUPERVISED,
+            "PERDURE_NCCL_DEFAULTS": ",".join(SUPERVISED),
             "PERDURE_NODE": "1",
             "PERDURE_SOCKET": PATHS.worker_socket(1),
             "PERDURE_RING": "/h/jobs/j/rings/g2-r4.ring",
@@ -68,6 +72,32 @@ def test_threads_are_the_users_where_set() -> None:
     own = JobSpec(script="s.py", nproc=2, env={"OMP_NUM_THREADS": "4"})
     assert explain_default_threads(own, {}) == ""
     assert make(own, 0)["OMP_NUM_THREADS"] == "4"
+
+
+def test_what_torch_s_nccl_is_told_is_the_users_where_set() -> None:
+    assert SUPERVISED["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    asked = {"TORCH_NCCL_ENABLE_MONITORING": "1"}
+    for base, own in ((asked, {}), ({}, asked)):
+        env = make(JobSpec(script="s.py", env=own), 0, base)
+        assert {name: env[name] for name in SUPERVISED} == SUPERVISED | asked
+        assert set(env[NCCL_DEFAULTS].split(",")) == set(SUPERVISED) - set(asked)
+    former = make(JobSpec(script="s.py"), 0, {"NCCL_ASYNC_ERROR_HANDLING": "1"})
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in former  # It would win over the user's.
+    nested = make(JobSpec(script="s.py"), 0, make(JobSpec(script="s.py"), 0))
+    assert nested[NCCL_DEFAULTS] == ""  # What a job around this one has set is somebody's choice.
+
+
+def test_where_perdure_does_not_answer_errors_torch_is_told_what_torchrun_tells() -> None:
+    groups = TorchftConfig(replicas=2)
+    run = structs.replace(RUN, replica=0)
+    observed = make(JobSpec(script="s.py", observe=True), 0)
+    replica = rank_environment(
+        JobSpec(script="s.py", nodes=2, torchft=groups), 0, run, PATHS,
+        node=0, base={}, home="/h", clock_offset_s=0.0,
+    )  # fmt: skip
+    for env in (observed, replica):
+        told = {name: env[name] for name in (*ELASTIC, NCCL_DEFAULTS) if name in env}
+        assert told == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 def test_layers() -> None:

@@ -68,6 +68,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "U40": ({"cpus": 64, "cpu_quota": 4.0}, {"cpus": 4, "cpu_quota": 4.0}),
     "U41": ({"oom_kills": 2}, {"oom_kills": 0}),
     "U44": ({"system": "Windows"}, {}),
+    "U45": ({"gpu_nodes": 1, "env": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}},
+            {"gpu_nodes": 1, "env": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}),
     "MN1": ({"nvswitch": True}, {"nvswitch": True, "fabric_manager": True}),
     "MN2": ({"nics": (Nic(name="eth0", mtu=1500), Nic(name="ib0", mtu=2044))},
             {"nics": (Nic(name="eth0", mtu=1500),)}),
@@ -83,6 +85,7 @@ LEFT = {
     "U28": "CUDA error: no kernel image is available for execution on the device",
     "U31": "RuntimeError: Found no NVIDIA driver on your system.",
     "U44": "if you are going to freeze_support() the program",
+    "U46": "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
     "MN1": "RuntimeError: system not yet initialized (error 802)",
     "MN3": "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
     "SLURM4": "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0",
@@ -123,7 +126,7 @@ def test_ordinary_output_speaks_of_no_trap() -> None:
 def test_all_traps_of_the_profile_are_there() -> None:
     wanted = {f"GEN{n}" for n in range(1, 9)} | {f"SLURM{n}" for n in range(1, 6)}
     wanted |= {f"K8S{n}" for n in range(1, 7)} | {f"NB{n}" for n in range(1, 6)}
-    wanted |= {f"U{n}" for n in range(1, 45)} | {f"MN{n}" for n in range(1, 7)}
+    wanted |= {f"U{n}" for n in range(1, 47)} | {f"MN{n}" for n in range(1, 7)}
     ids = [trap.id for trap, _ in TRAPS]
     assert len(ids) == len(set(ids))
     assert wanted - set(ids) == set()

@@ -99,6 +99,11 @@ TESTS: dict[str, dict[str, str]] = {
     "U42": {"prevented": f"{_LAUNCH}/test_channel.py::test_a_file_that_is_another_there_is_named"},
     "U43": {"prevented": f"{_DETECTOR}::"
                          "test_cpu_counts_as_progress_only_before_the_first_collective"},
+    "U45": {"prevented": "unit/worker/test_elastic_survival.py::"
+                         "test_survivors_outlive_what_a_restarted_job_would_not"},
+    "U46": {"detected": "unit/cli/test_checks.py::test_devices_and_default_threads_are_said",
+            "watched": "unit/worker/test_elastic_survival.py::"
+                       "test_a_group_of_more_ranks_than_gpus_is_told_once"},
     "MN2": {"watched": "unit/detect/test_slow.py::test_a_slow_link_is_pinned"},
     "MN3": {"watched": f"{_DETECTOR}::"
                        "test_a_stopped_rank_of_two_is_named_within_the_floor_and_one_step"},

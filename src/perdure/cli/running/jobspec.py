@@ -509,7 +509,7 @@ def check_devices(spec: JobSpec, environ: dict[str, str]) -> list[str]:
     elif gpus and ranks > gpus:
         notes.append(
             f"{ranks} ranks and {gpus} visible GPUs: "
-            "a script that takes one GPU by LOCAL_RANK will fail"
+            "a script that takes one GPU by LOCAL_RANK will fail, and so will NCCL"
         )
     elif not gpus and ranks > (cores := count_cpus()):
         notes.append(f"{ranks} ranks share {cores} cores and no GPU: expect them to be slower")

@@ -23,6 +23,7 @@ from perdure.model.steering import Steering
 from perdure.worker.attach import Attachment, stand_alone
 from perdure.worker.elastic.apart import make_apart
 from perdure.worker.elastic.group import PrefixStore, TCPStore
+from perdure.worker.elastic.survival import outlive_errors
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
 from perdure.worker.stderr import say
@@ -44,6 +45,7 @@ class Membership:
         env = os.environ
         self.attachment = attachment = attachment or stand_alone()
         attachment.enter("init")
+        outlive_errors(env, say)
         self.me = int(env.get("PERDURE_MEMBER", "") or env.get("RANK", "0"))
         self.generation = int(env.get("PERDURE_GENERATION", "0") or 0)
         self.epoch = -1
