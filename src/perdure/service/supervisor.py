@@ -508,9 +508,10 @@ class Supervisor:
 
     async def _watch_logs(self) -> None:
         """Have what this machine's parts write take a bounded room; agents see to their own."""
+        output = os.environ.get("PERDURE_OUTPUT", "")
         while True:
             await asyncio.sleep(LOOK_S)
-            await asyncio.to_thread(cut_logs, self._paths.logs)
+            await asyncio.to_thread(cut_logs, self._paths.logs, output)
 
     def _end_logins(self) -> None:
         """Cut off the machines whose logins are to end, as somebody has asked."""

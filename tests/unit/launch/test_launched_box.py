@@ -48,6 +48,12 @@ def test_how_a_job_has_ended_is_written_down_once_the_disk_takes_it(
     assert (found["state"], found["code"]) == ("ended", 0)
 
 
+def test_a_job_knows_the_file_that_it_writes_to(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['PERDURE_OUTPUT'])"
+    assert supervise(tmp_path, code).wait(60) == 0
+    assert (tmp_path / "run.out").read_text() == f"{tmp_path / 'run.out'}\n"
+
+
 def test_a_job_whose_number_cannot_be_written_down_is_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from perdure.failpoints import FOLDER, SWITCH, switch
+from perdure.files.rotation import list_parts
 from perdure.model.errors import PlatformError
 from perdure.model.queue import Again, Ended, Ending, Item, Put, Started
 from perdure.service.queue.runner import Runner
-from perdure.service.queue.store import QueueStore
+from perdure.service.queue.store import OUTPUT, QueueStore
 
 
 def test_a_record_that_was_torn_by_a_kill_is_cut_off_by_the_next(tmp_path: Path) -> None:
@@ -76,6 +77,18 @@ def test_what_is_asked_for_again_runs_although_its_files_are_there(tmp_path: Pat
         writer.append(Again(2.0, "a"))
     line = Runner(store, ("cpu-0",), lambda line: None).run().lines["a"]
     assert (line.state, line.attempts) == ("done", 1)
+
+
+def test_what_an_item_writes_is_kept_to_a_bounded_size(tmp_path: Path) -> None:
+    store = QueueStore(str(tmp_path), "q")
+    write = "import time\nfor _ in range(100): print('x' * 99_999)\ntime.sleep(8)\nprint('end')"
+    item = Item(name="a", command=(sys.executable, "-c", write), cwd=str(tmp_path))
+    with store.writing() as writer:
+        writer.append(Put(1.0, item))
+    assert Runner(store, ("cpu-0",), lambda line: None).run().lines["a"].state == "done"
+    first, newest = list_parts(str(store.attempt("a", 1) / OUTPUT))
+    assert first.begin == 0 and newest.end == 100 * 100_000 + len("end\n")
+    assert newest.end - newest.begin < 100_000
 
 
 _REMOVED = """

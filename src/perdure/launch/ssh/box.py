@@ -129,10 +129,11 @@ def start_job(
         told = {"child": pid, "child_start": start_time(pid), "devices": devices}
         write(folder, "start.json", {**started, **told})
 
-    environment = dict(os.environ)
+    path = os.path.join(folder, "run.out")
+    environment = dict(os.environ, PERDURE_OUTPUT=path)
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
-    with open(os.path.join(folder, "run.out"), "ab") as output:
+    with open(path, "ab") as output:
         return subprocess.Popen(
             [os.path.expandvars(word) for word in settings["command"]],
             cwd=os.path.expandvars(settings["cwd"]),

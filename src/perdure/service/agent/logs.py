@@ -25,12 +25,16 @@ _WEIGH_EVERY = 12
 _NEWEST = 2
 
 
-def cut_logs(folder: str) -> None:
-    """Cut what has become too large of the logs of a job's parts that are no node's."""
-    for path in Path(folder).glob("*.log"):
-        if not path.name.startswith(("agent-", "keeper-")):
-            with contextlib.suppress(OSError):  # It goes on as it is.
-                rotate_file(str(path))
+def cut_logs(folder: str, output: str = "") -> None:
+    """Cut what has become too large of the logs of a job's parts that are no node's.
+
+    `output` is a file to which `perdure run` itself writes, where it is to be cut as well.
+    """
+    logs = Path(folder).glob("*.log")
+    paths = [str(path) for path in logs if not path.name.startswith(("agent-", "keeper-"))]
+    for path in (*paths, output) if output else paths:
+        with contextlib.suppress(OSError):  # It goes on as it is.
+            rotate_file(path)
 
 
 class LogWatch:

@@ -19,9 +19,11 @@ from setproctitle import setproctitle
 
 from perdure.adapters.host import end_leftovers, read_boot_id, read_start_time
 from perdure.failpoints import failpoint
+from perdure.files.rotation import rotate_file
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
 from perdure.model.queue import Attempt, Claim, Ending, Item
+from perdure.service.agent.logs import LOOK_S
 from perdure.service.jobfiles import keep_trying, read_document, write_document
 from perdure.service.queue.store import (
     ATTEMPT,
@@ -117,7 +119,7 @@ def _carry_out(given: Attempt, place: Path, claim: Claim) -> Ending:
     os.write(opened, b"!")
     os.close(opened)
     failpoint("queue/begun", item.name)
-    status, reason = _wait(child, item, marks)
+    status, reason = _wait(child, item, marks, str(place / OUTPUT))
     failpoint("queue/ended", item.name)
     code, number = (
         (0, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), 0)
@@ -173,9 +175,13 @@ def make_device_variables(slots: tuple[str, ...]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
-def _wait(child: int, item: Item, marks: dict[str, str]) -> tuple[int, str]:
-    """Return the child's wait status, and why it was ended from here, if it was."""
+def _wait(child: int, item: Item, marks: dict[str, str], output: str) -> tuple[int, str]:
+    """Return the child's wait status, and why it was ended from here, if it was.
+
+    Meanwhile what it writes to the file `output` is kept to a bounded size.
+    """
     started, reason, deadline = time.monotonic(), "", 0.0
+    looked_s = started
     grace_s = GRACE_THERE_S if item.on else GRACE_S
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -184,6 +190,10 @@ def _wait(child: int, item: Item, marks: dict[str, str]) -> tuple[int, str]:
             if reason:
                 end_leftovers({}, marks, timeout_s=10.0)
             return status, reason
+        if now - looked_s >= LOOK_S:
+            looked_s = now
+            with contextlib.suppress(OSError):  # It goes on as it is.
+                rotate_file(output)
         if not reason and item.timeout_s and now - started > item.timeout_s:
             reason, deadline = f"ran out of time ({item.timeout_s:g} s)", now + grace_s
             _signal_group(child, signal.SIGTERM)
