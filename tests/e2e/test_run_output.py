@@ -27,6 +27,6 @@ def test_a_named_output_is_kept_to_a_bounded_size(
     job = start("talks", "-n", "1", str(tmp_path / "train.py"))
     assert job.wait() == 0
     assert job.output == output
-    first, newest = list_parts(str(output))
+    _first, newest = list_parts(str(output))
     assert newest.end > 1000 * 10_000
     assert newest.end - newest.begin < 1_000_000

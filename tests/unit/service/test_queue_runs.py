@@ -87,7 +87,8 @@ def test_what_an_item_writes_is_kept_to_a_bounded_size(tmp_path: Path) -> None:
         writer.append(Put(1.0, item))
     assert Runner(store, ("cpu-0",), lambda line: None).run().lines["a"].state == "done"
     first, newest = list_parts(str(store.attempt("a", 1) / OUTPUT))
-    assert first.begin == 0 and newest.end == 100 * 100_000 + len("end\n")
+    assert first.begin == 0
+    assert newest.end == 100 * 100_000 + len("end\n")
     assert newest.end - newest.begin < 100_000
 
 
