@@ -6,7 +6,7 @@ BIN := .venv/bin
 SECOND_TRY := --reruns 1 -r R
 TRIES := $(CURDIR)/build/second-tries.txt
 
-.PHONY: setup demo test check lab nightly campaign platforms platforms-k8s bench clean
+.PHONY: setup demo test check lab nightly torches campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -39,6 +39,11 @@ lab: setup
 # The tests of torchft with a nightly build of it, which is downloaded.
 nightly: setup
 	@scripts/nightly.sh
+
+# The tests that know torch best, with each torch from 2.9 on and with Python 3.11 to 3.13: three
+# environments in build/, 5 GB, whose torches are downloaded once.
+torches: setup
+	@scripts/torches.sh
 
 # All that is left out of `make test`, the platforms that this machine can have among it. What the
 # exploration finds is kept in .seeds and tried first by the next one.

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from perdure.adapters.devices import list_gpus
 from perdure.adapters.host import list_cgroups, read_text
 from perdure.adapters.stacks import find_py_spy
-from perdure.model.platforms.box import TESTED_TORCH, read_version
+from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
 from perdure.model.platforms.traps import Check
 from perdure.model.platforms.traps import CheckState as State
 
@@ -68,11 +68,17 @@ def check_torch() -> Check:
             "not installed in this environment",
             "pip install torch==2.13.0 (the controller and these commands run without it)",
         ),
-        (read_version(found) == read_version(TESTED_TORCH), "ok", found, ""),
+        (TORCH_MIN <= read_version(found) < TORCH_END, "ok", found, ""),
+        (
+            read_version(found) < TORCH_MIN,
+            "degraded",
+            f"{found}; perdure is tested with {TESTED_TORCHES}",
+            "a newer one: with this one some jobs will not even start",
+        ),
         (
             True,
             "degraded",
-            f"{found}; perdure is tested with {TESTED_TORCH}",
+            f"{found}; perdure is tested with {TESTED_TORCHES}",
             "the recorder falls back where this torch differs; report what does not work",
         ),
     )

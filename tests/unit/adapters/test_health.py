@@ -3,12 +3,14 @@
 import os
 import stat
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from perdure.adapters import health
 from perdure.adapters.host import read_kernel_kills
+from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN
 
 
 def test_everything_is_said_and_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -51,6 +53,23 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert health.check_server().state == "missing"
     monkeypatch.setattr(health, "version", lambda name: "1.13.1")
     assert health.check_torch().state == "degraded"
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "mend"),
+    [("2.9.1+cu128", "ok", ""), ("2.13.0", "ok", ""), ("2.8.0", "degraded", "a newer one"),
+     ("2.14.0", "degraded", "the recorder falls back")],
+)  # fmt: skip
+def test_torches_that_are_tested_are_those_of_the_extra(
+    version: str, state: str, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    lowest, end = (f"{a}.{b}" for a, b in (TORCH_MIN, TORCH_END))
+    assert f"torch>={lowest},<{end}" in project["project"]["optional-dependencies"]["torch"]
+    assert f"{lowest} to {TORCH_END[0]}.{TORCH_END[1] - 1}" == TESTED_TORCHES
+    monkeypatch.setattr(health, "version", lambda name: version)
+    check = health.check_torch()
+    assert (check.state, check.mend.partition(":")[0].partition(" where")[0]) == (state, mend)
 
 
 def test_kernel_log_is_read_or_said_to_be_closed() -> None:

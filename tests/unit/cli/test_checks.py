@@ -134,6 +134,13 @@ def test_what_is_just_not_too_large_is_run(tmp_path: Path) -> None:
         run_with(spec, {"HOST": "y" * 8_999})
 
 
+def test_a_torch_that_is_not_tested_is_said() -> None:
+    for fine in ("", "2.9.1", "2.13.0+cpu"):
+        assert jobspec.check_torch_version(fine) == []
+    for other in ("2.8.0", "2.14.0.dev1", "3.0"):
+        assert f"torch {other}: perdure is tested with" in jobspec.check_torch_version(other)[0]
+
+
 def test_devices_and_default_threads_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobspec, "list_visible_gpus", lambda env: ("GPU-a",))
     threads, devices = jobspec.check_devices(JobSpec(script="x", nproc=2), {})

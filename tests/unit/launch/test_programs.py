@@ -81,7 +81,8 @@ def test_p5_a_box_without_a_python_is_one_clear_line(
 @pytest.mark.parametrize(
     ("version", "mode", "packages", "level"),
     [("2.13.0+cu130", "auto", (), ""), ("2.13.1", "use", (), ""), ("2.4.1", "auto", (), "error"),
-     ("1.13.1", "use", (), "error"), ("2.14.0", "auto", (), "warning"), ("", "auto", (), ""),
+     ("1.13.1", "use", (), "error"), ("2.14.0", "auto", (), "warning"),
+     ("2.9.1", "use", (), ""), ("2.8.0", "use", (), "error"), ("", "auto", (), ""),
      ("", "use", (), "error"), ("2.4.1", "create", ("torch==2.13.0",), ""),
      ("2.4.1", "create", ("torch-geometric",), "error")],
 )  # fmt: skip

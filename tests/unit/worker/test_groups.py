@@ -42,7 +42,9 @@ def test_groups_with_the_same_ranks_are_told_apart(tmp_path: Path) -> None:
     ]
     reader = LinkReader(lambda rank: _read(tmp_path / f"r{rank}.ring.groups"), alone=True)
     try:
-        names = [rank.stdout.readline().split() for rank in ranks if rank.stdout]
+        # Until torch 2.11, gloo says on standard output that it is connected.
+        says = [(line for line in rank.stdout if line[:6] != "[Gloo]") for rank in ranks]
+        names = [next(lines).split() for lines in says]
         world, pair, twin = names[0]
         assert len({world, pair, twin}) == 3
         pids = {number: rank.pid for number, rank in enumerate(ranks)}
@@ -51,9 +53,7 @@ def test_groups_with_the_same_ranks_are_told_apart(tmp_path: Path) -> None:
             assert rank.stdin
             rank.stdin.write("go\n")
             rank.stdin.flush()
-        for rank in ranks:
-            assert rank.stdout
-            assert rank.stdout.readline() == "done\n"
+        assert [next(lines) for lines in says] == ["done\n"] * 3
         moved = {(s.src, s.dst): s.comm for s in reader.sweep(101.0, pids).links}
         assert set(moved.values()) == {twin}
         assert len(moved) >= 3  # A ring at least.

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.adapters.health import read_installed
 from perdure.cli.running.options import RunOptions
 from perdure.cli.running.torchrun import (
     count_cpus,
@@ -34,6 +35,7 @@ from perdure.model import job
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.job import JobSpec
+from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
 from perdure.model.source import BOM, find_misfit, parse_toml
 from perdure.service.jobfiles import is_alive, paths_of
 
@@ -362,7 +364,7 @@ def check_job(spec: JobSpec, home: str, environ: dict[str, str]) -> list[str]:
     url = spec.checkpoint.url
     if url and "://" not in url:
         check_folder(url)
-    return check_devices(spec, environ)
+    return [*check_torch_version(read_installed("torch")), *check_devices(spec, environ)]
 
 
 def check_script(spec: JobSpec) -> None:
@@ -494,6 +496,17 @@ def check_folder(folder: str) -> None:
             f"no space left: {free >> 20} MiB free at {folder}",
             hint="make room, or choose another place with PERDURE_HOME or checkpoint.url",
         )
+
+
+def check_torch_version(version: str) -> list[str]:
+    """Return what is to be said of the torch that ranks would import; nothing where it is tested.
+
+    >>> check_torch_version("2.9.1+cu128"), check_torch_version("")
+    ([], [])
+    """
+    if not version or TORCH_MIN <= read_version(version) < TORCH_END:
+        return []
+    return [f"torch {version}: perdure is tested with {TESTED_TORCHES}"]
 
 
 def check_devices(spec: JobSpec, environ: dict[str, str]) -> list[str]:

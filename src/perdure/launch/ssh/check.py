@@ -16,7 +16,7 @@ from perdure.launch.channel import Channel, list_config
 from perdure.launch.platforms import Here, expand_tilde
 from perdure.launch.wheel import ASK, read_program
 from perdure.model.errors import ConfigError
-from perdure.model.platforms.box import TESTED_TORCH, read_version
+from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
 from perdure.model.platforms.launching import Finding, Plan
 from perdure.model.platforms.profile import LaunchSection, Profile
 from perdure.traps.checks import NETWORK_KINDS
@@ -264,12 +264,12 @@ def check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
 def check_torch(profile: Profile, version: str) -> list[Finding]:
     """Return what a job would meet that runs with the torch of `launch.python`; empty: none."""
     launch = profile.launch
-    there, tested = read_version(version), read_version(TESTED_TORCH)
+    there = read_version(version)
     brought = launch.environment != "use" and any(
         re.match(r"torch\b(?!-)", package) for package in launch.packages
     )
     met = version and not brought
-    text = f"torch {version} of {launch.python} on the box; perdure is tested with {TESTED_TORCH}"
+    text = f"torch {version} of {launch.python} on the box; perdure is tested with {TESTED_TORCHES}"
     return [
         *error(
             not version and launch.environment == "use",
@@ -277,11 +277,13 @@ def check_torch(profile: Profile, version: str) -> list[Finding]:
             'launch.environment = "create", or another python',
         ),
         *error(
-            met and there < tested,
-            f"{text}, and needs it or newer",
-            f"pip install 'torch>={TESTED_TORCH}' there, or another launch.python",
+            met and there < TORCH_MIN,
+            f"{text}, and needs one of them or newer",
+            "pip install torch==2.13.0 there, or another launch.python",
         ),
-        *warning(met and there > tested, text, "the recorder falls back where this torch differs"),
+        *warning(
+            met and there >= TORCH_END, text, "the recorder falls back where this torch differs"
+        ),
     ]
 
 

@@ -7,7 +7,9 @@ import re
 
 import msgspec
 
-TESTED_TORCH = "2.13"
+TORCH_MIN, TORCH_END = (2, 9), (2, 14)
+"""The first version of torch that perdure is tested with, and the first that it is not."""
+TESTED_TORCHES = "2.9 to 2.13"
 
 
 def read_version(text: str) -> tuple[int, int]:

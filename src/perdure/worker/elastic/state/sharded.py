@@ -40,14 +40,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute, debug
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._redistribute import (
-    _gen_transform_infos,
-    clear_redistribute_planner_cache,
-)
-from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.commit import FRESH, NO_LINE
@@ -241,6 +236,23 @@ def cut_along(value: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
     )
 
 
+def clear_sharding_caches() -> None:
+    """Clear what torch remembers of the meshes that tensors were sharded over.
+
+    The names differ by version: `_clear_sharding_prop_cache` is there from 2.11 on, and
+    `clear_redistribute_planner_cache`, with the planner that it is for, from 2.10 on.
+    """
+    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:
+        dispatcher: Any = DTensor._op_dispatcher
+        dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        clear = getattr(debug, "_clear_fast_path_sharding_prop_cache", lambda: None)
+    clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    for cached in (MeshTopoInfo.build_from_mesh, _redistribute._gen_transform_infos):
+        cached.cache_clear()
+
+
 class ShardedReplica:
     """A model of which this member has a shard, with its optimizer and schedule."""
 
@@ -365,10 +377,7 @@ class ShardedReplica:
 
         Its caches would keep the mesh, and with it the descriptors of its process group.
         """
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        clear_redistribute_planner_cache()
-        for cached in (MeshTopoInfo.build_from_mesh, _gen_transform_infos):
-            cached.cache_clear()
+        clear_sharding_caches()
         if isinstance(self._model, FSDPModule):
             with contextlib.suppress(Exception):  # Whatever state it is in: it is not used again.
                 self._model.reset_iter_state()
@@ -427,7 +436,7 @@ class ShardedReplica:
 
     def _update_watched(self) -> None:
         """Do the first update of a world, and see that it does not communicate."""
-        with CommDebugMode() as watch:  # type: ignore[no-untyped-call]
+        with debug.CommDebugMode() as watch:  # type: ignore[no-untyped-call]
             self.optimizer.step()
         if watch.get_total_counts():
             raise ConfigError(
