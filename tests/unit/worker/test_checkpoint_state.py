@@ -4,7 +4,9 @@ import io
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +69,42 @@ def test_torn_snapshot_fails_and_the_next_one_copies_at_once(tmp_path: Path) -> 
     assert [type(event) for event in events] == [CheckpointSaved]
     saver.restore({})
     assert model.weight.abs().sum() > 0
+
+
+class Device:
+    """An event of a device whose copies are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(20)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_on_a_device_the_next_update_may_come_before_the_copy_is_done(
+    by_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Device] = []
+    stream = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    staging, weight, device = Staging(), torch.ones(100, 100), Device()
+    staging.begin({"weight": weight}, {"weight"})
+    staging._event = device
+    if by_hand:
+        weight.mul_(2)
+    with ThreadPoolExecutor(1) as pool:
+        copy = pool.submit(staging.run)
+        staging.enter_update()
+        assert waited == [device]  # The device waits, the CPU goes on:
+        weight.add_(1)
+        device.done.set()
+        if by_hand:
+            with pytest.raises(PlatformError, match="weight was changed"):
+                copy.result(20)
+        else:
+            copy.result(20)
+    assert staging.torn == by_hand
 
 
 def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_training(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ else (buffers change in forward, and what is small) is copied at once. The copie
 that are used again by the next checkpoint: one more copy of the state in host memory.
 
 Torch counts the changes of every tensor. If one was changed while it could be copied (a script
-that writes parameters by hand), the copy is worth nothing and says so.
+that writes parameters by hand), the copy is worth nothing and says so. On a device the gate holds
+the device and not the CPU, so the next update may be counted before the copy is done: there the
+gate itself looks at the counts.
 """
 
 import copy
@@ -39,12 +41,15 @@ class Staging:
         self._calm.set()
         self._late: list[tuple[str, Tensor, Tensor, int]] = []
         self._event: Any = None
+        self._looking = threading.Lock()
+        self._changed: str | None = None
+        """Which tensor was changed before the gate, empty for none; None: nobody has looked."""
         self.torn = False
         """The last copy was changed under way; the next ones should be taken at once."""
 
     def begin(self, tensors: dict[str, Tensor], late: Collection[str]) -> dict[str, Tensor]:
         """Return copies of `tensors`; those of the keys in `late` are filled by `run`."""
-        self._late, self._event = [], None
+        self._late, self._event, self._changed = [], None, None
         staged = {key: self._stage(key, value, key in late) for key, value in tensors.items()}
         if any(source.is_cuda for _, source, _, _ in self._late):
             self._copy_on_device()
@@ -63,13 +68,13 @@ class Staging:
             else:
                 for _, source, target, _ in self._late:
                     target.copy_(source)
-            for key, source, _, version in self._late:
-                if source._version != version:
-                    self.torn = True
-                    raise PlatformError(
-                        f"{key} was changed between a step's end and the next optimizer step; "
-                        "from now on everything is copied at once"
-                    )
+            key = self._find_changed()
+            if key:
+                self.torn = True
+                raise PlatformError(
+                    f"{key} was changed between a step's end and the next optimizer step; "
+                    "from now on everything is copied at once"
+                )
         finally:
             self._late = []
             self._done.set()
@@ -80,10 +85,22 @@ class Staging:
             return 0.0
         began = time.monotonic()
         if self._event is not None:
+            self._find_changed()
             torch.cuda.current_stream().wait_event(self._event)
         else:
             self._done.wait()
         return time.monotonic() - began
+
+    def _find_changed(self) -> str:
+        """Return which tensor was changed while it could be copied; empty for none.
+
+        Who comes first looks, the gate or the end of the copy, and the other hears the same.
+        """
+        with self._looking:
+            if self._changed is None:
+                changed = (key for key, source, _, seen in self._late if source._version != seen)
+                self._changed = next(changed, "")
+            return self._changed
 
     def enter_update(self) -> float:
         """Gate before an optimizer's step, which also quiets the writer; return seconds waited."""
