@@ -138,6 +138,8 @@ class Tally:
         self.rides = bool(riders)
         self._sums = tuple(riders) or tuple(torch.zeros_like(self.all) for _ in range(2))
         self._read = tuple(self._view(sums) for sums in self._sums)
+        self._losses: dict[int, Tensor] = {}
+        """By micro-batch; those that no number has been read of yet."""
 
     def sums(self, step: int) -> Tensor:
         """Return the sums of a step over all members, in one tensor."""
@@ -147,8 +149,32 @@ class Tally:
         """Return the sums of a step over all members."""
         return self._read[step % 2]
 
+    def note(self, micro_batch: int, loss: Tensor) -> None:
+        """Count a micro-batch of the model's only part, and keep a copy of its loss, unread.
+
+        To read it here would hold the CPU until the device has ended the forward pass, for each
+        micro-batch; `send` does so once a step.
+        """
+        self.mine.counts[0, micro_batch] = 1.0
+        self._losses[micro_batch] = loss.detach().clone().view(())
+
+    def clear(self) -> None:
+        """Begin a step of which nothing is done."""
+        self._losses.clear()
+        self.all.zero_()
+
+    def forget(self, micro_batch: int) -> None:
+        """Take back what was noted of a micro-batch."""
+        self._losses.pop(micro_batch, None)
+        self.mine.counts[0, micro_batch] = 0.0
+        self.mine.losses[micro_batch] = 0.0
+
     def send(self, step: int, group: Group) -> None:
         """Begin to sum this step's numbers, unless they ride with a bucket."""
+        if self._losses:
+            read = torch.stack(list(self._losses.values())).cpu().double()
+            self.mine.losses[list(self._losses)] = read
+            self._losses.clear()
         self.sums(step).copy_(self.all)
         if not self.rides:
             group.all_reduce(self.sums(step))
@@ -362,7 +388,7 @@ class Work(ABC):
         """Begin a step of which nothing is done."""
         self.buckets.drop()
         self.done.clear()
-        self.tally.all.zero_()
+        self.tally.clear()
         for tree in self._trees.values():
             tree.clear()
 
@@ -458,8 +484,7 @@ class Accumulation(Work):
         seed_all(derive_seed(self._seed, "micro-batch", step, micro_batch))
         loss = self._compute(step, micro_batch)
         if counts:
-            self.tally.mine.counts[0, micro_batch] = 1.0
-            self.tally.mine.losses[micro_batch] = loss.detach().item()
+            self.tally.note(micro_batch, loss)
             if last:
                 self._begin_reducing(step, group)
         self._backward(loss, counts)
@@ -480,5 +505,4 @@ class Accumulation(Work):
         self.buckets.disarm()
         for micro_batch in range(self._count):
             if micro_batch not in self.done:
-                self.tally.mine.counts[0, micro_batch] = 0.0
-                self.tally.mine.losses[micro_batch] = 0.0
+                self.tally.forget(micro_batch)
