@@ -225,6 +225,20 @@ def test_a_node_whose_agent_and_keeper_died_is_told_of_twice_and_filled_once() -
     assert started(died) == {3: 0, 6: 0}
 
 
+def test_a_node_that_comes_back_again_has_lost_whom_it_had_in_the_place_of_the_first() -> None:
+    """The ends of its first ranks are told: that they are known says nothing of their successors."""
+    lab = Lab(spares=0)
+    lab.register(1)
+    record = ExitRecord(1, 0, 101, lab.now, signal=9, asked=True, error="keeper lost")
+    account = RankAccount(step=5)
+    lab.say(RankExited(node=1, record=record, account=account, detected_s=lab.now))
+    lab.say(KeeperLost(node=1, generation=0, at_s=lab.now, begun=(1,)))
+    lab.formed()
+    assert order_of(lab.ready(4)).ranks == (0, 2, 4)
+    actions = lab.register(1)
+    assert (order_of(actions).ranks, started(actions)) == ((0, 2), {4: 1, 7: 1})
+
+
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_members_that_were_ended_with_their_keeper_are_lost_with_it(

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from msgspec import structs
 
 from perdure.control.job import JobState
-from perdure.control.membership.fixed import Fixed, Outcome
+from perdure.control.membership.fixed import GONE, Fixed, Outcome
 from perdure.control.membership.members import (
     call_spares,
     end_doomed,
@@ -396,11 +396,16 @@ class Elastic(Fixed):
     def come_back(self, state: JobState, event: NodeRegistered) -> Outcome:
         """Return what follows where a node registers: ranks of the world may be gone with it.
 
-        An elastic world has new members started on a node that was away.
+        An elastic world has new members started on a node that was away. Those whom it had in the
+        place of the first ones are lost with it like these, wherever they run.
         """
-        lost = super().come_back(state, event)
-        if lost.broken or not is_elastic(state):
-            return lost if lost.broken else Outcome()
+        if not is_elastic(state):
+            return super().come_back(state, event)
+        lost = Outcome()
+        if state.world.phase == "running" and event.generation < state.world.generation:
+            lost = self.lose(state, event.node, GONE, ())
+        if lost.broken:
+            return lost
         if state.world.assignment is not None:
             state.world.assignment = structs.replace(state.world.assignment, gone=list_gone(state))
         strays = end_strays(state, event.node, event.running)
