@@ -226,7 +226,7 @@ def test_a_node_whose_agent_and_keeper_died_is_told_of_twice_and_filled_once() -
 
 
 def test_a_node_that_comes_back_again_has_lost_whom_it_had_in_the_place_of_the_first() -> None:
-    """The ends of its first ranks are told: that they are known says nothing of their successors."""
+    """The ends of its first ranks are told by then, which says nothing of their successors."""
     lab = Lab(spares=0)
     lab.register(1)
     record = ExitRecord(1, 0, 101, lab.now, signal=9, asked=True, error="keeper lost")
