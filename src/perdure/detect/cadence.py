@@ -27,12 +27,12 @@ TOGETHER_S = 1.0
 class Cadence:
     """The times between one rank's last steps (or between its collectives, where it has none)."""
 
-    __slots__ = ("_samples", "_stale", "_tail_s", "_typical_s", "_usual_s")
+    __slots__ = ("_high_s", "_samples", "_stale", "_tail_s", "_typical_s", "_usual_s")
 
     def __init__(self) -> None:
         """Begin knowing nothing."""
         self._samples: deque[float] = deque(maxlen=WINDOW)
-        self._typical_s = self._usual_s = self._tail_s = 0.0
+        self._typical_s = self._high_s = self._usual_s = self._tail_s = 0.0
         self._stale = False
 
     def __len__(self) -> int:
@@ -49,6 +49,12 @@ class Cadence:
         """Return the median; 0 where nothing is known."""
         self._sort()
         return self._typical_s
+
+    @property
+    def high_s(self) -> float:
+        """Return the longest but two of 64; 0 where nothing is known."""
+        self._sort()
+        return self._high_s
 
     @property
     def usual_s(self) -> float:
@@ -79,7 +85,7 @@ class Cadence:
         self._stale = False
         ordered = sorted(self._samples)
         n = len(ordered)
-        high = ordered[n - 1 - n // 32]
+        high = self._high_s = ordered[n - 1 - n // 32]
         self._typical_s = ordered[n // 2]
         room_s = high - self._typical_s
         if n < SETTLED:
@@ -101,7 +107,7 @@ class Habits:
     something.
     """
 
-    __slots__ = ("_gaps", "_longest", "_phases", "_unexpected")
+    __slots__ = ("_early_s", "_gaps", "_longest", "_phases", "_unexpected")
 
     KEPT = 16
     OFTEN = 2
@@ -114,6 +120,7 @@ class Habits:
         self._longest: dict[str, float] = {}
         self._unexpected: deque[tuple[float, float]] = deque(maxlen=self.KEPT)
         """Silences that nothing predicted: when each ended, and how long it was."""
+        self._early_s = 0.0
 
     def note(self) -> JobHabits:
         """Return all of it, for a detector that comes later."""
@@ -132,6 +139,16 @@ class Habits:
         for mine, earlier in ((self._phases, known.phases), (self._longest, known.longest)):
             for phase, duration_s in earlier.items():
                 mine[phase] = max(mine.get(phase, 0.0), duration_s)
+
+    def begin(self, duration_s: float) -> None:
+        """Learn from a silence of a rank of which too little is known yet."""
+        if math.isfinite(duration_s):
+            self._early_s = max(self._early_s, duration_s)
+
+    @property
+    def early_s(self) -> float:
+        """Return the longest of these, of any rank: each knows its own first steps alone."""
+        return self._early_s
 
     def end_silence(self, phase: str, duration_s: float) -> None:
         """Learn from a silence in `phase`, of a rank that declares steps, that ended by itself."""

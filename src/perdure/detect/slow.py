@@ -83,6 +83,8 @@ class SlowWatch:
         self._hosts = HostWatch()
         self._excused: dict[int, float] = {}
         """Node -> when something slow on it was last put down to its host."""
+        self._hosted: dict[tuple[str, str], float] = {}
+        """What was taken back because a busy host explains it, and when that was last so."""
         self._alone: dict[tuple[int, int], float] = {}
         """Link -> when it was last slow alone among the links of its busy machines."""
         self._open: dict[tuple[str, str], Verdict] = {}
@@ -169,13 +171,13 @@ class SlowWatch:
         self.collectives.look(now, self.stages.pace)
         out += self._withdraw(now)
         comm = self._find_comm_slow(now)
-        if comm is not None and self._is_hosts(now, comm, self._spec.detect.slow_clear_s):
+        if comm is not None and self._is_explained(now, comm):
             comm = None
         if comm is not None:
             out += self._report(now, comm)
         if comm is None or comm.confidence < 0.7:
             for verdict in self._blame_stragglers(now, watches):
-                if not self._is_hosts(now, verdict, self._spec.detect.slow_clear_s):
+                if not self._is_explained(now, verdict):
                     out += self._report(now, verdict)
         out += self._judge_hosts(now)
         out += self._escalate(now)
@@ -446,6 +448,20 @@ class SlowWatch:
         self._note_excused(now, busy)
         return True
 
+    def _is_explained(self, now: float, verdict: Verdict) -> bool:
+        """Return whether a verdict would be a busy host's, or be taken back as such again.
+
+        What a host explains by the last second it may not explain by the last few, and the other
+        way round: what was taken back is told again only once the host has not explained it for
+        that long.
+        """
+        key, clear_s = (verdict.kind, str(verdict.culprit)), self._spec.detect.slow_clear_s
+        if key in self._hosted and self._is_hosts(now, verdict, 0.5 * RECENT_S):
+            self._hosted[key] = now
+        if now - self._hosted.get(key, -math.inf) <= clear_s:
+            return True
+        return self._is_hosts(now, verdict, clear_s)
+
     def _note_excused(self, now: float, busy: set[int]) -> None:
         """Put what is slow on these nodes down to their hosts: it says nothing of the work."""
         self._excused.update(dict.fromkeys(busy, now))
@@ -497,6 +513,8 @@ class SlowWatch:
                 other = old.kind == "HostBusy" and every != (old.culprit.node is None)
                 if other or key in explained:
                     del self._open[key]
+                    if key in explained:
+                        self._hosted[key] = now
                     out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
             out += self._report(now, verdict)
         return out

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.detect.cadence import Cadence, Habits
+from perdure.detect.cadence import SETTLED, Cadence, Habits
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import CommProgress, RankAccount, RankProgress
 from perdure.model.verdicts import Activity
@@ -27,6 +27,9 @@ MOVES_MIN = 5
 """Before so many collectives were seen to move, a script without steps is at its first one."""
 SLACK = 1.5
 """How much longer than ever before a known phase or silence may last."""
+UNEXPECTED_SLACK = 2.5
+"""The same of silences that nothing predicts: where they are the tail of some work, the longest of
+a few says little of the next one."""
 MOST_S, MOST_STEPS = 2.5, 18.0
 """Noise may ask for so much of silence: a hang is to be told within 3 s, or 20 steps."""
 
@@ -188,10 +191,13 @@ class RankWatch:
         gap_s, old = at_s - self.progress_s, self.newest
         if new.phase != old.phase and old.phase_since_s > 0 and not self.stopped_in_gap:
             habits.end_phase(old.phase, new.phase_since_s - old.phase_since_s)
+        if self.instrumented and len(self.cadence) < SETTLED and not self.stopped_in_gap:
+            habits.begin(gap_s)
         if self.instrumented and len(self.cadence) >= 3 and not self.stopped_in_gap:
             floor_s = self.config.hang_floor_s
             if gap_s > floor_s and gap_s > floor_s + self.cadence.usual_s:
-                if not habits.expected_s(self.position, self._tolerance):
+                expected_s = habits.expected_s(self.position, self._tolerance)
+                if not expected_s or gap_s > floor_s + SLACK * expected_s:
                     habits.end_unexpected(at_s + self.clock_s, gap_s)
                 habits.end_gap(self.position, gap_s)
         if self.instrumented and self.account.step >= 0 and not self.stopped_in_gap:
@@ -273,13 +279,14 @@ class RankWatch:
         if first or len(self.cadence) < 3:
             return max(base_s, config.phase_allowance_s), "the first step"
         expected_s = habits.expected_s(self.position, self._tolerance)
-        if expected_s:
-            return max(base_s, floor_s + SLACK * expected_s), "a silence seen here before"
-        seen_s = min(self._most_s, SLACK * habits.unexpected_s)
+        seen_s = min(self._most_s, UNEXPECTED_SLACK * habits.unexpected_s)
         step_s = floor_s + self._step_s
-        if seen_s > step_s:
-            return seen_s, "silences that nothing predicted"
-        return step_s, "the usual step"
+        if len(self.cadence) < SETTLED:
+            step_s = max(step_s, floor_s + min(self._most_s, habits.early_s))
+        allowed = [(step_s, "the usual step"), (seen_s, "silences that nothing predicted")]
+        if expected_s:
+            allowed.append((floor_s + SLACK * expected_s, "a silence seen here before"))
+        return max(allowed)
 
     @property
     def room_s(self) -> float:
@@ -295,7 +302,14 @@ class RankWatch:
 
     @property
     def _most_s(self) -> float:
-        return max(MOST_S, MOST_STEPS * self.cadence.typical_s)
+        """Return the most that noise may ask for.
+
+        Of a job that declares no steps only the times between collectives are known: most are
+        between two of one step, and those over which a step is computed are the long ones.
+        """
+        declared = self.account.step >= 0
+        step_s = self.cadence.typical_s if declared else self.cadence.high_s
+        return max(MOST_S, MOST_STEPS * step_s)
 
 
 def _entered(comms: tuple[CommProgress, ...]) -> int:
