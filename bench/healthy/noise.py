@@ -68,8 +68,10 @@ class Drift:
         ]
 
     def draw(self, top_s: float) -> list[float]:
-        """Return the factors."""
+        """Return the factors; a world that stands for ever (`top_s` infinite) has only noise."""
         draw = self._chance.gauss
+        if not math.isfinite(top_s):
+            return [math.exp(draw(0.0, 0.04)) for _ in self._waves]
         return [
             (1.0 + height * math.sin(6.2832 * top_s / period_s + phase)) * math.exp(draw(0.0, 0.04))
             for height, period_s, phase in self._waves
