@@ -38,6 +38,8 @@ def bound_count(count: int, level: float = 0.95) -> tuple[float, float]:
     [0.0, 3.689]
     >>> [round(x, 3) for x in bound_count(3)]
     [0.619, 8.767]
+    >>> [round(x) for x in bound_count(1880)]
+    [1796, 1967]
     """
     tail = (1.0 - level) / 2.0
     low = 0.0 if not count else _solve(lambda mean: _at_most(count - 1, mean) - (1.0 - tail))
@@ -46,11 +48,11 @@ def bound_count(count: int, level: float = 0.95) -> tuple[float, float]:
 
 def _at_most(count: int, mean: float) -> float:
     """Return the probability that a Poisson variable is no more than `count`."""
-    term = total = math.exp(-mean)
-    for k in range(1, count + 1):
-        term *= mean / k
-        total += term
-    return total
+    log_mean = math.log(mean) if mean > 0.0 else -math.inf
+    return math.fsum(
+        math.exp(k * log_mean - mean - math.lgamma(k + 1)) if k else math.exp(-mean)
+        for k in range(count + 1)
+    )
 
 
 def _solve(function: Any) -> float:

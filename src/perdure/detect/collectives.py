@@ -85,6 +85,9 @@ class CollectiveWatch:
         self._comms: dict[tuple[str, int, int, int], Comm] = {}
         self._sorted: list[Comm] = []
         self._of: dict[int, list[tuple[str, Comm]]] = {}
+        """Rank -> those that it shows, in its order."""
+        self._replaced = False
+        """Whether any rank shows another one in the place of one since it was last looked."""
         self.point_to_point: set[str] = set()
         """Names of communicators in which something was sent or received."""
         self.senders: set[int] = set()
@@ -100,7 +103,7 @@ class CollectiveWatch:
 
     def comms(self) -> list[Comm]:
         """Return the communicators by name."""
-        if len(self._sorted) != len(self._comms):
+        if not self._sorted:
             self._sorted = [self._comms[key] for key in sorted(self._comms)]
         return self._sorted
 
@@ -114,6 +117,7 @@ class CollectiveWatch:
                 mine.append((seen.name, self._open_comm(seen)))
             elif mine[index][0] != seen.name:
                 mine[index] = (seen.name, self._open_comm(seen))
+                self._replaced = True
         num = len(mine)
         for span in progress.spans:
             index = span.comm
@@ -149,8 +153,25 @@ class CollectiveWatch:
         comm = self._comms.get(key)
         if comm is None:
             comm = self._comms[key] = Comm(seen)
+            self._sorted = []
             self.grown += 1
         return comm
+
+    def forget(self, rank: int) -> None:
+        """Forget a rank that has left."""
+        self._replaced |= self._of.pop(rank, None) is not None
+        self.lateness.forget(rank)
+
+    def _forget_gone(self) -> None:
+        """Forget communicators that no rank shows any more: of an earlier epoch, or destroyed."""
+        self._replaced = False
+        shown = {id(comm) for mine in self._of.values() for _, comm in mine}
+        kept = {key: comm for key, comm in self._comms.items() if id(comm) in shown}
+        if len(kept) < len(self._comms):
+            self._comms = kept
+            self._sorted = []
+            self.point_to_point &= {comm.name for comm in kept.values()}
+            self.grown += 1
 
     def look(self, now: float, pace: float) -> None:
         """Judge the rows that are complete; `pace` is the job's step time over the learned one."""
@@ -168,6 +189,8 @@ class CollectiveWatch:
                 rows[key] = rows.get(key, 0) + 1
                 self._judge(now, comm, seq, row, pace)
         self._ready.clear()
+        if self._replaced:
+            self._forget_gone()
         self.skip()
         self.lateness.look(now)
         for comm in self._comms.values():

@@ -208,7 +208,7 @@ class SlowWatch:
             out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
         for rank in sorted(departed):
             self.stages.forget(rank)
-            self.collectives.lateness.forget(rank)
+            self.collectives.forget(rank)
             self._neighbours.forget(rank)
             self._housed[self._homes.pop(rank)].remove(rank)
         return out
@@ -777,7 +777,8 @@ class SlowWatch:
             f"rank {rank} takes {1.0 + excess:.2f} times as long from one collective to the next, "
             "and waits for nobody itself (its stages are not recorded: compute)"
         )
-        verdict = self._make(now, "Straggler", Culprit(rank=rank), 0.7, reason, began_s, evidence)
+        sure = round(suspect.probability, 2)
+        verdict = self._make(now, "Straggler", Culprit(rank=rank), sure, reason, began_s, evidence)
         return [msgspec.structs.replace(verdict, step=watches[rank].account.step)]
 
     # --- suspicion ----------------------------------------------------------------------------

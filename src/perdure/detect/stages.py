@@ -110,8 +110,8 @@ class StageWatch:
 
     @property
     def seen(self) -> bool:
-        """Whether any rank shows stages."""
-        return bool(self._recent) or bool(self._rows)
+        """Whether most ranks show stages: one that does, as the one that logs may, tells nothing."""
+        return bool(self._recent)
 
     @property
     def pace(self) -> float:

@@ -3,6 +3,7 @@
 import math
 import random
 
+import msgspec
 import pytest
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 
@@ -10,6 +11,7 @@ from perdure.detect.lateness import LatenessWatch
 from perdure.detect.shifts import Passed
 from perdure.model.events import VerdictReached
 from perdure.model.job import DetectConfig
+from perdure.model.signals.progress import NodeBeat
 from perdure.sim.collectives import Training
 
 FOUR_D = Layout(data=2, tensor=2, pipeline=2, context=2, nproc=4)
@@ -63,6 +65,19 @@ def test_a_slow_rank_is_late_within_seconds(lay: Layout, factor: float, seconds:
     ((told_s, rank),) = list_told(FAULT_S - BEGIN_S + seconds, lay, fault)
     assert rank == 1
     assert told_s > FAULT_S
+
+
+def test_one_rank_that_shows_stages_does_not_hide_who_is_late() -> None:
+    """A script may call `run.steps()` only on the rank that logs."""
+
+    def strip(beat: NodeBeat) -> NodeBeat:
+        ranks = [r if r.rank == 0 else msgspec.structs.replace(r, stages=()) for r in beat.ranks]
+        return msgspec.structs.replace(beat, ranks=tuple(ranks))
+
+    run = Run(Layout(4), Fault("slow-forward", FAULT_S, 1, 0, 2.0), step_s=0.3)
+    (told, *_) = run.run(FAULT_S - BEGIN_S + 10.0, strip).verdicts
+    assert (told.kind, told.culprit.rank) == ("Straggler", 1)
+    assert told.first_seen_s >= FAULT_S
 
 
 def test_a_time_that_cannot_be_accuses_nobody_for_good() -> None:

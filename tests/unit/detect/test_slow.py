@@ -246,7 +246,7 @@ def test_without_links_the_slow_communicator_is_still_found():
 def test_without_stages_the_late_rank_is_found_by_its_arrival():
     run = inject(Layout(4), "slow-forward", 2, 8, factor=2.0, stages=False)
     assert (run.standing.kind, run.standing.culprit.rank) == ("Straggler", 2)
-    assert run.standing.confidence < 0.9
+    assert run.standing.confidence > 0.9  # As probable as its excess makes it, as with stages.
 
 
 def test_a_status_recorder_says_nothing_about_slowness_and_still_finds_hangs():
