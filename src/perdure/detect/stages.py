@@ -110,7 +110,7 @@ class StageWatch:
 
     @property
     def seen(self) -> bool:
-        """Whether most ranks show stages: one that does, as the one that logs may, tells nothing."""
+        """Whether most ranks show stages: those of one, as of the one that logs, tell nothing."""
         return bool(self._recent)
 
     @property
