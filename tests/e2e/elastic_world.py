@@ -41,6 +41,7 @@ from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
 from perdure.worker.interrupt import shut_down_gloo
+from perdure.worker.start.failure import leave_without_device
 
 KILLED_AT = (
     "forward", "backward", "reduce", "reduced", "optimizer", "applied", "form", "connect", "bring",
@@ -340,6 +341,7 @@ class World:
                 code = 0
             except Exception as error:
                 print(f"rank {me}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                leave_without_device(error)
             finally:
                 os._exit(code)
         theirs.close()

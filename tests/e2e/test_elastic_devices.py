@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from perdure.model.errors import DeviceLostError
 from tests.e2e.elastic_scenarios import STEPS, Outcome, judge, run_scenarios, scenario, seeded
 from tests.e2e.elastic_world import FORMED_AT, KILLED_AT
 
@@ -51,9 +52,10 @@ def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Outcome], nam
 def test_who_has_lost_its_device_ends_and_the_others_go_on(outcomes: dict[str, Outcome]) -> None:
     for name in ("lose", "hang"):
         found = outcomes[name]
-        assert found["answer"]["ends"]["1"] == 1
+        assert found["answer"]["ends"]["1"] == DeviceLostError.exit_code
         assert len(found["rows"]["1"]) < STEPS
     assert "does not become idle" in outcomes["hang"]["log"]
+    assert "illegal memory access" in outcomes["lose"]["log"]
 
 
 def test_exact_losses_are_those_of_one_process(outcomes: dict[str, Outcome]) -> None:

@@ -29,11 +29,11 @@ def begin(
     *options: str,
     steps: int = STEPS,
     more: tuple[str, ...] = (),
+    script: str = "elastic.py",
 ) -> Job:
-    script = str(SCRIPTS / "elastic.py")
     job = start(
-        "el", "-n", "3", *options, script, "--trail", str(trail), "--steps", str(steps),
-        *more, timeout_s=170,
+        "el", "-n", "3", *options, str(SCRIPTS / script), "--trail", str(trail),
+        "--steps", str(steps), *more, timeout_s=170,
     )  # fmt: skip
     job.wait_until(lambda: len(read(trail, 0)) >= 10, "ten steps")
     return job
@@ -108,6 +108,27 @@ def test_a_new_process_takes_the_place_of_a_dead_one(
     assert [r["rung"] for r in report["recoveries"]] == ["shrink", "join"] * 2
     ledger = report["ledger"]
     assert ledger["unattributed"]["s"] <= 0.005 * report["slot_s"]
+
+
+@pytest.mark.slow
+def test_a_process_that_has_lost_its_device_is_replaced_and_the_user_told(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    trail = tmp_path / "trail"
+    more = ("--pace-s", "0.05")
+    job = begin(start, trail, steps=100_000, more=more, script="elastic_device.py")
+    job.wait_until(lambda: read(trail, 0)[-1]["world"] == [0, 2, 4], "the world of three again")
+    job.cli("stop", "el", "--now")
+    job.wait()
+    rows = read(trail, 0)
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert len({row["pid"] for row in rows}) == 1
+    lost, _ = job.report()["recoveries"]
+    assert (lost["rung"], lost["culprit"], lost["lost_steps"]) == ("shrink", "rank 1", 0)
+    words = "CUDA error: an illegal memory access was encountered"
+    assert lost["cause"] == f"device lost (exit code 5): {words}"
+    assert "rank 1: device lost (exit code 5): CUDA error" in job.cli("report", "el").stdout
+    assert "the device of rank 1 was lost" in job.cli("diagnose", "el").stdout
 
 
 @pytest.mark.slow

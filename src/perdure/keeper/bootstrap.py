@@ -24,7 +24,7 @@ from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
 from perdure.worker.process import die_with, set_title
 from perdure.worker.start.cold import attach
-from perdure.worker.start.failure import save_failure
+from perdure.worker.start.failure import leave_without_device, save_failure
 from perdure.worker.start.imports import record_imports
 from perdure.worker.start.streams import open_streams
 
@@ -136,8 +136,9 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
     """Run `script` as `__main__`; raises SystemExit or KeyboardInterrupt for the interpreter.
 
     An exception is shown here, without the frames below the script's, and ends in exit code 1;
-    the interpreter does the rest as ever: threads, atexit, streams. What a script says by
-    `sys.exit("why")` is kept as an exception is.
+    the interpreter does the rest as ever: threads, atexit, streams. It does none of it where the
+    device is lost, which has an exit code of its own. What a script says by `sys.exit("why")` is
+    kept as an exception is.
     """
     main = types.ModuleType("__main__")
     main.__dict__.update(
@@ -229,4 +230,5 @@ def _end_by(error: BaseException, traceback_file: str) -> None:
         # The interpreter ends by SIGINT itself, after its handlers; it need not show it again.
         sys.excepthook = lambda *_: None
         raise error
+    leave_without_device(error)
     raise SystemExit(1)

@@ -4,7 +4,8 @@
     ├── ConfigError             2   the user: an option, a job file, a script that is not there
     │   └── MeasureError        2   a cost profile lacks a measure that is needed
     ├── PlatformError           3   the outside: a full disk, a port in use, a tool that is missing
-    │   └── RequestError        3   nobody answered on the bus: ask again
+    │   ├── RequestError        3   nobody answered on the bus: ask again
+    │   └── DeviceLostError     5   device-lost: no call of this process's GPU works, or ends, again
     ├── ProtocolError           3   a peer: a message out of order or malformed
     │   └── FencedError         3   another controller writes the journal: leave
     └── SafetyError             4   refused: the request would lose something
@@ -49,6 +50,13 @@ class ProtocolError(PerdureError):
 
 class RequestError(PlatformError):
     """A request was not answered in time, or nobody serves its subject now. Ask again."""
+
+
+class DeviceLostError(PlatformError):
+    """The device is lost to this process, which has to end: another one can take its place."""
+
+    exit_code = leaves_at_once = 5
+    """The process ends with it and without clearing up, which may wait for the device for ever."""
 
 
 class FencedError(ProtocolError):

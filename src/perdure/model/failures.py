@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from perdure.model.errors import DeviceLostError
 from perdure.model.plain import name_step
 from perdure.model.verdicts import Verdict
 
@@ -48,12 +49,24 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.failed and names_lost_peer(text)
 
     @property
+    def lost_device(self) -> str:
+        """Return how the device was lost to it; empty where it ended otherwise.
+
+        A script that leaves with this exit code by itself has no such exception.
+        """
+        name, _, how = self.error.partition(": ")
+        lost = self.code == DeviceLostError.exit_code and name.endswith(DeviceLostError.__name__)
+        return (how or "no reason is known") if lost else ""
+
+    @property
     def cause(self) -> str:
         """Return it in words, such as `signal 9 (SIGKILL)`."""
         if self.oom:
             return "OOM kill (signal 9, by the kernel for want of memory)"
         if self.signal:
             return f"signal {self.signal} ({_SIGNALS.get(self.signal, '?')})"
+        if self.lost_device:
+            return f"device lost (exit code {self.code}): {self.lost_device}"
         return f"exit code {self.code}" + (f": {self.error}" if self.error else "")
 
 
@@ -105,6 +118,8 @@ def explain_exit(record: ExitRecord, detected_s: float, step: int, early: int | 
     """Return what a rank's end is as a cause; `early` is who had left before (`find_early`)."""
     culprit, cause = f"rank {record.rank}", record.cause
     reason = f"{culprit} ended with {record.cause}{name_step(step)}"
+    if record.lost_device:
+        reason = f"the device of {culprit} was lost{name_step(step)}: {record.lost_device}"
     if early is not None:
         culprit, cause = f"rank {early}", f"left early; then {culprit}: {cause}"
         reason = f"{culprit} ended with exit code 0 while others needed it: {reason}"

@@ -7,11 +7,54 @@ from pathlib import Path
 import pytest
 from tests.unit.keeper.test_keeper_exits import make_evidence, make_record
 
+from perdure.model.failures import ExitRecord, explain_exit
+
+LOST = """
+import atexit
+from perdure.model.errors import DeviceLostError
+atexit.register(print, "cleared up", file=sys.stderr)
+raise DeviceLostError("an illegal memory access was encountered")
+"""
 PROGRAM = """
 import sys
 from perdure.keeper.bootstrap import run_main
 run_main(sys.argv[1], (), module=False, traceback_file=sys.argv[2])
 """
+
+
+COLD = """
+import os, sys
+from perdure.worker.start.failure import install_hook
+install_hook(sys.argv[2], os.getpid())
+exec(open(sys.argv[1]).read())
+"""
+
+
+@pytest.mark.parametrize("program", [PROGRAM, COLD])
+def test_who_has_lost_its_device_leaves_at_once_and_says_so(program: str, tmp_path: Path) -> None:
+    """A destructor might wait for the device for ever."""
+    (tmp_path / "loses.py").write_text(f"import sys\n{LOST}\n")
+    evidence = make_evidence(tmp_path)
+    command = [sys.executable, "-c", program, str(tmp_path / "loses.py"), evidence.traceback_file]
+    with open(evidence.stderr, "wb") as stderr:
+        done = subprocess.run(command, stderr=stderr, timeout=60, check=False)
+    record = make_record(evidence, done.returncode << 8)
+    words = "an illegal memory access was encountered"
+    assert record.cause == f"device lost (exit code 5): {words}"
+    reason = explain_exit(record, 0.0, 7, None).reason
+    assert reason.startswith(f"the device of rank {record.rank} was lost")
+    assert reason.endswith(words)
+    said = Path(evidence.stderr).read_text()
+    assert words in said
+    assert "cleared up" not in said
+
+
+def test_a_script_that_leaves_with_that_code_has_lost_nothing() -> None:
+    for error in ("", "SystemExit: 5", "ValueError: DeviceLostError: no"):
+        record = ExitRecord(0, 0, 1, 0.0, code=5, error=error)
+        assert record.cause == f"exit code 5{': ' if error else ''}{error}"
+    other = ExitRecord(0, 0, 1, 0.0, code=1, error="perdure.model.errors.DeviceLostError: gone")
+    assert not other.lost_device
 
 
 @pytest.mark.parametrize(

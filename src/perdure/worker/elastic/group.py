@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from perdure.model.codec import decode, encode
-from perdure.model.errors import PlatformError
+from perdure.model.errors import DeviceLostError
 from perdure.plan.elastic.commit import MemberProgress
 from perdure.plan.elastic.shards import ShardProgress
 from perdure.plan.elastic.stage_commit import StageProgress
@@ -163,7 +163,7 @@ class Group:
 
         Raises:
             Broken: they have not.
-            PlatformError: the device is lost.
+            DeviceLostError: no operation on the device ends any more.
         """
         self.waits_since_s = time.monotonic()
         for ticket in tickets:
@@ -171,9 +171,8 @@ class Group:
         with self._lock:
             happened = not self._broken
         if not happened:
-            self._drain()
-            failed = (ticket.error for ticket in tickets if ticket.error)
-            raise Broken(next(failed, "the world was broken"))
+            self._drain(tickets)
+            raise Broken(_find_error(tickets) or "the world was broken")
         self.waits_since_s = 0.0
 
     def _see_end(self, ticket: Ticket) -> None:
@@ -204,17 +203,17 @@ class Group:
             self._broken = True
         self.comm.break_()
 
-    def _drain(self) -> None:
-        """Wait until nothing is under way in this broken group.
+    def _drain(self, tickets: Sequence[Ticket] = ()) -> None:
+        """Wait until nothing is under way in this broken group, `tickets` among it.
 
         Raises:
-            PlatformError: something never ends.
+            DeviceLostError: something never ends, or the device has an error.
         """
         self._begun = []
         self.comm.break_()  # Another thread may be about to do so.
         if not self.comm.drained(_DRAIN_S):
-            raise PlatformError(
-                f"the device does not become idle within {_DRAIN_S:g} s of a break",
+            raise DeviceLostError(
+                _find_error(tickets) or f"it does not become idle within {_DRAIN_S:g} s of a break",
                 hint="this process has lost its device; another one takes its place",
             )
 
@@ -227,6 +226,11 @@ class Group:
         if broken:
             self._drain()
         self.comm.close()
+
+
+def _find_error(tickets: Sequence[Ticket]) -> str:
+    """Return why one of these has failed; empty where none is known to have."""
+    return next((ticket.error for ticket in tickets if ticket.error), "")
 
 
 class ShardGroup(Group):

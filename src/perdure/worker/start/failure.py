@@ -4,6 +4,7 @@ Standard library only: this is also imported by `inject/sitecustomize.py`, befor
 may want nothing else of perdure.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -67,5 +68,21 @@ def install_hook(path: str, pid: int) -> None:
         if os.getpid() == pid:
             save_failure(path, value, trace)
         before(kind, value, trace)
+        if os.getpid() == pid:
+            leave_without_device(value)
 
     sys.excepthook = hook
+
+
+def leave_without_device(value: BaseException) -> None:
+    """Leave at once where `value` says that this process has lost its device.
+
+    The interpreter would clear up first, and what is on the device might be waited for for ever.
+    """
+    code: int = getattr(value, "leaves_at_once", 0)
+    if not code:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # It may be closed, its pipe or its disk full.
+            stream.flush()
+    os._exit(code)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import DeviceLostError
 from perdure.worker.elastic.apart import Broken, breaking, make_apart
 from perdure.worker.elastic.communicators import Kind, State, Ticket
 from perdure.worker.elastic.moving import fill_blob, join_blob, view_bytes
@@ -60,10 +60,10 @@ class FakeDevice:
 
         Raises:
             Broken: one did not come, or `overtaken()` became true.
-            PlatformError: the device is lost.
+            DeviceLostError: it has an error.
         """
         if self.error:
-            raise PlatformError(f"the device is lost: {self.error}")
+            raise DeviceLostError(self.error)
 
         def make() -> FakeComm:
             comm, until_s = FakeComm(self, store, index, size), time.monotonic() + self.build_s
