@@ -70,7 +70,7 @@ def judge(outcome: Outcome) -> None:
     """
     answer, rows, ranks = outcome["answer"], outcome["rows"], outcome["scenario"]["ranks"]
     assert not answer.get("hung"), (answer, outcome["log"][-2000:])
-    harmed = (outcome["scenario"].get(harm, {}) for harm in ("kill", "lose", "hang"))
+    harmed = (outcome["scenario"].get(harm, {}) for harm in ("kill", "lose", "hang", "capture"))
     victims = {*(rank for ranks in harmed for rank in ranks), *map(str, answer["dismissed"])}
     ends = {rank: code for rank, code in answer["ends"].items() if rank not in victims}
     assert set(ends.values()) == {0}, outcome["log"][-2000:]

@@ -36,7 +36,7 @@ from perdure.worker.data import MicroBatches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
 from perdure.worker.elastic.communicators import gloo
-from perdure.worker.elastic.communicators.fake import FakeDevice
+from perdure.worker.elastic.communicators.fake import FakeComm, FakeDevice
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
@@ -205,6 +205,8 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     killer.wrap(gloo, "connect", "connecting")
     killer.wrap(FakeDevice, "connect", "connecting")
     killer.wrap(trainer, "_bring_together", "connect", "bring")
+    if "capture" in scenario:
+        capture_worlds(trainer, registered=str(me) not in scenario["capture"])
     with open(scenario["out"].format(me), "w") as out:
         for step in trainer.steps(scenario["steps"]):
             row = {
@@ -225,6 +227,22 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
             used.clear()
             out.write(json.dumps(row) + "\n")
             out.flush()
+
+
+def capture_worlds(trainer: Trainer, *, registered: bool) -> None:
+    """Capture each world's communicator in a graph, which is `registered` to be destroyed."""
+    form: Any = trainer._form
+
+    def outer(members: tuple[int, ...]) -> Any:
+        plan, group = form(members), trainer._group
+        assert group is not None
+        if isinstance(group.comm, FakeComm):
+            graph = group.comm.capture()
+            if registered:
+                trainer.before_break(graph.reset)
+        return plan
+
+    vars(trainer)["_form"] = outer
 
 
 def make_trainer(

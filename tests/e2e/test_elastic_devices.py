@@ -32,6 +32,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
                  kill={"0": "reduced 3", "2": "optimizer 5"}, **LATE),
         scenario("lose", 3, lose={"1": "reduce 4"}, **LATE),
         scenario("hang", 4, hang={"1": "forward 3"}, kill={"0": "backward 6"}, **LATE),
+        scenario("graphs", 3, capture={}, kill={"2": "reduce 4"}, joins=1, **LATE),
+        scenario("graph-lives", 3, capture={"1": "unregistered"}, kill={"2": "reduce 4"}, **LATE),
         *(seeded(seed, **LATE) for seed in range(3)),
     )
 }  # fmt: skip
@@ -56,6 +58,14 @@ def test_who_has_lost_its_device_ends_and_the_others_go_on(outcomes: dict[str, O
         assert len(found["rows"]["1"]) < STEPS
     assert "does not become idle" in outcomes["hang"]["log"]
     assert "illegal memory access" in outcomes["lose"]["log"]
+
+
+def test_a_graph_that_nobody_destroys_costs_its_process_the_device(
+    outcomes: dict[str, Outcome],
+) -> None:
+    ends = outcomes["graph-lives"]["answer"]["ends"]
+    assert (ends["0"], ends["1"]) == (0, DeviceLostError.exit_code)
+    assert set(outcomes["graphs"]["answer"]["ends"].values()) == {0, -9}
 
 
 def test_exact_losses_are_those_of_one_process(outcomes: dict[str, Outcome]) -> None:

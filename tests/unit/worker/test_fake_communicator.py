@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import DeviceLostError
 from perdure.worker.elastic.communicators.fake import FakeComm, FakeDevice
 from perdure.worker.elastic.group import Broken, Group
 
@@ -99,7 +99,7 @@ def test_who_hangs_has_lost_its_device(two: Two, monkeypatch: pytest.MonkeyPatch
     group, two.devices[0].hangs = two.groups[0], True
     group.all_reduce(torch.ones(1))
     threading.Timer(0.05, group.break_).start()
-    with pytest.raises(PlatformError, match="does not become idle"):
+    with pytest.raises(DeviceLostError, match="does not become idle"):
         group.wait()
 
 
@@ -111,7 +111,7 @@ def test_an_error_of_the_device_is_for_ever(two: Two) -> None:
     assert not group.comm.drained(0.1)
     with pytest.raises(Broken, match="illegal memory access"):
         group.comm.all_reduce(torch.ones(1))
-    with pytest.raises(PlatformError, match="illegal memory access"):
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
         device.connect(two.store, 0, 1, lambda: False)
 
 
@@ -154,3 +154,66 @@ def test_who_is_called_away_does_not_wait_for_a_member_that_may_have_left(two: T
     with pytest.raises(Broken):
         group.wait()
     assert time.monotonic() - began_s < 10
+
+
+def test_a_graph_that_lives_holds_up_an_abort_for_ever(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perdure.worker.elastic.group._DRAIN_S", 0.2)
+    comm = two.groups[0].comm
+    assert isinstance(comm, FakeComm)
+    graph = comm.capture()
+    two.groups[0].break_()
+    with pytest.raises(DeviceLostError, match="does not become idle"):
+        two.groups[0].wait()
+    graph.reset()
+    with pytest.raises(Broken):
+        two.groups[0].wait()
+
+
+@pytest.mark.parametrize("ending", ["break", "give up"])
+def test_graphs_are_destroyed_once_before_their_communicators_end(two: Two, ending: str) -> None:
+    """One that waits for its kernels does not wait for ever; one that fails stops no other."""
+    group = two.groups[0]
+    comm = group.comm
+    assert isinstance(comm, FakeComm)
+    graph, calls, aborted = comm.capture(), list[str](), threading.Event()
+
+    def destroy() -> None:
+        calls.append("slow")
+        if ending == "break":
+            assert aborted.wait(30)
+        graph.reset()
+
+    group.captures.add(lambda: calls.append("first") or 1 / 0)
+    group.captures.add(destroy)
+    if ending == "break":
+        group.all_reduce(torch.ones(1))
+        group.break_()
+        aborted.set()
+        with pytest.raises(Broken):
+            group.wait()
+    else:
+        group.give_up()
+        assert comm.drained(0.0)
+    group.give_up()
+    assert calls == ["first", "slow"]
+
+
+def test_a_break_of_one_group_destroys_what_was_captured_beside_it(two: Two) -> None:
+    beside: dict[int, Group] = {}
+
+    def open_beside(me: int) -> None:
+        beside[me] = two.groups[me].open(Group, "beside")
+
+    threads = [threading.Thread(target=open_beside, args=(me,)) for me in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    comm = beside[0].comm
+    assert isinstance(comm, FakeComm)
+    two.groups[0].captures.add(comm.capture().reset)
+    for group in beside.values():
+        group.give_up()
+    assert comm.drained(0.0)

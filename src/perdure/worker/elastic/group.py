@@ -45,6 +45,40 @@ AnyProgress = TypeVar("AnyProgress", MemberProgress, ShardProgress, StageProgres
 Opened = TypeVar("Opened", bound="Group")
 
 
+class Captures:
+    """What has captured a world's communicators, such as CUDA graphs, and has to go before them.
+
+    An abort waits for as long as one of them lives.
+    """
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self._lock = threading.Lock()
+        self._kept: list[Callable[[], object]] = []
+
+    def add(self, destroy: Callable[[], object]) -> None:
+        """Have `destroy` called once, when the world is left, in any thread."""
+        with self._lock:
+            self._kept.append(destroy)
+
+    def destroy(self) -> None:
+        """Destroy what there is; one that fails leaves its graph, and so its device, behind."""
+        while True:
+            with self._lock:
+                if not self._kept:
+                    return
+                first = self._kept.pop(0)
+            with contextlib.suppress(Exception):
+                first()
+
+    def destroy_apart(self) -> None:
+        """Have a thread destroy what there is: it may wait for what is about to be aborted."""
+        with self._lock:
+            if not self._kept:
+                return
+        threading.Thread(target=self.destroy, name="perdure-captures", daemon=True).start()
+
+
 class Group:
     """The members of one epoch, in order; `index` is this process's place among them."""
 
@@ -71,6 +105,8 @@ class Group:
         self._broken = False
         self.waits_since_s = 0.0
         """Monotonic time at which the wait under way, or the one that failed, began."""
+        self.captures = Captures()
+        """Of this group, and of those that were opened beside it."""
         self.comm: Communicator = LoneComm()
         if len(members) > 1:
             assert connect is not None
@@ -83,7 +119,9 @@ class Group:
             Broken: a member was lost meanwhile.
         """
         store = PrefixStore(name, self.store)
-        return kind(members or self.members, self.me, store, self._connect, self.overtaken)
+        group = kind(members or self.members, self.me, store, self._connect, self.overtaken)
+        group.captures = self.captures
+        return group
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return what members have written into the store, once it is there.
@@ -201,6 +239,9 @@ class Group:
             if self._broken:
                 return
             self._broken = True
+        # Not one after the other: to destroy a graph may take until its kernels see the abort,
+        # and the abort takes until the graph is gone.
+        self.captures.destroy_apart()
         self.comm.break_()
 
     def _drain(self, tickets: Sequence[Ticket] = ()) -> None:
@@ -225,6 +266,7 @@ class Group:
             broken, self._broken = self._broken, True
         if broken:
             self._drain()
+        self.captures.destroy()
         self.comm.close()
 
 

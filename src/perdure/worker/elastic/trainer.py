@@ -20,7 +20,7 @@ Where nobody needs to have it (shards, pipeline stages) the counts are reduced l
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, SupportsFloat
 
 import msgspec
@@ -129,6 +129,16 @@ class Trainer:
         Where nothing is declared, the micro-batches that it has done count.
         """
         declare_work(amount)
+
+    def before_break(self, destroy: Callable[[], object]) -> None:
+        """Have `destroy` called once, in any thread, when the world of now is left.
+
+        It is for a CUDA graph that has captured collectives of this world (`graph.reset`): they
+        could not be aborted while it lives, and this process would lose its device. The next
+        world's graph is captured anew. Before there is a world, nothing can be captured.
+        """
+        assert self._group is not None, "there is no world yet"
+        self._group.captures.add(destroy)
 
     def steps(self, total: int) -> Iterator[Step]:
         """Yield each step once it is committed, up to `total` steps.

@@ -5,6 +5,7 @@ their sources. Tensors of the CPU are exchanged for real, through the members' s
 
 - F1: what is aborted ends, and looks as if it were complete; here it has written garbage.
 - F3: `break_` only sets a flag, and what runs ends some time later.
+- F5: an abort does not end while a graph lives that has captured the communicator (`capture`).
 - F8: forming cannot be broken off. It ends by the clock, and what was made is then broken.
 - F10: all operations of a group, messages among them, share one stream: each begins when the one
   before has ended. There are no tags, and a message has been sent once it was taken.
@@ -83,6 +84,19 @@ class _Aborted(Exception):
     """A kernel leaves because of the flag."""
 
 
+class FakeGraph:
+    """What has captured a communicator."""
+
+    def __init__(self, graphs: "set[FakeGraph]") -> None:
+        """Live, among `graphs`."""
+        self._graphs = graphs
+        graphs.add(self)
+
+    def reset(self) -> None:
+        """Be destroyed."""
+        self._graphs.discard(self)
+
+
 class FakeComm:
     """Members over a store; one thread does one operation after another."""
 
@@ -96,6 +110,7 @@ class FakeComm:
         self._stream = queue.SimpleQueue()
         self._aborted = threading.Event()
         self._running: set[Ticket] = set()
+        self._graphs: set[FakeGraph] = set()
         self._turns = Counter[str]()
         """What was done of each kind, and over each line."""
         threading.Thread(target=self._work, name="perdure-device", daemon=True).start()
@@ -161,6 +176,10 @@ class FakeComm:
         self._running.add(ticket)
         self._stream.put((kernel, ticket, tensor))
         return ticket
+
+    def capture(self) -> FakeGraph:
+        """Return a graph that holds up an abort until it is destroyed."""
+        return FakeGraph(self._graphs)
 
     # --- the device ---------------------------------------------------------------------------
 
@@ -249,12 +268,14 @@ class FakeComm:
             self._stream.put(None)
 
     def drained(self, timeout_s: float) -> bool:
-        """Wait until all of it has ended."""
+        """Wait until all of it has ended, and no graph lives."""
         until_s = time.monotonic() + timeout_s
         for ticket in list(self._running):
             ticket.work.wait(max(0.0, until_s - time.monotonic()))
             self.poll(ticket)
-        return not self._running and not self._device.error
+        while self._graphs and time.monotonic() < until_s:
+            time.sleep(_LOOK_S_MAX)
+        return not (self._running or self._graphs or self._device.error)
 
     def close(self) -> None:
         """Abort, as NCCL's communicators end."""

@@ -12,9 +12,11 @@
   share a stream, in the order in which they were begun: neighbours that send to each other need a
   communicator for each direction.
 
+- F5: an abort waits for CUDA graphs that have captured the communicator: `Group.captures` destroys
+  them, beside the abort.
+
 An error that NCCL itself sees (a dead peer, over sockets) is not looked for: the controller's order
-ends what waits for that peer. A CUDA graph that has captured a communicator has to be destroyed
-before a break, or the abort waits for it for ever; there is nothing for that here yet.
+ends what waits for that peer.
 """
 
 import functools
