@@ -6,7 +6,7 @@ BIN := .venv/bin
 SECOND_TRY := --reruns 1 -r R
 TRIES := $(CURDIR)/build/second-tries.txt
 
-.PHONY: setup demo test check lab nightly torches campaign platforms platforms-k8s bench clean
+.PHONY: setup demo test check lab nightly torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -44,6 +44,12 @@ nightly: setup
 # environments in build/, 5 GB, whose torches are downloaded once.
 torches: setup
 	@scripts/torches.sh
+
+# What only a GPU can show, on one GPU: three parts of 8 minutes at most, into .gpu (docs/gpu.md).
+# Without CUDA everything is skipped; `make gpu DRY=--dry` tries the harness on the CPU.
+PART ?= all
+gpu:
+	@scripts/gpu.sh $(PART) --out .gpu $(DRY)
 
 # All that is left out of `make test`, the platforms that this machine can have among it. What the
 # exploration finds is kept in .seeds and tried first by the next one.

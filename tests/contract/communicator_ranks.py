@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from perdure.model.nccl import ELASTIC
 from perdure.worker.elastic.apart import Broken
 from perdure.worker.elastic.communicators import Connect, gloo
 from perdure.worker.elastic.communicators.fake import FakeDevice
@@ -38,36 +39,48 @@ NCCL_ON_ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none",
     "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
     "NCCL_RAS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "2",
 }  # fmt: skip
 
 
-def open_engine(name: str, rank: int) -> tuple[Connect, str]:
+def open_engine(name: str, rank: int, build_s: float = BUILD_S) -> tuple[Connect, str]:
     """Return what connects, and the device on which its tensors are."""
     if name == "gloo":
-        gloo._BUILD_S = BUILD_S
+        gloo._BUILD_S = build_s
         return gloo.listen(), "cpu"
     if name == "fake":
-        return FakeDevice(late_s=0.002, build_s=BUILD_S).connect, "cpu"
+        return FakeDevice(late_s=0.002, build_s=build_s).connect, "cpu"
     from perdure.worker.elastic.communicators.nccl import open_device
 
-    os.environ |= NCCL_ON_ONE_GPU | {"NCCL_HOSTID": f"r{rank}"}
+    os.environ |= ELASTIC | NCCL_ON_ONE_GPU | {"NCCL_HOSTID": f"r{rank}"}
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = f"{build_s:.0f}"
     return open_device("cuda:0"), "cuda:0"
 
 
 class Rank:
-    """One of two, and what it tells the other one."""
+    """One of two, or of more, and what it tells the others."""
 
-    def __init__(self, number: int, engine: str, folder: str) -> None:
-        self.number, self.other = number, 1 - number
-        self.store: Any = vars(dist)["FileStore"](f"{folder}/store", 2)
+    def __init__(
+        self, number: int, engine: str, folder: str, *, size: int = 2, build_s: float = BUILD_S
+    ) -> None:
+        self.number, self.other, self.members = number, 1 - number, tuple(range(size))
+        self.engine, self._folder = engine, folder
+        self.store: Any = vars(dist)["FileStore"](f"{folder}/store", size)
         self.store.set_timeout(timedelta(seconds=LIMIT_S))
-        self.connect, self.device = open_engine(engine, number)
+        self.connect, self.device = open_engine(engine, number, build_s)
 
-    def group(self, name: str, overtaken: Callable[[], bool] = lambda: False) -> Group:
-        return Group((0, 1), self.number, PrefixStore(name, self.store), self.connect, overtaken)
+    def group(
+        self,
+        name: str,
+        overtaken: Callable[[], bool] = lambda: False,
+        members: tuple[int, ...] = (),
+        kind: type[Group] = Group,
+    ) -> Group:
+        store = PrefixStore(name, self.store)
+        return kind(members or self.members, self.number, store, self.connect, overtaken)
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether another rank's process is gone, as its parent has seen."""
+        return Path(self._folder, f"ended-{number}").exists()
 
     def make(self, *values: float) -> Tensor:
         return torch.tensor(values, device=self.device)
@@ -84,6 +97,10 @@ class Rank:
     def meet(self, place: str) -> None:
         self.say(place)
         self.hear(place)
+
+    def answer(self, said: Any) -> None:
+        """Leave a document for the parent."""
+        Path(self._folder, f"answer-{self.number}").write_text(json.dumps(said))
 
 
 @contextlib.contextmanager
@@ -264,16 +281,25 @@ CONTRACTS = (
 )
 
 
-def run(contract: Callable[[Rank], None], engine: str, folder: str) -> list[str]:
-    """Return what two forked ranks complain of."""
+def run(
+    contract: Callable[[Rank], None],
+    engine: str,
+    folder: str,
+    *,
+    size: int = 2,
+    build_s: float = BUILD_S,
+    limit_s: float = LIMIT_S,
+    killed: Collection[int] = (),
+) -> list[str]:
+    """Return what forked ranks complain of; those `killed` are to end by SIGKILL."""
     pids = []
-    for number in range(2):
+    for number in range(size):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
                 torch.set_num_threads(1)
-                contract(Rank(number, engine, folder))
+                contract(Rank(number, engine, folder, size=size, build_s=build_s))
                 code = 0
             except BaseException:
                 with open(f"{folder}/{number}", "w") as file:
@@ -281,17 +307,28 @@ def run(contract: Callable[[Rank], None], engine: str, folder: str) -> list[str]
             finally:
                 os._exit(code)
         pids.append(pid)
-    until_s, complaints = time.monotonic() + LIMIT_S, []
-    for number, pid in enumerate(pids):
-        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-            if time.monotonic() > until_s:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-        if ended[1]:
+    until_s, ends = time.monotonic() + limit_s, dict[int, int]()
+    while len(ends) < size:
+        for number in set(range(size)) - set(ends):
+            if (ended := os.waitpid(pids[number], os.WNOHANG))[0]:
+                ends[number] = os.waitstatus_to_exitcode(ended[1])
+                Path(folder, f"ended-{number}").touch()
+            elif time.monotonic() > until_s:
+                os.kill(pids[number], signal.SIGKILL)
+        time.sleep(0.01)
+    complaints = []
+    for number, code in sorted(ends.items()):
+        if code != (-signal.SIGKILL if number in killed else 0):
             said = Path(folder, str(number))
-            text = said.read_text() if said.exists() else f"status {ended[1]}"
+            text = said.read_text() if said.exists() else f"exit code {code}"
             complaints.append(f"rank {number}: {text}")
     return complaints
+
+
+def read_answers(folder: str, size: int) -> dict[int, Any]:
+    """Return what ranks have answered."""
+    paths = {number: Path(folder, f"answer-{number}") for number in range(size)}
+    return {n: json.loads(path.read_text()) for n, path in paths.items() if path.exists()}
 
 
 def main() -> None:

@@ -1,0 +1,100 @@
+"""The kit's harness, on the CPU: nothing here says anything about a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.sweep import read_stat
+
+from tests.gpu import kit
+from tests.gpu.kit import EXPERIMENTS, PART_S, PROBE_S, ROOT, Experiment
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(300)]
+
+FAILS = "def run(trial):\n    trial.check(True, '')\n    trial.check(1 == 2, 'one is not two')\n"
+ENDS = "import os\ndef run(trial):\n    trial.note(seen=3)\n    os.kill(os.getpid(), 11)\n"
+HANGS = """
+import os, subprocess, time
+def run(trial):
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    trial.note(pid=left.pid)
+    time.sleep(600)
+"""
+FORGETS = "def run(trial):\n    trial.expect(2)\n    trial.passed()\n"
+PASSES = "def run(trial):\n    trial.check(True, '')\n"
+
+
+def read_rows(out: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((out / "gpu.json").read_text())["rows"]
+    return rows
+
+
+def test_every_experiment_passes_dry(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu.sh", "all", "--dry", "--out", tmp_path],
+        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in read_rows(tmp_path)}
+    assert set(rows) == {one.name for one in EXPERIMENTS}
+    for row in rows.values():
+        assert row["result"] == "ok", row
+        assert row["dry"], "what a dry run has shown is called so"
+        assert row["device"] == "cpu"
+    assert sorted(line.split()[0] for line in done.stdout.splitlines()) == sorted(rows)
+
+
+def test_one_that_fails_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setattr(kit, "DRY_LIMIT_S", 8.0)
+    texts = {"fails": FAILS, "ends": ENDS, "hangs": HANGS, "forgets": FORGETS, "passes": PASSES}
+    for name, text in texts.items():
+        (tmp_path / f"trial_{name}.py").write_text(text)
+    table = [Experiment(f"T-{n}", f"trial_{n}", 1, 20, "") for n in texts]
+    out = tmp_path / "out"
+    began_s = time.monotonic()
+    assert kit.main(["1", "--dry", "--out", str(out)], table) == 1
+    assert time.monotonic() - began_s < 60
+    rows = {row["name"].removeprefix("T-"): row for row in read_rows(out)}
+    results = {name: (row["result"], row["passed"], row["of"]) for name, row in rows.items()}
+    assert results["fails"] == ("failed", 1, 2)
+    assert rows["fails"]["reason"] == "AssertionError: one is not two"
+    assert "SIGSEGV" in rows["ends"]["reason"]
+    assert rows["ends"]["figures"] == {"seen": 3}
+    assert results["hangs"][0] == "failed"
+    assert "did not end within" in rows["hangs"]["reason"]
+    assert not read_stat(rows["hangs"]["figures"]["pid"])[1], "what it had started is still there"
+    assert rows["forgets"]["reason"] == "only 1 of 2 tries have passed"
+    said = capsys.readouterr().out.splitlines()
+    assert "T-fails failed 1/2 (dry): AssertionError: one is not two" in said
+    assert kit.main(["1", "--dry", "--out", str(out), "--only", "T-passes"], table) == 0
+    assert Counter(row["name"] for row in read_rows(out))["T-fails"] == 1, "older rows stay"
+    assert read_rows(out)[-1]["result"] == "ok"
+
+
+def test_without_cuda_all_are_skipped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu.sh", "all", "--out", tmp_path],
+        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"{one.name} skipped: no CUDA device here" for one in EXPERIMENTS
+    ]
+    assert {(row["result"], row["dry"]) for row in read_rows(tmp_path)} == {("skipped", False)}
+
+
+def test_the_limits_of_a_part_fit_into_it() -> None:
+    for part in (1, 2, 3):
+        limits = [one.limit_s for one in EXPERIMENTS if one.part == part]
+        assert sum(limits) <= PART_S - PROBE_S
