@@ -59,6 +59,10 @@ class Experiment(NamedTuple):
 EXPERIMENTS = (
     Experiment("G11", "tests.gpu.g11_break", 2, 50, "a peer stands still in an all-reduce"),
     Experiment("G17", "tests.gpu.g17_exact", 2, 80, "exact sums in worlds of 1 to 4, and kills"),
+    Experiment("G2", "tests.gpu.g02_fork", 1, 100, "contexts in ranks forked from the image"),
+    Experiment("G4", "tests.gpu.g04_respawn", 1, 120, "memory of a killed process, taken anew"),
+    Experiment("G7", "tests.gpu.g07_checkpoint", 1, 80, "checkpoints beside updates"),
+    Experiment("G15", "tests.gpu.g15_form", 2, 45, "a member never comes while a world forms"),
 )
 """In the order in which they run: first what decides most."""
 
