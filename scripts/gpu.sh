@@ -12,7 +12,7 @@ if [ -z "$python" ]; then
   [ -x "$python" ] || python="$(command -v python3 || true)"
 fi
 [ -n "$python" ] || { say "there is no Python here; set PYTHON"; exit 3; }
-if [ -d .gpu-bundle ] && [ "$python" != .venv/bin/python ]; then
+if [ -d .gpu-bundle ] && ! "$python" -c 'import msgspec, nats' 2>/dev/null; then
   site="$PWD/.gpu-bundle/site"
   if [ ! -f "$site/.unpacked" ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" .gpu-bundle/*.whl

@@ -40,7 +40,7 @@ PART_S = 480.0
 """Bound of a part, all its experiments together."""
 PROBE_S = 40.0
 """Of it, for finding out what machine this is."""
-DRY_LIMIT_S = 60.0
+DRY_LIMIT_S = 120.0
 MARK = "PERDURE_GPU_KIT"
 """The variable by which whatever an experiment has started is known as its own."""
 _LOOK_S = 0.05
@@ -63,6 +63,11 @@ EXPERIMENTS = (
     Experiment("G4", "tests.gpu.g04_respawn", 1, 120, "memory of a killed process, taken anew"),
     Experiment("G7", "tests.gpu.g07_checkpoint", 1, 80, "checkpoints beside updates"),
     Experiment("G15", "tests.gpu.g15_form", 2, 45, "a member never comes while a world forms"),
+    Experiment("G0", "tests.gpu.g00_two_ranks", 2, 60, "two ranks of one GPU sum once"),
+    Experiment("G5", "tests.gpu.g05_lost", 1, 60, "a rank loses its device"),
+    Experiment("G13", "tests.gpu.g13_side_by_side", 2, 90, "four communicators, broken at once"),
+    Experiment("G14", "tests.gpu.g14_graph", 2, 45, "a graph has captured the communicator"),
+    Experiment("G16", "tests.gpu.g16_growth", 2, 65, "what thirty epochs leave"),
 )
 """In the order in which they run: first what decides most."""
 
@@ -334,6 +339,8 @@ def main(argv: Sequence[str], experiments: Sequence[Experiment] = EXPERIMENTS) -
         if names - {one.name for one in chosen}:
             parser.error(f"this part has no {', '.join(sorted(names - {o.name for o in chosen}))}")
         chosen = [one for one in chosen if one.name in names]
+    if not chosen:
+        parser.error(f"part {asked.part} has no experiments yet")
     asked.out.mkdir(parents=True, exist_ok=True)
     out = asked.out.resolve()
     ends_s = {part: 0.0 for part in (1, 2, 3)}

@@ -14,7 +14,7 @@ def fork_ranks(
     *,
     size: int = 2,
     engine: str = "",
-    build_s: float = BUILD_S,
+    build_s: float = 0.0,
     limit_s: float = 60.0,
     killed: Collection[int] = (),
 ) -> dict[int, Any]:
@@ -25,8 +25,9 @@ def fork_ranks(
     """
     with tempfile.TemporaryDirectory(dir=trial.folder) as folder:
         complaints = run(
-            body, engine or trial.engine, folder,
-            size=size, build_s=build_s, limit_s=limit_s, killed=killed,
+            body, engine or trial.engine, folder, size=size,
+            build_s=build_s or trial.choose(10.0, BUILD_S),
+            limit_s=limit_s, killed=killed,
         )  # fmt: skip
         for text in complaints:
             print(text, flush=True)
