@@ -1,6 +1,6 @@
 """What is asked of every engine, by two real ranks each: `CONTRACTS`, one after another.
 
-usage: python -m tests.contract.communicator_ranks gloo|fake|nccl
+usage: python -m tests.contract.communicator_ranks gloo|fake|split|nccl|split-nccl
 
 Answers by one line of JSON: name of a contract -> what its ranks have to complain of. Ranks are
 forked from a process that has torch imported and has run no operator. With NCCL two processes
@@ -29,6 +29,7 @@ from perdure.model.nccl import ELASTIC
 from perdure.worker.elastic.apart import Broken
 from perdure.worker.elastic.communicators import Connect, gloo
 from perdure.worker.elastic.communicators.fake import FakeDevice
+from perdure.worker.elastic.communicators.split import beside, choose_engine
 from perdure.worker.elastic.group import Group, PrefixStore
 
 BUILD_S = 2.0
@@ -49,11 +50,23 @@ def open_engine(name: str, rank: int, build_s: float = BUILD_S) -> tuple[Connect
         return gloo.listen(), "cpu"
     if name == "fake":
         return FakeDevice(late_s=0.002, build_s=build_s).connect, "cpu"
+    if name == "split":
+        gloo._BUILD_S = build_s
+        device = FakeDevice(late_s=0.002, build_s=build_s)
+        return beside(device.connect, gloo.listen(), is_float32), "cpu"
     from perdure.worker.elastic.communicators.nccl import open_device
 
     os.environ |= ELASTIC | NCCL_ON_ONE_GPU | {"NCCL_HOSTID": f"r{rank}"}
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = f"{build_s:.0f}"
+    if name == "split-nccl":  # As the training loop has it.
+        gloo._BUILD_S = build_s
+        return choose_engine(torch.device("cuda:0")), "cuda:0"
     return open_device("cuda:0"), "cuda:0"
+
+
+def is_float32(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for one of the device, where two engines are together."""
+    return tensor.dtype == torch.float32
 
 
 class Rank:
@@ -141,6 +154,28 @@ def what_is_begun_moves_tensors(rank: Rank) -> None:
                 message.zero_()
                 group.wait_for(group.receive(message, source, tag))
                 assert message.tolist() == [10.0 * tag + source]
+    group.give_up()
+
+
+def what_is_on_the_cpu_moves_beside_the_device(rank: Rank) -> None:
+    if not rank.engine.startswith("split"):
+        return
+    group = rank.group("beside")
+    device, host = rank.make(1.0 + rank.number), torch.ones(2, dtype=torch.float64)
+    taken = torch.zeros(3, dtype=torch.uint8)
+    with at_once():  # Each sends first: over one stream both would wait for ever.
+        group.all_reduce(device)
+        group.all_reduce(host)
+        message = rank.make(7.0 + rank.number)
+        came = torch.zeros_like(message)
+        sent = group.send(message, rank.other, 0)
+        group.wait_for(group.receive(came, rank.other, 0))
+        group.wait_for(sent)
+        group.send(torch.full((3,), rank.number, dtype=torch.uint8), rank.other, 1)
+        group.receive(taken, rank.other, 1)
+        group.meet()
+    assert (device.tolist(), host.tolist()) == ([3.0], [2.0, 2.0])
+    assert (came.tolist(), taken.tolist()) == ([7.0 + rank.other], [rank.other] * 3)
     group.give_up()
 
 
@@ -271,6 +306,7 @@ def epoch_follows_epoch(rank: Rank) -> None:
 
 CONTRACTS = (
     what_is_begun_moves_tensors,
+    what_is_on_the_cpu_moves_beside_the_device,
     looking_never_waits,
     who_breaks_does_not_wait_and_leaves_nothing_under_way,
     who_waits_hears_of_a_break,

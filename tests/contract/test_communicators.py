@@ -14,12 +14,15 @@ import torch
 
 from tests.contract.communicator_ranks import CONTRACTS
 
-NCCL = pytest.param(
-    "nccl",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    ],
+NCCL, SPLIT_NCCL = (
+    pytest.param(
+        engine,
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    )
+    for engine in ("nccl", "split-nccl")
 )
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -35,7 +38,7 @@ def find_complaints(engine: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["gloo", "fake", NCCL])
+@pytest.mark.parametrize("engine", ["gloo", "fake", "split", NCCL, SPLIT_NCCL])
 @pytest.mark.parametrize("contract", [one.__name__ for one in CONTRACTS])
 def test_an_engine_keeps_a_contract(contract: str, engine: str) -> None:
     assert find_complaints(engine)[contract] == []

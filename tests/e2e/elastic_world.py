@@ -37,6 +37,7 @@ from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
 from perdure.worker.elastic.communicators import gloo
 from perdure.worker.elastic.communicators.fake import FakeComm, FakeDevice
+from perdure.worker.elastic.communicators.split import beside
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
@@ -194,10 +195,11 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
         return inputs, targets
 
     line = Line(me, joins, sock)
+    connect = make_connect(scenario, device)
     if "stages" in scenario:
-        replica, trainer = make_stages(scenario, model, load, killer, line)
+        replica, trainer = make_stages(scenario, model, load, killer, line, connect)
     else:
-        replica, trainer = make_trainer(scenario, model, compute, line, device)
+        replica, trainer = make_trainer(scenario, model, compute, line, connect)
     killer.wrap(group_module.Group, "wait", "reduce", "reduced")
     killer.wrap(replica, "update", "optimizer", "applied")
     killer.wrap(trainer, "_form", "form")
@@ -229,6 +231,19 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
             out.flush()
 
 
+def make_connect(scenario: dict[str, Any], device: FakeDevice) -> Any:
+    """Return what connects over `device`, with gloo beside it where it is `split`; else None."""
+    if "device" not in scenario:
+        return None
+    connect = lambda *args: device.connect(*args)  # noqa: E731
+    return beside(connect, gloo.listen(), is_gradient) if scenario.get("split") else connect
+
+
+def is_gradient(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for one of the device, where two engines are together."""
+    return tensor.dtype == torch.float32 and tensor.numel() > 1
+
+
 def capture_worlds(trainer: Trainer, *, registered: bool) -> None:
     """Capture each world's communicator in a graph, which is `registered` to be destroyed."""
     form: Any = trainer._form
@@ -246,16 +261,15 @@ def capture_worlds(trainer: Trainer, *, registered: bool) -> None:
 
 
 def make_trainer(
-    scenario: dict[str, Any], model: nn.Module, compute: Any, membership: Line, device: FakeDevice
+    scenario: dict[str, Any], model: nn.Module, compute: Any, membership: Line, connect: Any
 ) -> tuple[Any, Trainer]:
-    """Return what is trained, replicated or sharded, and its loop; over `device` where one is."""
+    """Return what is trained, replicated or sharded, and its loop; over gloo without `connect`."""
     common = {"count": scenario["batch"] // scenario["micro_batch"], "seed": 3}
     common |= {"exact": scenario.get("exact", False), "bucket_bytes": 4096}
     if "shard" not in scenario:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         replica = Replica(model, optimizer, clip_norm=1.0)
         state = ReplicatedState(replica, compute, **common)
-        connect = (lambda *args: device.connect(*args)) if "device" in scenario else None
         return replica, Trainer(state, membership=membership, connect=connect)
     from perdure.worker.elastic.state.sharded import ShardedReplica, ShardedState
 
@@ -265,11 +279,16 @@ def make_trainer(
         snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
         **common,
     )  # fmt: skip
-    return sharded, Trainer(state, membership=membership)
+    return sharded, Trainer(state, membership=membership, connect=connect)
 
 
 def make_stages(
-    scenario: dict[str, Any], model: nn.Sequential, load: Any, killer: Killer, membership: Line
+    scenario: dict[str, Any],
+    model: nn.Sequential,
+    load: Any,
+    killer: Killer,
+    membership: Line,
+    connect: Any,
 ) -> tuple[Any, Any]:
     """Return what is trained, cut into stages, and its loop."""
     from perdure.plan.elastic.stages import Model, choose_balanced, cut_balanced
@@ -297,7 +316,7 @@ def make_stages(
         bucket_bytes=scenario.get("bucket_bytes", 4096),
         snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
     )  # fmt: skip
-    return replica, Trainer(state, membership=membership)
+    return replica, Trainer(state, membership=membership, connect=connect)
 
 
 def name_part(replica: Any) -> str | None:

@@ -34,6 +34,17 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         scenario("hang", 4, hang={"1": "forward 3"}, kill={"0": "backward 6"}, **LATE),
         scenario("graphs", 3, capture={}, kill={"2": "reduce 4"}, joins=1, **LATE),
         scenario("graph-lives", 3, capture={"1": "unregistered"}, kill={"2": "reduce 4"}, **LATE),
+        scenario("split-kill", 3, split=True, joins=1, join_epoch=1, kill={"1": "reduce 4"},
+                 **LATE),
+        scenario("split-exact", 4, split=True, exact=True, joins=1, join_epoch=1,
+                 kill={"0": "reduced 3", "2": "optimizer 5"}, **LATE),
+        scenario("split-lose", 3, split=True, lose={"1": "reduce 4"}, **LATE),
+        scenario("split-hang", 4, split=True, hang={"1": "forward 3"}, kill={"0": "backward 6"},
+                 **LATE),
+        scenario("split-stages", 4, split=True, stages=2, exact=True, joins=1, join_epoch=1,
+                 kill={"3": "backward 7", "2": "optimizer 4"}, **LATE),
+        scenario("split-shard", 4, split=True, shard=2, joins=1, join_epoch=1,
+                 kill={"1": "reduced 41"}, **LATE),
         *(seeded(seed, **LATE) for seed in range(3)),
     )
 }  # fmt: skip
@@ -52,7 +63,7 @@ def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Outcome], nam
 
 
 def test_who_has_lost_its_device_ends_and_the_others_go_on(outcomes: dict[str, Outcome]) -> None:
-    for name in ("lose", "hang"):
+    for name in ("lose", "hang", "split-lose", "split-hang"):
         found = outcomes[name]
         assert found["answer"]["ends"]["1"] == DeviceLostError.exit_code
         assert len(found["rows"]["1"]) < STEPS
@@ -70,6 +81,7 @@ def test_a_graph_that_nobody_destroys_costs_its_process_the_device(
 
 def test_exact_losses_are_those_of_one_process(outcomes: dict[str, Outcome]) -> None:
     (alone,) = outcomes["exact-1"]["rows"].values()
-    found = outcomes["exact-killed"]["rows"]["1"]
-    assert [row["losses"] for row in found] == [row["losses"] for row in alone]
-    assert found[-1]["hash"] == alone[-1]["hash"]
+    for name in ("exact-killed", "split-exact"):
+        found = outcomes[name]["rows"]["1"]
+        assert [row["losses"] for row in found] == [row["losses"] for row in alone]
+        assert found[-1]["hash"] == alone[-1]["hash"]

@@ -20,5 +20,5 @@ def lose(state: Any, source: Any) -> None:
 
 
 ReplicatedState.update = lose  # type: ignore[method-assign]
-trainer.listen = lambda: DEVICE.connect  # type: ignore[assignment, return-value]
+trainer.choose_engine = lambda device: DEVICE.connect  # type: ignore[assignment, return-value]
 runpy.run_path(str(Path(__file__).with_name("elastic.py")), run_name="__main__")

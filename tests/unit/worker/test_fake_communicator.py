@@ -103,6 +103,18 @@ def test_who_hangs_has_lost_its_device(two: Two, monkeypatch: pytest.MonkeyPatch
         group.wait()
 
 
+def test_two_that_send_to_each_other_first_wait_for_ever_over_one_stream(two: Two) -> None:
+    sent = [group.send(torch.ones(1), 1 - group.me, 0) for group in two.groups]
+    for group in two.groups:
+        group.receive(torch.zeros(1), 1 - group.me, 0)
+    time.sleep(0.2)
+    assert {g.comm.poll(t) for g, t in zip(two.groups, sent, strict=True)} == {"running"}
+    for group in two.groups:
+        group.break_()
+        with pytest.raises(Broken):
+            group.wait()
+
+
 def test_an_error_of_the_device_is_for_ever(two: Two) -> None:
     group, device = two.groups[0], two.devices[0]
     ticket = group.comm.all_reduce(torch.ones(1))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from perdure.model.errors import ProtocolError
 from perdure.plan.elastic.shards import Shard, ShardReformation, Source, Transfer, plan_transfers
@@ -88,6 +88,12 @@ def list_blobs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         blobs[-1].append(tensor)
         filled += tensor.nbytes
     return blobs
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """Return where the parameters are that are trained; the CPU where there are none."""
+    found = (p.device for p in model.parameters() if p.requires_grad)
+    return next(found, torch.device("cpu"))
 
 
 def join_blob(tensors: Sequence[Tensor]) -> Tensor:

@@ -34,7 +34,7 @@ from perdure.plan.elastic.commit import FRESH
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
 from perdure.worker.elastic.communicators import Connect
-from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.communicators.split import choose_engine
 from perdure.worker.elastic.group import (
     Broken,
     Group,
@@ -84,7 +84,8 @@ class Trainer:
     ) -> None:
         """Train `state` as a member of `membership`'s worlds, with the live settings `config`.
 
-        Members `connect` over gloo; tests give another engine.
+        Members `connect` by where the parameters are: over gloo, and for a GPU over NCCL beside
+        it. Tests give another engine.
         """
         self.state, self._connect = state, connect
         self._membership = membership
@@ -316,8 +317,8 @@ class Trainer:
         offered, supervised = self.state.followed, self._membership.supervised
         if supervised or not self.state.whole:
             self.state.prepare(joins=self._membership.joins)
-        if supervised:
-            self._connect = self._connect or listen()  # A spare has it when it is called.
+        if supervised:  # A spare has it when it is called.
+            self._connect = self._connect or choose_engine(self.state.replica.device)
         self._membership.announce(
             self._donor.open(read_host_address()) if supervised else "",
             offered.replica.nbytes if offered is not None else 0,
@@ -375,7 +376,7 @@ class Trainer:
         state, membership, line = self.state, self._membership, self._make_line()
         store = membership.store() if len(members) > 1 else _HashStore()
         if len(members) > 1:
-            self._connect = self._connect or listen()
+            self._connect = self._connect or choose_engine(self.state.replica.device)
         self._catching.finish(store, members)
         me, overtaken = membership.me, membership.overtaken
         progress = exchange_progress(store, members, me, state.stand(), overtaken)

@@ -9,8 +9,8 @@
 - F8: it is made without blocking, and ready once a first all-reduce has ended. Until then only the
   thread that makes it touches it, and ends by the clock (TORCH_NCCL_NONBLOCKING_TIMEOUT).
 - F10: it is connected ahead of its first use, so that no message makes a hidden one. All messages
-  share a stream, in the order in which they were begun: neighbours that send to each other need a
-  communicator for each direction.
+  share a stream, in the order in which they were begun, so that neighbours that send to each other
+  would need a communicator for each direction. The training loop sends none over NCCL (`split`).
 
 - F5: an abort waits for CUDA graphs that have captured the communicator: `Group.captures` destroys
   them, beside the abort.

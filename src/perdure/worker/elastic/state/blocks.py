@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.stages import Runs, Section, list_blocks
 from perdure.worker.checkpoint.registry import Registry
-from perdure.worker.elastic.moving import PARAMETER
+from perdure.worker.elastic.moving import PARAMETER, find_device
 from perdure.worker.elastic.state import load_settings, read_settings
 from perdure.worker.elastic.state.replicated import BufferGuard
 
@@ -52,7 +52,8 @@ class StagedReplica:
         """The norm of all blocks' gradients, by which the next update is clipped."""
         self.runs: Runs = (Section(0, len(self.blocks)),)
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
-        self._anchor = nn.Parameter(torch.zeros(1))
+        self.device = find_device(self.model)
+        self._anchor = nn.Parameter(torch.zeros(1, device=self.device))
         """Has no gradient: a stage without parameters has settings and a schedule too."""
         self.shapes = [{n: t.shape for n, t in _list_tensors(b).items()} for b in self.blocks]
         self.sizes = tuple(_count_bytes(block) for block in self.blocks)
@@ -121,7 +122,7 @@ class StagedReplica:
         for block, state in states.items():
             tensors = _list_tensors(self.blocks[block])
             for name, values in state.items():
-                tensors[name].data = values[PARAMETER].to(self._anchor.device)
+                tensors[name].data = values[PARAMETER].to(self.device)
             for name, parameter in self.blocks[block].named_parameters():
                 entries.pop(parameter, None)
                 mine = {k: v for k, v in state[name].items() if k != PARAMETER}

@@ -12,7 +12,7 @@ from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
 from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.moving import move_blocks, open_state, pack_state
+from perdure.worker.elastic.moving import find_device, move_blocks, open_state, pack_state
 from perdure.worker.elastic.snapshots import Snapshots
 from perdure.worker.elastic.state import At, Followed, Source, Taken
 
@@ -36,6 +36,7 @@ class Replica:
         """
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.scaler, self._clip_norm = scaler, clip_norm
+        self.device = find_device(model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if scaler is not None:  # Who follows or rolls forward may not have scaled a loss yet.
             scaler.scale(self.parameters[0].new_zeros(1))

@@ -58,7 +58,7 @@ from perdure.plan.elastic.shards import (
 from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group, ShardGroup
 from perdure.worker.elastic.membership import read_node_name
-from perdure.worker.elastic.moving import PARAMETER, Parts, move_rows, share_plain
+from perdure.worker.elastic.moving import PARAMETER, Parts, find_device, move_rows, share_plain
 from perdure.worker.elastic.snapshots import Snapshots
 from perdure.worker.elastic.state import PartState, Taken, load_settings, read_settings
 from perdure.worker.elastic.state.replicated import BufferGuard
@@ -81,7 +81,7 @@ class Skeleton:
                     hint="give it the shape (1,), or train it replicated",
                 )
         self.lengths = sorted({shape[0] for shape in self.shapes.values()})
-        self.device = next(model.parameters()).device
+        self.device = find_device(model)
         self._options = dict(options)
         self._template = _strip(model)
         self._names = (f"world{number}" for number in itertools.count(1))
@@ -267,6 +267,7 @@ class ShardedReplica:
     ) -> None:
         """Shard `model`, once `adopt` says how; `options` go to `fully_shard`."""
         self.skeleton = Skeleton(model, options or {})
+        self.device = self.skeleton.device
         self.stand_ins = self.skeleton.stand_ins()
         self.parameters = list(self.stand_ins.values())
         self._model: nn.Module | None = None
