@@ -55,6 +55,8 @@ class Attachment:
         """Phases of the start-up that were stamped."""
         self.started = False
         """The phase is the loop's from now on."""
+        self._compiles = False
+        """Compilations are declared."""
         self.faults = Faults(
             rank=ring.rank,
             generation=ring.generation,
@@ -140,6 +142,16 @@ class Attachment:
             join_replica(self)
             after_import("torchft", install)
 
+    def declare_compilations(self) -> None:
+        """Show compilations by torch as busy phases, as soon as it is ready to compile."""
+        if self._compiles:
+            return
+        self._compiles = True
+        from perdure.worker.compiling import declare_compilations
+        from perdure.worker.start.cold import after_import
+
+        after_import("torch._dynamo.callback", declare_compilations)
+
     def stop(self) -> None:
         """End the threads and hand over what is left; the ring stays.
 
@@ -202,6 +214,7 @@ def attach_rank() -> Attachment | None:
             attachment.start_control()
             attachment.start_recorder()
             attachment.start_replica()
+            attachment.declare_compilations()
     except Exception as error:
         say(f"cannot watch this rank: {error!r}")
         return _attachment
