@@ -68,7 +68,9 @@ SEVERITIES: dict[str, tuple[str, tuple[float, ...], str]] = {
 LEARN_S = 9.0
 """Training before the first fault of a generation."""
 JOB_EPISODES = 40
-"""Then a new job: what a healed hang teaches the detector shall not pile up."""
+"""Then a new job. A hang that is healed, and slowness that ends by itself, teach the detector that
+the job has such: in a job that holds many, later ones are told later, or not. `--episodes 1` shows
+the first ones alone."""
 THRESHOLDS = ("src/perdure/detect", "src/perdure/policy", "src/perdure/model/job.py")
 """What says when a verdict is reached, and what is done about it."""
 TRIES = 2
@@ -166,7 +168,7 @@ class Bench:
     def get_job(self) -> LabJob:
         """Return a job that trains and has learned what is usual."""
         if self.job is not None and (
-            self.job.process.poll() is not None or self.episodes >= JOB_EPISODES
+            self.job.process.poll() is not None or self.episodes >= self.args.episodes
         ):
             self.end()
         if self.job is None:
@@ -329,6 +331,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30, help="of this piece")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--frozen", default="", metavar="COMMIT", help="of the thresholds")
+    parser.add_argument(
+        "--episodes", type=int, default=JOB_EPISODES, metavar="N",
+        help="then a new job; 1: each fault is the first one of its job",
+    )  # fmt: skip
     parser.add_argument("--only", default="", help="faults, separated by commas")
     parser.add_argument("--out", default="matrix.jsonl")
     parser.add_argument("--healthy", type=float, default=0.0, metavar="MINUTES")
