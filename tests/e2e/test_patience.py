@@ -54,3 +54,12 @@ def test_evaluation_recompile_and_late_read_survive(start: Start, part: float) -
     assert (hang["certain"], hang["ground"]) == (False, "habit")
     assert hang["acts_s"] - hang["confirmed_s"] > 590
     assert hang["confirmed_s"] - hang["first_seen_s"] < 0.5 * part * STALLS["read"]
+
+
+@pytest.mark.slow
+def test_what_torch_compiles_in_mid_training_is_said_of_nobody(start: Start) -> None:
+    """Nor is the first import of what compiles, which takes seconds."""
+    words = [str(SCRIPTS / "stall.py"), "recompile", "--for-s", "9", "--declare"]
+    job = start("recompile", "-n", "2", *words)
+    assert job.wait() == 0, job.text()
+    assert not [v for v in find_verdicts(job) if v["step"] >= STALL_STEP]

@@ -147,10 +147,9 @@ class Attachment:
         if self._compiles:
             return
         self._compiles = True
-        from perdure.worker.compiling import declare_compilations
-        from perdure.worker.start.cold import after_import
+        from perdure.worker.compiling import watch_compilations
 
-        after_import("torch._dynamo.callback", declare_compilations)
+        watch_compilations()
 
     def stop(self) -> None:
         """End the threads and hand over what is left; the ring stays.

@@ -3,7 +3,8 @@
 A rank that compiles makes no step and enters no collective, for seconds or minutes, and others wait
 for it: it looks like a hang from outside. torch says when a compilation begins and ends (of a
 frame, of its backward pass, of a graph that is captured); meanwhile the rank is in the busy phase
-`compile`. A script that calls `torch._dynamo.reset()` removes whoever listens, perdure too.
+`compile`, as it is while what compiles is imported. `torch._dynamo.reset()` forgets whoever
+listens, so perdure listens anew after it.
 """
 
 import contextlib
@@ -11,9 +12,19 @@ from types import ModuleType
 from typing import Any
 
 from perdure.worker.busy import declare_busy
+from perdure.worker.start.cold import after_import
 
 AT_MOST_S = 600.0
 """A compilation that takes longer is told of, as any silence is: its workers may hang, too."""
+
+
+def watch_compilations() -> None:
+    """Declare compilations as soon as the script is ready to compile, and the import before."""
+    after_import(
+        "torch._dynamo",
+        lambda dynamo: declare_compilations(dynamo.callback),
+        within=declare_busy("compile", at_most_s=AT_MOST_S),
+    )
 
 
 def declare_compilations(callbacks: ModuleType) -> None:
@@ -31,7 +42,22 @@ def declare_compilations(callbacks: ModuleType) -> None:
         with contextlib.suppress(Exception):
             phase.__exit__(None, None, None)
 
-    handler: Any = getattr(callbacks, "callback_handler", None)
-    if hasattr(handler, "register_start_callback") and hasattr(handler, "register_end_callback"):
+    def listen() -> None:
         handler.register_start_callback(begin)
         handler.register_end_callback(end)
+
+    handler: Any = getattr(callbacks, "callback_handler", None)
+    if all(
+        hasattr(handler, name)
+        for name in ("register_start_callback", "register_end_callback", "clear")
+    ):
+        clear = handler.clear
+
+        def clear_others() -> None:
+            try:
+                clear()
+            finally:
+                listen()
+
+        handler.clear = clear_others
+        listen()

@@ -1,8 +1,9 @@
 """Steps at a pace, and once something that takes very long and is no failure.
 
 evaluate: rank 0 computes now and then while the others wait for it; compile: rank 0 holds its
-interpreter's lock while it waits for a compiler; read: rank 1 waits for a file system that answers
-late. With --declare the script calls perdure.init(), otherwise it knows nothing of perdure.
+interpreter's lock while it waits for a compiler; recompile: torch compiles on rank 0; read: rank 1
+waits for a file system that answers late. With --declare the script calls perdure.init(), otherwise
+it knows nothing of perdure.
 """
 
 import argparse
@@ -38,6 +39,16 @@ def compile_long(duration_s: float) -> None:
         ctypes.PyDLL(None).sleep(int(duration_s))
 
 
+def recompile(duration_s: float) -> None:
+    """Have torch compile for so long, and run what it has made."""
+
+    def compile_graph(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        time.sleep(duration_s)
+        return graph
+
+    torch.compile(lambda x: 2 * x, backend=compile_graph)(torch.ones(8))
+
+
 def read_late(duration_s: float) -> None:
     """Block in one read."""
     read, write = os.pipe()
@@ -56,7 +67,7 @@ def count(total: int, declare: bool) -> Iterator[int]:
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("what", choices=["evaluate", "compile", "read"])
+parser.add_argument("what", choices=["evaluate", "compile", "recompile", "read"])
 parser.add_argument("--for-s", type=float, required=True)
 parser.add_argument("--declare", action="store_true")
 args = parser.parse_args()
@@ -69,6 +80,8 @@ for step in count(150, args.declare):
             evaluate(args.for_s)
         elif args.what == "compile" and rank == 0:
             compile_long(args.for_s)
+        elif args.what == "recompile" and rank == 0:
+            recompile(args.for_s)
         elif args.what == "read" and rank == 1:
             read_late(args.for_s)
         print(f"stalled for {time.monotonic() - began:.1f} s", flush=True)

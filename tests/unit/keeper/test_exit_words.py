@@ -30,21 +30,26 @@ exec(open(sys.argv[1]).read())
 """
 
 
+def run_rank(program: str, script: str, folder: Path) -> tuple[ExitRecord, str]:
+    """Return the record of a rank that runs `script`, and what it has said on standard error."""
+    path = folder / "leaves.py"
+    path.write_text(f"import sys\n{script}\n")
+    evidence = make_evidence(folder)
+    command = [sys.executable, "-c", program, str(path), evidence.traceback_file]
+    with open(evidence.stderr, "wb") as stderr:
+        done = subprocess.run(command, stderr=stderr, timeout=60, check=False)
+    return make_record(evidence, done.returncode << 8), Path(evidence.stderr).read_text()
+
+
 @pytest.mark.parametrize("program", [PROGRAM, COLD])
 def test_who_has_lost_its_device_leaves_at_once_and_says_so(program: str, tmp_path: Path) -> None:
     """A destructor might wait for the device for ever."""
-    (tmp_path / "loses.py").write_text(f"import sys\n{LOST}\n")
-    evidence = make_evidence(tmp_path)
-    command = [sys.executable, "-c", program, str(tmp_path / "loses.py"), evidence.traceback_file]
-    with open(evidence.stderr, "wb") as stderr:
-        done = subprocess.run(command, stderr=stderr, timeout=60, check=False)
-    record = make_record(evidence, done.returncode << 8)
+    record, said = run_rank(program, LOST, tmp_path)
     words = "an illegal memory access was encountered"
     assert record.cause == f"device lost (exit code 5): {words}"
     reason = explain_exit(record, 0.0, 7, None).reason
     assert reason.startswith(f"the device of rank {record.rank} was lost")
     assert reason.endswith(words)
-    said = Path(evidence.stderr).read_text()
     assert words in said
     assert "cleared up" not in said
 
@@ -70,12 +75,7 @@ def test_a_script_that_leaves_with_that_code_has_lost_nothing() -> None:
 def test_a_reason_given_to_exit_is_the_ranks(
     script: str, code: int, error: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "leaves.py").write_text(f"import sys\n{script}\n")
-    evidence = make_evidence(tmp_path)
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "leaves.py"), evidence.traceback_file]
-    with open(evidence.stderr, "wb") as stderr:
-        done = subprocess.run(command, stderr=stderr, timeout=60, check=False)
-    record = make_record(evidence, done.returncode << 8)
+    record, _ = run_rank(PROGRAM, script, tmp_path)
     assert record.code == code
     assert record.error.startswith(error)
     assert len(record.error) <= 4096

@@ -1,5 +1,7 @@
 """A compilation by torch is a busy phase while it lasts, and no longer."""
 
+import importlib
+import sys
 import types
 
 import pytest
@@ -7,15 +9,17 @@ import torch
 import torch._dynamo.callback as callbacks
 from tests.unit.worker.test_busy import ring  # noqa: F401
 
+from perdure.worker.busy import declare_busy
 from perdure.worker.compiling import declare_compilations
+from perdure.worker.start.cold import after_import
 
 
 @pytest.fixture(autouse=True)
 def forgotten():
     """Leave no listener and no compiled code to other tests."""
     yield
+    callbacks.callback_handler.__dict__.pop("clear", None)
     torch._dynamo.reset()
-    callbacks.callback_handler.clear()
 
 
 def test_a_compilation_is_shown_and_is_over_with_its_end(ring):  # noqa: F811
@@ -37,6 +41,19 @@ def test_a_compilation_is_shown_and_is_over_with_its_end(ring):  # noqa: F811
     assert ring().busy_phase is None
 
 
+def test_a_script_that_makes_dynamo_forget_everything_is_watched_on(ring):  # noqa: F811
+    declare_compilations(callbacks)
+    torch._dynamo.reset()
+    torch._dynamo.reset()
+    shown = []
+    torch.compile(lambda x: 3 * x, backend=lambda g, _: shown.append(ring().busy_phase) or g)(
+        torch.ones(2)
+    )
+    assert [phase.name for phase in shown] == ["compile"]
+    assert len(callbacks.callback_handler.start_callbacks) == 1
+    assert ring().busy_phase is None
+
+
 def test_a_compilation_that_fails_is_over_too(ring):  # noqa: F811
     declare_compilations(callbacks)
 
@@ -51,3 +68,18 @@ def test_a_compilation_that_fails_is_over_too(ring):  # noqa: F811
 
 def test_a_torch_without_callbacks_is_left_as_it_is():
     declare_compilations(types.ModuleType("callback"))
+
+
+def test_the_import_of_what_compiles_is_shown_too(ring, tmp_path, monkeypatch):  # noqa: F811
+    """It takes seconds on a busy machine, where the first compilation is in mid-training."""
+    (tmp_path / "slow_import.py").write_text("import shown\nat_import = shown.look()\n")
+    shown = types.ModuleType("shown")
+    shown.look = lambda: ring().busy_phase
+    monkeypatch.setitem(sys.modules, "shown", shown)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = []
+    after_import("slow_import", done.append, within=declare_busy("compile", at_most_s=60))
+    module = importlib.import_module("slow_import")
+    monkeypatch.delitem(sys.modules, "slow_import")
+    assert (module.at_import.name, done) == ("compile", [module])
+    assert ring().busy_phase is None

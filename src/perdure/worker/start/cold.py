@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,15 +18,21 @@ from perdure.worker.start.streams import survive_full_disks
 from perdure.worker.stderr import say
 
 
-def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+def after_import(
+    name: str,
+    act: Callable[[ModuleType], None],
+    *,
+    within: AbstractContextManager[object] | None = None,
+) -> None:
     """Call `act` with the module `name`: now, or as soon as a script has imported it.
 
-    An error of `act` is said on standard error and never reaches the script.
+    A script's import of it takes place `within` that, where it is given. An error of `act` is said
+    on standard error and never reaches the script.
     """
     if name in sys.modules:
         _try(act, sys.modules[name])
     else:
-        sys.meta_path.insert(0, _After(name, act))
+        sys.meta_path.insert(0, _After(name, act, within or nullcontext()))
 
 
 def _try(act: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -38,8 +45,13 @@ def _try(act: Callable[[ModuleType], None], module: ModuleType) -> None:
 class _After(MetaPathFinder):
     """Finds the module as the others do, once."""
 
-    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        self._name, self._act = name, act
+    def __init__(
+        self,
+        name: str,
+        act: Callable[[ModuleType], None],
+        within: AbstractContextManager[object],
+    ) -> None:
+        self._name, self._act, self._within = name, act, within
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,7 +62,7 @@ class _After(MetaPathFinder):
         for finder in sys.meta_path:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Acting(spec.loader, self._act)
+                spec.loader = _Acting(spec.loader, self._act, self._within)
                 return spec
         return None
 
@@ -58,8 +70,14 @@ class _After(MetaPathFinder):
 class _Acting(Loader):
     """Loads by another loader, puts that one back, then acts."""
 
-    def __init__(self, loader: Loader, act: Callable[[ModuleType], None]) -> None:
-        self._loader, self._act, self._pid = loader, act, os.getpid()
+    def __init__(
+        self,
+        loader: Loader,
+        act: Callable[[ModuleType], None],
+        within: AbstractContextManager[object],
+    ) -> None:
+        self._loader, self._act, self._within = loader, act, within
+        self._pid = os.getpid()
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -68,7 +86,8 @@ class _Acting(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        with self._within:
+            self._loader.exec_module(module)
         if os.getpid() == self._pid:
             _try(self._act, module)
 
