@@ -3,6 +3,7 @@
 import importlib
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_a_torch_without_callbacks_is_left_as_it_is():
 def test_the_import_of_what_compiles_is_shown_too(ring, tmp_path, monkeypatch):  # noqa: F811
     """It takes seconds on a busy machine, where the first compilation is in mid-training."""
     (tmp_path / "slow_import.py").write_text("import shown\nat_import = shown.look()\n")
-    shown = types.ModuleType("shown")
+    shown: Any = types.ModuleType("shown")
     shown.look = lambda: ring().busy_phase
     monkeypatch.setitem(sys.modules, "shown", shown)
     monkeypatch.syspath_prepend(str(tmp_path))
