@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 import types
 from typing import Any
 
@@ -84,3 +85,19 @@ def test_the_import_of_what_compiles_is_shown_too(ring, tmp_path, monkeypatch): 
     monkeypatch.delitem(sys.modules, "slow_import")
     assert (module.at_import.name, done) == ("compile", [module])
     assert ring().busy_phase is None
+
+
+def test_what_another_thread_imports_is_no_compilation(ring, tmp_path, monkeypatch):  # noqa: F811
+    """The main thread may hang meanwhile, which has to be told of."""
+    (tmp_path / "beside.py").write_text("import shown\nat_import = shown.look()\n")
+    shown: Any = types.ModuleType("shown")
+    shown.look = lambda: ring().busy_phase
+    monkeypatch.setitem(sys.modules, "shown", shown)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done: list[types.ModuleType] = []
+    after_import("beside", done.append, within=declare_busy("compile", at_most_s=60))
+    thread = threading.Thread(target=importlib.import_module, args=("beside",))
+    thread.start()
+    thread.join(10)
+    monkeypatch.delitem(sys.modules, "beside")
+    assert [module.at_import for module in done] == [None]

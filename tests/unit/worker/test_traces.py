@@ -1,6 +1,9 @@
 """Flight Recorder's traces on disk: whole, bounded, and with what the analyzer needs."""
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +87,37 @@ def test_traces_of_generations_long_past_are_removed(tmp_path: Path) -> None:
         f"g{generation}/gloo/rank_3" for generation in (3, 4, 5, 6)
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["g0", "g3", "g4", "g5", "g6"]
+
+
+REAL = """
+import sys
+import torch
+import torch.distributed as dist
+from perdure.worker.recording.groups import list_process_groups
+from perdure.worker.recording.recorder import TraceWriter, list_dumps
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+TraceWriter(
+    rank=0,
+    generation=0,
+    directory=sys.argv[1] + "/g0",
+    dumps=list_dumps(),
+    groups=list_process_groups,
+).write()
+print(sorted(name for name in sys.modules if name in ("torch._dynamo", "torch._inductor")))
+import torch._inductor  # Only the writer goes without.
+dist.destroy_process_group()
+"""
+
+
+def test_a_healthy_rank_imports_nothing_for_its_trace(tmp_path: Path) -> None:
+    """What compiles takes seconds to import, during which a busy host's rank looked at work."""
+    done = subprocess.run(
+        [sys.executable, "-c", REAL, str(tmp_path)],
+        env={**os.environ, "TORCH_FR_BUFFER_SIZE": "100"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    (entry,) = pickle.loads((tmp_path / "g0" / "gloo" / "rank_0").read_bytes())["entries"]
+    assert any(frame["filename"] == "<string>" for frame in entry["frames"])

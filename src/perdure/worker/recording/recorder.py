@@ -18,7 +18,9 @@ Flight Recorder's whole trace of this rank is written down when somebody is susp
 with sizes and stacks, is in Flight Recorder and dies with the process that a restart ends. So each
 living rank writes it, by a thread of its own: first without stacks, which takes milliseconds, then
 once more with them (symbols are looked up the first time, up to two seconds, mostly without the
-GIL). Both are whole files at any moment. PyTorch's own analyzer reads them:
+GIL). Both are whole files at any moment. For the symbols torch would import Inductor, to look for
+code that it has compiled: seconds of work in a process that may be healthy, so that is kept away.
+PyTorch's own analyzer reads the files:
 
     torchfrtrace JOB_DIRECTORY/traces/gN/gloo
 
@@ -30,11 +32,15 @@ native code, writes nothing, and its file is missing. Its peers' tell what they 
 import contextlib
 import os
 import pickle
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import msgspec
@@ -329,6 +335,31 @@ Groups = Callable[[], Mapping[str, tuple[str, tuple[int, ...]]]]
 """Name of each process group -> its description and global ranks."""
 
 
+class _Refusal(MetaPathFinder):
+    """Refuses one thread the import of one module; others find it as ever."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._thread = name, threading.get_ident()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == self._name and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"{fullname} is not needed here", name=fullname)
+        return None
+
+
+@contextlib.contextmanager
+def _keep_out(name: str) -> Iterator[None]:
+    """Have this thread import no module of that name, unless it is imported already."""
+    refusal = _Refusal(name)
+    sys.meta_path.insert(0, refusal)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(refusal)
+
+
 class TraceWriter:
     """Writes `DIRECTORY/BACKEND/rank_R`, one order at a time; those that come meanwhile are lost.
 
@@ -368,11 +399,12 @@ class TraceWriter:
         Raises:
             OSError: there is no room, or no permission.
         """
-        for stacks in (False, True):
-            for backend, dump in self._dumps.items():
-                trace = pickle.loads(dump(True, stacks))
-                if trace.get("entries"):
-                    self._put(backend, trace)
+        with _keep_out("torch._inductor"):
+            for stacks in (False, True):
+                for backend, dump in self._dumps.items():
+                    trace = pickle.loads(dump(True, stacks))
+                    if trace.get("entries"):
+                        self._put(backend, trace)
         self._forget_old()
 
     def _put(self, backend: str, trace: dict[str, Any]) -> None:

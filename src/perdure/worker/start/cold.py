@@ -6,6 +6,7 @@ Standard library only, until torch is there: a script that imports no torch pays
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
@@ -26,8 +27,9 @@ def after_import(
 ) -> None:
     """Call `act` with the module `name`: now, or as soon as a script has imported it.
 
-    A script's import of it takes place `within` that, where it is given. An error of `act` is said
-    on standard error and never reaches the script.
+    The main thread's import of it takes place `within` that, where it is given: another thread's
+    does not hold up the training. An error of `act` is said on standard error and never reaches
+    the script.
     """
     if name in sys.modules:
         _try(act, sys.modules[name])
@@ -86,7 +88,8 @@ class _Acting(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        with self._within:
+        main = threading.current_thread() is threading.main_thread()
+        with self._within if main else nullcontext():
             self._loader.exec_module(module)
         if os.getpid() == self._pid:
             _try(self._act, module)
