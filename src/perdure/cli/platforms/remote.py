@@ -27,7 +27,7 @@ from perdure.cli.jobs import (
 )
 from perdure.cli.platforms.profiles import here
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
-from perdure.launch.platforms import Here, load_platform
+from perdure.launch.platforms import Here, Platform, load_platform
 from perdure.launch.reminding import collect_reminders
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.launching import BoxRow, BoxState, LaunchRecord, Reminder
@@ -198,6 +198,8 @@ def _send(record: LaunchRecord, reminders: list[Reminder], place: Here) -> int:
 
 
 _POLL_S = 0.5
+_POLLS_AT_END = 60
+"""After a job's last line its supervisor, or the platform, may take so long to say so."""
 
 
 def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
@@ -259,21 +261,40 @@ def _attach_here(found: Job, as_json: bool) -> int:
     return 0 if snapshot.state in ("done", "stopped") else 1
 
 
-def _attach_there(record: LaunchRecord, as_json: bool) -> int:
-    platform, place = load_platform(record.profile.kind), here()
-    words = ["logs", record.job, "-f", *(["--json"] if as_json else [])]
+def follow_to_end(
+    platform: Platform,
+    record: LaunchRecord,
+    words: Sequence[str],
+    place: Here,
+    sleep: Callable[[float], None] = time.sleep,
+) -> BoxState:
+    """Show what `words` print of a job, over all its lives; return its state once it is over."""
     state = platform.query_state(record, place)
     while True:
+        ended = False
         if state.state != "waiting":
             # Where it broke off, the state says whether there is more to come.
             with contextlib.suppress(PlatformError):
-                platform.run(record, words, place)
+                ended = platform.run(record, words, place) == 0
         before, state = state, platform.query_state(record, place)
+        polls = _POLLS_AT_END if ended else 0
+        while polls and not state.over and _name_life(state) == _name_life(before):
+            sleep(_POLL_S)  # All of this life is shown: to ask again would repeat it.
+            polls, state = polls - 1, platform.query_state(record, place)
         if state.over and before.state != "waiting":
-            break
+            return state
         if state.state == "waiting" and before.state != "waiting":
             note(describe_state(record, state))
-        time.sleep(_POLL_S)
+        sleep(_POLL_S)
+
+
+def _name_life(state: BoxState) -> tuple[str, int]:
+    return state.state, state.attempt
+
+
+def _attach_there(record: LaunchRecord, as_json: bool) -> int:
+    words = ["logs", record.job, "-f", *(["--json"] if as_json else [])]
+    state = follow_to_end(load_platform(record.profile.kind), record, words, here())
     note(describe_state(record, state))
     if state.state != "ended":
         raise PlatformError(
