@@ -23,7 +23,7 @@ from perdure.detect.stages import StageWatch, make_slowness
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.signals.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat, RankProgress
 from perdure.model.verdicts import Culprit, Slowness, Verdict, VerdictKind
 
 FUSED_S, LINK_S = 0.9, 2.2
@@ -58,6 +58,19 @@ SURER = 0.2
 """A standing verdict is told again once it is so much surer."""
 OPEN_MAX = 8
 PROBED_MAX = 8
+
+
+def keep_timed(progress: RankProgress) -> RankProgress:
+    """Return `progress` without the times that are of enqueuing only.
+
+    A host that runs ahead of its device waits in some arbitrary place, on one rank perhaps: neither
+    when its collectives were entered nor where its steps went says who was slow.
+    """
+    untimed = {slot for slot, comm in enumerate(progress.comms) if comm.stamps == "enqueued"}
+    if not untimed:
+        return progress
+    spans = tuple(span for span in progress.spans if span.comm not in untimed)
+    return msgspec.structs.replace(progress, spans=spans, stages=())
 
 
 class SlowWatch:
@@ -108,7 +121,8 @@ class SlowWatch:
     def take(self, now: float, beat: NodeBeat) -> None:
         """Take what a heartbeat says of collectives, steps and links."""
         stages, collectives = self.stages, self.collectives
-        for progress in beat.ranks:
+        for told in beat.ranks:
+            progress = keep_timed(told)
             if progress.rank not in self._homes:
                 self._homes[progress.rank] = beat.node
                 self._housed.setdefault(beat.node, []).append(progress.rank)

@@ -28,6 +28,7 @@ from perdure.model.signals.progress import (
     ProcSample,
     RankAccount,
     RankProgress,
+    Stamps,
     StepStages,
 )
 
@@ -62,9 +63,11 @@ BUSY_NAME_BYTES = 64
 HEADER_BYTES = 640
 COMMS_MAX = 64
 COMM_BYTES = 320
-C_SIZE, C_STARTED, C_ENDED, C_SINCE, C_BYTES, C_KIND, C_TIMEOUT = range(7)
+C_SIZE, C_STARTED, C_ENDED, C_SINCE, C_BYTES, C_KIND, C_TIMEOUT, C_STAMPS = range(8)
 """Words of a communicator's slot; `C_KIND` is as in a span, without the slot; `C_TIMEOUT` is the
-process group's own time-out in nanoseconds, 0 where it is not known."""
+process group's own time-out in nanoseconds, 0 where it is not known; `C_STAMPS` is an index
+in `STAMPS`, 0 in older rings."""
+STAMPS: tuple[Stamps, ...] = get_args(Stamps)
 COMM_RANKS_MAX = 63
 COMM_RANGE = 0xFFFF
 """In the place of a count: the ranks are a range, given by first, step and count."""
@@ -131,7 +134,7 @@ STAMP_WORDS = {
 }
 
 _HEADER = struct.Struct(f"={HEADER_BYTES // 8}q")
-_COMM_HEAD = struct.Struct("=7q")
+_COMM_HEAD = struct.Struct("=8q")
 _SPAN = struct.Struct("=6q2Q")
 _STAGES = struct.Struct("=10qd")
 
@@ -319,7 +322,9 @@ def _parse_comms(data: bytes, count: int, offset: float) -> tuple[CommProgress, 
     comms, room = [], RANGES_MAX
     for slot in range(min(max(count, 0), COMMS_MAX)):
         at = comm_at(slot)
-        size, started, ended, since, nbytes, kind, timeout = _COMM_HEAD.unpack_from(data, at)
+        size, started, ended, since, nbytes, kind, timeout, stamps = _COMM_HEAD.unpack_from(
+            data, at
+        )
         text, name = COMM_TEXT.unpack_from(data, at + COMM_TEXT_AT)
         op, dtype, peer = kind & 255, kind >> 8 & 255, (kind >> 32) - 1
         ranks = _parse_ranks(data, at + COMM_RANKS_AT, room)
@@ -337,6 +342,7 @@ def _parse_comms(data: bytes, count: int, offset: float) -> tuple[CommProgress, 
                 dtype=DTYPES[dtype] if dtype < len(DTYPES) else "",
                 peer=ranks[peer] if 0 <= peer < len(ranks) else -1,
                 timeout_s=max(timeout, 0) / 1e9,
+                stamps=STAMPS[stamps] if 0 <= stamps < len(STAMPS) else "enqueued",
             )
         )
     return tuple(comms)

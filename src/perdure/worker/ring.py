@@ -22,7 +22,7 @@ Stamp = Literal[
 ]
 
 _RECORD = struct.Struct("@8q")
-_COMM_HEAD = struct.Struct("@7q")
+_COMM_HEAD = struct.Struct("@8q")
 _SPAN = struct.Struct("@6q2Q")
 _STAGES = struct.Struct("@10qd")
 
@@ -256,7 +256,7 @@ class RingWriter:
         text = name.encode()[:63]
         at = layout.comm_at(slot)
         words[layout.W_COMM_SEQ] += 1
-        _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0, 0, 0, 0)
+        _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0, 0, 0, 0, 0)
         layout.COMM_TEXT.pack_into(self._memory, at + layout.COMM_TEXT_AT, b"", text)
         packed, ranks_at = pack_ranks(tuple(ranks)), at + layout.COMM_RANKS_AT
         self._memory[ranks_at : ranks_at + len(packed)] = packed
@@ -265,6 +265,11 @@ class RingWriter:
     def set_comm_timeout(self, slot: int, timeout_s: float) -> None:
         """Say what the process group's own time-out is; 0 where it is not known."""
         self._words[layout.comm_at(slot) // 8 + layout.C_TIMEOUT] = int(timeout_s * 1e9)
+
+    def set_comm_enqueued(self, slot: int) -> None:
+        """Say that its collectives run on a device, so that the host's stamps are not theirs."""
+        enqueued = layout.STAMPS.index("enqueued")
+        self._words[layout.comm_at(slot) // 8 + layout.C_STAMPS] = enqueued
 
     def list_unnamed_communicators(self) -> list[tuple[int, str]]:
         """Return slot and name of each communicator whose ranks are not said yet."""

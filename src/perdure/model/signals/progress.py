@@ -100,6 +100,12 @@ class BusyPhase(msgspec.Struct, frozen=True):
         return f"{self.name}, at most {most_s:g} s, for {spent_s:.0f} s"
 
 
+Stamps = Literal["host", "enqueued", "device"]
+"""What the times of a communicator's collectives are of: `host`, they ran on the CPU, so that the
+host's stamps are theirs; `enqueued`, they run on a device that the host runs ahead of, so that the
+stamps say nothing of who was slow; `device`, by a device's clock."""
+
+
 class CommProgress(msgspec.Struct, frozen=True):
     """The last collective of one rank in one communicator."""
 
@@ -123,6 +129,9 @@ class CommProgress(msgspec.Struct, frozen=True):
     """Global rank at the other end, where `started_seq` is a send or receive and it is known."""
     timeout_s: float = 0.0
     """The process group's own time-out; 0 where the rank could not tell it."""
+    stamps: Stamps = "host"
+    """`enqueued` from its first collective of a device's tensors on: in a group of both backends
+    nobody tells which is which afterwards."""
 
 
 class ProcSample(msgspec.Struct, frozen=True):

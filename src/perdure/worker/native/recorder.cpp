@@ -483,6 +483,10 @@ class Kernel final : public c10::OperatorKernel {
     bool on_device = false;
     if (sized_ >= 0) measure(args[sized_], bytes, kind, on_device);
     if (peer_ >= 0) kind |= (args[peer_].toInt() + 1) << 32;
+    // The host runs ahead of a device: its stamps are when this was enqueued. Before the span, so
+    // that no reader sees the span without it.
+    if (on_device && comm->slot != kNoSlot)
+      comm_words(ring, comm->slot)[C_STAMPS].store(1, std::memory_order_release);
     const Span span = begin_span(ring, *comm, kind, bytes);
     try {
       pass_on(op, keys, stack);

@@ -94,7 +94,8 @@ class HookRecorder(Recorder):
             group = ProcessGroup.unbox(args[where]).group_name
             nbytes, dtype = _measure(args[sized]) if sized >= 0 else (0, 0)
             kind = code | dtype << 8 | (args[peer_at] + 1 if peer_at >= 0 else 0) << 32
-            span = self._begin(group + suffix, kind, nbytes, p2p)
+            on_device = sized >= 0 and _is_on_device(args[sized])
+            span = self._begin(group + suffix, kind, nbytes, p2p, on_device=on_device)
             result = operator.redispatch(keyset & below, *args, **kwargs)
             work = result[-1] if isinstance(result, (tuple, list)) else result
             if p2p:
@@ -107,7 +108,9 @@ class HookRecorder(Recorder):
 
         return kernel
 
-    def _begin(self, name: str, kind: int, nbytes: int, p2p: bool) -> _Span:
+    def _begin(
+        self, name: str, kind: int, nbytes: int, p2p: bool, *, on_device: bool = False
+    ) -> _Span:
         now = time.monotonic_ns()
         state = layout.UNSEEN if p2p else layout.UNDER_WAY
         with self._lock:
@@ -118,6 +121,8 @@ class HookRecorder(Recorder):
             comm.since = now
             self._ring.beat(now)
             if comm.slot >= 0:
+                if on_device:
+                    self._ring.set_comm_enqueued(comm.slot)
                 self._ring.set_comm_kind(comm.slot, nbytes, kind)
                 self._ring.set_comm(comm.slot, comm.started, comm.ended, now)
             kind |= (comm.slot if comm.slot >= 0 else _NO_COMM) << 16
@@ -179,6 +184,12 @@ class HookRecorder(Recorder):
             if left:
                 with self._lock:
                     self._pending = left + self._pending
+
+
+def _is_on_device(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_on_device, value))
+    return isinstance(value, torch.Tensor) and not value.is_cpu
 
 
 def _is_over(work: Any) -> bool:
