@@ -84,7 +84,9 @@ int nvmlEventSetWait_v2(void *set, event_t *event, unsigned timeout_ms)
 
 int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory)
 {
-    *memory = (memory_t){.total = 1000, .free = 600, .used = 400};
+    u64 used = 400;
+    find("used", &used);
+    *memory = (memory_t){.total = used + 600, .free = 600, .used = used};
     return OK;
 }
 
@@ -136,13 +138,14 @@ int nvmlDeviceGetTemperature(void *device, unsigned sensor, unsigned *c)
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_t *processes)
 {
     unsigned room = *count;
-    u64 pid = 0;
+    u64 pid = 0, used = 400;
     int code = tell("pid", &pid);
-    *count = 1;
-    if (code != OK)
+    find("pid_used", &used);
+    *count = pid != 0; /* 0: no process, which is known. */
+    if (code != OK || !pid)
         return code;
     if (!room)
         return TOO_SMALL;
-    processes[0] = (process_t){.pid = (unsigned)pid, .used = 400};
+    processes[0] = (process_t){.pid = (unsigned)pid, .used = used};
     return OK;
 }

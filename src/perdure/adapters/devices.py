@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from perdure.adapters.host import read_text
 from perdure.model.job import JobSpec
-from perdure.model.signals.devices import DeviceSample, Xid, share_devices
+from perdure.model.signals.devices import DeviceMemory, DeviceSample, Xid, share_devices
 
 XID_KEPT_S = 600.0
 _XIDS_MAX = 16
@@ -92,6 +92,23 @@ class Nvml:
         self._take_xids(offset_s)
         by_pid = {pid: rank for rank, pid in ranks.items()}
         return tuple(self._look(gpu, parents, by_pid, offset_s) for gpu in self.gpus)
+
+    def list_memory(self) -> dict[str, DeviceMemory]:
+        """Return what is in use on each device, by process; a device that hides it is left out.
+
+        It is hidden where NVML does not know what one of the processes has (WSL, some containers).
+        """
+        found = dict[str, DeviceMemory]()
+        for uuid, _, _, handle in self.gpus:
+            memory = self._call("nvmlDeviceGetMemoryInfo", handle)
+            running = self._call("nvmlDeviceGetComputeRunningProcesses", handle)
+            if memory is None or running is None:
+                continue
+            sizes = [(one.pid, getattr(one, "usedGpuMemory", None)) for one in running]
+            held = {int(pid): int(size) for pid, size in sizes if size is not None}
+            if len(held) == len(sizes):
+                found[uuid] = DeviceMemory(int(memory.used), held)
+        return found
 
     def _list(self) -> list[tuple[str, int, str, Any]]:
         nvml, found = self._nvml, list[tuple[str, int, str, Any]]()

@@ -424,7 +424,8 @@ class Agent:
             return []
         match said.message:
             case KeeperSpawned() as spawned:
-                return [*self._note_spawned(keeper, spawned), *self._reconcile(now)]
+                told = self._note_spawned(keeper, spawned, said.awaited)
+                return [*told, *self._reconcile(now)]
             case KeeperStoreReady(generation=generation, port=port):
                 if self.state.assignment is None or self.state.assignment.generation != generation:
                     return []
@@ -439,11 +440,13 @@ class Agent:
                     keeper.running.clear()
                 return self._reconcile(now)
 
-    def _note_spawned(self, keeper: KeeperView, spawned: KeeperSpawned) -> list[Request]:
+    def _note_spawned(
+        self, keeper: KeeperView, spawned: KeeperSpawned, awaited: str
+    ) -> list[Request]:
         if spawned.generation < keeper.generation:
             return []
         if spawned.beside:
-            return self._note_members(keeper, spawned)
+            return self._note_members(keeper, spawned, awaited)
         keeper.generation = spawned.generation
         keeper.started_s, keeper.warm = spawned.at_s, spawned.warm
         keeper.why_cold = spawned.why_cold
@@ -455,17 +458,19 @@ class Agent:
         if self.state.reported_started >= spawned.generation:
             return []
         self.state.reported_started = spawned.generation
-        return [self._tell_started(spawned, spawned.pids)]
+        return [self._tell_started(spawned, spawned.pids, awaited)]
 
-    def _note_members(self, keeper: KeeperView, spawned: KeeperSpawned) -> list[Request]:
+    def _note_members(
+        self, keeper: KeeperView, spawned: KeeperSpawned, awaited: str
+    ) -> list[Request]:
         new = {rank: pid for rank, pid in spawned.pids.items() if rank not in keeper.running}
         if spawned.generation != keeper.generation or not new:
             return []
         exited = self.state.exited
         keeper.running |= {r: p for r, p in new.items() if (spawned.generation, r) not in exited}
-        return [self._tell_started(spawned, new)]
+        return [self._tell_started(spawned, new, awaited)]
 
-    def _tell_started(self, spawned: KeeperSpawned, pids: dict[int, int]) -> Report:
+    def _tell_started(self, spawned: KeeperSpawned, pids: dict[int, int], awaited: str) -> Report:
         return Report(
             RanksStarted(
                 node=self.identity.node,
@@ -474,6 +479,7 @@ class Agent:
                 at_s=spawned.at_s,
                 warm=spawned.warm,
                 why_cold=spawned.why_cold,
+                awaited=awaited,
             )
         )
 

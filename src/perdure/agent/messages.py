@@ -73,6 +73,8 @@ class KeeperSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: KeeperSpawned | KeeperStoreReady | KeeperStopped
     free_port: int = 0
     """For a store that rank 0 has to serve: a port that is free at this moment."""
+    awaited: str = ""
+    """Of ranks that were started: what their start had waited for, and for how long."""
 
 
 class OrderReceived(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -104,6 +104,8 @@ class RanksStarted(NodeEvent, frozen=True, kw_only=True):
     at_s: float
     warm: bool
     why_cold: str = ""
+    awaited: str = ""
+    """What the start had waited for, and for how long: memory of dead ranks on its GPUs."""
 
 
 class RankExited(NodeEvent, frozen=True, kw_only=True):

@@ -214,8 +214,14 @@ def _build_recovery(
         lost_steps=lost,
         lost_microbatches=None,
         rung="give up" if after is None and ended else "restart",
-        reason=incident.reason,
+        reason="; ".join([incident.reason, *_list_awaited(after)]),
     )
+
+
+def _list_awaited(after: Generation | None) -> list[str]:
+    """Return what the start of the next generation had waited for on its nodes."""
+    started = after.started if after is not None else {}
+    return [f"node {n} {e.awaited}" for n, e in sorted(started.items()) if e.awaited]
 
 
 def _newest_stamps(after: Generation) -> tuple[float | None, float | None, float | None]:

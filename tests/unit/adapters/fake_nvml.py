@@ -4,7 +4,7 @@ from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
 
-Process = namedtuple("Process", "pid")
+Process = namedtuple("Process", "pid usedGpuMemory", defaults=(None,))
 Memory = namedtuple("Memory", "used total")
 
 
@@ -88,7 +88,8 @@ class FakeNvml:
         return int(self._get(gpu, "temperature"))
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: dict[str, Any]) -> list[Process]:
-        return [Process(pid) for pid in gpu.get("pids", ())]
+        sizes = gpu.get("sizes", {})
+        return [Process(pid, sizes.get(pid)) for pid in gpu.get("pids", sizes)]
 
     def nvmlEventSetCreate(self) -> object:
         return object()

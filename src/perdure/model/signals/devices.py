@@ -3,8 +3,8 @@
 GPU-Util is not among them: it says that some kernel ran, not that the device is well.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -65,6 +65,34 @@ class DeviceSample(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_total_bytes: int = -1
     error: str = ""
     """NVML could not ask it, and why; `lost` begins it where the device has left the bus."""
+
+
+class DeviceMemory(NamedTuple):
+    """What is in use on a device, in bytes."""
+
+    used: int
+    """Of all processes, the driver's own share among it."""
+    held: Mapping[int, int]
+    """Pid -> what that process has."""
+
+
+def count_left_behind(before: DeviceMemory, now: DeviceMemory, dead: Collection[int]) -> int:
+    """Return how many bytes that `dead` processes had `before` are in use `now`.
+
+    Whether NVML still lists a dead process says too little: memory that another process has mapped
+    stays without it. So what counts is the device's use, less what living processes have and what
+    belonged to nobody before. It is never more than what the dead had, whoever else came since.
+
+    >>> before = DeviceMemory(1000, {7: 600, 8: 300})
+    >>> count_left_behind(before, DeviceMemory(900, {8: 300}), {7})
+    500
+    >>> count_left_behind(before, DeviceMemory(2400, {8: 300, 9: 2000}), {7})
+    0
+    """
+    had = sum(size for pid, size in before.held.items() if pid in dead)
+    nobodys = before.used - sum(before.held.values())
+    living = sum(size for pid, size in now.held.items() if pid not in dead)
+    return max(0, min(had, now.used - nobodys - living))
 
 
 def name_throttle(bits: int) -> str:

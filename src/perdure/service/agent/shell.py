@@ -53,6 +53,7 @@ from perdure.model.bus.wire import (
     KeeperExit,
     KeeperExited,
     KeeperSpawn,
+    KeeperSpawned,
     KeeperState,
     KeeperStoreReady,
     RankLaunch,
@@ -170,6 +171,8 @@ class AgentService:
         )
         self._tasks = Tasks()
         self._dumping: set[tuple[int, int]] = set()
+        self._awaited: dict[int, str] = {}
+        """Generation -> what its start has waited for, until the keeper has started it."""
         self._nccl_plugin, self._told_exit = provide_plugin() if has_nvidia_gpu() else "", False
         self._left = asyncio.Event()
         self._failed: BaseException | None = None
@@ -267,7 +270,14 @@ class AgentService:
         elif not isinstance(message, KeeperState):
             cold = isinstance(message, KeeperStoreReady) and not message.port
             host = self.machine.identity.host
-            self.take(KeeperSaid(message=message, free_port=pick_free_port(host) if cold else 0))
+            awaited = self._awaited.pop(message.generation, "")
+            self.take(
+                KeeperSaid(
+                    message=message,
+                    free_port=pick_free_port(host) if cold else 0,
+                    awaited=awaited if isinstance(message, KeeperSpawned) else "",
+                )
+            )
 
     def _set_timer(self) -> None:
         deadline = self.machine.next_deadline()
@@ -333,12 +343,40 @@ class AgentService:
         """Have the keeper start ranks; once the disk takes what they have to know.
 
         It is asked for once only. Should it be out of date by then, the keeper does not start it.
+        On GPUs whose memory dead ranks had, it is free first, or `memory.WAIT_S` have passed.
         """
+        keeper, slots = self.machine.state.keeper, {self._spec.slot_of(r) for r in request.members}
+        dead = self._devices.memory.list_dead(
+            frozenset(keeper.running.values()) if keeper is not None else (),
+            lambda rank: not slots or self._spec.slot_of(rank) in slots,
+        )
+        if dead:
+            self._start(self._spawn_when_free(request, dead))
+        else:
+            self._send_spawn(request)
+
+    async def _spawn_when_free(
+        self, request: SpawnRanks, dead: Mapping[str, frozenset[int]]
+    ) -> None:
+        """Have ranks started once the memory of `dead` ones is free; unless the keeper is another.
+
+        Another keeper is asked anew, for the next generation.
+        """
+        keeper, generation = self.machine.state.keeper, request.assignment.generation
+        said = await self._devices.memory.wait(dead)
+        if self.machine.state.keeper is not keeper or self._left.is_set():
+            return
+        if said:
+            log.warning("generation %d: %s", generation, said)
+            self._awaited[generation] = said
+        self._send_spawn(request)
+
+    def _send_spawn(self, request: SpawnRanks) -> None:
         try:
             self._keeper.send(self._render_spawn(request))
         except (PlatformError, OSError) as error:
             log.error("%s; ranks are started once it can be", error)
-            asyncio.get_running_loop().call_later(_SPAWN_AGAIN_S, self._spawn, request)
+            asyncio.get_running_loop().call_later(_SPAWN_AGAIN_S, self._send_spawn, request)
 
     def _render_spawn(self, request: SpawnRanks) -> KeeperSpawn:
         assignment, members = request.assignment, request.members

@@ -27,6 +27,7 @@ from perdure.model.paths import JobPaths
 from perdure.model.signals.devices import DeviceSample
 from perdure.model.signals.links import LinkSweep, NicSample
 from perdure.model.signals.progress import NodeBeat
+from perdure.service.agent.memory import MemoryWatch
 from perdure.service.part import wait_event
 from perdure.worker.recording.groups import SUFFIX
 
@@ -41,6 +42,7 @@ class DeviceTelemetry:
     def __init__(self, clock_offset_s: float, nvml: Nvml | None) -> None:
         """Look through `nvml`."""
         self._offset_s, self._nvml = clock_offset_s, nvml
+        self.memory = MemoryWatch(nvml)
         self._taken: tuple[DeviceSample, ...] = ()
 
     async def run(self, ranks: Callable[[], Mapping[int, int]]) -> None:
@@ -51,6 +53,7 @@ class DeviceTelemetry:
             try:
                 looks = await asyncio.to_thread(nvml.sample, list_ancestors, pids, self._offset_s)
                 self._taken = looks
+                await asyncio.to_thread(self.memory.look, pids)
             except Exception:  # A driver in trouble may say anything; training is not in it.
                 log.exception("no look at the devices")
             await asyncio.sleep(LOOK_S)

@@ -1,0 +1,65 @@
+"""A rank's start waits for the memory that the one before it had on a GPU: NVML is played."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Job
+
+Start = Callable[..., Job]
+STUB = Path(__file__).parents[1] / "contract" / "nvml_stub.c"
+GIB = 1 << 30
+
+
+@pytest.fixture
+def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Play NVML for everything that is started from here; return the file of its counters."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = tmp_path / "lib" / "libnvidia-ml.so.1"
+    library.parent.mkdir()
+    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(STUB)]
+    subprocess.run(command, check=True, timeout=60)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+    monkeypatch.setenv("NVML_STUB", str(tmp_path / "counters"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    show(tmp_path / "counters", pid=0, used=GIB)
+    return tmp_path / "counters"
+
+
+def show(counters: Path, **values: int) -> None:
+    """Have NVML say so; whoever looks meanwhile sees all of it or nothing."""
+    new = counters.with_suffix(".next")
+    new.write_text("".join(f"{name} {value}\n" for name, value in values.items()))
+    os.replace(new, counters)
+
+
+@pytest.mark.serial
+def test_a_rank_starts_once_its_predecessors_memory_is_free_and_the_report_says_so(
+    start: Start, counters: Path
+) -> None:
+    job = start("held", "-n", "1", str(SCRIPTS / "train_holding.py"), str(counters))
+    job.wait_until(lambda: "pid_used" in counters.read_text(), "a rank on the GPU")
+    pid = int(counters.read_text().split()[1])
+    time.sleep(6.0)  # The agent looks every five seconds.
+    os.kill(pid, signal.SIGKILL)
+    show(counters, pid=0, used=11 * GIB)  # It is listed no more, and its memory is in use still.
+    time.sleep(2.0)
+    second = job.folder / "logs" / "ranks" / "g1"
+    assert not second.exists(), "it was not waited for"
+    show(counters, pid=0, used=GIB)
+    assert job.wait() == 0, job.text()
+    (recovery,) = json.loads(job.cli("report", "held", "--json").stdout)["recoveries"]
+    before, _, after = recovery["reason"].partition("; node 0 waited ")
+    assert "signal 9" in before
+    assert after.endswith(" s for the memory of dead ranks on GPU-5tub")
+    assert 1.0 < float(after.split()[0]) < 4.5
