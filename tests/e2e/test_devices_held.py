@@ -63,3 +63,30 @@ def test_a_rank_starts_once_its_predecessors_memory_is_free_and_the_report_says_
     assert "signal 9" in before
     assert after.endswith(" s for the memory of dead ranks on GPU-5tub")
     assert 1.0 < float(after.split()[0]) < 4.5
+
+
+FAULTY = """
+import os, torch
+if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
+    error = getattr(torch, "AcceleratorError", RuntimeError)
+    raise error("CUDA error: an illegal memory access was encountered\\nSearch for it in the docs")
+"""
+
+
+@pytest.mark.serial
+def test_a_cuda_error_is_told_and_the_second_on_a_gpu_costs_its_node_its_place(
+    start: Start, counters: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    script = str(tmp_path / "faulty.py")
+    job = start("faulty", "-n", "1", "--spares", "1", "--max-restarts", "5", script)
+    assert job.wait() == 0, job.text()
+    first, second = json.loads(job.cli("report", "faulty", "--json").stdout)["recoveries"]
+    for recovery in (first, second):
+        assert "CUDA error: an illegal memory access was encountered" in recovery["cause"]
+        assert "no process survives this CUDA error" in recovery["reason"]
+    assert "the first on GPU-5tub within an hour" in first["reason"]
+    assert "the second on GPU-5tub within an hour" in second["reason"]
+    assert "node 1 stands in for node 0" in second["reason"]
+    told = job.cli("diagnose", "faulty").stdout
+    assert "no process survives this CUDA error" in told

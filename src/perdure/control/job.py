@@ -12,6 +12,7 @@ from perdure.control.failures import FailureBook
 from perdure.control.promises import OpenBoundary, SteeringState
 from perdure.control.world import WorldState
 from perdure.model.events import AnyEvent, InvitationMade, NodeRegistered
+from perdure.model.failures import StickyError
 from perdure.model.job import JobSpec
 from perdure.model.orders import (
     AnswerCommand,
@@ -211,6 +212,8 @@ class JobState:
     """Nodes that have fallen silent and have not registered since -> when that was noticed."""
     blames: dict[int, int] = field(default_factory=dict)
     """Node -> how often it was blamed for a failure."""
+    sticky_errors: list[StickyError] = field(default_factory=list)
+    """The newest CUDA errors that no process survives, within an hour, oldest first."""
     replaced: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Kind and group rank of a slow node that was left out -> the generation it was left out of,
     and when. In an elastic world: kind and each rank that might take the part of a slow one."""

@@ -7,6 +7,8 @@ replayed from the journal after a crash; `ControllerStarted` then issues again w
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from perdure.control import preemption
 from perdure.control.agreement.boundary import (
     advance_agreement,
@@ -36,6 +38,7 @@ from perdure.control.progress import (
     reach,
     settle_members,
 )
+from perdure.control.recovery.devices import note_sticky_error
 from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
@@ -289,6 +292,7 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
     record = event.record
     note_high(state, event.account.step)
     note_left(state, event)
+    note_sticky_error(state, event)
     found = explain_exit(
         record, event.detected_s, event.account.step,
         find_early(state.world.exits.values(), record),
@@ -312,7 +316,9 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
         if left and record.lost_peer:
             culprit, cause = f"rank {left[0]}", f"left early; then {culprit}: {cause}"
         taken = preemption.find_taken(state, event.node, record)
-        blamed, without, why = blame_device(state, record)
+        blamed, without, why = blame_device(state, event)
+        if record.sticky_error and why:
+            found = structs.replace(found, reason=f"{found.reason}; {why}")
         return blamed + _fail(
             state,
             now,

@@ -59,6 +59,19 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return (how or "no reason is known") if lost else ""
 
     @property
+    def sticky_error(self) -> str:
+        """Return the CUDA error that ended it for good; empty where none did.
+
+        A process that a signal has ended says it in its last lines: PyTorch's watchdog aborts it.
+        """
+        if not self.failed or self.asked:
+            return ""
+        said = self.last_output if self.signal else ()
+        text = " ".join((self.error, self.traceback[-2000:], *said))
+        where = self.lost_device
+        return next((w for w in _STICKY if f"CUDA error: {w}" in text or w in where), "")
+
+    @property
     def cause(self) -> str:
         """Return it in words, such as `signal 9 (SIGKILL)`."""
         if self.oom:
@@ -70,6 +83,32 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"exit code {self.code}" + (f": {self.error}" if self.error else "")
 
 
+class StickyError(msgspec.Struct, frozen=True, kw_only=True):
+    """A CUDA error that ended a rank for good, and the device that the rank was on."""
+
+    device: str
+    node: int
+    rank: int
+    generation: int
+    at_s: float
+    step: int
+    """Committed steps; -1 where the script declares none."""
+    blamed: bool = False
+    """The node was left out for it."""
+
+
+_STICKY = (
+    "an illegal memory access was encountered",
+    "unspecified launch failure",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "hardware stack error",
+    "invalid program counter",
+)
+"""CUDA's words for errors after which every further call of the process fails, and which a faulty
+device brings about as well as a script's own kernel does. A failed assertion on the device is the
+script's, want of memory is no such error, and an uncorrectable one of the memory is the device's
+(`policy.response`)."""
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 """What gloo and NCCL say when the other end of a connection is gone."""
 
@@ -120,6 +159,8 @@ def explain_exit(record: ExitRecord, detected_s: float, step: int, early: int | 
     reason = f"{culprit} ended with {record.cause}{name_step(step)}"
     if record.lost_device:
         reason = f"the device of {culprit} was lost{name_step(step)}: {record.lost_device}"
+    elif record.sticky_error:
+        reason += "; no process survives this CUDA error, be it the script's or its device's"
     if early is not None:
         culprit, cause = f"rank {early}", f"left early; then {culprit}: {cause}"
         reason = f"{culprit} ended with exit code 0 while others needed it: {reason}"

@@ -13,10 +13,14 @@ from msgspec import structs
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
 from perdure.control.membership.members import list_spare_members, node_of_member
+from perdure.control.recovery.devices import (
+    free_wrongly_blamed,
+    judge_sticky_error,
+    note_blame,
+)
 from perdure.control.recovery.placement import find_blamed_node
 from perdure.control.world import StackRequest
 from perdure.model.events import RankExited, StacksTaken, VerdictWithdrawn
-from perdure.model.failures import ExitRecord
 from perdure.model.orders import AnyAction, TakeStacks
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.policy import Reaction, Situation, estimate_restart_cost_s, find_device_error, react
@@ -115,14 +119,18 @@ def blame(
     return actions, node if reaction.leave_out else None
 
 
-def blame_device(state: JobState, record: ExitRecord) -> tuple[list[AnyAction], int | None, str]:
+def blame_device(state: JobState, event: RankExited) -> tuple[list[AnyAction], int | None, str]:
     """Return what follows for its node where a rank died of its device: cordon, node, reason.
 
     A device that has failed fails again: restarting the same rank on it would use up the budget.
     """
+    record = event.record
     words = find_device_error(f"{record.error} {record.traceback}")
     if not words:
-        return [], None, ""
+        sure, why = judge_sticky_error(state, event)
+        if not sure:
+            return free_wrongly_blamed(state, event), None, why
+        words = f"{record.sticky_error}; {why}"
     verdict = Verdict(
         kind="UnhealthyDevice",
         culprit=Culprit(rank=record.rank),
@@ -139,6 +147,8 @@ def blame_device(state: JobState, record: ExitRecord) -> tuple[list[AnyAction], 
     )
     reaction = weigh_verdict(state, verdict)
     actions, node = blame(state, record.at_s, verdict, reaction)
+    if actions:
+        note_blame(state, event)
     return actions, node, f"{verdict.reason}; {reaction.reason}"
 
 

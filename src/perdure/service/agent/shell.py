@@ -170,9 +170,7 @@ class AgentService:
             asides=self._asides,
         )
         self._tasks = Tasks()
-        self._dumping: set[tuple[int, int]] = set()
-        self._awaited: dict[int, str] = {}
-        """Generation -> what its start has waited for, until the keeper has started it."""
+        self._dumping, self._awaited = set[tuple[int, int]](), dict[int, str]()
         self._nccl_plugin, self._told_exit = provide_plugin() if has_nvidia_gpu() else "", False
         self._left = asyncio.Event()
         self._failed: BaseException | None = None
@@ -360,7 +358,8 @@ class AgentService:
     ) -> None:
         """Have ranks started once the memory of `dead` ones is free; unless the keeper is another.
 
-        Another keeper is asked anew, for the next generation.
+        Another keeper is asked anew, for the next generation. What was waited is kept by generation
+        (`_awaited`) until the keeper says that it has started it.
         """
         keeper, generation = self.machine.state.keeper, request.assignment.generation
         said = await self._devices.memory.wait(dead)
