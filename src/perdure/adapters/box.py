@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perdure.adapters.devices import load_nvml
+from perdure.adapters.devices import Nvml, load_nvml
 from perdure.adapters.health import find_filesystem, read_installed
 from perdure.adapters.host import list_cgroups, list_parents, read_state
 from perdure.files import replace_file
@@ -38,6 +38,7 @@ TOOLS = (
 )
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
+    "CUDA_MPS_PIPE_DIRECTORY",
     "OMP_NUM_THREADS",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
@@ -103,6 +104,7 @@ def read_box(home: str, project: str, checkpoints: str = "") -> BoxFacts:
         gpu_nodes=sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia[0-9]*")),
         holders=_try(read_holders, ()),
         driver_cuda=driver,
+        mps=any(_name(pid).startswith("nvidia-cuda-mps") for pid in parents),
         nvswitch=any(Path("/dev").glob("nvidia-nvswitch[0-9]*")),
         fabric_manager=any(_name(pid).startswith("nv-fabricmanage") for pid in parents),
         torch=torch,
@@ -259,7 +261,11 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str]:
     try:
         nvml.nvmlInit()
         try:
-            found = tuple(_read_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount()))
+            parts = [(i, uuid) for uuid, i, kind, _ in Nvml(nvml, {}).gpus if kind == "mig"]
+            found = tuple(
+                _read_gpu(nvml, i, tuple(uuid for index, uuid in parts if index == i))
+                for i in range(nvml.nvmlDeviceGetCount())
+            )
             number = nvml.nvmlSystemGetCudaDriverVersion()
         finally:
             nvml.nvmlShutdown()
@@ -268,14 +274,18 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str]:
     return found, f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _read_gpu(nvml: Any, index: int) -> Gpu:
+def _read_gpu(nvml: Any, index: int, instances: tuple[str, ...]) -> Gpu:
+    """Return a GPU; of one that is divided, not everybody may ask what is on all of it."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
     return Gpu(
         uuid=uuid if isinstance(uuid, str) else uuid.decode(),
         name=name if isinstance(name, str) else name.decode(),
-        used=int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
-        pids=tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+        used=0 if instances else int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+        pids=()
+        if instances
+        else tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+        instances=instances,
     )
 
 

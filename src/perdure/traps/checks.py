@@ -193,6 +193,25 @@ def check_nccl(facts: BoxFacts) -> Verdict:
     return _rate(found, f"in an elastic world, {'; '.join(found)}", well, "note")
 
 
+def check_instances(facts: BoxFacts) -> Verdict:
+    """U47: NCCL takes MIG instances of one GPU for one GPU."""
+    if not facts.gpus:
+        return None
+    divided = [f"{g.uuid} into {len(g.instances)}" for g in facts.gpus if len(g.instances) > 1]
+    text = f"divided: {', '.join(divided)}; NCCL joins instances of one GPU from 2.30 on only"
+    return _rate(divided, text, "no GPU is divided into several instances", "note")
+
+
+def check_mps(facts: BoxFacts) -> Verdict:
+    """U48: under MPS what ends one process of a GPU ends all of them."""
+    if not facts.gpus and not facts.gpu_nodes:
+        return None
+    pipe = facts.env.get("CUDA_MPS_PIPE_DIRECTORY", "")
+    signs = [f"CUDA_MPS_PIPE_DIRECTORY={pipe}"] * bool(pipe) + ["its daemon runs"] * facts.mps
+    text = f"MPS: {', '.join(signs)}; an error of one process ends all that share its GPU"
+    return _rate(signs, text, "no sign of MPS", "note")
+
+
 def check_fabric(facts: BoxFacts) -> Verdict:
     """MN1: without the fabric manager every collective over NVSwitch hangs."""
     if not facts.nvswitch:

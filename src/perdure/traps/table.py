@@ -150,6 +150,10 @@ UNIVERSAL: tuple[Row, ...] = (
         "as many ranks as GPUs, or gloo",
         detected="perdure.cli.running.jobspec:check_devices",
         watched="perdure.model.nccl:explain_shared_gpus", diagnosed=_SYMPTOMS),
+    _row("U47", "ranks on MIG instances of one GPU: NCCL takes them for one GPU before 2.30",
+        "one instance of each GPU, NCCL 2.30, or gloo", c.check_instances),
+    _row("U48", "MPS makes the processes of a GPU one failure domain",
+        "echo quit | nvidia-cuda-mps-control, where each rank has a GPU of its own", c.check_mps),
 )  # fmt: skip
 
 NODES: tuple[Row, ...] = (

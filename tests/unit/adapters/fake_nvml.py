@@ -34,6 +34,9 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         self.open -= 1
 
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 13000
+
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)
 

@@ -3,6 +3,7 @@ import os
 import pytest
 from tests.unit.adapters.fake_nvml import FakeNvml
 
+from perdure.adapters import box
 from perdure.adapters.devices import Nvml, list_device_ids, read_machine_id
 from perdure.adapters.host import list_ancestors
 from perdure.model.job import JobSpec
@@ -73,3 +74,14 @@ def test_slots_have_ids_that_stay():
 def test_ancestors_of_a_process():
     assert list_ancestors(os.getpid())[0] == os.getppid()
     assert list_ancestors(999_999_999) == []
+
+
+def test_a_machines_facts_name_the_instances_of_a_divided_gpu(monkeypatch):
+    parts = [{"uuid": "MIG-1", "name": "H200 1g"}, {"uuid": "MIG-2", "name": "H200 1g"}]
+    divided = {"uuid": "GPU-a", "name": "H200", "mig": parts}  # It does not say what is in use.
+    fake = FakeNvml(divided, gpu("GPU-b", pids=[7]))
+    monkeypatch.setattr(box, "load_nvml", lambda: fake)
+    found, driver = box.read_gpus()
+    assert [one.instances for one in found] == [("MIG-1", "MIG-2"), ()]
+    assert [one.pids for one in found] == [(), (7,)]
+    assert (driver, fake.open) == ("13.0", 0)

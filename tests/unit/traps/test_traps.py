@@ -70,6 +70,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "U44": ({"system": "Windows"}, {}),
     "U45": ({"gpu_nodes": 1, "env": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}},
             {"gpu_nodes": 1, "env": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}),
+    "U47": ({"gpus": (Gpu(uuid="a", instances=("MIG-1", "MIG-2")),)},
+            {"gpus": (Gpu(uuid="a", instances=("MIG-1",)), CARD)}),
+    "U48": ({"gpus": (CARD,), "mps": True}, {"gpus": (CARD,)}),
     "MN1": ({"nvswitch": True}, {"nvswitch": True, "fabric_manager": True}),
     "MN2": ({"nics": (Nic(name="eth0", mtu=1500), Nic(name="ib0", mtu=2044))},
             {"nics": (Nic(name="eth0", mtu=1500),)}),
@@ -126,7 +129,7 @@ def test_ordinary_output_speaks_of_no_trap() -> None:
 def test_all_traps_of_the_profile_are_there() -> None:
     wanted = {f"GEN{n}" for n in range(1, 9)} | {f"SLURM{n}" for n in range(1, 6)}
     wanted |= {f"K8S{n}" for n in range(1, 7)} | {f"NB{n}" for n in range(1, 6)}
-    wanted |= {f"U{n}" for n in range(1, 47)} | {f"MN{n}" for n in range(1, 7)}
+    wanted |= {f"U{n}" for n in range(1, 49)} | {f"MN{n}" for n in range(1, 7)}
     ids = [trap.id for trap, _ in TRAPS]
     assert len(ids) == len(set(ids))
     assert wanted - set(ids) == set()

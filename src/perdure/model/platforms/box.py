@@ -47,6 +47,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of its memory."""
     pids: tuple[int, ...] = ()
     """Processes that NVML shows on it."""
+    instances: tuple[str, ...] = ()
+    """UUIDs of the MIG instances that it is divided into."""
 
 
 class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +98,8 @@ class BoxFacts(msgspec.Struct, frozen=True, kw_only=True):
     holders: tuple[DeviceHolder, ...] = ()
     driver_cuda: str = ""
     """Newest CUDA that the driver runs."""
+    mps: bool = False
+    """A daemon of CUDA's Multi-Process Service runs."""
     nvswitch: bool = False
     fabric_manager: bool = False
     torch: str = ""
