@@ -89,6 +89,8 @@ class Generation:
     """Ranks that were lost while the others went on in place."""
     joined: dict[int, float] = field(default_factory=dict)
     """Member started beside the first ranks -> when."""
+    awaited: dict[int, str] = field(default_factory=dict)
+    """Such a member -> what its start had waited for."""
     ready: dict[int, float] = field(default_factory=dict)
     """Rank -> when its script was ready to train."""
     formed: dict[int, float] = field(default_factory=dict)
@@ -239,6 +241,8 @@ class History:
                     if self.spec and not self.spec.groups and rank >= self.spec.world_size:
                         # It is no rank of a first world, but a member started beside it.
                         generation.joined.setdefault(rank, event.at_s)
+                        if event.awaited:
+                            generation.awaited[rank] = event.awaited
             case GenerationStopped() as event:
                 stopped = self._find_at_most(event.generation)
                 if stopped is not None:

@@ -11,6 +11,8 @@ picture's cost does not grow with the length of the past.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from perdure.model.events import (
     ControllerLost,
     FailureDecided,
@@ -22,6 +24,7 @@ from perdure.model.events import (
 from perdure.model.report import IncidentRow, Recovery
 from perdure.telemetry.history import Generation, History
 from perdure.telemetry.lives import Eviction, Life, LifeFold
+from perdure.telemetry.reforms import Reform
 
 
 def name_state(history: History) -> str:
@@ -41,10 +44,18 @@ def name_state(history: History) -> str:
 def list_recoveries(history: History, end_s: float) -> tuple[Recovery, ...]:
     """Return all incidents by time: failures of ranks and nodes, and of perdure's own parts."""
     found = list_part_deaths(history)
-    found += [reform.describe() for reform in history.reforms if reform.told]
+    found += [_describe_reform(history, reform) for reform in history.reforms if reform.told]
     found += _find_recoveries(history, history.generations, end_s)
     told = (history.machines.explain(r) for r in found)
     return tuple(sorted(told, key=lambda r: (r.at_s, r.culprit)))
+
+
+def _describe_reform(history: History, reform: Reform) -> Recovery:
+    """Return an epoch as an incident, with what its new members' starts had waited for."""
+    told, generation = reform.describe(), history.generations.get(reform.generation)
+    awaited = generation.awaited if generation is not None else {}
+    said = [f"rank {rank} {awaited[rank]}" for rank in reform.new if rank in awaited]
+    return structs.replace(told, reason="; ".join([told.reason, *said]))
 
 
 def _find_recoveries(history: History, numbers: Iterable[int], end_s: float) -> list[Recovery]:

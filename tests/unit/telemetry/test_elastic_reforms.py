@@ -1,5 +1,7 @@
 """A death after which the others went on in place: an incident that ends no generation."""
 
+from msgspec import structs
+
 from perdure.model.events import (
     AnyEvent,
     Decision,
@@ -109,6 +111,16 @@ def test_a_slot_is_accounted_for_whoever_has_it() -> None:
     assert spent == {
         "useful": 3.6 + 2.0, "lost_work": 0.1, "idle": 0.5, "reconfiguration.warmup": 1.5,
     }  # fmt: skip
+
+
+def test_what_a_member_s_start_has_waited_for_is_told_with_its_epoch() -> None:
+    said, fold = "waited 1.20 s for the memory of dead ranks on GPU-a", LedgerFold()
+    for seq, (at_s, body) in enumerate(replaced(), 1):
+        late = isinstance(body, RanksStarted) and 4 in body.pids
+        fold.add(JournalEntry(seq, at_s, structs.replace(body, awaited=said) if late else body))
+    crash, join = fold.report(9.0).recoveries
+    assert join.reason.endswith(f"; rank 4 {said}")
+    assert "waited" not in crash.reason
 
 
 def test_who_ends_before_it_joins_is_nobodys_incident_and_no_row_for_long() -> None:
