@@ -33,7 +33,7 @@ def note_sticky_error(state: JobState, event: RankExited) -> None:
     local = spec.slot_of(record.rank) % spec.nproc
     device = node.device_ids[local % len(node.device_ids)]
     known = {(one.generation, one.rank) for one in state.sticky_errors}
-    if device.startswith("cpu-") or (record.generation, record.rank) in known:
+    if not device or device.startswith("cpu-") or (record.generation, record.rank) in known:
         return
     new = StickyError(
         device=device, node=event.node, rank=record.rank, generation=record.generation,
