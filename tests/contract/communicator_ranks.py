@@ -31,16 +31,12 @@ from perdure.worker.elastic.communicators import Connect, gloo
 from perdure.worker.elastic.communicators.fake import FakeDevice
 from perdure.worker.elastic.communicators.split import beside, choose_engine
 from perdure.worker.elastic.group import Group, PrefixStore
+from tests.contract.one_gpu import NCCL_ON_ONE_GPU
 
 BUILD_S = 2.0
 LIMIT_S = 60.0
 AT_ONCE_S = 2.0
 """On a busy machine."""
-NCCL_ON_ONE_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none",
-    "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
-    "NCCL_RAS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2",
-}  # fmt: skip
 
 
 def open_engine(name: str, rank: int, build_s: float = BUILD_S) -> tuple[Connect, str]:

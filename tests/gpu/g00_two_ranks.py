@@ -26,4 +26,4 @@ def run(trial: Trial) -> None:
             trial.took(time.monotonic() - began_s)
             trial.passed()
 
-    fork_ranks(trial, sum_once, limit_s=55.0)
+    fork_ranks(trial, sum_once, limit_s=36.0)

@@ -88,9 +88,9 @@ class Image:
         return answer.reason if isinstance(answer, Unfit) else ""
 
 
-def fork_contexts(trial: Trial, image: Image, name: str) -> list[str]:
+def fork_contexts(trial: Trial, image: Image, name: str, ranks: int = RANKS) -> list[str]:
     """Count each forked rank that makes a context; return what the others complain of."""
-    outs = [trial.folder / f"{name}-{rank}" for rank in range(RANKS)]
+    outs = [trial.folder / f"{name}-{rank}" for rank in range(ranks)]
     launches = tuple(
         RankLaunch(rank, dict(os.environ), f"{out}.out", f"{out}.err", "")
         for rank, out in enumerate(outs)

@@ -8,14 +8,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from perdure.adapters.devices import Nvml
 from perdure.keeper.zygote import read_answer
 from tests.gpu.kit import Trial
+from tests.gpu.memory import Gpu
 
 FREE_S = 5.0
 WANTED = 100 << 30
@@ -26,8 +25,9 @@ def run(trial: Trial) -> None:
     if trial.dry:
         measure, size, chunk, spare = measure_process, 64 << 20, 16 << 20, 1 << 20
     else:
-        measure, total = open_nvml()
-        size, chunk, spare = min(WANTED, total * 7 // 10), CHUNK, 256 << 20
+        gpu = Gpu()
+        measure = lambda pid: gpu.count_used()  # noqa: E731
+        size, chunk, spare = min(WANTED, gpu.count_all() * 7 // 10), CHUNK, 256 << 20
     before = measure(0)
     trial.note(held_bytes=size, used_before_bytes=before)
     for _ in trial.tries(trial.choose(10, 2)):
@@ -67,17 +67,6 @@ def start_holder(device: str, size: int, chunk: int) -> tuple[int, str]:
     said = read_answer(read, 60.0)
     os.close(read)
     return pid, said
-
-
-def open_nvml() -> tuple[Callable[[int], int], int]:
-    """Return what measures the bytes in use on the first GPU, and how many it has."""
-    nvml = Nvml.open()
-    assert nvml is not None, "NVML shows no GPU"
-
-    def measure(pid: int) -> int:
-        return nvml.sample(lambda one: (), {})[0].memory_bytes
-
-    return measure, nvml.sample(lambda one: (), {})[0].memory_total_bytes
 
 
 def measure_process(pid: int) -> int:

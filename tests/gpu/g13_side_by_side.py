@@ -55,7 +55,7 @@ def run(trial: Trial) -> None:
         rank.answer(ended.wait(DRAINED_S))
         rank.meet("sequence")
 
-    fork_ranks(trial, break_side_by_side, limit_s=70.0)
+    fork_ranks(trial, break_side_by_side, limit_s=50.0)
     trial.note(sequence_ends=fork_ranks(trial, break_in_sequence, limit_s=15.0))
 
 

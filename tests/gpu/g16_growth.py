@@ -48,7 +48,7 @@ def run(trial: Trial) -> None:
                 before = count(rank.device, {})
         rank.answer({"before": before, "after": count(rank.device, before)})
 
-    for number, seen in fork_ranks(trial, live, limit_s=50.0).items():
+    for number, seen in fork_ranks(trial, live, limit_s=46.0).items():
         before, after = seen["before"], seen["after"]
         grown = {name: after[name] - before[name] for name in after}
         trial.note(**{f"rank_{number}": after | {f"{name}_grown": n for name, n in grown.items()}})

@@ -28,6 +28,8 @@ def run(trial):
     time.sleep(600)
 """
 FORGETS = "def run(trial):\n    trial.expect(2)\n    trial.passed()\n"
+LONG = {"G19-exact", "G19-elastic", "G19-shard", "G19-stages"}
+"""Jobs of several generations or worlds: left to `make campaign`."""
 PASSES = "def run(trial):\n    trial.check(True, '')\n"
 
 
@@ -36,19 +38,44 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_every_experiment_passes_dry(tmp_path: Path) -> None:
+def check_dry(out: Path, names: set[str]) -> None:
+    """Run these by the command; each has to pass, and to be called dry."""
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu.sh", "all", "--dry", "--out", tmp_path],
+        [ROOT / "scripts" / "gpu.sh", "all", "--dry", "--out", out, "--only", ",".join(names)],
         env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["name"]: row for row in read_rows(tmp_path)}
-    assert set(rows) == {one.name for one in EXPERIMENTS}
+    logs = "".join(path.read_text(errors="replace")[-3000:] for path in out.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    rows = {row["name"]: row for row in read_rows(out)}
+    assert set(rows) == names
     for row in rows.values():
         assert row["result"] == "ok", row
         assert row["dry"], "what a dry run has shown is called so"
         assert row["device"] == "cpu"
     assert sorted(line.split()[0] for line in done.stdout.splitlines()) == sorted(rows)
+
+
+def test_every_experiment_passes_dry(tmp_path: Path) -> None:
+    check_dry(tmp_path, {one.name for one in EXPERIMENTS} - LONG)
+
+
+@pytest.mark.long
+def test_the_longer_experiments_pass_dry(tmp_path: Path) -> None:
+    check_dry(tmp_path, LONG)
+
+
+def test_a_name_chooses_all_of_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    (tmp_path / "trial_passes.py").write_text(PASSES)
+    table = [Experiment(n, "trial_passes", 3, 20, "") for n in ("T1-a", "T1-b", "T10")]
+    for asked, names in (("T1", ["T1-a", "T1-b"]), ("T1-b", ["T1-b"]), ("T10", ["T10"])):
+        assert kit.main(["3", "--dry", "--out", str(tmp_path / asked), "--only", asked], table) == 0
+        assert sorted(row["name"] for row in read_rows(tmp_path / asked)) == names
+    with pytest.raises(SystemExit):
+        kit.main(["3", "--dry", "--out", str(tmp_path), "--only", "T"], table)
+    assert "this part has no T" in capsys.readouterr().err
 
 
 def test_one_that_fails_costs_itself_alone(

@@ -32,14 +32,19 @@ parser.add_argument("--trail", required=True)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pace-s", type=float, default=0.0)
 parser.add_argument("--exact", action="store_true")
-parser.add_argument("--shard", choices=["full"])
+parser.add_argument("--shard", type=lambda text: text if text == "full" else int(text))
 parser.add_argument("--pipeline", type=int)
 parser.add_argument("--quit-at", type=int, default=-1)
 """Rank 1 ends with exit code 0 once it has committed this step."""
 parser.add_argument("--busy-s", type=float, default=0.0)
 """Rank 2 is busy for so long, and says so, once it has committed step 20."""
 parser.add_argument("--num-workers", type=int, default=0)
+parser.add_argument("--device", default="cpu")
+"""A GPU may be several ranks': NCCL takes them where each seems to be on a host of its own."""
 args = parser.parse_args()
+if args.device != "cpu":
+    os.environ["NCCL_HOSTID"] = f"p{os.getpid()}"
+    torch.use_deterministic_algorithms(True)
 os.makedirs(args.trail, exist_ok=True)
 rank = os.environ.get("RANK", "0")
 torch.manual_seed(0)
@@ -62,7 +67,7 @@ def note(step: perdure.elastic.Step) -> None:
         "epoch": step.epoch,
         "pid": os.getpid(),
         "at": time.monotonic(),
-        "hash": perdure.elastic.hash_tensors(list(model.state_dict().values())),
+        "hash": perdure.elastic.hash_tensors([t.cpu() for t in model.state_dict().values()]),
         "rate": made[-1].param_groups[0]["lr"],
     }
     out.write(json.dumps(row) + "\n")
@@ -88,6 +93,7 @@ perdure.elastic.train(
     pipeline=args.pipeline,
     snapshot_every=5,
     num_workers=args.num_workers,
+    device=args.device,
     on_step=note,
 )
 out.close()

@@ -77,14 +77,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--slow-disk-s", type=float, default=0.0)
+    parser.add_argument("--device", default="cpu", help="a GPU may be several ranks'")
     args = parser.parse_args()
     if args.slow_disk_s:
         slow_down_disk(args.slow_disk_s)
     run = perdure.init()
-    dist.init_process_group("gloo")
+    if args.device != "cpu":  # NCCL takes several of a GPU where each seems to be on its own host.
+        os.environ["NCCL_HOSTID"] = f"p{os.getpid()}"
+        torch.use_deterministic_algorithms(True)
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     rank = dist.get_rank()
     torch.manual_seed(7)
-    model = make_model(args.width)
+    model = make_model(args.width).to(args.device)
     if args.fsdp:
         from torch.distributed.fsdp import fully_shard
 
@@ -109,6 +114,7 @@ def main() -> None:
             micro_batches = [micro_batches]
         for number, (indices, x) in enumerate(micro_batches):
             with reduce_gradients(model, number == args.accumulate - 1):
+                x = x.to(args.device)
                 loss = (model(x) - x).square().mean() / args.accumulate
                 loss.backward()
             loss_sum += loss.item()
