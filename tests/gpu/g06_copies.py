@@ -21,6 +21,7 @@ FASTEST_MIN = 40e9
 SLOWER_MAX = 0.03
 CHUNK = 32 << 20
 ROUNDS = 5
+ENOUGH_S = 2.0
 
 
 def run(trial: Trial) -> None:
@@ -85,20 +86,23 @@ def registered(trial: Trial, size: int) -> Iterator[tuple[Tensor, float]]:
 
 
 def copy_and_compare(trial: Trial, source: Tensor, host: Tensor) -> float:
-    """Return bytes a second, the median of three copies; all of them have to arrive."""
-    taken = []
-    for _ in range(3):
-        host.zero_()
+    """Return bytes a second, the median of up to three copies; all of them have to arrive."""
+    taken: list[float] = []
+    while len(taken) < 3 and sum(taken) < ENOUGH_S:
+        sample(host).zero_()
         synchronize(trial)
         began_s = time.perf_counter()
         host.copy_(source, non_blocking=True)
         synchronize(trial)
         taken.append(time.perf_counter() - began_s)
-    same = bool(torch.equal(host.view(torch.int64)[:: 4096 + 1].to(source.device),
-                            source.view(torch.int64)[:: 4096 + 1]))  # fmt: skip
-    trial.check(same, "other bytes have arrived")
-    trial.check(bool(host[-8:].any()), "the end has not arrived")
+        same = torch.equal(sample(host), sample(source).cpu())
+        trial.check(same, "other bytes have arrived")
     return host.numel() / statistics.median(taken)
+
+
+def sample(data: Tensor) -> Tensor:
+    """Return some of its words, from its beginning to its end."""
+    return data.view(torch.int64)[3::4097]
 
 
 def compare_steps(trial: Trial, source: Tensor, host: Tensor) -> float:
@@ -115,13 +119,12 @@ def compare_steps(trial: Trial, source: Tensor, host: Tensor) -> float:
 
     def measure(beside: Callable[[], object]) -> float:
         synchronize(trial)
+        beside()  # Begun beforehand: to begin hundreds of copies takes the CPU milliseconds.
         began_s = time.perf_counter()
-        beside()
         for _ in range(steps):
             matrix @ matrix
-        if side is None:
-            return time.perf_counter() - began_s
-        torch.cuda.current_stream().synchronize()  # The copy may go on: the step is over.
+        if side is not None:
+            torch.cuda.current_stream().synchronize()  # The copy may go on: the step is over.
         return time.perf_counter() - began_s
 
     measure(lambda: None)

@@ -30,7 +30,6 @@ def run(trial: Trial) -> None:
     times = trial.choose(50, 4)
 
     def repeat(rank: Rank) -> None:
-        torch.use_deterministic_algorithms(True)
         one = Trainee(trial)
         rank.answer([one.hash_gradients() for _ in range(times)])
 
@@ -52,6 +51,7 @@ class Trainee:
     """A GPT of 100 million parameters; on the CPU a small one."""
 
     def __init__(self, trial: Trial) -> None:
+        torch.use_deterministic_algorithms(True)
         torch.manual_seed(SEED)
         layers, width, heads, context = trial.choose((14, 768, 12, 512), (2, 32, 2, 16))
         self.trial = trial

@@ -108,6 +108,43 @@ def test_one_that_fails_costs_itself_alone(
     assert read_rows(out)[-1]["result"] == "ok"
 
 
+def test_a_process_that_is_left_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.gpu import jobs as module
+
+    monkeypatch.setattr(module, "FREE_S", 0.2)
+    jobs = module.Jobs(kit.Trial(tmp_path, dry=True))
+    with pytest.raises(AssertionError, match="not seen"):
+        jobs.check_held()
+    env = os.environ | {"PERDURE_HOME": str(jobs.home / "state")}
+    with subprocess.Popen(["sleep", "60"], env=env) as left:
+        jobs.check_held()
+        with pytest.raises(AssertionError, match="1 are still held"):
+            jobs.check_nothing_left()
+        left.kill()
+    jobs.check_nothing_left()
+
+
+def test_a_test_that_fails_or_is_skipped_counts_as_one_that_has_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.gpu import g01_machine
+
+    tests = tmp_path / "test_three.py"
+    tests.write_text(
+        "import pytest\n"
+        "def test_passes(): pass\n"
+        "def test_fails(): assert 1 == 2\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n"
+    )
+    monkeypatch.setattr(g01_machine, "DRY_TESTS", (str(tests),))
+    wrong = g01_machine.run_tests(kit.Trial(tmp_path, dry=True))
+    assert wrong == ["test_fails: failure", "test_skipped: skipped"]
+    said = kit.read_said(tmp_path)
+    assert (said["passed"], said["of"]) == (1, 3)
+    monkeypatch.setattr(g01_machine, "DRY_TESTS", (str(tests), "-k", "no_such_test"))
+    assert g01_machine.run_tests(kit.Trial(tmp_path, dry=True)) == ["pytest has run no test"]
+
+
 def test_without_cuda_all_are_skipped(tmp_path: Path) -> None:
     done = subprocess.run(
         [ROOT / "scripts" / "gpu.sh", "all", "--out", tmp_path],
