@@ -22,7 +22,7 @@ SCRIPT = "elastic.py"
 
 
 def run(trial: Trial) -> None:
-    with open_jobs(trial) as jobs:
+    with open_jobs(trial, 80.0) as jobs:
         world = World(jobs, 3)
         world.lose(1, signal.SIGKILL)
         world.lose(2, signal.SIGSTOP)

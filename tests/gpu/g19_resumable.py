@@ -23,7 +23,7 @@ RANKS = 2
 def run(trial: Trial) -> None:
     steps, every = trial.choose((120, 10), (40, 8))
     words = ("--steps", str(steps), "--device", trial.device)
-    with open_jobs(trial) as jobs:
+    with open_jobs(trial, 90.0) as jobs:
         reference = launch(jobs.start, jobs.home, "reference", RANKS, *words, every=every)
         slow = ("--pace-s", "0.1", "--slow-disk-s", "0.05")
         job = launch(jobs.start, jobs.home, "killed", RANKS, *words, *slow, every=every)

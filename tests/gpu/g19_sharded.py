@@ -14,7 +14,7 @@ NODES = 4
 
 
 def run(trial: Trial) -> None:
-    with open_jobs(trial) as jobs:
+    with open_jobs(trial, 50.0) as jobs:
         world = World(jobs, NODES, "--shard", "2")
         world.lose(1, signal.SIGKILL)
         world.finish()

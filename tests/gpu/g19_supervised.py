@@ -12,7 +12,7 @@ from tests.gpu.kit import Trial
 
 
 def run(trial: Trial) -> None:
-    with open_jobs(trial) as jobs:
+    with open_jobs(trial, 60.0) as jobs:
         job = jobs.start("ddp", "-n", "2", find_script("train_plain.py"), str(jobs.home),
                          trial.device)  # fmt: skip
         job.wait_state("running")

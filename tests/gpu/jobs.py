@@ -17,7 +17,8 @@ from tests.e2e.harness import SCRIPTS, Job
 from tests.gpu.kit import Trial
 from tests.gpu.memory import Gpu
 
-JOB_S = 100.0
+DRY_JOB_S = 200.0
+"""Less than the kit gives: a job that is late has to be shown."""
 FREE_S = 5.0
 SPARE = 256 << 20
 """Bytes by which a device's memory in use may differ."""
@@ -28,7 +29,9 @@ _CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **NCCL_ON_ONE_GPU}
 class Jobs:
     """The jobs of one experiment, in a state directory of their own."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, limit_s: float) -> None:
+        """Give each job so long on a GPU, which has to be less than the experiment has."""
+        self._limit_s = trial.choose(limit_s, DRY_JOB_S)
         self.trial, self.home = trial, trial.folder / "jobs"
         self.home.mkdir()
         self.started: list[Job] = []
@@ -37,9 +40,9 @@ class Jobs:
         self._computed = self._gpu is not None and self._gpu.is_computed_on()
         self._before = self._count_held()
 
-    def start(self, name: str, *options: str, timeout_s: float = JOB_S) -> Job:
+    def start(self, name: str, *options: str) -> Job:
         """Start a job; what it runs is given the device by its own words."""
-        self.started.append(Job(self.home, name, *options, timeout_s=timeout_s))
+        self.started.append(Job(self.home, name, *options, timeout_s=self._limit_s))
         return self.started[-1]
 
     def check_held(self) -> None:
@@ -80,11 +83,11 @@ class Jobs:
 
 
 @contextlib.contextmanager
-def open_jobs(trial: Trial) -> Iterator[Jobs]:
+def open_jobs(trial: Trial, limit_s: float) -> Iterator[Jobs]:
     """Yield what starts jobs; all are ended, and nothing of them may be left."""
     if not trial.dry:
         os.environ |= _CUDA
-    jobs = Jobs(trial)
+    jobs = Jobs(trial, limit_s)
     try:
         yield jobs
     except BaseException:

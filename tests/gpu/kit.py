@@ -355,7 +355,7 @@ def main(argv: Sequence[str], experiments: Sequence[Experiment] = EXPERIMENTS) -
             parser.error(f"this part has no {', '.join(sorted(unknown))}")
         chosen = [one for one in chosen if names & one.names]
     if not chosen:
-        parser.error(f"part {asked.part} has no experiments yet")
+        parser.error(f"part {asked.part} has no experiments")
     asked.out.mkdir(parents=True, exist_ok=True)
     out = asked.out.resolve()
     ends_s = {part: 0.0 for part in (1, 2, 3)}

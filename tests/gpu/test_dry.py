@@ -38,11 +38,12 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def check_dry(out: Path, names: set[str]) -> None:
+def check_dry(out: Path, names: set[str], timeout_s: float = 280.0) -> None:
     """Run these by the command; each has to pass, and to be called dry."""
     done = subprocess.run(
         [ROOT / "scripts" / "gpu.sh", "all", "--dry", "--out", out, "--only", ",".join(names)],
-        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=280,
+        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True,
+        timeout=timeout_s,
     )  # fmt: skip
     logs = "".join(path.read_text(errors="replace")[-3000:] for path in out.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
@@ -60,8 +61,9 @@ def test_every_experiment_passes_dry(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_the_longer_experiments_pass_dry(tmp_path: Path) -> None:
-    check_dry(tmp_path, LONG)
+    check_dry(tmp_path, LONG, timeout_s=560.0)
 
 
 def test_a_name_chooses_all_of_its_parts(
@@ -112,7 +114,7 @@ def test_a_process_that_is_left_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
     from tests.gpu import jobs as module
 
     monkeypatch.setattr(module, "FREE_S", 0.2)
-    jobs = module.Jobs(kit.Trial(tmp_path, dry=True))
+    jobs = module.Jobs(kit.Trial(tmp_path, dry=True), 5.0)
     with pytest.raises(AssertionError, match="not seen"):
         jobs.check_held()
     env = os.environ | {"PERDURE_HOME": str(jobs.home / "state")}
