@@ -63,13 +63,14 @@ class Jobs:
         left = [line for job in self.started for line in job.leftovers()]
         self.trial.check(not left, f"left are {'; '.join(left)}")
         until_s = time.monotonic() + FREE_S
-        while (held := self._count_held() - self._before) > self._spare:
-            if time.monotonic() > until_s:
+        while True:
+            held = self._count_held() - self._before
+            computed = self._gpu is not None and self._gpu.is_computed_on() and not self._computed
+            if (held <= self._spare and not computed) or time.monotonic() > until_s:
                 break
             time.sleep(0.05)
         self.trial.check(held <= self._spare, f"{held} are still held on the device")
-        if self._gpu is not None and not self._computed:
-            self.trial.check(not self._gpu.is_computed_on(), "a process computes on the device")
+        self.trial.check(not computed, "a process still computes on the device")
 
     def _count_held(self) -> int:
         """Return the bytes in use on the GPU; on the CPU, how many processes are the jobs'."""

@@ -145,6 +145,13 @@ def test_a_test_that_fails_or_is_skipped_counts_as_one_that_has_not_passed(
     assert (said["passed"], said["of"]) == (1, 3)
     monkeypatch.setattr(g01_machine, "DRY_TESTS", (str(tests), "-k", "no_such_test"))
     assert g01_machine.run_tests(kit.Trial(tmp_path, dry=True)) == ["pytest has run no test"]
+    tests.write_text("import time\ndef test_passes(): pass\ndef test_waits(): time.sleep(600)\n")
+    monkeypatch.setattr(g01_machine, "DRY_TESTS", (str(tests),))
+    monkeypatch.setattr(g01_machine, "TESTS_S", 8.0)
+    (tmp_path / "late").mkdir()
+    wrong = g01_machine.run_tests(kit.Trial(tmp_path / "late", dry=True))
+    assert "pytest ended with 2" in wrong
+    assert not any("test_passes" in one for one in wrong)
 
 
 def test_without_cuda_all_are_skipped(tmp_path: Path) -> None:
