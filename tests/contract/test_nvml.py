@@ -18,6 +18,7 @@ from perdure.detect.devices import DeviceJudge
 from perdure.model.job import DetectConfig
 from perdure.model.signals import devices as model
 from perdure.model.signals.progress import NodeBeat
+from tests.gpu import memory
 
 pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
@@ -113,6 +114,13 @@ def test_a_look_has_every_counter(gpu: Gpu) -> None:
     assert (look.power_w, look.power_limit_w) == (600.0, 700.0)
     assert (look.memory_bytes, look.memory_total_bytes) == (400, 1000)
     assert [xid.code for xid in look.xids] == [63]
+
+
+def test_the_kit_sees_what_is_held_and_who_computes(gpu: Gpu) -> None:
+    seen = memory.Gpu()
+    assert (seen.count_used(), seen.count_all(), seen.is_computed_on()) == (400, 1000, True)
+    gpu.show(WELL | {"pid": 0})
+    assert not seen.is_computed_on()
 
 
 def test_a_gpu_at_its_power_limit_is_well(gpu: Gpu) -> None:
