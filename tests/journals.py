@@ -48,6 +48,8 @@ class Story:
     entries: list[JournalEntry] = field(default_factory=list)
     drop: frozenset[str] = frozenset()
     """Names of stamps that are never written."""
+    compile_s: float = 0.0
+    """What torch compiles for in a rank's first step of each generation."""
 
     def __post_init__(self) -> None:
         self.spec = JobSpec(
@@ -125,6 +127,7 @@ class Story:
                     checkpoint_s=a.checkpoint_s + stall,
                     overhead_s=a.overhead_s + 0.001,
                     last_step_s=self.now,
+                    compile_s=self.compile_s,
                     marks=(*a.marks, (self.step, step_s)) if save else a.marks,
                 )
             self.write(

@@ -59,6 +59,9 @@ W_BUSY_SINCE, W_BUSY_UNTIL, W_BUSY_NAME = range(64, 67)
 """The busy phase that the script has declared; its end, 0 without one, is written last. Its name is
 UTF-8, padded with zeros."""
 BUSY_NAME_BYTES = 64
+COMPILE_WORD = 74
+"""Nanoseconds that torch took to compile in the first steps, a part of `W_STEP_NS`. No W_ word: the
+compiled recorder, which is built anew for each change of these, has no use for it."""
 
 HEADER_BYTES = 640
 COMMS_MAX = 64
@@ -315,6 +318,7 @@ def _parse_account(words: tuple[int, ...], offset: float) -> RankAccount:
         lost_s=lost_s,
         reform_s=reform_s,
         heal_s=heal_s,
+        compile_s=words[COMPILE_WORD] / 1e9,
     )
 
 

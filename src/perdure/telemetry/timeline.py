@@ -3,7 +3,8 @@
     start-up --first step--> training --it fails--> detect, decide, abort
     --its processes are gone--> communicator, state, warm-up --first step--> training ...
 
-Where training went each rank has stamped itself (`RankAccount`). Of a replica group committed
+Where training went each rank has stamped itself (`RankAccount`). What torch compiled for in the
+first steps goes to what came before them: start-up, or warm-up. Of a replica group committed
 steps are useful, and steps that were not committed are lost work; waiting for a changed quorum and
 forming its process group is `communicator`; the first step, or one in which it healed, is `state`
 or start-up. A spare that is held at the lighthouse is idle, and so is a group that stands in a
@@ -95,7 +96,8 @@ class WorldTimeline(Timeline):
         if first_s and (fail_s is None or first_s <= fail_s):
             for name, begin_s, end_s in stages:
                 self.take(generation.number, name, begin_s, end_s)
-            worked_s = self._work(generation, history, first_s, fail_s)
+            warmup = stages[-1][0] if stages[-1][0] == "startup" else _RE + "warmup"
+            worked_s = self._work(generation, history, first_s, fail_s, warmup)
         else:
             worked_s = None
             cut_s = fail_s or self._until(history, last)
@@ -163,9 +165,18 @@ class WorldTimeline(Timeline):
         ]
 
     def _work(
-        self, generation: Generation, history: RankHistory, first_s: float, fail_s: float | None
+        self,
+        generation: Generation,
+        history: RankHistory,
+        first_s: float,
+        fail_s: float | None,
+        warmup: str,
     ) -> float:
-        """Attribute training; return up to when it is accounted for."""
+        """Attribute training; return up to when it is accounted for.
+
+        What torch compiled for in the first steps is `warmup`'s: they were made before any that
+        was lost, so that only where none was kept it is taken from what was lost.
+        """
         account = history.account
         if not generation.resumable:
             exit_s = history.exit.at_s if history.exit else None
@@ -177,12 +188,16 @@ class WorldTimeline(Timeline):
         if last_s <= begin_s:
             return max(first_s, last_s)
         useful_s, lost_s = self._split(generation, account)
+        compile_s = max(0.0, account.compile_s)
+        of_useful_s = min(compile_s, useful_s)
+        of_lost_s = min(compile_s - of_useful_s, lost_s)
         pieces = {
-            "useful": useful_s,
-            "lost_work": lost_s,
+            "useful": useful_s - of_useful_s,
+            "lost_work": lost_s - of_lost_s,
             "checkpoint": account.checkpoint_s,
             "steady_overhead": account.boundary_s + account.overhead_s,
             "idle": account.paused_s,
+            warmup: of_useful_s + of_lost_s,
         }
         epochs = {
             r.epoch: r.failure for r in self.history.reforms if r.generation == generation.number

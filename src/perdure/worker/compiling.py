@@ -4,11 +4,14 @@ A rank that compiles makes no step and enters no collective, for seconds or minu
 for it: it looks like a hang from outside. torch says when a compilation begins and ends (of a
 frame, of its backward pass, of a graph that is captured); meanwhile the rank is in the busy phase
 `compile`, as it is while what compiles is imported. `torch._dynamo.reset()` forgets whoever
-listens, so perdure listens anew after it.
+listens, so perdure listens anew after it. How long it took altogether is counted as well, since
+the ledger tells the first steps' part of it from training.
 """
 
 import contextlib
-from types import ModuleType
+import threading
+import time
+from types import ModuleType, TracebackType
 from typing import Any
 
 from perdure.worker.busy import declare_busy
@@ -18,12 +21,68 @@ AT_MOST_S = 600.0
 """A compilation that takes longer is told of, as any silence is: its workers may hang, too."""
 
 
+class Compilation:
+    """A compilation as a context manager: a busy phase, whose time is counted."""
+
+    def __init__(self) -> None:
+        """Declare nothing before it is entered."""
+        self._phase = declare_busy("compile", at_most_s=AT_MOST_S)
+
+    def __enter__(self) -> None:
+        """Begin it, in whichever thread."""
+        tally.begin()
+        self._phase.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End it, however it has ended."""
+        tally.end()
+        self._phase.__exit__(kind, error, trace)
+
+
+class Tally:
+    """How long a process has compiled so far; what overlaps counts once."""
+
+    def __init__(self) -> None:
+        """Begin at nothing."""
+        self._lock = threading.RLock()  # A signal's handler may come in the middle.
+        self._depth = self._since = self._spent = 0
+
+    def begin(self) -> None:
+        """Note that a compilation begins."""
+        with self._lock:
+            if not self._depth:
+                self._since = time.monotonic_ns()
+            self._depth += 1
+
+    def end(self) -> None:
+        """Note that one ends; an end without a beginning is none."""
+        with self._lock:
+            if self._depth == 1:
+                self._spent += time.monotonic_ns() - self._since
+            self._depth = max(0, self._depth - 1)
+
+    def read_ns(self) -> int:
+        """Return nanoseconds so far, those of one that is under way among them."""
+        with self._lock:
+            under_way = time.monotonic_ns() - self._since if self._depth else 0
+            return self._spent + under_way
+
+
+tally = Tally()
+"""This process's."""
+
+
 def watch_compilations() -> None:
     """Declare compilations as soon as the script is ready to compile, and the import before."""
     after_import(
         "torch._dynamo",
         lambda dynamo: declare_compilations(dynamo.callback),
-        within=declare_busy("compile", at_most_s=AT_MOST_S),
+        within=Compilation(),
     )
 
 
@@ -32,7 +91,7 @@ def declare_compilations(callbacks: ModuleType) -> None:
 
     What torch lacks of it (an older or newer one) leaves compilations undeclared.
     """
-    phase = declare_busy("compile", at_most_s=AT_MOST_S)
+    phase = Compilation()
 
     def begin(*_: Any) -> None:
         with contextlib.suppress(Exception):  # No error of this may end a compilation.

@@ -12,6 +12,7 @@ from typing import Literal
 from perdure.model.ring import PHASE_INDEX
 from perdure.model.signals.progress import Phase
 from perdure.worker.attach import Attachment, stand_alone
+from perdure.worker.compiling import tally
 
 Spent = Literal["step", "checkpoint", "boundary", "overhead", "paused"]
 """What time was spent on."""
@@ -33,6 +34,9 @@ class Progress:
         self._stalled_at = 0
         self._stalled = 0
         self._step = 0
+        self._compiled: int | None = 0
+        """What torch had compiled for when the step before ended, ns; None once a step went by
+        without a compilation: what comes later is training's own."""
 
     def enter_restore(self) -> None:
         """The rank is about to load a checkpoint."""
@@ -61,6 +65,7 @@ class Progress:
     def start(self, now: int) -> None:
         """The accounts begin, with the first step or with what is due before it."""
         self._accounted = now
+        self._compiled = tally.read_ns()
         self._ring.stamp("first_step", now)
         self._ring.set_phase("step", now)
 
@@ -127,9 +132,18 @@ class Progress:
         stalled = self._stalled
         step_ns = end - self._begin - stalled - saving_ns
         spent = (step_ns, saving_ns, 0, self._begin - self._accounted + stalled)
+        if self._compiled is not None:
+            self._count_compilation(step_ns)
         self._ring.commit(step, self._accounted, end, spent, phase=_STEP)
         self._faults.step = step
         self._accounted = end
+
+    def _count_compilation(self, step_ns: int) -> None:
+        """Put down what torch has compiled for in a step of the first ones."""
+        before, now = self._compiled or 0, tally.read_ns()
+        self._compiled = now if now > before else None
+        if now > before:
+            self._ring.add_compilation(max(0, min(now - before, step_ns)))
 
     def finish(self) -> None:
         """The loop has ended in good order."""

@@ -193,6 +193,13 @@ class RingWriter:
         words[layout.W_NUM_MARKS] = number + 1
         words[layout.W_PROGRESS_SEQ] += 1
 
+    def add_compilation(self, ns: int) -> None:
+        """Note what torch took to compile within a first step; `commit` counts it as well."""
+        words = self._words
+        words[layout.W_PROGRESS_SEQ] += 1
+        words[layout.COMPILE_WORD] += ns
+        words[layout.W_PROGRESS_SEQ] += 1
+
     def set_group_accounts(self, sums: tuple[int, int, int]) -> None:
         """Show what a rank of a replica group has lost, spent on quorums, and on healing (ns)."""
         words = self._words

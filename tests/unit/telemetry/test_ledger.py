@@ -40,6 +40,33 @@ def test_useful_is_committed_steps_times_the_step_time():
     assert report.step_s == pytest.approx(0.2, rel=0.02)
 
 
+def test_what_the_first_steps_compiled_is_start_up_and_later_warm_up():
+    before, after = (report_of(tell(Story(compile_s=s))) for s in (0.0, 0.15))
+    check_sum(after)
+    moved = {name: after.ledger[name].s - a.s for name, a in before.ledger.items()}
+    each_s = 2 * 0.15  # Of two ranks, in a generation.
+    assert moved["startup"] == pytest.approx(each_s)
+    assert moved["reconfiguration.warmup"] == pytest.approx(2 * each_s)
+    assert moved["useful"] == pytest.approx(-3 * each_s)
+    assert sum(map(abs, moved.values())) == pytest.approx(6 * each_s)
+
+
+def test_where_no_step_was_kept_what_they_compiled_is_no_lost_work():
+    lost = []
+    for compile_s in (0.0, 0.15):
+        story = Story(compile_s=compile_s, checkpoint_every=0)
+        story.start()
+        story.train(5)
+        story.crash()
+        story.start()
+        story.train(5)
+        story.finish()
+        report = report_of(story)
+        check_sum(report)
+        lost.append(report.ledger["lost_work"].s)
+    assert lost[0] - lost[1] == pytest.approx(2 * 0.15)
+
+
 def test_lost_work_is_the_steps_since_the_checkpoint_and_the_step_in_progress():
     report = report_of(tell(Story()))
     # Steps 21..23 and 46, 47 of two ranks, and two half steps.

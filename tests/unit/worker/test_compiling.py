@@ -3,6 +3,7 @@
 import importlib
 import sys
 import threading
+import time
 import types
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 import torch._dynamo.callback as callbacks
 from tests.unit.worker.test_busy import ring  # noqa: F401
 
+from perdure.worker import attach
 from perdure.worker.busy import declare_busy
-from perdure.worker.compiling import declare_compilations
+from perdure.worker.compiling import Compilation, Tally, declare_compilations
+from perdure.worker.progress import Progress
 from perdure.worker.start.cold import after_import
 
 
@@ -101,3 +104,34 @@ def test_what_another_thread_imports_is_no_compilation(ring, tmp_path, monkeypat
     thread.join(10)
     monkeypatch.delitem(sys.modules, "beside")
     assert [module.at_import for module in done] == [None]
+
+
+def test_the_time_of_the_first_steps_compilations_is_told_and_later_ones_are_training(
+    ring,  # noqa: F811
+):
+    """Up to a step without one; what was compiled before the first step is none of theirs."""
+    progress = Progress(attach._attachment)
+    took = {0: 0.03, 1: 0.02, 2: 0.0, 3: 0.05}
+    with Compilation():
+        time.sleep(0.02)
+    progress.resume(0)
+    for step, compile_s in took.items():
+        progress.begin(step)
+        if compile_s:
+            with Compilation(), Compilation():  # What overlaps counts once.
+                time.sleep(compile_s)
+        progress.commit(step + 1)
+    account = ring().account
+    assert 0.05 <= account.compile_s <= account.step_s - 0.05
+
+
+def test_a_compilation_that_is_under_way_counts_and_an_end_too_many_does_not():
+    tally = Tally()
+    tally.end()
+    tally.begin()
+    time.sleep(0.01)
+    assert tally.read_ns() >= 10_000_000
+    tally.end()
+    spent = tally.read_ns()
+    time.sleep(0.01)
+    assert tally.read_ns() == spent

@@ -193,6 +193,9 @@ class RankAccount(msgspec.Struct, frozen=True):
     finished_s: float = 0.0
     marks: tuple[tuple[int, float], ...] = ()
     """(committed step, `step_s` at that moment) at each snapshot taken, oldest first."""
+    compile_s: float = 0.0
+    """Of `step_s`, what torch took to compile in the first steps, up to one in which it compiled
+    nothing: that is no training yet."""
 
 
 class RankProgress(msgspec.Struct, frozen=True, omit_defaults=True):
