@@ -197,6 +197,8 @@ class Unordered(msgspec.Struct, frozen=True, kw_only=True):
     """A run that its place warns of its end leaves, saved; else it goes on until it is ended."""
     sets_nccl: bool
     """Ranks tell torch's NCCL to answer errors as the depth needs it, and not as torchrun does."""
+    keeps_compiled: bool
+    """Ranks tell torch to keep what it compiles with the job, and not where it would by itself."""
 
 
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -517,6 +519,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             quiet_action_s=self.detect.quiet_action_s if acts else None,
             leaves=acts,
             sets_nccl=acts,
+            keeps_compiled=acts,
         )
 
     def ranks_of(self, group: int) -> range:

@@ -14,6 +14,7 @@
         traces/gN/BACKEND/rank_R    Flight Recorder's, for torchfrtrace
         run.lock            held while it runs
         checkpoints/        step-00000100/ ..., latest     imports.json    what ranks imported
+        compile-cache/      inductor/, triton/, cuda/: what torch has compiled for the ranks
         lighthouse.json     port and last quorum (torchft)
 Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes),
 snapshots of sharded elastic jobs in shared memory.
@@ -94,6 +95,15 @@ class JobPaths(msgspec.Struct, frozen=True):
 
     checkpoints = _Below("checkpoints")
     """Default place of checkpoints."""
+
+    compile_cache = _Below("compile-cache")
+    """What torch has compiled, where the job's directory is on a disk of the node's own."""
+
+    @property
+    def local_compile_cache(self) -> str:
+        """What torch has compiled, where it is not; it outlives runs, as the other does."""
+        sockets = PurePosixPath(self.sockets)
+        return str(sockets.parent / "compile-cache" / sockets.name)
 
     logs = _Below("logs")
     """Logs of the parts."""

@@ -31,6 +31,7 @@ from perdure.model.platforms.slurm import Allocation
 from perdure.model.records import decode_record, encode_record
 from perdure.model.report import Snapshot
 from perdure.model.steering import Steering
+from perdure.service.caches import limit_caches
 
 log = logging.getLogger("perdure.files")
 
@@ -41,7 +42,7 @@ MINE = Spoken(PROTOCOL, PROTOCOL_MIN, __version__)
 
 PREVIOUS = "previous"
 """Everything but the checkpoints of earlier runs under the same name, numbered from 1."""
-KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
+KEPT = frozenset({LOCK, PREVIOUS, "checkpoints", "compile-cache"})
 SPACE_MIN_BYTES = 8_000_000
 _ROOM = "make room, or choose another state directory with PERDURE_HOME"
 _LAST_LINES_GUESS = 1 << 16
@@ -359,6 +360,7 @@ def make_folders(paths: JobPaths) -> None:
         PlatformError: they cannot be made, or the sockets' folder belongs to somebody else.
     """
     remove_folders(paths)  # Of a run that was itself killed.
+    limit_caches(paths)
     try:
         for folder in ("logs/ranks", "rings", "exits", "errors", "nats"):
             os.makedirs(os.path.join(paths.root, folder), exist_ok=True)

@@ -71,7 +71,9 @@ _ASKED = {
     "doctor-job": ("doctor", "JOB"),
     "doctor": ("doctor",),
 }
-_SKIPPED = frozenset({"credentials", "nats", "previous", "checkpoints", "rings", "snapshots"})
+_SKIPPED = frozenset(
+    {"credentials", "nats", "previous", "checkpoints", "compile-cache", "rings", "snapshots"}
+)
 """Of a job's folder: secrets, what is large, and what is no text."""
 _SECRET_FILES = frozenset({"endpoint.json", "run.lock"})
 _NO_TEXT = frozenset({"curves/kept", "curves/damaged", "curves/lock"})

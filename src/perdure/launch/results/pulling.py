@@ -71,9 +71,10 @@ def open_sources(record: LaunchRecord, here: Here) -> Iterator[Sources]:
 
 SKIPPED = (
     "nats", "credentials", "endpoint.json", "run.lock", "supervise.lock", "rings", "tmux", "*.whl",
-    "__pycache__", PARTIAL, "report.html",
+    "__pycache__", PARTIAL, "report.html", "compile-cache",
 )  # fmt: skip
-"""Not results: the bus's own store (its journal is mirrored beside it), secrets, locks, rings.
+"""Not results: the bus's own store (its journal is mirrored beside it), secrets, locks, rings, and
+what torch has compiled.
 Of perdure's own folders only: in a user's a folder may well be called so."""
 EXCLUDED = (
     "__pycache__", "*.pyc", ".cache", ".hf", ".mypy_cache", ".ruff_cache", ".pytest_cache",

@@ -77,6 +77,7 @@ from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
+from perdure.service.caches import choose_caches
 from perdure.service.jobfiles import (
     MINE,
     load_endpoint,
@@ -122,7 +123,7 @@ class AgentService:
         self._spec, self._node, self._paths, self._bus = spec, node, paths, bus
         self._home, self._offset_s, self._asides = home, clock_offset_s, Asides(self.now)
         marks = {"PERDURE_HOME": home, "PERDURE_JOB": spec.name, "PERDURE_NODE": str(node)}
-        self._env = _make_base(spec, node, env)
+        self._env = _make_base(spec, node, paths, env)
         cold = {"PERDURE_COLD": "1"} if spec.cold else {}
         offset = {"PERDURE_CLOCK_OFFSET_S": repr(clock_offset_s)}
         nvml = Nvml.open(env, self._env.get(GROUP_DEVICES, ""))
@@ -548,11 +549,13 @@ async def _connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> Na
             await asyncio.sleep(0.1)
 
 
-def _make_base(spec: JobSpec, node: int, env: Mapping[str, str]) -> dict[str, str]:
+def _make_base(spec: JobSpec, node: int, paths: JobPaths, env: Mapping[str, str]) -> dict[str, str]:
     """Return what the node's ranks inherit of its agent's environment, and what this node adds."""
     base = {name: value for name, value in env.items() if name not in RANK_ONLY}
     if share := choose_group_devices(spec, node, env):
         base[GROUP_DEVICES] = share
     if interface := choose_gloo_interface(spec, env):
         base["GLOO_SOCKET_IFNAME"] = interface
-    return base
+    caches = choose_caches(spec, paths, env)
+    log.info("what torch compiles is kept in %s", ", ".join(caches.values()) or "its own place")
+    return base | caches
