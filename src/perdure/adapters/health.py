@@ -13,7 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from perdure.adapters.devices import list_gpus
 from perdure.adapters.host import list_cgroups, read_text
 from perdure.adapters.stacks import find_py_spy
-from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
+from perdure.model.platforms.box import (
+    NETWORK_KINDS,
+    TESTED_TORCHES,
+    TORCH_END,
+    TORCH_MIN,
+    read_version,
+)
 from perdure.model.platforms.traps import Check
 from perdure.model.platforms.traps import CheckState as State
 
@@ -21,7 +27,6 @@ _SHM_MIN = 1 << 30
 _FILES_MIN = 4096
 _FSYNC_SLOW_S = 0.05
 _FREE_MIN = 5 << 30
-_NETWORK_FS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "gpfs", "beegfs")
 
 
 def check_machine(home: str) -> tuple[Check, ...]:
@@ -119,7 +124,7 @@ def check_state_directory(home: str) -> Check:
     kind = find_filesystem(place)
     evidence = f"{place}: {kind or '?'}, {usage.free >> 30} GiB free, fsync {sync_s * 1000:.1f} ms"
     problems = {
-        "a network file system: its loss stops the journal": kind in _NETWORK_FS,
+        "a network file system: its loss stops the journal": kind in NETWORK_KINDS,
         "little room for checkpoints": usage.free < _FREE_MIN,
         "slow to sync: every decision waits that long": sync_s > _FSYNC_SLOW_S,
     }

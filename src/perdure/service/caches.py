@@ -23,7 +23,7 @@ from perdure.adapters.health import find_filesystem
 from perdure.adapters.storage import read_free_space
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.traps.checks import NETWORK_KINDS
+from perdure.model.platforms.box import NETWORK_KINDS
 
 SWITCH = "PERDURE_COMPILE_CACHE"
 """`off`: none of the variables below is set."""

@@ -31,7 +31,6 @@ from perdure.model.platforms.slurm import Allocation
 from perdure.model.records import decode_record, encode_record
 from perdure.model.report import Snapshot
 from perdure.model.steering import Steering
-from perdure.service.caches import limit_caches
 
 log = logging.getLogger("perdure.files")
 
@@ -360,7 +359,6 @@ def make_folders(paths: JobPaths) -> None:
         PlatformError: they cannot be made, or the sockets' folder belongs to somebody else.
     """
     remove_folders(paths)  # Of a run that was itself killed.
-    limit_caches(paths)
     try:
         for folder in ("logs/ranks", "rings", "exits", "errors", "nats"):
             os.makedirs(os.path.join(paths.root, folder), exist_ok=True)

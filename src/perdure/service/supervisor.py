@@ -43,6 +43,7 @@ from perdure.service.access.credentials import (
 from perdure.service.access.joining import read_invitations
 from perdure.service.agent.logs import LOOK_S, cut_logs
 from perdure.service.agent.outbox import Outbox
+from perdure.service.caches import limit_caches
 from perdure.service.controller.journal import clear_stream, read_end
 from perdure.service.controller.leading import prepare_arbiter
 from perdure.service.jobfiles import (
@@ -128,6 +129,7 @@ def run(
         end_family(spec.name, home, spare=frozenset(list_living_descendants(os.getpid())))
         previous = set_previous_aside(paths)
         make_folders(paths)
+        limit_caches(paths)
         check_space(paths)
         spec = prepare_arbiter(spec, time.time())
         write_document(paths.spec, spec)

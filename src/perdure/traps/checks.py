@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from perdure.model.nccl import explain_breaking
-from perdure.model.platforms.box import BoxFacts, Disk
+from perdure.model.platforms.box import NETWORK_KINDS, BoxFacts, Disk
 
 State = Literal["ok", "degraded", "note"]
 Verdict = tuple[State, str] | None
@@ -16,12 +16,6 @@ FREE_MIN = 20 << 30
 INODES_MIN = 100_000
 SHARE_MIN = 0.05
 """The share of a disk's bytes or inodes below which it counts as full."""
-NETWORK_KINDS = frozenset(
-    {
-        *("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"),
-        *("lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
-    }
-)
 FLEETING = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 MEMORY_SHARE_MAX = 0.85
 FILES_MANY = 100_000

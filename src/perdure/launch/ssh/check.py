@@ -16,10 +16,15 @@ from perdure.launch.channel import Channel, list_config
 from perdure.launch.platforms import Here, expand_tilde
 from perdure.launch.wheel import ASK, read_program
 from perdure.model.errors import ConfigError
-from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
+from perdure.model.platforms.box import (
+    NETWORK_KINDS,
+    TESTED_TORCHES,
+    TORCH_END,
+    TORCH_MIN,
+    read_version,
+)
 from perdure.model.platforms.launching import Finding, Plan
 from perdure.model.platforms.profile import LaunchSection, Profile
-from perdure.traps.checks import NETWORK_KINDS
 from perdure.traps.findings import error, finding, note, warning
 
 _PLAIN = {"LC_ALL": "C"}

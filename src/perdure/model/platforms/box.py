@@ -22,6 +22,15 @@ def read_version(text: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
+NETWORK_KINDS = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"),
+        *("lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
+    }
+)
+"""Types of file systems that lie on other machines."""
+
+
 class Disk(msgspec.Struct, frozen=True, kw_only=True):
     """A place that a job writes to, and the file system below it."""
 

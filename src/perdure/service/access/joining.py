@@ -53,6 +53,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.service.agent.notices import OrphanedError, ReplacedError, StartedAnewError
+from perdure.service.caches import limit_caches
 from perdure.service.jobfiles import (
     MINE,
     JobLock,
@@ -278,6 +279,7 @@ def _write_files(paths: JobPaths, admission: Admission, grace_s: float, cwd: str
     machine = _name_machine(paths)
     set_previous_aside(paths)
     make_folders(paths)
+    limit_caches(paths)
     write_atomic(os.path.join(paths.root, "machine"), machine.encode())
     spec = admission.spec
     signals = {"SIGTERM": grace_s, "SIGUSR1": grace_s, **spec.preemption.signals}
