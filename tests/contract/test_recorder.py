@@ -275,6 +275,40 @@ def test_a_forked_child_does_not_write(library, tmp_path):
     assert [one.span.seq for one in read_spans(ring, 0.0)] == [1, 2]
 
 
+ON_DEVICE = """
+import sys
+import torch, torch.distributed as dist
+from perdure.worker.attach import attach_rank
+attach_rank()
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+weight = torch.nn.Parameter(torch.ones(4, device=sys.argv[1]))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(4):
+    (2 * weight).sum().backward()
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "stamps", "steps"), [("cpu", "host", 3), ("meta", "enqueued", 0)]
+)
+@pytest.mark.parametrize("kind", ["compiled", "python"])
+def test_of_a_device_the_hosts_stamps_are_those_of_enqueuing(
+    library, tmp_path, kind, device, stamps, steps
+):
+    """Tensors without data stand for those of a GPU: neither is the CPU's."""
+    ring = str(tmp_path / "0.ring")
+    RingWriter.create(ring, rank=0, generation=0).close()
+    env = os.environ | {"RANK": "0", "PERDURE_RING": ring, "PERDURE_RECORDER": kind}
+    command = [sys.executable, "-W", "ignore", "-c", ON_DEVICE, device]
+    subprocess.run(command, env=env, timeout=60, check=True)
+    (comm,) = read_ring(ring, 0.0).comms
+    assert (comm.started_seq, comm.stamps) == (4, stamps)
+    assert len(read_stages(ring, 0.0)) == (steps if kind == "compiled" else 0)
+
+
 def test_groups_made_anew_count_anew(library, tmp_path):
     ring, process = start_alone(tmp_path, "again")
     assert wait_for_exit(process) == 0

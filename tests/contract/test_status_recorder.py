@@ -167,6 +167,17 @@ def test_more_groups_than_slots_take_those_that_are_idle(recorder):
     assert "group5" in {comm.name for comm in read_ring(path, 0.0).comms}
 
 
+@pytest.mark.parametrize(("source", "stamps"), [("gloo", "host"), ("nccl", "enqueued")])
+def test_what_nccl_carries_is_known_as_enqueued(tmp_path, source, stamps):
+    path, trace = str(tmp_path / "r.ring"), FakeFlightRecorder()
+    ring = RingWriter.create(path, rank=0, generation=0)
+    status = StatusRecorder(ring, {source: trace}, lambda name: (2, (0, 1)))
+    trace.enter("0", 1, ended=0)
+    status.poll(10**9)
+    (comm,) = read_ring(path, 0.0).comms
+    assert (comm.started_seq, comm.ended_seq, comm.stamps) == (1, 0, stamps)
+
+
 def test_dumps_are_rare(recorder):
     status, trace, _ = recorder
     for seq in range(1, 200):

@@ -247,6 +247,8 @@ def _check_ranks(job: Job) -> list[Check]:
             f"recorder {reading.recorder}: {sees or 'no collectives'}; phase {reading.phase}, "
             f"last sign {age_s:.1f} s ago"
         )
+        if any(comm.stamps == "enqueued" for comm in reading.comms):
+            evidence += "; times of a device's collectives are those of enqueuing"
         mend = ""
         if sees is None:
             mend = "hangs are told by steps alone; see docs/ring.md for what a recorder needs"

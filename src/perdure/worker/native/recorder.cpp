@@ -27,6 +27,7 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -253,7 +254,7 @@ struct Promise {
       c10::intrusive_ptr<c10::ivalue::Future>()};
 };
 constexpr int kPromises = 256;
-Promise g_promises[kPromises];
+auto& g_promises = *new std::array<Promise, kPromises>;  // Threads outlive what a process destroys.
 std::mutex g_promises_mutex;
 
 void note_promise(const Span& span, const c10::intrusive_ptr<c10::ivalue::Future>& future) {
@@ -336,9 +337,11 @@ struct Place {
   c10::intrusive_ptr<c10d::Work> work;
   Span span{};
 };
-Place g_places[kPending];
+auto& g_places = *new std::array<Place, kPending>;
 std::atomic<uint64_t> g_place{0};
 std::once_flag g_asking;
+// Before the interpreter goes down nobody may be in a work any more: what it holds may be Python's.
+std::atomic<bool> g_asks{false}, g_over{false};
 
 // Querying an event would break a CUDA graph being captured, unless this thread is relaxed.
 void relax_capture_mode() {
@@ -352,9 +355,10 @@ void relax_capture_mode() {
 void ask_works() {
   pthread_setname_np(pthread_self(), "perdure-ends");
   relax_capture_mode();
-  while (true) {
+  while (!g_over.load()) {
     bool any = false;
     for (Place& place : g_places) {
+      if (g_over.load()) break;
       if (place.state.load(std::memory_order_acquire) != 2) continue;
       any = true;
       int64_t state = kUnderWay;
@@ -370,11 +374,15 @@ void ask_works() {
     }
     usleep(any ? 500 : 5000);
   }
+  g_asks.store(false);
 }
 
 void ask_for_end(c10::intrusive_ptr<c10d::Work> work, const Span& span) {
-  std::call_once(g_asking, [] { std::thread(ask_works).detach(); });
-  for (int tries = 0; tries < 8; tries++) {
+  std::call_once(g_asking, [] {
+    g_asks.store(true);
+    std::thread(ask_works).detach();
+  });
+  for (int tries = 0; tries < 8 && !g_over.load(); tries++) {
     Place& place = g_places[g_place.fetch_add(1) % kPending];
     int expected = 0;
     if (!place.state.compare_exchange_strong(expected, 1)) continue;
@@ -618,6 +626,13 @@ int perdure_attach(const char* path) {
 
 // Records no more. The mapping stays: another thread may be in it.
 void perdure_detach() { leave_ring(); }
+
+// Asks no work any more for its end; those that have not ended are kept as they are. The process is
+// about to go: returns when nobody is in a work, or after 0.1 s.
+void perdure_stop_asking() {
+  g_over.store(true);
+  for (int tries = 0; tries < 200 && g_asks.load(); tries++) usleep(500);
+}
 
 // The process groups were destroyed; new ones may have the same names.
 void perdure_forget() { g_epoch.fetch_add(1); }

@@ -77,6 +77,10 @@ class NativeLibrary:
         """Record no more."""
         self._calls.perdure_detach()
 
+    def stop_asking(self) -> None:
+        """Let go of what runs on a device: the process is about to end."""
+        self._calls.perdure_stop_asking()
+
     def forget_groups(self) -> None:
         """Forget the process groups, which were destroyed; new ones may have the same names."""
         self._calls.perdure_forget()
@@ -135,6 +139,7 @@ class CompiledRecorder(Recorder):
             os.eventfd_write(self._descriptor, 1)
         ended = super().stop()
         self._name_all()
+        self.library.stop_asking()
         return ended
 
     def _run(self) -> None:

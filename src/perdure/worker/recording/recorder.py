@@ -225,7 +225,7 @@ class StatusRecorder(Recorder):
         comm.started, comm.ended = started, ended
         self._moved_ns = now
         if comm.slot < 0:
-            comm.slot = self._slot_for(comm.name)
+            comm.slot = self._slot_for(comm)
         if comm.slot >= 0:
             self._ring.set_comm(comm.slot, started, ended, comm.since)
         self._ring.beat(now)
@@ -237,8 +237,9 @@ class StatusRecorder(Recorder):
             if key not in self._comms and entry.process_group:
                 self._comms[key] = Comm(entry.process_group[0], source)
 
-    def _slot_for(self, name: str) -> int:
+    def _slot_for(self, comm: Comm) -> int:
         """Return a slot for a communicator: a free one, or that of the longest idle; or -1."""
+        name = comm.name
         size, ranks = self._members(name)
         slot = self._ring.add_comm(name, size, ranks)
         if slot < 0:
@@ -249,6 +250,8 @@ class StatusRecorder(Recorder):
                 self._ring.replace_comm(slot, name, size, ranks)
         if slot >= 0:
             self._ring.set_comm_timeout(slot, read_group_timeout_s(name))
+            if comm.source == "nccl":
+                self._ring.set_comm_enqueued(slot)
         return slot
 
     def _look_closer(self, comm: Comm, now: int) -> None:

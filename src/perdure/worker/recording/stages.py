@@ -6,10 +6,12 @@ stamp to the next, so the parts add up to the step by construction, and what a r
 for in collectives, as its recorder counts it, is taken out of whichever stage it fell into.
 
 Without `run.steps` a step ends with the step of the optimizer that was seen first: others, as a
-GAN has, add to it. Host times: on a GPU they say what the host was busy with. What another
-thread does is not looked at, nor what dynamo traces.
+GAN has, add to it. Host times: of a rank that trains on a device, whose host runs ahead of it and
+waits for it wherever a value is asked for, they say nothing of its work, and none are written.
+What another thread does is not looked at, nor what dynamo traces.
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -58,6 +60,8 @@ class StepStamps:
         self._first: weakref.ref[Any] | None = None
         self._others = 0
         self._step = 0
+        self._ahead = False
+        """Whether this rank trains on a device."""
         self._work = self._units = 0.0
         """What the script has declared for the step, and units of work that perdure has counted."""
         self._declared = False
@@ -136,6 +140,7 @@ class StepStamps:
         if self._depth or not self.here:
             return
         self._in_optimizer = id(optimizer)
+        self._ahead = self._ahead or runs_ahead(optimizer)
         self._advance(OTHER, time.monotonic_ns())
 
     def after_optimizer(self, optimizer: Any) -> None:
@@ -171,7 +176,7 @@ class StepStamps:
 
     def _finish(self, step: int, now: int) -> None:
         now = self._suspended or now
-        if self._begin:
+        if self._begin and not self._ahead:
             work = self._work or self._units
             self._ring.add_stages(step, self._begin, now, tuple(self._parts), work)
         self._restart(now)
@@ -181,6 +186,17 @@ class StepStamps:
         self._work = self._units = 0.0
         self._begin = self._mark = now
         self._blocked = self._blocked_ns()
+
+
+def runs_ahead(optimizer: Any) -> bool:
+    """Return whether the host runs ahead of what `optimizer` updates, or of CUDA at all."""
+    import torch
+
+    with contextlib.suppress(Exception):  # Whatever an optimizer of somebody's own has there.
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return True
+        return any(not each.is_cpu for each in optimizer.param_groups[0]["params"][:1])
+    return False
 
 
 def install_stages(ring: RingWriter, recorder: Blocking | None) -> StepStamps | None:
