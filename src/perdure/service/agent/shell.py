@@ -269,12 +269,12 @@ class AgentService:
         elif not isinstance(message, KeeperState):
             cold = isinstance(message, KeeperStoreReady) and not message.port
             host = self.machine.identity.host
-            awaited = self._awaited.pop(message.generation, "")
+            started = isinstance(message, KeeperSpawned)
             self.take(
                 KeeperSaid(
                     message=message,
                     free_port=pick_free_port(host) if cold else 0,
-                    awaited=awaited if isinstance(message, KeeperSpawned) else "",
+                    awaited=self._awaited.pop(message.generation, "") if started else "",
                 )
             )
 
