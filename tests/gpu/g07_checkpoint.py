@@ -1,12 +1,13 @@
 """G7: checkpoints that are copied beside the next steps, with an optimizer plain and captured.
 
-Passes where none is called torn, and each loads as the state was when it was taken. An optimizer
-that is replayed from a CUDA graph calls no hook and counts no change: there the script waits by
-`settle` before each replay. What a script gets that does not is noted (`ungated_wrong`), and no
-failure. On the CPU a change that torch does not count takes the place of a replay.
+Passes where none fails, and each loads as the state was when it was taken. An optimizer that is
+replayed from a CUDA graph calls no hook and counts no change: a script passes the gate before each
+replay (`run.before_replay`), or its checkpoints are copied at once. Both are tried, and what a save
+stalls is noted apart. On the CPU a change that torch does not count takes the place of a replay.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from perdure.model.events import CheckpointFailed
 from perdure.model.job import CheckpointConfig
-from perdure.worker.checkpoint import Checkpointer
+from perdure.worker.checkpoint import Checkpointer, staging
 from tests.gpu.kit import Trial
 
 BESIDE = 5
@@ -41,18 +42,20 @@ class Trainee:
         self.saver.register("optimizer", self.optimizer)
         self.update: Callable[[], object] = self.optimizer.step
 
-    def train(self, steps: int, *, settle: bool = False) -> None:
+    def train(self, steps: int, *, gated: bool = False) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad(set_to_none=False)
             inputs = torch.randn(16, self.width, device=self.trial.device)
             self.model(inputs).square().mean().backward()
-            if settle:
-                self.saver.settle()
+            if gated:
+                self.saver.enter_replay()
             self.update()
 
     def capture(self) -> None:
         """Have updates pass torch by from now on."""
         if self.trial.dry:
+            with play_capture():
+                self.optimizer.step()
             self.update = self.update_uncounted
             return
         torch.cuda.synchronize()
@@ -76,36 +79,46 @@ class Trainee:
         return [*self.model.state_dict().values(), *moments]
 
 
+@contextlib.contextmanager
+def play_capture() -> Iterator[None]:
+    """Have the CPU seem to capture a graph."""
+    asked, staging.is_capturing = staging.is_capturing, lambda: True
+    try:
+        yield
+    finally:
+        staging.is_capturing = asked
+
+
 def run(trial: Trial) -> None:
-    for captured in (False, True):
-        one = Trainee(trial, trial.folder / f"captured-{captured}", 1, captured)
+    for what, captured, gated in (
+        ("plain", False, False), ("gated", True, True), ("ungated", True, False),
+    ):  # fmt: skip
+        one = Trainee(trial, trial.folder / what, 1, captured)
         one.train(3)
         if captured:
             one.capture()
+        stalls = []
         for number in trial.tries(trial.choose(5, 2)):
-            what = "captured" if captured else "plain"
-            assert is_kept(one, number + 1, captured, settle=captured), (
-                f"{what}: it loads otherwise"
-            )
+            stall_s = save_beside(one, number + 1, captured, gated=gated)
+            assert stall_s is not None, f"{what}: it loads otherwise"
+            stalls.append(stall_s)
         failed = [event.error for event in one.events if isinstance(event, CheckpointFailed)]
         trial.check(not failed, f"a sound checkpoint failed: {failed[:1]}")
-        trial.check(not one.saver._staging.torn, "a sound checkpoint was called torn")
-    tries = trial.choose(5, 1)
-    wrong = sum(not is_kept(one, 100 + number, True, settle=False) for number in range(tries))
-    trial.note(ungated=tries, ungated_wrong=wrong)
+        trial.note(**{f"{what}_stalls_s": stalls})
     trial.note(state_bytes=sum(tensor.nbytes for tensor in one.list_state()))
 
 
-def is_kept(one: Trainee, step: int, captured: bool, *, settle: bool) -> bool:
-    """Return whether a checkpoint, beside which training goes on, loads as it was taken."""
-    one.train(1, settle=settle)
+def save_beside(one: Trainee, step: int, captured: bool, *, gated: bool) -> float | None:
+    """Return what a checkpoint stalls, beside which training goes on; None: it loads otherwise."""
+    one.train(1, gated=gated)
     taken = [tensor.detach().clone() for tensor in one.list_state()]
-    one.trial.took(one.saver.save(step, reason="test", extra={}))
-    one.train(BESIDE, settle=settle)
+    stall_s = one.saver.save(step, reason="test", extra={})
+    one.trial.took(stall_s)
+    one.train(BESIDE, gated=gated)
     one.saver.close()
     changed = not any(map(torch.equal, one.model.parameters(), taken))
     assert changed, "the steps beside it changed nothing, so that this would show nothing"
     other = Trainee(one.trial, one.saver._root, 2, captured)
-    if other.saver.restore({}) != step:
-        return False
-    return all(map(torch.equal, other.list_state(), taken))
+    if other.saver.restore({}) != step or not all(map(torch.equal, other.list_state(), taken)):
+        return None
+    return stall_s

@@ -193,6 +193,19 @@ class Run:
         """
         declare_work(amount)
 
+    def before_replay(self) -> None:
+        """Call it before each replay of a CUDA graph that has captured the optimizer's step.
+
+            run.before_replay()
+            graph.replay()
+
+        A replay passes the optimizer by, so that perdure does not see it come: it waits here until
+        a checkpoint that is being copied may be overwritten. Without this call each checkpoint of
+        such a script is copied at once, while training stands still.
+        """
+        if self._saver is not None:
+            self._saver.enter_replay()
+
     def checkpoint_now(self) -> None:
         """Save at the end of this step. Every rank must call it in the same step."""
         if self.loop is not None:

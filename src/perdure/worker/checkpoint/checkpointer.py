@@ -325,6 +325,10 @@ class Checkpointer:
         """Wait until what was begun is copied: the state may change, by whatever means."""
         self._staging.wait()
 
+    def enter_replay(self) -> None:
+        """Gate before a graph is replayed that has captured an optimizer's step."""
+        self.gate_s += self._staging.enter_replay()
+
     def close(self) -> None:
         """Wait until what was begun is written (or has failed)."""
         if self._writer is not None:
@@ -362,9 +366,7 @@ class Checkpointer:
                 }
             )
             live = self._registry.tensors()
-            tensors = self._staging.begin(
-                live, set() if self._staging.torn else self._registry.gated(live)
-            )
+            tensors = self._staging.begin(live, self._registry.gated(live))
         except Exception as error:  # The script's own state_dict() among others.
             self._fail(task, step, error)
             return time.monotonic() - began

@@ -9,6 +9,10 @@ Torch counts the changes of every tensor. If one was changed while it could be c
 that writes parameters by hand), the copy is worth nothing and says so. On a device the gate holds
 the device and not the CPU, so the next update may be counted before the copy is done: there the
 gate itself looks at the counts.
+
+A CUDA graph that has captured an optimizer's step changes what it likes, counts nothing and passes
+no gate. So all is copied at once where a step was captured, or no gate was passed since the copy
+before, unless the script passes the gate itself, before each replay.
 """
 
 import copy
@@ -44,12 +48,18 @@ class Staging:
         self._looking = threading.Lock()
         self._changed: str | None = None
         """Which tensor was changed before the gate, empty for none; None: nobody has looked."""
-        self.torn = False
-        """The last copy was changed under way; the next ones should be taken at once."""
+        self._torn = False
+        """A copy was changed under way: whoever does so passes no gate."""
+        self._passed = False
+        """A gate was passed since the last copy began."""
+        self.captured = False
+        """An optimizer's step was captured, whose replays pass no gate but the script's own."""
 
     def begin(self, tensors: dict[str, Tensor], late: Collection[str]) -> dict[str, Tensor]:
-        """Return copies of `tensors`; those of the keys in `late` are filled by `run`."""
+        """Return copies of `tensors`; those of the keys in `late` may be filled by `run`."""
         self._late, self._event, self._changed = [], None, None
+        late = late if self._passed and not self.captured and not self._torn else ()
+        self._passed = False
         staged = {key: self._stage(key, value, key in late) for key, value in tensors.items()}
         if any(source.is_cuda for _, source, _, _ in self._late):
             self._copy_on_device()
@@ -70,7 +80,7 @@ class Staging:
                     target.copy_(source)
             key = self._find_changed()
             if key:
-                self.torn = True
+                self._torn = True
                 raise PlatformError(
                     f"{key} was changed between a step's end and the next optimizer step; "
                     "from now on everything is copied at once"
@@ -103,8 +113,21 @@ class Staging:
             return self._changed
 
     def enter_update(self) -> float:
-        """Gate before an optimizer's step, which also quiets the writer; return seconds waited."""
+        """Gate before an optimizer's step, which also quiets the writer; return seconds waited.
+
+        A step that a graph captures changes nothing, and may not wait.
+        """
+        if is_capturing():
+            self.captured = True
+            return 0.0
         self._calm.clear()
+        self._passed = True
+        return self.wait()
+
+    def enter_replay(self) -> float:
+        """Gate before a replay of a captured step; return seconds waited."""
+        self.captured = False
+        self._passed = True
         return self.wait()
 
     def leave_update(self) -> None:
@@ -147,6 +170,13 @@ class Staging:
         else:
             target.copy_(source)
         return target
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured by this thread."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False  # A torch without CUDA cannot be asked.
+    return torch.cuda.is_current_stream_capturing()
 
 
 def copy_plain(value: Any) -> Any:
