@@ -75,35 +75,36 @@ def test_a_torch_without_callbacks_is_left_as_it_is():
     declare_compilations(types.ModuleType("callback"))
 
 
-def test_the_import_of_what_compiles_is_shown_too(ring, tmp_path, monkeypatch):  # noqa: F811
-    """It takes seconds on a busy machine, where the first compilation is in mid-training."""
-    (tmp_path / "slow_import.py").write_text("import shown\nat_import = shown.look()\n")
+@pytest.fixture
+def compiler(ring, tmp_path, monkeypatch):  # noqa: F811
+    """Return the name of a module that notes, as it is imported, what the rank is busy with."""
+    (tmp_path / "compiler.py").write_text("import shown\nat_import = shown.look()\n")
     shown: Any = types.ModuleType("shown")
     shown.look = lambda: ring().busy_phase
     monkeypatch.setitem(sys.modules, "shown", shown)
     monkeypatch.syspath_prepend(str(tmp_path))
-    done = []
-    after_import("slow_import", done.append, within=declare_busy("compile", at_most_s=60))
-    module = importlib.import_module("slow_import")
-    monkeypatch.delitem(sys.modules, "slow_import")
-    assert (module.at_import.name, done) == ("compile", [module])
-    assert ring().busy_phase is None
+    yield "compiler"
+    sys.modules.pop("compiler", None)
 
 
-def test_what_another_thread_imports_is_no_compilation(ring, tmp_path, monkeypatch):  # noqa: F811
-    """The main thread may hang meanwhile, which has to be told of."""
-    (tmp_path / "beside.py").write_text("import shown\nat_import = shown.look()\n")
-    shown: Any = types.ModuleType("shown")
-    shown.look = lambda: ring().busy_phase
-    monkeypatch.setitem(sys.modules, "shown", shown)
-    monkeypatch.syspath_prepend(str(tmp_path))
+@pytest.mark.parametrize(("beside", "busy"), [(False, "compile"), (True, "")])
+def test_the_main_threads_import_of_what_compiles_is_shown_too(
+    ring,  # noqa: F811
+    compiler,
+    beside,
+    busy,
+):
+    """It takes seconds in mid-training; beside another thread's the main one may hang."""
     done: list[types.ModuleType] = []
-    after_import("beside", done.append, within=declare_busy("compile", at_most_s=60))
-    thread = threading.Thread(target=importlib.import_module, args=("beside",))
-    thread.start()
-    thread.join(10)
-    monkeypatch.delitem(sys.modules, "beside")
-    assert [module.at_import for module in done] == [None]
+    after_import(compiler, done.append, within=declare_busy("compile", at_most_s=60))
+    if beside:
+        thread = threading.Thread(target=importlib.import_module, args=(compiler,))
+        thread.start()
+        thread.join(10)
+    else:
+        importlib.import_module(compiler)
+    assert [getattr(module.at_import, "name", "") for module in done] == [busy]
+    assert ring().busy_phase is None
 
 
 def test_the_time_of_the_first_steps_compilations_is_told_and_later_ones_are_training(
