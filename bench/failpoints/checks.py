@@ -57,6 +57,10 @@ def count_needed(run: Run) -> int:
     """Return for how many restarts of ranks there was a reason."""
     elastic = run.depth.name == "elastic"
     needed = 0 if elastic else 1  # For the rank that was killed, or paused, or the paused keeper.
+    if run.paused == "keeper" and elastic:
+        needed = 1  # How its ranks have ended is known to nobody else.
+    if run.paused == "rank" and run.depth.name == "torchft":
+        needed = 2  # Each is a group, and is started again by itself.
     for line in run.read("fired"):
         name, _, fault, title, _ = line.split("\t")
         ends = fault == "crash" or (fault == "error" and name == "keeper/prepare")

@@ -35,6 +35,7 @@ SNAPSHOTS = "snapshot/every=take(15)"
 LOUD = ("--pace-s", "0.5", "--print-kb", "400")
 LEAVE_S = 15.0
 """Given to what a killed supervisor has left."""
+RUNS_MAX = 3
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Run:
         if kill:
             self._deeds = [(KILL_AT, self._kill_rank), (KILL_AT + 10, self._kill_part)]
         verb, _, part = terms.partition(" ")
+        self.paused = part if verb == "pause" else ""
+        """Part that is stopped for a while."""
         if verb == "pause":
             self.terms, self._deeds = "", [(PAUSE_AT, partial(self._pause, part))]
         if verb == "clock":
@@ -127,15 +130,16 @@ class Run:
             return subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=self.home)
 
     def run(self, limit_s: float) -> list[str]:
-        """Run the job to its end, again where its supervisor was killed; return what is wrong."""
-        process = self.start(self.terms)
-        wrong = self._wait(process, limit_s)
-        if self.code == -signal.SIGKILL or self._is_refused():
+        """Run the job to its end, again where its supervisor was killed; return what is wrong.
+
+        It is killed by a fault, and once more by the deed of its depth.
+        """
+        wrong = self._wait(self.start(self.terms), limit_s)
+        while self.runs < RUNS_MAX and (self.code == -signal.SIGKILL or self._is_refused()):
             if not self._lost_guard():
                 wrong += self._wait_gone()
             self.runs += 1
-            process = self.start("")
-            wrong += self._wait(process, limit_s)
+            wrong += self._wait(self.start(""), limit_s)
         return wrong
 
     def _lost_guard(self) -> bool:
