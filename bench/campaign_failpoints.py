@@ -36,6 +36,8 @@ from failpoints.queued import QUEUE, Queue
 from perdure.failpoints.points import POINTS
 
 ALL = (*DEPTHS, SSH, QUEUE)
+DEPTHS_HERE = {depth.name for depth in DEPTHS}
+"""Those whose parts can be paused: the others are commands, and the same jobs on another box."""
 PAUSED = ("supervisor", "controller", "agent", "keeper", "zygote", "nats", "rank", "all")
 
 
@@ -128,9 +130,10 @@ def choose(args: argparse.Namespace, uses: dict[str, Counter[str]]) -> Iterator[
     if args.only:
         yield Try(f"only {args.only}", args.depths[0], args.only)
     elif args.pauses:
-        for depth, part in itertools.product(uses, PAUSED):
+        here = [depth for depth in uses if depth in DEPTHS_HERE]
+        for depth, part in itertools.product(here, PAUSED):
             yield Try(f"pause {part} {depth}", depth, f"pause {part}")
-        for depth in uses:
+        for depth in here:
             yield Try(f"clock {depth}", depth, "clock")
     if args.only or args.pauses:
         return
