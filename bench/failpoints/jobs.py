@@ -245,8 +245,8 @@ class Run:
         return path.read_text().splitlines() if path.exists() else []
 
     def list_days(self) -> set[str]:
-        """Return the days that the parts' logs are of."""
-        logs = (path.read_text(errors="replace") for path in (self.job / "logs").glob("*.log"))
+        """Return the days that the parts' logs are of, those of earlier runs among them."""
+        logs = (path.read_text(errors="replace") for path in self.job.glob("**/logs/*.log"))
         return {day for text in logs for day in re.findall(r"^(\d{4}-\d\d-\d\d) ", text, re.M)}
 
     def report(self) -> dict[str, Any]:
