@@ -9,9 +9,13 @@ itself would keep it, but in a folder that nobody else can write: what is found 
 A place that cannot be used is no reason to fail: torch then keeps to its own defaults. One is not
 used whose path has a space or a quote: Inductor has the compiler's command line split. A cache that
 has grown too large is emptied before a run begins, while no rank of the job lives.
+
+So is one that another processor has filled, as where a disk was moved: Inductor has C++ compiled
+for the machine it is on, and finds it by what does not name that machine.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -23,6 +27,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from perdure.adapters.health import find_filesystem
+from perdure.adapters.host import read_text
 from perdure.adapters.storage import read_free_space
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -50,6 +55,11 @@ BYTES_MAX = 10 << 30
 FILES_MAX = 200_000
 _PLAIN = re.compile(r"[\w/.,:=+@%~-]+", re.ASCII)
 _DROPPED = "dropped-"
+_MADE_ON = "made-on"
+"""A link that leads nowhere, and says for which processor: made at once, by one alone."""
+_CPU = {"vendor_id", "cpu family", "model", "stepping", "flags"} | {
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features", "isa", "cpu"),
+}
 _LOOK_S, _DROP_S = 5.0, 2.0
 """What a start waits for at most: for a look at a cache, and for the removal of one."""
 
@@ -96,6 +106,13 @@ def limit_caches(paths: JobPaths) -> None:
                 _limit(place)
 
 
+def name_cpu(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Return a name that only processors have for which the same can be compiled."""
+    rows = (row.partition(":") for row in read_text(cpuinfo).partition("\n\n")[0].splitlines())
+    known = [f"{key.strip()}={value.strip()}" for key, _, value in rows if key.strip() in _CPU]
+    return hashlib.sha256("\n".join([os.uname().machine, *known]).encode()).hexdigest()[:16]
+
+
 def _own(folder: Path) -> None:
     """Make `folder`, closed to others.
 
@@ -119,6 +136,10 @@ def _make_fit(place: Path, folders: Iterable[str]) -> bool:
     if free.bytes < FREE_MIN_BYTES or free.inodes in range(FILES_MIN):
         return False
     _own(place)
+    with contextlib.suppress(FileExistsError):
+        (place / _MADE_ON).symlink_to(name_cpu())
+    if os.readlink(place / _MADE_ON) != name_cpu():
+        return False  # A shared disk, of which the system does not say so.
     for folder in folders:
         (place / folder).mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=place / folder) as file:
@@ -142,10 +163,13 @@ def _limit(place: Path) -> None:
                 total += os.lstat(os.path.join(folder, name)).st_size
         if total > BYTES_MAX or files > FILES_MAX or time.monotonic() > give_up:
             break
-    if total > BYTES_MAX or files > FILES_MAX:
+    made_on = place / _MADE_ON
+    foreign = made_on.is_symlink() and os.readlink(made_on) != name_cpu()
+    if total > BYTES_MAX or files > FILES_MAX or foreign:
         for one in FOLDERS.values():
             if (place / one).exists():  # A folder to move them to would need room on a full disk.
                 (place / one).rename(place / f"{_DROPPED}{one}-{time.time_ns()}")
+        made_on.unlink(missing_ok=True)
     if dropped := sorted(place.glob(f"{_DROPPED}*")):  # Some an earlier start had no time for.
         _remove(dropped)
 

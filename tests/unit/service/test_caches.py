@@ -149,6 +149,36 @@ def test_a_link_in_its_place_is_neither_used_nor_emptied(
     assert (mine / "cuda" / "notes").exists()
 
 
+def test_what_was_compiled_for_another_processor_is_not_run(
+    paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was moved: Inductor's C++ is compiled with -march=native, which SIGILL ends."""
+    here = choose_caches(SPEC, paths, {})
+    compiled = Path(here["TORCHINDUCTOR_CACHE_DIR"], "kernel.so")
+    compiled.touch()
+    limit_caches(paths)
+    assert compiled.exists()
+    monkeypatch.setattr(caches, "name_cpu", lambda: "another")
+    elsewhere = choose_caches(SPEC, paths, {})  # Nobody knows that two machines share it.
+    assert elsewhere["CUDA_CACHE_PATH"] == paths.local_compile_cache + "/cuda"
+    limit_caches(paths)
+    assert not compiled.exists()
+    assert choose_caches(SPEC, paths, {}) == here
+
+
+def test_a_processor_is_known_by_what_it_can_do_and_not_by_its_clock(tmp_path: Path) -> None:
+    def name(mhz: str, flags: str, second: str = "") -> str:
+        (tmp_path / "cpuinfo").write_text(
+            f"processor\t: 0\nmodel\t\t: 17\ncpu MHz\t\t: {mhz}\nflags\t\t: {flags}\n\n{second}"
+        )
+        return caches.name_cpu(str(tmp_path / "cpuinfo"))
+
+    known = name("2596.1", "fpu avx2")
+    assert known == name("3000.0", "fpu avx2", "processor\t: 1\nflags\t\t: fpu\n")
+    assert known != name("2596.1", "fpu avx2 avx512f")
+    assert caches.name_cpu(str(tmp_path / "none")) == caches.name_cpu(str(tmp_path / "none"))
+
+
 def test_a_start_waits_for_a_look_and_a_removal_a_bounded_time(
     paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
