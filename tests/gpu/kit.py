@@ -43,6 +43,7 @@ PROBE_S = 40.0
 DRY_LIMIT_S = 240.0
 MARK = "PERDURE_GPU_KIT"
 """The variable by which whatever an experiment has started is known as its own."""
+ENDED = "the kit was ended while it ran"
 _LOOK_S = 0.05
 
 
@@ -215,16 +216,22 @@ class Kit:
         }
         self._lock = threading.Lock()
         self._rows = self._read_rows()
+        self.over = threading.Event()
+        """Set to end what runs; nothing begins any more."""
 
     def run(self, one: Experiment, until_s: float) -> bool:
         """Run one experiment; return whether it has passed. It ends at `until_s` at the latest."""
+        if self.over.is_set():
+            return False
         limit_s = min(DRY_LIMIT_S if self._dry else one.limit_s, until_s - time.monotonic())
-        at = self._add(self._describe(one, "failed", "the kit was ended while it ran", {}))
+        at = self._add(self._describe(one, "failed", ENDED, {}))
         began_s = time.monotonic()
         folder = self._out / "scratch" / f"{one.name}-{token_hex(4)}"
-        reason = self._carry_out(one, folder, limit_s)
-        said = read_said(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            reason = self._carry_out(one, folder, limit_s)
+            said = read_said(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
         said["took_s"] = round(time.monotonic() - began_s, 2)
         if not reason and not 0 < said["of"] == said["passed"]:
             reason = f"only {said['passed']} of {said['of']} tries have passed"
@@ -255,7 +262,7 @@ class Kit:
         seen: dict[int, bytes] = {}
         until_s, look_s = time.monotonic() + limit_s, 0.0
         try:
-            while child.poll() is None and time.monotonic() < until_s:
+            while child.poll() is None and time.monotonic() < until_s and not self.over.is_set():
                 if time.monotonic() > look_s:
                     seen |= find_descendants(child.pid)
                     look_s = time.monotonic() + 1.0
@@ -267,6 +274,8 @@ class Kit:
                 child.kill()
             child.wait()
             sweep(f"{MARK}={mark}".encode(), seen)
+        if code is None and self.over.is_set():
+            return ENDED
         if code is None:
             return f"it did not end within {limit_s:.0f} s"
         return explain_end(code, folder, log)
@@ -312,6 +321,20 @@ class Kit:
             return at
 
 
+@contextlib.contextmanager
+def end_on_signals(over: threading.Event) -> Iterator[None]:
+    """Have whatever would end the kit end its experiments first, and all they have started."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, lambda *_: over.set())
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def explain_end(code: int, folder: Path, log: Path) -> str:
     """Return why an experiment has failed that ended with `code`; empty for a good end."""
     if code == 0:
@@ -341,7 +364,7 @@ def render_line(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str], experiments: Sequence[Experiment] = EXPERIMENTS) -> int:
-    """Run what is asked for; return 1 if an experiment has failed, 3 without a usable torch."""
+    """Run what is asked for; return 1 if one fails or it is ended, 3 without a usable torch."""
     parser = argparse.ArgumentParser(prog="scripts/gpu.sh", description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["1", "2", "3", "all"])
     parser.add_argument("--out", type=Path, required=True, help="folder of gpu.json and the logs")
@@ -373,7 +396,7 @@ def main(argv: Sequence[str], experiments: Sequence[Experiment] = EXPERIMENTS) -
         ends_s[one.part] = ends_s[one.part] or time.monotonic() + PART_S - PROBE_S
         return kit.run(one, ends_s[one.part])
 
-    with ThreadPoolExecutor(2 if asked.dry else 1) as pool:
+    with end_on_signals(kit.over), ThreadPoolExecutor(2 if asked.dry else 1) as pool:
         return 0 if all(list(pool.map(run, chosen))) else 1
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -108,6 +109,39 @@ def test_one_that_fails_costs_itself_alone(
     assert kit.main(["1", "--dry", "--out", str(out), "--only", "T-passes"], table) == 0
     assert Counter(row["name"] for row in read_rows(out))["T-fails"] == 1, "older rows stay"
     assert read_rows(out)[-1]["result"] == "ok"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_kit_that_is_ended_ends_what_it_has_started(tmp_path: Path, number: int) -> None:
+    """It had left jobs that went on for minutes, and their folders."""
+    (tmp_path / "trial_hangs.py").write_text(HANGS)
+    (tmp_path / "trial_passes.py").write_text(PASSES)
+    out = tmp_path / "out"
+    code = (
+        "import sys; from tests.gpu.kit import Experiment, main\n"
+        "table = [Experiment(f'T{n}', 'trial_hangs', 1, 200, '') for n in range(2)]\n"
+        "table.append(Experiment('T2', 'trial_passes', 1, 200, ''))\n"
+        f"sys.exit(main(['1', '--dry', '--out', {str(out)!r}], table))"
+    )
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src"), str(ROOT)))
+    }
+    scratch, left = out / "scratch", []
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while len(left) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = [json.loads(said.read_text()) for said in scratch.glob("*/said.json")]
+        process.send_signal(number)
+        try:
+            assert process.wait(30) == 1
+        finally:
+            process.kill()
+    assert len(left) == 2
+    assert not any(read_stat(each["figures"]["pid"])[1] for each in left)
+    assert not list(scratch.iterdir())
+    rows = {row["name"]: (row["result"], row["reason"]) for row in read_rows(out)}
+    assert rows == dict.fromkeys(("T0", "T1"), ("failed", kit.ENDED))
 
 
 def test_a_process_that_is_left_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,15 +45,26 @@ class Compilation:
 
 
 class Tally:
-    """How long a process has compiled so far; what overlaps counts once."""
+    """How long training has waited for compilations so far; what overlaps counts once.
+
+    A thread of the script's own that compiles beside training delays no step. Autograd's threads
+    are none of Python's: who steps waits for what they compile.
+    """
 
     def __init__(self) -> None:
         """Begin at nothing."""
         self._lock = threading.RLock()  # A signal's handler may come in the middle.
         self._depth = self._since = self._spent = 0
+        self._stepping = threading.main_thread().ident
+
+    def follow(self) -> None:
+        """Note that the calling thread is the one that makes steps."""
+        self._stepping = threading.get_ident()
 
     def begin(self) -> None:
-        """Note that a compilation begins."""
+        """Note that a compilation begins in the calling thread."""
+        if self._is_beside():
+            return
         with self._lock:
             if not self._depth:
                 self._since = time.monotonic_ns()
@@ -61,6 +72,8 @@ class Tally:
 
     def end(self) -> None:
         """Note that one ends; an end without a beginning is none."""
+        if self._is_beside():
+            return
         with self._lock:
             if self._depth == 1:
                 self._spent += time.monotonic_ns() - self._since
@@ -69,6 +82,13 @@ class Tally:
     def read_ns(self) -> int:
         """Return nanoseconds of those that ended: one whose end is never told costs nothing."""
         return self._spent
+
+    def _is_beside(self) -> bool:
+        own = threading.get_ident()
+        return own != self._stepping and any(
+            each.ident == own and not isinstance(each, threading._DummyThread)
+            for each in threading.enumerate()
+        )
 
 
 tally = Tally()

@@ -65,6 +65,7 @@ class Progress:
     def start(self, now: int) -> None:
         """The accounts begin, with the first step or with what is due before it."""
         self._accounted = now
+        tally.follow()
         self._compiled = tally.read_ns()
         self._ring.stamp("first_step", now)
         self._ring.set_phase("step", now)

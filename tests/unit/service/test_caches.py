@@ -1,7 +1,10 @@
 """Where a node's ranks keep what torch compiles, and when that is left to torch."""
 
+import errno
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,141 @@ def test_a_place_that_is_not_fit_is_not_used(
     local.write_text("a file in its place")
     assert choose_caches(SPEC, paths, {}) == {}
     assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("name", ["my runs", "o'brien", 'a"b', "a\\b", "größe"])
+def test_a_path_that_inductors_compiler_would_take_for_two_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Inductor has its compiler's command line split as a shell does: every compilation failed."""
+    monkeypatch.setattr(caches, "read_free_space", lambda place: ROOMY)
+    root = tmp_path / name / "j"
+    root.mkdir(parents=True)
+    sockets = tmp_path / "sockets" / "abc"
+    odd = JobPaths(str(root), str(sockets), str(tmp_path / "memory"))
+    local = odd.local_compile_cache
+    assert choose_caches(SPEC, odd, {}) == {n: f"{local}/{f}" for n, f in FOLDERS.items()}
+    assert not Path(odd.compile_cache).exists()
+    both = JobPaths(str(root), str(tmp_path / name / "sockets" / "abc"), str(tmp_path / "memory"))
+    assert choose_caches(SPEC, both, {}) == {}
+
+
+@pytest.mark.parametrize("planted", ["sockets", "sockets/compile-cache"])
+def test_below_what_somebody_else_may_rename_nothing_is_put(
+    paths: JobPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: str
+) -> None:
+    """A link, as another user may leave it in /tmp, leads to where he can write."""
+    monkeypatch.setattr(caches, "find_filesystem", lambda path: "nfs4")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / planted).parent.mkdir(exist_ok=True)
+    (tmp_path / planted).symlink_to(elsewhere)
+    assert choose_caches(SPEC, paths, {}) == {}
+    assert not list(elsewhere.iterdir())
+
+
+def test_nobody_else_may_write_anywhere_above_it(
+    paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "find_filesystem", lambda path: "nfs4")
+    place, old = Path(paths.local_compile_cache), os.umask(0)
+    try:
+        place.parent.parent.mkdir(mode=0o777)
+        assert choose_caches(SPEC, paths, {})
+    finally:
+        os.umask(old)
+    for folder in (place, place.parent, place.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_in_its_place_is_neither_used_nor_emptied(
+    paths: JobPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine"
+    (mine / "cuda").mkdir(parents=True)
+    (mine / "cuda" / "notes").touch()
+    Path(paths.compile_cache).symlink_to(mine)
+    monkeypatch.setattr(caches, "FILES_MAX", 0)
+    limit_caches(paths)
+    assert (mine / "cuda" / "notes").exists()
+
+
+def test_what_was_compiled_for_another_processor_is_not_run(
+    paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was moved: Inductor's C++ is compiled with -march=native, which SIGILL ends."""
+    here = choose_caches(SPEC, paths, {})
+    compiled = Path(here["TORCHINDUCTOR_CACHE_DIR"], "kernel.so")
+    compiled.touch()
+    limit_caches(paths)
+    assert compiled.exists()
+    monkeypatch.setattr(caches, "name_cpu", lambda: "another")
+    elsewhere = choose_caches(SPEC, paths, {})  # Nobody knows that two machines share it.
+    assert elsewhere["CUDA_CACHE_PATH"] == paths.local_compile_cache + "/cuda"
+    limit_caches(paths)
+    assert not compiled.exists()
+    assert choose_caches(SPEC, paths, {}) == here
+
+
+def test_a_processor_is_known_by_what_it_can_do_and_not_by_its_clock(tmp_path: Path) -> None:
+    def name(mhz: str, flags: str, second: str = "") -> str:
+        (tmp_path / "cpuinfo").write_text(
+            f"processor\t: 0\nmodel\t\t: 17\ncpu MHz\t\t: {mhz}\nflags\t\t: {flags}\n\n{second}"
+        )
+        return caches.name_cpu(str(tmp_path / "cpuinfo"))
+
+    known = name("2596.1", "fpu avx2")
+    assert known == name("3000.0", "fpu avx2", "processor\t: 1\nflags\t\t: fpu\n")
+    assert known != name("2596.1", "fpu avx2 avx512f")
+    assert caches.name_cpu(str(tmp_path / "none")) == caches.name_cpu(str(tmp_path / "none"))
+
+
+def test_a_start_waits_for_a_look_and_a_removal_a_bounded_time(
+    paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300,000 files on a slow disk: a start stood still for as long as they took."""
+    chosen, number, over = choose_caches(SPEC, paths, {}), 500, threading.Event()
+    for one in range(number):
+        Path(chosen["CUDA_CACHE_PATH"], str(one)).mkdir()
+        Path(chosen["CUDA_CACHE_PATH"], str(one), "kernel").touch()
+    lstat, looks = os.lstat, []
+
+    def look_slowly(path: str) -> os.stat_result:
+        looks.append(path)
+        time.sleep(0.01)
+        return lstat(path)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(os, "lstat", look_slowly)
+        slow.setattr(caches, "_LOOK_S", 0.1)
+        limit_caches(paths)
+    assert 0 < len(looks) < 50
+    assert len(os.listdir(chosen["CUDA_CACHE_PATH"])) == number  # Nobody knows that it is too much.
+    monkeypatch.setattr(caches, "FILES_MAX", 5)
+    monkeypatch.setattr(caches, "_DROP_S", 0.1)
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: over.wait(20))
+    began = time.monotonic()
+    limit_caches(paths)
+    over.set()
+    assert time.monotonic() - began < 10
+    assert not Path(chosen["CUDA_CACHE_PATH"]).exists()
+
+
+def test_it_is_emptied_where_it_has_filled_the_disk(
+    paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder can be made any more; to rename one needs no room."""
+    chosen = choose_caches(SPEC, paths, {})
+    Path(chosen["TRITON_CACHE_DIR"], "kernel").write_bytes(b"x" * 100)
+
+    def find_no_room(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(caches, "BYTES_MAX", 10)
+    with monkeypatch.context() as full:
+        full.setattr(os, "mkdir", find_no_room)
+        limit_caches(paths)
+    assert not os.listdir(paths.compile_cache)
 
 
 def test_the_next_run_of_a_name_finds_it_and_it_is_not_set_aside(paths: JobPaths) -> None:

@@ -1,5 +1,6 @@
 """A compilation by torch is a busy phase while it lasts, and no longer."""
 
+import _thread
 import importlib
 import sys
 import threading
@@ -139,3 +140,53 @@ def test_an_end_that_is_never_told_costs_nothing_nor_does_one_without_a_beginnin
     tally.begin()
     tally.end()
     assert tally.read_ns() == spent
+
+
+def test_what_a_thread_compiles_beside_training_is_no_warm_up(ring):  # noqa: F811
+    """Each step has the end of some compilation, and none has waited for it."""
+    progress, over = Progress(attach._attachment), threading.Event()
+
+    def compile_another_model() -> None:
+        while not over.wait(0.001):
+            with Compilation():
+                time.sleep(0.002)
+
+    beside = threading.Thread(target=compile_another_model)
+    beside.start()
+    try:
+        progress.resume(0)
+        for step in range(4):
+            progress.begin(step)
+            time.sleep(0.02)
+            progress.commit(step + 1)
+    finally:
+        over.set()
+        beside.join()
+    account = ring().account
+    assert account.step_s >= 0.08
+    assert account.compile_s == 0
+
+
+@pytest.mark.parametrize("kind", ["the one that steps", "autograd's"])
+def test_training_waits_for_what_these_threads_compile(kind):
+    """Python knows of a thread that torch has made only once that asks for its own name."""
+    tally = Tally()
+
+    def compile_here() -> None:
+        if kind == "the one that steps":
+            tally.follow()
+        else:
+            threading.current_thread()
+        tally.begin()
+        time.sleep(0.005)
+        tally.end()
+
+    if kind == "the one that steps":
+        thread = threading.Thread(target=compile_here)
+        thread.start()
+        thread.join()
+    else:
+        over = threading.Event()
+        _thread.start_new_thread(lambda: (compile_here(), over.set()), ())
+        assert over.wait(10)
+    assert tally.read_ns() >= 5_000_000
