@@ -321,3 +321,36 @@ def test_a_look_costs_a_fraction_of_a_millisecond(gpu: Gpu) -> None:
     print(f"a look: {usual_s * 1e6:.0f} us; with 500 under way {ahead_s * 1e6:.0f} us")
     assert usual_s < 0.005
     assert ahead_s < 0.02
+
+
+def test_a_full_file_of_many_communicators_is_read_at_once(gpu: Gpu) -> None:
+    """More are told of once the old ones have been idle for long: aborted, and never closed."""
+    os.environ["PERDURE_RING"] = gpu.ring
+    library = f"{gpu.ring}.so"
+    comms = [Nccl(library, V5, b"c%d" % number, 0, 2) for number in range(62)]
+    follower, first = NcclFollower(gpu.ring, 0.0), gpu.nccl
+    for seq in range(17):
+        for gpu.nccl in comms:
+            gpu.play(seq, 100.0, 100.25)
+    began_s = time.process_time()
+    told = read(follower)
+    cost_s = time.process_time() - began_s
+    print(f"a full file: {cost_s * 1e3:.1f} ms")
+    assert cost_s < 0.1
+    assert len(told) == 62
+    assert len({comm.name for comm in told}) == 62
+    gpu.nccl = first
+    for number in range(2):
+        common = {"seq": 5, "func": (b"AllGather", b"ReduceScatter")[number], "count": 4}
+        coll = first.start(driver.COLL, coll=driver.CollV5(**common, channels=1))
+        first.stop(coll)
+        kernel = first.kernel(coll, 0, 10**9)
+        first.record(kernel, driver.KERNEL_STOP, gpu_ns=10**9 + 10**7)
+        first.stop(kernel)
+        gpu.move(100.0, 100.1, 100.2)
+    gpu.play(5, 100.0, 100.25)
+    assert len(read(follower)) == 64
+    gpu.play(6, 169.0, 169.25)
+    names = [comm.name for comm in read(follower, 169.5)]
+    assert len(names) == 64
+    assert names[-1] == "dp0 AllReduce 00000abc"

@@ -37,6 +37,8 @@ ABANDONED_S = 60.0
 kernels nobody tells of."""
 PENDING_MAX = 512
 """Operations that are looked at again while they have not ended; the newest are."""
+BEING_WRITTEN_MAX = 64
+"""Of so many of the newest a record that cannot be read is looked at again."""
 STREAMS_MAX = 64
 """Communicators, with each kind of collective, that a rank's heartbeat tells of."""
 RANKS_A_BEAT = 16
@@ -50,6 +52,8 @@ class _Stream(msgspec.Struct):
     comm: NcclComm
     name: str
     stride: Stride
+    seen_s: float
+    """When the newest of them was seen to have ended."""
 
 
 class NcclFollower:
@@ -88,7 +92,7 @@ class NcclFollower:
             if source != self._source or layout.last_op < self._last_op:
                 self._forget(source)
             ended = self._read_ended(fd, layout, now)
-            self._follow_comms(fd, layout, ended)
+            self._follow_comms(fd, layout, ended, now)
             return self._tell(rank, ring, ended)
         except OSError:
             return ()
@@ -106,7 +110,7 @@ class NcclFollower:
         ended = []
         for number, op in _read_ops(fd, layout, numbers):
             if op is None:  # Being written, dropped, or overwritten.
-                if number > layout.last_op - PENDING_MAX // 8:
+                if number > layout.last_op - BEING_WRITTEN_MAX:
                     self._pending.append(number)
             elif op.is_over(now_ns):
                 if op.is_plausible(now_ns) and now_ns - op.seen_ns <= STALE_S * 1e9:
@@ -118,8 +122,14 @@ class NcclFollower:
 
     # --- communicators ------------------------------------------------------------------------
 
-    def _follow_comms(self, fd: int, layout: NcclLayout, ended: Iterable[TimedOp]) -> None:
-        """Note the communicators of what `ended`, and forget those that are closed."""
+    def _follow_comms(
+        self, fd: int, layout: NcclLayout, ended: Iterable[TimedOp], now: float
+    ) -> None:
+        """Note the communicators of what `ended`, and forget those that are closed.
+
+        Where there are too many, one that has been idle for long makes room: it was aborted, and
+        nobody has closed it.
+        """
         wanted = {op.comm for op in ended} | {slot for slot, _, _ in self._streams}
         comms = {slot: _read_comm(fd, layout, slot) for slot in wanted if slot < layout.num_comms}
         for key in list(self._streams):
@@ -131,9 +141,16 @@ class NcclFollower:
             if comm is None or comm.closed_s:
                 continue
             key = (op.comm, comm.serial, op.op)
-            if key not in self._streams and len(self._streams) < STREAMS_MAX:
-                name = f"{comm.name or 'NCCL'} {op.op} {comm.hash & 0xFFFFFFFF:08x}"
-                self._streams[key] = _Stream(comm, name, Stride(SPANS_A_BEAT))
+            if key in self._streams:
+                self._streams[key].seen_s = now
+                continue
+            if len(self._streams) >= STREAMS_MAX:
+                idle = min(self._streams, key=lambda known: self._streams[known].seen_s)
+                if now - self._streams[idle].seen_s < ABANDONED_S:
+                    continue
+                del self._streams[idle]
+            name = f"{comm.name or 'NCCL'} {op.op} {comm.hash & 0xFFFFFFFF:08x}"
+            self._streams[key] = _Stream(comm, name, Stride(SPANS_A_BEAT), now)
 
     def _tell(
         self, rank: int, ring: Sequence[CommProgress], ended: Iterable[TimedOp]
@@ -167,11 +184,9 @@ def _read_ops(
         data, again = os.pread(fd, size, at), os.pread(fd, size, at)
         for number in run:
             where = (number - run[0]) * OP_BYTES
-            same = where + OP_BYTES <= min(len(data), len(again))
-            op = parse_timed_op(data, where, number) if same else None
-            if op is not None and op.some_ended and op != parse_timed_op(again, where, number):
-                op = None
-            found.append((number, op))
+            record = data[where : where + OP_BYTES]
+            same = len(record) == OP_BYTES and record == again[where : where + OP_BYTES]
+            found.append((number, parse_timed_op(record, number) if same else None))
     return found
 
 

@@ -827,9 +827,11 @@ class SlowWatch:
             "late": late[:16],
             "probe": [self._node_of(rank)],
         }
+        timed = self._rests_on_device_times("Straggler")
+        how = "by its device's clock" if timed else "its stages are not recorded: compute"
         reason = (
             f"rank {rank} takes {1.0 + excess:.2f} times as long from one collective to the next, "
-            "and waits for nobody itself (its stages are not recorded: compute)"
+            f"and waits for nobody itself ({how})"
         )
         sure = round(suspect.probability, 2)
         verdict = self._make(now, "Straggler", Culprit(rank=rank), sure, reason, began_s, evidence)

@@ -302,10 +302,10 @@ def parse_layout(data: bytes) -> NcclLayout | None:
     return NcclLayout(header[2], header[5], timed, comms_at, num_comms, ops_at, num_ops, last_op)
 
 
-def parse_timed_op(data: bytes, at: int, number: int) -> TimedOp | None:
-    """Return the operation at byte `at`; None where no whole record of this number lies there."""
+def parse_timed_op(record: bytes, number: int) -> TimedOp | None:
+    """Return the operation; None where `record` is no whole one of this number."""
     (head, comm, kind, seq, size, channels, enqueued, _, begun, ended, first, last, start, stop,
-     name, again) = _TIMED.unpack_from(data, at)  # fmt: skip
+     name, again) = _TIMED.unpack(record)  # fmt: skip
     if head != number or again != number:
         return None
     return TimedOp(

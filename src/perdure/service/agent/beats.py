@@ -133,7 +133,7 @@ class RankReader:
             path = self._paths.ring(generation, rank)
             key = (generation, rank)
             timing = self._devices.setdefault(key, NcclFollower(path, self._offset_s))
-            device = timing.read(rank, pid, progress.comms, now)
+            device = timing.read(rank, reading.pid or pid, progress.comms, now)
             progress = msgspec.structs.replace(progress, device=device)
         return progress
 
