@@ -9,12 +9,14 @@ in the file, and nothing else is.
 import os
 import random
 import struct
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from perdure.adapters import nccl_follow
 from perdure.adapters.nccl_follow import NcclFollower
 from perdure.agent.state import KeeperView
 from perdure.model.job import DetectConfig
@@ -191,6 +193,34 @@ def test_each_collective_is_told_once_when_it_has_ended(gpu: Gpu) -> None:
 
 def _fields(span):
     return tuple(getattr(span, name) for name in span.__struct_fields__)
+
+
+def test_nothing_is_lost_or_told_twice_while_nccl_goes_on(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By real clocks: a host enqueues far ahead, and its device follows while the agent looks."""
+    monkeypatch.setattr(nccl_follow, "SPANS_A_BEAT", 10**6)
+    rounds, ahead = 5, 200  # Less than the file keeps, however late a look comes.
+
+    def train() -> None:
+        for round_ in range(rounds):
+            colls = [gpu.begin(round_ * ahead + number) for number in range(ahead)]
+            for coll in colls:
+                kernels = [gpu.nccl.kernel(coll, n, time.monotonic_ns()) for n in (0, 1)]
+                for kernel in kernels:
+                    gpu.nccl.record(kernel, driver.KERNEL_STOP, gpu_ns=time.monotonic_ns())
+                    gpu.nccl.stop(kernel)
+
+    thread, follower, found = threading.Thread(target=train), NcclFollower(gpu.ring, 0.0), []
+    thread.start()
+    looks = 0
+    while thread.is_alive() or not looks:
+        found += seqs(read(follower, time.monotonic()))
+        looks += 1
+    thread.join()
+    found += seqs(read(follower, time.monotonic()))
+    assert looks > 5
+    assert found == list(range(rounds * ahead))
 
 
 def test_a_collective_of_which_a_channel_never_began_is_told_a_while_later(gpu: Gpu) -> None:

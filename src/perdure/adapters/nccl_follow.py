@@ -108,9 +108,9 @@ class NcclFollower:
         self._last_op, self._pending = layout.last_op, []
         now_ns = int((now - self._offset_s) * 1e9)
         ended = []
-        for number, op in _read_ops(fd, layout, numbers):
+        for number, op, moving in _read_ops(fd, layout, numbers):
             if op is None:  # Being written, dropped, or overwritten.
-                if number > layout.last_op - BEING_WRITTEN_MAX:
+                if moving or number > layout.last_op - BEING_WRITTEN_MAX:
                     self._pending.append(number)
             elif op.is_over(now_ns):
                 if op.is_plausible(now_ns) and now_ns - op.seen_ns <= STALE_S * 1e9:
@@ -175,9 +175,12 @@ class NcclFollower:
 
 def _read_ops(
     fd: int, layout: NcclLayout, numbers: Sequence[int]
-) -> list[tuple[int, TimedOp | None]]:
-    """Read `numbers`, each with None where two copies differ or its place has another's."""
-    found: list[tuple[int, TimedOp | None]] = []
+) -> list[tuple[int, TimedOp | None, bool]]:
+    """Read `numbers`, each with None where two copies differ or its place has another's.
+
+    And with whether they differ: it moves at this moment.
+    """
+    found: list[tuple[int, TimedOp | None, bool]] = []
     for run in _split_runs(numbers, layout.num_ops):
         at = layout.ops_at + run[0] % layout.num_ops * OP_BYTES
         size = (run[-1] - run[0] + 1) * OP_BYTES
@@ -185,8 +188,9 @@ def _read_ops(
         for number in run:
             where = (number - run[0]) * OP_BYTES
             record = data[where : where + OP_BYTES]
-            same = len(record) == OP_BYTES and record == again[where : where + OP_BYTES]
-            found.append((number, parse_timed_op(record, number) if same else None))
+            moving = record != again[where : where + OP_BYTES]
+            whole = not moving and len(record) == OP_BYTES
+            found.append((number, parse_timed_op(record, number) if whole else None, moving))
     return found
 
 
