@@ -47,6 +47,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--work", action="store_true", help="packed sequences and hot experts declare their tokens"
     )
+    parser.add_argument(
+        "--devices", action="store_true", help="collectives run on devices, which alone tell times"
+    )
     parser.add_argument("--seconds", type=float, default=RUN_S, help="simulated, of each run")
     parser.add_argument("--explain", action="store_true", help="print verdicts with their evidence")
     parser.add_argument("--tree", type=Path, help="another checkout of perdure to judge")
@@ -94,7 +97,7 @@ def main() -> None:
         sys.exit(run_in_tree(args.tree))
     from healthy import workloads
 
-    workloads.everybody_declares = args.work
+    workloads.everybody_declares, workloads.everybody_on_devices = args.work, args.devices
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # Heartbeats are many, and in no circles.
     if args.reproduce:
@@ -132,10 +135,13 @@ def break_things(args: argparse.Namespace) -> None:
     rows = [row for row in read_rows(args.out) if "fault" in row]
     if args.final:
         seed = min({r["seed"] for r in rows if r["final"]}, default="") or os.urandom(8).hex()
-    known = {(r["tree"], r["seed"], r["case"], r.get("work", False)) for r in rows}
+    known = {
+        (r["tree"], r["seed"], r["case"], r.get("work", False), r.get("devices", False))
+        for r in rows
+    }
     first = 0 if args.number is None else args.number
     for number in range(first, args.faults if args.number is None else first + 1):
-        if (commit, seed, number, args.work) in known and not args.explain:
+        if (commit, seed, number, args.work, args.devices) in known and not args.explain:
             continue
         case, outcome, row = run_fault(number, seed, final=args.final, names=args.workload or ())
         if args.explain:
@@ -144,6 +150,7 @@ def break_things(args: argparse.Namespace) -> None:
             continue
         said = {"case": number, "seed": seed, "tree": commit, "final": args.final}
         said |= {"work": True} if args.work else {}
+        said |= {"devices": True} if args.devices else {}
         append_row(args.out, said | row | {"load": os.getloadavg()[0]})
 
 
@@ -227,6 +234,7 @@ def run(args: argparse.Namespace) -> None:
             if name == "DDP, recorded steps" and not RECORDED.exists():
                 continue
             label = f"{name}, tokens declared" if args.work else name
+            label += ", on devices" if args.devices else ""
             if (label, number, seed, commit) in known and not args.explain:
                 hours += args.seconds / 3600.0
                 continue

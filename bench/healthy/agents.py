@@ -47,6 +47,11 @@ class RankView:
         self._strides: dict[str, Any] = {}
         self._step_stride = tree.Stride(tree.STAGES_A_BEAT)
         self._newest: dict[str, Operation | None] = {}
+        self._ended: dict[str, list[Operation]] = {}
+        """What ended since the last heartbeat, where that is on a device."""
+        self._free_s: dict[str, float] = {}
+        """Communicator -> when the device had done with its last one."""
+        self._counts: dict[tuple[str, str], int] = {}
         self._moved_s = world.begin_s
         self._last_step_s = 0.0
         self._said_s = self._paused_s = 0.0
@@ -89,7 +94,7 @@ class RankView:
         spans: tuple[Any, ...] = ()
         stages: tuple[Any, ...] = ()
         if moved:
-            ended = self._follow(now)
+            ended = self._ended = self._follow(now)
             stages = self._follow_rows(now)
             self._note_next()
             spans = self._thin(ended, now)
@@ -109,10 +114,42 @@ class RankView:
             most_s = silence.begin_s + 5.0 * (silence.end_s - silence.begin_s) + 60.0
             busy = tree.BusyPhase(silence.declared, silence.begin_s, most_s)
         heartbeat_s = max(self._moved_s, self._said_s, since_s)
-        return _make_progress(
+        progress = _make_progress(
             r, 1000 + r, phase, since_s, heartbeat_s, self._account, self._told, proc, spans,
             stages, "compiled", busy,
         )  # fmt: skip
+        return self._put_on_device(progress) if world.on_devices else progress
+
+    def _put_on_device(self, progress: Any) -> Any:
+        """Return `progress` as it is where collectives run on a GPU that the host runs ahead of.
+
+        Its stamps are of enqueuing, with a wait anywhere; the device's times are told beside them.
+        NCCL counts each kind on its own, and runs a communicator's one after another.
+        """
+        told = {}
+        for name, ended in self._ended.items():
+            for o in sorted(ended, key=lambda o: o.seq):
+                begin_s = max(o.start_s, self._free_s.get(name, 0.0))
+                self._free_s[name] = o.end_s
+                if o.peer < 0:
+                    seq = self._counts[name, o.op] = self._counts.get((name, o.op), 0) + 1
+                    span = tree.CollectiveSpan(0, seq, o.op, o.bytes, begin_s, o.end_s)
+                    told.setdefault((name, o.op), []).append(span)
+        self._ended = {}
+        device = []
+        for name, op in self._counts:
+            stride = self._strides.setdefault(f"{name} {op}", tree.Stride(tree.SPANS_A_BEAT))
+            found = told.get((name, op), [])
+            step = stride.note(len(found))
+            spans = tuple([span for span in found if span.seq % step == 0])
+            device.append(tree.DeviceComm(f"{name} {op} 0abc", self._index[name], spans))
+        chance = random.Random(f"{self.rank} {len(progress.spans)} {progress.heartbeat_s}")
+        spans = tuple(
+            tree.replace(span, start_s=span.start_s - chance.choice((0.0, 0.0, 0.1)), wait_s=0.0)
+            for span in progress.spans
+        )
+        comms = tuple([tree.replace(comm, stamps="enqueued") for comm in progress.comms])
+        return tree.replace(progress, comms=comms, spans=spans, device=tuple(device))
 
     def _note_next(self) -> None:
         """Note when the next thing begins or ends, and what is told of again and again."""

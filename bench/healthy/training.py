@@ -177,6 +177,8 @@ class World:
         self.loads: list[Load] = []
         self.staged = True
         """Whether agents see what its steps are made of."""
+        self.on_devices = False
+        """Whether its collectives run on devices that its hosts run ahead of."""
         self.declares = False
         """Whether its script declares work (`run.work`)."""
         self.work_done = [1.0] * n

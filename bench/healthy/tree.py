@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from perdure.adapters.ring_follow import SPANS_A_BEAT, STAGES_A_BEAT, Stride
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.verdicts import Verdict
@@ -37,6 +39,7 @@ NodeBeat = find("NodeBeat", *_PROGRESS)
 HostLoad = find("HostLoad", *_PROGRESS)
 CollectiveSpan = find("CollectiveSpan", *_SPANS)
 StepStages = find("StepStages", *_SPANS)
+DeviceComm = find("DeviceComm", *_PROGRESS)
 LinkSample = find("LinkSample", *_LINKS)
 LinkSweep = find("LinkSweep", *_LINKS)
 PairProbe = find("PairProbe", *_LINKS)
@@ -89,8 +92,8 @@ def take_beat(shell: Any, now: float, beat: Any) -> list[Any]:
 __all__ = [
     "AWAITED_KNOWN",
     "SPANS_A_BEAT", "STAGES_A_BEAT", "TIMEOUT_KNOWN", "WORK_FIELD", "BusyPhase", "CollectiveSpan",
-    "CommProgress", "DetectConfig", "Disk", "HostLoad", "HostProbe", "JobSpec", "LinkSample",
-    "LinkSweep", "NodeBeat", "PairProbe", "ProcSample", "RankAccount", "RankProgress", "Shell",
-    "StepStages", "Stride", "Verdict", "VirtualClock", "find", "find_maker", "make",
-    "make_event", "take_beat",
+    "CommProgress", "DetectConfig", "DeviceComm", "Disk", "HostLoad", "HostProbe", "JobSpec",
+    "LinkSample", "LinkSweep", "NodeBeat", "PairProbe", "ProcSample", "RankAccount",
+    "RankProgress", "Shell", "StepStages", "Stride", "Verdict", "VirtualClock", "find",
+    "find_maker", "make", "make_event", "replace", "take_beat",
 ]  # fmt: skip

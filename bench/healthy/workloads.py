@@ -489,6 +489,8 @@ WORKLOADS: dict[str, tuple[type[Steps], NoiseMaker, Callable[[Steps], None]]] = 
 """Name -> its steps, its noise, and what else it does."""
 everybody_declares = False
 """Whether packed sequences and experts in demand declare their tokens, whatever they are called."""
+everybody_on_devices = False
+"""Whether collectives run on devices, so that the detector has only their times to go by."""
 GAPS = "lost heartbeats"
 DECLARED = "packed sequences, declared"
 HELD_OUT = frozenset(
@@ -525,5 +527,6 @@ def make_steps(name: str, world: World, chance: random.Random) -> Steps:
         steps.stride = chance.choice((1, 1, 8))
     uneven = isinstance(steps, Packed | Experts)
     world.declares = name == DECLARED or (everybody_declares and uneven)
+    world.on_devices = everybody_on_devices
     add(steps)
     return steps

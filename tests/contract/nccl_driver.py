@@ -100,7 +100,9 @@ class Args(c.Union):
 class Nccl:
     """One version of the interface of one loaded plugin, with one communicator open."""
 
-    def __init__(self, library: str, version: int, name: bytes = b"tp", rank: int = 1) -> None:
+    def __init__(
+        self, library: str, version: int, name: bytes = b"tp", rank: int = 1, ranks: int = 4
+    ) -> None:
         functions = [
             ("name", c.c_char_p),
             ("init", c.CFUNCTYPE(c.c_int, *INITS[version])),
@@ -115,7 +117,7 @@ class Nccl:
         self.table = table.in_dll(self.library, f"ncclProfiler_v{version}")
         self.context, self.mask = c.c_void_p(), c.c_int(-1)
         context, mask = c.byref(self.context), c.byref(self.mask)
-        world = (2, 4, rank, None)
+        world = (2, ranks, rank, None)
         done = {
             V3: lambda: self.table.init(context, mask),
             V4: lambda: self.table.init(context, mask, name, 0xABC, *world),

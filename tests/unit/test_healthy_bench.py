@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from bench.healthy import workloads
 from bench.healthy.faults import (
     KINDS,
     draw_case,
@@ -45,6 +46,15 @@ def test_heartbeats_of_different_moments_blame_nobody_who_went_on_since(name, nu
     """T5: a rank that is alone for long may be named; the others, as it comes back, may not."""
     _, outcome = run_healthy(name, number, "tuning", 10 * MINUTE_S)
     assert [told for told in outcome.told if not told.silent and not told.right] == []
+
+
+def test_on_devices_their_times_alone_name_a_slow_rank_and_nobody_in_health(monkeypatch):
+    monkeypatch.setattr(workloads, "everybody_on_devices", True)
+    for name in ("DDP", "FSDP2", "pipeline"):
+        assert run_healthy(name, 0, "short", MINUTE_S)[1].told == []
+    case, outcome, row = run_fault(1, "tuning", names=("DDP",))
+    assert (case.kind, row["wrong"], row["acted"]) == ("slow data", [], [])
+    assert row["in_time"], outcome.told
 
 
 @pytest.mark.parametrize("name", sorted(HELD_OUT))

@@ -52,7 +52,7 @@ class Comm:
     def __init__(self, progress: CommProgress) -> None:
         """Begin with the first rank that shows it."""
         self.name, self.size = progress.name, progress.size
-        self.ranks = progress.ranks
+        self.ranks, self.stamps = progress.ranks, progress.stamps
         self.first = progress.ranks[0] if progress.ranks else -1
         self.rows: dict[int, Row] = {}
         self.done = -1

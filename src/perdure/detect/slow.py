@@ -23,7 +23,13 @@ from perdure.detect.stages import StageWatch, make_slowness
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.signals.progress import NodeBeat, RankProgress
+from perdure.model.signals.progress import (
+    CollectiveSpan,
+    CommProgress,
+    NodeBeat,
+    RankProgress,
+    Stamps,
+)
 from perdure.model.verdicts import Culprit, Slowness, Verdict, VerdictKind
 
 FUSED_S, LINK_S = 0.9, 2.2
@@ -56,21 +62,36 @@ EXPLAINED = "better explained"
 """How the reason of a withdrawal begins that says nothing of the slowness having ended."""
 SURER = 0.2
 """A standing verdict is told again once it is so much surer."""
+DEVICE: Stamps = "device"
 OPEN_MAX = 8
 PROBED_MAX = 8
 
 
 def keep_timed(progress: RankProgress) -> RankProgress:
-    """Return `progress` without the times that are of enqueuing only.
+    """Return `progress` without the times that are of enqueuing only, and with the device's own.
 
     A host that runs ahead of its device waits in some arbitrary place, on one rank perhaps: neither
-    when its collectives were entered nor where its steps went says who was slow.
+    when its collectives were entered nor where its steps went says who was slow. What was timed on
+    the device becomes communicators and spans like the others; whose ranks are not known is left
+    out, for nobody else's may be compared with it. Who sends and receives is kept with it: stages
+    of a pipeline do not work alike.
     """
     untimed = {slot for slot, comm in enumerate(progress.comms) if comm.stamps == "enqueued"}
     if not untimed:
         return progress
-    spans = tuple(span for span in progress.spans if span.comm not in untimed)
-    return msgspec.structs.replace(progress, spans=spans, stages=())
+    sent = bool(progress.device)
+    spans = [s for s in progress.spans if s.comm not in untimed or (sent and s.peer >= 0)]
+    comms = list(progress.comms)
+    for timed in progress.device:
+        of = progress.comms[timed.comm] if timed.comm in untimed else None
+        if of is not None and of.size == len(of.ranks) > 1:
+            slot, last = len(comms), max((s.seq for s in timed.spans), default=-1)
+            comms.append(
+                CommProgress(timed.name, of.size, last, last, ranks=of.ranks, stamps=DEVICE)
+            )
+            for s in timed.spans:
+                spans.append(CollectiveSpan(slot, s.seq, s.op, s.bytes, s.start_s, s.end_s))
+    return msgspec.structs.replace(progress, comms=tuple(comms), spans=tuple(spans), stages=())
 
 
 class SlowWatch:
@@ -320,6 +341,8 @@ class SlowWatch:
             wait_s = self._wait_s * (BUSY_PATIENCE if busy else 1.0)
             if busy and verdict.culprit.node is None:
                 continue  # All are alike: there is nobody to replace.
+            if not self._may_act(verdict.evidence):
+                continue
             passing_s = PASSING * self._passing.longest_s(now, 0.0)
             outlasted_s = verdict.first_seen_s + min(passing_s, max(PASSING_S, PASSING * wait_s))
             due_s = max(verdict.confirmed_s + wait_s, outlasted_s)
@@ -408,6 +431,10 @@ class SlowWatch:
         pace = self.stages.pace
         if pace:
             evidence = {**evidence, "step_ratio": round(pace, 3)}
+        if self._rests_on_device_times(kind):
+            evidence = {**evidence, "stamps": DEVICE}
+            if not self._may_act(evidence):
+                evidence.pop("probe", None)  # A probe takes of the network that training needs.
         verdict = Verdict(
             kind=kind,
             culprit=culprit,
@@ -420,6 +447,19 @@ class SlowWatch:
             evidence=evidence,
         )
         return msgspec.structs.replace(verdict, slowness=self._measure(now, verdict))
+
+    def _rests_on_device_times(self, kind: VerdictKind) -> bool:
+        """Return whether a verdict made now would not stand without times of a device's clock.
+
+        A host is looked at because something is slow, which these times may be all that shows.
+        """
+        timed = [comm for comm in self.collectives.comms() if comm.stamps == DEVICE]
+        if kind == "CommSlow":
+            return any(comm.slow is not None for comm in timed)
+        return bool(timed) and (kind == "HostBusy" or not self.stages.seen)
+
+    def _may_act(self, evidence: Mapping[str, object]) -> bool:
+        return evidence.get("stamps") != DEVICE or self._spec.detect.act_on_device_times
 
     # --- hosts --------------------------------------------------------------------------------
 
@@ -787,9 +827,11 @@ class SlowWatch:
             "late": late[:16],
             "probe": [self._node_of(rank)],
         }
+        timed = self._rests_on_device_times("Straggler")
+        how = "by its device's clock" if timed else "its stages are not recorded: compute"
         reason = (
             f"rank {rank} takes {1.0 + excess:.2f} times as long from one collective to the next, "
-            "and waits for nobody itself (its stages are not recorded: compute)"
+            f"and waits for nobody itself ({how})"
         )
         sure = round(suspect.probability, 2)
         verdict = self._make(now, "Straggler", Culprit(rank=rank), sure, reason, began_s, evidence)

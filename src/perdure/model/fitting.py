@@ -77,7 +77,7 @@ def fit_beat(beat: NodeBeat, bytes_max: int) -> NodeBeat:
     That a node and its ranks live, and in what phase, is worth most; a heartbeat that is too large
     would not arrive at all, and its node would be taken for lost.
     """
-    for dropped in ("sweep", "spans", "stages", "members", "comms"):
+    for dropped in ("device", "sweep", "spans", "stages", "members", "comms"):
         if len(encode(beat)) <= bytes_max:
             break
         beat = _drop(beat, dropped)

@@ -75,6 +75,9 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A link is suspected from this share of segments sent again."""
     link_stuck_s: Seconds = 0.5
     """A link with data to send is stuck after this long without an acknowledgement."""
+    act_on_device_times: bool = False
+    """Slowness that is told by a device's own clock (NCCL's profiler plugin) may be acted upon like
+    any other. By default it is told only: nobody has compared it with a real slow GPU yet."""
     device_slow_s: Seconds = 30.0
     """A GPU whose clock is held down by heat or lack of power for this long is unhealthy."""
 

@@ -211,6 +211,126 @@ class NcclReading(msgspec.Struct, frozen=True):
     links: tuple[NcclLink, ...]
 
 
+COMM_BYTES, OP_BYTES = 8 * WORDS["comms"], 8 * WORDS["ops"]
+TIMED_API = 4
+"""The first interface of which the GPU's clock is told."""
+KERNELS = 1 << 6
+"""In the mask: kernel channels, of which it is told."""
+SETTLED_S = 0.25
+"""An operation of which fewer channels began than NCCL said is over once none has for so long."""
+PLAUSIBLE, PLAUSIBLE_S = 1.1, 0.005
+"""A kernel runs for no longer than since its operation was enqueued, by the host's clock, but for
+the difference of the two clocks: a GPU that was reset meanwhile seems to."""
+_RECORDS_MAX = 4096
+_WORDS_MAX = 1 << 21
+_COUNT_MAX = 1 << 53
+
+
+class NcclLayout(msgspec.Struct, frozen=True):
+    """What a file's header says to who reads the times of collectives from beat to beat."""
+
+    pid: int
+    started_ns: int
+    has_device_times: bool
+    """Kernel channels are recorded, by the GPU's clock."""
+    comms_at: int
+    """Byte at which the communicators begin."""
+    num_comms: int
+    ops_at: int
+    num_ops: int
+    last_op: int
+    """Number of the newest operation."""
+
+
+class TimedOp(msgspec.Struct, frozen=True):
+    """As much of an operation's record as its times need; host times are of CLOCK_MONOTONIC."""
+
+    comm: int
+    seq: int
+    op: str
+    bytes: int
+    enqueued_ns: int
+    begun_ns: int
+    """When the host first saw one of its kernels; 0: it has not."""
+    seen_ns: int
+    """When the host last saw one of them end."""
+    device_s: float
+    """From the first kernel's begin to the last one's end, by the GPU's clock."""
+    is_collective: bool
+    all_ended: bool
+    """All of the channels that NCCL announced have ended."""
+    some_ended: bool
+    """All of those that have begun have ended."""
+
+    def is_over(self, now_ns: int) -> bool:
+        """Return whether its last kernel has ended."""
+        return self.all_ended or (self.some_ended and now_ns - self.seen_ns > SETTLED_S * 1e9)
+
+    def is_plausible(self, now_ns: int) -> bool:
+        """Return whether the GPU's times and the host's can both be true."""
+        host_s = (self.seen_ns - self.enqueued_ns) / 1e9
+        return (
+            self.is_collective
+            and 0 <= self.seq < _COUNT_MAX
+            and 0 <= self.bytes < _COUNT_MAX
+            and 0 < self.enqueued_ns <= self.begun_ns <= self.seen_ns <= now_ns + 1_000_000_000
+            and 0.0 < self.device_s <= PLAUSIBLE * host_s + PLAUSIBLE_S
+        )
+
+
+_TIMED = struct.Struct("=4q8xq8x9q32x16s72xq")
+"""Number, communicator, kind, sequence; bytes; channels to `gpu_stop_ns`; name; number again."""
+
+
+def parse_layout(data: bytes) -> NcclLayout | None:
+    """Return what the header `data` says; None where it is none, or of another version."""
+    if len(data) < HEADER_BYTES or data[:8] != MAGIC:
+        return None
+    header = struct.unpack_from(f"={HEADER_WORDS}q", data)
+    if header[1] != VERSION:
+        return None
+    found = []
+    for name in ("comms", "ops"):
+        first, words, count, last = header[_region_at(name) : _region_at(name) + 4]
+        if words != WORDS[name] or not 0 < count <= _RECORDS_MAX or last < 0:
+            return None
+        if not HEADER_WORDS <= first <= _WORDS_MAX - words * count:
+            return None
+        found.append((8 * first, count, last))
+    (comms_at, num_comms, _), (ops_at, num_ops, last_op) = found
+    timed = header[3] >= TIMED_API and bool(header[4] & KERNELS)
+    return NcclLayout(header[2], header[5], timed, comms_at, num_comms, ops_at, num_ops, last_op)
+
+
+def parse_timed_op(record: bytes, number: int) -> TimedOp | None:
+    """Return the operation; None where `record` is no whole one of this number."""
+    (head, comm, kind, seq, size, channels, enqueued, _, begun, ended, first, last, start, stop,
+     name, again) = _TIMED.unpack(record)  # fmt: skip
+    if head != number or again != number:
+        return None
+    return TimedOp(
+        comm=comm,
+        seq=seq,
+        op=name.split(b"\0", 1)[0].decode("ascii", "replace"),
+        bytes=size,
+        enqueued_ns=enqueued,
+        begun_ns=first,
+        seen_ns=last,
+        device_s=(stop - start) / 1e9 if start > 0 else 0.0,
+        is_collective=kind == 0,
+        all_ended=begun == ended >= max(channels, 1),
+        some_ended=begun == ended > 0,
+    )
+
+
+def parse_comm(data: bytes, index: int) -> NcclComm | None:
+    """Return the communicator whose record is `data`; None where it is being written."""
+    w = struct.unpack(f"={WORDS['comms']}q", data)
+    if w[0] <= 0 or w[0] != w[-1]:
+        return None
+    return _Reader(0.0).comm(index, w)
+
+
 class _Reader:
     """Words of a record as job time."""
 

@@ -38,6 +38,23 @@ class CollectiveSpan(msgspec.Struct, frozen=True, array_like=True):
     """A thread of the rank is blocked until it ends."""
 
 
+class DeviceComm(msgspec.Struct, frozen=True, array_like=True):
+    """Collectives of one kind in one communicator of NCCL, timed by the device's own clock.
+
+    It stands beside the `comms` and not among them: who hangs or is out of step is told by those
+    alone, since a device's times come late, or not at all.
+    """
+
+    name: str
+    """Of the group, the kind and NCCL's id of the communicator: the same on all of its ranks. NCCL
+    counts each kind on its own."""
+    comm: Annotated[int, msgspec.Meta(ge=0)]
+    """Index into the `comms` of the same `RankProgress`, of one with the same ranks."""
+    spans: tuple[CollectiveSpan, ...] = ()
+    """What ended since the last heartbeat, thinned; their `comm` says nothing. They begin when the
+    host first saw a kernel, and take as long as they did by the device's clock."""
+
+
 WORK_MAX = 1e30
 """No step's declared work is more, in whatever unit."""
 
@@ -222,6 +239,8 @@ class RankProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the script has declared to be busy with; of nested phases the one that ends last."""
     unseen: bool = False
     """Something else lies in the place of its ring: nothing but `proc` is known of it."""
+    device: tuple[DeviceComm, ...] = ()
+    """What NCCL's profiler plugin has told of collectives on the device."""
 
 
 class HostLoad(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from perdure.adapters.host import CoreMeter, ProcSampler, list_children, measure_cpu, read_boot_id
+from perdure.adapters.nccl_follow import RANKS_A_BEAT, NcclFollower
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import name_foreign, open_regular, read_ring
 from perdure.agent.state import KeeperView
@@ -44,6 +45,8 @@ class RankReader:
         """Rank -> (last write, last change of phase) at the newest beat."""
         self._followers: dict[tuple[int, int], RingFollower] = {}
         """(generation, rank) -> its ring, read from beat to beat."""
+        self._devices: dict[tuple[int, int], NcclFollower] = {}
+        """The same: what NCCL's plugin writes beside it."""
         self._foreign: set[tuple[int, int]] = set()
         """(generation, rank) in whose ring's place something else was found."""
 
@@ -53,14 +56,19 @@ class RankReader:
         """Return the node's heartbeat."""
         generation = keeper.generation if keeper else -1
         running = keeper.running if keeper else {}
+        turns = max(1, -(-len(running) // RANKS_A_BEAT))
         self._sampler.watch(running.values())
         self._followers = {
             key: follower
             for key, follower in self._followers.items()
             if key[0] == generation and key[1] in running
         }
+        self._devices = {key: f for key, f in self._devices.items() if key in self._followers}
         host = self._look_at_host(running.values(), keeper.pid if keeper else 0, now)
-        ranks = tuple(self._look(generation, rank, running[rank], now) for rank in sorted(running))
+        ranks = tuple(
+            self._look(generation, rank, running[rank], now, timed=(seq + place) % turns == 0)
+            for place, rank in enumerate(sorted(running))
+        )
         return NodeBeat(self._node, incarnation, seq, now, generation, ranks, host=host)
 
     def _look_at_host(self, pids: Iterable[int], keeper: int, now: float) -> HostLoad | None:
@@ -93,7 +101,9 @@ class RankReader:
             pressure=round(pressure, 3),
         )
 
-    def _look(self, generation: int, rank: int, pid: int, now: float) -> RankProgress:
+    def _look(
+        self, generation: int, rank: int, pid: int, now: float, *, timed: bool
+    ) -> RankProgress:
         follower = self._followers.get((generation, rank))
         if follower is None:
             follower = RingFollower(self._paths.ring(generation, rank), self._offset_s)
@@ -116,9 +126,16 @@ class RankReader:
         mark = (reading.heartbeat_s, reading.phase_since_s)
         moved, self._marks[rank] = mark != self._marks.get(rank), mark
         proc = self._sampler.sample(pid, now, HEALTHY_S if moved else 0.0)
-        return msgspec.structs.replace(
+        progress = msgspec.structs.replace(
             reading.progress(proc), rank=rank, pid=pid, spans=look.spans, stages=look.stages
         )
+        if timed and any(comm.stamps == "enqueued" for comm in progress.comms):
+            path = self._paths.ring(generation, rank)
+            key = (generation, rank)
+            timing = self._devices.setdefault(key, NcclFollower(path, self._offset_s))
+            device = timing.read(rank, reading.pid or pid, progress.comms, now)
+            progress = msgspec.structs.replace(progress, device=device)
+        return progress
 
     def _look_for_foreign(self, generation: int, rank: int) -> bool:
         """Return whether something else than a file lies in the place of a ring; say so once."""
