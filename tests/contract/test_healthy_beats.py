@@ -54,6 +54,7 @@ LEFT_OUT = {
     "ranks.stages.other_s": "less than a millisecond, but where a workload does something else",
     "ranks.proc.blocked": "of workloads that wait for a disk",
     "ranks.account.restored_s": "start-up is over",
+    "ranks.busy_phase": "the first optimizer's step imports what compiles, of a busy machine seen",
     "ranks.account.marks": "no checkpoints here",
     "ranks.account.boundary_s": "sub-millisecond accounts of perdure's own",
     "ranks.account.checkpoint_s": "likewise",
