@@ -16,6 +16,13 @@ from tests.e2e.harness import SCRIPTS, Job
 Start = Callable[..., Job]
 
 
+@pytest.fixture(autouse=True)
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has said where caches are; torch does for its process as it compiles in a test."""
+    for name in FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.slow
 def test_a_rank_finds_what_its_neighbour_and_its_former_life_have_compiled(
     start: Start, tmp_path: Path

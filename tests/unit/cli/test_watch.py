@@ -23,6 +23,7 @@ import msgspec
 import pyte
 import pytest
 
+from perdure.cli.looking.watch import _leave_on_signals
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec
 from perdure.model.report import DeviceRow, RankRow, Snapshot
@@ -174,6 +175,21 @@ def test_a_signal_gives_the_terminal_back(
     terminal.process.send_signal(number)
     assert terminal.wait() == 128 + number
     assert terminal.is_given_back()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_comes_while_an_object_is_finalized_is_not_forgotten() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with _leave_on_signals() as leave_if_asked:
+        leave_if_asked()
+        one = Finalized()
+        del one  # What the handler raises here is dropped.
+        with pytest.raises(SystemExit) as ended:
+            leave_if_asked()
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def test_a_narrow_window_keeps_what_matters(start: Callable[..., Terminal]) -> None:

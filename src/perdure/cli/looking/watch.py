@@ -110,10 +110,15 @@ def _show_in_place(job: Job, draw: Screen, every: float) -> None:
     console = Console(highlight=False)
     last: Sequence[ScreenLine] = ()
     with (
-        _leave_on_signals(),
-        _read_keys() as pause,
+        _leave_on_signals() as leave_if_asked,
+        _read_keys() as wait_key,
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live,
     ):
+
+        def pause(seconds: float) -> bool:
+            leave_if_asked()
+            return wait_key(seconds)
+
         for snapshot in look_again(job, every, pause=pause):
             width, height = console.size
             last = draw(snapshot, width, height)
@@ -130,19 +135,27 @@ def _show_in_place(job: Job, draw: Screen, every: float) -> None:
 
 
 @contextlib.contextmanager
-def _leave_on_signals() -> Iterator[None]:
+def _leave_on_signals() -> Iterator[Callable[[], None]]:
     """Have a signal that ends the command unwind it, so that the terminal is given back first.
 
-    It is not suspended: a shell would get the terminal as the screen has it.
+    Yield what does so once more: Python drops what is raised in an object's finalizer, as a
+    handler's exit is that happens to be called there. It is not suspended: a shell would get the
+    terminal as the screen has it.
     """
+    asked: list[int] = []
 
     def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
+        asked.append(number)
+        leave_if_asked()
+
+    def leave_if_asked() -> None:
+        if asked:
+            raise SystemExit(128 + asked[0])
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
-        yield
+        yield leave_if_asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
