@@ -25,7 +25,7 @@ def read_version(text: str) -> tuple[int, int]:
 NETWORK_KINDS = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"),
-        *("lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
+        *("lustre", "gpfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs"),
     }
 )
 """Types of file systems that lie on other machines."""
