@@ -25,7 +25,7 @@ class Queue(Run):
     def __init__(self, depth: Depth, terms: str, *, kill: bool = True) -> None:
         """Make the home and the queue's file."""
         super().__init__(depth, terms, kill=False)
-        rows = ["[defaults]\nbackoff_s = 0.2\n"]
+        rows = ["[defaults]\nbackoff_s = 0.2\nretries = 4\n"]  # A fault may take an attempt.
         for name, times in ITEMS.items():
             words = [sys.executable, str(depth.script), str(self.trail), name, str(times)]
             after = 'after = ["one"]\n' if name == "two" else ""
