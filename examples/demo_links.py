@@ -43,15 +43,16 @@ def wait_for_state(state: str, timeout_s: float) -> None:
         time.sleep(0.3)
 
 
-def find_verdict() -> float | None:
-    """Return the seconds until the slow link was named; None if it was not."""
-    began = time.monotonic()
+def find_verdict() -> tuple[float | None, set[str]]:
+    """Return the seconds until the slow link was named, None if it was not; and what else was."""
+    began, kinds = time.monotonic(), set[str]()
     while time.monotonic() - began < FIND_S:
         verdicts = ask("diagnose", JOB).get("verdicts", [])
-        if isinstance(verdicts, list) and any(v["kind"] == "CommSlow" for v in verdicts):
-            return time.monotonic() - began
+        kinds |= {v["kind"] for v in verdicts} if isinstance(verdicts, list) else set()
+        if "CommSlow" in kinds:
+            return time.monotonic() - began, kinds
         time.sleep(0.2)
-    return None
+    return None, kinds
 
 
 def train(lab: Lab) -> int:
@@ -65,9 +66,12 @@ def train(lab: Lab) -> int:
         time.sleep(LEARN_S)
         print(f"demo: perdure inject {JOB} {' '.join(SLOW_LINK)}", flush=True)
         subprocess.run([*PERDURE, "inject", JOB, *SLOW_LINK], check=False, timeout=60)
-        seconds = find_verdict()
+        seconds, kinds = find_verdict()
         if seconds is None:
             print(f"demo: the slow link was not found within {FIND_S:g} s")
+            if "HostBusy" in kinds:
+                print("demo: other work keeps this machine busy, which explains a slow step as")
+                print("demo: well; when it is quieter: .venv/bin/python examples/demo_links.py")
             return 1
         print(f"demo: found after {seconds:.1f} s\n", flush=True)
         subprocess.run([*PERDURE, "diagnose", JOB], check=False, timeout=60)
