@@ -11,37 +11,32 @@ the ledger tells the first steps' part of it from training.
 import contextlib
 import threading
 import time
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
-from perdure.worker.busy import declare_busy
+from perdure.worker.busy import Busy
 from perdure.worker.start.cold import after_import
 
 AT_MOST_S = 600.0
 """A compilation that takes longer is told of, as any silence is: its workers may hang, too."""
 
 
-class Compilation:
-    """A compilation as a context manager: a busy phase, whose time is counted."""
+class Compilation(Busy):
+    """A busy phase whose time is counted."""
 
     def __init__(self) -> None:
         """Declare nothing before it is entered."""
-        self._phase = declare_busy("compile", at_most_s=AT_MOST_S)
+        super().__init__(b"compile", AT_MOST_S)
 
     def __enter__(self) -> None:
         """Begin it, in whichever thread."""
         tally.begin()
-        self._phase.__enter__()
+        super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: Any) -> None:
         """End it, however it has ended."""
         tally.end()
-        self._phase.__exit__(kind, error, trace)
+        super().__exit__(*ended)
 
 
 class Tally:

@@ -108,67 +108,91 @@ def test_the_main_threads_import_of_what_compiles_is_shown_too(
     assert ring().busy_phase is None
 
 
+class Clock:
+    """The monotonic clock of this process, which goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**9
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, ms: int) -> None:
+        self.now_ns += ms * 1_000_000
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic_ns", clock)
+    return clock
+
+
 def test_the_time_of_the_first_steps_compilations_is_told_and_later_ones_are_training(
     ring,  # noqa: F811
+    clock,
 ):
     """Up to a step without one; what was compiled before the first step is none of theirs."""
     progress = Progress(attach._attachment)
-    took = {0: 0.03, 1: 0.02, 2: 0.0, 3: 0.05}
     with Compilation():
-        time.sleep(0.02)
+        clock.advance(20)
     progress.resume(0)
-    for step, compile_s in took.items():
+    for step, compile_ms in enumerate((30, 20, 0, 50)):
         progress.begin(step)
-        if compile_s:
+        clock.advance(1)
+        if compile_ms:
             with Compilation(), Compilation():  # What overlaps counts once.
-                time.sleep(compile_s)
+                clock.advance(compile_ms)
         progress.commit(step + 1)
     account = ring().account
-    assert 0.05 <= account.compile_s <= account.step_s - 0.05
+    assert account.compile_s == pytest.approx(0.05)
+    assert account.step_s == pytest.approx(0.104)
 
 
-def test_an_end_that_is_never_told_costs_nothing_nor_does_one_without_a_beginning():
+def test_an_end_that_is_never_told_costs_nothing_nor_does_one_without_a_beginning(clock):
     tally = Tally()
     tally.end()
     tally.begin()
-    time.sleep(0.01)
+    clock.advance(10)
     tally.end()
-    spent = tally.read_ns()
-    assert spent >= 10_000_000
+    assert tally.read_ns() == 10_000_000
     tally.begin()
-    time.sleep(0.01)
+    clock.advance(10)
     tally.begin()
     tally.end()
-    assert tally.read_ns() == spent
+    assert tally.read_ns() == 10_000_000
 
 
-def test_what_a_thread_compiles_beside_training_is_no_warm_up(ring):  # noqa: F811
+@pytest.mark.parametrize(("beside", "told_s"), [(True, 0.0), (False, 0.008)])
+def test_what_a_thread_compiles_beside_training_is_no_warm_up(
+    ring,  # noqa: F811
+    clock,
+    beside,
+    told_s,
+):
     """Each step has the end of some compilation, and none has waited for it."""
-    progress, over = Progress(attach._attachment), threading.Event()
 
-    def compile_another_model() -> None:
-        while not over.wait(0.001):
-            with Compilation():
-                time.sleep(0.002)
+    def compile_a_model() -> None:
+        with Compilation():
+            clock.advance(2)
 
-    beside = threading.Thread(target=compile_another_model)
-    beside.start()
-    try:
-        progress.resume(0)
-        for step in range(4):
-            progress.begin(step)
-            time.sleep(0.02)
-            progress.commit(step + 1)
-    finally:
-        over.set()
-        beside.join()
-    account = ring().account
-    assert account.step_s >= 0.08
-    assert account.compile_s == 0
+    progress = Progress(attach._attachment)
+    progress.resume(0)
+    for step in range(4):
+        progress.begin(step)
+        clock.advance(20)
+        if beside:
+            thread = threading.Thread(target=compile_a_model)
+            thread.start()
+            thread.join(10)
+        else:
+            compile_a_model()
+        progress.commit(step + 1)
+    assert ring().account.compile_s == pytest.approx(told_s)
 
 
 @pytest.mark.parametrize("kind", ["the one that steps", "autograd's"])
-def test_training_waits_for_what_these_threads_compile(kind):
+def test_training_waits_for_what_these_threads_compile(kind, clock):
     """Python knows of a thread that torch has made only once that asks for its own name."""
     tally = Tally()
 
@@ -178,7 +202,7 @@ def test_training_waits_for_what_these_threads_compile(kind):
         else:
             threading.current_thread()
         tally.begin()
-        time.sleep(0.005)
+        clock.advance(5)
         tally.end()
 
     if kind == "the one that steps":
@@ -189,4 +213,4 @@ def test_training_waits_for_what_these_threads_compile(kind):
         over = threading.Event()
         _thread.start_new_thread(lambda: (compile_here(), over.set()), ())
         assert over.wait(10)
-    assert tally.read_ns() >= 5_000_000
+    assert tally.read_ns() == 5_000_000
