@@ -252,6 +252,7 @@ def capture_worlds(trainer: Trainer, *, registered: bool) -> None:
         plan, group = form(members), trainer._group
         assert group is not None
         if isinstance(group.comm, FakeComm):
+            time.sleep(0.1)  # An order may break the world before or amid a capture.
             graph = group.comm.capture()
             if registered:
                 trainer.before_break(graph.reset)

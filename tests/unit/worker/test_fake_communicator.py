@@ -204,6 +204,18 @@ def test_graphs_are_destroyed_once_before_their_communicators_end(two: Two, endi
     assert calls == ["first", "slow"]
 
 
+def test_what_is_captured_after_a_break_is_destroyed_as_well(two: Two) -> None:
+    """An order breaks a world in another thread, which who captures may not have heard of."""
+    group = two.groups[0]
+    comm = group.comm
+    assert isinstance(comm, FakeComm)
+    graph = comm.capture()
+    group.break_()
+    group.captures.add(graph.reset)
+    group.give_up()
+    assert comm.drained(0.0)
+
+
 def test_a_break_of_one_group_destroys_what_was_captured_beside_it(two: Two) -> None:
     beside: dict[int, Group] = {}
 

@@ -252,6 +252,7 @@ class Group:
         """
         self._begun = []
         self.comm.break_()  # Another thread may be about to do so.
+        self.captures.destroy_apart()  # Of what was captured since the break as well.
         if not self.comm.drained(_DRAIN_S):
             raise DeviceLostError(
                 _find_error(tickets) or f"it does not become idle within {_DRAIN_S:g} s of a break",
