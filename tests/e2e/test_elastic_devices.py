@@ -4,13 +4,12 @@ A member that dies says nothing to the others: only the order ends what they wai
 ends looks complete and is garbage.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from perdure.model.errors import DeviceLostError
-from tests.e2e.elastic_scenarios import STEPS, Outcome, judge, run_scenarios, scenario, seeded
+from tests.e2e.elastic_scenarios import STEPS, Outcomes, judge, scenario, seeded
 from tests.e2e.elastic_world import FORMED_AT, KILLED_AT
 
 LATE = {"device": {"late_s": 0.003}}
@@ -32,7 +31,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
                  kill={"0": "reduced 3", "2": "optimizer 5"}, **LATE),
         scenario("lose", 3, lose={"1": "reduce 4"}, **LATE),
         scenario("hang", 4, hang={"1": "forward 3"}, kill={"0": "backward 6"}, **LATE),
-        scenario("graphs", 3, capture={}, kill={"2": "reduce 4"}, joins=1, **LATE),
+        scenario("graphs", 3, capture={}, kill={"2": "reduce 4"}, joins=1, pace_s=0.02, **LATE),
         scenario("graph-lives", 3, capture={"1": "unregistered"}, kill={"2": "reduce 4"}, **LATE),
         scenario("split-kill", 3, split=True, joins=1, join_epoch=1, kill={"1": "reduce 4"},
                  **LATE),
@@ -52,17 +51,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    folder: Path = tmp_path_factory.mktemp("devices")
-    return run_scenarios(list(SCENARIOS.values()), folder)
+def all_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes([list(SCENARIOS.values())], tmp_path_factory.mktemp("devices"))
+
+
+@pytest.fixture
+def outcomes(all_outcomes: Outcomes, request: pytest.FixtureRequest) -> Outcomes:
+    return all_outcomes.serve(request)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Outcome], name: str) -> None:
+def test_survivors_commit_every_step_and_agree(outcomes: Outcomes, name: str) -> None:
     judge(outcomes[name])
 
 
-def test_who_has_lost_its_device_ends_and_the_others_go_on(outcomes: dict[str, Outcome]) -> None:
+def test_who_has_lost_its_device_ends_and_the_others_go_on(outcomes: Outcomes) -> None:
     for name in ("lose", "hang", "split-lose", "split-hang"):
         found = outcomes[name]
         assert found["answer"]["ends"]["1"] == DeviceLostError.exit_code
@@ -72,14 +75,14 @@ def test_who_has_lost_its_device_ends_and_the_others_go_on(outcomes: dict[str, O
 
 
 def test_a_graph_that_nobody_destroys_costs_its_process_the_device(
-    outcomes: dict[str, Outcome],
+    outcomes: Outcomes,
 ) -> None:
     ends = outcomes["graph-lives"]["answer"]["ends"]
     assert (ends["0"], ends["1"]) == (0, DeviceLostError.exit_code)
     assert set(outcomes["graphs"]["answer"]["ends"].values()) == {0, -9}
 
 
-def test_exact_losses_are_those_of_one_process(outcomes: dict[str, Outcome]) -> None:
+def test_exact_losses_are_those_of_one_process(outcomes: Outcomes) -> None:
     (alone,) = outcomes["exact-1"]["rows"].values()
     for name in ("exact-killed", "split-exact"):
         found = outcomes[name]["rows"]["1"]

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +55,8 @@ class Captures:
         """Know of none."""
         self._lock = threading.Lock()
         self._kept: list[Callable[[], object]] = []
+        self.destroyed = False
+        """Whether something was, so that what would use it fails."""
 
     def add(self, destroy: Callable[[], object]) -> None:
         """Have `destroy` called once, when the world is left, in any thread."""
@@ -68,6 +70,7 @@ class Captures:
                 if not self._kept:
                     return
                 first = self._kept.pop(0)
+                self.destroyed = True
             with contextlib.suppress(Exception):
                 first()
 
@@ -77,6 +80,19 @@ class Captures:
             if not self._kept:
                 return
         threading.Thread(target=self.destroy, name="perdure-captures", daemon=True).start()
+
+    @contextlib.contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Turn the error of who uses what was destroyed into `Broken`: its world is left.
+
+        An error of another cause is raised again by who does the same in the next world.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or not self.destroyed:
+                raise
+            raise Broken(f"a graph is gone: {error}".partition("\n")[0]) from None
 
 
 class Group:

@@ -187,7 +187,8 @@ class Trainer:
                     continue
             assert self._group is not None
             try:
-                self._advance(self._group)
+                with self._group.captures.breaking():
+                    self._advance(self._group)
                 return
             except Broken as error:
                 why = str(error)

@@ -92,6 +92,15 @@ class FakeGraph:
         self._graphs = graphs
         graphs.add(self)
 
+    def replay(self) -> None:
+        """Do nothing.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        if self not in self._graphs:
+            raise RuntimeError("a graph was replayed that is no more")
+
     def reset(self) -> None:
         """Be destroyed."""
         self._graphs.discard(self)
