@@ -178,15 +178,11 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     plan = plan_batches(scenario["batch"], scenario["micro_batch"])
     data = MicroBatches(Numbers(), plan, seed=3, shuffle=True)
     used: list[list[int]] = []
-    graphs: list[FakeGraph] = []
 
     def compute(step: int, number: int) -> Tensor:
         killer.pass_by("forward")
-        inputs, targets = data.load(step, number)
-        used.append([step, number, *list_indices(data, step, number)])
-        keep_pace(scenario)
-        for graph in graphs[-1:]:
-            graph.replay()
+        inputs, targets = load(step, number)
+        replay_captured()
         outputs = replica.model(inputs)
         outputs.register_hook(lambda grad: killer.pass_by("backward"))
         return nn.functional.mse_loss(outputs, targets)
@@ -211,7 +207,7 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     killer.wrap(FakeDevice, "connect", "connecting")
     killer.wrap(trainer, "_bring_together", "connect", "bring")
     if "capture" in scenario:
-        capture_worlds(trainer, graphs, registered=str(me) not in scenario["capture"])
+        capture_worlds(trainer, registered=str(me) not in scenario["capture"])
     with open(scenario["out"].format(me), "w") as out:
         for step in trainer.steps(scenario["steps"]):
             row = {
@@ -247,19 +243,28 @@ def is_gradient(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.numel() > 1
 
 
-def capture_worlds(trainer: Trainer, graphs: list[FakeGraph], *, registered: bool) -> None:
+CAPTURED: list[FakeGraph] = []
+"""This rank's graph of the world of now."""
+
+
+def replay_captured() -> None:
+    for graph in CAPTURED:
+        graph.replay()
+
+
+def capture_worlds(trainer: Trainer, *, registered: bool) -> None:
     """Capture each world's communicator in a graph, which is `registered` to be destroyed."""
     form: Any = trainer._form
 
     def outer(members: tuple[int, ...]) -> Any:
         plan, group = form(members), trainer._group
         assert group is not None
-        graphs.clear()
+        CAPTURED.clear()
         if isinstance(group.comm, FakeComm):
             time.sleep(0.1)  # An order may break the world before or amid a capture.
-            graphs.append(group.comm.capture())
+            CAPTURED.append(group.comm.capture())
             if registered:
-                trainer.before_break(graphs[-1].reset)
+                trainer.before_break(CAPTURED[-1].reset)
         return plan
 
     vars(trainer)["_form"] = outer
