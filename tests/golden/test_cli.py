@@ -65,6 +65,7 @@ CASES = {
     "trace-generate-help": ["trace", "generate", "--help"],
     "trace-simulate-help": ["trace", "simulate", "--help"],
     "trace-replay-help": ["trace", "replay", "--help"],
+    "trace-drive-help": ["trace", "drive", "--help"],
 }
 
 

@@ -72,7 +72,6 @@ DIFFER = {
     ("agreements in a storm", 1019): ([f"restart: {_LEFT} of rank 1"],) * 2,
     ("storm", 1054): ([f"restart: {_LEFT} of rank 10"],) * 2,
     # The older reading takes the step from the epoch that follows, and the world started again.
-    ("elastic in a storm", 511): ([f"restart: {_KILLED} of rank 2"],) * 2,
     ("elastic with spares", 701): (["restart: keeper lost of node 2"],) * 2,
 }
 """Simulated jobs whose reports are not the same -> the incidents that only one of them has.

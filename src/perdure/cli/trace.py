@@ -1,6 +1,10 @@
 """`perdure trace`: recorded availability read, shown, changed, made up, simulated and played."""
 
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated
 
 import msgspec
@@ -27,6 +31,7 @@ from perdure.lab.screens import (
     render_page,
     render_replay,
     render_replay_page,
+    render_schedule,
     render_simulation_page,
     render_summary,
 )
@@ -480,8 +485,14 @@ Systems = Annotated[
     typer.Option(
         "--policy",
         metavar="NAMES",
-        help="What is played, in turn: all, or of perdure, torchrun, torchft, torchft-default.",
+        help="What is played, in turn: all, or of perdure, torchrun, torchft, torchft-default; "
+        "with --stages of perdure, varuna.",
     ),
+]
+
+Until = Annotated[
+    float | None,
+    typer.Option("--until", metavar="SECONDS", min=1.0, help="Play the trace up to there."),
 ]
 
 CoalesceLive = Annotated[
@@ -503,10 +514,7 @@ def replay(
         int, typer.Option("--nodes-max", min=1, max=8, help="Scale to so many nodes at most.")
     ] = 8,
     speed: Speed = 1.0,
-    until: Annotated[
-        float | None,
-        typer.Option("--until", metavar="SECONDS", min=1.0, help="Play the trace up to there."),
-    ] = None,
+    until: Until = None,
     notice: Notice = 0.0,
     coalesce_s: CoalesceLive = 0.5,
     draw: Draw = False,
@@ -545,13 +553,15 @@ def replay(
     from perdure.cli.speech.bar import Bar
     from perdure.lab.live import session
 
-    systems = pick_names(policy, session.SYSTEMS, "no system `{}` to replay against")
+    known = session.STAGED if stages > 1 else session.SYSTEMS
+    systems = pick_names(policy, known, f"no system `{{}}` to replay against with {stages} stages")
     trace = load_trace(file, format_name, duration, nodes=nodes)
     trace = cut(trace, until) if until is not None else trace
     drawn = seed if draw or not trace.named else None
     trace = prepare(trace, nodes_max, speed, notice, coalesce_s, drawn)
     home, pace_s = resolve_home(), pace_ms / 1000.0
     wish = session.Wish(trace, systems, home, pace_s, stages, measure, speed, notice, drawn)
+    hear_stop((svg, html, costs))
     with Bar("replay") as bar:
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:
@@ -561,6 +571,92 @@ def replay(
     if html is not None:
         write_asked(html, render_replay_page(result))
     answer(result, render_replay(result, width), as_json=as_json)
+
+
+@app.command()
+def drive(
+    file: File,
+    job_file: Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")],
+    nodes_max: Annotated[
+        int | None,
+        typer.Option("--nodes-max", min=1, help="Scale to so many nodes at most; the job's."),
+    ] = None,
+    speed: Speed = 1.0,
+    until: Until = None,
+    notice: Notice = 0.0,
+    coalesce_s: CoalesceLive = 0.5,
+    draw: Draw = False,
+    seed: Seed = 0,
+    start_s: Annotated[
+        float,
+        typer.Option(
+            "--start", metavar="SECONDS", min=1.0, help="The job may take so long until it trains."
+        ),
+    ] = 600.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done when, and do nothing.")
+    ] = False,
+    format_name: FormatName = None,
+    duration: Duration = None,
+    nodes: AllNodes = None,
+    svg: Svg = None,
+    html: Html = None,
+    width: Width = 100,
+    as_json: Json = False,
+) -> None:
+    """Run your own job under a trace: its nodes are killed and started at the trace's instants.
+
+    The job is started on this machine as `perdure run` would start it, under a name of its own, and
+    stopped at the end. Its own pace is what it is compared with. Ctrl-C ends it with what was
+    measured so far.
+    """
+    from perdure.cli.running.jobspec import check_job, choose_name, make_spec
+    from perdure.cli.running.options import RunOptions
+    from perdure.cli.speech.bar import Bar
+    from perdure.lab.live.driving import DriveWish, check_drive
+    from perdure.lab.live.driving import drive as drive_job
+
+    home, environ = resolve_home(), dict(os.environ)
+    spec, named, notes = make_spec(RunOptions(config=job_file, environ=environ))
+    stem = (spec if named else choose_name(spec, home)).name[:48]
+    spec = msgspec.structs.replace(spec, name=f"{stem}-drive-{token_hex(2)}", tee="none")
+    notes += check_job(spec, home, environ)
+    if spec.checkpoint.url:
+        notes.append(f"checkpoints are read from and written to {spec.checkpoint.url}")
+    trace = load_trace(file, format_name, duration, nodes=nodes)
+    trace = cut(trace, until) if until is not None else trace
+    drawn = seed if draw or not trace.named else None
+    most = min(nodes_max or spec.first_nodes, spec.first_nodes)
+    trace = prepare(trace, most, speed, notice, coalesce_s, drawn)
+    wish = DriveWish(spec, trace, home, speed, notice, drawn, start_s)
+    schedule = check_drive(wish)
+    for text in notes:
+        note(text)
+    if dry_run:
+        document = {"dry_run": True, "job": spec.name, "duration_s": trace.duration_s}
+        text = render_schedule(schedule.first, schedule.acts, spec.name, trace.duration_s)
+        answer(document | schedule._asdict(), text, as_json=as_json)
+        return
+    hear_stop((svg, html))
+    with Bar("drive") as bar:
+        result = drive_job(wish, bar.say)
+    if svg is not None:
+        write_asked(svg, stand_alone(draw_replay(result)))
+    if html is not None:
+        write_asked(html, render_replay_page(result))
+    answer(result, render_replay(result, width), as_json=as_json)
+
+
+def hear_stop(asked: Sequence[Path | None]) -> None:
+    """Have SIGTERM end a play as Ctrl-C does; see that what it is to write can be written.
+
+    Raises:
+        ConfigError: the folder of one of the files `asked` for cannot be written.
+    """
+    for path in asked:
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise ConfigError(f"{path}: its folder cannot be written", hint="another FILE")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def prepare(

@@ -181,3 +181,15 @@ class ReplayResult(Bounds, frozen=True, kw_only=True):
     """The job whose throughput that is; U1 and the others are made of it."""
     reference_spread: float = 0.0
     """Between two times that the reference was measured, at most."""
+    unit: str = "samples"
+    """What `committed` and the bounds count."""
+
+
+class DriveResult(ReplayResult, frozen=True, kw_only=True):
+    """`perdure trace drive --json`."""
+
+    job: str
+    assumed: tuple[int, ...] = ()
+    """Numbers of nodes whose throughput is in proportion to the nearest that was seen."""
+    ended: str = ""
+    """How the job ended, where that was before the trace's end."""

@@ -15,7 +15,7 @@ from perdure.dash.svg import (
     render_stack,
 )
 from perdure.dash.text import render_chart
-from perdure.lab.report import Comparison, ReplayResult, ReplayRow, Share
+from perdure.lab.report import Comparison, DriveResult, ReplayResult, ReplayRow, Share
 from perdure.lab.traces.figures import Availability
 
 Counts = Sequence[tuple[float, int]]
@@ -239,12 +239,34 @@ def render_simulation_page(comparison: Comparison, counts: Counts, rates: Rates)
     return render_document(c.trace, f"<h1>{escape(c.trace)}</h1>", sections)
 
 
+_ACTS = {"notice": "are told", "leave": "are killed", "come": "may start"}
+
+
+def render_schedule(
+    first: Sequence[int],
+    acts: Sequence[tuple[float, str, Sequence[int], float]],
+    job: str,
+    duration_s: float,
+) -> str:
+    """Return what is done to a job's nodes when: (seconds, what, nodes, notice in seconds)."""
+    rows = [("at s", "nodes", "what")]
+    for at_s, kind, places, notice_s in acts:
+        told = f", {notice_s:g} s before they go" if kind == "notice" else ""
+        rows.append((f"{at_s:.1f}", ", ".join(map(str, places)), _ACTS[kind] + told))
+    begin = ", ".join(map(str, first))
+    return "\n".join(
+        [f"{job}: {render_time(duration_s)}, begins with the nodes {begin}", *align(rows, (0,))]
+    )
+
+
 def render_replay(result: ReplayResult, width: int) -> str:
     """Return figures and plots as text."""
     r = result
     victims = "as the trace names them" if r.seed is None else f"drawn with seed {r.seed}"
     part = "" if r.complete else ", interrupted"
-    tau = ", ".join(f"{n}: {rate:.0f}" for n, rate in r.throughput.items())
+    tau = ", ".join(
+        f"{n}: {rate:.{0 if r.unit == 'samples' else 2}f}" for n, rate in r.throughput.items()
+    )
     rows = [
         ("system", "of U1", "of U2", "of U2'", "losses", "joins", "gap s", "pace", *GROUPS),
         *(
@@ -255,16 +277,17 @@ def render_replay(result: ReplayResult, width: int) -> str:
     lines = [
         f"{r.trace}: {render_time(r.duration_s)} played{part}, {r.slot_s / 3600:.2f} slot-hours; "
         f"victims {victims}",
-        f"samples/s of {r.reference} by nodes: {tau}"
+        f"{r.unit}/s of {r.reference} by nodes: {tau}"
         + (
             f" (measurements differ by up to {r.reference_spread:.1%})"
             if r.reference_spread
             else ""
         ),
-        f"U1 {r.u1:.0f} samples; U2 {render_share(r.u2, r.u1)} of it; "
+        f"U1 {r.u1:.0f} {r.unit}; U2 {render_share(r.u2, r.u1)} of it; "
         f"U2' {render_share(r.u2_online, r.u1)} (hindsight at perdure's measured cost of a change)",
         "",
         *align(rows, range(1, len(rows[0]))),
+        *_list_drive(r),
         "gap: the longest time without a commit; pace: an undisturbed step, as a multiple of "
         + r.reference,
         *_list_costs(r),
@@ -273,6 +296,18 @@ def render_replay(result: ReplayResult, width: int) -> str:
         render_plots(r, width),
     ]
     return "\n".join(lines)
+
+
+def _list_drive(r: ReplayResult) -> list[str]:
+    """Return what is told of a user's own job alone."""
+    if not isinstance(r, DriveResult):
+        return []
+    assumed = ", ".join(map(str, r.assumed))
+    return [
+        *([f"it ended before the trace did: {r.ended}"] if r.ended else []),
+        *([f"throughput of {assumed} nodes: in proportion, not seen"] if assumed else []),
+        f"all of the job, its start and its end: perdure report {r.job}",
+    ]
 
 
 def _list_costs(r: ReplayResult) -> list[str]:
@@ -308,7 +343,7 @@ def render_plots(r: ReplayResult, width: int) -> str:
     lines = render_curve("nodes over time", r.counts, r.duration_s, columns, r.nodes_max)
     top = max(r.throughput.values())
     for row in r.systems:
-        name = f"{row.system}: committed samples/s over time"
+        name = f"{row.system}: committed {r.unit}/s over time"
         lines += ["", *render_curve(name, row.rates, r.duration_s, columns, top)]
     return "\n".join([*lines, f"{'':8}0{render_time(r.duration_s):>{columns - 1}}"])
 

@@ -95,6 +95,9 @@ class Generation:
     """Rank -> when its script was ready to train."""
     formed: dict[int, float] = field(default_factory=dict)
     """Member that was in an epoch formed in place -> when it was first ordered into one."""
+    epoch: int = -1
+    members: set[int] = field(default_factory=set)
+    """Of that epoch, the newest that was formed in place: who is lost with its node is in none."""
 
     def condense(self) -> None:
         """Put one rank in the place of all: where the generation began, and how far it came."""
@@ -146,7 +149,9 @@ class Generation:
         """
         if self.formed:
             ends = {rank: h.account.step for rank, h in self.ranks.items() if h.exit is not None}
-            there = [h.account.step for r, h in self.ranks.items() if r not in ends]
+            there = [
+                self.ranks[r].account.step for r in self.members & self.ranks.keys() - ends.keys()
+            ]
             known = [step for step in there if step >= 0]
             return max(min(known), self.noted) if known else max(ends.values(), default=-1)
         staying = [h for rank, h in self.ranks.items() if rank not in self.left]
@@ -347,6 +352,10 @@ class History:
         generation = self._of(event.generation)
         new = event.rank in generation.joined and event.rank not in generation.formed
         generation.formed.setdefault(event.rank, event.ordered_s)
+        if event.epoch > generation.epoch:
+            generation.epoch, generation.members = event.epoch, set()
+        if event.epoch == generation.epoch:
+            generation.members.add(event.rank)
         generation.rank(event.rank).stalls.append(make_stall(event))
         incident = generation.incident
         if incident is not None and 0 <= incident.epoch <= event.epoch:

@@ -233,6 +233,8 @@ def _list_present(rows: Sequence[RankRow], newest: Generation | None) -> list[Ra
         return list(rows)
     away = newest.left | newest.joined.keys() - newest.formed
     there = [row for row in rows if row.rank not in away]
+    if newest.members:
+        there = [row for row in there if row.rank in newest.members]
     if not newest.formed:
         return there
     living = [row for row in there if row.state not in _OVER]

@@ -18,6 +18,7 @@ class Noted:
     def __init__(self) -> None:
         self.told: list[tuple[str, tuple[int, ...], float]] = []
         self.trail, self.ended, self.begun_s = Trail(), 0, time.monotonic()
+        self.over_after = -1
 
     def _note(self, what: str, places: Sequence[int]) -> None:
         self.told.append((what, tuple(places), time.monotonic() - self.begun_s))
@@ -36,6 +37,9 @@ class Noted:
 
     def check(self) -> None:
         pass
+
+    def over(self) -> bool:
+        return len(self.told) == self.over_after
 
     def end(self) -> None:
         self.ended += 1
@@ -68,5 +72,15 @@ def test_an_interrupted_replay_has_what_was_played_so_far() -> None:
 
     played = play(system, Schedule((0, 1), ACTS), 60.0, {2: 10.0}, interrupt)  # type: ignore[arg-type]
     assert not played.complete
+    assert played.run.end_s < 30.0
+    assert system.ended == 1
+
+
+def test_a_system_that_ends_by_itself_has_what_was_played_so_far() -> None:
+    system = Noted()
+    system.over_after = 2
+    played = play(system, Schedule((0, 1), ACTS), 60.0, {2: 10.0}, lambda *_: None)  # type: ignore[arg-type]
+    assert not played.complete
+    assert [what for what, *_ in system.told] == ["warn", "kill"]
     assert played.run.end_s < 30.0
     assert system.ended == 1

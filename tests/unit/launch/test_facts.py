@@ -41,7 +41,7 @@ def test_p8_a_fact_of_ones_own_and_a_changed_one_take_no_source_of_the_shipped(
     assert "docs.aws.amazon.com" in describe_source(shipped, "spot_grace")
     assert describe_source(mine, "spot_grace") == ""
     assert "docs.aws.amazon.com" in describe_source(mine, "spot_available")
-    assert describe_source(shipped, "teardown.how") == "source not known"
+    assert describe_source(shipped, "teardown.keeps_billing") == "source not known"
     assert describe_source(load_profile("kaggle", NOWHERE), "spot_grace") == "source not known"
 
 

@@ -13,7 +13,8 @@ from perdure.adapters.exporters import check_exporters
 from perdure.adapters.health import check_machine
 from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
-from perdure.cli.platforms.profiles import choose_profile
+from perdure.cli.platforms.asking import check_platform
+from perdure.cli.platforms.profiles import Host, choose_profile
 from perdure.cli.speech.say import Json, answer, note, render_table
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.platforms.traps import Check, Scope, Trap
@@ -44,8 +45,10 @@ def doctor(
         bool, typer.Option("--probe", help="Test the paths and processors of JOB's nodes.")
     ] = False,
     on: Annotated[
-        str | None, typer.Option("--on", metavar="PROFILE", help="Also the traps of a platform.")
+        str | None,
+        typer.Option("--on", metavar="PROFILE", help="Also a platform: what it says, its traps."),
     ] = None,
+    host: Host = None,
     project: Annotated[
         str, typer.Option("--project", metavar="DIR", help="Whose scripts are looked at.")
     ] = ".",
@@ -68,6 +71,8 @@ def doctor(
     else:
         machine = check_machine(resolve_home())
         checks = (*machine, check_recorder(), check_nccl_plugin(), check_exporters())
+    if on is not None:
+        checks += check_platform(choose_profile(on, host, resolve_home()))
     traps = look_for_traps(found, on, project)
     rows = [
         {

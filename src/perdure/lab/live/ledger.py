@@ -83,6 +83,18 @@ def refresh_rates(run: Run) -> dict[int, float]:
     return {**run.rates, **seen}
 
 
+def average_rates(run: Run, enough_s: float) -> dict[int, float]:
+    """Return the reference as `refresh_rates` does, of steps whose single times are not known.
+
+    Means, over at least so many seconds in which nobody came or went.
+    """
+    sums: dict[int, tuple[float, float]] = {}
+    for old, new in _list_calm_pairs(run):
+        seconds, samples = sums.get(len(new.places), (0.0, 0.0))
+        sums[len(new.places)] = (seconds + new.at_s - old.at_s, samples + new.samples)
+    return {**run.rates, **{n: made / s for n, (s, made) in sums.items() if s >= enough_s}}
+
+
 def _list_calm_pairs(run: Run) -> list[tuple[MadeStep, MadeStep]]:
     """Return the pairs of commits between which nobody came or went."""
     return [
@@ -264,3 +276,9 @@ def count_changes(run: Run) -> tuple[int, int, float]:
     times = _time_changes(run)
     stamps = [0.0, *(step.at_s for step in run.steps if step.at_s > 0), run.end_s]
     return len(times["loss"]), len(times["join"]), max(b - a for a, b in pairwise(stamps))
+
+
+def count_moves(run: Run) -> tuple[int, int]:
+    """Return the instants at which nodes were taken and at which some came, whoever trained."""
+    moves = list(pairwise(here for _, here in run.present))
+    return sum(bool(a - b) for a, b in moves), sum(bool(b - a) for a, b in moves)

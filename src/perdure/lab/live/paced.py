@@ -1,12 +1,12 @@
 """What `perdure trace replay` trains: one model and one global batch, under each of the systems.
 
-usage: paced elastic|ddp|torchft FOLDER MICRO_BATCHES PACE_S PLACES [STAGES|TIMEOUT_S]
+usage: paced elastic|ddp|torchft|pipeline FOLDER MICRO_BATCHES PACE_S PLACES [STAGES|TIMEOUT_S]
 
 Devices are virtual: tensors, gradients and collectives are real, and a micro-batch takes PACE_S at
 least, so that several ranks of one machine are several times as fast. PLACES is how many there are
-at most; under ddp, those of the ranks (0,1,3). TIMEOUT_S is that of torchft's collectives. Each
-process appends to FOLDER/made-PLACE.jsonl what it answers for: time (CLOCK_MONOTONIC), step,
-samples, who made it.
+at most; under ddp and pipeline, those of the ranks (0,1,3). TIMEOUT_S is that of torchft's
+collectives. Each process appends to FOLDER/made-PLACE.jsonl what it answers for: time
+(CLOCK_MONOTONIC), step, samples, who made it.
 """
 
 import json
@@ -163,6 +163,78 @@ def train_ddp(folder: Path, count: int, pace_s: float, places: str) -> None:
             path.with_suffix(".tmp").rename(path)
 
 
+def train_pipeline(folder: Path, count: int, pace_s: float, places: str, more: str) -> None:
+    """Train under torchrun, D copies of a model in STAGES stages, a rank in each of `places`.
+
+    Torch's own pipelining (1F1B). The first copy saves its blocks each by itself, so that they can
+    be cut otherwise: every `SAVE_EVERY_S`, and where the file `notice` is there.
+    """
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    device, stages, rank = Device(pace_s, count), int(more), dist.get_rank()
+    copies, (copy, stage) = dist.get_world_size() // stages, divmod(rank, stages)
+    rows = [[c * stages + s for s in range(stages)] for c in range(copies)]
+    line = [dist.new_group(row) for row in rows][copy]
+    peers = [dist.new_group([row[s] for row in rows]) for s in range(stages)][stage]
+    blocks = [Block(device) for _ in range(BLOCKS)]
+    mine = range(BLOCKS * stage // stages, BLOCKS * (stage + 1) // stages)
+    model = nn.Sequential(*(blocks[number] for number in mine))
+    optimizers = {n: torch.optim.AdamW(blocks[n].parameters(), lr=1e-4) for n in mine}
+    latest, start = folder / "latest", 0
+    if latest.exists():
+        start = int(latest.read_text())
+        for number in mine:
+            state = torch.load(folder / f"step-{start}" / f"block-{number}.pt", weights_only=True)
+            blocks[number].load_state_dict(state["model"])
+            optimizers[number].load_state_dict(state["optim"])
+    part = PipelineStage(model, stage, stages, torch.device("cpu"), group=line)
+    numbers = list(range(count))[copy::copies]
+    schedule = Schedule1F1B(
+        part, len(numbers), lambda outputs, _: outputs.square().mean(), scale_grads=False
+    )
+    made, saved_s = Made(folder, "0") if rank == 0 else None, time.monotonic()
+    flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+    for step in range(start, _STEPS):
+        data = torch.cat([device.load(step, number) for number in numbers])
+        inputs = (data,) if stage == 0 else ()
+        schedule.step(*inputs, target=data if stage == stages - 1 else None)
+        _add_up(model, flat, peers, count)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        if made is not None:
+            made.note(step, count, [int(place) for place in places.split(",")])
+        due = time.monotonic() - saved_s >= SAVE_EVERY_S or (folder / "notice").exists()
+        flag = torch.tensor([float(due)])
+        dist.broadcast(flag, 0)
+        if not flag.item():
+            continue
+        saved_s = time.monotonic()
+        where = folder / f"step-{step + 1}"
+        where.mkdir(exist_ok=True)
+        for number in mine if copy == 0 else ():
+            state = {"model": blocks[number].state_dict(), "optim": optimizers[number].state_dict()}
+            torch.save(state, where / f"block-{number}.pt")
+        dist.barrier()
+        if rank == 0:
+            (folder / "notice").unlink(missing_ok=True)
+            latest.with_suffix(".tmp").write_text(str(step + 1))
+            latest.with_suffix(".tmp").rename(latest)
+
+
+def _add_up(model: nn.Module, flat: Tensor, peers: Any, count: int) -> None:
+    """Sum the gradients over the copies of a stage, through `flat`; make them means."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    torch.cat([grad.view(-1) for grad in grads], out=flat)
+    dist.all_reduce(flat, group=peers)
+    flat.div_(count)
+    for grad, summed in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
+        grad.copy_(summed.view_as(grad))
+
+
 def train_torchft(folder: Path, count: int, pace_s: float, places: str, more: str) -> None:
     """Train as one replica group of torchft, which has its share of every step or none."""
     import torchft
@@ -204,6 +276,7 @@ def main(words: Sequence[str]) -> None:
     mode, folder, count, pace_s, places, *more = words
     trains: dict[str, Callable[..., None]]
     trains = {"elastic": train_elastic, "ddp": train_ddp, "torchft": train_torchft}
+    trains["pipeline"] = train_pipeline
     trains[mode](Path(folder), int(count), float(pace_s), places, *more)
 
 

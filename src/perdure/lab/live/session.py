@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from secrets import token_hex
 from statistics import median
 from typing import NamedTuple
 
@@ -33,10 +34,13 @@ from perdure.lab.live.live import Played, Schedule, plan_schedule, play, wait_re
 from perdure.lab.live.systems import (
     DEFAULT_TIMES,
     MICRO_BATCHES,
+    Morphing,
     Perdure,
     System,
     Torchft,
     Torchrun,
+    Trail,
+    make_paced_spec,
 )
 from perdure.lab.policies.policies import POLICIES, apply_costs
 from perdure.lab.policies.throughput import Shape, Throughput, read_throughput
@@ -81,7 +85,7 @@ def measure_throughput(
     for nodes in range(count, 0, -1):
         progress(nodes)
         system.shape(range(nodes), keep=True)
-        rates[nodes], batch = _time_steps(system, tuple(range(nodes)))
+        rates[nodes], batch = time_steps(system, nodes)
     return _keep_throughput(rates, batch, path)
 
 
@@ -117,7 +121,7 @@ class Reference:
             try:
                 system.start(places)
                 wait_ready(system, places)
-                rate, self._batch = _time_steps(system, places)
+                rate, self._batch = time_steps(system, count)
             finally:
                 system.end()
             self.rates.setdefault(count, []).append(rate)
@@ -150,28 +154,30 @@ def check_rising(table: Throughput) -> None:
         )
 
 
-def _time_steps(system: System, places: tuple[int, ...]) -> tuple[float, int]:
-    """Return samples a second of a world, and the samples of a step.
+def time_steps(system: System, nodes: int) -> tuple[float, int]:
+    """Return samples a second of a world of so many nodes, and the samples of a step.
 
     Raises:
         PlatformError: it has not made enough steps in time.
     """
     begun_s = time.monotonic()
-    while time.monotonic() < begun_s + _TIMED_S:
+    while time.monotonic() < begun_s + _TIMED_S and not system.over():
         time.sleep(0.2)
         system.check()
-        rows = [row for row in system.trail.poll() if row.at_s >= begun_s and row.places == places]
+        rows = [r for r in system.trail.poll() if r.at_s >= begun_s and len(r.places) == nodes]
         if len(rows) > _STEPS and rows[-1].at_s - rows[0].at_s >= _WINDOW_S:
             step_s = median(b.at_s - a.at_s for a, b in pairwise(rows))
             return rows[-1].samples / step_s, rows[-1].samples
     raise PlatformError(
-        f"{len(places)} nodes made no {_STEPS} steps in {_TIMED_S:g} s where nothing happens",
+        f"{nodes} nodes made no {_STEPS} steps in {_TIMED_S:g} s where nothing happens",
         hint="a smaller --pace-ms, or less beside it",
     )
 
 
 SYSTEMS = ("perdure", "torchrun", "torchft", "torchft-default")
 """torchft with time-outs as short as a user may tune them, and at its own defaults."""
+STAGED = ("perdure", "varuna")
+"""Those that train a model in stages."""
 NODES_MAX = 8
 
 
@@ -192,7 +198,7 @@ class Wish(NamedTuple):
     seed: int | None
 
 
-def check_trace(trace: AvailabilityTrace) -> int:
+def check_trace(trace: AvailabilityTrace, most_allowed: int = NODES_MAX) -> int:
     """Return the most nodes that there are at once.
 
     Raises:
@@ -206,8 +212,8 @@ def check_trace(trace: AvailabilityTrace) -> int:
             hint="a larger --nodes-max, or another --until",
         )
     most, _ = max(counts)
-    if most > NODES_MAX:
-        raise SafetyError(f"{most} nodes at once, and at most {NODES_MAX} are played here")
+    if most > most_allowed:
+        raise SafetyError(f"{most} nodes at once, and at most {most_allowed} are played here")
     return most
 
 
@@ -268,7 +274,7 @@ def _obtain_table(
     table = None if wish.measure else load_throughput(path)
     if table is not None:
         return table, None
-    system = Perdure(folder / "perdure", wish.home, count, wish.pace_s, wish.stages)
+    system = _make_perdure(wish, count, folder / "perdure")
     try:
         say("start", 0.0, f"{count} nodes")
         system.start(range(count))
@@ -281,12 +287,20 @@ def _obtain_table(
     return table, system
 
 
+def _make_perdure(wish: Wish, count: int, where: Path) -> Perdure:
+    trail = Trail(where)
+    spec = make_paced_spec(f"replay-{token_hex(3)}", where, count, wish.pace_s, wish.stages)
+    return Perdure(spec, where, wish.home, trail)
+
+
 def _make_system(name: str, wish: Wish, count: int, folder: Path) -> System:
     where = folder / name
     if name == "perdure":
-        return Perdure(where, wish.home, count, wish.pace_s, wish.stages)
+        return _make_perdure(wish, count, where)
     if name == "torchrun":
         return Torchrun(where, wish.pace_s)
+    if name == "varuna":
+        return Morphing(where, wish.pace_s, wish.stages)
     if name == "torchft-default":
         return Torchft(where, count, wish.pace_s, DEFAULT_TIMES)
     return Torchft(where, count, wish.pace_s)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple, Protocol
@@ -31,8 +31,16 @@ from perdure.model.bus.wire import Command
 from perdure.model.codec import decode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
 from perdure.model.job import DetectConfig, JobSpec, RestartConfig
+from perdure.model.paths import JobPaths
+from perdure.model.report import RankRow
 from perdure.service.commands import ask_controller
-from perdure.service.jobfiles import load_endpoint, load_parts, paths_of, write_document
+from perdure.service.jobfiles import (
+    load_endpoint,
+    load_parts,
+    load_snapshot,
+    paths_of,
+    write_document,
+)
 from perdure.service.placement import Placement
 from perdure.service.processes import find_by_title, list_living_descendants
 
@@ -102,7 +110,6 @@ MICRO_BATCHES = 56
 """Of a step: of 1 to 8 nodes, each more makes it shorter (56, 28, 19, 14, 12, 10, 8, 7)."""
 DOUBT_S = 1.0
 """A silent node is lost after this long where the world has broken: five heartbeats."""
-_STOP_S = 4.0
 _NAME = "perdure.lab.live.paced"
 
 
@@ -130,10 +137,46 @@ class Trail:
         return self.rows
 
 
+class StatusTrail:
+    """The steps of a job that notes none itself, as its status tells them twice a second.
+
+    The steps between two looks are spread evenly over the time between.
+    """
+
+    def __init__(self, paths: JobPaths) -> None:
+        """Read nothing yet."""
+        self._paths = paths
+        self._known: tuple[float, int] | None = None
+        self.rows: list[MadeStep] = []
+
+    def poll(self) -> list[MadeStep]:
+        """Return all steps that were made, one sample each, by time."""
+        now = load_snapshot(self._paths)
+        if now is None or now.step < 0:
+            return self.rows
+        at_s = now.at_s - load_endpoint(self._paths).clock_offset_s
+        before_s, before = self._known or (at_s, now.step)
+        if now.step <= before:
+            # Where it went back, what it makes from here on it makes again.
+            self._known = (at_s, now.step)
+            return self.rows
+        nodes = {row.node for row in now.ranks if row.step >= now.step and _trains(row)}
+        places = tuple(sorted(nodes)) or (self.rows[-1].places if self.rows else (0,))
+        for number, step in enumerate(range(before + 1, now.step + 1), 1):
+            made_s = before_s + (at_s - before_s) * number / (now.step - before)
+            self.rows.append(MadeStep(made_s, step, 1, places))
+        self._known = (at_s, now.step)
+        return self.rows
+
+
+def _trains(row: RankRow) -> bool:
+    return row.state not in ("exited", "failed", "starting")
+
+
 class System(Protocol):
     """One way to train while places are filled and emptied."""
 
-    trail: Trail
+    trail: Trail | StatusTrail
 
     def start(self, places: Sequence[int]) -> None:
         """Begin with machines in these places."""
@@ -152,36 +195,49 @@ class System(Protocol):
         """Raise PlatformError where it does not run any more, and nobody starts it again."""
         return None
 
+    def over(self) -> bool:
+        """Return whether there is nothing left to play against, which is no fault."""
+        return False
+
     def end(self) -> None:
         """Leave nothing behind."""
 
 
-class Perdure:
-    """An elastic job under `perdure run --nodes`: keeper, agent and rank for each place."""
+def make_paced_spec(job: str, folder: Path, count: int, pace_s: float, stages: int = 1) -> JobSpec:
+    """Return the job of `perdure.lab.live.paced`, each copy of its model in so many stages."""
+    words = ("elastic", folder, MICRO_BATCHES, pace_s, count, *([stages] if stages > 1 else []))
+    return JobSpec(
+        name=job,
+        script=_NAME,
+        module=True,
+        args=tuple(map(str, words)),
+        nodes=count,
+        cwd=str(folder),
+        tee="none",
+        detect=DetectConfig(node_doubt_s=DOUBT_S),
+        restart=RestartConfig(window_max=1_000_000, max_restarts=5),
+    )
 
-    def __init__(self, folder: Path, home: str, count: int, pace_s: float, stages: int = 1) -> None:
-        """Play in `folder`, with up to `count` places, each copy of the model in so many stages."""
-        self.trail, self._folder, self._home, self._count = Trail(folder), folder, home, count
-        self.job = f"replay-{token_hex(3)}"
+
+class Perdure:
+    """A job under `perdure run --nodes`: a keeper, an agent and ranks for each place."""
+
+    stop_s = 4.0
+    """How long each of three signals to end has; then it is killed."""
+
+    def __init__(
+        self, spec: JobSpec, folder: Path, home: str, trail: "Trail | StatusTrail"
+    ) -> None:
+        """Play `spec`, whose nodes are the places; `trail` tells what it has made."""
+        self.trail, self._folder, self._home, self._spec = trail, folder, home, spec
+        self._count, self.job = spec.first_nodes, spec.name
         self.paths = paths_of(home, self.job)
-        self._gates = Gates(folder, count)
+        self._gates = Gates(folder, self._count)
         self._gone: set[int] = set()
         """Places that were drained, which have to be restored."""
         self._told: set[int] = set()
         """Places whose leaving was announced."""
         self._process: subprocess.Popen[bytes] | None = None
-        words = ("elastic", folder, MICRO_BATCHES, pace_s, count, *([stages] if stages > 1 else []))
-        self._spec = JobSpec(
-            name=self.job,
-            script=_NAME,
-            module=True,
-            args=tuple(map(str, words)),
-            nodes=count,
-            cwd=str(folder),
-            tee="none",
-            detect=DetectConfig(node_doubt_s=DOUBT_S),
-            restart=RestartConfig(window_max=1_000_000, max_restarts=5),
-        )
 
     def start(self, places: Sequence[int]) -> None:
         """Begin with all places; those that are none of `places` are drained once it trains.
@@ -189,11 +245,12 @@ class Perdure:
         A job that runs already is only brought to these places.
         """
         if self._process is None:
-            self._launch()
+            self.launch()
             self.wait_world(range(self._count), 180.0)
         self.shape(places)
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
+        """Start the job, with all places."""
         placement = self._folder / "placement.json"
         write_document(str(placement), self._gates.placement())
         plan = render(self._spec, self._home, placement=str(placement))
@@ -283,6 +340,10 @@ class Perdure:
                 hint=f"perdure report {self.job}; {self._folder}/perdure.out",
             )
 
+    def over(self) -> bool:
+        """Return false: what is played does not end by itself."""
+        return False
+
     def compute_offset_s(self) -> float:
         """Return job time less CLOCK_MONOTONIC."""
         return load_endpoint(self.paths).clock_offset_s
@@ -294,11 +355,44 @@ class Perdure:
             return
         for _ in range(3):
             process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
+            try:
+                process.wait(self.stop_s)
                 return
+            except subprocess.TimeoutExpired:
+                continue
+            except KeyboardInterrupt:  # Once more: it is not waited for.
+                break
         kill_tree(process.pid)
         process.wait()
+
+
+class Driven(Perdure):
+    """A user's own job, whose steps its status tells, and which may end before the trace does."""
+
+    stop_s = 60.0
+
+    def __init__(self, spec: JobSpec, folder: Path, home: str, ending: Callable[[], None]) -> None:
+        """Play `spec` in `folder`; `ending` is called before it is stopped, which takes time."""
+        super().__init__(spec, folder, home, StatusTrail(paths_of(home, spec.name)))
+        self._ending = ending
+
+    def end(self) -> None:
+        """Stop the job, with a checkpoint where it can make one."""
+        if self._process is not None:
+            self._ending()
+        super().end()
+
+    def check(self) -> None:
+        """Raise nothing: whatever the job makes of the trace is the answer."""
+
+    def elastic(self) -> bool:
+        """Return whether its world goes on without a lost node."""
+        now = load_snapshot(self.paths)
+        return now is not None and now.depth == "elastic"
+
+    def over(self) -> bool:
+        """Return whether the job has ended."""
+        return self._process is not None and self._process.poll() is not None
 
 
 def _start(
@@ -349,14 +443,19 @@ class Torchrun(System):
         self._places |= set(places)
         self._launch()
 
+    def choose(self, places: Sequence[int]) -> tuple[str, Sequence[int], tuple[str, ...]]:
+        """Return what to train in which of `places`: a mode of `paced`, and its last arguments."""
+        return "ddp", places, ()
+
     def _launch(self) -> None:
         self.end()
-        if not self._places:
+        mode, places, more = self.choose(sorted(self._places))
+        if not places:
             return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={len(self._places)}", "--max-restarts=1000000", "-m", _NAME]
-        command += ["ddp", str(self._folder), str(MICRO_BATCHES), str(self._pace_s)]
-        command.append(",".join(map(str, sorted(self._places))))
+        command += [f"--nproc-per-node={len(places)}", "--max-restarts=1000000", "-m", _NAME]
+        command += [mode, str(self._folder), str(MICRO_BATCHES), str(self._pace_s)]
+        command += [",".join(map(str, places)), *more]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._process = _start(self._folder / "torchrun.out", command, env)
 
@@ -366,6 +465,44 @@ class Torchrun(System):
             kill_tree(self._process.pid)
             self._process.wait()
             self._process = None
+
+
+def choose_grid(nodes: int, stages: int, blocks: int = 8) -> tuple[int, int]:
+    """Return the copies and stages that are fastest on so many nodes; (0, 0) where none fit.
+
+    A copy needs `stages` stages at least. A step takes, of the copy with most micro-batches and in
+    its largest stage, `micro-batches + stages - 1` passes (1F1B, Narayanan et al. 2021). Of equals
+    the one with fewest nodes is taken.
+    """
+
+    def compute_passes(shape: tuple[int, int]) -> tuple[int, int]:
+        copies, deep = shape
+        return (-(-MICRO_BATCHES // copies) + deep - 1) * -(-blocks // deep), copies * deep
+
+    shapes = [(nodes // deep, deep) for deep in range(stages, min(nodes, blocks) + 1)]
+    return min(shapes, key=compute_passes, default=(0, 0))
+
+
+class Morphing(Torchrun):
+    """Varuna's way: at each change all is ended and launched again, in another D x P.
+
+    Torch's own pipelining. Checkpoints every 10 s, and when a notice comes; nodes that fit into no
+    grid are idle. As with `Torchrun`, nobody has to find out first.
+    """
+
+    def __init__(self, folder: Path, pace_s: float, stages: int) -> None:
+        """Play in `folder`, each copy of the model in so many stages at least."""
+        super().__init__(folder, pace_s)
+        self._stages = stages
+
+    def warn(self, places: Sequence[int], notice_s: float) -> None:
+        """Have it save."""
+        (self._folder / "notice").touch()
+
+    def choose(self, places: Sequence[int]) -> tuple[str, Sequence[int], tuple[str, ...]]:
+        """Return the fastest grid."""
+        copies, deep = choose_grid(len(places), self._stages)
+        return "pipeline", places[: copies * deep], (str(deep),)
 
 
 class TorchftTimes(NamedTuple):

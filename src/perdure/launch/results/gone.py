@@ -148,7 +148,8 @@ def run(words: tuple[str, ...]) -> None:
     """
     hint = "THE METER MAY STILL RUN: look at the provider"
     try:
-        done = subprocess.run(words, timeout=STOP_S, env=dict(os.environ), check=False)
+        unpaged = os.environ | {"AWS_PAGER": "", "PAGER": "cat"}  # Nobody may be there to page on.
+        done = subprocess.run(words, timeout=STOP_S, env=unpaged, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PlatformError(
             f"the stop command did not run to its end: {error}", hint=hint

@@ -1,0 +1,152 @@
+"""`perdure trace drive`: a user's own job under a trace, its nodes really killed and started."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import SCRIPTS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TRACE = "0,add,a\n0,add,b\n0,add,c\n4000,remove,b\n9000,add,b\n"
+"""One of three nodes is lost, and comes back."""
+
+
+def drive(
+    folder: Path, script: str, args: list[str], *options: str, trace: str = TRACE
+) -> dict[str, Any]:
+    """Write a job file and a trace, and return the command's answer."""
+    path, job = folder / "trace.csv", folder / "job.toml"
+    path.write_text(trace)
+    job.write_text(
+        f'name = "mine"\nscript = "{SCRIPTS / script}"\nnodes = 3\nargs = {json.dumps(args)}\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure", "trace", "drive", str(path), str(job), "--json",
+         *options],
+        env=dict(os.environ, PERDURE_HOME=str(folder / "state")), cwd=folder,
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def find_left(folder: Path) -> list[str]:
+    """Return processes that have the state directory in their command line or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values()]
+        except psutil.Error:
+            continue
+        if any(str(folder / "state") in word for word in words):
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
+@pytest.mark.long
+def test_a_node_of_an_elastic_job_is_lost_and_comes_back(tmp_path: Path) -> None:
+    trail = tmp_path / "trail"
+    args = ["--trail", str(trail), "--steps", "100000", "--pace-s", "0.05"]
+    answer = drive(tmp_path, "elastic.py", args, "--duration", "30")
+    (row,) = answer["systems"]
+    lines = (trail / "rank-0.jsonl").read_text().splitlines()
+    worlds = [tuple(json.loads(line)["world"]) for line in lines]
+    first, without, (*old, new) = dict.fromkeys(worlds)
+    assert (first, without, old) == ((0, 1, 2), (0, 2), [0, 2])
+    assert new > 2, "a process that is back is another member"
+    assert (answer["complete"], answer["ended"], answer["unit"]) == (True, "", "steps")
+    assert (row["losses"], row["joins"]) == (1, 1)
+    assert 0.3 < row["fraction_of_u1"] <= 1.1
+    assert sum(row["ledger"].values()) == pytest.approx(1.0)
+    assert set(answer["throughput"]) == {"1", "2", "3"}
+    assert 1 in answer["assumed"]
+    assert not find_left(tmp_path)
+
+
+def test_a_node_that_stays_away_hides_no_step_of_the_others(tmp_path: Path) -> None:
+    """Its last word stood for the job's step, also in `perdure status`, until it came back."""
+    trail = tmp_path / "trail"
+    args = ["--trail", str(trail), "--steps", "100000", "--pace-s", "0.05"]
+    answer = drive(
+        tmp_path, "elastic.py", args, "--duration", "24", trace=TRACE[: TRACE.index("9000")]
+    )
+    (row,) = answer["systems"]
+    assert (row["losses"], row["joins"]) == (1, 0)
+    assert row["longest_gap_s"] < 10
+    assert row["steps_again"] == 0
+    made = len((trail / "rank-0.jsonl").read_text().splitlines())
+    assert 0.3 * made < row["committed"] <= made
+    assert answer["assumed"] == [1]
+
+
+@pytest.mark.long
+def test_a_drive_that_is_ended_tells_what_was_played_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    args = json.dumps(["--trail", str(tmp_path / "trail"), "--steps", "100000", "--step-s", "0.1"])
+    (tmp_path / "job.toml").write_text(
+        f'script = "{SCRIPTS / "train_paced.py"}"\nnodes = 3\nargs = {args}\n'
+    )
+    (tmp_path / "trail").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-m", "perdure", "trace", "drive", "trace.csv", "job.toml", "--json"],
+        env=dict(os.environ, PERDURE_HOME=str(tmp_path / "state")), cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert any("drive: drive" in line for line in process.stderr), "it plays"
+        process.terminate()
+        told, _ = process.communicate(timeout=180)
+    assert process.returncode == 0
+    answer = json.loads(told)
+    assert (answer["complete"], answer["ended"]) == (False, "")
+    assert not list((tmp_path / "state" / "replay").glob("drive-*"))
+    assert not find_left(tmp_path)
+
+
+@pytest.mark.long
+def test_a_job_that_ends_before_its_trace_is_told(tmp_path: Path) -> None:
+    args = ["--trail", str(tmp_path / "trail"), "--steps", "400", "--pace-s", "0.05"]
+    answer = drive(tmp_path, "elastic.py", args, "--duration", "100")
+    assert not answer["complete"]
+    assert answer["ended"].startswith("done")
+    assert answer["duration_s"] < 90
+    assert not find_left(tmp_path)
+
+
+def test_a_dry_run_says_what_is_done_when_and_starts_nothing(tmp_path: Path) -> None:
+    answer = drive(tmp_path, "elastic.py", [], "--dry-run", "--notice", "2", "--speed", "2")
+    assert answer["first"] == [0, 1, 2]
+    assert answer["acts"] == [
+        [0.0, "notice", [1], 2.0], [2.0, "leave", [1], 0.0], [4.5, "come", [1], 0.0],
+    ]  # fmt: skip
+    assert not (tmp_path / "state" / "jobs").exists()
+
+
+@pytest.mark.long
+def test_varunas_way_is_launched_again_at_each_change_and_loses_what_was_not_saved(
+    tmp_path: Path,
+) -> None:
+    """Beside perdure, on the same trace: torch's own pipelining, in another grid each time."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n0,add,b\n0,add,c\n0,add,d\n8000,remove,b\n8000,remove,c\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure", "trace", "replay", str(trace), "--stages", "2",
+         "--policy", "perdure,varuna", "--nodes-max", "4", "--duration", "24", "--pace-ms", "40",
+         "--json"],
+        env=dict(os.environ, PERDURE_HOME=str(tmp_path / "state")), cwd=tmp_path,
+        capture_output=True, text=True, timeout=230,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    perdure, varuna = json.loads(done.stdout)["systems"]
+    assert (perdure["system"], varuna["system"]) == ("perdure", "varuna")
+    assert perdure["steps_again"] == 0 < varuna["steps_again"]
+    assert varuna["committed"] < perdure["committed"]
+    assert not find_left(tmp_path)

@@ -1,0 +1,142 @@
+"""A user's job under a trace: what its status tells, and what it could have made."""
+
+from pathlib import Path
+
+import pytest
+from tests.unit.lab.test_replay_play import ACTS
+
+from perdure.lab.live.driving import DriveWish, _scale, check_drive
+from perdure.lab.live.live import place_steps, read_worlds
+from perdure.lab.live.systems import StatusTrail, choose_grid
+from perdure.lab.report import MadeStep
+from perdure.lab.screens import render_schedule
+from perdure.lab.traces import read_trace
+from perdure.model.bus.wire import Endpoint
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.events import GenerationStepping, JournalEntry, RanksStarted, WorldReformed
+from perdure.model.job import JobSpec
+from perdure.model.report import RankRow, Snapshot
+from perdure.service.jobfiles import paths_of, write_document
+
+
+def make_row(rank: int, step: int, state: str = "running") -> RankRow:
+    return RankRow(rank=rank, node=rank, pid=1, state=state, phase="step", step=step,
+                   steps_per_s=1.0, collective="", cpu_s=0.0, rss_bytes=0)  # fmt: skip
+
+
+Told = list[tuple[float, int, tuple[int, ...]]]
+
+
+class Status:
+    """A job's status, as a controller writes it; job time is CLOCK_MONOTONIC here."""
+
+    def __init__(self, home: Path) -> None:
+        self._paths = paths_of(str(home), "mine")
+        Path(self._paths.root).mkdir(parents=True)
+        write_document(self._paths.endpoint, Endpoint(url="", token="", clock_offset_s=0.0))
+        self.trail = StatusTrail(self._paths)
+
+    def tell(self, at_s: float, step: int, *ranks: RankRow) -> Told:
+        write_document(
+            self._paths.snapshot,
+            Snapshot(version=1, job="mine", state="running", at_s=at_s, started_s=0.0, generation=0,
+                     restarts=0, step=step, steps_per_s=1.0, world_size=2, depth="elastic",
+                     reason="", ranks=ranks),
+        )  # fmt: skip
+        return [(row.at_s, row.step, row.places) for row in self.trail.poll()]
+
+
+@pytest.fixture
+def status(tmp_path: Path) -> Status:
+    return Status(tmp_path)
+
+
+def test_steps_between_two_looks_are_spread_over_the_time_between(status: Status) -> None:
+    assert status.tell(10.0, -1) == []
+    assert status.tell(10.5, 4, make_row(0, 4), make_row(1, 5)) == []
+    found = status.tell(11.0, 6, make_row(0, 6), make_row(1, 7))
+    assert found == [(10.75, 5, (0, 1)), (11.0, 6, (0, 1))]
+    assert status.tell(11.5, 6, make_row(0, 6), make_row(1, 7)) == found
+
+
+def test_who_stands_still_or_has_ended_has_not_made_a_step(status: Status) -> None:
+    status.tell(1.0, 4, make_row(0, 4), make_row(1, 4))
+    found = status.tell(2.0, 5, make_row(0, 5), make_row(1, 4), make_row(2, 9, "exited"))
+    assert found == [(2.0, 5, (0,))]
+
+
+def test_what_is_made_again_is_told_again(status: Status) -> None:
+    status.tell(1.0, 4, make_row(0, 4))
+    status.tell(2.0, 6, make_row(0, 6))
+    status.tell(3.0, 3, make_row(0, 3))
+    steps = [step for _, step, _ in status.tell(4.0, 5, make_row(0, 5))]
+    assert steps == [5, 6, 4, 5]
+
+
+def test_throughput_that_was_not_seen_is_in_proportion_and_spares_add_none() -> None:
+    spec = JobSpec(script="x", nodes=3, spares=1)
+    assert _scale({3: 9.0}, spec) == {1: 3.0, 2: 6.0, 3: 9.0, 4: 9.0}
+    assert _scale({3: 9.0, 2: 8.0}, spec) == {1: 4.0, 2: 8.0, 3: 9.0, 4: 9.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "error"),
+    [
+        (JobSpec(script="x", nodes=1), "0,add,a\n9,remove,a\n", ConfigError),
+        (JobSpec(script="x", nodes=3, remote=1), "0,add,a\n9,remove,a\n", ConfigError),
+        (JobSpec(script="x", nodes=2), "0,add,a\n5,remove,a\n9,add,a\n99,remove,a\n", SafetyError),
+        (JobSpec(script="x", nodes=2), "0,add,a\n0,add,b\n0,add,c\n9,remove,a\n", SafetyError),
+    ],
+)
+def test_what_cannot_be_driven_is_refused(
+    tmp_path: Path, spec: JobSpec, text: str, error: type[Exception]
+) -> None:
+    trace = read_trace(text, "trace.csv", duration_s=100.0)
+    with pytest.raises(error):
+        check_drive(DriveWish(spec, trace, str(tmp_path), 1.0, 0.0, None, 1.0))
+
+
+def test_the_schedule_says_what_is_done_to_which_node_when() -> None:
+    text = render_schedule((0, 1), ACTS, "mine", 60.0)
+    assert "begins with the nodes 0, 1" in text
+    assert [line.split(None, 2)[2] for line in text.splitlines()[2:]] == [
+        "are told, 0.2 s before they go", "are killed", "may start",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stages", "grid"),
+    [(1, 2, (0, 0)), (2, 2, (1, 2)), (4, 2, (2, 2)), (5, 2, (2, 2)), (8, 4, (2, 4))],
+)
+def test_the_fastest_grid_is_taken(nodes: int, stages: int, grid: tuple[int, int]) -> None:
+    assert choose_grid(nodes, stages) == grid
+
+
+def reform(epoch: int, rank: int, formed_s: float) -> WorldReformed:
+    return WorldReformed(generation=1, epoch=epoch, rank=rank, step=0, began_s=0.0, ordered_s=0.0,
+                         formed_s=formed_s)  # fmt: skip
+
+
+def test_who_made_a_step_is_known_from_the_journal() -> None:
+    """Of a world of a fixed size each generation's ranks; of one that is formed again its members.
+
+    A rank of a slot that was given away is where it was started, whatever its number.
+    """
+    bodies = [
+        RanksStarted(generation=0, node=0, pids={0: 9}, at_s=1.0, warm=False),
+        RanksStarted(generation=0, node=1, pids={1: 9}, at_s=1.0, warm=False),
+        GenerationStepping(generation=0, at_s=12.0),
+        RanksStarted(generation=1, node=0, pids={0: 9}, at_s=20.0, warm=False),
+        RanksStarted(generation=1, node=2, pids={1: 9}, at_s=20.0, warm=False),
+        reform(0, 0, 21.0), reform(0, 1, 21.5),
+        GenerationStepping(generation=1, at_s=21.2),
+        reform(1, 0, 30.0),
+        RanksStarted(generation=1, node=1, pids={5: 9}, at_s=31.0, warm=False),
+        reform(2, 0, 40.0), reform(2, 5, 40.5),
+    ]  # fmt: skip
+    entries = [JournalEntry(seq=n, at_s=0.0, body=body) for n, body in enumerate(bodies)]
+    worlds = read_worlds(entries, 10.0)
+    assert worlds == [(2.0, (0, 1)), (11.5, (0, 2)), (20.0, (0,)), (30.5, (0, 1))]
+    steps = [MadeStep(at_s, n, 1, (7,)) for n, at_s in enumerate((1.0, 2.0, 11.6, 29.0, 31.0))]
+    found = [step.places for step in place_steps(steps, worlds)]
+    assert found == [(7,), (0, 1), (0, 2), (0,), (0, 1)]
