@@ -13,7 +13,7 @@ SCRIPT = """
 import time
 for _ in range(1000):
     print("x" * 9_999, flush=True)
-    time.sleep(0.001)
+    time.sleep(0.01)
 time.sleep(8.0)
 """
 

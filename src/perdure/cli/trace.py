@@ -22,7 +22,7 @@ from perdure.lab.policies.policies import (
     pick_names,
 )
 from perdure.lab.policies.throughput import MODELS, Throughput, read_throughput
-from perdure.lab.report import MeasuredCosts, Physics
+from perdure.lab.report import MeasuredCosts, Physics, ReplayResult
 from perdure.lab.screens import (
     draw_nodes,
     draw_rates,
@@ -566,11 +566,7 @@ def replay(
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:
         write_asked(costs, msgspec.json.format(msgspec.json.encode(result.costs)).decode() + "\n")
-    if svg is not None:
-        write_asked(svg, stand_alone(draw_replay(result)))
-    if html is not None:
-        write_asked(html, render_replay_page(result))
-    answer(result, render_replay(result, width), as_json=as_json)
+    tell_replay(result, svg, html, width, as_json=as_json)
 
 
 @app.command()
@@ -640,11 +636,7 @@ def drive(
     hear_stop((svg, html))
     with Bar("drive") as bar:
         result = drive_job(wish, bar.say)
-    if svg is not None:
-        write_asked(svg, stand_alone(draw_replay(result)))
-    if html is not None:
-        write_asked(html, render_replay_page(result))
-    answer(result, render_replay(result, width), as_json=as_json)
+    tell_replay(result, svg, html, width, as_json=as_json)
 
 
 def hear_stop(asked: Sequence[Path | None]) -> None:
@@ -657,6 +649,17 @@ def hear_stop(asked: Sequence[Path | None]) -> None:
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
             raise ConfigError(f"{path}: its folder cannot be written", hint="another FILE")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def tell_replay(
+    result: ReplayResult, svg: Path | None, html: Path | None, width: int, *, as_json: bool
+) -> None:
+    """Answer with what a play has shown, and write what was asked for beside it."""
+    if svg is not None:
+        write_asked(svg, stand_alone(draw_replay(result)))
+    if html is not None:
+        write_asked(html, render_replay_page(result))
+    answer(result, render_replay(result, width), as_json=as_json)
 
 
 def prepare(

@@ -388,7 +388,7 @@ class Driven(Perdure):
     def elastic(self) -> bool:
         """Return whether its world goes on without a lost node."""
         now = load_snapshot(self.paths)
-        return now is not None and now.depth == "elastic"
+        return now is not None and now.fixed == ""
 
     def over(self) -> bool:
         """Return whether the job has ended."""
