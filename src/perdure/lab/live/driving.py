@@ -113,7 +113,7 @@ def drive(wish: DriveWish, say: Say) -> DriveResult:
             rate = _time_steadily(system, spec.nodes, wish.start_s)
             away = [place for place in range(spec.first_nodes) if place not in schedule.first]
             system.kill(away)
-            if away and system.elastic():  # Any other waits for its nodes.
+            if away and system.goes_on():  # Any other waits for its nodes.
                 say("settle", 0.0, f"{len(schedule.first)} nodes")
                 _wait_steps(system, 3, _CALM_S)
             if system.over():

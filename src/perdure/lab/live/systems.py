@@ -385,7 +385,7 @@ class Driven(Perdure):
     def check(self) -> None:
         """Raise nothing: whatever the job makes of the trace is the answer."""
 
-    def elastic(self) -> bool:
+    def goes_on(self) -> bool:
         """Return whether its world goes on without a lost node."""
         now = load_snapshot(self.paths)
         return now is not None and now.fixed == ""
