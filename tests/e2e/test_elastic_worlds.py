@@ -128,7 +128,7 @@ def test_who_dies_while_a_world_is_formed_is_not_waited_for(outcomes: Outcomes) 
     for place in FORMED_AT:
         for rank in ("2", "3"):
             times = [row["at"] for row in outcomes[f"again-{place}"]["rows"][rank]]
-            assert max(b - a for a, b in itertools.pairwise(times)) < 8.0, (place, rank)
+            assert max(b - a for a, b in itertools.pairwise(times)) < 5.0, (place, rank)
 
 
 @short_and_long

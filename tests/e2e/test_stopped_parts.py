@@ -57,7 +57,6 @@ def verdicts(job: Job, kind: str) -> list[Verdict]:
     return [verdict for verdict in list_verdicts(entries) if verdict.kind == kind]
 
 
-@pytest.mark.long
 def test_a_stopped_keeper_is_named_and_replaced_unless_it_goes_on_in_time(
     start: Start, tmp_path: Path, pause: Callable[[int], None]
 ) -> None:

@@ -76,10 +76,9 @@ def test_a_kill_changes_no_bit_of_a_trainers_losses(
     ("library", "script"),
     [
         ("transformers", "resumable_hf.py"),
-        ("lightning", "resumable_lightning.py"),
+        pytest.param("lightning", "resumable_lightning.py", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.long
 def test_a_silent_evaluation_on_rank_0_is_no_verdict(
     start: Callable[..., Job], library: str, script: str
 ) -> None:

@@ -46,11 +46,10 @@ def steps_of(job: Job) -> list[int]:
     ("library", "script"),
     [
         ("transformers", "hf_trainer.py"),
-        ("accelerate", "use_accelerate.py"),
-        ("lightning", "use_lightning.py"),
+        pytest.param("accelerate", "use_accelerate.py", marks=pytest.mark.long),
+        pytest.param("lightning", "use_lightning.py", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.long
 def test_a_killed_rank_costs_the_steps_since_the_librarys_own_checkpoint(
     start: Callable[..., Job], tmp_path: Path, library: str, script: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Annotated
@@ -97,6 +96,7 @@ def load_trace(
     duration_s: float | None = None,
     *,
     nodes: int | None = None,
+    until: float | None = None,
     speed: float = 1.0,
     scale: int | None = None,
     notice_s: float = 0.0,
@@ -120,6 +120,7 @@ def load_trace(
     trace = msgspec.structs.replace(trace, name=file.name)
     if nodes is not None:
         trace = add_quiet(trace, nodes)
+    trace = cut(trace, until) if until is not None else trace
     if speed != 1.0:
         trace = speed_up(trace, speed)
     if scale is not None:
@@ -555,13 +556,13 @@ def replay(
 
     known = session.STAGED if stages > 1 else session.SYSTEMS
     systems = pick_names(policy, known, f"no system `{{}}` to replay against with {stages} stages")
-    trace = load_trace(file, format_name, duration, nodes=nodes)
-    trace = cut(trace, until) if until is not None else trace
+    trace = load_trace(file, format_name, duration, nodes=nodes, until=until)
     drawn = seed if draw or not trace.named else None
     trace = prepare(trace, nodes_max, speed, notice, coalesce_s, drawn)
     home, pace_s = resolve_home(), pace_ms / 1000.0
     wish = session.Wish(trace, systems, home, pace_s, stages, measure, speed, notice, drawn)
-    hear_stop((svg, html, costs))
+    check_writable(svg, html, costs)
+    hear_stop()
     with Bar("replay") as bar:
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:
@@ -619,11 +620,11 @@ def drive(
     notes += check_job(spec, home, environ)
     if spec.checkpoint.url:
         notes.append(f"checkpoints are read from and written to {spec.checkpoint.url}")
-    trace = load_trace(file, format_name, duration, nodes=nodes)
-    trace = cut(trace, until) if until is not None else trace
+    trace = load_trace(file, format_name, duration, nodes=nodes, until=until)
     drawn = seed if draw or not trace.named else None
     most = min(nodes_max or spec.first_nodes, spec.first_nodes)
     trace = prepare(trace, most, speed, notice, coalesce_s, drawn)
+    check_writable(svg, html)
     wish = DriveWish(spec, trace, home, speed, notice, drawn, start_s)
     schedule = check_drive(wish)
     for text in notes:
@@ -633,21 +634,25 @@ def drive(
         text = render_schedule(schedule.first, schedule.acts, spec.name, trace.duration_s)
         answer(document | schedule._asdict(), text, as_json=as_json)
         return
-    hear_stop((svg, html))
+    hear_stop()
     with Bar("drive") as bar:
         result = drive_job(wish, bar.say)
     tell_replay(result, svg, html, width, as_json=as_json)
 
 
-def hear_stop(asked: Sequence[Path | None]) -> None:
-    """Have SIGTERM end a play as Ctrl-C does; see that what it is to write can be written.
+def check_writable(*asked: Path | None) -> None:
+    """Refuse files that could not be written once all was played.
 
     Raises:
-        ConfigError: the folder of one of the files `asked` for cannot be written.
+        ConfigError: the folder of one of them cannot be written.
     """
     for path in asked:
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
             raise ConfigError(f"{path}: its folder cannot be written", hint="another FILE")
+
+
+def hear_stop() -> None:
+    """Have SIGTERM end a play as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

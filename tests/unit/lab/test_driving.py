@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 from tests.unit.lab.test_replay_play import ACTS
 
-from perdure.lab.live.driving import DriveWish, _scale, check_drive
-from perdure.lab.live.live import place_steps, read_worlds
+from perdure.lab.live.driving import (
+    DriveWish,
+    _scale,
+    check_drive,
+    place_steps,
+    read_worlds,
+)
 from perdure.lab.live.systems import StatusTrail, choose_grid
 from perdure.lab.report import MadeStep
 from perdure.lab.screens import render_schedule

@@ -77,7 +77,7 @@ def check_meter(profile: Profile) -> Check:
             evidence="it can be stopped, and nobody says whether it is",
             mend="teardown.gone_command and gone_when",
         )
-    state = "the platform says that there is no such machine" if answer.gone else answer.said
+    state = "the platform says that it is gone, or never was" if answer.gone else answer.said
     if answer.gone or answer.code:
         return Check(
             name="meter",

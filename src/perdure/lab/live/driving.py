@@ -6,6 +6,7 @@ many nodes as were seen to train undisturbed for long enough, and in proportion 
 these elsewhere.
 """
 
+import bisect
 import os
 import shutil
 import tempfile
@@ -29,7 +30,14 @@ from perdure.lab.policies.throughput import Shape, Throughput
 from perdure.lab.report import DriveResult, MadeStep
 from perdure.lab.traces import AvailabilityTrace
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.events import JobEnded, RankJoined
+from perdure.model.events import (
+    GenerationStepping,
+    JobEnded,
+    JournalEntry,
+    RankJoined,
+    RanksStarted,
+    WorldReformed,
+)
 from perdure.model.job import JobSpec
 from perdure.service.controller.journal import read_journal
 from perdure.service.processes import guarded
@@ -175,6 +183,48 @@ def _explain(job: str) -> str:
     )
 
 
+def read_worlds(
+    entries: Sequence[JournalEntry], zero_s: float
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Return (seconds, nodes that trained from then on), in order.
+
+    A world that is formed again tells of each member; any other has all ranks of its generation.
+    """
+    worlds: dict[tuple[int, int], tuple[float, frozenset[int]]] = {}
+    homes: dict[int, dict[int, int]] = {}
+    for entry in entries:
+        match entry.body:
+            case RanksStarted() as event:
+                nodes = homes.setdefault(event.generation, {})
+                nodes |= dict.fromkeys(event.pids, event.node)
+            case GenerationStepping() as event:
+                all_nodes = frozenset(homes.get(event.generation, {}).values())
+                worlds.setdefault((event.generation, -1), (event.at_s, all_nodes))
+            case WorldReformed(finished=False) as event:
+                key = (event.generation, event.epoch)
+                formed_s, there = worlds.get(key, (0.0, frozenset[int]()))
+                node = homes.get(event.generation, {}).get(event.rank, event.rank)
+                worlds[key] = (max(formed_s, event.formed_s), there | {node})
+    formed = {generation for generation, epoch in worlds if epoch >= 0}
+    return sorted(
+        (at_s - zero_s, tuple(sorted(there)))
+        for (generation, epoch), (at_s, there) in worlds.items()
+        if epoch >= 0 or generation not in formed
+    )
+
+
+def place_steps(
+    steps: Sequence[MadeStep], worlds: Sequence[tuple[float, tuple[int, ...]]]
+) -> list[MadeStep]:
+    """Return `steps` with the nodes that made them: those of the newest world of their time."""
+    begins = [at_s for at_s, _ in worlds]
+    numbers = (bisect.bisect_right(begins, step.at_s) - 1 for step in steps)
+    return [
+        msgspec.structs.replace(step, places=worlds[number][1]) if number >= 0 else step
+        for step, number in zip(steps, numbers, strict=True)
+    ]
+
+
 def _scale(known: Mapping[int, float], spec: JobSpec) -> dict[int, float]:
     """Return steps a second by number of nodes, in proportion to the nearest that is known.
 
@@ -192,11 +242,13 @@ def _tell(
     wish: DriveWish, played: Played, timed: Mapping[int, float], system: Driven
 ) -> DriveResult:
     """Return what the job made of the trace, and how it ended where that was before the trace."""
+    entries, zero_s = list(read_journal(system.paths)), played.begun_s + system.compute_offset_s()
+    played.run.steps = place_steps(played.run.steps, read_worlds(entries, zero_s))
     played.run.rates = timed
     seen = average_rates(played.run, _ENOUGH_S)
     played.run.rates = _scale(seen, wish.spec)
     state_bytes, ended = 0, ""
-    for entry in read_journal(system.paths):
+    for entry in entries:
         match entry.body:
             case RankJoined() as event:
                 state_bytes = max(state_bytes, event.state_bytes)

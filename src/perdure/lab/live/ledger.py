@@ -76,10 +76,11 @@ def refresh_rates(run: Run) -> dict[int, float]:
     The machine is not equally fast all the time: where there are enough steps between which
     nobody came or went, their median is what so many nodes could do meanwhile.
     """
-    times: dict[int, list[float]] = {}
-    for old, new in _list_calm_pairs(run):
-        times.setdefault(len(new.places), []).append((new.at_s - old.at_s) / new.samples)
-    seen = {n: 1.0 / median(each) for n, each in times.items() if len(each) >= _CALM_STEPS}
+    seen = {
+        nodes: 1.0 / median(seconds / samples for seconds, samples in times)
+        for nodes, times in _group_calm(run).items()
+        if len(times) >= _CALM_STEPS
+    }
     return {**run.rates, **seen}
 
 
@@ -88,11 +89,20 @@ def average_rates(run: Run, enough_s: float) -> dict[int, float]:
 
     Means, over at least so many seconds in which nobody came or went.
     """
-    sums: dict[int, tuple[float, float]] = {}
+    found = dict[int, float]()
+    for nodes, times in _group_calm(run).items():
+        calm_s = sum(seconds for seconds, _ in times)
+        if calm_s >= enough_s:
+            found[nodes] = sum(samples for _, samples in times) / calm_s
+    return {**run.rates, **found}
+
+
+def _group_calm(run: Run) -> dict[int, list[tuple[float, int]]]:
+    """Return (seconds, samples) of undisturbed steps, by number of nodes."""
+    times: dict[int, list[tuple[float, int]]] = {}
     for old, new in _list_calm_pairs(run):
-        seconds, samples = sums.get(len(new.places), (0.0, 0.0))
-        sums[len(new.places)] = (seconds + new.at_s - old.at_s, samples + new.samples)
-    return {**run.rates, **{n: made / s for n, (s, made) in sums.items() if s >= enough_s}}
+        times.setdefault(len(new.places), []).append((new.at_s - old.at_s, new.samples))
+    return times
 
 
 def _list_calm_pairs(run: Run) -> list[tuple[MadeStep, MadeStep]]:

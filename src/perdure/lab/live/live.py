@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from perdure.lab.live.ledger import Run, join_steps
-from perdure.lab.live.systems import Driven, Perdure, System
+from perdure.lab.live.systems import Perdure, System
 from perdure.lab.report import FormedShape, MadeStep
 from perdure.lab.traces import AvailabilityTrace, list_changes, list_intervals
-from perdure.model.events import GenerationStepping, JournalEntry, RanksStarted, WorldReformed
+from perdure.model.events import JournalEntry, WorldReformed
 from perdure.model.report import Recovery
 from perdure.service.controller.journal import read_journal
 from perdure.telemetry import make_report
@@ -100,12 +100,14 @@ class Played:
     shapes: tuple[FormedShape, ...] = ()
     over: bool = False
     """The system ended by itself, before the trace did."""
+    begun_s: float = 0.0
+    """Seconds of CLOCK_MONOTONIC."""
 
 
 def wait_ready(system: System, places: Sequence[int]) -> None:
     """Wait until `places` have made five steps together."""
     deadline = time.monotonic() + _READY_S
-    while time.monotonic() < deadline and not system.over():
+    while time.monotonic() < deadline:
         system.check()
         steps = join_steps(system.trail.poll()[-200:])[-6:-1]
         if len(steps) == 5 and all(set(step.places) == set(places) for step in steps):
@@ -156,14 +158,12 @@ def play(
     load = os.getloadavg()[0]
     system.end()
     if not isinstance(system, Perdure):
-        return Played(Run(steps, done_s, end_s, rates, told), complete, load, over=over)
+        return Played(Run(steps, done_s, end_s, rates, told), complete, load)
     entries, zero_s = list(read_journal(system.paths)), begun_s + system.compute_offset_s()
-    if isinstance(system, Driven):
-        steps = place_steps(steps, read_worlds(entries, zero_s))
     recoveries = read_recoveries(entries, zero_s, end_s)
     run = Run(steps, done_s, end_s, rates, told, recoveries)
     shapes = read_formed_shapes(entries, zero_s, end_s)
-    return Played(run, complete, load, recoveries, shapes, over)
+    return Played(run, complete, load, recoveries, shapes, over, begun_s)
 
 
 def select_steps(rows: Sequence[MadeStep], begun_s: float, end_s: float) -> list[MadeStep]:
@@ -174,48 +174,6 @@ def select_steps(rows: Sequence[MadeStep], begun_s: float, end_s: float) -> list
     ]
     first = max(0, bisect.bisect_right([step.at_s for step in steps], 0.0) - 1)
     return [step for step in steps[first:] if step.at_s <= end_s]
-
-
-def read_worlds(
-    entries: Sequence[JournalEntry], zero_s: float
-) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (seconds, nodes that trained from then on), in order.
-
-    A world that is formed again tells of each member; any other has all ranks of its generation.
-    """
-    worlds: dict[tuple[int, int], tuple[float, frozenset[int]]] = {}
-    homes: dict[int, dict[int, int]] = {}
-    for entry in entries:
-        match entry.body:
-            case RanksStarted() as event:
-                nodes = homes.setdefault(event.generation, {})
-                nodes |= dict.fromkeys(event.pids, event.node)
-            case GenerationStepping() as event:
-                all_nodes = frozenset(homes.get(event.generation, {}).values())
-                worlds.setdefault((event.generation, -1), (event.at_s, all_nodes))
-            case WorldReformed(finished=False) as event:
-                key = (event.generation, event.epoch)
-                formed_s, there = worlds.get(key, (0.0, frozenset[int]()))
-                node = homes.get(event.generation, {}).get(event.rank, event.rank)
-                worlds[key] = (max(formed_s, event.formed_s), there | {node})
-    formed = {generation for generation, epoch in worlds if epoch >= 0}
-    return sorted(
-        (at_s - zero_s, tuple(sorted(there)))
-        for (generation, epoch), (at_s, there) in worlds.items()
-        if epoch >= 0 or generation not in formed
-    )
-
-
-def place_steps(
-    steps: Sequence[MadeStep], worlds: Sequence[tuple[float, tuple[int, ...]]]
-) -> list[MadeStep]:
-    """Return `steps` with the nodes that made them: those of the newest world of their time."""
-    begins = [at_s for at_s, _ in worlds]
-    numbers = (bisect.bisect_right(begins, step.at_s) - 1 for step in steps)
-    return [
-        msgspec.structs.replace(step, places=worlds[number][1]) if number >= 0 else step
-        for step, number in zip(steps, numbers, strict=True)
-    ]
 
 
 def read_formed_shapes(

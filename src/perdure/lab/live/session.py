@@ -85,7 +85,7 @@ def measure_throughput(
     for nodes in range(count, 0, -1):
         progress(nodes)
         system.shape(range(nodes), keep=True)
-        rates[nodes], batch = time_steps(system, nodes)
+        rates[nodes], batch = _time_steps(system, tuple(range(nodes)))
     return _keep_throughput(rates, batch, path)
 
 
@@ -121,7 +121,7 @@ class Reference:
             try:
                 system.start(places)
                 wait_ready(system, places)
-                rate, self._batch = time_steps(system, count)
+                rate, self._batch = _time_steps(system, places)
             finally:
                 system.end()
             self.rates.setdefault(count, []).append(rate)
@@ -154,22 +154,22 @@ def check_rising(table: Throughput) -> None:
         )
 
 
-def time_steps(system: System, nodes: int) -> tuple[float, int]:
-    """Return samples a second of a world of so many nodes, and the samples of a step.
+def _time_steps(system: System, places: tuple[int, ...]) -> tuple[float, int]:
+    """Return samples a second of a world, and the samples of a step.
 
     Raises:
         PlatformError: it has not made enough steps in time.
     """
     begun_s = time.monotonic()
-    while time.monotonic() < begun_s + _TIMED_S and not system.over():
+    while time.monotonic() < begun_s + _TIMED_S:
         time.sleep(0.2)
         system.check()
-        rows = [r for r in system.trail.poll() if r.at_s >= begun_s and len(r.places) == nodes]
+        rows = [row for row in system.trail.poll() if row.at_s >= begun_s and row.places == places]
         if len(rows) > _STEPS and rows[-1].at_s - rows[0].at_s >= _WINDOW_S:
             step_s = median(b.at_s - a.at_s for a, b in pairwise(rows))
             return rows[-1].samples / step_s, rows[-1].samples
     raise PlatformError(
-        f"{nodes} nodes made no {_STEPS} steps in {_TIMED_S:g} s where nothing happens",
+        f"{len(places)} nodes made no {_STEPS} steps in {_TIMED_S:g} s where nothing happens",
         hint="a smaller --pace-ms, or less beside it",
     )
 
