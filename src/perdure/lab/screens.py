@@ -17,6 +17,7 @@ from perdure.dash.svg import (
 from perdure.dash.text import render_chart
 from perdure.lab.report import Comparison, DriveResult, ReplayResult, ReplayRow, Share
 from perdure.lab.traces.figures import Availability
+from perdure.model.plain import REASON_MAX, shorten_line
 
 Counts = Sequence[tuple[float, int]]
 """(seconds, nodes from then on), in order."""
@@ -304,7 +305,11 @@ def _list_drive(r: ReplayResult) -> list[str]:
         return []
     assumed = ", ".join(map(str, r.assumed))
     return [
-        *([f"it ended before the trace did: {r.ended}"] if r.ended else []),
+        *(
+            [f"it ended before the trace did: {shorten_line(r.ended, REASON_MAX)}"]
+            if r.ended
+            else []
+        ),
         *([f"throughput of {assumed} nodes: in proportion, not seen"] if assumed else []),
         f"all of the job, its start and its end: perdure report {r.job}",
     ]

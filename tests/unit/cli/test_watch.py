@@ -23,7 +23,7 @@ import msgspec
 import pyte
 import pytest
 
-from perdure.cli.looking.watch import _leave_on_signals
+from perdure.cli.looking.watch import _leave_on_signals, _read_keys
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec
 from perdure.model.report import DeviceRow, RankRow, Snapshot
@@ -177,19 +177,24 @@ def test_a_signal_gives_the_terminal_back(
     assert terminal.is_given_back()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_that_comes_while_an_object_is_finalized_is_not_forgotten() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_comes_as_a_wait_begins_is_not_forgotten(number: signal.Signals) -> None:
+    """Nor one that came while an object was finalized, where what a handler raises is dropped."""
+
     class Finalized:
         def __del__(self) -> None:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
-    with _leave_on_signals() as leave_if_asked:
+    with _leave_on_signals() as (leave_if_asked, woken), _read_keys(woken) as wait_key:
         leave_if_asked()
         one = Finalized()
-        del one  # What the handler raises here is dropped.
+        del one
+        began_s = time.monotonic()
+        assert not wait_key(3600.0)
+        assert time.monotonic() - began_s < 10.0
         with pytest.raises(SystemExit) as ended:
             leave_if_asked()
-    assert ended.value.code == 128 + signal.SIGTERM
+    assert ended.value.code == 128 + number
 
 
 def test_a_narrow_window_keeps_what_matters(start: Callable[..., Terminal]) -> None:

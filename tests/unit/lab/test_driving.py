@@ -78,6 +78,13 @@ def test_what_is_made_again_is_told_again(status: Status) -> None:
     assert steps == [5, 6, 4, 5]
 
 
+def test_a_script_that_counts_on_by_millions_has_not_made_so_many(status: Status) -> None:
+    status.tell(1.0, 4, make_row(0, 4))
+    assert status.tell(2.0, 10**15, make_row(0, 10**15)) == []
+    found = status.tell(3.0, 10**15 + 1, make_row(0, 10**15 + 1))
+    assert [step for _, step, _ in found] == [10**15 + 1]
+
+
 def test_throughput_that_was_not_seen_is_in_proportion_and_spares_add_none() -> None:
     spec = JobSpec(script="x", nodes=3, spares=1)
     assert _scale({3: 9.0}, spec) == {1: 3.0, 2: 6.0, 3: 9.0, 4: 9.0}

@@ -110,14 +110,15 @@ def _show_in_place(job: Job, draw: Screen, every: float) -> None:
     console = Console(highlight=False)
     last: Sequence[ScreenLine] = ()
     with (
-        _leave_on_signals() as leave_if_asked,
-        _read_keys() as wait_key,
+        _leave_on_signals() as (leave_if_asked, woken),
+        _read_keys(woken) as wait_key,
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live,
     ):
 
         def pause(seconds: float) -> bool:
+            leaves = wait_key(seconds)
             leave_if_asked()
-            return wait_key(seconds)
+            return leaves
 
         for snapshot in look_again(job, every, pause=pause):
             width, height = console.size
@@ -135,35 +136,42 @@ def _show_in_place(job: Job, draw: Screen, every: float) -> None:
 
 
 @contextlib.contextmanager
-def _leave_on_signals() -> Iterator[Callable[[], None]]:
+def _leave_on_signals() -> Iterator[tuple[Callable[[], None], int]]:
     """Have a signal that ends the command unwind it, so that the terminal is given back first.
 
-    Yield what does so once more: Python drops what is raised in an object's finalizer, as a
-    handler's exit is that happens to be called there. It is not suspended: a shell would get the
-    terminal as the screen has it.
+    Yield what leaves once there was one, and a descriptor that can be read from then on: a handler
+    alone does not end a wait that had all but begun, and what it raises is dropped where it is
+    called in an object's finalizer. It is not suspended: a shell would get the terminal as the
+    screen has it.
     """
     asked: list[int] = []
-
-    def leave(number: int, _frame: object) -> None:
-        asked.append(number)
-        leave_if_asked()
 
     def leave_if_asked() -> None:
         if asked:
             raise SystemExit(128 + asked[0])
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wakes_before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    before = {
+        number: signal.signal(number, lambda number, _frame: asked.append(number))
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    }
     before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
-        yield leave_if_asked
+        yield leave_if_asked, woken
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakes_before)
+        os.close(woken)
+        os.close(wakes)
 
 
 @contextlib.contextmanager
-def _read_keys() -> Iterator[Callable[[float], bool]]:
+def _read_keys(woken: int) -> Iterator[Callable[[float], bool]]:
     """Yield a pause that any key ends, and that says so when it was one to leave by.
+
+    What can be read from `woken` ends it as well.
 
     The terminal's own descriptor is read, past Python's buffer: what lies in there is not seen by
     `select`.
@@ -171,7 +179,7 @@ def _read_keys() -> Iterator[Callable[[float], bool]]:
     fd = sys.stdin.fileno() if sys.stdin.isatty() else -1
 
     def wait(seconds: float) -> bool:
-        if not select.select([fd] if fd >= 0 else [], [], [], seconds)[0]:
+        if fd not in select.select([woken, fd] if fd >= 0 else [woken], [], [], seconds)[0]:
             return False
         keys = os.read(fd, 1024)
         return not keys or any(key in _LEAVE for key in keys)

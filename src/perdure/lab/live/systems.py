@@ -137,6 +137,10 @@ class Trail:
         return self.rows
 
 
+_STEPS_A_LOOK = 5_000
+"""A script that counts on by more between two looks has not made so many: it counts otherwise."""
+
+
 class StatusTrail:
     """The steps of a job that notes none itself, as its status tells them twice a second.
 
@@ -156,7 +160,7 @@ class StatusTrail:
             return self.rows
         at_s = now.at_s - load_endpoint(self._paths).clock_offset_s
         before_s, before = self._known or (at_s, now.step)
-        if now.step <= before:
+        if not 0 < now.step - before <= _STEPS_A_LOOK:
             # Where it went back, what it makes from here on it makes again.
             self._known = (at_s, now.step)
             return self.rows
