@@ -8,10 +8,13 @@ from tests.unit.lab.test_replay_play import ACTS
 from perdure.lab.live.driving import (
     DriveWish,
     _scale,
+    _tell,
     check_drive,
     place_steps,
     read_worlds,
 )
+from perdure.lab.live.ledger import Run
+from perdure.lab.live.live import Played
 from perdure.lab.live.systems import StatusTrail, choose_grid
 from perdure.lab.report import MadeStep
 from perdure.lab.screens import render_schedule
@@ -152,3 +155,36 @@ def test_who_made_a_step_is_known_from_the_journal() -> None:
     steps = [MadeStep(at_s, n, 1, (7,)) for n, at_s in enumerate((1.0, 2.0, 11.6, 29.0, 31.0))]
     found = [step.places for step in place_steps(steps, worlds)]
     assert found == [(7,), (0, 1), (0, 2), (0,), (0, 1)]
+
+
+class Ended:
+    """A driven job of which nothing but its journal, an empty one, is left."""
+
+    def __init__(self, home: Path) -> None:
+        self.paths = paths_of(str(home), "mine")
+        Path(self.paths.root).mkdir(parents=True)
+        write_document(
+            self.paths.endpoint, Endpoint(url="nats://127.0.0.1:1", token="", clock_offset_s=0.0)
+        )
+
+    def compute_offset_s(self) -> float:
+        return 0.0
+
+
+def test_a_job_of_which_nothing_is_taken_reaches_all_that_it_could(tmp_path: Path) -> None:
+    """Ten steps a second, seen as six, six and three in half a second each: no median of these."""
+    spec = JobSpec(name="mine", script="x", nodes=2)
+    trace = read_trace("0,add,a\n0,add,b\n", "still.csv", duration_s=30.0)
+    steps, number = [MadeStep(0.0, 0, 1, (0, 1))], 0
+    for look in range(60):
+        made = (6, 6, 3)[look % 3]
+        for part in range(1, made + 1):
+            number += 1
+            steps.append(MadeStep(0.5 * (look + part / made), number, 1, (0, 1)))
+    played = Played(Run(steps, [(0.0, frozenset({0, 1}))], 30.0, {}), True, 0.0)
+    wish = DriveWish(spec, trace, str(tmp_path), 1.0, 0.0, None, 1.0)
+    found = _tell(wish, played, {2: 7.0}, Ended(tmp_path))  # type: ignore[arg-type]
+    assert found.throughput == pytest.approx({"1": 5.0, "2": 10.0}, rel=0.01)
+    assert found.systems[0].fraction_of_u1 == pytest.approx(1.0, rel=0.01)
+    assert found.assumed == (1,)
+    assert (found.systems[0].losses, found.systems[0].joins) == (0, 0)

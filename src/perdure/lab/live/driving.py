@@ -23,7 +23,7 @@ from perdure.lab.live.session import (
     Say,
     Wish,
     check_trace,
-    compare_played,
+    compare_with,
 )
 from perdure.lab.live.systems import Driven
 from perdure.lab.policies.throughput import Shape, Throughput
@@ -264,7 +264,7 @@ def _tell(
     asked = Wish(
         wish.trace, ("perdure",), wish.home, 0.0, 1, False, wish.speed, wish.notice_s, wish.seed
     )
-    result = compare_played(asked, table, {"perdure": played}, None)
+    result = compare_with(asked, table, {"perdure": played})
     losses, joins = count_moves(played.run)
     row = msgspec.structs.replace(result.systems[0], losses=losses, joins=joins)
     fields = msgspec.structs.asdict(result) | {"systems": (row,)}

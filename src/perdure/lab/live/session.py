@@ -327,10 +327,20 @@ def _play_one(
 def compare_played(
     wish: Wish, table: Throughput, played: dict[str, Played], reference: Reference | None
 ) -> ReplayResult:
-    """Return what the systems made, beside what was possible."""
-    policy, costs = POLICIES["perdure"], None
+    """Return what the systems made, beside what was possible; perdure itself says how fast that is.
+
+    Where there is a reference, it does.
+    """
     if reference is None and "perdure" in played:
         table = _refresh(table, played)
+    return compare_with(wish, table, played, reference)
+
+
+def compare_with(
+    wish: Wish, table: Throughput, played: dict[str, Played], reference: Reference | None = None
+) -> ReplayResult:
+    """Return what the systems made, beside what was possible at this throughput."""
+    policy, costs = POLICIES["perdure"], None
     for one in played.values():
         one.run.rates = {shape.nodes: rate for shape, rate in table.rates.items()}
     if "perdure" in played:
