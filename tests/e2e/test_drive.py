@@ -84,6 +84,8 @@ def test_a_node_that_stays_away_hides_no_step_of_the_others(tmp_path: Path) -> N
     assert row["steps_again"] == 0
     made = len((trail / "rank-0.jsonl").read_text().splitlines())
     assert 0.3 * made < row["committed"] <= made
+    assert sum(row["ledger"].values()) == pytest.approx(1.0)
+    assert row["ledger"]["useful"] > 0.4 > 10 * abs(row["ledger"]["unattributed"])
     assert answer["assumed"] == [1]
 
 

@@ -21,7 +21,13 @@ from perdure.lab.screens import render_schedule
 from perdure.lab.traces import read_trace
 from perdure.model.bus.wire import Endpoint
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.events import GenerationStepping, JournalEntry, RanksStarted, WorldReformed
+from perdure.model.events import (
+    GenerationStepping,
+    JobSubmitted,
+    JournalEntry,
+    RanksStarted,
+    WorldReformed,
+)
 from perdure.model.job import JobSpec
 from perdure.model.report import RankRow, Snapshot
 from perdure.service.jobfiles import paths_of, write_document
@@ -162,18 +168,18 @@ class Ended:
 
     def __init__(self, home: Path) -> None:
         self.paths = paths_of(str(home), "mine")
-        Path(self.paths.root).mkdir(parents=True)
-        write_document(
-            self.paths.endpoint, Endpoint(url="nats://127.0.0.1:1", token="", clock_offset_s=0.0)
-        )
 
     def compute_offset_s(self) -> float:
         return 0.0
 
 
-def test_a_job_of_which_nothing_is_taken_reaches_all_that_it_could(tmp_path: Path) -> None:
+def test_a_job_of_which_nothing_is_taken_reaches_all_that_it_could(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten steps a second, seen as six, six and three in half a second each: no median of these."""
     spec = JobSpec(name="mine", script="x", nodes=2)
+    begin = JournalEntry(seq=0, at_s=0.0, body=JobSubmitted(spec=spec, at_s=0.0))
+    monkeypatch.setattr("perdure.lab.live.driving.read_journal", lambda paths: [begin])
     trace = read_trace("0,add,a\n0,add,b\n", "still.csv", duration_s=30.0)
     steps, number = [MadeStep(0.0, 0, 1, (0, 1))], 0
     for look in range(60):

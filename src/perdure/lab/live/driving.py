@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from perdure.lab.live.ledger import average_rates, count_moves
+from perdure.lab.live.ledger import average_rates, count_moves, cut_ledger
 from perdure.lab.live.live import Played, Schedule, plan_schedule, play
 from perdure.lab.live.session import (
     Say,
@@ -266,7 +266,8 @@ def _tell(
     )
     result = compare_with(asked, table, {"perdure": played})
     losses, joins = count_moves(played.run)
-    row = msgspec.structs.replace(result.systems[0], losses=losses, joins=joins)
+    ledger = cut_ledger(entries, wish.spec, played.run.present, zero_s, played.run.end_s)
+    row = msgspec.structs.replace(result.systems[0], losses=losses, joins=joins, ledger=ledger)
     fields = msgspec.structs.asdict(result) | {"systems": (row,)}
     if result.costs is not None and result.costs.losses < losses:  # A world of a fixed size waits.
         fields |= {"costs": None, "simulated": None}

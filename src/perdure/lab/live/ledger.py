@@ -5,7 +5,7 @@ places had a machine, and the reference is the measured throughput. The job's ow
 recoveries only tells in which phases a step was late.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -13,7 +13,10 @@ from typing import Literal
 
 from perdure.lab.report import PHASES, MadeStep, MeasuredCosts, Phases
 from perdure.lab.simulation.ledger import Ledger
+from perdure.model.events import JournalEntry
+from perdure.model.job import JobSpec
 from perdure.model.report import Recovery
+from perdure.telemetry.ledger import LedgerFold
 
 Present = Sequence[tuple[float, frozenset[int]]]
 """(seconds, places with a machine from then on), in order."""
@@ -143,6 +146,27 @@ def close_ledger(run: Run) -> dict[str, float]:
         ledger.spend("reconfiguration.warmup", (end_s - begin_s) * len(here - before))
     slot_s = sum((e - b) * len(here) for b, e, here in _cut(run.present, 0.0, run.end_s))
     return ledger.close(slot_s)
+
+
+def cut_ledger(
+    entries: Iterable[JournalEntry], spec: JobSpec, present: Present, zero_s: float, end_s: float
+) -> dict[str, float]:
+    """Return each account's share of what was paid for, by the job's own ledger.
+
+    Job time `zero_s` is where the replay began; slots are paid for while their node is there.
+    """
+    fold, ledger = LedgerFold(), Ledger()
+    for entry in entries:
+        fold.add(entry)
+    for segment in fold.segments(zero_s + end_s):
+        begin_s, until_s = max(0.0, segment.begin_s - zero_s), min(end_s, segment.end_s - zero_s)
+        for from_s, to_s, here in _cut(present, begin_s, until_s):
+            if spec.node_of(segment.rank) in here:
+                share = (to_s - from_s) / (segment.end_s - segment.begin_s)
+                for account, seconds in segment.seconds:
+                    ledger.spend(account, seconds * share)
+    paid_s = sum((e - b) * len(here) for b, e, here in _cut(present, 0.0, end_s))
+    return ledger.close(spec.nproc * paid_s)
 
 
 def _spend_step(
