@@ -63,7 +63,7 @@ COMMANDS = {
     "remind": "platforms.remote",
     "run": "running.run",
     "profile": "profile",
-    "trace": "trace",
+    "trace": "drive",  # Which adds its command to those of `trace`.
     "queue": "queue",
 }
 """The module of each command, in the order of the help."""

@@ -1,0 +1,171 @@
+"""What a job on other machines tells of itself, by a connection to where its controller is.
+
+Its status is followed as `perdure watch --json` prints it there, over as many connections as it
+takes. Job time and this machine's clock are brought together by what is printed there and read
+here: it is later here than there, by the least delay that was seen.
+"""
+
+import contextlib
+import shlex
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from perdure.launch.channel import Channel, Done
+from perdure.launch.exchange import UnreachedError
+from perdure.launch.ssh.ask import Carry, follow
+from perdure.model.chain import EntryReader
+from perdure.model.errors import PerdureError, PlatformError
+from perdure.model.events import JournalEntry
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.report import Snapshot
+from perdure.service.jobfiles import MINE
+
+_ENDED = ("done", "failed", "stopped", "lost")
+_CLOCK = (
+    "import sys, time; from perdure.service.jobfiles import load_endpoint, paths_of, resolve_home; "
+    "offset_s = load_endpoint(paths_of(resolve_home(), sys.argv[1])).clock_offset_s\n"
+    "for _ in range(5): print(time.monotonic() + offset_s, flush=True); time.sleep(0.05)"
+)
+_FIRST_S = 60.0
+"""For so long a job may have no status yet."""
+_STOP_S = 120.0
+
+
+class JobElsewhere:
+    """One job, as its own machine tells of it."""
+
+    def __init__(self, record: LaunchRecord, channel: Channel, carry: Carry) -> None:
+        """Ask nothing yet. `carry` runs a command of perdure's beside the job."""
+        self.record, self._channel, self._carry = record, channel, carry
+        self._newest: Snapshot | None = None
+        self._lags: list[float] = []
+        """Job time less the clock here, as read here: too little by a delay each time."""
+        self._ended, self._lost = threading.Event(), ""
+        self._follower: threading.Thread | None = None
+        self.asking_s = 0.0
+        """What a command beside the job takes."""
+
+    def begin(self) -> None:
+        """Follow the job from now on.
+
+        Raises:
+            PlatformError: it does not tell what time it is there, or has no status.
+        """
+        home, python = shlex.quote(self.record.home), shlex.quote(self.record.python)
+        script = f"PERDURE_HOME={home} {python} -P -c {shlex.quote(_CLOCK)} {self.record.job}"
+        began_s = time.monotonic()
+        code = self._channel.stream(script, self._hear_clock, silence_s=_FIRST_S)
+        self.asking_s = time.monotonic() - began_s
+        if code or not self._lags:
+            raise PlatformError(
+                f"{self._channel.name} does not say what time it is there",
+                hint=f"perdure status {self.record.job}",
+            )
+        self._follower = threading.Thread(target=self._follow, name="perdure-drive", daemon=True)
+        self._follower.start()
+
+    def _hear_clock(self, line: str) -> None:
+        now_s = time.monotonic()
+        with contextlib.suppress(ValueError):
+            self._lags.append(float(line) - now_s)
+
+    def _follow(self) -> None:
+        argv = ["watch", self.record.job, "--json"]
+        try:
+            follow(self._channel, self.record, argv, self._carry, _Heard(self._hear))
+        except PerdureError as error:
+            self._lost = error.message
+        self._ended.set()
+
+    def _hear(self, line: str) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            self._newest = msgspec.json.decode(line, type=Snapshot)
+            self._lags = [max(*self._lags, self._newest.at_s - time.monotonic())]
+
+    def read_snapshot(self) -> Snapshot | None:
+        """Return the newest status that has come."""
+        return self._newest
+
+    def compute_offset_s(self) -> float:
+        """Return job time less CLOCK_MONOTONIC of this machine."""
+        return max(self._lags, default=0.0)
+
+    def over(self) -> bool:
+        """Return whether the job has ended, or nothing more is heard of it."""
+        now = self._newest
+        return self._ended.is_set() or (now is not None and now.state in _ENDED)
+
+    def run(self, argv: Sequence[str], timeout_s: float = 60.0) -> Done:
+        """Run a command of perdure's beside the job, once.
+
+        Raises:
+            UnreachedError: it cannot be reached.
+        """
+        return self._channel.run(self._carry(self.record, argv), timeout_s=timeout_s)
+
+    def notify(self, node: int, notice_s: float) -> None:
+        """Announce, aside, that a node goes away: by what the announcement itself takes sooner."""
+        grace_s = max(0.1, notice_s - self.asking_s)
+        argv = ["notify", self.record.job, "preemption", "--node", str(node), "--grace",
+                f"{grace_s:.3f}", "--source", "trace"]  # fmt: skip
+        run_aside(lambda: self.run(argv))
+
+    def read_entries(self) -> list[JournalEntry]:
+        """Return the job's journal.
+
+        Raises:
+            PlatformError: it cannot be read.
+        """
+        if self._lost:
+            raise PlatformError(self._lost)
+        lines: list[bytes] = []
+        path = shlex.quote(f"{self.record.home}/jobs/{self.record.job}/journal.jsonl")
+        code = self._channel.stream(
+            f"cat {path}", lambda line: lines.append(line.encode()), silence_s=_FIRST_S
+        )
+        if code != 0:
+            raise PlatformError(
+                f"{self._channel.name}: the journal of {self.record.job} is cut off"
+            )
+        return list(EntryReader(lines, mine=MINE))
+
+    def stop(self, is_over: Callable[[], bool]) -> None:
+        """Have the job stop at an agreed step, or at once where it comes to none."""
+        for words in ((), ("--now",)):
+            with contextlib.suppress(UnreachedError):
+                self.run(["stop", self.record.job, *words], timeout_s=_STOP_S)
+            deadline = time.monotonic() + _STOP_S
+            while time.monotonic() < deadline:
+                with contextlib.suppress(PlatformError):
+                    if is_over():
+                        return
+                time.sleep(0.5)
+
+
+class _Heard:
+    """Lines of a stream that is followed; each connection tells the newest."""
+
+    def __init__(self, hear: Callable[[str], None]) -> None:
+        self.shown, self._hear = 0, hear
+
+    def begin(self) -> None:
+        """Begin with another connection."""
+
+    def __call__(self, line: str) -> None:
+        self.shown += 1
+        self._hear(line)
+
+
+def run_aside(act: Callable[[], object]) -> threading.Thread:
+    """Do what the trace does not wait for; return who does it."""
+
+    def do() -> None:
+        with contextlib.suppress(PerdureError):
+            act()
+
+    thread = threading.Thread(target=do, name="perdure-aside", daemon=True)
+    thread.start()
+    return thread
