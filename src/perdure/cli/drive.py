@@ -201,6 +201,11 @@ def _follow_elsewhere(record: LaunchRecord) -> Fleet:
         ConfigError: nodes of such a place cannot be taken away.
     """
     _check_kind(record.profile.kind)
+    if record.profile.kind == "kubernetes":
+        from perdure.lab.live.fleets import pods
+
+        client = pods.Client(record.profile.kubernetes)
+        return pods.PodFleet(pods.read_spec(record), client, here(), record=record)
     from perdure.lab.live.fleets.boxes import BoxFleet, read_spec
 
     hosts = [box.box for box in record.boxes]
@@ -219,6 +224,14 @@ def _make_elsewhere(job_file: str, on: str, host: str | None) -> Fleet:
     profile = choose_profile(on, host, place.home).profile
     _check_kind(profile.kind)
     spec = name_drive(make_launch_spec(job_file, place.home))
+    if profile.kind == "kubernetes":  # Each loss is a pod that has failed.
+        section = msgspec.structs.replace(profile.kubernetes, backoff_limit=_FAILURES)
+        plan = make_plan(spec, msgspec.structs.replace(profile, kubernetes=section))
+        from perdure.lab.live.fleets import pods
+
+        plan = check_launch(spec, plan, place)
+        client = pods.Client(section)
+        return pods.PodFleet(spec, client, place, launch=lambda: submit(spec, plan, place))
     plan = make_plan(spec, profile)
     hosts = profile.launch.hosts or (profile.launch.host,)
     from perdure.lab.live.fleets.boxes import BoxFleet
@@ -228,11 +241,11 @@ def _make_elsewhere(job_file: str, on: str, host: str | None) -> Fleet:
     return BoxFleet(spec, hosts, place, launch=lambda: submit(spec, plan, place))
 
 
+_FAILURES = 10_000
 _WHY_NOT = {
     "slurm": "a node of an allocation is the administrator's to drain, and a killed step is not "
     "given back",
     "notebook": "a session is one machine, and has no address",
-    "kubernetes": "not yet",
 }
 
 
@@ -245,7 +258,7 @@ def _check_kind(kind: str) -> None:
     if why := _WHY_NOT.get(kind):
         raise ConfigError(
             f"nodes on a platform of kind {kind} are not driven: {why}",
-            hint="--on a profile of kind ssh with several hosts; or no --on, for this machine",
+            hint="a profile of kind ssh with several hosts, or kubernetes; or no --on",
         )
 
 

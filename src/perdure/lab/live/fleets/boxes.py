@@ -9,13 +9,11 @@ box has controller and bus, and stays.
 import shlex
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
-from perdure.lab.live.fleets.elsewhere import JobElsewhere, run_aside
+from perdure.lab.live.fleets.elsewhere import JobElsewhere, at_once, run_aside
 from perdure.lab.live.fleets.fleet import Node
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
@@ -27,8 +25,6 @@ from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.report import Snapshot
 
-T = TypeVar("T")
-R = TypeVar("R")
 _FIRST = "it has the job's controller and bus"
 
 
@@ -75,14 +71,14 @@ class BoxFleet:
         """
         if self._boxes:
             return
-        states = _at_once(lambda box: ask_state(Channel(box.profile.launch), box), record.boxes)
+        states = at_once(lambda box: ask_state(Channel(box.profile.launch), box), record.boxes)
         if states[0].over:
             raise ConfigError(
                 f"job `{record.job}` does not run on {record.box}: {states[0].reason}",
                 hint="perdure launch starts it again; a job file is started by the drive itself",
             )
         others = record.boxes[1:]
-        places = _at_once(boxes.find_place, others)
+        places = at_once(boxes.find_place, others)
         for box, place, state in zip(others, places, states[1:], strict=True):
             if place is None or state.over:
                 raise PlatformError(
@@ -117,7 +113,7 @@ class BoxFleet:
                 boxes.take(self._boxes[node])
 
         self._away |= set(nodes)
-        _at_once(take_one, nodes)
+        at_once(take_one, nodes)
 
     def give(self, nodes: Sequence[int]) -> None:
         """Start these boxes' parts again."""
@@ -163,12 +159,6 @@ class BoxFleet:
                 failed.append(f"{self._boxes[node].box}: {error.message}")
         if failed:
             self._here.tell(f"not given back: {'; '.join(failed)}; perdure launch does it")
-
-
-def _at_once(act: Callable[[T], R], each: Sequence[T]) -> list[R]:
-    """Return what `act` returns of each, done side by side."""
-    with ThreadPoolExecutor(max(1, len(each))) as pool:
-        return list(pool.map(act, each))
 
 
 def read_spec(record: LaunchRecord) -> JobSpec:

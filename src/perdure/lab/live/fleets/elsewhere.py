@@ -10,6 +10,8 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +25,8 @@ from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.report import Snapshot
 from perdure.service.jobfiles import MINE
 
+T = TypeVar("T")
+R = TypeVar("R")
 _ENDED = ("done", "failed", "stopped", "lost")
 _CLOCK = (
     "import sys, time; from perdure.service.jobfiles import load_endpoint, paths_of, resolve_home; "
@@ -43,7 +47,9 @@ class JobElsewhere:
         self._newest: Snapshot | None = None
         self._lags: list[float] = []
         """Job time less the clock here, as read here: too little by a delay each time."""
-        self._ended, self._lost = threading.Event(), ""
+        self._ended = threading.Event()
+        self.lost = ""
+        """Why nothing more is heard of it, where that is so."""
         self._follower: threading.Thread | None = None
         self.asking_s = 0.0
         """What a command beside the job takes."""
@@ -77,7 +83,7 @@ class JobElsewhere:
         try:
             follow(self._channel, self.record, argv, self._carry, _Heard(self._hear))
         except PerdureError as error:
-            self._lost = error.message
+            self.lost = error.message
         self._ended.set()
 
     def _hear(self, line: str) -> None:
@@ -113,17 +119,16 @@ class JobElsewhere:
                 f"{grace_s:.3f}", "--source", "trace"]  # fmt: skip
         run_aside(lambda: self.run(argv))
 
-    def read_entries(self) -> list[JournalEntry]:
-        """Return the job's journal.
+    def read_entries(self, channel: Channel | None = None) -> list[JournalEntry]:
+        """Return the job's journal, over another channel where one is given.
 
         Raises:
             PlatformError: it cannot be read.
         """
-        if self._lost:
-            raise PlatformError(self._lost)
+        channel = channel or self._channel
         lines: list[bytes] = []
         path = shlex.quote(f"{self.record.home}/jobs/{self.record.job}/journal.jsonl")
-        code = self._channel.stream(
+        code = channel.stream(
             f"cat {path}", lambda line: lines.append(line.encode()), silence_s=_FIRST_S
         )
         if code != 0:
@@ -169,3 +174,9 @@ def run_aside(act: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=do, name="perdure-aside", daemon=True)
     thread.start()
     return thread
+
+
+def at_once(act: Callable[[T], R], each: Sequence[T]) -> list[R]:
+    """Return what `act` returns of each, done side by side."""
+    with ThreadPoolExecutor(max(1, len(each))) as pool:
+        return list(pool.map(act, each))
