@@ -45,49 +45,54 @@ if TYPE_CHECKING:
     from perdure.lab.live.live import Schedule
 
 
+Target = Annotated[
+    str,
+    typer.Argument(metavar="JOB", help="A job file, which is started for it; or a job that runs."),
+]
+Place = Annotated[
+    str | None,
+    typer.Option("--on", metavar="PROFILE", help="Where the job file is started; else here."),
+]
+NodesMax = Annotated[
+    int | None,
+    typer.Option("--nodes-max", min=1, help="Scale to so many nodes at most; the job's."),
+]
+Keep = Annotated[
+    bool, typer.Option("--keep", help="Nodes that cannot be taken are no part of the trace.")
+]
+Start = Annotated[
+    float,
+    typer.Option(
+        "--start", metavar="SECONDS", min=1.0, help="The job may take so long until it trains."
+    ),
+]
+Stop = Annotated[bool, typer.Option("--stop", help="Of a job that runs: stop it at the end.")]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Of a job that runs: take its nodes without a question.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be done when, and do nothing.")
+]
+
+
 @app.command()
 def drive(
     file: File,
-    job: Annotated[
-        str,
-        typer.Argument(
-            metavar="JOB", help="A job file, which is started for it; or a job that runs."
-        ),
-    ],
-    on: Annotated[
-        str | None,
-        typer.Option("--on", metavar="PROFILE", help="Where the job file is started; else here."),
-    ] = None,
+    job: Target,
+    on: Place = None,
     host: Host = None,
-    nodes_max: Annotated[
-        int | None,
-        typer.Option("--nodes-max", min=1, help="Scale to so many nodes at most; the job's."),
-    ] = None,
-    keep: Annotated[
-        bool,
-        typer.Option("--keep", help="Nodes that cannot be taken are no part of the trace."),
-    ] = False,
+    nodes_max: NodesMax = None,
+    keep: Keep = False,
     speed: Speed = 1.0,
     until: Until = None,
     notice: Notice = 0.0,
     coalesce_s: CoalesceLive = 0.5,
     draw: Draw = False,
     seed: Seed = 0,
-    start_s: Annotated[
-        float,
-        typer.Option(
-            "--start", metavar="SECONDS", min=1.0, help="The job may take so long until it trains."
-        ),
-    ] = 600.0,
-    stop: Annotated[
-        bool, typer.Option("--stop", help="Of a job that runs: stop it at the end.")
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Of a job that runs: take its nodes without a question.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done when, and do nothing.")
-    ] = False,
+    start_s: Start = 600.0,
+    stop: Stop = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
     format_name: FormatName = None,
     duration: Duration = None,
     nodes: AllNodes = None,
