@@ -44,6 +44,7 @@ _LOOK_S = 0.2
 _CALM_S = 60.0
 _ENOUGH_S, _ENOUGH = 10.0, 6
 """While nobody comes or goes, so long, and so many steps, tell how fast so many nodes are."""
+_UNHEARD = "nothing more was heard of the job"
 _TIMES, _STEADY = 5, 1.1
 """It is timed so often at most, and until it is no faster than that times as fast as before."""
 
@@ -369,7 +370,7 @@ def _tell(
         **fields | {"unit": "steps", "reference": spec.name},
         job=spec.name,
         assumed=tuple(n for n in range(1, spec.nodes + 1) if n not in seen),
-        ended=ended if played.over and system.trouble is None else "",
+        ended=ended or _UNHEARD if played.over and system.trouble is None else "",
         fixed=tell_enough(wish.trace, spec) if started_s >= 0 else "",
         trouble=str(system.trouble or ""),
     )

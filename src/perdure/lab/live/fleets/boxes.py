@@ -94,9 +94,9 @@ class BoxFleet:
             self._record = self._launch()
             self._launch = None
         assert self._record is not None
-        self._find_boxes(self._record)
         first = Channel(self._record.profile.launch)
         self._job = JobElsewhere(self._record, first, run_beside)
+        self._find_boxes(self._record)
         self._job.begin()
 
     def warn(self, nodes: Sequence[int], notice_s: float) -> None:

@@ -92,6 +92,8 @@ class PodFleet:
         """Node -> the Job that makes its pod."""
         self._whole: dict[str, int] = {}
         """Job -> the pods that it had before anything was taken."""
+        self._may = False
+        """This user may do all that a drive does."""
         self._wanted: dict[str, int] = {}
         self._away: set[int] = set()
         """Nodes for which their Job runs a pod less."""
@@ -105,20 +107,23 @@ class PodFleet:
                 "run",
                 hint='kubernetes.shape = "job"',
             )
-        if self._record is not None:
-            self._find_pods(self._record)
-            names = self._pods
-        else:
+        if self._record is None:
             names = {n: f"pod {n} of {self.spec.name}" for n in range(self.spec.first_nodes)}
+        else:
+            if not self._jobs:
+                self._find_pods(self._record)
+            names = {n: self._pods.get(n, f"pod of {job}") for n, job in self._jobs.items()}
         self._check_rights()
         return [Node(n, name, "" if n else _FIRST) for n, name in sorted(names.items())]
 
     def _check_rights(self) -> None:
-        """Refuse to begin what this user may not go through with.
+        """Refuse to begin what this user may not go through with; asked once.
 
         Raises:
             SafetyError: a right is missing.
         """
+        if self._may:
+            return
         lacking = [
             f"{verb} {what}"
             for verb, what in _RIGHTS
@@ -129,6 +134,7 @@ class PodFleet:
                 f"this user may not {', '.join(lacking)} in the job's namespace",
                 hint="a role such as `edit`; docs/kubernetes.md lists what a drive needs",
             )
+        self._may = True
 
     def _find_pods(self, record: LaunchRecord) -> None:
         """Find out which pod is which node, by what the job itself says of its hosts.
@@ -295,7 +301,9 @@ class PodFleet:
         record, job = self._record, self._job
         if record is None:
             return
-        if stop and job is not None:
+        if job is None:
+            self._here.tell(f"job {record.job} is left as it is: perdure status {record.job}")
+        elif stop:
             job.stop(lambda: self._client.look(record.id)[0].over)
         for name, pods in self._whole.items():
             if self._wanted[name] != pods:
