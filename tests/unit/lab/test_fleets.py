@@ -74,14 +74,14 @@ def make_pod(name: str, index: int) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "labels": {"job-name": "gpt"},
                      "annotations": {"batch.kubernetes.io/job-completion-index": str(index)}},
-        "spec": {"hostname": f"gpt-{index}"}, "status": {"phase": "Running"},
+        "spec": {}, "status": {"phase": "Running", "podIP": f"10.0.0.{index}"},
     }  # fmt: skip
 
 
 def make_status() -> str:
     devices = tuple(
         DeviceRow(device=f"cpu-{n}", node=n, ranks=(n,), replicas=(), state="in use",
-                  host=f"gpt-{n}") for n in range(3)
+                  host=f"10.0.0.{n}") for n in range(3)
     )  # fmt: skip
     return msgspec.json.encode(
         Snapshot(version=1, job="gpt", state="running", at_s=0.0, started_s=0.0, generation=0,

@@ -156,10 +156,10 @@ class PodFleet:
             devices = msgspec.json.decode(told, type=Snapshot).devices
         except msgspec.MsgspecError as error:
             raise PlatformError(f"pod {job.pod} does not say how the job is") from error
-        hosts = {row.host: row.node for row in devices}
+        hosts = {row.host: row.node for row in devices}  # An agent says by which address it is.
         for pod in pods:
             about = pod["metadata"]
-            node = hosts.get(pod["spec"].get("hostname") or about["name"])
+            node = hosts.get(pod["status"].get("podIP", ""))
             if node is not None and explain_pod(pod).state == "running":
                 self._pods[node] = about["name"]
                 self._jobs[node] = about["labels"]["job-name"]
