@@ -66,8 +66,8 @@ def test_a_pod_is_taken_away_and_none_comes_in_its_place_until_it_is_given_back(
     assert (first, alone, len(back[-1])) == ([0, 1], [0], 2)
     lines = tenant.cli("events", job, "--json").stdout.splitlines()
     events = [json.loads(line) for line in lines]
-    (lost,) = [e["at_s"] for e in events if e["kind"] == "NodeLost"]
-    came = [e["at_s"] for e in events if e["kind"] == "NodeRegistered" and e["at_s"] > lost]
+    (lost,) = [e["t"] for e in events if e["kind"] == "NodeLost"]
+    came = [e["t"] for e in events if e["kind"] == "NodeRegistered" and e["t"] > lost]
     assert min(came) - lost > AWAY_S - 10, "it was silent for some seconds before it was lost"
     jobs = tenant.cluster.get("jobs", "-l", f"perdure.dev/job={job}")["items"]
     assert {one["spec"]["parallelism"] for one in jobs} == {1}, "as many pods as before"
