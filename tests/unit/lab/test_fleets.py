@@ -4,20 +4,26 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from perdure.lab.live.driving import DriveWish, _tell
 from perdure.lab.live.fleets.boxes import BoxFleet
 from perdure.lab.live.fleets.local import LocalFleet
 from perdure.lab.live.fleets.pods import PodFleet
+from perdure.lab.live.live import Act, Schedule, play
+from perdure.lab.live.systems import Driven
+from perdure.lab.traces import read_trace
 from perdure.launch.catalog import load_profile
+from perdure.launch.exchange import UnreachedError
 from perdure.launch.kubernetes.client import Client
 from perdure.launch.platforms import Here
-from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import KubernetesSection
 from perdure.model.platforms.launching import LaunchRecord
@@ -154,3 +160,29 @@ def test_a_job_without_a_pod_is_not_driven(cluster: Cluster) -> None:
     cluster(job=None, pods=[], may="yes")
     with pytest.raises(ConfigError, match="job `gpt` is"):
         make_fleet().list_nodes()
+
+
+class Unreached(BoxFleet):
+    """Boxes of which none can be reached any more."""
+
+    def take(self, nodes: Sequence[int]) -> None:
+        raise UnreachedError("b did not answer")
+
+    def read_entries(self) -> list[JournalEntry]:
+        raise PlatformError("a did not answer")
+
+
+def test_a_node_that_is_not_reached_ends_the_play_and_what_was_seen_is_told() -> None:
+    told: list[str] = []
+    fleet = Unreached(SPEC, ("a", "b", "c"), HERE)
+    system = Driven(fleet, stop=True, ending=lambda: told.append("ends"))
+    schedule = Schedule((0, 1), (Act(0.0, "leave", (1,)), Act(60.0, "come", (1,))))
+    played = play(system, schedule, 90.0, {}, lambda *_: None)
+    assert (played.over, played.complete, told) == (True, False, ["ends"])
+    assert str(system.trouble) == "b did not answer", "the first that was wrong"
+    assert played.run.end_s < 30
+    trace = read_trace("0,add,a\n0,add,b\n1,remove,b\n", "t.csv", duration_s=90.0)
+    wish = DriveWish(trace, "/nowhere", 1.0, 0.0, None, 1.0)
+    answer = _tell(wish, played, {3: 3.0}, system)
+    assert (answer.trouble, answer.ended) == ("b did not answer", "")
+    assert answer.systems[0].losses == 1

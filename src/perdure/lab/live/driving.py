@@ -361,7 +361,9 @@ def _tell(
     costs = _measure_fixed(played.run, spec, started_s) if started_s >= 0 else None
     result = compare_with(asked, table, {"perdure": played}, costs=costs)
     losses, joins = count_moves(played.run)
-    ledger = cut_ledger(entries, spec, played.run.present, zero_s, played.run.end_s)
+    ledger = result.systems[0].ledger  # By its steps alone, where its journal cannot be read.
+    if entries:
+        ledger = cut_ledger(entries, spec, played.run.present, zero_s, played.run.end_s)
     row = msgspec.structs.replace(result.systems[0], losses=losses, joins=joins, ledger=ledger)
     fields = msgspec.structs.asdict(result) | {"systems": (row,)}
     if costs is not None or (result.costs is not None and result.costs.losses < losses):

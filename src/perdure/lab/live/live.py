@@ -158,7 +158,8 @@ def play(
     system.end()
     entries, offset_s = system.read_told()
     if not entries:
-        return Played(Run(steps, done_s, end_s, rates, told), complete, load, begun_s=begun_s)
+        run = Run(steps, done_s, end_s, rates, told)
+        return Played(run, complete, load, over=over, begun_s=begun_s)
     zero_s = begun_s + offset_s
     recoveries = read_recoveries(entries, zero_s, end_s)
     run = Run(steps, done_s, end_s, rates, told, recoveries)
