@@ -62,7 +62,7 @@ class DeviceCopies:
 
     def copy_now(self, pairs: Pairs) -> None:
         """Copy all, and wait for each device once."""
-        devices = {}
+        devices: dict[torch.device, None] = {}
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
             devices[source.device] = None

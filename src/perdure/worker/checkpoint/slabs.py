@@ -47,6 +47,8 @@ def plan_slabs(sizes: Sequence[int], blocks: Sequence[int] = ()) -> SlabPlan:
     places = [(0, 0)] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda n: -taken[n]):
         size = taken[number]
+        if not size:
+            break
         for block, total in enumerate(all_blocks):
             if filled[block] + size <= total:
                 break

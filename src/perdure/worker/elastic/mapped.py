@@ -72,10 +72,11 @@ def _call(device: torch.device, call: Callable[[Any], Any]) -> bool:
     succeeded = []
 
     def run() -> None:
-        # Torch without CUDA, or a build or a platform without such calls.
-        with contextlib.suppress(RuntimeError, AssertionError, AttributeError):
-            with torch.cuda.device(device):  # Else this would begin to use the first one.
-                succeeded.append(int(call(torch.cuda.cudart())) == 0)  # type: ignore[no-untyped-call]
+        # Torch without CUDA, or a build or a platform without such calls, refuses. Without the
+        # device named, CUDA would begin to use the first one.
+        refused = contextlib.suppress(RuntimeError, AssertionError, AttributeError)
+        with refused, torch.cuda.device(device):
+            succeeded.append(int(call(torch.cuda.cudart())) == 0)  # type: ignore[no-untyped-call]
 
     thread = threading.Thread(target=run, name="perdure-register", daemon=True)
     thread.start()
