@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.played_device import PlayedDevice
 
-from perdure.plan.elastic.shards import Snapshot
+from perdure.plan.elastic.shards import Shard, Snapshot
 from perdure.worker.elastic.mapped import MappedFile
 from perdure.worker.elastic.snapshots import Snapshots
 
@@ -51,12 +51,104 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
     return played
 
 
-def make_snapshots(folder: Path, device: PlayedDevice) -> Snapshots[Snapshot]:
-    folder.mkdir(exist_ok=True)
-    return Snapshots(folder / "a" / "b", 0, Snapshot, every=1, device=device)
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
+    return PlayedDevice(monkeypatch)
 
 
-def take(snapshots: Snapshots[Snapshot], step: int, content: Any) -> None:
-    snapshots.take(Snapshot(step, 1, 0), content, (0,))
+@pytest.fixture
+def snapshots(tmp_path: Path, device: PlayedDevice) -> Snapshots[Snapshot]:
+    return Snapshots(tmp_path / "a" / "b", 0, Snapshot, every=1, device=device)
+
+
+def take(snapshots: Snapshots[Snapshot], step: int, content: Any, *, me: int = 0) -> Snapshot:
+    snapshot = Snapshot(step, 0, Shard(0, 1), me)
+    snapshots.take(snapshot, content, (0, 1))
     snapshots.finish()
     assert snapshots.error == ""
+    return snapshot
+
+
+def read(snapshots: Snapshots[Snapshot], snapshot: Snapshot) -> Any:
+    return snapshots.make_reader()(snapshot)
+
+
+def test_memory_is_registered_once_a_slot_and_until_it_is_unmapped(
+    snapshots: Snapshots[Snapshot], runtime: PlayedRuntime, device: PlayedDevice
+) -> None:
+    for step in range(6):
+        content = {"w": torch.full((5000,), float(step)), "of the CPU": torch.ones(3).short()}
+        snapshot = take(snapshots, step, content)
+        assert torch.equal(read(snapshots, snapshot)["w"], content["w"])
+        assert torch.equal(read(snapshots, snapshot)["of the CPU"], content["of the CPU"])
+    assert runtime.calls == ["register"] * 2, "one for each of two slots"
+    assert len(device.made) == 1
+    wait, _ = device.made[0].said[-2:]
+    assert wait == ("wait", device.current.said[-1]), "it is copied as it was when it was taken"
+    for step in (6, 7):  # Other sizes: both are mapped anew.
+        content = {"w": torch.full((9000,), float(step))}
+        assert torch.equal(read(snapshots, take(snapshots, step, content))["w"], content["w"])
+    assert runtime.calls == ["register"] * 2 + ["unregister", "register"] * 2
+    addresses = list(runtime.registered)
+    snapshots.close()
+    assert runtime.registered == {}
+    gc.collect()
+    assert not any(map(is_mapped, addresses))
+
+
+def test_memory_of_who_closes_nothing_is_unregistered_as_well(
+    tmp_path: Path, device: PlayedDevice, runtime: PlayedRuntime
+) -> None:
+    snapshots = Snapshots(tmp_path / "a" / "b", 0, Snapshot, every=1, device=device)
+    take(snapshots, 1, {"w": torch.ones(5000)})
+    del snapshots
+    gc.collect()
+    assert runtime.calls == ["register", "unregister"]
+
+
+def test_a_disk_without_room_leaves_nothing_registered(
+    snapshots: Snapshots[Snapshot],
+    runtime: PlayedRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for step in (1, 2):
+        take(snapshots, step, {"w": torch.ones(5000)})
+
+    def refuse(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("os.posix_fallocate", refuse)
+        snapshots.take(Snapshot(3, 0, Shard(0, 1), 0), {"w": torch.ones(9000)}, (0,))
+        snapshots.finish()
+    assert "No space left" in snapshots.error
+    assert runtime.calls == ["register", "register", "unregister"]
+    take(snapshots, 4, {"w": torch.ones(9000)})
+    snapshots.close()
+    assert runtime.registered == {}
+
+
+@pytest.mark.parametrize("why", ["refused", "no such call", "no CUDA"])
+def test_what_cannot_be_registered_is_copied_all_the_same(
+    why: str,
+    snapshots: Snapshots[Snapshot],
+    runtime: PlayedRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if why == "refused":
+        runtime.answer = 801
+    elif why == "no such call":
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: object())
+    else:
+        monkeypatch.undo()  # The real torch of this machine, which has none, and no streams.
+        if torch.cuda.is_available():
+            pytest.skip("there is CUDA here")
+        mapped = MappedFile(snapshots._folder / "one", 100)
+        mapped.register(torch.device("cuda", 0))
+        mapped.close()
+        return
+    for step in range(4):
+        content = {"w": torch.full((5000,), float(step))}
+        assert torch.equal(read(snapshots, take(snapshots, step, content))["w"], content["w"])
+    snapshots.close()
+    assert runtime.calls == (["register"] * 2 if why == "refused" else []), "tried once a slot"
