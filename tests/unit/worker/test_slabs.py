@@ -1,6 +1,7 @@
 """Places in large blocks: what lies in them, what they take, and what goes."""
 
 import io
+import itertools
 import weakref
 
 import pytest
@@ -61,7 +62,7 @@ def test_places_share_nothing_and_take_no_more_than_blocks_of_their_own(
             taken.setdefault(block, []).append((offset, offset + size))
     for rows in taken.values():
         rows.sort()
-        assert all(end <= begin for (_, end), (begin, _) in zip(rows, rows[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(rows))
     assert set(taken) == set(range(len(plan.blocks))), "each block is used"
     assert all(size & (size - 1) == 0 for size in plan.blocks)
     alone = sum(1 << (max(size, ALIGN) - 1).bit_length() for size in sizes if size)

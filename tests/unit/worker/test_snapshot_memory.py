@@ -22,7 +22,7 @@ class PlayedRuntime:
         self.calls: list[str] = []
         self.answer = 0
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert is_mapped(address)
         assert not self.registered.keys() & {address}
         self.calls.append("register")
@@ -30,7 +30,7 @@ class PlayedRuntime:
             self.registered[address] = size
         return self.answer
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         assert is_mapped(address), "it was unmapped before"
         self.calls.append("unregister")
         del self.registered[address]
