@@ -1,6 +1,7 @@
 """What is copied beside training, and what is copied at once since nobody would wait for it."""
 
 import contextlib
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,13 @@ from perdure.worker.checkpoint.staging import Staging
 KEY = "model.weight"
 
 
+_STARTS = itertools.count(0, 1000)
+
+
 @pytest.fixture
 def weight() -> Tensor:
-    return torch.zeros(1 << 16)
+    """Return values that no memory of another test holds, which the copy may get."""
+    return torch.full((1 << 16,), float(next(_STARTS)))
 
 
 def begin(staging: Staging, weight: Tensor) -> tuple[Tensor, bool]:
