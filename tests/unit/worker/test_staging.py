@@ -22,7 +22,7 @@ from perdure.worker.checkpoint.staging import Staging
 KEY = "model.weight"
 
 
-_STARTS = itertools.count(0, 1000)
+_STARTS = itertools.count(0.5, 1000.0)
 
 
 @pytest.fixture
@@ -125,6 +125,17 @@ def test_small_tensors_of_a_device_are_waited_for_once(device: PlayedDevice) -> 
     assert copied["others"][0] == "text"
     assert numpy.array_equal(copied["others"][1], numpy.arange(3))
     assert device.blocks == [1 << 20, 1 << 20], "one for each of the two"
+
+
+def test_what_moves_between_a_device_and_the_cpu_moves_its_copy(device: PlayedDevice) -> None:
+    staging = Staging(device)
+    for dtype in (torch.float32, torch.int16, torch.float32):
+        state = {"one": torch.ones(5, dtype=dtype), "other": torch.ones(5, dtype=torch.int16)}
+        copies = staging.begin(state, ())
+        staging.run()
+        assert all(torch.equal(copies[key], value) for key, value in state.items())
+        fitted = [set(slabs._places) for slabs in (staging._pinned, staging._pageable)]
+        assert fitted == ([{"one"}, {"other"}] if dtype.is_floating_point else [set(), set(state)])
 
 
 def test_all_late_copies_of_a_device_go_over_one_stream(

@@ -2,7 +2,7 @@
 
 Parameters and optimizer moments do not change until the optimizer's next step, so they may be
 copied while the next forward and backward run; `wait` before that step is the gate. Everything
-else (buffers change in forward, and what is small) is copied at once. The copies lie in buffers
+else (buffers change in forward, and what is small) is copied at once. The copies lie in slabs
 that are used again by the next checkpoint: one more copy of the state in host memory.
 
 Torch counts the changes of every tensor. If one was changed while it could be copied (a script
@@ -68,8 +68,10 @@ class Staging:
         self._passed = False
         sources = {key: _take_local(value) for key, value in tensors.items()}
         on_device = {key for key, one in sources.items() if self._device.is_on_device(one)}
-        staged = self._pinned.fit({key: sources[key] for key in sources if key in on_device})
-        staged |= self._pageable.fit({k: one for k, one in sources.items() if k not in on_device})
+        staged = {
+            **self._pinned.fit({key: one for key, one in sources.items() if key in on_device}),
+            **self._pageable.fit({k: one for k, one in sources.items() if k not in on_device}),
+        }
         waiting = {key for key in late if sources[key].numel() > _SMALL}
         if waiting & on_device:
             waiting &= on_device  # The gate holds a device or the CPU.
