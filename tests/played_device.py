@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perdure.worker.checkpoint.device_copies import DeviceCopies
+from perdure.worker.checkpoint.device_copies import DeviceCopies, Events, Pairs
 
 
 class PlayedEvent:
@@ -62,6 +62,18 @@ class PlayedDevice(DeviceCopies):
         """Return ordinary memory."""
         self.blocks.append(size)
         return torch.empty(size, dtype=torch.uint8)
+
+    def copy_late(self, pairs: Pairs, after: Events) -> Events:
+        """Copy what is on the device, and nothing else."""
+        pairs = list(pairs)
+        assert all(self.is_on_device(source) for _, source in pairs)
+        return super().copy_late(pairs, after)
+
+    def copy_now(self, pairs: Pairs) -> None:
+        """Copy what is on the device, and nothing else."""
+        pairs = list(pairs)
+        assert all(self.is_on_device(source) for _, source in pairs)
+        super().copy_now(pairs)
 
     def _make_stream(self, device: torch.device) -> PlayedStream:
         self.made.append(PlayedStream(device))

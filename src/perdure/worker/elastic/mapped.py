@@ -48,10 +48,8 @@ class MappedFile:
         self._known = True
         address, size = self.view().data_ptr(), len(self._memory)
         if _call(device, lambda runtime: runtime.cudaHostRegister(address, size, 0)):
-            # It keeps the memory mapped until then, and is called where nobody calls `close`.
-            self._unregister = last = weakref.finalize(
-                self, _unregister, device, address, self._memory
-            )
+            # Where nobody calls `close`, it is called before this object lets go of the memory.
+            self._unregister = last = weakref.finalize(self, _unregister, device, address)
             last.atexit = False  # Then the device's driver goes as well.
 
     def close(self) -> None:
@@ -59,9 +57,8 @@ class MappedFile:
         self._unregister()
 
 
-def _unregister(device: torch.device, address: int, memory: mmap.mmap) -> None:
+def _unregister(device: torch.device, address: int) -> None:
     _call(device, lambda runtime: runtime.cudaHostUnregister(address))
-    del memory
 
 
 def _call(device: torch.device, call: Callable[[Any], Any]) -> bool:
