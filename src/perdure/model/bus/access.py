@@ -46,6 +46,7 @@ from perdure.model.bus.wire import (
     subject_queries,
 )
 from perdure.model.orders import LIGHTHOUSE
+from perdure.model.signals.compiled import subject_compiled
 from perdure.model.signals.links import subject_probe
 from perdure.model.steering import Verb
 
@@ -193,8 +194,18 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
         "run": ((subject_events(job, RUN), commands, *last), ()),
         "operator": ((commands, ask, notices, *last, *replay), (journal,)),
         "agent": (
-            (subject_events(job, me), subject_beats(job, me), subject_probe(job, "*")),
-            (orders(job, me), orders(job, "all"), subject_probe(job, me)),
+            (
+                subject_events(job, me),
+                subject_beats(job, me),
+                subject_probe(job, "*"),
+                subject_compiled(job, "*"),
+            ),
+            (
+                orders(job, me),
+                orders(job, "all"),
+                subject_probe(job, me),
+                subject_compiled(job, me),
+            ),
         ),
         "lighthouse": (
             (subject_events(job, LIGHTHOUSE), orders(job, "*")),
