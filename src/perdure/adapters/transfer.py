@@ -65,7 +65,6 @@ class Wire:
     def __init__(self, peer: socket.socket, end_s: float) -> None:
         """Use `peer`, which is somebody else's to close, until `end_s` by the monotonic clock."""
         self._peer, self.end_s = peer, end_s
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, data: bytes | memoryview) -> None:
         """Send all of `data`.
@@ -130,6 +129,7 @@ class Listener:
                 _set_deadline(self._server, end_s)
                 peer, _ = self._server.accept()
                 with peer:
+                    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     if self._is_known(peer, end_s):
                         answer(Wire(peer, end_s))
                         return
@@ -156,6 +156,7 @@ def open_wire(
     """
     end_s = time.monotonic() + deadline_s
     with _connect(host, port, source, end_s) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire = Wire(peer, end_s)
         wire.send(token.encode())
         yield wire

@@ -106,7 +106,7 @@ def choose_shared(
     return {FOLDERS[name]: Path(path) for name, path in chosen.items() if name != "CUDA_CACHE_PATH"}
 
 
-def name_maker(gpus: Iterable[str] = ()) -> dict[str, str]:
+def read_fingerprint(gpus: Iterable[str] = ()) -> dict[str, str]:
     """Return what this node compiles with and for: where two differ, neither's is the other's.
 
     `gpus` are the models of its devices, and their driver.
@@ -115,7 +115,7 @@ def name_maker(gpus: Iterable[str] = ()) -> dict[str, str]:
     system = [release.get(key, "").strip('"') for key in ("ID", "VERSION_ID")]
     with contextlib.suppress(OSError, ValueError):
         system.append(os.confstr("CS_GNU_LIBC_VERSION") or "")
-    maker = {
+    fingerprint = {
         "processor": name_cpu(),
         "system": " ".join(filter(None, system)),
         "Python": f"{sys.implementation.name} {sys.version.partition(' ')[0]}",
@@ -123,8 +123,8 @@ def name_maker(gpus: Iterable[str] = ()) -> dict[str, str]:
     }
     for name in ("torch", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            maker[name] = importlib.metadata.version(name)
-    return maker
+            fingerprint[name] = importlib.metadata.version(name)
+    return fingerprint
 
 
 def list_places(paths: JobPaths) -> list[Path]:

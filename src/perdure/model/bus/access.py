@@ -6,7 +6,8 @@
     run         its events, commands,                answers to itself
                 the journal's end
     operator    commands, queries, notices, replay   answers to itself, the journal
-    agent       its node's events and beats, probes  its own orders and probes
+    agent       its node's events and beats, probes, its own orders, probes and
+                questions for what is compiled       questions for what is compiled
     lighthouse  its events, orders (fenced aborts)   its own orders, events, beats
     viewer      queries                              answers to itself, the journal
     worker      queries                              answers to itself

@@ -17,7 +17,7 @@ class CompiledAsk(msgspec.Struct, frozen=True):
 
     node: int
     """Who asks."""
-    maker: dict[str, str]
+    fingerprint: dict[str, str]
     """What its ranks compile with and for; where that is not the same, nothing is sent."""
     place: str = ""
     """Path of its cache."""
@@ -28,7 +28,7 @@ class CompiledAsk(msgspec.Struct, frozen=True):
 class CompiledDoor(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where to connect; `error` where no door was opened."""
 
-    maker: dict[str, str] = {}
+    fingerprint: dict[str, str] = {}
     host: str = ""
     port: int = 0
     token: str = ""

@@ -59,7 +59,7 @@ class CompiledSharing:
         node: int,
         *,
         folders: Mapping[str, Path],
-        maker: Callable[[], dict[str, str]],
+        fingerprint: Callable[[], dict[str, str]],
         address: Callable[[], str],
         alone: bool,
         aside: Callable[[str, str, object], None],
@@ -70,8 +70,8 @@ class CompiledSharing:
         `aside` is told of what another node sends and nobody may take.
         """
         self._bus, self._job, self._node, self._address = bus, spec.name, node, address
-        self._folders, self._aside, self._make_maker = dict(folders), aside, maker
-        self._maker = dict[str, str]()
+        self._folders, self._aside, self._read_fingerprint = dict(folders), aside, fingerprint
+        self._fingerprint = dict[str, str]()
         self._gives = bool(folders) and node < spec.local_nodes and spec.num_nodes > 1
         others = [n for n in range(spec.local_nodes) if n != node]
         first = node % max(1, len(others))  # Not all ask the same one.
@@ -117,7 +117,7 @@ class CompiledSharing:
     async def _take(self, end_s: float) -> None:
         """Ask one node after another until one has something."""
         try:
-            self._maker = self._maker or await asyncio.to_thread(self._make_maker)
+            self._fingerprint = self._fingerprint or await asyncio.to_thread(self._read_fingerprint)
             for source in self._sources:
                 if await self._take_from(source, end_s):
                     return
@@ -134,7 +134,7 @@ class CompiledSharing:
                 return True
             if door.error:
                 raise PlatformError(door.error)
-            if why := explain_difference(self._maker, door.maker):
+            if why := explain_difference(self._fingerprint, door.fingerprint):
                 raise ProtocolError(f"what it was made for is another: {why}")
             thread = FileThread()
             try:
@@ -157,7 +157,7 @@ class CompiledSharing:
 
     async def _ask(self, source: int, end_s: float) -> CompiledDoor:
         loop = asyncio.get_running_loop()
-        ask = encode(CompiledAsk(self._node, self._maker, *self._describe_place()))
+        ask = encode(CompiledAsk(self._node, self._fingerprint, *self._describe_place()))
         while True:
             answer = await self._bus.request(
                 subject_compiled(self._job, source), ask, timeout_s=_ASK_S
@@ -192,11 +192,11 @@ class CompiledSharing:
         key = secrets.token_bytes(_KEY_BYTES)
         try:
             ask: CompiledAsk = decode(data, CompiledAsk)
-            self._maker = self._maker or await asyncio.to_thread(self._make_maker)
+            self._fingerprint = self._fingerprint or await asyncio.to_thread(self._read_fingerprint)
             place, folder_id = self._describe_place()
             if folder_id and ask.folder_id == folder_id:
                 raise PlatformError(_SAME_FOLDER)
-            if why := explain_difference(ask.maker, self._maker):
+            if why := explain_difference(ask.fingerprint, self._fingerprint):
                 raise PlatformError(f"what it was made for is another: {why}")
             if self._listeners >= _LISTENERS_MAX:
                 await reply(encode(CompiledDoor(error="it sends to others", busy=True)))
@@ -211,7 +211,7 @@ class CompiledSharing:
         self._listeners += 1
         try:
             door = CompiledDoor(
-                self._maker, listener.host, listener.port, listener.token, key.hex()
+                self._fingerprint, listener.host, listener.port, listener.token, key.hex()
             )
             await reply(encode(door))
             await thread.call(listener.serve, send, TAKE_S)

@@ -78,7 +78,7 @@ from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
-from perdure.service.caches import choose_caches, choose_shared, name_maker
+from perdure.service.caches import choose_caches, choose_shared, read_fingerprint
 from perdure.service.jobfiles import (
     MINE,
     load_endpoint,
@@ -144,12 +144,9 @@ class AgentService:
         self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
         self._reader = RankReader(paths, node, clock_offset_s, self._asides)
         self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
+        sources = open_sources(spec.preemption, node, env)
         self.notices = NoticeWatch(
-            spec.preemption,
-            open_sources(spec.preemption, node, env),
-            node=node,
-            report=self._outbox.put,
-            now=self.now,
+            spec.preemption, sources, node=node, report=self._outbox.put, now=self.now
         )
         self._prober = Prober(
             bus,
@@ -189,7 +186,7 @@ class AgentService:
             self._spec,
             self._node,
             folders=choose_shared(self._spec, env, caches),
-            maker=lambda: name_maker(nvml.models if nvml else ()),
+            fingerprint=lambda: read_fingerprint(nvml.models if nvml else ()),
             address=self._choose_address,
             alone=self.machine.identity.host == LOOPBACK,
             aside=self._asides.note,
