@@ -14,6 +14,7 @@ import pytest
 
 from perdure.service.caches import FOLDERS
 from tests.e2e.harness import SCRIPTS, Job
+from tests.e2e.test_elastic_nodes import read
 from tests.e2e.test_join import Machine, events
 
 Start = Callable[..., Job]
@@ -121,6 +122,33 @@ def test_a_machine_that_stands_in_finds_what_the_node_before_has_compiled(
     log = read_log(machine, "far", 1)
     assert ("what node 0 has compiled: " in log) == (not said)
     assert "cannot be taken" not in log
+    job.cli("stop", "far", "--now")
+    job.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_machine_that_joins_an_elastic_world_finds_it_while_the_others_train_on(
+    start: Start, join: Callable[..., Machine], tmp_path: Path
+) -> None:
+    trail, config = tmp_path / "trail", tmp_path / "job.toml"
+    config.write_text('[env]\nTORCHINDUCTOR_VEC_ISA_OK = "1"\n')
+    job = start(
+        "far", "-n", "1", "--nodes", "2", "--remote", "1", "-c", str(config),
+        str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000", "--pace-s", "0.05",
+        "--compiled", timeout_s=360,
+    )  # fmt: skip
+    job.wait_until((job.folder / "credentials" / "joiner.json").exists, "credentials")
+    invitation = job.cli("invite", "far", "--uses", "2").stdout
+    first = join(invitation, "first")
+    job.wait_until(lambda: len(read(trail, 0)) >= 60, "training on both")
+    first.vanish()
+    job.wait_until(lambda: read(trail, 0)[-1]["world"] == [0], "the other one going on")
+    join(invitation, "second")
+    job.wait_until(lambda: read(trail, 1)[-1]["world"] == [0, 3], "a step of the second machine")
+    found = {row["pid"]: (row["hit"], row["miss"]) for row in read(trail, 1)}
+    assert list(found.values()) == [(0, 2), (2, 0)], "who was there from the beginning compiled"
     job.cli("stop", "far", "--now")
     job.wait()
 

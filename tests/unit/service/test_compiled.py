@@ -246,11 +246,11 @@ def test_a_file_in_the_place_of_another_is_refused_and_what_came_before_stays(
         return b"+" + data + hmac.digest(KEY, b"%d:" % index + data, "sha256")
 
     roster = [CompiledFile(f"inductor/ab/{n}.so", 4) for n in range(3)]
-    content = seal(0, b"zero") + seal(2, b"two!") + seal(1, b"one!")
+    content = seal(0, b"zero") + seal(1, b"one!") + seal(1, b"one!")
     taken, problem = take(mine, lie(roster, content))
     assert isinstance(problem, ProtocolError)
-    assert taken.files == 1
-    assert list_files(tmp_path) == {"mine/inductor/ab/0.so": b"zero"}
+    assert taken.files == 2
+    assert list_files(tmp_path / "mine" / "inductor") == {"ab/0.so": b"zero", "ab/1.so": b"one!"}
 
 
 def test_a_sender_that_dies_half_way_leaves_what_was_whole(mine: Folders, tmp_path: Path) -> None:
