@@ -151,6 +151,7 @@ def check_transfer(r: NcclReading, version: int) -> None:
     assert (link.comm, link.peer, link.is_send, link.steps) == (comm.index, 2, True, 1)
     assert (link.bytes, link.waits_s) == (sized, s.waits_s)
     assert (link.ops_started, link.ops_stopped) == (1, 0)
+    assert (link.busy_s, link.busy_since_s) == (pytest.approx(waits["send_net"]), 0.0)
 
 
 @pytest.mark.parametrize("version", ALL)
@@ -220,6 +221,7 @@ def test_operation_of_another_process_is_no_parent(plugin: str) -> None:
     nccl.start(driver.PROXY_OP, coll, proxy_op=op)
     r = read(plugin)
     assert (r.proxies[0].op, r.proxies[0].pid) == (0, os.getpid() + 1)
+    assert r.links == ()
     assert r.ops[0].proxies_started == 0
 
 

@@ -131,7 +131,7 @@ class NcclFollower:
         nobody has closed it.
         """
         wanted = {op.comm for op in ended} | {slot for slot, _, _ in self._streams}
-        comms = {slot: _read_comm(fd, layout, slot) for slot in wanted if slot < layout.num_comms}
+        comms = {slot: read_comm(fd, layout, slot) for slot in wanted if slot < layout.num_comms}
         for key in list(self._streams):
             comm = comms.get(key[0])
             if comm is None or comm.serial != key[1] or comm.closed_s:
@@ -162,7 +162,7 @@ class NcclFollower:
         for (slot, _, kind), stream in self._streams.items():
             ops = found.get((slot, kind), [])
             step = stream.stride.note(len(ops))
-            index = _find_ring_comm(rank, stream.comm, ring)
+            index = find_ring_comm(rank, stream.comm, ring)
             if index is not None:
                 spans = (self._make_span(op) for op in ops if op.seq % step == 0)
                 told.append(DeviceComm(stream.name, index, tuple(spans)))
@@ -206,12 +206,17 @@ def _split_runs(numbers: Iterable[int], count: int) -> list[list[int]]:
     return runs
 
 
-def _read_comm(fd: int, layout: NcclLayout, slot: int) -> NcclComm | None:
+def read_comm(fd: int, layout: NcclLayout, slot: int) -> NcclComm | None:
+    """Return the communicator in `slot`; None where it is being written.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     data = os.pread(fd, COMM_BYTES, layout.comms_at + slot * COMM_BYTES) if slot >= 0 else b""
     return parse_comm(data, slot) if len(data) == COMM_BYTES else None
 
 
-def _find_ring_comm(rank: int, comm: NcclComm, ring: Sequence[CommProgress]) -> int | None:
+def find_ring_comm(rank: int, comm: NcclComm, ring: Sequence[CommProgress]) -> int | None:
     """Return which of the ring's communicators has the ranks of NCCL's; None where unsure.
 
     PyTorch need not give NCCL its own name of the group: any of as many ranks, in which this one

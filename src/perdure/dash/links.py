@@ -71,10 +71,16 @@ def _render_list(links: list[LinkSample], usual: float) -> list[str]:
         times = f"{s.busy_ms_per_mb / usual:.1f}" if usual and s.busy_ms_per_mb else "-"
         lines.append(
             f"{f'{s.src}->{s.dst}':>10}  {s.comm[:11] or '?':<12}{s.bytes_acked / 1e6:>9.1f}"
-            f"{s.busy_ms_per_mb:>9.2f}{times:>9}{s.rtt_s * 1e3:>9.2f}{s.retrans:>8}"
-            f"{s.unsent_bytes:>9}{s.backoff:>8}"
+            f"{s.busy_ms_per_mb:>9.2f}{times:>9}" + _render_socket(s)
         )
     return lines
+
+
+def _render_socket(s: LinkSample) -> str:
+    """Return what only the kernel knows of a link."""
+    if s.source == "nccl":
+        return "  counted by NCCL"
+    return f"{s.rtt_s * 1e3:>9.2f}{s.retrans:>8}{s.unsent_bytes:>9}{s.backoff:>8}"
 
 
 def render_heat_map(matrix: DelayMatrix) -> str:
@@ -140,8 +146,8 @@ def _describe(s: LinkSample, usual: float) -> str:
         f"rank {s.src} to rank {s.dst}" + (f" in {s.comm}" if s.comm else ""),
         f"{s.busy_ms_per_mb:.2f} ms/MB{times}",
         f"{s.bytes_acked / 1e6:.1f} MB",
-        f"rtt {s.rtt_s * 1e3:.2f} ms",
-        f"{s.retrans} sent again",
+        "counted by NCCL" if s.source == "nccl" else f"rtt {s.rtt_s * 1e3:.2f} ms",
+        f"{s.retrans} sent again" if s.source == "kernel" else "",
         f"unanswered for {s.last_ack_s:.1f} s (backoff {s.backoff})" if s.backoff else "",
         f"{s.unsent_bytes} bytes unsent" if s.unsent_bytes else "",
     )

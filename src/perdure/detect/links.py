@@ -1,4 +1,4 @@
-"""Which link or network card: from the kernel's counters of the sockets between ranks.
+"""Which link or network card: from the kernel's counters of the sockets between ranks, or NCCL's.
 
 Busy milliseconds per megabyte is the cell of the delay matrix. A link is compared with the other
 links of its class (within a node, between nodes) and with itself before; both must agree, with an
@@ -37,6 +37,8 @@ ONE_WAY = 0.6
 """An end that was heard of so much more recently than it hears is heard, and deaf."""
 ANSWER_S = 0.3
 """What was sent again is in vain without an answer for so long."""
+NCCL_FLOOR = 0.05
+"""Of the floor of sockets: what NCCL sends past the kernel is faster by as much."""
 LOSS_EXCESS = 2.0
 """What loss counts for, as an excess, at the threshold."""
 
@@ -73,6 +75,11 @@ class Link:
         """Return from which rank to which it is."""
         return self.src, self.dst
 
+    @property
+    def kind(self) -> tuple[bool, str]:
+        """Return with which others it may be compared."""
+        return self.near, self.newest.source
+
     def show(self) -> dict[str, object]:
         """Return what is known, as evidence."""
         newest = self.newest
@@ -86,6 +93,7 @@ class Link:
             "backoff": newest.backoff,
             "last_ack_s": round(newest.last_ack_s, 3),
             "unread_bytes": newest.unread_bytes,
+            "source": newest.source,
         }
 
 
@@ -114,7 +122,8 @@ class LinkWatch:
         """Learned step time of the job; 0 where it is not known."""
         self.swept_s = -1e9
         """When a sweep came last; long ago where there are none."""
-        self._usual: dict[bool, list[float]] = {}
+        self._usual: dict[tuple[bool, str], list[float]] = {}
+        """Class of links (within a node or not, who counts) -> their cells, sorted."""
         self._usual_s = -1e9
         self._window_s = 0.0
         self._deaf: set[tuple[int, int]] = set()
@@ -148,7 +157,7 @@ class LinkWatch:
         gap_s = now - link.moved_s
         link.moved_s = now
         config = self.config
-        calm = cell <= config.link_floor_ms_per_mb or cell <= CALM * link.base.value
+        calm = cell <= self._floor_of(link) or cell <= CALM * link.base.value
         excess = 0.0 if calm and link.newest.retrans < LOST_MIN else self._compute_excess(link)
         if link.slow is None and excess > 0.0:
             link.slow = Persistence(now, config.slow_confirm_s, 0.1)
@@ -186,20 +195,24 @@ class LinkWatch:
         every = max(1, len(self.links) // LINKS_COMPARED)
         for link in islice(self.links.values(), 0, None, every):
             if link.cell > 0.0 and now - link.moved_s <= FRESH_S:
-                self._usual.setdefault(link.near, []).append(link.cell)
+                self._usual.setdefault(link.kind, []).append(link.cell)
         for cells in self._usual.values():
             cells.sort()
+
+    def _floor_of(self, link: Link) -> float:
+        by_nccl = link.newest.source == "nccl"
+        return self.config.link_floor_ms_per_mb * (NCCL_FLOOR if by_nccl else 1.0)
 
     def _compute_excess(self, link: Link) -> float:
         """Return the excess of a link's busy time or loss over what is usual; 0 within it."""
         config = self.config
-        cells = self._usual.get(link.near, [])
+        cells = self._usual.get(link.kind, [])
         others = cells[(len(cells) - 1) // 2] if len(cells) > 1 else 0.0
         usual = max(others, link.base.value)
         if usual > 0.0:
             ratio = link.cell / usual
             extra = link.cell - usual
-            if ratio >= config.link_fused_ratio and extra >= config.link_floor_ms_per_mb:
+            if ratio >= config.link_fused_ratio and extra >= self._floor_of(link):
                 return ratio - 1.0
         lost = link.newest.retrans * SEGMENT / link.newest.bytes_acked
         if lost >= config.link_loss_ratio and link.newest.retrans >= LOST_MIN:

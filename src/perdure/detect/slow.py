@@ -398,7 +398,7 @@ class SlowWatch:
         pace = self.stages.pace
         if pace:
             evidence = {**evidence, "step_ratio": round(pace, 3)}
-        if self._rests_on_device_times(kind):
+        if self._rests_on_device_times(kind) or self._rests_on_nccl(evidence):
             evidence = {**evidence, "stamps": DEVICE}
             if not self._may_act(evidence):
                 evidence.pop("probe", None)  # A probe takes of the network that training needs.
@@ -424,6 +424,11 @@ class SlowWatch:
         if kind == "CommSlow":
             return any(comm.slow is not None for comm in timed)
         return bool(timed) and (kind == "HostBusy" or not self.stages.seen)
+
+    def _rests_on_nccl(self, evidence: Mapping[str, object]) -> bool:
+        """Return whether a link that is blamed is known by NCCL's plugin only."""
+        links = evidence.get("links")
+        return isinstance(links, list) and any(link["source"] != "kernel" for link in links)
 
     def _may_act(self, evidence: Mapping[str, object]) -> bool:
         return evidence.get("stamps") != DEVICE or self._spec.detect.act_on_device_times

@@ -2,7 +2,8 @@
 
 An agent sees one end of a connection. Where the other end is on another node, both agents tell
 the addresses of theirs, and the two ends that mirror each other are one directed link each way.
-A communicator that neither end could name is filled in where only one contains both ranks.
+A communicator that neither end could name is filled in where only one contains both ranks. What
+NCCL's plugin tells of two ranks counts where the kernel tells nothing of them: over InfiniBand.
 
 A cell is the median of busy milliseconds per megabyte over the last sweeps that told of the link
 (a minute's at the most), so that one late sweep or one burst moves nothing; bytes and segments
@@ -65,15 +66,22 @@ class LinkJoin:
         for end in sweep.endpoints:
             known = self._ends.get((end.local, end.remote))
             self._ends[end.local, end.remote] = (end.rank, end.comm or (known or ("", ""))[1])
-        if all(sample.dst >= 0 and sample.comm for sample in sweep.links):
+        if all(s.dst >= 0 and s.comm and s.source == "kernel" for s in sweep.links):
             return beat
         self._learn(beat)
         found: dict[_Key, LinkSample] = {}
-        for sample in sweep.links:
+        by_kernel: set[tuple[int, int]] = set()
+        for sample in sorted(sweep.links, key=lambda s: s.source):
             joined = self._join(sample)
-            if joined is not None:
-                key = (joined.src, joined.dst, joined.comm)
-                found[key] = add_samples(found[key], joined) if key in found else joined
+            if joined is None:
+                continue
+            ends = (joined.src, joined.dst)
+            if joined.source == "kernel":
+                by_kernel.add(ends)
+            elif ends in by_kernel:
+                continue  # The same bytes once more.
+            key = (*ends, joined.comm)
+            found[key] = add_samples(found[key], joined) if key in found else joined
         links = tuple(found.values())
         return msgspec.structs.replace(beat, sweep=msgspec.structs.replace(sweep, links=links))
 

@@ -29,6 +29,15 @@ def test_a_slow_link_stands_out_in_the_table() -> None:
     assert worst.split() == ["1->2", "dp", "50.0", "30.00", "15.0", "0.20", "0", "0", "0"]
 
 
+def test_of_a_link_that_nccl_counts_nothing_is_shown_that_only_the_kernel_knows() -> None:
+    link = LinkSample(0, 1, "dp", 50_000_000, 0.1, 0.0, 0, 0, 0, 0.0, source="nccl")
+    matrix = make_delay_matrix(LinksNoted(generation=1, at_s=9.0, window_s=60.0, links=(link,)))
+    assert render_links(matrix).splitlines()[-1].endswith("2.00      1.0  counted by NCCL")
+    html = render_heat_map(matrix)
+    assert "50.0 MB, counted by NCCL" in html
+    assert "rtt" not in html
+
+
 def test_a_large_world_is_listed_worst_first() -> None:
     lines = render_links(ring(200, slow=(150, 151))).splitlines()
     assert lines[3].split()[0] == "150->151"

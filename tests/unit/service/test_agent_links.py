@@ -15,7 +15,7 @@ from perdure.worker.recording.groups import SUFFIX
 
 @pytest.fixture
 def telemetry(tmp_path: Path) -> Iterator[LinkTelemetry]:
-    made = LinkTelemetry(JobPaths(str(tmp_path), str(tmp_path), str(tmp_path)), 0, alone=False)
+    made = LinkTelemetry(JobPaths(*[str(tmp_path)] * 3), 0, 0.0, alone=False)
     yield made
     made.close()
 
@@ -42,7 +42,7 @@ def test_sweeps_that_cost_much_come_less_often(telemetry: LinkTelemetry) -> None
 
 
 def test_each_sweep_goes_with_one_heartbeat_of_its_generation(telemetry: LinkTelemetry) -> None:
-    ranks = Ranks(3, {0: os.getpid()}, frozenset())
+    ranks = Ranks(3, {0: os.getpid()}, frozenset(), {})
     for at_s in (10.0, 11.0):
         telemetry.sweep(at_s, ranks)
     beat = NodeBeat(0, "a", 1, 11.0, 3)
@@ -56,7 +56,7 @@ def test_each_sweep_goes_with_one_heartbeat_of_its_generation(telemetry: LinkTel
 def test_the_note_beside_the_ring_names_groups(tmp_path: Path, telemetry: LinkTelemetry) -> None:
     note = tmp_path / "rings" / f"g3-r0.ring{SUFFIX}"
     note.parent.mkdir()
-    telemetry.sweep(1.0, Ranks(3, {0: os.getpid()}, frozenset()))
+    telemetry.sweep(1.0, Ranks(3, {0: os.getpid()}, frozenset(), {}))
     assert telemetry.reader.groups(0) == {}
     note.write_text('{"4711": "tp"}')
     assert telemetry.reader.groups(0) == {4711: "tp"}

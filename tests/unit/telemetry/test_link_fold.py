@@ -99,6 +99,18 @@ def test_sockets_of_one_link_are_summed_and_strangers_dropped() -> None:
     assert (link.dst, link.bytes_acked, link.local) == (0, 20 * MB, "")
 
 
+def test_what_nccl_tells_counts_where_the_kernel_tells_nothing_of_the_two() -> None:
+    by_nccl = [
+        sample(0, 3, "7", source="nccl", bytes_acked=1 * MB),
+        sample(0, 5, "7", source="nccl", bytes_acked=2 * MB),
+    ]
+    sockets = (far(0, A, B, "dp"), sample(0, 3))
+    told = LinkJoin().resolve(beat(0, *by_nccl, *sockets, ends=(END_0, END_3)))
+    assert told.sweep is not None
+    found = {(s.dst, s.comm, s.source): s.bytes_acked for s in told.sweep.links}
+    assert found == {(3, "dp", "kernel"): 20 * MB, (5, "7", "nccl"): 2 * MB}
+
+
 def test_a_new_generation_forgets_the_ends_of_the_old_one() -> None:
     join = LinkJoin()
     join.resolve(beat(0, ends=(END_0,)))

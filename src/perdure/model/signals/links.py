@@ -9,13 +9,17 @@ from typing import Any, Literal
 
 import msgspec
 
+LinkSource = Literal["kernel", "nccl"]
+"""Who counted what a link moved: the kernel, of sockets, or NCCL's plugin, of what carries it."""
+
 
 class LinkSample(msgspec.Struct, frozen=True, array_like=True):
     """One directed link (what `src` sends to `dst`) over one sweep, as seen at `src`.
 
     The sums are over the sockets of one communicator between the two ranks; counters are what
     they grew by in the sweep's window, the rest is the worst socket's state at its end. Source:
-    TCP_INFO of `inet_diag`; `busy_s / bytes_acked` is the delay-matrix cell.
+    TCP_INFO of `inet_diag`; `busy_s / bytes_acked` is the delay-matrix cell. Where no socket
+    carries it (InfiniBand), NCCL's plugin tells bytes and busy time, and nothing else.
     """
 
     src: int
@@ -40,6 +44,7 @@ class LinkSample(msgspec.Struct, frozen=True, array_like=True):
     local: str = ""
     """`address:port` of the socket at `src`, only where `dst` is not known to the agent (-1)."""
     remote: str = ""
+    source: LinkSource = "kernel"
 
     @property
     def busy_ms_per_mb(self) -> float:

@@ -18,7 +18,7 @@ import msgspec
 from perdure.model.errors import ProtocolError
 
 MAGIC = b"PERDNCCL"
-VERSION = 1
+VERSION = 2
 HEADER_WORDS = 64
 HEADER_BYTES = 8 * HEADER_WORDS
 _REGIONS = ("comms", "ops", "proxies", "steps", "kernels", "nets", "links")
@@ -31,7 +31,7 @@ WORDS = {
     "steps": 16,
     "kernels": 16,
     "nets": 16,
-    "links": 16,
+    "links": 24,
 }
 """Of a record; a file that says otherwise is of another version."""
 
@@ -189,6 +189,10 @@ class NcclLink(msgspec.Struct, frozen=True):
     steps: int
     bytes: int
     waits_s: tuple[float, ...]
+    busy_s: float
+    """In which the network had something of it to send, up to `busy_since_s` where that is set."""
+    busy_since_s: float
+    """Since when it has now; 0 for nothing."""
 
 
 class NcclReading(msgspec.Struct, frozen=True):
@@ -211,7 +215,7 @@ class NcclReading(msgspec.Struct, frozen=True):
     links: tuple[NcclLink, ...]
 
 
-COMM_BYTES, OP_BYTES = 8 * WORDS["comms"], 8 * WORDS["ops"]
+COMM_BYTES, OP_BYTES, LINK_BYTES = (8 * WORDS[name] for name in ("comms", "ops", "links"))
 TIMED_API = 4
 """The first interface of which the GPU's clock is told."""
 KERNELS = 1 << 6
@@ -227,7 +231,7 @@ _COUNT_MAX = 1 << 53
 
 
 class NcclLayout(msgspec.Struct, frozen=True):
-    """What a file's header says to who reads the times of collectives from beat to beat."""
+    """What a file's header says to who reads times of collectives, or links, again and again."""
 
     pid: int
     started_ns: int
@@ -240,6 +244,8 @@ class NcclLayout(msgspec.Struct, frozen=True):
     num_ops: int
     last_op: int
     """Number of the newest operation."""
+    links_at: int
+    num_links: int
 
 
 class TimedOp(msgspec.Struct, frozen=True):
@@ -278,6 +284,9 @@ class TimedOp(msgspec.Struct, frozen=True):
         )
 
 
+_LINK = struct.Struct(f"={WORDS['links']}q")
+_UNUSED = (bytes(8), b"\xff" * 8)
+"""Numbers of records that were never used, or are being written."""
 _TIMED = struct.Struct("=4q8xq8x9q32x16s72xq")
 """Number, communicator, kind, sequence; bytes; channels to `gpu_stop_ns`; name; number again."""
 
@@ -290,16 +299,26 @@ def parse_layout(data: bytes) -> NcclLayout | None:
     if header[1] != VERSION:
         return None
     found = []
-    for name in ("comms", "ops"):
+    for name in ("comms", "ops", "links"):
         first, words, count, last = header[_region_at(name) : _region_at(name) + 4]
         if words != WORDS[name] or not 0 < count <= _RECORDS_MAX or last < 0:
             return None
         if not HEADER_WORDS <= first <= _WORDS_MAX - words * count:
             return None
         found.append((8 * first, count, last))
-    (comms_at, num_comms, _), (ops_at, num_ops, last_op) = found
-    timed = header[3] >= TIMED_API and bool(header[4] & KERNELS)
-    return NcclLayout(header[2], header[5], timed, comms_at, num_comms, ops_at, num_ops, last_op)
+    (comms_at, num_comms, _), (ops_at, num_ops, last_op), (links_at, num_links, _) = found
+    return NcclLayout(
+        pid=header[2],
+        started_ns=header[5],
+        has_device_times=header[3] >= TIMED_API and bool(header[4] & KERNELS),
+        comms_at=comms_at,
+        num_comms=num_comms,
+        ops_at=ops_at,
+        num_ops=num_ops,
+        last_op=last_op,
+        links_at=links_at,
+        num_links=num_links,
+    )
 
 
 def parse_timed_op(record: bytes, number: int) -> TimedOp | None:
@@ -329,6 +348,14 @@ def parse_comm(data: bytes, index: int) -> NcclComm | None:
     if w[0] <= 0 or w[0] != w[-1]:
         return None
     return _Reader(0.0).comm(index, w)
+
+
+def parse_links(data: bytes, clock_offset_s: float) -> Iterator[NcclLink]:
+    """Yield what the region of links `data` holds; what two threads began twice comes twice."""
+    reader = _Reader(clock_offset_s)
+    for at in range(0, len(data) - LINK_BYTES + 1, LINK_BYTES):
+        if data[at : at + 8] not in _UNUSED:
+            yield reader.link(_LINK.unpack_from(data, at))
 
 
 class _Reader:
@@ -432,7 +459,9 @@ class _Reader:
 
     def link(self, w: tuple[int, ...]) -> NcclLink:
         waits = tuple(ns / 1e9 for ns in w[9:15])
-        return NcclLink(w[1], w[2], bool(w[3]), w[4], w[5], w[6], w[7], waits)
+        return NcclLink(
+            w[1], w[2], bool(w[3]), w[4], w[5], w[6], w[7], waits, w[18] / 1e9, self.at(w[17])
+        )
 
 
 def parse_nccl(data: bytes, again: bytes, clock_offset_s: float) -> NcclReading:

@@ -10,6 +10,7 @@ import msgspec
 
 from perdure.adapters.host import CoreMeter, ProcSampler, list_children, measure_cpu, read_boot_id
 from perdure.adapters.nccl_follow import RANKS_A_BEAT, NcclFollower
+from perdure.adapters.nccl_links import DeviceRank
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import name_foreign, open_regular, read_ring
 from perdure.agent.state import KeeperView
@@ -47,6 +48,8 @@ class RankReader:
         """(generation, rank) -> its ring, read from beat to beat."""
         self._devices: dict[tuple[int, int], NcclFollower] = {}
         """The same: what NCCL's plugin writes beside it."""
+        self.on_device: dict[int, DeviceRank] = {}
+        """The ranks of the newest heartbeat whose collectives run on a device."""
         self._foreign: set[tuple[int, int]] = set()
         """(generation, rank) in whose ring's place something else was found."""
 
@@ -64,6 +67,7 @@ class RankReader:
             if key[0] == generation and key[1] in running
         }
         self._devices = {key: f for key, f in self._devices.items() if key in self._followers}
+        self.on_device = {}
         host = self._look_at_host(running.values(), keeper.pid if keeper else 0, now)
         ranks = tuple(
             self._look(generation, rank, running[rank], now, timed=(seq + place) % turns == 0)
@@ -129,13 +133,15 @@ class RankReader:
         progress = msgspec.structs.replace(
             reading.progress(proc), rank=rank, pid=pid, spans=look.spans, stages=look.stages
         )
-        if timed and any(comm.stamps == "enqueued" for comm in progress.comms):
-            path = self._paths.ring(generation, rank)
-            key = (generation, rank)
-            timing = self._devices.setdefault(key, NcclFollower(path, self._offset_s))
-            device = timing.read(rank, reading.pid or pid, progress.comms, now)
-            progress = msgspec.structs.replace(progress, device=device)
-        return progress
+        if not any(comm.stamps == "enqueued" for comm in progress.comms):
+            return progress
+        path, key = self._paths.ring(generation, rank), (generation, rank)
+        self.on_device[rank] = DeviceRank(path, reading.pid or pid, progress.comms)
+        if not timed:
+            return progress
+        timing = self._devices.setdefault(key, NcclFollower(path, self._offset_s))
+        device = timing.read(rank, reading.pid or pid, progress.comms, now)
+        return msgspec.structs.replace(progress, device=device)
 
     def _look_for_foreign(self, generation: int, rank: int) -> bool:
         """Return whether something else than a file lies in the place of a ring; say so once."""

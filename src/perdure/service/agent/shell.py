@@ -143,7 +143,7 @@ class AgentService:
         self._outbox.on_term = lambda term: self.take(TermHeard(term=term))
         self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
         self._reader = RankReader(paths, node, clock_offset_s, self._asides)
-        self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
+        self._links = LinkTelemetry(paths, node, clock_offset_s, alone=spec.nodes == 1)
         sources = open_sources(spec.preemption, node, env)
         self.notices = NoticeWatch(
             spec.preemption, sources, node=node, report=self._outbox.put, now=self.now
@@ -506,9 +506,10 @@ class AgentService:
         """Return whose connections are looked at; the store's are none between ranks."""
         keeper, wanted = self.machine.state.keeper, self.machine.state.assignment
         if keeper is None:
-            return Ranks(-1, {}, frozenset())
-        ports = {keeper.store_port, wanted.master_port if wanted else 0}
-        return Ranks(keeper.generation, dict(keeper.running), frozenset(ports - {0}))
+            return Ranks(-1, {}, frozenset(), {})
+        ports = frozenset({keeper.store_port, wanted.master_port if wanted else 0} - {0})
+        running = dict(keeper.running)
+        return Ranks(keeper.generation, running, ports, self._reader.on_device)
 
 
 def provide_plugin() -> str:

@@ -9,6 +9,7 @@ a core: where they would need more, they come less often.
 import asyncio
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import msgspec
 from perdure.adapters.devices import Nvml
 from perdure.adapters.host import list_ancestors
 from perdure.adapters.links import LinkReader
+from perdure.adapters.nccl_links import DeviceRank, NcclLinkReader
 from perdure.adapters.netlink import list_interfaces
 from perdure.adapters.nics import NicReader
 from perdure.adapters.rings import open_regular
@@ -84,16 +86,27 @@ class Ranks(NamedTuple):
     generation: int
     pids: Mapping[int, int]
     store_ports: frozenset[int]
+    on_device: Mapping[int, DeviceRank]
+    """Those of them whose collectives run on a device."""
 
 
 class LinkTelemetry:
     """Sweeps of one node."""
 
-    def __init__(self, paths: JobPaths, node: int, *, alone: bool, sysfs: str = "/sys") -> None:
+    def __init__(
+        self,
+        paths: JobPaths,
+        node: int,
+        clock_offset_s: float,
+        *,
+        alone: bool,
+        sysfs: str = "/sys",
+    ) -> None:
         """Look for notes of process groups under `paths`; `alone`: there is no other node."""
         self._paths, self._node = paths, node
         self._generation = -1
         self.reader = LinkReader(self._read_groups, alone=alone)
+        self._by_nccl = NcclLinkReader(clock_offset_s)
         self._nics = NicReader(sysfs)
         self._interfaces: dict[str, str] = {}
         self._interfaces_s = float("-inf")
@@ -129,6 +142,11 @@ class LinkTelemetry:
         """Look once; the result goes with the next heartbeat."""
         self._generation = ranks.generation
         sweep = self.reader.sweep(now, ranks.pids, ranks.store_ports)
+        if ranks.on_device:
+            began_s = time.thread_time()
+            links = sweep.links + self._by_nccl.read(ranks.on_device, now)
+            cost_s = sweep.cost_s + time.thread_time() - began_s
+            sweep = msgspec.structs.replace(sweep, links=links, cost_s=cost_s)
         self._cost_s = sweep.cost_s
         self._taken.append((sweep, self._nics.sample(self._list_used_interfaces(now))))
 

@@ -9,7 +9,7 @@
 #ifndef PERDURE_NCCL_LAYOUT_H
 #define PERDURE_NCCL_LAYOUT_H
 
-#define LAYOUT_VERSION 1
+#define LAYOUT_VERSION 2
 #define HEADER_WORDS 64
 #define TRIES 64
 #define WRITING UINT64_MAX
@@ -51,7 +51,7 @@ enum { /* event of the network plugin */
 };
 enum { /* totals of one directed link of a communicator; no repeated number at its end */
   L_COMM = 1, L_PEER, L_IS_SEND, L_OPS_STARTED, L_OPS_STOPPED, L_STEPS, L_BYTES, L_LAST,
-  L_WAIT = 9, L_WORDS = 16
+  L_WAIT = 9, L_SENDING = 16, L_SENDING_SINCE, L_BUSY, L_WORDS = 24
 };
 
 #endif

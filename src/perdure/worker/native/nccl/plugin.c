@@ -328,7 +328,7 @@ static void *start_proxy(uint64_t comm, uint64_t now, const void *parent, int ra
   s[P_RANK] = (uint64_t)(int64_t)rank;
   s[P_START] = now;
   s[P_STATE] = UINT64_MAX;
-  s[P_LINK] = find_link(comm, op->peer, op->is_send != 0);
+  s[P_LINK] = op->pid == getpid() ? find_link(comm, op->peer, op->is_send != 0) : WRITING;
   if ((l = link_at(s[P_LINK])) != NULL) {
     ADD(&l[L_OPS_STARTED], 1);
     STORE(&l[L_LAST], now);
@@ -474,15 +474,32 @@ static int start_v6(void *context, void **handle, struct event_v4 *e) {
 
 /* --- states ----------------------------------------------------------------------------------- */
 
+enum { WAIT_SEND_NET = 2 };
+
 static uint64_t wait_of(int state) {
   switch (state) {
     case ST_STEP_SEND_GPU: return 0;
     case ST_STEP_SEND_PEER: return 1;
-    case ST_STEP_SEND_NET: return 2;
+    case ST_STEP_SEND_NET: return WAIT_SEND_NET;
     case ST_STEP_RECV_NET: return 3;
     case ST_STEP_RECV_FLUSH: return 4;
     case ST_STEP_RECV_GPU: return 5;
     default: return UINT64_MAX;
+  }
+}
+
+static void book_busy(uint64_t *l, uint64_t now) {
+  uint64_t since = LOAD(&l[L_SENDING_SINCE]);
+  STORE(&l[L_SENDING_SINCE], 0);
+  if (since != 0 && since < now) ADD(&l[L_BUSY], now - since);
+}
+
+/* A link is busy while the network has any of its steps to send, however many at once. */
+static void note_sending(uint64_t *l, bool begins, uint64_t now) {
+  if (begins) {
+    if (ADD(&l[L_SENDING], 1) == 0) STORE(&l[L_SENDING_SINCE], now);
+  } else if (LOAD(&l[L_SENDING]) != 0 && ADD(&l[L_SENDING], UINT64_MAX) == 1) {
+    book_busy(l, now);
   }
 }
 
@@ -498,6 +515,8 @@ static void change_step(uint64_t *s, uint64_t state, uint64_t bytes, uint64_t no
     if (p != NULL) ADD(&p[P_WAIT + old], spent);
     if (l != NULL) ADD(&l[L_WAIT + old], spent);
   }
+  if (l != NULL && (old == WAIT_SEND_NET) != (state == WAIT_SEND_NET))
+    note_sending(l, state == WAIT_SEND_NET, now);
   STORE(&s[S_STATE], state);
   STORE(&s[S_STATE_SINCE], now);
   if (bytes != 0) {
@@ -578,7 +597,10 @@ static int stop(void *handle) {
   } else if ((s = find(PROXY, handle)) != NULL) {
     if (!stop_once(&s[P_STOP], now)) return SUCCESS;
     uint64_t *l = link_at(LOAD(&s[P_LINK]));
-    if (l != NULL) ADD(&l[L_OPS_STOPPED], 1);
+    if (l != NULL && ADD(&l[L_OPS_STOPPED], 1) + 1 == LOAD(&l[L_OPS_STARTED])) {
+      STORE(&l[L_SENDING], 0); /* A step whose end nobody told would keep it busy for ever. */
+      book_busy(l, now);
+    }
     if ((number = LOAD(&s[P_PARENT])) == 0) return SUCCESS;
     parent = slot_of(OP, number);
     if (LOAD(&parent[0]) != number) return SUCCESS;

@@ -1,0 +1,163 @@
+"""Links between ranks as NCCL's plugin counts them: cells of the delay matrix without a socket.
+
+Over InfiniBand the kernel sees nothing of what NCCL sends. Its proxy thread does, and the plugin
+keeps, for each communicator and peer, the bytes that it has handed to the network and how long the
+network had something of it to send: what the kernel says of a socket that has not been
+acknowledged. What they grew by since the last look becomes a sample like those of sockets. NCCL
+knows no losses and no round trips, so these stay 0, and a peer that does not answer is not told.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from perdure.adapters.links import MOVED_BYTES
+from perdure.adapters.nccl_follow import find_ring_comm, read_comm
+from perdure.adapters.rings import open_regular
+from perdure.model.signals.links import LinkSample
+from perdure.model.signals.nccl import (
+    HEADER_BYTES,
+    LINK_BYTES,
+    NcclComm,
+    NcclLayout,
+    parse_layout,
+    parse_links,
+)
+from perdure.model.signals.progress import CommProgress
+
+PLAUSIBLE_S = 0.05
+"""A link may seem busy for so much longer than the window: two clocks were read one by one."""
+_BYTES_MAX = 1 << 53
+
+
+class DeviceRank(NamedTuple):
+    """A rank whose collectives run on a device."""
+
+    ring: str
+    """Path of its ring."""
+    pid: int
+    comms: Sequence[CommProgress]
+    """Of its ring, which know the global ranks."""
+
+
+class _Ends(NamedTuple):
+    src: int
+    dst: int
+    comm: str
+    """Name of the ring's communicator."""
+
+
+_Key = tuple[int, int, int, int]
+"""A rank; when its file began; the communicator's number; the peer in it."""
+
+
+class NcclLinkReader:
+    """Looks at the files of one node's ranks again and again."""
+
+    def __init__(self, clock_offset_s: float) -> None:
+        """Begin with nothing known: the first look is what the next is compared with."""
+        self._offset_s = clock_offset_s
+        self._last: dict[_Key, tuple[int, float]] = {}
+        self._looked_s = 0.0
+
+    def read(self, ranks: Mapping[int, DeviceRank], now: float) -> tuple[LinkSample, ...]:
+        """Return what each link of `ranks` has moved since the last look, where it was much.
+
+        Nothing of a file that another process wrote, or that says what cannot be.
+        """
+        window_s, self._looked_s = now - self._looked_s, now
+        totals: dict[_Key, tuple[int, float]] = {}
+        ends_of: dict[_Key, _Ends] = {}
+        for rank, of in ranks.items():
+            for key, ends, moved, busy_s in self._list_links(rank, of, now):
+                before = totals.get(key, (0, 0.0))
+                totals[key] = (before[0] + moved, before[1] + busy_s)
+                ends_of[key] = ends
+        grown: defaultdict[_Ends, list[float]] = defaultdict(lambda: [0, 0.0])
+        for key, (moved, busy_s) in totals.items():
+            last = self._last.get(key)
+            if last is None:
+                continue
+            moved, busy_s = moved - last[0], busy_s - last[1]
+            if moved >= 0 and -1e-6 <= busy_s <= window_s + PLAUSIBLE_S:
+                grown[ends_of[key]][0] += moved
+                grown[ends_of[key]][1] += busy_s
+        self._last = totals
+        return tuple(
+            _make_sample(ends, int(moved), busy_s)
+            for ends, (moved, busy_s) in grown.items()
+            if moved >= MOVED_BYTES * min(1.0, window_s) or (moved and busy_s > 0.5 * window_s)
+        )
+
+    def _list_links(
+        self, rank: int, of: DeviceRank, now: float
+    ) -> Iterator[tuple[_Key, _Ends, int, float]]:
+        """Yield each link that `rank` sends by: bytes and busy seconds since it began."""
+        try:
+            fd = open_regular(f"{of.ring}.nccl")
+        except OSError:
+            return
+        try:
+            layout = parse_layout(os.pread(fd, HEADER_BYTES, 0))
+            if layout is None or layout.pid != of.pid:
+                return
+            data = os.pread(fd, layout.num_links * LINK_BYTES, layout.links_at)
+            comms = _Comms(fd, layout, rank, of.comms)
+            for link in parse_links(data, self._offset_s):
+                found = comms.find(link.comm) if link.is_send else None
+                if found is None or not 0 <= link.peer < found[0].num_ranks:
+                    continue
+                comm, progress = found
+                busy_s = link.busy_s
+                if 0.0 < link.busy_since_s < now:
+                    busy_s += now - link.busy_since_s
+                dst = progress.ranks[link.peer]
+                if dst != rank and 0 <= link.bytes < _BYTES_MAX and busy_s >= 0.0:
+                    key = (rank, layout.started_ns, comm.serial, link.peer)
+                    yield key, _Ends(rank, dst, progress.name), link.bytes, busy_s
+        except OSError:
+            return
+        finally:
+            os.close(fd)
+
+
+class _Comms:
+    """NCCL's communicators of one file, each with the ring's that has the same ranks."""
+
+    def __init__(
+        self, fd: int, layout: NcclLayout, rank: int, ring: Sequence[CommProgress]
+    ) -> None:
+        self._fd, self._layout, self._rank, self._ring = fd, layout, rank, ring
+        self._found: dict[int, tuple[NcclComm, CommProgress] | None] = {}
+
+    def find(self, slot: int) -> tuple[NcclComm, CommProgress] | None:
+        """Return the one in `slot`; None where it is closed, or its ranks are not certain."""
+        if slot not in self._found:
+            self._found[slot] = self._look(slot)
+        return self._found[slot]
+
+    def _look(self, slot: int) -> tuple[NcclComm, CommProgress] | None:
+        if not 0 <= slot < self._layout.num_comms:
+            return None
+        comm = read_comm(self._fd, self._layout, slot)
+        if comm is None or comm.closed_s:
+            return None
+        index = find_ring_comm(self._rank, comm, self._ring)
+        return None if index is None else (comm, self._ring[index])
+
+
+def _make_sample(ends: _Ends, moved: int, busy_s: float) -> LinkSample:
+    return LinkSample(
+        src=ends.src,
+        dst=ends.dst,
+        comm=ends.comm,
+        bytes_acked=moved,
+        busy_s=max(busy_s, 0.0),
+        rtt_s=0.0,
+        retrans=0,
+        unsent_bytes=0,
+        backoff=0,
+        last_ack_s=0.0,
+        source="nccl",
+    )
