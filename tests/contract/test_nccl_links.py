@@ -70,9 +70,13 @@ def read_layout(fd: int) -> NcclLayout:
 class Node:
     """One agent with one rank whose device sends through NCCL."""
 
-    def __init__(self, built: Path, path: Path, rank: int, ranks: int, version: int) -> None:
+    def __init__(
+        self, built: Path, path: Path, rank: int, *, version: int, pace: float, timed: bool
+    ) -> None:
         paths = JobPaths(*[str(path)] * 3)
-        self.rank, self.gpu = rank, Gpu(built, paths, rank, ranks, version)
+        self.pace, self.timed = pace, timed
+        """Of the network, as a multiple of the simulated one; the device's times are told."""
+        self.rank, self.gpu = rank, Gpu(built, paths, rank, 4, version)
         self.reader = RankReader(paths, rank, 0.0, Asides(time.monotonic))
         self.links = LinkTelemetry(paths, rank, 0.0, alone=False)
         self.keeper = KeeperView(0, 0, {rank: os.getpid()})
@@ -80,7 +84,7 @@ class Node:
     def look(self, beat: NodeBeat) -> NodeBeat:
         """Return what an agent makes of the same training on GPUs without a socket."""
         (told,) = beat.ranks
-        for span in told.spans:
+        for span in told.spans if self.timed else ():
             self.gpu.play(span.seq, span.start_s, span.end_s)
         seen = self.reader.read_beat("a", beat.seq, beat.sent_s, self.keeper)
         comms = tuple(replace(comm, stamps="enqueued") for comm in told.comms)
@@ -89,27 +93,37 @@ class Node:
         if sweep is None:
             return beat
         for link in sweep.links:
-            send(self.gpu, link.dst, link.bytes_acked, link.busy_s)
+            send(self.gpu, link.dst, int(link.bytes_acked * self.pace), link.busy_s)
         self.links.sweep(sweep.at_s, Ranks(0, {}, frozenset(), self.reader.on_device))
         return self.links.join(beat)
 
 
 def train(
-    built: Path, tmp_path: Path, fault: Fault | None, seconds: float, *, version: int = V5, **detect
+    built: Path,
+    tmp_path: Path,
+    fault: Fault | None,
+    seconds: float,
+    *,
+    version: int = V5,
+    pace: float = 1.0,
+    timed: bool = True,
+    **detect,
 ) -> tuple[Run, LinkFold]:
-    nodes = [Node(built, tmp_path / str(rank), rank, 4, version) for rank in range(4)]
+    kind = {"version": version, "pace": pace, "timed": timed}
+    nodes = [Node(built, tmp_path / str(rank), rank, **kind) for rank in range(4)]
     fold = LinkFold()
     run = Run(Layout(4), fault, detect=DetectConfig(slow_action_s=5.0, **detect))
     run.run(seconds, lambda beat: fold.take_beat(beat.sent_s, nodes[beat.node].look(beat)))
     return run, fold
 
 
-@pytest.mark.parametrize("version", [V5, V6])
+@pytest.mark.parametrize(("version", "pace", "timed"), [(V5, 1.0, False), (V6, 100.0, True)])
 def test_the_slow_link_is_named_where_no_socket_carries_it(
-    built: Path, tmp_path: Path, version: int
+    built: Path, tmp_path: Path, version: int, pace: float, timed: bool
 ) -> None:
     fault = Fault("slow-link", FAULT_S, 0, 1, 5.0)
-    run, fold = train(built, tmp_path, fault, FAULT_S - BEGIN_S + 12, version=version)
+    kind = {"version": version, "pace": pace, "timed": timed}
+    run, fold = train(built, tmp_path, fault, FAULT_S - BEGIN_S + 12, **kind)
     assert run.standing is not None
     assert (run.standing.kind, run.standing.culprit.link) == ("CommSlow", (0, 1))
     assert run.standing.evidence["stamps"] == "device"

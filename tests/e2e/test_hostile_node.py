@@ -35,6 +35,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, RequestError
 from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
 from perdure.model.failures import ExitRecord
+from perdure.model.signals.compiled import subject_compiled
 from perdure.model.signals.progress import RankAccount
 from perdure.service.access.joining import ask_place, read_invitation
 from perdure.service.jobfiles import MINE
@@ -58,7 +59,8 @@ async def attack(admission: Admission) -> dict[str, Any]:
     bus = await NatsBus.connect(admission.endpoint, timeout_s=10)
     try:
         for subject in (">", "perdure.>", "_INBOX.>", "$JS.>", subject_orders(JOB, 0),
-                        subject_events(JOB, 0), subject_commands(JOB)):  # fmt: skip
+                        subject_events(JOB, 0), subject_commands(JOB),
+                        subject_compiled(JOB, 0)):  # fmt: skip
             await bus.subscribe(subject, lambda data, s=subject: heard.append(s))  # type: ignore[misc]
         kill = encode(Command(id="k", kind="kill"))
         stream = stream_journal(JOB)

@@ -6,20 +6,21 @@ there is nothing to pin: the same copies are made between ordinary buffers.
 """
 
 import contextlib
-import mmap
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from perdure.worker.checkpoint.device_copies import DeviceCopies
+from perdure.worker.elastic.mapped import MappedFile
 from tests.gpu.kit import Trial
 
 FASTEST_MIN = 40e9
 SLOWER_MAX = 0.03
-CHUNK = 32 << 20
 ROUNDS = 5
 ENOUGH_S = 2.0
 
@@ -66,23 +67,18 @@ def pinned(trial: Trial, size: int) -> Iterator[tuple[Tensor, float]]:
 @contextlib.contextmanager
 def registered(trial: Trial, size: int) -> Iterator[tuple[Tensor, float]]:
     """Yield shared memory, such as neighbours' snapshots are in, and how long to register it."""
-    shared = mmap.mmap(-1, size)
-    host = torch.frombuffer(shared, dtype=torch.uint8)
-    host.zero_()  # Its pages are there: only their registration is timed.
-    began_s = time.monotonic()
-    if trial.dry:
-        yield host, time.monotonic() - began_s
-    else:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = runtime.cudaHostRegister(host.data_ptr(), size, 0)
-        assert int(code) == 0, f"cudaHostRegister says {code}"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        shared = MappedFile(Path(folder) / "registered", size)
+        host = shared.view()
+        host.zero_()  # Its pages are there: only their registration is timed.
+        began_s = time.monotonic()
+        if not trial.dry:
+            shared.register(torch.device(trial.device))
+            assert host.is_pinned(), "it could not be registered"
         try:
             yield host, time.monotonic() - began_s
         finally:
-            runtime.cudaHostUnregister(host.data_ptr())
-    del host
-    with contextlib.suppress(BufferError):  # A tensor of it is still somewhere: it goes with it.
-        shared.close()
+            shared.close()
 
 
 def copy_and_compare(trial: Trial, source: Tensor, host: Tensor) -> float:
@@ -109,13 +105,13 @@ def compare_steps(trial: Trial, source: Tensor, host: Tensor) -> float:
     """Return by how much longer a step takes while chunks are copied on a stream of their own."""
     width, steps = trial.choose((8192, 40), (64, 3))
     matrix = torch.randn(width, width, device=trial.device, dtype=torch.bfloat16)
-    side: Any = None if trial.dry else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    copies = DeviceCopies()
 
     def copy() -> None:
-        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
-            for at in range(0, host.numel(), CHUNK):
-                part = slice(at, at + CHUNK)
-                host[part].copy_(source[part], non_blocking=True)
+        if trial.dry:
+            host.copy_(source)
+        else:
+            copies.copy_late([(host, source)], copies.mark([source]))
 
     def measure(beside: Callable[[], object]) -> float:
         synchronize(trial)
@@ -123,7 +119,7 @@ def compare_steps(trial: Trial, source: Tensor, host: Tensor) -> float:
         began_s = time.perf_counter()
         for _ in range(steps):
             matrix @ matrix
-        if side is not None:
+        if not trial.dry:
             torch.cuda.current_stream().synchronize()  # The copy may go on: the step is over.
         return time.perf_counter() - began_s
 

@@ -4,6 +4,10 @@ Passes where none fails, and each loads as the state was when it was taken. An o
 replayed from a CUDA graph calls no hook and counts no change: a script passes the gate before each
 replay (`run.before_replay`), or its checkpoints are copied at once. Both are tried, and what a save
 stalls is noted apart. On the CPU a change that torch does not count takes the place of a replay.
+
+Layers are larger than a chunk of a copy, one lies in memory otherwise, and there are many small
+tensors. What they are copied to has to be pinned, and the pinned blocks are those of the
+second checkpoint ever after.
 """
 
 import contextlib
@@ -23,14 +27,28 @@ BESIDE = 5
 """Steps while a checkpoint is copied and written."""
 
 
+class Net(nn.Module):
+    """Two layers, the second of which lies in memory column by column, and many small tensors."""
+
+    def __init__(self, width: int, large: int, count: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, large), nn.Linear(large, width)
+        self.down.weight.data = self.down.weight.data.t().contiguous().t()
+        self.shifts = nn.ParameterList(torch.zeros(width) for _ in range(count))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return what comes out for each row."""
+        return sum(self.shifts, self.down(self.up(inputs)))
+
+
 class Trainee:
     """A model with its optimizer and its checkpoints."""
 
     def __init__(self, trial: Trial, place: Path, seed: int, captured: bool) -> None:
         torch.manual_seed(seed)
         self.trial, self.width = trial, trial.choose(2048, 128)
-        layers = [nn.Linear(self.width, self.width) for _ in range(trial.choose(4, 2))]
-        self.model = nn.Sequential(*layers).to(trial.device)
+        large, count = trial.choose((5 * self.width // 2, 50), (self.width, 3))
+        self.model = Net(self.width, large, count).to(trial.device)
         options = {"capturable": True} if captured and not trial.dry else {}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, **options)
         self.events: list[Any] = []
@@ -97,15 +115,27 @@ def run(trial: Trial) -> None:
         one.train(3)
         if captured:
             one.capture()
-        stalls = []
+        stalls, pinned = [], []
         for number in trial.tries(trial.choose(5, 2)):
             stall_s = save_beside(one, number + 1, captured, gated=gated)
             assert stall_s is not None, f"{what}: it loads otherwise"
             stalls.append(stall_s)
+            pinned.append(count_pinned(one))
         failed = [event.error for event in one.events if isinstance(event, CheckpointFailed)]
         trial.check(not failed, f"a sound checkpoint failed: {failed[:1]}")
-        trial.note(**{f"{what}_stalls_s": stalls})
+        trial.check(len(set(pinned)) == 1, f"bytes pinned after each: {pinned}")
+        trial.note(**{f"{what}_stalls_s": stalls, f"{what}_pinned_bytes": pinned[-1]})
     trial.note(state_bytes=sum(tensor.nbytes for tensor in one.list_state()))
+
+
+def count_pinned(one: Trainee) -> int:
+    """Return how much memory its copies have, which is pinned if there is something to pin."""
+    memory = one.saver._staging
+    kind = memory._pageable if one.trial.dry else memory._pinned
+    places = [place for place in kind._places.values() if place.numel()]
+    assert places
+    assert one.trial.dry or all(place.is_pinned() for place in places), "they are not pinned"
+    return kind.nbytes
 
 
 def save_beside(one: Trainee, step: int, captured: bool, *, gated: bool) -> float | None:

@@ -77,6 +77,13 @@ class Nvml:
         """Return the UUIDs."""
         return tuple(uuid for uuid, _, _, _ in self.gpus)
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the name of each device, with its driver's version."""
+        driver = _text(self._ask(lambda: self._nvml.nvmlSystemGetDriverVersion()))
+        names = (_text(self._call("nvmlDeviceGetName", handle)) for *_, handle in self.gpus)
+        return tuple(f"{name} (driver {driver})" for name in names)
+
     def list_used(self) -> frozenset[str]:
         """Return the UUIDs of devices on which a process computes, whoever's it is."""
         name = "nvmlDeviceGetComputeRunningProcesses"

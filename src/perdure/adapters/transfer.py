@@ -1,10 +1,13 @@
-"""What an active probe measures: TCP transfers each way, and a fixed piece of arithmetic.
+"""Connections between two agents; and what an active probe measures over one.
 
-Plain blocking sockets, to be used in threads: what is timed is the kernel and the network. A
-transfer is timed at the sender from its first byte to the receiver's word that it has the last
-one, so buffers hide nothing; the best of up to five counts, because a busy processor can hold up
-any single one for longer than a fast network takes. Python moves about 1 to 3 GB/s this way, so a
-link that is faster than that is only told from one that is slower.
+A `Listener` lets in one peer, that knows its token, and both ends have a `Wire` then. They are
+plain blocking sockets, to be used in threads, and every call on one ends by a deadline.
+
+A probe measures TCP transfers each way, and a fixed piece of arithmetic. What is timed is the
+kernel and the network. A transfer is timed at the sender from its first byte to the receiver's word
+that it has the last one, so buffers hide nothing; the best of up to five counts, because a busy
+processor can hold up any single one for longer than a fast network takes. Python moves about 1 to
+3 GB/s this way, so a link that is faster than that is only told from one that is slower.
 
 The arithmetic is a matrix product of Python integers in a process of its own: no torch, no numpy
 (an agent has neither), 50 to 100 ms on one core, the best of three. It tells a throttled or
@@ -18,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -25,6 +29,8 @@ from perdure.model.errors import PlatformError
 
 _CHUNK = 1 << 20
 _TOKEN_BYTES = 16
+_TOKEN_S = 1.0
+"""For how long whoever has connected may keep the token to himself."""
 _PINGS = 8
 _REPEATS = 5
 _REPEAT_SHARE = 0.3
@@ -53,8 +59,49 @@ class Transfer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class Wire:
+    """One end of a connection, which is good for so many seconds."""
+
+    def __init__(self, peer: socket.socket, end_s: float) -> None:
+        """Use `peer`, which is somebody else's to close, until `end_s` by the monotonic clock."""
+        self._peer, self.end_s = peer, end_s
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Send all of `data`.
+
+        Raises:
+            OSError: not in time, or the other end is gone.
+        """
+        _set_deadline(self._peer, self.end_s)
+        self._peer.sendall(data)
+
+    def receive(self, size: int) -> bytes:
+        """Return the next `size` bytes; meant for what fits into memory.
+
+        Raises:
+            OSError: not in time, or the other end is gone.
+        """
+        data = bytearray(size)
+        view, filled = memoryview(data), 0
+        while filled < size:
+            filled += self.receive_into(view[filled:])
+        return bytes(data)
+
+    def receive_into(self, buffer: memoryview | bytearray) -> int:
+        """Return how many bytes there are now in `buffer`, at least one.
+
+        Raises:
+            OSError: not in time, or the other end is gone.
+        """
+        _set_deadline(self._peer, self.end_s)
+        count = self._peer.recv_into(buffer)
+        if not count:
+            raise ConnectionError("closed by the other end")
+        return count
+
+
 class Listener:
-    """A listening socket for one transfer."""
+    """A listening socket for one peer."""
 
     def __init__(self, host: str) -> None:
         """Listen on a free port of `host`.
@@ -70,10 +117,11 @@ class Listener:
         self.host, self.port = host, int(self._server.getsockname()[1])
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
 
-    def serve(self, size: int, deadline_s: float) -> None:
+    def serve(self, answer: Callable[[Wire], None], deadline_s: float) -> None:
         """Answer the one that knows the token, until `deadline_s` seconds from now; then close.
 
-        Whatever goes wrong is the other end's to report.
+        Whatever goes wrong is the other end's to report. Who comes without the token, or is silent,
+        does not use the listener up.
         """
         end_s = time.monotonic() + deadline_s
         with contextlib.suppress(OSError), self._server:
@@ -81,21 +129,48 @@ class Listener:
                 _set_deadline(self._server, end_s)
                 peer, _ = self._server.accept()
                 with peer:
-                    _set_deadline(peer, end_s)
-                    token = _receive(peer, _TOKEN_BYTES, end_s)
-                    if hmac.compare_digest(token, self.token.encode()):
-                        self._answer(peer, size, end_s)
+                    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    if self._is_known(peer, end_s):
+                        answer(Wire(peer, end_s))
                         return
 
-    def _answer(self, peer: socket.socket, size: int, end_s: float) -> None:
+    def _is_known(self, peer: socket.socket, end_s: float) -> bool:
+        try:
+            said = Wire(peer, min(end_s, time.monotonic() + _TOKEN_S)).receive(_TOKEN_BYTES)
+        except OSError:
+            return False
+        return hmac.compare_digest(said, self.token.encode())
+
+
+@contextlib.contextmanager
+def open_wire(
+    host: str, port: int, token: str, *, source: str, deadline_s: float
+) -> Iterator[Wire]:
+    """Give a wire to a listener, for `deadline_s` seconds.
+
+    `source` is the address to use at this end, of the interface that the ranks use; empty, or one
+    from which the listener cannot be reached, leaves it to the kernel.
+
+    Raises:
+        OSError: it is not reached.
+    """
+    end_s = time.monotonic() + deadline_s
+    with _connect(host, port, source, end_s) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(_PINGS):
-            peer.sendall(_receive(peer, 1, end_s))
-        while _receive(peer, 1, end_s) == _AGAIN:
-            _drain(peer, size, end_s)
-            peer.sendall(b"!")
-            _receive(peer, 1, end_s)
-            _send(peer, size, end_s)
+        wire = Wire(peer, end_s)
+        wire.send(token.encode())
+        yield wire
+
+
+def answer_transfer(wire: Wire, size: int) -> None:
+    """Be the other end of `run_transfer`."""
+    for _ in range(_PINGS):
+        wire.send(wire.receive(1))
+    while wire.receive(1) == _AGAIN:
+        _drain(wire, size)
+        wire.send(b"!")
+        wire.receive(1)
+        _send(wire, size)
 
 
 def run_transfer(
@@ -103,35 +178,31 @@ def run_transfer(
 ) -> Transfer:
     """Send `size` bytes through a listener and have as many sent back, within `deadline_s` seconds.
 
-    `source` is the address to use at this end, of the interface that the ranks use; empty, or one
-    from which the listener cannot be reached, leaves it to the kernel.
+    `source` is that of `open_wire`.
     """
-    begin_s = time.monotonic()
-    end_s, again_s = begin_s + deadline_s, begin_s + _REPEAT_SHARE * deadline_s
+    again_s = time.monotonic() + _REPEAT_SHARE * deadline_s
     there, back = list[float](), list[float]()
     rtt_s, problem = 0.0, ""
     try:
-        with _connect(host, port, source, end_s) as peer:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer.sendall(token.encode())
+        with open_wire(host, port, token, source=source, deadline_s=deadline_s) as wire:
             rtts = []
             for _ in range(_PINGS):
                 began_s = time.monotonic()
-                peer.sendall(b"?")
-                _receive(peer, 1, end_s)
+                wire.send(b"?")
+                wire.receive(1)
                 rtts.append(time.monotonic() - began_s)
             rtt_s = min(rtts)
             while not back or (len(back) < _REPEATS and time.monotonic() < again_s):
-                peer.sendall(_AGAIN)
+                wire.send(_AGAIN)
                 began_s = time.monotonic()
-                _send(peer, size, end_s)
-                _receive(peer, 1, end_s)
+                _send(wire, size)
+                wire.receive(1)
                 there.append(time.monotonic() - began_s)
                 began_s = time.monotonic()
-                peer.sendall(b"?")
-                _drain(peer, size, end_s)
+                wire.send(b"?")
+                _drain(wire, size)
                 back.append(time.monotonic() - began_s)
-            peer.sendall(_OVER)
+            wire.send(_OVER)
     except OSError as error:
         if not back:
             problem = f"{'back' if there else 'there'}: {error.strerror or error}"
@@ -173,30 +244,14 @@ def _set_deadline(sock: socket.socket, end_s: float) -> None:
     sock.settimeout(_left(end_s))
 
 
-def _send(peer: socket.socket, size: int, end_s: float) -> None:
-    block = bytes(_CHUNK)
+def _send(wire: Wire, size: int) -> None:
+    block = memoryview(bytes(_CHUNK))
     while size > 0:
-        _set_deadline(peer, end_s)
-        peer.sendall(block if size >= _CHUNK else block[:size])
+        wire.send(block[: min(size, _CHUNK)])
         size -= _CHUNK
 
 
-def _drain(peer: socket.socket, size: int, end_s: float) -> None:
-    buffer = bytearray(_CHUNK)
+def _drain(wire: Wire, size: int) -> None:
+    buffer = memoryview(bytearray(_CHUNK))
     while size > 0:
-        _set_deadline(peer, end_s)
-        count = peer.recv_into(buffer, min(size, _CHUNK))
-        if not count:
-            raise ConnectionError("closed by the other end")
-        size -= count
-
-
-def _receive(peer: socket.socket, size: int, end_s: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        _set_deadline(peer, end_s)
-        part = peer.recv(size - len(data))
-        if not part:
-            raise ConnectionError("closed by the other end")
-        data += part
-    return data
+        size -= wire.receive_into(buffer[: min(size, _CHUNK)])

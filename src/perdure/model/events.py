@@ -837,7 +837,8 @@ class MessagesSetAside(Event, frozen=True, kw_only=True):
 
     at_s: float
     door: str
-    """Where: `rank`, `ring`, `keeper`, `order`, `event`, `heartbeat`, `command`, `journal`."""
+    """Where: `rank`, `ring`, `keeper`, `order`, `event`, `heartbeat`, `command`, `journal`,
+    `compiled`."""
     source: str
     """From whom, as far as that is known."""
     count: int = 1

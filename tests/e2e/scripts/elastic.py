@@ -38,6 +38,8 @@ parser.add_argument("--quit-at", type=int, default=-1)
 """Rank 1 ends with exit code 0 once it has committed this step."""
 parser.add_argument("--busy-s", type=float, default=0.0)
 """Rank 2 is busy for so long, and says so, once it has committed step 20."""
+parser.add_argument("--compiled", action="store_true")
+"""The loss is compiled, and each step says what Inductor's cache had of it."""
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--device", default="cpu")
 """A GPU may be several ranks': NCCL takes them where each seems to be on a host of its own."""
@@ -70,6 +72,9 @@ def note(step: perdure.elastic.Step) -> None:
         "hash": perdure.elastic.hash_tensors([t.cpu() for t in model.state_dict().values()]),
         "rate": made[-1].param_groups[0]["lr"],
     }
+    if args.compiled:
+        had = torch._dynamo.utils.counters["inductor"]  # It is imported by what has compiled.
+        row["hit"], row["miss"] = (had[f"fxgraph_cache_{name}"] for name in ("hit", "miss"))
     out.write(json.dumps(row) + "\n")
     if args.pace_s and not os.path.exists(f"{args.trail}/hurry"):
         time.sleep(args.pace_s)
@@ -84,7 +89,7 @@ perdure.elastic.train(
     blocks=model,
     optimizer=make_optimizer,
     dataset=Numbers(),
-    loss=nn.functional.mse_loss,
+    loss=torch.compile(nn.functional.mse_loss) if args.compiled else nn.functional.mse_loss,
     global_batch=24,
     micro_batch=2,
     steps=args.steps,

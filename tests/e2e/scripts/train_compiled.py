@@ -22,6 +22,7 @@ import perdure
 parser = argparse.ArgumentParser()
 parser.add_argument("--notes", required=True)
 parser.add_argument("--slow-s", type=float, default=0.0)
+parser.add_argument("--steps", type=int, default=12)
 args = parser.parse_args()
 notes = Path(args.notes)
 
@@ -42,7 +43,7 @@ run.register(model=model, optimizer=optimizer)
 backend = compile_slowly if args.slow_s else "inductor"
 compiled = torch.compile(model, backend=backend, dynamic=False)
 first = True
-for step in run.steps(12):
+for step in run.steps(args.steps):
     if first and run.rank == 1 and not args.slow_s:
         dist.barrier()
     began = time.monotonic()

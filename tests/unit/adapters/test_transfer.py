@@ -2,17 +2,19 @@
 
 import socket
 import threading
+from functools import partial
 
 import pytest
 
-from perdure.adapters.transfer import Listener, run_arithmetic, run_transfer
+from perdure.adapters.transfer import Listener, answer_transfer, run_arithmetic, run_transfer
 from perdure.model.errors import PlatformError
 
 SIZE = 3_000_001
 
 
 def _serve(listener: Listener, deadline_s: float = 20.0) -> threading.Thread:
-    thread = threading.Thread(target=listener.serve, args=(SIZE, deadline_s))
+    answer = partial(answer_transfer, size=SIZE)
+    thread = threading.Thread(target=listener.serve, args=(answer, deadline_s))
     thread.start()
     return thread
 
@@ -33,6 +35,7 @@ def test_both_directions_are_timed_and_the_door_closes() -> None:
 def test_a_stranger_is_refused_and_does_not_use_the_door_up() -> None:
     listener = Listener("127.0.0.1")
     thread = _serve(listener)
+    socket.create_connection((listener.host, listener.port), timeout=5.0).close()
     refused = run_transfer(
         listener.host, listener.port, "x" * 16, source="", size=SIZE, deadline_s=20.0
     )

@@ -6,13 +6,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.played_device import PlayedDevice, PlayedEvent  # noqa: E402
 from torch import nn  # noqa: E402
 
 from perdure.model.checkpoints import FileEntry, Manifest  # noqa: E402
@@ -80,43 +80,32 @@ def test_torn_snapshot_fails_and_the_next_one_copies_at_once(tmp_path: Path) -> 
     assert model.weight.abs().sum() > 0
 
 
-class Device:
-    """An event of a device whose copies are done when the test says so."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-
-    def synchronize(self) -> None:
-        assert self.done.wait(20)
-
-
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_on_a_device_the_next_update_may_come_before_the_copy_is_done(
     by_hand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[Device] = []
-    stream = SimpleNamespace(wait_event=waited.append)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    staging, weight, device = Staging(), torch.ones(100, 100), Device()
+    device, weight = PlayedDevice(monkeypatch), torch.ones(100, 100)
+    staging = Staging(device)
     pass_gate(staging)
     staging.begin({"weight": weight}, {"weight"})
-    staging._event = device
+    (event,) = (said for said in device.made[0].said if isinstance(said, PlayedEvent))
+    event.done.clear()
     if by_hand:
         weight.mul_(2)
     with ThreadPoolExecutor(1) as pool:
         copy = pool.submit(staging.run)
         staging.enter_update()
-        assert waited == [device]  # The device waits, the CPU goes on:
+        assert device.current.said[-1] == ("wait", event)  # The device waits, the CPU goes on:
         weight.add_(1)
-        device.done.set()
+        event.done.set()
         if by_hand:
             with pytest.raises(PlatformError, match="weight was changed"):
                 copy.result(20)
         else:
             copy.result(20)
     pass_gate(staging)
-    at_once = torch.equal(staging.begin({"weight": weight}, {"weight"})["weight"], weight)
-    assert at_once == by_hand
+    staging.begin({"weight": weight}, {"weight"})
+    assert device.current.said[-1] == "synchronize" if by_hand else len(device.used) == 2
 
 
 def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_training(tmp_path: Path) -> None:

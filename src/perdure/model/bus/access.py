@@ -6,7 +6,8 @@
     run         its events, commands,                answers to itself
                 the journal's end
     operator    commands, queries, notices, replay   answers to itself, the journal
-    agent       its node's events and beats, probes  its own orders and probes
+    agent       its node's events and beats, probes, its own orders, probes and
+                questions for what is compiled       questions for what is compiled
     lighthouse  its events, orders (fenced aborts)   its own orders, events, beats
     viewer      queries                              answers to itself, the journal
     worker      queries                              answers to itself
@@ -46,6 +47,7 @@ from perdure.model.bus.wire import (
     subject_queries,
 )
 from perdure.model.orders import LIGHTHOUSE
+from perdure.model.signals.compiled import subject_compiled
 from perdure.model.signals.links import subject_probe
 from perdure.model.steering import Verb
 
@@ -193,8 +195,18 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
         "run": ((subject_events(job, RUN), commands, *last), ()),
         "operator": ((commands, ask, notices, *last, *replay), (journal,)),
         "agent": (
-            (subject_events(job, me), subject_beats(job, me), subject_probe(job, "*")),
-            (orders(job, me), orders(job, "all"), subject_probe(job, me)),
+            (
+                subject_events(job, me),
+                subject_beats(job, me),
+                subject_probe(job, "*"),
+                subject_compiled(job, "*"),
+            ),
+            (
+                orders(job, me),
+                orders(job, "all"),
+                subject_probe(job, me),
+                subject_compiled(job, me),
+            ),
         ),
         "lighthouse": (
             (subject_events(job, LIGHTHOUSE), orders(job, "*")),

@@ -26,6 +26,7 @@ from perdure.model.bus.wire import (
     subject_queries,
 )
 from perdure.model.events import JournalEntry
+from perdure.model.signals.compiled import CompiledAsk, CompiledDoor, subject_compiled
 from perdure.model.signals.links import ProbeAsk, ProbeDoor, subject_probe
 from perdure.model.signals.progress import NodeBeat
 
@@ -45,6 +46,13 @@ _CHANNELS: tuple[tuple[str, str, type, type | None, str], ...] = (
     ("joins", subject_joins(_JOB), JoinRequest, CommandReply, "a machine asks for a place"),
     ("notices", subject_notices(_JOB), Notice, CommandReply, "an outside monitor's word"),
     ("probe", subject_probe(_JOB, 0)[:-1] + _NODE, ProbeAsk, ProbeDoor, "an agent to another"),
+    (
+        "compiled",
+        subject_compiled(_JOB, 0)[:-1] + _NODE,
+        CompiledAsk,
+        CompiledDoor,
+        "an agent to another",
+    ),
     ("journal", subject_journal(_JOB), JournalEntry, None, "JSON Lines; kept in JetStream"),
 )
 

@@ -10,8 +10,15 @@ asked was not measured, which is said and proves nothing of the network between 
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
-from perdure.adapters.transfer import Listener, Transfer, run_arithmetic, run_transfer
+from perdure.adapters.transfer import (
+    Listener,
+    Transfer,
+    answer_transfer,
+    run_arithmetic,
+    run_transfer,
+)
 from perdure.agent.probe import ProbePart, ProbeParts
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError, RequestError
@@ -137,8 +144,9 @@ class Prober:
         self._listeners += 1
         try:
             await reply(encode(ProbeDoor(listener.host, listener.port, listener.token)))
+            answer = partial(answer_transfer, size=min(ask.bytes, _BYTES_MAX))
             deadline_s = min(ask.deadline_s, _DEADLINE_MAX_S)
-            await asyncio.to_thread(listener.serve, min(ask.bytes, _BYTES_MAX), deadline_s)
+            await asyncio.to_thread(listener.serve, answer, deadline_s)
         finally:
             self._listeners -= 1
 

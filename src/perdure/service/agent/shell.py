@@ -70,6 +70,7 @@ from perdure.model.job import JobSpec
 from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
+from perdure.service.agent.compiled import CompiledSharing
 from perdure.service.agent.keeper import KeeperLink
 from perdure.service.agent.logs import LOOK_S, LogWatch
 from perdure.service.agent.notices import NoticeWatch, ReplacedError, wait_to_leave
@@ -77,7 +78,7 @@ from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
-from perdure.service.caches import choose_caches
+from perdure.service.caches import choose_caches, choose_shared, read_fingerprint
 from perdure.service.jobfiles import (
     MINE,
     load_endpoint,
@@ -87,7 +88,7 @@ from perdure.service.jobfiles import (
     write_steering,
 )
 from perdure.service.part import Asides, Tasks, read_run_pid, run_part, watch_process
-from perdure.service.placement import choose_gloo_interface, read_own_address
+from perdure.service.placement import LOOPBACK, choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
 from perdure.service.processes import part_command
 from perdure.worker.native.build import build_nccl_plugin, find_nccl_plugin
@@ -123,7 +124,8 @@ class AgentService:
         self._spec, self._node, self._paths, self._bus = spec, node, paths, bus
         self._home, self._offset_s, self._asides = home, clock_offset_s, Asides(self.now)
         marks = {"PERDURE_HOME": home, "PERDURE_JOB": spec.name, "PERDURE_NODE": str(node)}
-        self._env = _make_base(spec, node, paths, env)
+        caches = choose_caches(spec, paths, env)
+        self._env = _make_base(spec, node, env) | caches
         cold = {"PERDURE_COLD": "1"} if spec.cold else {}
         offset = {"PERDURE_CLOCK_OFFSET_S": repr(clock_offset_s)}
         nvml = Nvml.open(env, self._env.get(GROUP_DEVICES, ""))
@@ -142,21 +144,19 @@ class AgentService:
         self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
         self._reader = RankReader(paths, node, clock_offset_s, self._asides)
         self._links = LinkTelemetry(paths, node, clock_offset_s, alone=spec.nodes == 1)
+        sources = open_sources(spec.preemption, node, env)
         self.notices = NoticeWatch(
-            spec.preemption,
-            open_sources(spec.preemption, node, env),
-            node=node,
-            report=self._outbox.put,
-            now=self.now,
+            spec.preemption, sources, node=node, report=self._outbox.put, now=self.now
         )
         self._prober = Prober(
             bus,
             spec.name,
             node,
-            address=lambda: self._links.reader.choose_address() or self.machine.identity.host,
+            address=self._choose_address,
             report=self._outbox.put,
             now=self.now,
         )
+        self._compiled = self._share_compiled(caches, env, nvml)
         self._keeper = KeeperLink(
             paths.keeper_socket(node),
             keeper or part_command("keeper", spec.name, str(node)),
@@ -177,9 +177,28 @@ class AgentService:
         self._failed: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    def _share_compiled(
+        self, caches: Mapping[str, str], env: Mapping[str, str], nvml: Nvml | None
+    ) -> CompiledSharing:
+        log.info("what torch compiles is kept in %s", ", ".join(caches.values()) or "its own place")
+        return CompiledSharing(
+            self._bus,
+            self._spec,
+            self._node,
+            folders=choose_shared(self._spec, env, caches),
+            fingerprint=lambda: read_fingerprint(nvml.models if nvml else ()),
+            address=self._choose_address,
+            alone=self.machine.identity.host == LOOPBACK,
+            aside=self._asides.note,
+        )
+
     def now(self) -> float:
         """Return job time."""
         return time.monotonic() + self._offset_s
+
+    def _choose_address(self) -> str:
+        """Return where this node's ranks can be reached."""
+        return self._links.reader.choose_address() or self.machine.identity.host
 
     async def run(self) -> None:
         """Serve the node until the job ends here, or until cancelled (and then touch nothing)."""
@@ -188,6 +207,7 @@ class AgentService:
             for whom in (self._node, "all"):
                 await self._bus.subscribe(subject_orders(self._spec.name, whom), self._take_order)
             await self._prober.start()
+            await self._compiled.start()
             self._start(self._outbox.run())
             self._start(self._beat())
             self._start(self._tell_asides())
@@ -212,6 +232,7 @@ class AgentService:
             await self._workers.close()
             await self._tasks.end()
             await self._prober.close()
+            await self._compiled.close()
             self._keeper.close()
             self._links.close()
             self._devices.close()
@@ -342,28 +363,32 @@ class AgentService:
         """Have the keeper start ranks; once the disk takes what they have to know.
 
         It is asked for once only. Should it be out of date by then, the keeper does not start it.
-        On GPUs whose memory dead ranks had, it is free first, or `memory.WAIT_S` have passed.
+        On GPUs whose memory dead ranks had, it is free first, or `memory.WAIT_S` have passed. So
+        long the node's first ranks wait for what others have compiled as well.
         """
         keeper, slots = self.machine.state.keeper, {self._spec.slot_of(r) for r in request.members}
         dead = self._devices.memory.list_dead(
             frozenset(keeper.running.values()) if keeper is not None else (),
             lambda rank: not slots or self._spec.slot_of(rank) in slots,
         )
-        if dead:
-            self._start(self._spawn_when_free(request, dead))
+        if dead or self._compiled.due:
+            self._start(self._spawn_when_ready(request, dead))
         else:
             self._send_spawn(request)
 
-    async def _spawn_when_free(
+    async def _spawn_when_ready(
         self, request: SpawnRanks, dead: Mapping[str, frozenset[int]]
     ) -> None:
-        """Have ranks started once the memory of `dead` ones is free; unless the keeper is another.
+        """Have ranks started once nothing is waited for; unless the keeper is another by then.
 
         Another keeper is asked anew, for the next generation. What was waited is kept by generation
         (`_awaited`) until the keeper says that it has started it.
         """
         keeper, generation = self.machine.state.keeper, request.assignment.generation
-        said = await self._devices.memory.wait(dead)
+        waits = [self._devices.memory.wait(dead)] if dead else []
+        if self._compiled.due:
+            waits.append(self._compiled.wait())
+        said = "; ".join(filter(None, await asyncio.gather(*waits)))
         if self.machine.state.keeper is not keeper or self._left.is_set():
             return
         if said:
@@ -550,13 +575,11 @@ async def _connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> Na
             await asyncio.sleep(0.1)
 
 
-def _make_base(spec: JobSpec, node: int, paths: JobPaths, env: Mapping[str, str]) -> dict[str, str]:
+def _make_base(spec: JobSpec, node: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return what the node's ranks inherit of its agent's environment, and what this node adds."""
     base = {name: value for name, value in env.items() if name not in RANK_ONLY}
     if share := choose_group_devices(spec, node, env):
         base[GROUP_DEVICES] = share
     if interface := choose_gloo_interface(spec, env):
         base["GLOO_SOCKET_IFNAME"] = interface
-    caches = choose_caches(spec, paths, env)
-    log.info("what torch compiles is kept in %s", ", ".join(caches.values()) or "its own place")
-    return base | caches
+    return base

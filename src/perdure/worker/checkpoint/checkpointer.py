@@ -52,7 +52,7 @@ from perdure.worker.checkpoint.sharded import (
     write_index,
     write_tensors,
 )
-from perdure.worker.checkpoint.staging import Staging, copy_plain
+from perdure.worker.checkpoint.staging import Staging
 from perdure.worker.rng import capture_rng, compare_fingerprints, restore_rng, take_fingerprint
 from perdure.worker.stderr import say
 
@@ -357,7 +357,7 @@ class Checkpointer:
             allow_pickle=self._config.allow_pickle,
         )
         try:
-            own = copy_plain(
+            own = self._staging.copy_own(
                 {
                     "rng": capture_rng(),
                     "extra": extra,

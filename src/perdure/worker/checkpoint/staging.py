@@ -2,7 +2,7 @@
 
 Parameters and optimizer moments do not change until the optimizer's next step, so they may be
 copied while the next forward and backward run; `wait` before that step is the gate. Everything
-else (buffers change in forward, and what is small) is copied at once. The copies lie in buffers
+else (buffers change in forward, and what is small) is copied at once. The copies lie in slabs
 that are used again by the next checkpoint: one more copy of the state in host memory.
 
 Torch counts the changes of every tensor. If one was changed while it could be copied (a script
@@ -16,9 +16,10 @@ before, unless the script passes the gate itself, before each replay.
 """
 
 import copy
+import itertools
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from perdure.model.errors import PlatformError
+from perdure.worker.checkpoint.device_copies import DeviceCopies, Events
+from perdure.worker.checkpoint.slabs import Slabs
 
 GIVE_WAY_S = 0.2
 """The longest that the writer waits for an optimizer's step."""
@@ -34,17 +37,20 @@ _SMALL = 4096
 
 
 class Staging:
-    """The reused buffers of one rank, and the copy under way."""
+    """The reused memory of one rank, and the copy under way."""
 
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        self._buffers: dict[str, Tensor] = {}
+    def __init__(self, device: DeviceCopies | None = None) -> None:
+        """Hold nothing yet; `device` is how a device's tensors are copied."""
+        self._device = device or DeviceCopies()
+        self._pinned = Slabs(self._device.make_block)
+        self._own = Slabs(self._device.make_block)
+        self._pageable = Slabs(_make_block)
         self._done = threading.Event()
         self._done.set()
         self._calm = threading.Event()
         self._calm.set()
         self._late: list[tuple[str, Tensor, Tensor, int]] = []
-        self._event: Any = None
+        self._events: Events = {}
         self._looking = threading.Lock()
         self._changed: str | None = None
         """Which tensor was changed before the gate, empty for none; None: nobody has looked."""
@@ -57,14 +63,55 @@ class Staging:
 
     def begin(self, tensors: dict[str, Tensor], late: Collection[str]) -> dict[str, Tensor]:
         """Return copies of `tensors`; those of the keys in `late` may be filled by `run`."""
-        self._late, self._event, self._changed = [], None, None
+        self._late, self._events, self._changed = [], {}, None
         late = late if self._passed and not self.captured and not self._torn else ()
         self._passed = False
-        staged = {key: self._stage(key, value, key in late) for key, value in tensors.items()}
-        if any(source.is_cuda for _, source, _, _ in self._late):
-            self._copy_on_device()
+        sources = {key: _take_local(value) for key, value in tensors.items()}
+        on_device = {key for key, one in sources.items() if self._device.is_on_device(one)}
+        staged = {
+            **self._pinned.fit({key: one for key, one in sources.items() if key in on_device}),
+            **self._pageable.fit({k: one for k, one in sources.items() if k not in on_device}),
+        }
+        waiting = {key for key in late if sources[key].numel() > _SMALL}
+        if waiting & on_device:
+            waiting &= on_device  # The gate holds a device or the CPU.
+        now = [key for key in sources if key not in waiting]
+        self._device.copy_now([(staged[key], sources[key]) for key in now if key in on_device])
+        for key in now:
+            if key not in on_device:
+                staged[key].copy_(sources[key])
+        self._late = [
+            (key, one, staged[key], one._version) for key, one in sources.items() if key in waiting
+        ]
+        if waiting & on_device:
+            after = self._device.mark(sources[key] for key in waiting)
+            pairs = [(target, source) for _, source, target, _ in self._late]
+            self._events = self._device.copy_late(pairs, after)
         self._done.clear()
-        return staged
+        return {key: _wrap_alike(staged[key], value) for key, value in tensors.items()}
+
+    def copy_own(self, plain: Any) -> Any:
+        """Return a deep copy on the CPU of plain state: containers, tensors, numbers, strings.
+
+        A device is waited for once, however many tensors it has. What it copied lies in memory
+        that the next such copy uses again.
+        """
+        found: list[Tensor] = []
+        _visit(plain, found.append, lambda _: None)
+        sources = {
+            str(number): source
+            for number, source in enumerate(found)
+            if self._device.is_on_device(source) and _is_ordinary(source)
+        }
+        places = self._own.fit(sources)
+        self._device.copy_now([(places[key], source) for key, source in sources.items()])
+        numbers = itertools.count()
+
+        def take(source: Tensor) -> Tensor:
+            place = places.get(str(next(numbers)))
+            return source.to("cpu", copy=True) if place is None else place
+
+        return _visit(plain, take, copy.deepcopy)
 
     def run(self) -> None:
         """Copy what could wait; called in the background thread. Opens the gate in any case.
@@ -73,8 +120,8 @@ class Staging:
             PlatformError: a tensor was changed before the optimizer's step.
         """
         try:
-            if self._event is not None:
-                self._event.synchronize()
+            if self._events:
+                self._device.wait(self._events)
             else:
                 for _, source, target, _ in self._late:
                     target.copy_(source)
@@ -94,9 +141,9 @@ class Staging:
         if self._done.is_set():
             return 0.0
         began = time.monotonic()
-        if self._event is not None:
+        if self._events:
             self._find_changed()
-            torch.cuda.current_stream().wait_event(self._event)
+            self._device.hold(self._events)
         else:
             self._done.wait()
         return time.monotonic() - began
@@ -143,34 +190,6 @@ class Staging:
         if not self._calm.wait(GIVE_WAY_S):
             self._calm.set()
 
-    def _copy_on_device(self) -> None:
-        """Issue the copies on a stream of their own; the device orders them, not the CPU."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _, source, target, _ in self._late:
-                target.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(stream)
-
-    def _stage(self, key: str, value: Tensor, late: bool) -> Tensor:
-        if not isinstance(value, DTensor):
-            return self._stage_local(key, value.detach(), late)
-        local = self._stage_local(key, value.to_local().detach(), late)
-        # Not DTensor.from_local: that would move the copy back to the mesh's device.
-        return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-    def _stage_local(self, key: str, source: Tensor, late: bool) -> Tensor:
-        target = self._buffers.get(key)
-        if target is None or target.shape != source.shape or target.dtype != source.dtype:
-            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._buffers[key] = target
-        if late and source.numel() > _SMALL:
-            self._late.append((key, source, target, source._version))
-        else:
-            target.copy_(source)
-        return target
-
 
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being captured by this thread."""
@@ -179,14 +198,34 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def copy_plain(value: Any) -> Any:
-    """Return a deep copy on the CPU of plain state: containers, tensors, numbers, strings."""
+def _make_block(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _take_local(value: Tensor) -> Tensor:
+    """Return what of `value` is here, detached."""
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
+def _wrap_alike(local: Tensor, value: Tensor) -> Tensor:
+    """Return `local`, sharded as `value` is."""
+    if not isinstance(value, DTensor):
+        return local
+    # Not DTensor.from_local: that would move the copy back to the mesh's device.
+    return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Return whether a tensor is its bytes: strided, of no class or kind of its own."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _visit(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
+    """Return plain state with what `change` makes of its tensors, and `other` of what is none."""
     if isinstance(value, dict):
-        return {k: copy_plain(v) for k, v in value.items()}
-    if isinstance(value, DTensor):
-        value = value.to_local()
+        return {key: _visit(one, change, other) for key, one in value.items()}
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return change(_take_local(value))
     if type(value) in (list, tuple):
-        return type(value)(copy_plain(row) for row in value)
-    return copy.deepcopy(value)
+        return type(value)(_visit(one, change, other) for one in value)
+    return other(value)

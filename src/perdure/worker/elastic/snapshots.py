@@ -38,7 +38,9 @@ from perdure.model.paths import job_paths
 from perdure.plan.elastic.commit import NO_LINE
 from perdure.plan.elastic.shards import Snapshot, plan_mirrors
 from perdure.plan.elastic.stage_commit import StageSnapshot
+from perdure.worker.checkpoint.device_copies import DeviceCopies, Events
 from perdure.worker.elastic.group import Broken, Group
+from perdure.worker.elastic.mapped import MappedFile
 from perdure.worker.elastic.moving import (
     hash_blobs,
     make_places,
@@ -109,13 +111,20 @@ class Snapshots(Generic[AnySnapshot]):
     """One member's snapshots, and what it can read of the others' on its node."""
 
     def __init__(
-        self, folder: Path | None, me: int, kind: type[AnySnapshot], *, every: int
+        self,
+        folder: Path | None,
+        me: int,
+        kind: type[AnySnapshot],
+        *,
+        every: int,
+        device: DeviceCopies | None = None,
     ) -> None:
         """Keep snapshots of a `kind` in `folder`, in memory, one every `every` steps (0: never).
 
         One is taken earlier, after a second at the earliest, where it costs no member anything.
-        Without a folder, none is kept.
+        Without a folder, none is kept. `device` is how a device's tensors are copied.
         """
+        self._device = device or DeviceCopies()
         self._folder, self._me = folder or Path(), me
         self._kept = folder is not None and every > 0
         self.every = every
@@ -123,7 +132,7 @@ class Snapshots(Generic[AnySnapshot]):
         """Step and line of the newest one."""
         self._taken_s = time.monotonic()
         self._kind: Any = _Header[kind]  # type: ignore[valid-type]
-        self._maps: dict[str, tuple[int, Any]] = {}
+        self._maps: dict[str, MappedFile] = {}
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -175,9 +184,10 @@ class Snapshots(Generic[AnySnapshot]):
         self.finish()
         skeleton, tensors = pack_state(content)
         new = _Header(snapshot, skeleton, sum(round_up(t.nbytes) for t in tensors), "")
+        marks = self._device.mark(t for t in tensors if self._device.is_on_device(t))
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._write, args=(new, tensors), name="perdure-peers", daemon=True
+            target=self._write, args=(new, tensors, marks), name="perdure-peers", daemon=True
         )
         self._thread.start()
         self.stall_s += time.monotonic() - began
@@ -238,14 +248,14 @@ class Snapshots(Generic[AnySnapshot]):
                 self._remove(f"m{owner}-{slot}.head")
                 self._remove(f"m{owner}-{slot}")
 
-    def _write(self, header: _Header[AnySnapshot], tensors: list[Tensor]) -> None:
+    def _write(self, header: _Header[AnySnapshot], tensors: list[Tensor], marks: Events) -> None:
         mirror, data = self._mirror, torch.empty(0, dtype=torch.uint8)
         began = time.monotonic()
         try:
             slot, data = self._make_room(self._me, header.size)
-            place = make_places(data)
-            for tensor in tensors:
-                place(list(tensor.shape), tensor.dtype).copy_(tensor)
+            for device in marks:
+                self._maps[slot].register(device)
+            self._copy(data, tensors, marks)
             header = msgspec.structs.replace(header, digest=hash_blobs(b"", [data]))
             replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
             self.error = ""
@@ -258,6 +268,17 @@ class Snapshots(Generic[AnySnapshot]):
             with contextlib.suppress(Broken, OSError):  # Then the neighbour has the one before.
                 self._exchange(mirror, header, data)
         self.newest_s = time.monotonic() - began
+
+    def _copy(self, data: Tensor, tensors: list[Tensor], marks: Events) -> None:
+        """Copy `tensors` into `data`, a device's ones as they were at `marks`."""
+        place = make_places(data)
+        pairs = [(place(list(tensor.shape), tensor.dtype), tensor) for tensor in tensors]
+        late = [pair for pair in pairs if self._device.is_on_device(pair[1])]
+        events = self._device.copy_late(late, marks)
+        for target, tensor in pairs:
+            if not self._device.is_on_device(tensor):
+                target.copy_(tensor)
+        self._device.wait(events)
 
     def _exchange(self, mirror: Mirror, mine: _Header[AnySnapshot], data: Tensor) -> None:
         """Send this member's snapshot to who keeps it, and take those that this one keeps.
@@ -305,15 +326,15 @@ class Snapshots(Generic[AnySnapshot]):
             OSError: there is no room. Writing would be a SIGBUS.
         """
         known = self._maps.get(slot)
-        if known is None or known[0] != size:
-            descriptor = os.open(self._folder / slot, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, max(size, 1))
-                known = (size, mmap.mmap(descriptor, max(size, 1)))
-            finally:
-                os.close(descriptor)
-            self._maps[slot] = known
-        return torch.frombuffer(known[1], dtype=torch.uint8)[:size]
+        if known is None or known.size != size:
+            self._unmap(slot)
+            known = self._maps[slot] = MappedFile(self._folder / slot, size)
+        return known.view()
+
+    def _unmap(self, slot: str) -> None:
+        known = self._maps.pop(slot, None)
+        if known is not None:
+            known.close()
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -353,7 +374,7 @@ class Snapshots(Generic[AnySnapshot]):
 
     def _remove(self, name: str) -> None:
         if not name.endswith(".head"):
-            self._maps.pop(name, None)
+            self._unmap(name)
         (self._folder / name).unlink(missing_ok=True)
 
 

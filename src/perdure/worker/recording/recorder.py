@@ -339,7 +339,11 @@ Groups = Callable[[], Mapping[str, tuple[str, tuple[int, ...]]]]
 
 
 class _Refusal(MetaPathFinder):
-    """Refuses one thread the import of one module; others find it as ever."""
+    """Refuses one thread the import of one module; others find it as ever.
+
+    torch asks whether it has an attribute of that name. Python 3.13 prints any other error than
+    that of a missing attribute as one that nobody has caught.
+    """
 
     def __init__(self, name: str) -> None:
         self._name, self._thread = name, threading.get_ident()
@@ -348,7 +352,7 @@ class _Refusal(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == self._name and threading.get_ident() == self._thread:
-            raise ModuleNotFoundError(f"{fullname} is not needed here", name=fullname)
+            raise AttributeError(f"{fullname} is not needed here")
         return None
 
 

@@ -1,0 +1,156 @@
+"""Neighbours' snapshots of a device's state: their memory is registered while it is mapped."""
+
+import contextlib
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.played_device import PlayedDevice
+
+from perdure.plan.elastic.shards import Shard, Snapshot
+from perdure.worker.elastic.mapped import MappedFile
+from perdure.worker.elastic.snapshots import Snapshots
+
+
+class PlayedRuntime:
+    """CUDA's runtime, which knows what is registered and whether it is mapped."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.calls: list[str] = []
+        self.answer = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert is_mapped(address)
+        assert not self.registered.keys() & {address}
+        self.calls.append("register")
+        if self.answer == 0:
+            self.registered[address] = size
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert is_mapped(address), "it was unmapped before"
+        self.calls.append("unregister")
+        del self.registered[address]
+        return 0
+
+
+def is_mapped(address: int) -> bool:
+    rows = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [[int(part, 16) for part in row.split()[0].split("-")] for row in rows]
+    return any(begin <= address < end for begin, end in bounds)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
+    played = PlayedRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: played)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    return played
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
+    return PlayedDevice(monkeypatch)
+
+
+@pytest.fixture
+def snapshots(tmp_path: Path, device: PlayedDevice) -> Snapshots[Snapshot]:
+    return Snapshots(tmp_path / "a" / "b", 0, Snapshot, every=1, device=device)
+
+
+def take(snapshots: Snapshots[Snapshot], step: int, content: Any, *, me: int = 0) -> Snapshot:
+    snapshot = Snapshot(step, 0, Shard(0, 1), me)
+    snapshots.take(snapshot, content, (0, 1))
+    snapshots.finish()
+    assert snapshots.error == ""
+    return snapshot
+
+
+def read(snapshots: Snapshots[Snapshot], snapshot: Snapshot) -> Any:
+    return snapshots.make_reader()(snapshot)
+
+
+def test_memory_is_registered_once_a_slot_and_until_it_is_unmapped(
+    snapshots: Snapshots[Snapshot], runtime: PlayedRuntime, device: PlayedDevice
+) -> None:
+    for step in range(6):
+        content = {"w": torch.full((5000,), float(step)), "of the CPU": torch.ones(3).short()}
+        snapshot = take(snapshots, step, content)
+        assert torch.equal(read(snapshots, snapshot)["w"], content["w"])
+        assert torch.equal(read(snapshots, snapshot)["of the CPU"], content["of the CPU"])
+    assert runtime.calls == ["register"] * 2, "one for each of two slots"
+    assert len(device.made) == 1
+    wait, _ = device.made[0].said[-2:]
+    assert wait == ("wait", device.current.said[-1]), "it is copied as it was when it was taken"
+    held = list(snapshots._maps.values())
+    for step in (6, 7):  # Other sizes: both are mapped anew, whoever has hold of the old ones.
+        content = {"w": torch.full((9000,), float(step))}
+        assert torch.equal(read(snapshots, take(snapshots, step, content))["w"], content["w"])
+    assert runtime.calls == ["register"] * 2 + ["unregister", "register"] * 2
+    del held
+    addresses = list(runtime.registered)
+    snapshots.close()
+    assert runtime.registered == {}
+    gc.collect()
+    assert not any(map(is_mapped, addresses))
+
+
+def test_memory_of_who_closes_nothing_is_unregistered_as_well(
+    tmp_path: Path, device: PlayedDevice, runtime: PlayedRuntime
+) -> None:
+    snapshots = Snapshots(tmp_path / "a" / "b", 0, Snapshot, every=1, device=device)
+    take(snapshots, 1, {"w": torch.ones(5000)})
+    del snapshots
+    gc.collect()
+    assert runtime.calls == ["register", "unregister"]
+
+
+def test_a_disk_without_room_leaves_nothing_registered(
+    snapshots: Snapshots[Snapshot],
+    runtime: PlayedRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for step in (1, 2):
+        take(snapshots, step, {"w": torch.ones(5000)})
+
+    def refuse(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("os.posix_fallocate", refuse)
+        snapshots.take(Snapshot(3, 0, Shard(0, 1), 0), {"w": torch.ones(9000)}, (0,))
+        snapshots.finish()
+    assert "No space left" in snapshots.error
+    assert runtime.calls == ["register", "register", "unregister"]
+    take(snapshots, 4, {"w": torch.ones(9000)})
+    snapshots.close()
+    assert runtime.registered == {}
+
+
+@pytest.mark.parametrize("why", ["refused", "no such call", "no CUDA"])
+def test_what_cannot_be_registered_is_copied_all_the_same(
+    why: str,
+    snapshots: Snapshots[Snapshot],
+    runtime: PlayedRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if why == "refused":
+        runtime.answer = 801
+    elif why == "no such call":
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: object())
+    else:
+        monkeypatch.undo()  # The real torch of this machine, which has none, and no streams.
+        if torch.cuda.is_available():
+            pytest.skip("there is CUDA here")
+        mapped = MappedFile(snapshots._folder / "one", 100)
+        mapped.register(torch.device("cuda", 0))
+        mapped.close()
+        return
+    for step in range(4):
+        content = {"w": torch.full((5000,), float(step))}
+        assert torch.equal(read(snapshots, take(snapshots, step, content))["w"], content["w"])
+    snapshots.close()
+    assert runtime.calls == (["register"] * 2 if why == "refused" else []), "tried once a slot"
