@@ -129,6 +129,10 @@ def test_a_dry_run_says_what_is_done_when_and_starts_nothing(tmp_path: Path) -> 
     assert answer["acts"] == [
         [0.0, "notice", [1], 2.0], [2.0, "leave", [1], 0.0], [4.5, "come", [1], 0.0],
     ]  # fmt: skip
+    many = TRACE + "".join(f"9000,add,more{n}\n" for n in range(4))
+    scaled = drive(tmp_path, "elastic.py", [], "--dry-run", trace=many)
+    touched = {*scaled["first"], *(place for act in scaled["acts"] for place in act[2])}
+    assert touched == {0, 1, 2}, "a trace of seven nodes, on a job of three"
     assert not (tmp_path / "state" / "jobs").exists()
 
 

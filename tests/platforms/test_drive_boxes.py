@@ -87,17 +87,28 @@ def test_a_box_is_taken_away_and_given_back_at_the_traces_instants(boxes: Boxes)
         assert left == []
 
 
-def test_a_job_that_runs_on_boxes_is_driven_and_goes_on(boxes: Boxes) -> None:
+def test_a_job_that_runs_on_boxes_goes_on_with_all_of_them_when_its_drive_is_ended(
+    boxes: Boxes,
+) -> None:
     boxes.laptop.cli("launch", "job.toml", "--on", "box")
     mine = boxes.find_trail(0, "elastic", 0).parent
     wait_until(lambda: len(read(mine, 0)) >= 10, "training on both")
     asked = drive(boxes, "elastic", code=4)
     assert "name was not typed" in asked["error"]
-    told = drive(boxes, "elastic", "--yes")
-    assert told["trouble"] == ""
-    assert [(row["losses"], row["joins"]) for row in told["systems"]] == [(1, 1)]
+    (boxes.laptop.folder / "trace.csv").write_text(TRACE[: TRACE.index("10000")])
+    with boxes.laptop.start("trace", "drive", "trace.csv", "elastic", "--yes", "--duration", "600",
+                            "--json") as driving:  # fmt: skip
+        wait_until(lambda: read(mine, 0)[-1]["world"] == [0], "the loss of the second")
+        driving.terminate()
+        out, err = driving.communicate(timeout=150)
+    assert driving.returncode == 0, out + err
+    told = json.loads(out)
+    assert (told["complete"], told["trouble"]) == (False, "")
+    assert [(row["losses"], row["joins"]) for row in told["systems"]] == [(1, 0)]
+    wait_until(lambda: len(read(mine, 0)[-1]["world"]) == 2, "both again: it was given back")
     assert list_worlds(boxes, "elastic")[:2] == [[0, 1], [0]]
-    wait_until(lambda: len(read(mine, 0)[-1]["world"]) == 2, "both again")
+    (lost,) = boxes.find_events("elastic", "NodeLost")
+    assert lost["node"] == 1, "it went without a word"
 
     every = "0,add,a\n0,add,b\n5000,remove,b\n10000,add,b\n20000,remove,a\n"
     (boxes.laptop.folder / "trace.csv").write_text(every)
@@ -115,9 +126,11 @@ def test_a_job_that_runs_on_boxes_is_driven_and_goes_on(boxes: Boxes) -> None:
     assert "box2 is no node of elastic now" in gone["error"]
 
 
-def test_a_profile_without_several_hosts_has_nothing_to_take(boxes: Boxes) -> None:
+def test_a_place_without_nodes_to_take_or_that_is_not_reached_is_refused(boxes: Boxes) -> None:
     refused = drive(boxes, "job.toml", "--on", "box", "--host", "box1", code=2)
     assert "is on one box" in refused["error"]
+    refused = drive(boxes, "job.toml", "--on", "box", "--host", "box1,nobody", code=3)
+    assert "nobody did not answer" in refused["error"]
     refused = drive(boxes, "job.toml", "--on", "kaggle", code=2)
     assert "not driven" in refused["error"]
     refused = drive(boxes, "job.toml", "--on", "nowhere", code=2)
