@@ -186,3 +186,24 @@ def test_a_node_that_is_not_reached_ends_the_play_and_what_was_seen_is_told() ->
     answer = _tell(wish, played, {3: 3.0}, system)
     assert (answer.trouble, answer.ended) == ("b did not answer", "")
     assert answer.systems[0].losses == 1
+
+
+class Lost(BoxFleet):
+    """Boxes of which one does not start again."""
+
+    def take(self, nodes: Sequence[int]) -> None:
+        pass
+
+    def _give_one(self, node: int) -> None:
+        raise PlatformError(f"node {node} did not start")
+
+    def read_entries(self) -> list[JournalEntry]:
+        return []
+
+
+def test_a_node_that_does_not_come_back_ends_the_play_and_is_named() -> None:
+    system = Driven(Lost(SPEC, ("a", "b", "c"), HERE), stop=True, ending=lambda: None)
+    acts = (Act(0.0, "leave", (1,)), Act(0.1, "come", (1,)))
+    played = play(system, Schedule((0, 1), acts), 90.0, {}, lambda *_: None)
+    assert (played.over, str(system.trouble)) == (True, "node 1 did not start")
+    assert played.run.end_s < 30

@@ -17,7 +17,7 @@ from perdure.lab.live.fleets.fleet import Fleet
 from perdure.lab.live.fleets.local import LocalFleet, kill_tree, start_process
 from perdure.lab.report import MadeStep
 from perdure.model.codec import decode
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.errors import PerdureError, PlatformError, ProtocolError
 from perdure.model.events import JournalEntry
 from perdure.model.job import DetectConfig, JobSpec, RestartConfig
 from perdure.model.report import RankRow, Snapshot
@@ -239,7 +239,7 @@ class Driven(System):
         """
         self.fleet, self.job = fleet, fleet.spec.name
         self._stop, self._ended, self._ending = stop, False, ending
-        self.trouble: PlatformError | None = None
+        self.trouble: PerdureError | None = None
         """Why the play cannot go on; what was played until then is told."""
         self.trail = StatusTrail(fleet.read_snapshot, fleet.compute_offset_s)
         self._told: tuple[list[JournalEntry], float] | None = None
@@ -273,6 +273,7 @@ class Driven(System):
 
     def over(self) -> bool:
         """Return whether the job has ended, or its nodes cannot be moved any more."""
+        self.trouble = self.trouble or self.fleet.find_trouble()
         return self.trouble is not None or self.fleet.over()
 
     def read_told(self) -> tuple[list[JournalEntry], float]:
@@ -281,7 +282,7 @@ class Driven(System):
             entries: list[JournalEntry] = []
             try:
                 entries = self.fleet.read_entries()
-            except PlatformError as error:  # What was seen of its steps is told all the same.
+            except PerdureError as error:  # What was seen of its steps is told all the same.
                 self.trouble = self.trouble or error
             self._told = entries, self.fleet.compute_offset_s()
         return self._told

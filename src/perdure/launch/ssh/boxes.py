@@ -148,7 +148,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     if not runs[0]:  # Whoever still waits for a bus that is gone has to ask for a place anew.
         for each in (each for each, lives in zip(plans, runs, strict=True) if lives):
             here.tell(f"{each.profile.launch.host}: ending what is left of the run before")
-            _end(each)
+            end(each)
         runs = [False] * len(plans)
     absent = [node for node, lives in enumerate(runs) if not lives]
 
@@ -177,7 +177,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     return msgspec.structs.replace(record, others=tuple(others))
 
 
-def _query_box(plan: Plan, command: str = "state") -> BoxState:
+def _query_box(plan: Plan | LaunchRecord, command: str = "state") -> BoxState:
     """Return how a box's part of the job is; also where nothing was ever sent to it."""
     return Channel(plan.profile.launch).query(
         f'python3 - {command} "{plan.place}/launch"',
@@ -186,8 +186,12 @@ def _query_box(plan: Plan, command: str = "state") -> BoxState:
     )
 
 
-def _end(plan: Plan) -> None:
-    """End a further box's part; told a second time, `perdure join` leaves at once."""
+def end(plan: Plan | LaunchRecord) -> None:
+    """End a further box's part; told a second time, `perdure join` leaves at once.
+
+    Raises:
+        PlatformError: the box does not answer, or its part does not end.
+    """
     deadline = time.monotonic() + _END_S
     while not _query_box(plan, "end").over:
         if time.monotonic() > deadline:
@@ -265,7 +269,7 @@ def _let_join(plan: Plan, record: LaunchRecord, invitation: bytes, here: Here) -
             here.tell(f"{channel.name} is node {place[1]} of {plan.job}")
             return msgspec.structs.replace(record, boot_id=state.boot_id)
         if time.monotonic() > deadline or ask_state(channel, record).over:
-            _end(plan)  # Else it asks on for a place, and is in the way of the next launch.
+            end(plan)  # Else it asks on for a place, and is in the way of the next launch.
             raise PlatformError(
                 f"{channel.name} has not joined: {last_line(said, 'it wrote nothing')}",
                 hint="the same `perdure launch` tries it again; the others go on",

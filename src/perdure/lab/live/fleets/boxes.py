@@ -13,18 +13,20 @@ from functools import partial
 
 import msgspec
 
-from perdure.lab.live.fleets.elsewhere import JobElsewhere, at_once, run_aside
+from perdure.lab.live.fleets.elsewhere import JobElsewhere, at_once, run_aside, wait
 from perdure.lab.live.fleets.fleet import Node
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.ssh import boxes
 from perdure.launch.ssh.ask import ask_state, run_beside
-from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.report import Snapshot
 
+_LEAVE_S = 15.0
+"""Given to a box to leave by itself when the job has ended."""
 _FIRST = "it has the job's controller and bus"
 
 
@@ -47,6 +49,7 @@ class BoxFleet:
         self._boxes: dict[int, LaunchRecord] = {}
         """Node -> its box, of those that may be taken."""
         self._away: set[int] = set()
+        self._troubles: list[PerdureError] = []
         self._locks: dict[int, threading.Lock] = {}
         """Held while a node is being started: it is not taken before."""
 
@@ -103,7 +106,9 @@ class BoxFleet:
         """Announce the end of these nodes to the job, as a monitor of the platform would."""
         assert self._job is not None
         for node in nodes:
-            self._job.notify(node, notice_s)
+            run_aside(
+                partial(self._job.notify, node, notice_s), lambda e: self._here.tell(e.message)
+            )
 
     def take(self, nodes: Sequence[int]) -> None:
         """Kill all that the job has on these boxes, on all of them at once."""
@@ -118,7 +123,12 @@ class BoxFleet:
     def give(self, nodes: Sequence[int]) -> None:
         """Start these boxes' parts again."""
         for node in nodes:
-            run_aside(partial(self._give_one, node))
+            run_aside(partial(self._give_one, node), self._troubles.append)
+
+    def find_trouble(self) -> PerdureError | None:
+        """Return why a box could not be given back, or the first one is not heard any more."""
+        lost = self._job.lost if self._job else ""
+        return next(iter(self._troubles), PlatformError(lost) if lost else None)
 
     def _give_one(self, node: int) -> None:
         with self._locks[node]:
@@ -150,6 +160,8 @@ class BoxFleet:
         if stop:
             first = Channel(record.profile.launch)
             job.stop(lambda: ask_state(first, record).over)
+            for node in self._boxes:  # What has just been given back may look for the job yet.
+                self._end_one(node)
             return
         failed = []
         for node in sorted(self._away):
@@ -159,6 +171,15 @@ class BoxFleet:
                 failed.append(f"{self._boxes[node].box}: {error.message}")
         if failed:
             self._here.tell(f"not given back: {'; '.join(failed)}; perdure launch does it")
+
+    def _end_one(self, node: int) -> None:
+        try:
+            with self._locks[node]:
+                box = self._boxes[node]
+                if not wait(lambda: ask_state(Channel(box.profile.launch), box).over, _LEAVE_S):
+                    boxes.end(box)
+        except PlatformError as error:
+            self._here.tell(error.message)
 
 
 def read_spec(record: LaunchRecord) -> JobSpec:

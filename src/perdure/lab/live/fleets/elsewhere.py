@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from perdure.launch.channel import Channel, Done
-from perdure.launch.exchange import UnreachedError
+from perdure.launch.exchange import UnreachedError, last_line
 from perdure.launch.ssh.ask import Carry, follow
 from perdure.model.chain import EntryReader
 from perdure.model.errors import PerdureError, PlatformError
@@ -113,11 +113,17 @@ class JobElsewhere:
         return self._channel.run(self._carry(self.record, argv), timeout_s=timeout_s)
 
     def notify(self, node: int, notice_s: float) -> None:
-        """Announce, aside, that a node goes away: by what the announcement itself takes sooner."""
+        """Announce that a node goes away: by what the announcement itself takes sooner.
+
+        Raises:
+            PlatformError: the job was not told.
+        """
         grace_s = max(0.1, notice_s - self.asking_s)
         argv = ["notify", self.record.job, "preemption", "--node", str(node), "--grace",
                 f"{grace_s:.3f}", "--source", "trace"]  # fmt: skip
-        run_aside(lambda: self.run(argv))
+        done = self.run(argv)
+        if done.code:
+            raise PlatformError(f"node {node} was not told: {last_line(done.err)}")
 
     def read_entries(self, channel: Channel | None = None) -> list[JournalEntry]:
         """Return the job's journal, over another channel where one is given.
@@ -138,16 +144,27 @@ class JobElsewhere:
         return list(EntryReader(lines, mine=MINE))
 
     def stop(self, is_over: Callable[[], bool]) -> None:
-        """Have the job stop at an agreed step, or at once where it comes to none."""
+        """Have the job stop at an agreed step; at once where it comes to none, or on Ctrl-C."""
         for words in ((), ("--now",)):
-            with contextlib.suppress(UnreachedError):
-                self.run(["stop", self.record.job, *words], timeout_s=_STOP_S)
-            deadline = time.monotonic() + _STOP_S
-            while time.monotonic() < deadline:
-                with contextlib.suppress(PlatformError):
-                    if is_over():
-                        return
-                time.sleep(0.5)
+            with contextlib.suppress(KeyboardInterrupt):
+                if wait(is_over, 0.0):
+                    return
+                with contextlib.suppress(UnreachedError):
+                    self.run(["stop", self.record.job, *words], timeout_s=_STOP_S)
+                if wait(is_over, _STOP_S):
+                    return
+
+
+def wait(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether a condition comes about in time; no answer is none."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(PlatformError):
+            if condition():
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
 
 
 class _Heard:
@@ -164,16 +181,16 @@ class _Heard:
         self._hear(line)
 
 
-def run_aside(act: Callable[[], object]) -> threading.Thread:
-    """Do what the trace does not wait for; return who does it."""
+def run_aside(act: Callable[[], object], failed: Callable[[PerdureError], object]) -> None:
+    """Do what the trace does not wait for; `failed` is told where it cannot be done."""
 
     def do() -> None:
-        with contextlib.suppress(PerdureError):
+        try:
             act()
+        except PerdureError as error:
+            failed(error)
 
-    thread = threading.Thread(target=do, name="perdure-aside", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=do, name="perdure-aside", daemon=True).start()
 
 
 def at_once(act: Callable[[T], R], each: Sequence[T]) -> list[R]:

@@ -8,6 +8,7 @@ is given back. What the job tells of itself is read here as well, its time as th
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from perdure.model.errors import PerdureError
 from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
@@ -44,7 +45,7 @@ class Fleet(Protocol):
         """
 
     def warn(self, nodes: Sequence[int], notice_s: float) -> None:
-        """Announce that these nodes go away after so many seconds, as the place would."""
+        """Announce, aside, that these nodes go away after so many seconds, as the place would."""
 
     def take(self, nodes: Sequence[int]) -> None:
         """Take nodes away; they stay away.
@@ -54,11 +55,10 @@ class Fleet(Protocol):
         """
 
     def give(self, nodes: Sequence[int]) -> None:
-        """Let nodes come back, and take back what was announced of them; do not wait for them.
+        """Let nodes come back, aside, and take back what was announced of them."""
 
-        Raises:
-            PlatformError: one of them cannot be reached.
-        """
+    def find_trouble(self) -> PerdureError | None:
+        """Return why a node could not be given back, or nothing more is heard of the job."""
 
     def read_snapshot(self) -> Snapshot | None:
         """Return the newest status of the job that is known."""
@@ -74,7 +74,7 @@ class Fleet(Protocol):
         """
 
     def over(self) -> bool:
-        """Return whether the job has ended, as far as is known."""
+        """Return whether the job has ended, as far as is known, or is not heard any more."""
 
     def end(self, *, stop: bool) -> None:
         """Stop the job, with a checkpoint where it can make one; or else give all nodes back."""

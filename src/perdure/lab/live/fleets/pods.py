@@ -97,6 +97,7 @@ class PodFleet:
         self._wanted: dict[str, int] = {}
         self._away: set[int] = set()
         """Nodes for which their Job runs a pod less."""
+        self._troubles: list[PerdureError] = []
         self._lock = threading.Lock()
 
     def list_nodes(self) -> list[Node]:
@@ -212,7 +213,10 @@ class PodFleet:
         """Delete these pods with the notice as their grace; none comes in their place."""
         grace = f"--grace-period={max(1, round(notice_s))}"
         for node in nodes:
-            run_aside(partial(self._delete, node, grace))
+            run_aside(
+                partial(self._delete, node, grace),
+                lambda error: self._here.tell(error.message),
+            )
 
     def take(self, nodes: Sequence[int]) -> None:
         """Kill all that runs in these pods, and delete them; none comes in their place."""
@@ -267,7 +271,12 @@ class PodFleet:
     def give(self, nodes: Sequence[int]) -> None:
         """Let the Jobs of these nodes make their pods again."""
         for node in nodes:
-            run_aside(partial(self.give_now, node))
+            run_aside(partial(self.give_now, node), self._troubles.append)
+
+    def find_trouble(self) -> PerdureError | None:
+        """Return why a pod could not be let come, or the first one is not heard any more."""
+        lost = self._job.lost if self._job else ""
+        return next(iter(self._troubles), PlatformError(lost) if lost else None)
 
     def give_now(self, node: int) -> None:
         """Let the Job of a node make its pod again."""
