@@ -142,7 +142,7 @@ class LinkWatch:
         for key, samples in by_ends.items():
             sample = samples[0] if len(samples) == 1 else _merge(samples)
             link = self.links.get(key)
-            if link is None:
+            if link is None or link.newest.source != sample.source:  # Another network, perhaps.
                 near = self._node_of(key[0]) == self._node_of(key[1])
                 link = self.links[key] = Link(*key, near, sample)
             if sample.backoff > link.newest.backoff:
