@@ -128,6 +128,7 @@ def test_the_slow_link_is_named_where_no_socket_carries_it(
     assert (run.standing.kind, run.standing.culprit.link) == ("CommSlow", (0, 1))
     assert run.standing.evidence["stamps"] == "device"
     assert run.standing.evidence["links"][0]["source"] == "nccl"
+    assert "usually 0.0;" not in run.standing.reason + ";"
     assert run.acted == []
     noted = fold.sum_up(run.training.now)
     assert noted is not None
