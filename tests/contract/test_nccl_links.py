@@ -128,6 +128,7 @@ def test_the_slow_link_is_named_where_no_socket_carries_it(
     assert (run.standing.kind, run.standing.culprit.link) == ("CommSlow", (0, 1))
     assert run.standing.evidence["stamps"] == "device"
     assert run.standing.evidence["links"][0]["source"] == "nccl"
+    assert "usually 0.0;" not in run.standing.reason + ";"
     assert run.acted == []
     noted = fold.sum_up(run.training.now)
     assert noted is not None
@@ -209,6 +210,22 @@ def test_a_step_whose_end_nobody_told_keeps_no_link_busy(gpu: Gpu) -> None:
     time.sleep(0.1)
     (link,) = look(reader, gpu, clock())
     assert link.busy_s < 0.05
+
+
+def test_what_an_aborted_communicator_left_is_not_its_successors(gpu: Gpu) -> None:
+    """It was aborted while it sent; by and by another one, of the same ranks, gets its place."""
+    begin_step(gpu, begin_proxy(gpu, 1), 0, MB)
+    place = gpu.nccl.context.value
+    for _ in range(64):
+        gpu.nccl.finalize()
+        gpu.nccl.init(b"dp0", 0, 2)
+    assert gpu.nccl.context.value == place
+    reader, proxy = NcclLinkReader(0.0), begin_proxy(gpu, 1)
+    look(reader, gpu, clock())
+    gpu.nccl.stop(begin_step(gpu, proxy, 0, 5 * MB))
+    time.sleep(0.2)
+    (link,) = look(reader, gpu, clock())
+    assert (link.bytes_acked, link.busy_s < 0.1) == (5 * MB, True)
 
 
 def test_what_goes_for_another_process_is_no_link_of_this_rank(gpu: Gpu) -> None:

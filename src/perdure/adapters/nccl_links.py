@@ -29,6 +29,8 @@ from perdure.model.signals.progress import CommProgress
 PLAUSIBLE_S = 0.05
 """A link may seem busy for so much longer than the window: two clocks were read one by one."""
 _BYTES_MAX = 1 << 53
+_SERIAL = (1 << 30) - 1
+"""As much of a communicator's number as a link has in its own."""
 
 
 class DeviceRank(NamedTuple):
@@ -109,6 +111,8 @@ class NcclLinkReader:
                 if found is None or not 0 <= link.peer < found[0].num_ranks:
                     continue
                 comm, progress = found
+                if link.serial != comm.serial & _SERIAL:
+                    continue
                 busy_s = link.busy_s
                 if 0.0 < link.busy_since_s < now:
                     busy_s += now - link.busy_since_s
