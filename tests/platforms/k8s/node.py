@@ -48,6 +48,7 @@ state = "/run/containerd-state"
     bin_dir = "/usr/lib/cni"
     conf_dir = "{folder}/cni"
 """
+_CTR = ("ctr", "-a", "/run/containerd.sock", "-n", "k8s.io")
 _KUBELET: dict[str, Any] = {
     "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
     "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
@@ -180,11 +181,13 @@ class Node:
         config = self.folder / "containerd.toml"
         config.write_text(_CONTAINERD.format(folder=self.folder, pause=pause))
         self.start("containerd", "containerd", "--config", str(config))
-        ctr = ("ctr", "-a", "/run/containerd.sock", "-n", "k8s.io")
-        wait(lambda: run(*ctr, "version", check=False) == 0, "containerd")
+        wait(lambda: run(*_CTR, "version", check=False) == 0, "containerd")
         for reference, file in self.images.items():
-            name = reference.partition("@")[0]
-            run(*ctr, "images", "import", "--digests", "--base-name", name, file)
+            self.import_image(reference.partition("@")[0], file)
+
+    def import_image(self, name: str, file: str) -> None:
+        """Have containerd know the image of an archive as `name@DIGEST`."""
+        run(*_CTR, "images", "import", "--digests", "--base-name", name, file)
 
     def start_kubelet(self) -> None:
         """Start the kubelet; its cgroups are below one of the cluster's own."""
@@ -223,6 +226,9 @@ class Node:
                 self.parts["kubelet"].kill()
             if line == ["start", "kubelet"]:
                 self.start_kubelet()
+            if line[0] == "import":
+                self.import_image(*line[1:])
+                print("imported", flush=True)
 
     def stop(self) -> None:
         """Kill everything, and remove the cgroups."""
