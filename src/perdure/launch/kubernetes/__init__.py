@@ -324,7 +324,8 @@ class KubernetesTeardown(Teardown):
     def render_deletion(self, record: LaunchRecord, *, with_volume: bool) -> tuple[str, ...]:
         """Return the command that deletes them, and the job's claim where perdure made it."""
         section = record.profile.kubernetes
-        kinds = {"job": "job", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}
+        kinds = {"job": "job", "jobset": "jobset", "trainjob": "trainjob,trainingruntime",
+                 "pytorchjob": "pytorchjob"}  # fmt: skip
         claims = ",pvc" if with_volume else ""
         return Client(section).command(
             "delete", f"{kinds[section.shape]},service,configmap{claims}",
