@@ -48,6 +48,11 @@ state = "/run/containerd-state"
     bin_dir = "/usr/lib/cni"
     conf_dir = "{folder}/cni"
 """
+_AUDIT = {  # What service accounts of the tests' own namespaces have asked for.
+    "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+    "rules": [{"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
+              {"level": "Metadata", "userGroups": ["system:serviceaccounts"]}],
+}  # fmt: skip
 _CTR = ("ctr", "-a", "/run/containerd.sock", "-n", "k8s.io")
 _KUBELET: dict[str, Any] = {
     "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
@@ -114,6 +119,7 @@ class Node:
         pki = self.folder / "pki"
         pki.mkdir()
         (pki / "tokens.csv").write_text(f'{self.token},admin,admin,"system:masters"\n')
+        (pki / "audit.json").write_text(json.dumps(_AUDIT))
         run("openssl", "genrsa", "-out", str(pki / "accounts.key"), "2048")
         self.start(
             "kube-apiserver", str(self.programs / "kube-apiserver"),
@@ -127,6 +133,7 @@ class Node:
             "--kubelet-preferred-address-types=InternalIP",
             "--default-not-ready-toleration-seconds=5",
             "--default-unreachable-toleration-seconds=5",
+            f"--audit-policy-file={pki}/audit.json", f"--audit-log-path={self.folder}/audit.log",
         )  # fmt: skip
         (self.folder / "kubeconfig").write_text(self._make_config())
         wait(self._is_ready, "the API server")

@@ -215,11 +215,13 @@ def complete(manifest: str, number: str, packed: bytes) -> str:
     """Return the manifest with the launch's own number and the project in the ConfigMap.
 
     What an earlier launch of the same name has left on the volume is then not taken for this one's.
+    Without a number the manifest is to be applied by hand.
     """
     documents = list(yaml.safe_load_all(manifest))
     for document in documents:
         if document["kind"] == "ConfigMap":
-            document["data"]["launch"] = number
+            if number:
+                document["data"]["launch"] = number
             if packed:
                 document["binaryData"] = {PACKED: base64.b64encode(packed).decode()}
     return dump(documents)

@@ -115,6 +115,19 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     only, so the image's own user runs, and `restricted` refuses the pod."""
 
 
+class Right(msgspec.Struct, frozen=True):
+    """What a service account may do with one kind of object."""
+
+    resource: str
+    verbs: tuple[str, ...]
+
+
+POD_RIGHTS = (Right("pods", ("get", "list")), Right("events", ("list",)))
+"""What the pods of a job ask of their namespace: what becomes of them, and why."""
+NODE_RIGHTS = (Right("nodes", ("get",)),)
+"""What they ask of the cluster: the taints of their own nodes."""
+
+
 def parse_version(text: str) -> tuple[int, int]:
     """Return major and minor of `v1.20.2`, `1.31` or `1.27+`.
 
