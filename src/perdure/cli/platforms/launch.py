@@ -24,7 +24,6 @@ from perdure.cli.running.jobspec import (
 from perdure.cli.speech.say import Json, answer, note, print_json
 from perdure.dash.terminal import print_exact
 from perdure.launch.catalog import Resolved, overlay
-from perdure.launch.kubernetes.kustomize import make_base
 from perdure.launch.platforms import Here, Platform, load_platform, write_files
 from perdure.launch.records import read_record, read_remote, write_record
 from perdure.model.errors import ConfigError, SafetyError
@@ -59,7 +58,11 @@ def render(
     plan = make_plan(make_launch_spec(job_file, home), choose_profile(on, host, home).profile)
     if kustomize is not None and out is not None:
         raise ConfigError("--kustomize and --out write different files", hint="one of them")
-    files, folder = (list_files(plan), out) if kustomize is None else (make_base(plan), kustomize)
+    files, folder = list_files(plan), out
+    if kustomize is not None:
+        from perdure.launch.kubernetes.kustomize import make_base  # Nobody else has need of it.
+
+        files, folder = make_base(plan), kustomize
     if as_json:
         print_json({**describe_plan(plan), "files": files})
     elif folder is not None:
