@@ -172,6 +172,17 @@ def test_without_torch_here_a_version_has_to_be_said(
     assert f"numpy=={known('numpy')}" in make("2.9.1").files["constraints.txt"]
 
 
+def test_a_perdure_that_is_only_on_the_path_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def find(name: str) -> str:
+        raise image.PackageNotFoundError(name)
+
+    monkeypatch.setattr(image, "version", find)
+    code, _, err = call(capfd, "--torch", "none")
+    assert (code, "and not installed" in err) == (3, True)
+
+
 def test_a_wheel_that_is_none_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     wheel = tmp_path / "perdure-1.0-py3-none-any.whl"
     wheel.write_text("no zip")

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from perdure.launch.wheel import name_wheel, write_wheel
-from perdure.model.errors import ConfigError
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
 from perdure.model.platforms.kubernetes import KubernetesSection
 from perdure.model.platforms.launching import Finding
@@ -87,9 +87,11 @@ def make_image(
 
     Raises:
         ConfigError: a name is none, the wheel is none of perdure's, or torch is too old.
+        PlatformError: perdure is on the path here, and not installed.
     """
     check_reference(base, "--base")
     torch = choose_torch(torch)
+    check_installed()
     found = look_at_wheel(wheel)
     brought = any(torch == NO_TORCH or f"{_RECORDER}{torch}-" in name for name in found.recorders)
     compiles = compiles and not brought and (torch, base) != (NO_TORCH, BASE)
@@ -181,6 +183,19 @@ def choose_torch(asked: str | None) -> str:
             f"--torch {chosen} is older than perdure runs with", hint=f"it is {TESTED_TORCHES}"
         )
     return chosen
+
+
+def check_installed() -> None:
+    """Refuse where nothing says what perdure needs.
+
+    Raises:
+        PlatformError: perdure is on the path here, and not installed.
+    """
+    try:
+        version("perdure")
+    except PackageNotFoundError:
+        text = "perdure is on the path here, and not installed: nothing says what it needs"
+        raise PlatformError(text, hint="pip install -e DIR") from None
 
 
 def look_at_wheel(path: Path | None) -> _Wheel:
