@@ -6,9 +6,7 @@ private registry asks for comes to the builder by a mount that leaves nothing be
 """
 
 import re
-import shlex
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -104,7 +102,7 @@ def make_image(
     return Image(
         tag=tag, base=base, torch=torch, version=found.version, wheel=path, build=build,
         files={
-            DOCKERFILE: render_dockerfile(base, torch, found, build, compiles=compiles),
+            DOCKERFILE: render_dockerfile(base, torch, found, tag, compiles=compiles),
             IGNORED: _IGNORE,
             PINS: "".join(f"{name}=={pinned}\n" for name, pinned in pins.items()),
         },
@@ -292,7 +290,7 @@ _IGNORE = f"""\
 _HEAD = """\
 # The image of perdure {version} for the pods of a cluster, written by `perdure image`.
 #
-#   {build}
+#   docker build --tag {tag} .
 #
 # podman and buildah take the same words, and need no root. The image holds no secret: a mirror of
 # packages and its password come by a file that the build sees and the image does not,
@@ -364,9 +362,7 @@ CMD ["--help"]
 """
 
 
-def render_dockerfile(
-    base: str, torch: str, wheel: _Wheel, build: Sequence[str], *, compiles: bool
-) -> str:
+def render_dockerfile(base: str, torch: str, wheel: _Wheel, tag: str, *, compiles: bool) -> str:
     """Return the Dockerfile."""
     user = KubernetesSection().run_as_user
     build_of_torch = match["build"] if (match := _TORCH.fullmatch(torch)) else None
@@ -374,7 +370,7 @@ def render_dockerfile(
     modules = "perdure.launch.kubernetes.pod" + (", torch" if torch != NO_TORCH else "")
     words = {
         "base": base, "torch": torch, "version": wheel.version, "wheel": wheel.name,
-        "build": shlex.join(build), "user": user, "home": _HOME, "pins": PINS, "wheels": WHEELS,
+        "tag": tag, "user": user, "home": _HOME, "pins": PINS, "wheels": WHEELS,
         "config": _CONFIG, "index": index, "beside": _WITH_TORCH, "label": LABEL,
         "modules": modules, "stage": " AS perdure" if compiles else "",
     }  # fmt: skip
