@@ -54,6 +54,7 @@ COMMANDS = {
     "prune": "checkpoints",
     "launch": "platforms.launch",
     "render": "platforms.launch",
+    "image": "platforms.image",
     "profiles": "platforms.profiles",
     "attach": "platforms.remote",
     "tunnel": "platforms.remote",
