@@ -42,10 +42,11 @@ class LighthouseServer:
         Raises:
             PlatformError: it is taken.
         """
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._server.add_insecure_port(place)
         except RuntimeError as error:
-            raise PlatformError(f"the lighthouse cannot listen on {host}:{port}") from error
+            raise PlatformError(f"the lighthouse cannot listen on {place}") from error
         await self._server.start()
         return int(bound)
 

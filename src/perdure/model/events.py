@@ -744,6 +744,14 @@ class ReplicaSeen(Event, frozen=True, kw_only=True):
     hold: int = -1
     step: int = -1
     """With `gone` the last step that the members had committed."""
+    life: int = -1
+    """Of a group that others start: which of all lives of such groups this is, from 0 on."""
+    manager: str = ""
+    """Likewise: where its manager listens."""
+    ranks: int = 0
+    """Likewise: how many it has."""
+    silent: bool = False
+    """With `gone`: no heartbeat comes any more, so that it may have ended."""
 
 
 class ReplicaWaiting(RankEvent, frozen=True, kw_only=True):

@@ -172,6 +172,13 @@ class TorchftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     silent_s: Seconds = 0.5
     """A member without a heartbeat (it sends ten a second) is left out after this long, where its
     process is stopped or its connections ended; after 5 s where nothing else is known of it."""
+    elsewhere: bool = False
+    """Somebody else starts the groups, as many as there are (`perdure serve`): their names tell
+    them apart, and `replicas` says nothing but that this is a torchft job."""
+    host: str = "127.0.0.1"
+    """Address that perdure's own lighthouse listens on."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Its port; 0: one that the system chooses."""
 
 
 class Lighthouse(msgspec.Struct, frozen=True, kw_only=True):
@@ -434,7 +441,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def local_nodes(self) -> int:
         """Nodes whose agents `perdure run` starts."""
-        return max(0, self.num_nodes - self.remote)
+        return 0 if self.torchft.elsewhere else max(0, self.num_nodes - self.remote)
 
     @property
     def world_size(self) -> int:

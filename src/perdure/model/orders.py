@@ -453,7 +453,8 @@ class ReplicaGroup(msgspec.Struct, frozen=True):
     group: int
     generation: int
     store: str
-    """Address of its own store, which is how a request tells its group."""
+    """Address of its own store, which is how a request tells its group; empty where its name does,
+    for others have started it."""
     held: bool = False
     spare: bool = False
     """Held, but to stand in at once for a member that is lost."""

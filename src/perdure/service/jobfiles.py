@@ -81,6 +81,10 @@ class LighthouseFile(msgspec.Struct, frozen=True):
     """The controller's newest word on who is held, so that no spare slips in meanwhile."""
     silences: tuple[float, ...] = ()
     """How long members were late so far, seconds: what is patience for."""
+    names: dict[str, int] = {}
+    """Numbers of groups that others have started, by their names."""
+    lives: int = 0
+    """Of these groups so far."""
 
 
 def resolve_home(env: dict[str, str] | None = None) -> str:

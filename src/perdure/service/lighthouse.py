@@ -29,6 +29,7 @@ import msgspec
 
 from perdure.adapters.host import pick_free_port
 from perdure.adapters.lighthouse import LighthouseServer
+from perdure.control.lighthouse.names import Names
 from perdure.control.lighthouse.outputs import (
     Answered,
     Fenced,
@@ -110,13 +111,12 @@ class LighthouseService:
         *,
         clock: Callable[[], float],
         incarnation: str,
-        host: str = "127.0.0.1",
     ) -> None:
         """Serve `spec`; keep what must not be forgotten in the file `path`."""
         self._spec, self._path, self._clock = spec, path, clock
         self._awake_s = math.inf
         """When we are awake at the latest."""
-        self._incarnation, self._host = incarnation, host
+        self._incarnation, self._host = incarnation, spec.torchft.host
         self.machine = Quorums(make_quorum_config(spec))
         self._server = LighthouseServer(self._take_request, self._take_heartbeat)
         self._futures: dict[int, asyncio.Future[bytes]] = {}
@@ -138,7 +138,8 @@ class LighthouseService:
         deadline_s = self._clock() + _BIND_S
         while True:
             try:
-                port = await self._server.start(self._host, known.port if known else 0)
+                wanted = known.port if known else self._spec.torchft.port
+                port = await self._server.start(self._host, wanted)
                 break
             except PlatformError:
                 if self._clock() > deadline_s:
@@ -150,6 +151,7 @@ class LighthouseService:
             self.machine.regroup(self._clock(), known.groups)
             self.machine.next_id = known.ids_until
             self.machine.silences.long.extend(known.silences)
+            self.machine.names = Names(dict(known.names), known.lives)
         until = self.machine.next_id + IDS
         self._keep(msgspec.structs.replace(known or self._file, port=port, ids_until=until))
         self._outbox.put(QuorumIdsReserved(until=until, at_s=self._clock()))
@@ -303,9 +305,8 @@ class LighthouseService:
                             future.set_result(answer)
                 case Fenced():
                     self._fence(output)
-                case Seen(replica=replica, group=group, generation=generation):
-                    log.info("%s of group %d, generation %d asks", replica, group, generation)
-                    self._outbox.put(ReplicaSeen(replica=replica, group=group, at_s=self._clock()))
+                case Seen():
+                    self._tell_seen(output)
                 case Late():
                     self._tell_late(output)
                 case LeftOut():
@@ -316,6 +317,18 @@ class LighthouseService:
                         replica=replica, group=group, at_s=now, held=True, hold=hold, step=step
                     )
                     self._outbox.put(stands)
+
+    def _tell_seen(self, seen: Seen) -> None:
+        log.info("%s of group %d, generation %d asks", seen.replica, seen.group, seen.generation)
+        event = ReplicaSeen(replica=seen.replica, group=seen.group, at_s=self._clock())
+        if self._spec.torchft.elsewhere:  # Nobody else knows of it.
+            names = self.machine.names
+            kept = msgspec.structs.replace(self._file, names=dict(names.numbers), lives=names.lives)
+            self._keep(kept)
+            event = msgspec.structs.replace(
+                event, life=seen.generation, manager=seen.manager, ranks=seen.ranks
+            )
+        self._outbox.put(event)
 
     def _form(self, formed: Formed) -> None:
         """Keep it on disk before anybody is answered, and tell of it."""
@@ -380,6 +393,7 @@ class LighthouseService:
                 gone=True,
                 reason=left.reason,
                 stopped=left.stopped,
+                silent=left.silent,
                 step=self.machine.step,
             )
         )

@@ -70,6 +70,8 @@ class Life:
     """By rank."""
     failure: FailureDecided | None = None
     """Why it ended, as its controller has decided."""
+    elsewhere: bool = False
+    """Others have started it: of its processes only the lighthouse's word is known."""
 
     @property
     def over_s(self) -> float | None:
@@ -182,6 +184,11 @@ class LifeFold:
 
     def _see(self, event: ReplicaSeen) -> None:
         life = self._newest(event.group)
+        if event.life >= 0 and event.life not in self.lives:  # Others have started it.
+            new = Life(event.life, event.group, event.at_s, elsewhere=True)
+            self.lives[event.life] = new
+            insort(self.groups.setdefault(event.group, []), new, key=_AGE)
+            life = new
         if life is None or event.at_s < life.started_s:
             return
         if event.gone:

@@ -23,6 +23,9 @@ Leaving a member out also releases those who hang on it in a collective: `Fenced
 of the quorum, so that a process group formed since is left alone. Newcomers join at the next
 quorum, and nobody waits for them, save before the first.
 
+Where others start the groups (`QuorumConfig.elsewhere`) their names tell them apart, silence is
+what is known of a death, and a new life of a group ends the one before.
+
 Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 """
 
@@ -35,6 +38,7 @@ from itertools import chain
 
 import msgspec
 
+from perdure.control.lighthouse.names import Names
 from perdure.control.lighthouse.outputs import (
     Answered,
     Fenced,
@@ -61,6 +65,8 @@ _FRESH_S = 2.0
 """What an agent has said of a process holds for so long."""
 _TOLD_S_MAX = 7 * 86400.0
 """No group's word reaches further ahead."""
+_GONE = 3.0
+"""Of a group that others have started: silent for so many times `heartbeat_s`, it is gone."""
 
 
 @dataclass(slots=True)
@@ -128,6 +134,8 @@ class Quorums:
     """For so long."""
     silences: Silences = field(default_factory=Silences)
     """How long members have waited for one another so far."""
+    names: Names = field(default_factory=Names)
+    """Of groups that others start."""
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -139,10 +147,11 @@ class Quorums:
         replica.store = member.store
         outputs: list[Output] = []
         if not replica.quorums or replica.out:
-            known = self.groups.get(member.store)
-            if known is not None:
-                replica.home = (known.group, known.generation)
-            outputs.append(Seen(member.replica, self.group_of(replica), replica.home[1]))
+            outputs += self._settle(now, replica)
+            seen = Seen(member.replica, self.group_of(replica), replica.home[1])
+            outputs.append(
+                msgspec.structs.replace(seen, manager=member.manager, ranks=member.ranks)
+            )
         outputs += self._arrive(now, replica)
         replica.heard_s = max(replica.heard_s, now)
         waited = replica.waiting_s if member.commit_failures else None
@@ -252,7 +261,7 @@ class Quorums:
 
         Whose group was started again since is gone, though nobody may have been there to hear it.
         """
-        self.groups = {group.store: group for group in groups}
+        self.groups = {group.store or str(group.group): group for group in groups}
         newest = {group.group: group.generation for group in groups}
         outputs: list[Output] = []
         for replica in list(self.replicas.values()):
@@ -312,6 +321,7 @@ class Quorums:
             times += chain.from_iterable(self._late_times(r, impatient_s) for r in missing)
         if asking and not self._present():
             times += [min(asking) + self.config.startup_s, min(asking) + self.config.alone_s]
+            times += [self._gone_due(r) for r in self._list_lost(min(asking))]
         if waiting:
             first = min(waiting)
             late = [self._late_times(r, first, collective=True) for r in self._list_idle()]
@@ -329,7 +339,8 @@ class Quorums:
             if now > self._silence_due(replica):
                 stopped = replica.stopped
                 why = "its process is stopped (state T)" if stopped else "no heartbeat"
-                outputs += self._leave_out(replica, f"{why}, silent for {silent_s:.2f} s")
+                why = f"{why}, silent for {silent_s:.2f} s"
+                outputs += self._leave_out(replica, why, silent=not stopped)
         outputs += self._end_hung(now)
         return outputs + self._tell_held() + self._form(now) + self._report_late(now)
 
@@ -409,7 +420,7 @@ class Quorums:
             if left:
                 self.reason = f"waiting for {', '.join(left)}"
                 return outputs
-        elif not self._may_begin(ready, now - first):
+        elif not self._may_begin(ready, now, first):
             self.reason = f"{len(ready)} of {self._expected()} groups are there"
             return []
         if len(ready) < self.config.min_replicas:
@@ -417,7 +428,7 @@ class Quorums:
             return outputs
         return outputs + self._answer(now, sorted(ready, key=lambda r: r.name))
 
-    def _may_begin(self, ready: list[Replica], waited_s: float) -> bool:
+    def _may_begin(self, ready: list[Replica], now: float, since_s: float) -> bool:
         """Whether a quorum may be formed though no member of the last one is present.
 
         Members that were left out, but are not known to be dead, have all the steps made so far:
@@ -425,8 +436,8 @@ class Quorums:
         """
         if any(r.name in self.members for r in ready):
             return True
-        lost = any(name in self.replicas for name in self.members)
-        if lost:
+        waited_s = now - since_s
+        if self._list_lost(now):
             return waited_s >= self.config.alone_s
         return len(ready) >= self._expected() or waited_s >= self.config.startup_s
 
@@ -498,11 +509,12 @@ class Quorums:
         *,
         fence: bool = True,
         missed_s: float | None = None,
+        silent: bool = False,
     ) -> list[Output]:
         replica.out, replica.waiting_s = True, None
         replica.late, replica.missed_s = False, missed_s
         group = self.group_of(replica)
-        left = LeftOut(replica.name, group, reason, replica.stopped)
+        left = LeftOut(replica.name, group, reason, replica.stopped, silent)
         if replica.name not in self.members or not fence:
             return [left]
         self._stand_in()
@@ -534,12 +546,29 @@ class Quorums:
             self.replicas[name] = Replica(name, "", now)
         return self.replicas[name]
 
+    def _settle(self, now: float, replica: Replica) -> list[Output]:
+        """Know which life of which group has come; one that others started ends the one before."""
+        if not self.config.elsewhere:
+            known = self.groups.get(replica.store)
+            if known is not None:
+                replica.home = (known.group, known.generation)
+            return []
+        if replica.home[0] >= 0:
+            return []
+        others = [r for r in self.replicas.values() if r is not replica and r.home[0] >= 0]
+        present = {r.home[0] for r in others if now < self._gone_due(r)}
+        replica.home = self.names.place(replica.name, present)
+        before = [r.name for r in others if r.home[0] == replica.home[0]]
+        return [o for name in before for o in self.evict(now, name, "its group was started again")]
+
     def group_of(self, replica: Replica) -> int:
         """Return the group of a replica: by its store, or by the digits at the end of its name.
 
         The digits are torchft's own way to tell (`train_ddp_2`), for a script that makes its own
-        store.
+        store. Of groups that others start `names` tells.
         """
+        if self.config.elsewhere:
+            return replica.home[0]
         known = self.groups.get(replica.store)
         if known is not None:
             return known.group
@@ -549,6 +578,8 @@ class Quorums:
 
     def _find_replica(self, generation: int) -> Replica | None:
         """Return the replica that the processes of `generation` are."""
+        if self.config.elsewhere:
+            return next((r for r in self.replicas.values() if r.home[1] == generation >= 0), None)
         known = next((g for g in self.groups.values() if g.generation == generation), None)
         if known is None:
             return None
@@ -563,12 +594,28 @@ class Quorums:
         return known is None or not known.held
 
     def _expected(self) -> int:
+        """Return how many groups the first quorum waits for."""
+        if self.config.elsewhere:
+            return self.config.min_replicas
         return sum(not group.held for group in self.groups.values())
 
     def _present(self) -> list[Replica]:
         """Return the members of the quorum in force that were not left out since."""
         found = (self.replicas.get(name) for name in self.members)
         return [replica for replica in found if replica is not None and not replica.out]
+
+    def _list_lost(self, now: float) -> list[Replica]:
+        """Return the members of the last quorum that were left out and may come back.
+
+        Of a group that others have started nobody tells that it has ended, but its silence.
+        """
+        known = [self.replicas[name] for name in self.members if name in self.replicas]
+        if not self.config.elsewhere:
+            return known
+        return [r for r in known if now < self._gone_due(r)]
+
+    def _gone_due(self, replica: Replica) -> float:
+        return replica.heard_s + _GONE * self.config.heartbeat_s
 
     def _list_idle(self) -> list[Replica]:
         """Return those of them that neither ask nor wait for others."""

@@ -38,17 +38,17 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
     Its patience, of which `perdure set` may have changed a part, goes with it.
     """
     state.quorum.holds += 1
-    paused = state.steering.pause is not None
+    paused, elsewhere = state.steering.pause is not None, state.the_spec().torchft.elsewhere
     groups = []
     for number, group in sorted(state.worlds.items()):
-        if group.store is None or not group.alive:
+        if (group.store is None and not elsewhere) or not group.alive:
             continue
         held = not group.replica.active or bool(group.replica.leaving) or paused
-        store = f"{group.store.host}:{group.store.port}"
+        store = f"{group.store.host}:{group.store.port}" if group.store else ""
         ready = (
             not group.replica.active and not group.replica.leaving and number not in state.barred
         )
-        spare = ready and not paused
+        spare = ready and not paused and not elsewhere
         groups.append(ReplicaGroup(number, group.generation, store, held, spare))
     held_names = tuple(
         g.replica.name
@@ -67,8 +67,11 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
 
 
 def wanted_groups(state: JobState) -> int:
-    """Return how many groups shall train, where so many are there."""
-    return state.the_spec().torchft.replicas
+    """Return how many groups shall train, where so many are there: all that others start."""
+    spec = state.the_spec()
+    if spec.torchft.elsewhere:
+        return sum(n not in state.barred for n in state.worlds)
+    return spec.torchft.replicas
 
 
 def least_groups(state: JobState) -> int:

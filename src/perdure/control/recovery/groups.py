@@ -25,6 +25,7 @@ from perdure.control.membership.quorum import (
     promote,
     wanted_groups,
 )
+from perdure.control.recovery.elsewhere import note_elsewhere
 from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
@@ -307,6 +308,8 @@ def _note_quorum(state: JobState, now: float, event: QuorumFormed) -> list[AnyAc
 
 
 def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAction]:
+    if state.the_spec().torchft.elsewhere:
+        return note_elsewhere(state, now, event)
     group = state.worlds.get(event.group)
     if group is None or not group.has_ranks:
         return []

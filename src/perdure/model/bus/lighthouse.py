@@ -19,7 +19,7 @@ from perdure.model.errors import ProtocolError
 
 SERVICE = "torchft.LighthouseService"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_STEP = 4
+_STEP, _WORLD_SIZE = 4, 5
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -36,6 +36,10 @@ class Member(msgspec.Struct, frozen=True):
     """In a row, this one included: the last step was not committed."""
     raw: bytes
     """The whole of it."""
+    manager: str = ""
+    """Where its manager listens, such as `http://host:port`."""
+    ranks: int = 0
+    """How many it has; 0: it does not say."""
 
 
 def parse_request(data: bytes) -> Member:
@@ -47,8 +51,8 @@ def parse_request(data: bytes) -> Member:
     raw = next((value for field, value in _fields(data) if field == 1), None)
     if not isinstance(raw, bytes):
         raise ProtocolError("a request for a quorum without a requester")
-    text = {1: b"", 3: b""}
-    number = {_STEP: 0, 6: 0, 8: 0}
+    text = {1: b"", 2: b"", 3: b""}
+    number = {_STEP: 0, _WORLD_SIZE: 0, 6: 0, 8: 0}
     for field, value in _fields(raw):
         if field in text and isinstance(value, bytes):
             text[field] = value
@@ -63,6 +67,8 @@ def parse_request(data: bytes) -> Member:
         shrink_only=bool(number[6]),
         commit_failures=_signed(number[8]),
         raw=raw,
+        manager=text[2].decode("utf-8", "replace"),
+        ranks=max(0, _signed(number[_WORLD_SIZE])),
     )
 
 
