@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.host import pick_free_port
-from perdure.adapters.lighthouse import LighthouseServer
+from perdure.adapters.lighthouse import LighthouseServer, kill_replica
 from perdure.control.lighthouse.names import Names
 from perdure.control.lighthouse.outputs import (
     Answered,
@@ -55,6 +55,7 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import (
+    FaultInjected,
     KeeperLost,
     QuorumFormed,
     QuorumIdsReserved,
@@ -64,7 +65,13 @@ from perdure.model.events import (
     ReplicaWaiting,
 )
 from perdure.model.job import JobSpec, Lighthouse
-from perdure.model.orders import LIGHTHOUSE, EvictReplica, FenceAbort, HoldReplicas
+from perdure.model.orders import (
+    LIGHTHOUSE,
+    EvictReplica,
+    FenceAbort,
+    HoldReplicas,
+    InjectFault,
+)
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.outbox import Outbox
 from perdure.service.jobfiles import (
@@ -127,6 +134,8 @@ class LighthouseService:
         subject = subject_events(spec.name, LIGHTHOUSE)
         self._outbox = Outbox(None, subject, node=-1, source=incarnation)
         self._hold_number = -1
+        self._ending: set[str] = set()
+        """Replicas that are being ended."""
         self._noted: tuple[float, int] = (0.0, -1)
         self.tasks = Tasks()
 
@@ -221,9 +230,80 @@ class LighthouseService:
             match order:
                 case HoldReplicas() if order.number > self._hold_number:
                     self._take_groups(now, order)
+                case EvictReplica(kill=True):
+                    self._kill(order)
+                case InjectFault():
+                    self._harm(order)
                 case EvictReplica():
                     self._do(self.machine.evict(now, order.replica, order.reason))
                     self._do(self.machine.end(now, order.generation, order.reason, fence=True))
+
+    def _kill(self, order: EvictReplica) -> None:
+        """End a replica that others have started, and tell of it, as often as it is ordered."""
+        reason = order.reason
+
+        def tell(why: str) -> None:
+            said = f"{reason}; {why}" if why else reason
+            self._tell_ended(order.replica, order.group, said, ended=not why)
+
+        self._end(order.replica, reason, tell)
+
+    def _harm(self, order: InjectFault) -> None:
+        """Do harm to a replica that others have started: it can be ended, and no more."""
+        replica = self.machine.find_life(order.generation)
+        first = order.rank % self._spec.nproc == 0
+        if replica is None or order.kind != "crash" or order.at_step >= 0 or not first:
+            why = "only crash, now, and of a group's first rank" if replica else "it is not there"
+            why = (
+                f"{order.kind} on rank {order.rank}: {why}, where no line of perdure is in a script"
+            )
+            self._tell_harmed(order, why)
+            return
+        name, group = replica.name, replica.home[0]
+
+        def tell(why: str) -> None:
+            self._tell_harmed(order, why)
+            if not why:
+                self._tell_ended(name, group, "crash, injected", ended=True)
+
+        self._end(name, f"crash, injected: {order.reason}", tell)
+
+    def _end(self, name: str, reason: str, tell: Callable[[str], None]) -> None:
+        """Have a replica end by its manager; `tell` why it has not, or nothing."""
+        if name in self._ending:
+            return
+        self._ending.add(name)
+        known = self.machine.replicas.get(name)
+
+        async def end() -> None:
+            why = await kill_replica(known.manager, reason) if known else ""
+            self._ending.discard(name)
+            log.warning("%s: %s: %s", name, reason, why or "it has ended")
+            told = self.machine.evict(self._now(), name, reason)
+            tell(why)
+            self._do([output for output in told if not isinstance(output, LeftOut)])
+
+        self.tasks.spawn(end())
+
+    def _tell_harmed(self, order: InjectFault, error: str) -> None:
+        event = FaultInjected(
+            id=order.id, rank=order.rank, kind=order.kind, at_s=self._clock(), error=error
+        )
+        note = "" if error else "by its manager's Kill"
+        self._outbox.put(msgspec.structs.replace(event, note=note))
+
+    def _tell_ended(self, name: str, group: int, reason: str, *, ended: bool) -> None:
+        self._outbox.put(
+            ReplicaSeen(
+                replica=name,
+                group=group,
+                at_s=self._clock(),
+                gone=True,
+                reason=reason,
+                silent=ended,
+                step=self.machine.step,
+            )
+        )
 
     def _take_groups(self, now: float, hold: HoldReplicas) -> None:
         log.info("hold #%d: %s", hold.number, hold.groups)

@@ -192,7 +192,10 @@ class LifeFold:
         if life is None or event.at_s < life.started_s:
             return
         if event.gone:
-            if event.replica == life.replica and life.joined_s is not None:
+            open_ = life.elsewhere and life.evictions and life.evictions[-1].back_s is None
+            if event.replica == life.replica and open_:
+                life.evictions[-1].why = event.reason  # It has come to light.
+            elif event.replica == life.replica and life.joined_s is not None:
                 step = max(event.step, self.step)
                 life.evictions.append(Eviction(event.at_s, event.reason, step))
             return

@@ -76,6 +76,8 @@ class Replica:
     name: str
     store: str
     heard_s: float
+    manager: str = ""
+    """Where its manager listens."""
     home: tuple[int, int] = (-1, -1)
     """Its group and the generation of its processes; -1 where its store is not one of ours."""
     asked: Member | None = None
@@ -144,7 +146,7 @@ class Quorums:
         if member.replica in self._evicted:
             return []  # It is dead, or about to be: it may wait.
         replica = self._meet(now, member.replica)
-        replica.store = member.store
+        replica.store, replica.manager = member.store, member.manager
         outputs: list[Output] = []
         if not replica.quorums or replica.out:
             outputs += self._settle(now, replica)
@@ -287,6 +289,7 @@ class Quorums:
                 name=member.replica,
                 store=member.store,
                 heard_s=now,
+                manager=member.manager,
                 home=homes.get(member.replica, (-1, -1)),
                 quorums=_TRUSTED_AFTER + 1,
                 took=(member.step, member.commit_failures),
@@ -579,7 +582,7 @@ class Quorums:
     def _find_replica(self, generation: int) -> Replica | None:
         """Return the replica that the processes of `generation` are."""
         if self.config.elsewhere:
-            return next((r for r in self.replicas.values() if r.home[1] == generation >= 0), None)
+            return self.find_life(generation)
         known = next((g for g in self.groups.values() if g.generation == generation), None)
         if known is None:
             return None
@@ -587,6 +590,10 @@ class Quorums:
         if not mine:
             mine = [r for r in self.replicas.values() if self.group_of(r) == known.group]
         return max(mine, key=lambda r: r.heard_s, default=None)
+
+    def find_life(self, life: int) -> Replica | None:
+        """Return the replica that is this life of a group that others start."""
+        return next((r for r in self.replicas.values() if r.home[1] == life >= 0), None)
 
     def _may_join(self, replica: Replica) -> bool:
         group = self.group_of(replica)

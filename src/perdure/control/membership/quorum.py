@@ -41,7 +41,9 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
     paused, elsewhere = state.steering.pause is not None, state.the_spec().torchft.elsewhere
     groups = []
     for number, group in sorted(state.worlds.items()):
-        if (group.store is None and not elsewhere) or not group.alive:
+        if not group.alive and not (elsewhere and number in state.barred):
+            continue
+        if group.store is None and not elsewhere:
             continue
         held = not group.replica.active or bool(group.replica.leaving) or paused
         store = f"{group.store.host}:{group.store.port}" if group.store else ""

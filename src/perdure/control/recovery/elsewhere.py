@@ -9,7 +9,7 @@ from perdure.control.job import JobState
 from perdure.control.membership.quorum import hold_groups
 from perdure.control.world import WorldState
 from perdure.model.events import ReplicaSeen
-from perdure.model.orders import AnyAction
+from perdure.model.orders import AnyAction, EvictReplica
 
 
 def note_elsewhere(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAction]:
@@ -27,12 +27,35 @@ def note_elsewhere(state: JobState, now: float, event: ReplicaSeen) -> list[AnyA
             return []
         state.step = max(state.step, event.step)
         group.replica.absent, group.replica.absent_s = event.reason, event.at_s
+        if group.phase == "parked":  # It was ordered to end.
+            group.replica.unended = "" if event.silent else event.reason
+            state.stopped[group.number] = group.generation
         return []
     if group is not None and event.life <= group.generation:
         group.replica.absent = "" if group.replica.name == event.replica else group.replica.absent
         return []
     state.worlds[event.group] = new = _begin_life(state, group, event)
     return [hold_groups(state, f"{event.replica} is group {new.number}, started elsewhere")]
+
+
+def park_elsewhere(state: JobState, group: WorldState, reason: str) -> list[AnyAction]:
+    """End a group that others have started; its next life is held until it is restored."""
+    group.enter("it is left, or lost while cordoned")
+    group.replica.active, group.replica.leaving, group.replica.stands = False, "", None
+    evict = EvictReplica(
+        replica=group.replica.name,
+        generation=group.generation,
+        group=group.number,
+        kill=True,
+        reason=reason,
+    )
+    return [evict, hold_groups(state, reason)]
+
+
+def admit_elsewhere(state: JobState, group: WorldState, reason: str) -> list[AnyAction]:
+    """Let a group train again that others have started, or its next life."""
+    group.replica.active, group.replica.leaving = True, ""
+    return [hold_groups(state, reason)]
 
 
 def _begin_life(state: JobState, known: WorldState | None, event: ReplicaSeen) -> WorldState:

@@ -97,7 +97,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.BoundaryAnswered: ("rank",),
         events.BoundaryReached: ("rank",),
         events.RanksAgreed: ("controller",),
-        events.FaultInjected: ("agent", "rank"),
+        events.FaultInjected: ("agent", "rank", "lighthouse"),
         events.KeysDeclared: ("rank",),
         events.SettingsChanged: ("controller",),
         events.JobPaused: ("controller",),

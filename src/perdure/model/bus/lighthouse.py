@@ -9,6 +9,8 @@ handed to the others as these, so that fields of newer versions pass through unt
     QuorumMember { replica_id = 1; address = 2; store_address = 3; step = 4; world_size = 5;
                    shrink_only = 6; data = 7; commit_failures = 8 }
     LighthouseHeartbeatRequest { string replica_id = 1 }
+
+A lighthouse may also call a replica's manager: `Kill`, with a KillRequest { string msg = 1 }.
 """  # noqa: E501
 
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ import msgspec
 from perdure.model.errors import ProtocolError
 
 SERVICE = "torchft.LighthouseService"
+KILL = "/torchft.ManagerService/Kill"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _STEP, _WORLD_SIZE = 4, 5
 
@@ -92,6 +95,11 @@ def encode_response(quorum_id: int, members: tuple[Member, ...], created_s: floa
     nanos = int((created_s - seconds) * 1e9)
     created = _key(1, _VARINT) + _varint(seconds) + _key(2, _VARINT) + _varint(nanos)
     return _field(1, b"".join(parts) + _field(3, created))
+
+
+def encode_kill(reason: str) -> bytes:
+    """Return the request to a manager to end its process, which prints why."""
+    return _field(1, reason.encode("utf-8", "replace"))
 
 
 def set_step(member: Member, step: int) -> Member:
