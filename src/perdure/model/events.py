@@ -782,6 +782,18 @@ class ReplicaLate(Event, frozen=True, kw_only=True):
     """It has come."""
 
 
+class RankAttached(RankEvent, frozen=True, kw_only=True):
+    """A rank of a group that others have started has opened its line to the lighthouse (torchft).
+
+    It is told again once the rank is known to use a GPU.
+    """
+
+    pid: int
+    host: str
+    devices: tuple[str, ...]
+    at_s: float
+
+
 class DeviceReported(Event, frozen=True, kw_only=True):
     """A device's health has changed, by its own counters or by an outside monitor's word."""
 
@@ -925,6 +937,7 @@ AnyEvent = (
     | ReplicaSeen
     | ReplicaWaiting
     | ReplicaLate
+    | RankAttached
     | DeviceReported
     | ControllerLost
     | PreemptionNoticed

@@ -55,6 +55,7 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import (
+    AnyEvent,
     FaultInjected,
     KeeperLost,
     QuorumFormed,
@@ -71,7 +72,9 @@ from perdure.model.orders import (
     FenceAbort,
     HoldReplicas,
     InjectFault,
+    RankOrder,
 )
+from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.outbox import Outbox
 from perdure.service.jobfiles import (
@@ -92,6 +95,7 @@ from perdure.service.part import (
     watch_process,
 )
 from perdure.service.ports import Bus, Reply
+from perdure.service.replica_ranks import ReplicaRanks
 from perdure.worker.process import die_with, set_title
 
 log = logging.getLogger("perdure.lighthouse")
@@ -108,6 +112,18 @@ _LIVES = 1000
 _STOCK = "torchft_lighthouse"
 
 
+class _Passing(Outbox):
+    """What the lighthouse tells, and its ranks by way of it; of their waits it hears itself."""
+
+    on_waiting: Callable[[ReplicaWaiting], None]
+
+    def put_from(self, source: str, seq: int, event: AnyEvent, done: Callable[[], None]) -> None:
+        """Queue event `seq` of a rank."""
+        super().put_from(source, seq, event, done)
+        if isinstance(event, ReplicaWaiting):
+            self.on_waiting(event)
+
+
 class LighthouseService:
     """One lighthouse; the bus may come and go."""
 
@@ -118,6 +134,7 @@ class LighthouseService:
         *,
         clock: Callable[[], float],
         incarnation: str,
+        clock_offset_s: float = 0.0,
     ) -> None:
         """Serve `spec`; keep what must not be forgotten in the file `path`."""
         self._spec, self._path, self._clock = spec, path, clock
@@ -132,7 +149,16 @@ class LighthouseService:
         self._file = LighthouseFile(port=0)
         self._bus: Bus | None = None
         subject = subject_events(spec.name, LIGHTHOUSE)
-        self._outbox = Outbox(None, subject, node=-1, source=incarnation)
+        self._outbox = _Passing(None, subject, node=-1, source=incarnation)
+        self._outbox.on_waiting = self._take_waiting
+        self._ranks = ReplicaRanks(
+            spec,
+            self._outbox,
+            clock=clock,
+            clock_offset_s=clock_offset_s,
+            find=self._find_life,
+            ended=self._take_end,
+        )
         self._hold_number = -1
         self._ending: set[str] = set()
         """Replicas that are being ended."""
@@ -197,9 +223,14 @@ class LighthouseService:
         await bus.serve_each(subject_events(job, "*"), self._take_events)
         await bus.serve_each(subject_beats(job, "*"), self._take_beat)
 
+    async def hear_ranks(self, paths: JobPaths, port: int) -> None:
+        """Take the lines of ranks that others have started."""
+        await self._ranks.start(paths, port)
+
     async def close(self) -> None:
         """Hang up."""
         await self.tasks.end()
+        await self._ranks.close()
         await self._server.close()
 
     # --- in -----------------------------------------------------------------------------------
@@ -233,7 +264,10 @@ class LighthouseService:
                 case EvictReplica(kill=True):
                     self._kill(order)
                 case InjectFault():
-                    self._harm(order)
+                    if not self._ranks.take(order):
+                        self._harm(order)
+                case RankOrder():
+                    self._ranks.take(order)
                 case EvictReplica():
                     self._do(self.machine.evict(now, order.replica, order.reason))
                     self._do(self.machine.end(now, order.generation, order.reason, fence=True))
@@ -305,6 +339,26 @@ class LighthouseService:
             )
         )
 
+    def _find_life(self, name: str) -> tuple[int, int]:
+        self._do(self.machine.introduce(self._now(), name))
+        known = self.machine.replicas.get(name)
+        return known.home if known is not None else (-1, -1)
+
+    def _take_end(self, life: int, reason: str) -> None:
+        self._do(self.machine.end(self._now(), life, reason, fence=True))
+
+    def _take_waiting(self, event: ReplicaWaiting) -> None:
+        """Take that a rank waits in a collective, or has waited."""
+        waits = self.machine.wait(
+            self._now(),
+            event.generation,
+            event.quorum_id,
+            event.since_s,
+            timeout_s=event.timeout_s,
+            over=event.over,
+        )
+        self._do(waits)
+
     def _take_groups(self, now: float, hold: HoldReplicas) -> None:
         log.info("hold #%d: %s", hold.number, hold.groups)
         self._hold_number = hold.number
@@ -329,16 +383,7 @@ class LighthouseService:
                 case KeeperLost(generation=generation) if self._is_home(generation, sender):
                     self._do(self.machine.end(now, generation, "its keeper died", fence=True))
                 case ReplicaWaiting() if self._is_home(event.generation, sender):
-                    generation, quorum_id = event.generation, event.quorum_id
-                    waits = self.machine.wait(
-                        now,
-                        generation,
-                        quorum_id,
-                        event.since_s,
-                        timeout_s=event.timeout_s,
-                        over=event.over,
-                    )
-                    self._do(waits)
+                    self._take_waiting(event)
 
     def _is_home(self, generation: int, sender: str) -> bool:
         """Return whether a generation is of the group that the node `sender` runs."""
@@ -455,9 +500,12 @@ class LighthouseService:
 
     def _fence(self, fenced: Fenced) -> None:
         log.info("fence quorum %d, groups %s: %s", fenced.quorum_id, fenced.groups, fenced.reason)
+        order = FenceAbort(quorum_id=fenced.quorum_id, groups=fenced.groups, reason=fenced.reason)
+        if self._spec.torchft.elsewhere:
+            self._ranks.tell_groups(fenced.groups, order)
+            return
         if self._bus is None:
             return
-        order = FenceAbort(quorum_id=fenced.quorum_id, groups=fenced.groups, reason=fenced.reason)
         data = encode(NodeOrder(controller=self._incarnation, orders=(order,)))
         for group in fenced.groups:  # Each group is the node of its number.
             subject = subject_orders(self._spec.name, group)
@@ -568,6 +616,7 @@ async def _main(spec: JobSpec, path: str) -> None:
         path,
         clock=lambda: time.monotonic() + offset_s,
         incarnation=f"l{os.getpid()}-{token_hex(3)}",
+        clock_offset_s=offset_s,
     )
 
     async def connect() -> None:
@@ -577,7 +626,10 @@ async def _main(spec: JobSpec, path: str) -> None:
         await service.join(await nats.NatsBus.connect(endpoint, name=name))
 
     with watch_process(read_run_pid(), task.cancel):
-        log.info("listening on port %d", await service.start())
+        port = await service.start()
+        log.info("listening on port %d", port)
+        if spec.torchft.elsewhere:
+            await service.hear_ranks(paths_of(resolve_home(), spec.name), port)
         service.tasks.spawn(connect())
         try:
             await service.run()

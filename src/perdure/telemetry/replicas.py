@@ -15,13 +15,14 @@ from perdure.model.events import (
     NodeCordoned,
     NodeRestored,
     QuorumFormed,
+    RankAttached,
     RankExited,
     RanksStarted,
     ReplicaLate,
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec
-from perdure.model.report import FIXED_WORLD, ReplicaRow, Snapshot
+from perdure.model.report import FIXED_WORLD, DeviceRow, RankRow, ReplicaRow, Snapshot
 
 _RANK_STATES = {
     "training": "running",
@@ -55,6 +56,8 @@ class GroupView:
     """How this life of a group came that others have started."""
     step: int = -1
     """Of the newest quorum that had it, and in which it had not to heal."""
+    ranks: dict[int, RankAttached] = field(default_factory=dict)
+    """Those of its ranks, where others have started it, that have a line."""
 
 
 @dataclass(slots=True)
@@ -84,6 +87,12 @@ class ReplicaFold:
                     self.groups[node] = GroupView(generation)
             case ReplicaSeen():
                 self._see(event)
+            case RankAttached():
+                life = next(
+                    (v for v in self.groups.values() if v.generation == event.generation), None
+                )
+                if life is not None and life.seen is not None:
+                    life.ranks[event.rank] = event
             case ReplicaLate():
                 view = self.groups.get(event.group)
                 if view is not None and view.replica == event.replica:
@@ -125,6 +134,8 @@ class ReplicaFold:
             known = self.groups[event.group] = GroupView(event.life, seen=event)
         if known is None:
             return
+        if known.seen is not None and event.manager:
+            known.seen = msgspec.structs.replace(event, at_s=known.seen.at_s)
         if not event.gone:
             known.replica, known.away, known.why = event.replica, "", ""
         elif event.replica == known.replica and not known.exits:
@@ -147,6 +158,8 @@ class ReplicaFold:
         numbers = sorted(self.groups) if elsewhere else range(spec.groups)
         rows = tuple(self._make_row(n, steps.get(n, -1), told=told) for n in numbers)
         states = {row.group: row.state for row in rows}
+        if elsewhere:
+            picture = self._show_ranks(spec, picture, rows)
         training = sum(row.state in ("training", "healing") for row in rows)
         state = picture.state
         if state not in _OVER:
@@ -179,6 +192,33 @@ class ReplicaFold:
             ),
             replicas=rows,
         )
+
+    def _show_ranks(
+        self, spec: JobSpec, picture: Snapshot, rows: tuple[ReplicaRow, ...]
+    ) -> Snapshot:
+        """Return `picture` with what ranks that others have started have said of themselves."""
+        ranks, devices = [], []
+        for row in rows:
+            over = row.state == "gone"
+            for rank, told in sorted(self.groups[row.group].ranks.items()):
+                ranks.append(
+                    RankRow(rank, row.group, told.pid, "starting", "", row.step, 0.0, "", 0.0, 0)
+                )
+                slot = f"node{row.group}/slot{rank % spec.nproc}"
+                devices += [
+                    DeviceRow(
+                        device=device,
+                        node=row.group,
+                        ranks=(rank,),
+                        replicas=(row.group,),
+                        state="idle" if over else "in use",
+                        slots=(slot,),
+                        kind="cpu" if device.startswith("cpu-") else "gpu",
+                        host=told.host,
+                    )
+                    for device in told.devices
+                ]
+        return msgspec.structs.replace(picture, ranks=tuple(ranks), devices=tuple(devices))
 
     def _make_row(self, group: int, step: int, *, told: bool) -> ReplicaRow:
         """Return one group; of quorums nothing is `told` by a lighthouse that is not perdure's."""

@@ -166,6 +166,16 @@ class Quorums:
             return [*outputs, Answered((token,), self.quorum_id, self._last)]
         return outputs + self.tick(now)
 
+    def introduce(self, now: float, name: str) -> list[Output]:
+        """Know a replica that others have started, and that has not asked yet."""
+        if name in self._evicted:
+            return []
+        replica = self._meet(now, name)
+        if replica.home[0] >= 0:
+            return []
+        outputs = self._settle(now, replica)
+        return [*outputs, Seen(name, self.group_of(replica), replica.home[1])]
+
     def hear(self, now: float, name: str) -> list[Output]:
         """Take a heartbeat."""
         if name in self._evicted:
@@ -255,7 +265,8 @@ class Quorums:
             return []
         outputs: list[Output] = []
         if name in self.members and not replica.out:
-            outputs = self._leave_out(replica, reason, fence=fence)
+            silent = self.config.elsewhere
+            outputs = self._leave_out(replica, reason, fence=fence, silent=silent)
         return outputs + self.tick(now)
 
     def regroup(self, now: float, groups: tuple[ReplicaGroup, ...]) -> list[Output]:

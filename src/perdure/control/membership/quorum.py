@@ -118,6 +118,13 @@ def _refuse_with_others(state: JobState, why: str) -> str:
     return why if state.the_spec().torchft.lighthouse != "perdure" else ""
 
 
+def list_mute_groups(state: JobState) -> list[WorldState]:
+    """Return the members of the quorum that cannot be asked, for others have started them."""
+    if not state.the_spec().torchft.elsewhere:
+        return []
+    return [g for g in state.list_members() if len(g.joined) < state.the_spec().nproc]
+
+
 def refuse_drain(state: JobState) -> str:
     """Return why no group can be left while it lives; empty where the lighthouse is our own."""
     return _refuse_with_others(
@@ -228,6 +235,9 @@ class Quorum(Fixed):
     def refuse_step(self, state: JobState) -> str:
         """Return why no step can be agreed upon; empty where the lighthouse is perdure's own."""
         why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
+        mute = ", ".join(f"group {g.number} ({g.replica.name})" for g in list_mute_groups(state))
+        if mute:
+            return f"{mute}: no line `import perdure.torchft` in the script, or not on this machine"
         return _refuse_with_others(state, f"{why} can a step be agreed upon")
 
     def is_current(self, state: JobState, generation: int) -> bool:
@@ -236,6 +246,8 @@ class Quorum(Fixed):
 
     def refuse_saving(self, state: JobState) -> str:
         """Return why nothing can be saved; empty where the lighthouse is perdure's own."""
+        if state.the_spec().torchft.elsewhere:
+            return "groups that others start save by themselves"
         why = "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
         return _refuse_with_others(state, why)
 
@@ -255,7 +267,8 @@ class Quorum(Fixed):
         """The quorum in force is known, and every member of it can be asked."""
         quorum = state.quorum
         known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
-        return known and len(state.list_members()) == len(quorum.members)
+        there = len(state.list_members()) == len(quorum.members)
+        return known and there and not list_mute_groups(state)
 
     def ask(self, state: JobState, kind: str) -> tuple[int, ...]:
         """Return the members of the quorum; to save, one of them: all have the same state."""

@@ -46,6 +46,7 @@ from perdure.model.events import (
     NodeLost,
     NodeRegistered,
     QuorumFormed,
+    RankAttached,
     RankExited,
     ReplicaSeen,
     TimerFired,
@@ -283,6 +284,14 @@ def _lose_node(state: JobState, now: float, event: NodeLost) -> list[AnyAction]:
     return [] if group is None else fail_group(state, now, group, event.reason, silent=True)
 
 
+def _attach(state: JobState, now: float, event: RankAttached) -> list[AnyAction]:
+    """A rank of a group that others have started can be asked."""
+    group = state.find_world(event.generation)
+    if group is not None:
+        group.joined.add(event.rank)
+    return []
+
+
 def _reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
     state.step = max(state.step, event.step)
     reach_boundary(state, event)
@@ -393,6 +402,7 @@ OF_GROUPS: dict[type[AnyEvent], Callable[[JobState, float, Any], list[AnyAction]
     BoundaryAnswered: answer_boundary,
     BoundaryReached: _reach,
     KeysDeclared: _declare,
+    RankAttached: _attach,
     CheckpointRestored: _note_restored,
 }
 """What reacts to an event that concerns replica groups in a way of their own."""

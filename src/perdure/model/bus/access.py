@@ -58,7 +58,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 Sender = Literal["controller", "run", "agent", "rank", "lighthouse"]
-"""Who brings events. A rank's come by way of its node's agent. Operators, monitors, viewers and
+"""Who brings events. A rank's come by way of its node's agent, or of the lighthouse where others
+have started it. Operators, monitors, viewers and
 machines that join bring none: they ask (`COMMANDS`), and the controller journals what was asked."""
 
 BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
@@ -108,6 +109,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.ReplicaLate: ("lighthouse",),
         events.ReplicaSeen: ("lighthouse",),
         events.ReplicaWaiting: ("rank",),
+        events.RankAttached: ("rank",),
         events.DeviceReported: ("controller",),
         events.ControllerLost: ("run",),
         events.PreemptionNoticed: ("controller", "agent"),

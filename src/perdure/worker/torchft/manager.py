@@ -48,6 +48,7 @@ from perdure.model.ring import PHASE_INDEX, RING_BYTES
 from perdure.worker.interrupt import Fences
 from perdure.worker.ring import RingWriter
 from perdure.worker.settings import read_spec, read_steering
+from perdure.worker.stderr import say
 from perdure.worker.torchft.settings import settings
 
 
@@ -151,6 +152,9 @@ class Replica:
         self._watching = False
         self._observed = self._tells_quorums = False
         self._commits = 0
+        self.attachment: Any = None
+        """What perdure holds inside this rank, where it has a line."""
+        self.on_first_commit: Callable[[], object] = lambda: None
 
     def join(
         self,
@@ -227,6 +231,8 @@ class Replica:
 
     def end_step(self, manager: Any, *, committed: bool, healing: bool) -> None:
         """An attempt at a step is over."""
+        if committed and not self._commits:
+            self.on_first_commit()
         self._commits += committed
         self.account.end_attempt(manager, committed=committed, healing=healing)
 
@@ -307,6 +313,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 def _init(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
     original(manager, *args, **kwargs)
+    attach_elsewhere(manager)
     replica.adopt(manager)
 
 
@@ -434,6 +441,7 @@ def join_replica(attachment: Any) -> None:
         tells_quorums=spec.torchft.lighthouse != "perdure",
     )
     attachment.obey(lambda order: replica.break_up(order.quorum_id), FenceAbort)
+    replica.attachment = attachment
     settings.join(
         rank=ring.rank,
         generation=ring.generation,
@@ -446,6 +454,24 @@ def join_replica(attachment: Any) -> None:
         checkpoint=spec.checkpoint,
     )
     attachment.obey(settings.take, SendBoundary, ResumeRanks)
+
+
+def attach_elsewhere(manager: Any) -> None:
+    """Connect this process with the lighthouse of `perdure serve`, where there is one here.
+
+    Whatever is in the way, the script runs on without.
+    """
+    from perdure.worker.torchft.elsewhere import find_door, open_line, tell_devices
+
+    try:
+        door = find_door(os.environ) if replica.attachment is None else ""
+        attachment = open_line(manager, door) if door else None
+        if attachment is not None and attachment.control is not None:
+            join_replica(attachment)
+            replica.on_first_commit = functools.partial(tell_devices, attachment)
+            attachment.control.start()
+    except Exception as error:
+        say(f"this rank is seen from outside only: {error!r}")
 
 
 def is_replica(environ: Any = os.environ) -> bool:
