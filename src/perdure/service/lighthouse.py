@@ -278,7 +278,7 @@ class LighthouseService:
 
         def tell(why: str) -> None:
             said = f"{reason}; {why}" if why else reason
-            self._tell_ended(order.replica, order.group, said, ended=not why)
+            self._tell_ended(order.replica, (order.group, order.generation), said, ended=not why)
 
         self._end(order.replica, reason, tell)
 
@@ -293,12 +293,12 @@ class LighthouseService:
             )
             self._tell_harmed(order, why)
             return
-        name, group = replica.name, replica.home[0]
+        name, home = replica.name, replica.home
 
         def tell(why: str) -> None:
             self._tell_harmed(order, why)
             if not why:
-                self._tell_ended(name, group, "crash, injected", ended=True)
+                self._tell_ended(name, home, "crash, injected", ended=True)
 
         self._end(name, f"crash, injected: {order.reason}", tell)
 
@@ -326,16 +326,17 @@ class LighthouseService:
         note = "" if error else "by its manager's Kill"
         self._outbox.put(msgspec.structs.replace(event, note=note))
 
-    def _tell_ended(self, name: str, group: int, reason: str, *, ended: bool) -> None:
+    def _tell_ended(self, name: str, home: tuple[int, int], reason: str, *, ended: bool) -> None:
         self._outbox.put(
             ReplicaSeen(
                 replica=name,
-                group=group,
+                group=home[0],
                 at_s=self._clock(),
                 gone=True,
                 reason=reason,
                 silent=ended,
                 step=self.machine.step,
+                life=home[1],
             )
         )
 
@@ -523,6 +524,7 @@ class LighthouseService:
                 stopped=left.stopped,
                 silent=left.silent,
                 step=self.machine.step,
+                life=left.generation if self._spec.torchft.elsewhere else -1,
             )
         )
 

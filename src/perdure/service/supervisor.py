@@ -26,6 +26,7 @@ import msgspec
 from perdure.adapters.nats import NatsBus
 from perdure.failpoints import failpoint
 from perdure.launch.environment import LIGHTHOUSE_URL
+from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.bus.wire import RUN, Command, CommandReply, subject_commands, subject_events
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError
@@ -639,7 +640,7 @@ def describe_door(spec: JobSpec, url: str) -> list[str]:
     return [
         f"job {spec.name} serves replica groups that others start, by torchrun or otherwise:",
         f"  export TORCHFT_LIGHTHOUSE={url}",
-        "  export TORCHFT_QUORUM_TIMEOUT_SEC=86400    # else one that is held ends after 60 s",
+        f"  export {' '.join(f'{name}={value}' for name, value in PATIENCE.items())}",
         f"perdure map {spec.name} shows who has come; Ctrl-C, or perdure stop {spec.name}, ends "
         "this and none of the groups",
     ]

@@ -184,7 +184,8 @@ class LifeFold:
 
     def _see(self, event: ReplicaSeen) -> None:
         life = self._newest(event.group)
-        if event.life >= 0 and event.life not in self.lives:  # Others have started it.
+        comes = event.life >= 0 and not event.gone
+        if comes and event.life not in self.lives:  # Others have started it.
             new = Life(event.life, event.group, event.at_s, elsewhere=True)
             self.lives[event.life] = new
             insort(self.groups.setdefault(event.group, []), new, key=_AGE)

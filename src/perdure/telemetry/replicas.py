@@ -129,7 +129,8 @@ class ReplicaFold:
 
     def _see(self, event: ReplicaSeen) -> None:
         known = self.groups.get(event.group)
-        if event.life >= 0 and (known is None or event.life > known.generation):
+        new = event.life >= 0 and not event.gone
+        if new and (known is None or event.life > known.generation):
             self.starts += known is not None  # Others have started it.
             known = self.groups[event.group] = GroupView(event.life, seen=event)
         if known is None:

@@ -61,6 +61,8 @@ class LeftOut(_OfReplica, frozen=True):
     stopped: bool = False
     silent: bool = False
     """No heartbeat of it comes any more."""
+    generation: int = -1
+    """As in `Seen`."""
 
 
 class Fenced(msgspec.Struct, frozen=True):

@@ -528,7 +528,7 @@ class Quorums:
         replica.out, replica.waiting_s = True, None
         replica.late, replica.missed_s = False, missed_s
         group = self.group_of(replica)
-        left = LeftOut(replica.name, group, reason, replica.stopped, silent)
+        left = LeftOut(replica.name, group, reason, replica.stopped, silent, replica.home[1])
         if replica.name not in self.members or not fence:
             return [left]
         self._stand_in()

@@ -21,6 +21,11 @@ from perdure.model.errors import ProtocolError
 
 SERVICE = "torchft.LighthouseService"
 KILL = "/torchft.ManagerService/Kill"
+PATIENCE = {
+    "TORCHFT_QUORUM_TIMEOUT_SEC": "86400",
+    "TORCHFT_QUORUM_RETRIES": "1000000",  # 0.1 s apart
+}
+"""With these a manager waits where its group is held, and while the lighthouse is started anew."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _STEP, _WORLD_SIZE = 4, 5
 

@@ -11,9 +11,10 @@ import atexit
 import os
 import socket
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.bus.wire import ReplicaHello, ReplicaWelcome, WorkerHello
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
@@ -45,6 +46,13 @@ def find_door(environ: Mapping[str, str]) -> str:
         return ""
     path = lighthouse_door(os.getuid(), port or 0)
     return path if host and os.path.exists(path) and _is_here(host) else ""
+
+
+def prepare_elsewhere(environ: MutableMapping[str, str]) -> None:
+    """Have the Manager that is yet to be made wait as long as the lighthouse may, if it is here."""
+    if find_door(environ):
+        for name, value in PATIENCE.items():
+            environ.setdefault(name, value)
 
 
 def open_line(manager: Any, door: str) -> Attachment | None:
