@@ -334,6 +334,14 @@ def _should_commit(original: Callable[..., bool], manager: Any, *args: Any, **kw
     return committed
 
 
+def _apply_state(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    pending = getattr(manager, "_pending_state_dict", None)
+    user = pending.get("user") if isinstance(pending, dict) else None
+    if isinstance(user, dict):
+        settings.complete(user)
+    original(manager, *args, **kwargs)
+
+
 def _wait_quorum(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
     begin, noted, well = replica.account.begin_wait(), replica.begin_quorum_wait(), False
     try:
@@ -351,6 +359,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "start_quorum": _start_quorum,
     "wait_quorum": _wait_quorum,
     "should_commit": _should_commit,
+    "_apply_pending_state_dict": _apply_state,
 }
 """Methods of a Manager, and what is called in their place."""
 
