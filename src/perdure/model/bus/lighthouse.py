@@ -28,6 +28,8 @@ PATIENCE = {
 """With these a manager waits where its group is held, and while the lighthouse is started anew."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _STEP, _WORLD_SIZE = 4, 5
+_TEXT_MAX = 1000
+"""Bytes of a name or an address: each is journaled and shown."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -68,6 +70,8 @@ def parse_request(data: bytes) -> Member:
             number[field] = value
     if not text[1]:
         raise ProtocolError("a request for a quorum without a replica id")
+    if any(len(value) > _TEXT_MAX for value in text.values()):
+        raise ProtocolError(f"a replica id or an address of more than {_TEXT_MAX} bytes")
     return Member(
         replica=text[1].decode("utf-8", "replace"),
         store=text[3].decode("utf-8", "replace"),

@@ -45,7 +45,7 @@ def find_door(environ: Mapping[str, str]) -> str:
     except ValueError:
         return ""
     path = lighthouse_door(os.getuid(), port or 0)
-    return path if host and os.path.exists(path) and _is_here(host) else ""
+    return path if host and _is_ours(path) and _is_here(host) else ""
 
 
 def prepare_elsewhere(environ: MutableMapping[str, str]) -> None:
@@ -113,6 +113,15 @@ def list_devices() -> tuple[str, ...]:
 
 def _read_replica_id(manager: Any) -> str:
     return str(manager._store.get(REPLICA_ID_KEY).decode())
+
+
+def _is_ours(path: str) -> bool:
+    """Return whether there is a socket at `path`, and nobody else can have put it there."""
+    try:
+        owners = {os.stat(place).st_uid for place in (os.path.dirname(path), path)}
+    except OSError:
+        return False
+    return owners == {os.getuid()}
 
 
 def _is_here(host: str) -> bool:
