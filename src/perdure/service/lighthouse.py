@@ -488,7 +488,7 @@ class LighthouseService:
 
     def _note_step(self) -> None:
         machine, (at_s, step) = self.machine, self._noted
-        if machine.step > step and self._clock() - at_s >= NOTE_S:
+        if machine.step > step and machine.whole and self._clock() - at_s >= NOTE_S:
             self._noted = (self._clock(), machine.step)
             self._outbox.put(
                 QuorumFormed(

@@ -236,7 +236,7 @@ class ReplicaFold:
         else:
             behind = view.replica in self.recovering and step < self.step
             state = "healing" if behind else "training"
-        if known is not None and known.seen is not None and state != "gone":
+        if known is not None and known.seen is not None:
             if state == "spare":
                 state = "drained" if group in self.cordoned else "starting"
             step = max(step, view.step)

@@ -342,9 +342,11 @@ def test_a_group_that_is_silent_is_left_out_and_not_waited_for() -> None:
     door.ask("a_0:x", 0)
     door.ask("a_1:y", 0)
     door.ask("a_0:x", 1)
+    assert door.machine.whole
     door.alive.discard("a_1:y")
     (left,) = [o for o in door.wait(6.0) if isinstance(o, LeftOut)]
     assert (left.replica, left.silent) == ("a_1:y", True)
+    assert not door.machine.whole, "that its members go on is told no more"
     assert members(door.ask("a_0:x", 2)) == ["a_0:x"]
 
 

@@ -320,6 +320,11 @@ class Quorums:
             if replica.missed_s is not None:
                 replica.missed_s = min(replica.missed_s + lag_s, now)
 
+    @property
+    def whole(self) -> bool:
+        """Whether all members of the quorum in force are in it still."""
+        return len(self._present()) == len(self.members)
+
     def map_members(self) -> dict[str, tuple[int, int]]:
         """Return group and generation of the members of the quorum in force."""
         return {r.name: r.home for r in self.replicas.values() if r.name in self.members}
