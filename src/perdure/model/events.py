@@ -794,6 +794,12 @@ class RankAttached(RankEvent, frozen=True, kw_only=True):
     at_s: float
 
 
+class RankLeft(RankEvent, frozen=True, kw_only=True):
+    """The script of a rank that others have started has ended without an exception (torchft)."""
+
+    at_s: float
+
+
 class DeviceReported(Event, frozen=True, kw_only=True):
     """A device's health has changed, by its own counters or by an outside monitor's word."""
 
@@ -938,6 +944,7 @@ AnyEvent = (
     | ReplicaWaiting
     | ReplicaLate
     | RankAttached
+    | RankLeft
     | DeviceReported
     | ControllerLost
     | PreemptionNoticed

@@ -17,6 +17,7 @@ from perdure.model.events import (
     QuorumFormed,
     RankAttached,
     RankExited,
+    RankLeft,
     RanksStarted,
     ReplicaLate,
     ReplicaSeen,
@@ -58,6 +59,8 @@ class GroupView:
     """Of the newest quorum that had it, and in which it had not to heal."""
     ranks: dict[int, RankAttached] = field(default_factory=dict)
     """Those of its ranks, where others have started it, that have a line."""
+    left: set[int] = field(default_factory=set)
+    """Those of them whose scripts have ended well."""
 
 
 @dataclass(slots=True)
@@ -93,6 +96,8 @@ class ReplicaFold:
                 )
                 if life is not None and life.seen is not None:
                     life.ranks[event.rank] = event
+            case RankLeft():
+                self._note_left(event)
             case ReplicaLate():
                 view = self.groups.get(event.group)
                 if view is not None and view.replica == event.replica:
@@ -127,6 +132,14 @@ class ReplicaFold:
             case JobEnded():
                 self.over = True
 
+    def _note_left(self, event: RankLeft) -> None:
+        """A group is finished once all of its ranks are."""
+        for view in self.groups.values():
+            if view.generation == event.generation and event.rank in view.ranks:
+                view.left.add(event.rank)
+                if view.left >= view.ranks.keys():
+                    view.away, view.late = "finished", ""
+
     def _see(self, event: ReplicaSeen) -> None:
         known = self.groups.get(event.group)
         new = event.life >= 0 and not event.gone
@@ -135,11 +148,13 @@ class ReplicaFold:
             known = self.groups[event.group] = GroupView(event.life, seen=event)
         if known is None:
             return
+        if known.seen is not None and event.gone:
+            self.step = max(self.step, event.step)
         if known.seen is not None and event.manager:
             known.seen = msgspec.structs.replace(event, at_s=known.seen.at_s)
         if not event.gone:
             known.replica, known.away, known.why = event.replica, "", ""
-        elif event.replica == known.replica and not known.exits:
+        elif event.replica == known.replica and not known.exits and known.away != "finished":
             self._lose(known, "gone" if event.silent and known.seen is not None else "evicted")
             known.why = event.reason
 
@@ -167,6 +182,8 @@ class ReplicaFold:
             left = sum(row.state == "left" for row in rows)
             full = training >= (1 if elsewhere else min(spec.nodes, spec.groups - left))
             began = bool(self.members) or self.losses > 0
+            if elsewhere:
+                began = any(row.state in ("gone", "evicted") for row in rows)
             state = "running" if full else "recovering" if began else "forming"
         step = max([self.step, *(row.step for row in rows if row.state == "training")])
         speeds = [
@@ -200,7 +217,7 @@ class ReplicaFold:
         """Return `picture` with what ranks that others have started have said of themselves."""
         ranks, devices = [], []
         for row in rows:
-            over = row.state == "gone"
+            over = row.state in ("gone", "finished")
             for rank, told in sorted(self.groups[row.group].ranks.items()):
                 ranks.append(
                     RankRow(rank, row.group, told.pid, "starting", "", row.step, 0.0, "", 0.0, 0)

@@ -291,6 +291,7 @@ class GroupTimeline(Timeline):
             self.generation, self.cursor = life.generation, life.started_s
             starting = "startup" if life is self.lives[0] else _RE + "communicator"
             end_s = self.end_s if after is None else after.started_s
+            end_s = min(end_s, life.finished_s or end_s)
             self._until(starting, end_s if life.joined_s is None else life.joined_s)
             for eviction in life.evictions:
                 self._until("useful", eviction.at_s)

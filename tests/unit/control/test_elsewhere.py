@@ -22,6 +22,7 @@ from perdure.model.events import (
     KeysDeclared,
     QuorumFormed,
     RankAttached,
+    RankLeft,
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec, TorchftConfig
@@ -37,6 +38,7 @@ from perdure.model.orders import (
 )
 from perdure.model.steering import KeySpec
 from perdure.telemetry import make_report
+from perdure.telemetry.replicas import ReplicaFold
 
 SPEC = JobSpec(script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
 
@@ -82,7 +84,7 @@ class Lab:
         self.add(
             ReplicaSeen(
                 replica=self.name(group), group=group, at_s=self.now, gone=True, reason=reason,
-                silent=silent, life=self.lives[group],
+                silent=silent, life=self.lives[group], step=12,
             )
         )  # fmt: skip
 
@@ -278,7 +280,23 @@ def test_a_group_that_left_is_an_incident_until_its_next_life_trains(lab: Lab) -
     assert lost.rung == "restart"
     assert lost.total_s == lab.log[-1].body.at_s - gone_s  # type: ignore[union-attr]
     assert "others started it again" in lost.reason
-    assert "25 steps were made without it" in lost.reason
+    assert "23 steps were made without it" in lost.reason
+
+
+def test_a_group_whose_script_has_ended_well_is_no_incident(lab: Lab) -> None:
+    lab.attach(1)
+    lab.add(RankLeft(generation=1, rank=1, at_s=lab.now))
+    lab.leave(1, "rank 1: its process has ended")
+    assert make_report(lab.log, lab.now + 50.0).recoveries == ()
+    fold = ReplicaFold()
+    for entry in lab.log:
+        fold.add(entry.body)  # type: ignore[arg-type]
+    assert (fold.groups[1].away, fold.losses) == ("finished", 0)
+    lab.leave(0)
+    report = make_report(lab.log, lab.now)
+    (lost,) = report.recoveries
+    assert lost.culprit == "group 0, t_0:0"
+    assert report.steps_committed == 12
 
 
 def test_only_time_in_sight_is_paid_for(lab: Lab) -> None:

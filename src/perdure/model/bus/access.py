@@ -110,6 +110,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.ReplicaSeen: ("lighthouse",),
         events.ReplicaWaiting: ("rank",),
         events.RankAttached: ("rank",),
+        events.RankLeft: ("rank",),
         events.DeviceReported: ("controller",),
         events.ControllerLost: ("run",),
         events.PreemptionNoticed: ("controller", "agent"),

@@ -10,6 +10,7 @@ another machine, at a lighthouse of torchft's, or without any, the script runs o
 import atexit
 import os
 import socket
+import sys
 import urllib.parse
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -18,7 +19,7 @@ from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.bus.wire import ReplicaHello, ReplicaWelcome, WorkerHello
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.model.events import RankAttached
+from perdure.model.events import RankAttached, RankLeft
 from perdure.model.paths import lighthouse_door
 from perdure.worker.attach import Attachment
 from perdure.worker.control import Control
@@ -77,8 +78,17 @@ def open_line(manager: Any, door: str) -> Attachment | None:
     name = WorkerHello(welcome.job, welcome.rank, welcome.generation, os.getpid())
     attachment.open_control(Control(os.path.realpath(door), name))
     attachment.emit(_describe(attachment, list_devices() or (welcome.device,)))
-    atexit.register(attachment.stop)
+    atexit.register(_leave, attachment)
     return attachment
+
+
+def _leave(attachment: Attachment) -> None:
+    """Tell that the script has ended, unless by an exception; the interpreter ends."""
+    ring = attachment.ring
+    if os.getpid() == attachment.pid and getattr(sys, "last_value", None) is None:
+        left = RankLeft(generation=ring.generation, rank=ring.rank, at_s=attachment.now())
+        attachment.emit(left)
+    attachment.stop()
 
 
 def tell_devices(attachment: Attachment) -> None:
