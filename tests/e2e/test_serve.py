@@ -23,8 +23,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchft.md"
 LINE = "import perdure.torchft"
 SCRIPT = """{line}
+import os
 import sys
-sys.argv = ["torchft_groups.py", "10000000", {log!r}]
+os._exit = sys.exit  # So that the interpreter ends as it does of most scripts.
+sys.argv = ["torchft_groups.py", "{steps}", {log!r}]
 exec(compile(open({path!r}).read(), {path!r}, "exec"))
 """
 
@@ -78,13 +80,15 @@ class Serving(Job):
             command = command.replace(str(known), str(free))
         return command
 
-    def start_group(self, group: int, block: list[str], *, line: bool) -> None:
+    def start_group(
+        self, group: int, block: list[str], *, line: bool, steps: int = 10_000_000
+    ) -> None:
         """Type the page's lines in another terminal; `line` is the one in the script."""
         folder = self.home / f"group-{group}-{time.monotonic_ns()}"
         folder.mkdir()
         path = str(SCRIPTS / "torchft_groups.py")
-        script = SCRIPT.format(line=LINE if line else "", log=str(self.log), path=path)
-        (folder / "train_ddp.py").write_text(script)
+        words = {"line": LINE if line else "", "steps": steps, "log": str(self.log), "path": path}
+        (folder / "train_ddp.py").write_text(SCRIPT.format(**words))
         text = "\n".join(block).replace("REPLICA_GROUP_ID=0", f"REPLICA_GROUP_ID={group}")
         text = self.put_ports(text.replace("29600", str(29600 + group)))
         # A stock group is mended of torchft 0.2.0's fault with gloo, and of nothing else.
@@ -156,17 +160,67 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 @pytest.mark.timeout(300)
 @pytest.mark.serial
 def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serving) -> None:
-    _, group_block, verbs, line_block = read_commands()
+    _, block, verbs, line_block = read_commands()
     assert line_block == [LINE]
     typed = {line.split()[1]: line for line in verbs}
     url = f"export TORCHFT_LIGHTHOUSE=http://127.0.0.1:{serving.port}"
     serving.wait_until(lambda: url in serving.text(), "the line that says where to point")
 
-    serving.start_group(1, group_block, line=False)
+    serving.start_group(1, block, line=False)
     serving.wait_group(1, "training")
-    serving.start_group(0, group_block, line=True)  # It heals from one that has no settings.
+    serving.start_group(0, block, line=True)  # It heals from one that has no settings.
     serving.wait_group(0, "training")
     serving.wait_members(2, 0.0, 0, 1)
+    check_picture(serving, typed)
+
+    os.kill(serving.worker(1).pid, signal.SIGKILL)
+    killed = time.time()
+    serving.wait_members(1, killed, 0)
+    serving.wait_group(1, "gone")
+    assert serving.groups[1].wait(30) != 0
+    os.kill(serving.pid_of("perdure controller"), signal.SIGKILL)
+    serving.start_group(1, block, line=True)
+    serving.wait_members(2, killed, 0, 1)
+    serving.wait_group(1, "training")
+
+    serving.type(typed["inject"])
+    crashed = time.time()
+    assert serving.groups[1].wait(30) != 0
+    serving.wait_members(1, crashed, 0)
+    serving.start_group(1, block, line=True)
+    serving.wait_members(2, crashed, 0, 1)
+
+    drain_and_set(serving, typed)
+    check_alike(serving)
+    evict_and_restore(serving, block)
+    check_report(serving, typed["report"], killed)
+    serving.cli("stop", serving.name)
+    assert serving.wait() == 0, serving.text()[-4000:]
+    assert [group.poll() for group in serving.groups.values()] == [None, None]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.serial
+def test_a_group_that_ends_well_is_finished_though_the_lighthouse_was_killed(
+    serving: Serving,
+) -> None:
+    block = read_commands()[1]
+    serving.start_group(0, block, line=True, steps=800)
+    serving.wait_group(0, "training")
+    before = len(serving.commits(0, 0.0))
+    serving.kill(f"perdure lighthouse {serving.name}: serving")
+    serving.wait_until(lambda: len(serving.commits(0, 0.0)) > before + 20, "steps after it")
+    serving.wait_group(0, "finished")
+    assert serving.groups[0].wait(30) == 0
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.wait() == 0
+    report = serving.report()
+    assert report["recoveries"] == []
+    assert report["steps_committed"] > before
+
+
+def check_picture(serving: Serving, typed: dict[str, str]) -> None:
+    """Group 0 has the line and group 1 has not: what is seen of each, and refused."""
     shown = json.loads(serving.cli("map", serving.name, "--json").stdout)
     assert [row["group"] for row in shown["replicas"]] == [0, 1]
     assert all(row["replica"].startswith(f"train_{row['group']}:") for row in shown["replicas"])
@@ -175,31 +229,18 @@ def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serv
     assert [(row["ranks"], row["replicas"]) for row in shown["devices"]] == [([0], [0])]
     assert serving.state()["ranks"][0]["pid"] == serving.worker(0).pid
     assert "train_1:" in serving.type(typed["map"])
-    for refused in (typed["set"].split()[1:], ("inject", serving.name, "sleep", "--rank", "1")):
-        done = serving.cli(*refused, check=False)
-        assert done.returncode == 4, done
     told = serving.cli(*typed["set"].split()[1:], check=False)
+    assert told.returncode == 4
     assert "group 1 (train_1:" in told.stderr
+    told = serving.cli("inject", serving.name, "sleep", "--rank", "1", check=False)
+    assert told.returncode == 4
+    assert "only crash, now" in told.stderr
 
-    os.kill(serving.worker(1).pid, signal.SIGKILL)
-    killed = time.time()
-    serving.wait_members(1, killed, 0)
-    serving.wait_group(1, "gone")
-    assert serving.groups[1].wait(30) != 0
-    os.kill(serving.pid_of("perdure controller"), signal.SIGKILL)
-    serving.start_group(1, group_block, line=True)
-    serving.wait_members(2, killed, 0, 1)
+
+def drain_and_set(serving: Serving, typed: dict[str, str]) -> None:
+    """Group 0 is held and let in again, and both take over a setting."""
     serving.wait_group(1, "training")
-
-    serving.type(typed["inject"])
-    crashed = time.time()
-    assert serving.groups[1].wait(30) != 0
-    serving.wait_members(1, crashed, 0)
-    serving.start_group(1, group_block, line=True)
-    serving.wait_members(2, crashed, 0, 1)
-
     drained = time.time()
-    serving.wait_until(lambda: serving.row(1).get("state") == "training", "group 1 in the picture")
     serving.type(typed["drain"])
     serving.wait_members(1, drained, 1)
     serving.wait_group(0, "drained")
@@ -214,20 +255,16 @@ def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serv
             lambda group=group: any(r["lr"] == 0.002 for r in serving.commits(group, changed)),
             f"the new rate on group {group}",
         )
-    check_alike(serving)
 
-    evict_and_restore(serving, group_block)
-    assert "group 1, train_1:" in serving.type(typed["report"])
-    told = {(r["culprit"].split(":")[0], r["rung"]) for r in serving.report()["recoveries"]}
-    assert ("group 1, train_1", "restart") in told
-    lost = [r for r in serving.report()["recoveries"] if r["culprit"].startswith("group 1")]
-    assert len(lost) == 3, lost
-    assert all(r["total_s"] > 0 and "others started it again" in r["reason"] for r in lost[:2])
+
+def check_report(serving: Serving, command: str, killed: float) -> None:
+    """Each time that group 1 was ended is told of, with how long it was away."""
+    assert "group 1, train_1:" in serving.type(command)
+    recoveries = serving.report()["recoveries"]
+    lost = [r for r in recoveries if r["culprit"].startswith("group 1, train_1:")]
+    assert [r["rung"] for r in lost] == ["restart"] * 3, lost
+    assert all(r["total_s"] > 0 and "others started it again" in r["reason"] for r in lost)
     assert abs(lost[0]["at_s"] - killed) < 10.0
-
-    serving.cli("stop", serving.name)
-    assert serving.wait() == 0, serving.text()[-4000:]
-    assert [group.poll() for group in serving.groups.values()] == [None, None]
 
 
 def evict_and_restore(serving: Serving, block: list[str]) -> None:

@@ -145,7 +145,7 @@ class OrderBook:
         """Return the order for whom it waits, by way of their nodes where they are ranks."""
         order = open_.order
         message = self._order(orders=(order,))
-        if isinstance(order, RankOrder) and self._spec.torchft.elsewhere:
+        if isinstance(order, RankOrder) and self._spec.served:
             return [(LIGHTHOUSE, message)]  # No agent is there, and it passes on what it can.
         if isinstance(order, RankOrder):
             ranks = (rank for rank in order.ranks if rank in open_.waiting)

@@ -133,7 +133,7 @@ def _judge_elsewhere(state: JobState, source: str, event: AnyEvent) -> str:
     found = _RANK.fullmatch(source)
     assert found is not None
     generation, rank = int(found[1]), int(found[2])
-    if not state.the_spec().torchft.elsewhere:
+    if not state.the_spec().served:
         return "no rank of this job speaks by way of the lighthouse"
     if getattr(event, "rank", rank) != rank:
         return f"rank {rank} tells of another rank"

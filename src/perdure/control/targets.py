@@ -29,7 +29,7 @@ def resolve_nodes(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
 
 def _resolve_target(state: JobState, target: str) -> int:
     spec = state.the_spec()
-    if spec.torchft.elsewhere:
+    if spec.served:
         return _resolve_elsewhere(state, target)
     kind, _, text = target.rpartition(":")
     if kind in ("", "node") and text.isdigit():

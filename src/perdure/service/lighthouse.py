@@ -140,7 +140,7 @@ class LighthouseService:
         self._spec, self._path, self._clock = spec, path, clock
         self._awake_s = math.inf
         """When we are awake at the latest."""
-        self._incarnation, self._host = incarnation, spec.torchft.host
+        self._incarnation, self._place = incarnation, spec.lighthouse or Lighthouse()
         self.machine = Quorums(make_quorum_config(spec))
         self._server = LighthouseServer(self._take_request, self._take_heartbeat)
         self._futures: dict[int, asyncio.Future[bytes]] = {}
@@ -173,8 +173,8 @@ class LighthouseService:
         deadline_s = self._clock() + _BIND_S
         while True:
             try:
-                wanted = known.port if known else self._spec.torchft.port
-                port = await self._server.start(self._host, wanted)
+                wanted = known.port if known else self._place.port
+                port = await self._server.start(self._place.bind, wanted)
                 break
             except PlatformError:
                 if self._clock() > deadline_s:
@@ -447,7 +447,7 @@ class LighthouseService:
     def _tell_seen(self, seen: Seen) -> None:
         log.info("%s of group %d, generation %d asks", seen.replica, seen.group, seen.generation)
         event = ReplicaSeen(replica=seen.replica, group=seen.group, at_s=self._clock())
-        if self._spec.torchft.elsewhere:  # Nobody else knows of it.
+        if self._spec.served:  # Nobody else knows of it.
             names = self.machine.names
             kept = msgspec.structs.replace(self._file, names=dict(names.numbers), lives=names.lives)
             self._keep(kept)
@@ -502,7 +502,7 @@ class LighthouseService:
     def _fence(self, fenced: Fenced) -> None:
         log.info("fence quorum %d, groups %s: %s", fenced.quorum_id, fenced.groups, fenced.reason)
         order = FenceAbort(quorum_id=fenced.quorum_id, groups=fenced.groups, reason=fenced.reason)
-        if self._spec.torchft.elsewhere:
+        if self._spec.served:
             self._ranks.tell_groups(fenced.groups, order)
             return
         if self._bus is None:
@@ -524,7 +524,7 @@ class LighthouseService:
                 stopped=left.stopped,
                 silent=left.silent,
                 step=self.machine.step,
-                life=left.generation if self._spec.torchft.elsewhere else -1,
+                life=left.generation if self._spec.served else -1,
             )
         )
 
@@ -630,7 +630,7 @@ async def _main(spec: JobSpec, path: str) -> None:
     with watch_process(read_run_pid(), task.cancel):
         port = await service.start()
         log.info("listening on port %d", port)
-        if spec.torchft.elsewhere:
+        if spec.served:
             await service.hear_ranks(paths_of(resolve_home(), spec.name), port)
         service.tasks.spawn(connect())
         try:

@@ -251,7 +251,7 @@ class Supervisor:
         if self._spec.lighthouse is not None and not self._spec.lighthouse.url:
             self._start_part("lighthouse")
         self._torchft = await read_torchft_variables(self._spec, self._paths, os.environ)
-        if self._spec.torchft.elsewhere:
+        if self._spec.served:
             for line in describe_door(self._spec, self._torchft[LIGHTHOUSE_URL]):
                 self._note(line)
         for node in range(self._spec.local_nodes):
@@ -631,7 +631,7 @@ async def read_torchft_variables(
     """
     if spec.lighthouse is None:
         return {}
-    url = spec.lighthouse.url or await wait_lighthouse(paths, spec.torchft.host)
+    url = spec.lighthouse.url or await wait_lighthouse(paths, spec.lighthouse.bind)
     return {LIGHTHOUSE_URL: url, "RUST_LOG": environ.get("RUST_LOG", "warn")}
 
 

@@ -62,7 +62,7 @@ class LedgerFold:
         for segment in self.segments(now):
             for account, seconds in segment.seconds:
                 sums[account] += seconds
-        if spec.torchft.elsewhere:
+        if spec.served:
             slot_s = sum(sums.values())
         unused = range(spec.spares % spec.nproc)
         if not spec.groups:
@@ -97,7 +97,7 @@ class LedgerFold:
     def _name_state(self) -> str:
         """Return the job's state; one whose groups others start has no generation of its own."""
         state, spec = name_state(self.history), self.history.spec
-        if spec is None or not spec.torchft.elsewhere or state != "pending":
+        if spec is None or not spec.served or state != "pending":
             return state
         newest = [lives[-1] for lives in self.lives.groups.values()]
         return "running" if any(life.joined_s and not life.away for life in newest) else "forming"
@@ -122,12 +122,12 @@ class LedgerFold:
         return tuple(found)
 
     def _count_ranks(self, spec: JobSpec) -> int:
-        known = self._list_group_ranks(spec) if spec.torchft.elsewhere else ()
-        return len(known) if spec.torchft.elsewhere else spec.world_size
+        known = self._list_group_ranks(spec) if spec.served else ()
+        return len(known) if spec.served else spec.world_size
 
     def _list_group_ranks(self, spec: JobSpec) -> list[int]:
         """Return the ranks of all replica groups, or of those that others have started so far."""
-        if not spec.torchft.elsewhere:
+        if not spec.served:
             return list(range(spec.groups * spec.nproc))
         return [rank for group in sorted(self.lives.groups) for rank in spec.ranks_of(group)]
 

@@ -168,7 +168,7 @@ class ReplicaFold:
             return picture
         steps = {row.rank // spec.nproc: row.step for row in picture.ranks}
         told = spec.lighthouse is not None and spec.lighthouse.own
-        elsewhere = spec.torchft.elsewhere
+        elsewhere = spec.served
         if elsewhere:  # Nothing is known of ranks but what they tell themselves.
             picture = msgspec.structs.replace(picture, ranks=(), devices=())
         numbers = sorted(self.groups) if elsewhere else range(spec.groups)

@@ -156,6 +156,7 @@ def _check_groups(spec: JobSpec, groups: int, nodes: int, own: str) -> Faults:
 
     `own` says how the lighthouse becomes perdure's, which holds groups; empty where it is.
     """
+    place = spec.lighthouse.bind if spec.lighthouse is not None else "127.0.0.1"
     timed = next((n for n in ("every_steps", "every_s") if getattr(spec.checkpoint, n)), "")
     return (
         (
@@ -164,13 +165,13 @@ def _check_groups(spec: JobSpec, groups: int, nodes: int, own: str) -> Faults:
             "",
         ),
         (
-            spec.torchft.elsewhere,
+            spec.served,
             "torchft.elsewhere: groups that others start are served by `perdure serve`",
             "perdure serve NAME, or leave it out",
         ),
         (
-            spec.torchft.host not in LOOPBACK[1:4],
-            f"torchft.host = {spec.torchft.host}: the groups of perdure run are on this machine",
+            place not in LOOPBACK[1:4],
+            f"torchft.bind = {place}: the groups of perdure run are on this machine",
             "leave it out",
         ),
         (spec.no_python, "--torchft and --no-python exclude one another", ""),

@@ -60,7 +60,7 @@ def serve(
     a lighthouse. Groups join by TORCHFT_LIGHTHOUSE, which is printed.
     """
     home = resolve_home()
-    torchft = {"host": bind, "port": port, **keep_given(min_replicas=min_replicas)}
+    torchft = {"bind": bind, "port": port, **keep_given(min_replicas=min_replicas)}
     spec = make_served_spec(job, torchft, config, nproc)
     check_outside(spec)
     check_bind(bind, unprotected=unprotected)
@@ -99,9 +99,9 @@ def make_served_spec(
     spec = validate(document, "options")
     wrong = (
         (spec.nodes > 1 or spec.spares or spec.remote or spec.nodes_max, "nodes and spares"),
-        (spec.observe, "observe"),
+        (document.get("observe"), "observe"),
         (spec.bus.replicas > 1, "bus.replicas"),
-        (spec.torchft.lighthouse != "perdure", "torchft.lighthouse"),
+        (not (spec.lighthouse and spec.lighthouse.own), "torchft.lighthouse"),
         (spec.checkpoint.every_steps or spec.checkpoint.every_s, "checkpoint.every_*"),
     )
     for given, field in wrong:

@@ -38,7 +38,7 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
     Its patience, of which `perdure set` may have changed a part, goes with it.
     """
     state.quorum.holds += 1
-    paused, elsewhere = state.steering.pause is not None, state.the_spec().torchft.elsewhere
+    paused, elsewhere = state.steering.pause is not None, state.the_spec().served
     groups = []
     for number, group in sorted(state.worlds.items()):
         if not group.alive and not (elsewhere and number in state.barred):
@@ -71,7 +71,7 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
 def wanted_groups(state: JobState) -> int:
     """Return how many groups shall train, where so many are there: all that others start."""
     spec = state.the_spec()
-    if spec.torchft.elsewhere:
+    if spec.served:
         return sum(n not in state.barred for n in state.worlds)
     return spec.torchft.replicas
 
@@ -120,7 +120,7 @@ def _refuse_with_others(state: JobState, why: str) -> str:
 
 def list_mute_groups(state: JobState) -> list[WorldState]:
     """Return the members of the quorum that cannot be asked, for others have started them."""
-    if not state.the_spec().torchft.elsewhere:
+    if not state.the_spec().served:
         return []
     return [g for g in state.list_members() if len(g.joined) < state.the_spec().nproc]
 
@@ -246,7 +246,7 @@ class Quorum(Fixed):
 
     def refuse_saving(self, state: JobState) -> str:
         """Return why nothing can be saved; empty where the lighthouse is perdure's own."""
-        if state.the_spec().torchft.elsewhere:
+        if state.the_spec().served:
             return "groups that others start save by themselves"
         why = "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
         return _refuse_with_others(state, why)

@@ -317,7 +317,7 @@ def _note_quorum(state: JobState, now: float, event: QuorumFormed) -> list[AnyAc
 
 
 def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAction]:
-    if state.the_spec().torchft.elsewhere:
+    if state.the_spec().served:
         return note_elsewhere(state, now, event)
     group = state.worlds.get(event.group)
     if group is None or not group.has_ranks:

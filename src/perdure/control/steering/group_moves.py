@@ -123,7 +123,7 @@ def _end(state: JobState, now: float, move: OpenMove, *, grace_s: float = 0.0) -
     move.step = max(move.step, state.step)
     for group in _groups(state, move):
         actions += bar(state, group.number, move.who, move.why)
-        if state.the_spec().torchft.elsewhere:
+        if state.the_spec().served:
             actions += _end_elsewhere(state, move, group)
         elif group.phase not in ("parked", "done", "ended"):
             actions += park_group(state, now, group, move.why, grace_s=grace_s)
@@ -152,7 +152,7 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
         "took_s": move.took_s(now),
     }
     where = f" at step {move.step}" if move.step >= 0 else ""
-    elsewhere = state.the_spec().torchft.elsewhere
+    elsewhere = state.the_spec().served
     unended = [g.replica.unended for g in _groups(state, move) if g.replica.unended]
     parts = (
         f"{name_all('replica', move.nodes)} left in {move.took_s(now):.2f} s{where}",

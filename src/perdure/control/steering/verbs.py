@@ -360,7 +360,7 @@ def _restore_group(
             actions += take_back(state, now, move, reason)
     if number in state.cordoned:
         actions += state.release(number, who, reason)
-    if state.the_spec().torchft.elsewhere:
+    if state.the_spec().served:
         actions += admit_elsewhere(state, group, reason)
     elif group.phase in ("parked", "failed"):
         group.replica.active = count_missing(state) > 0
@@ -385,7 +385,7 @@ def _plan_restore_groups(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
         if away or number in held or number in state.cordoned:
             todo.append(number)
             what = "is started and heals from a peer, or stands by as a spare"
-            if state.the_spec().torchft.elsewhere:
+            if state.the_spec().served:
                 what = "is let in again, once others have started it"
             parts.append(f"replica {number} {what if away else 'stays'}")
         else:
@@ -400,7 +400,7 @@ def _plan_restore_groups(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
 def _plan_cordon_groups(state: JobState, todo: list[int], already: list[str]) -> GroupPlan:
     free = [n for n, g in state.worlds.items() if g.alive and n not in {*todo, *state.barred}]
     refusal = describe_lack(state, len(free), "could be started again") if todo else ""
-    elsewhere = state.the_spec().torchft.elsewhere
+    elsewhere = state.the_spec().served
     after = "its next life is held" if elsewhere else "is not started again once it ends"
     parts = [f"replica {n} trains on, and {after}" for n in todo]
     left = count_left(state, set())[1]

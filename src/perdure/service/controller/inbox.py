@@ -400,7 +400,7 @@ def count_numbers(spec: JobSpec) -> int:
 
     So have replica groups that others start, of which nobody knows how many there will be.
     """
-    known = spec.groups and not spec.torchft.elsewhere
+    known = spec.groups and not spec.served
     return spec.num_nodes * spec.nproc * (1 if known else MEMBERS_A_SLOT)
 
 
