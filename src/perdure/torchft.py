@@ -21,7 +21,6 @@ from typing import Any
 from perdure.model.errors import ConfigError
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.start.cold import after_import
-from perdure.worker.torchft.elsewhere import prepare_elsewhere
 from perdure.worker.torchft.manager import install, replica
 from perdure.worker.torchft.settings import settings
 
@@ -29,7 +28,6 @@ config = settings.config
 """The script's live settings, the same in all replica groups at the same step."""
 
 
-prepare_elsewhere(os.environ)
 if os.environ.get("TORCHFT_LIGHTHOUSE"):
     after_import("torchft", install)
 

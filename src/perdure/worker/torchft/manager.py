@@ -312,6 +312,10 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _init(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    from perdure.worker.torchft.elsewhere import prepare_elsewhere
+
+    if replica.attachment is None:
+        prepare_elsewhere(os.environ)
     original(manager, *args, **kwargs)
     attach_elsewhere(manager)
     replica.adopt(manager)
