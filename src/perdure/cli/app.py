@@ -63,6 +63,7 @@ COMMANDS = {
     "forget": "platforms.teardown",
     "remind": "platforms.remote",
     "run": "running.run",
+    "serve": "running.serve",
     "profile": "profile",
     "trace": "trace",
     "queue": "queue",
