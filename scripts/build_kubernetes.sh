@@ -15,7 +15,7 @@ need() { # PROGRAM=PACKAGE ...: installs the packages whose program is missing.
   { $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends $missing; } >/dev/null
 }
 need etcd=etcd-server containerd=containerd runc=runc bridge=containernetworking-plugins \
-  busybox=busybox-static iptables=iptables ip=iproute2 kubectl=kubernetes-client
+  busybox=busybox-static iptables=iptables ip=iproute2 kubectl=kubernetes-client buildah=buildah debootstrap=debootstrap
 [ -d /usr/lib/cni ] || { $sudo apt-get install -y -qq --no-install-recommends containernetworking-plugins >/dev/null; }
 if [ -x "$keep/kubelet" ]; then exit 0; fi
 

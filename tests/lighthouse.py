@@ -27,7 +27,7 @@ def make_member(
     raw += _varint(step) + _key(5, _VARINT) + _varint(1)
     if commit_failures:
         raw += _key(8, _VARINT) + _varint(commit_failures)
-    return Member(replica, store, step, False, commit_failures, raw)
+    return Member(replica, store, step, False, commit_failures, raw, ranks=1)
 
 
 def parse_response(data: bytes) -> tuple[int, tuple[Member, ...]]:

@@ -15,15 +15,21 @@ the same when it imports torchft. Without perdure the script runs on, with torch
 with gloo mended and a broken quorum given up by all of its members at once.
 """
 
+import os
 from typing import Any
 
 from perdure.model.errors import ConfigError
 from perdure.worker.busy import Busy, declare_busy
+from perdure.worker.start.cold import after_import
 from perdure.worker.torchft.manager import install, replica
 from perdure.worker.torchft.settings import settings
 
 config = settings.config
 """The script's live settings, the same in all replica groups at the same step."""
+
+
+if os.environ.get("TORCHFT_LIGHTHOUSE"):
+    after_import("torchft", install)
 
 
 def manager(**options: Any) -> Any:

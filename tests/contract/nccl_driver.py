@@ -115,6 +115,10 @@ class Nccl:
         self.version = version
         self.library = c.CDLL(library)
         self.table = table.in_dll(self.library, f"ncclProfiler_v{version}")
+        self.init(name, rank, ranks)
+
+    def init(self, name: bytes, rank: int, ranks: int) -> None:
+        """Open a communicator, which is the one from now on."""
         self.context, self.mask = c.c_void_p(), c.c_int(-1)
         context, mask = c.byref(self.context), c.byref(self.mask)
         world = (2, ranks, rank, None)
@@ -123,7 +127,7 @@ class Nccl:
             V4: lambda: self.table.init(context, mask, name, 0xABC, *world),
             V5: lambda: self.table.init(context, 0xABC, mask, name, *world),
             V6: lambda: self.table.init(context, 0xABC, mask, name, *world),
-        }[version]()
+        }[self.version]()
         assert done == 0
 
     def start(self, type_: int, parent: Any = None, **body: Any) -> c.c_void_p:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from perdure.adapters.nccl_links import DeviceRank, NcclLinkReader
+from perdure.adapters.nccl_links import RANKS_A_SWEEP, DeviceRank, NcclLinkReader
 from perdure.agent.state import KeeperView
 from perdure.model.job import DetectConfig
 from perdure.model.paths import JobPaths
@@ -33,11 +33,13 @@ from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 __all__ = ["built", "no_ring"]
 
 MB = 1_000_000
-PEER, BYTES, SENDING_SINCE, BUSY = 2, 7, 17, 18
+STEPS, BYTES, BUSY = 6, 7, 18
+STEP_BYTES = 512 * 1024
+"""NCCL's own, of large messages."""
 RING = (CommProgress("dp0", 2, 0, 0, ranks=(4, 7), stamps="enqueued"),)
 
 
-def send(gpu: Gpu, peer: int, size: int, busy_s: float) -> None:
+def send(gpu: Gpu, peer: int, size: int, busy_s: float, step: int = STEP_BYTES) -> None:
     """Let the network have sent `size` bytes to `peer`, for which it was busy for so long."""
     with open(f"{gpu.ring}.nccl", "r+b") as file:
         at = find_link(file.fileno(), peer)
@@ -46,7 +48,7 @@ def send(gpu: Gpu, peer: int, size: int, busy_s: float) -> None:
             gpu.nccl.start(driver.PROXY_OP, gpu.nccl.coll(1), proxy_op=op)
             at = find_link(file.fileno(), peer)
             assert at is not None
-        for word, more in ((BYTES, size), (BUSY, int(busy_s * 1e9))):
+        for word, more in ((BYTES, size), (STEPS, size // step), (BUSY, int(busy_s * 1e9))):
             (now,) = struct.unpack("=q", os.pread(file.fileno(), 8, at + 8 * word))
             os.pwrite(file.fileno(), struct.pack("=q", now + more), at + 8 * word)
 
@@ -128,6 +130,7 @@ def test_the_slow_link_is_named_where_no_socket_carries_it(
     assert (run.standing.kind, run.standing.culprit.link) == ("CommSlow", (0, 1))
     assert run.standing.evidence["stamps"] == "device"
     assert run.standing.evidence["links"][0]["source"] == "nccl"
+    assert "usually 0.0;" not in run.standing.reason + ";"
     assert run.acted == []
     noted = fold.sum_up(run.training.now)
     assert noted is not None
@@ -211,6 +214,22 @@ def test_a_step_whose_end_nobody_told_keeps_no_link_busy(gpu: Gpu) -> None:
     assert link.busy_s < 0.05
 
 
+def test_what_an_aborted_communicator_left_is_not_its_successors(gpu: Gpu) -> None:
+    """It was aborted while it sent; by and by another one, of the same ranks, gets its place."""
+    begin_step(gpu, begin_proxy(gpu, 1), 0, MB)
+    place = gpu.nccl.context.value
+    for _ in range(64):
+        gpu.nccl.finalize()
+        gpu.nccl.init(b"dp0", 0, 2)
+    assert gpu.nccl.context.value == place
+    reader, proxy = NcclLinkReader(0.0), begin_proxy(gpu, 1)
+    look(reader, gpu, clock())
+    gpu.nccl.stop(begin_step(gpu, proxy, 0, 5 * MB))
+    time.sleep(0.2)
+    (link,) = look(reader, gpu, clock())
+    assert (link.bytes_acked, link.busy_s < 0.1) == (5 * MB, True)
+
+
 def test_what_goes_for_another_process_is_no_link_of_this_rank(gpu: Gpu) -> None:
     reader, mine = NcclLinkReader(0.0), begin_proxy(gpu, 1)
     other = begin_proxy(gpu, 1, os.getpid() + 1)
@@ -239,6 +258,29 @@ def test_only_what_is_new_and_much_is_told(gpu: Gpu) -> None:
     gpu.nccl.finalize()
     send(gpu, 1, 5 * MB, 0.25)
     assert look(reader, gpu, 105.0) == ()
+
+
+def test_what_goes_in_small_steps_has_no_cell(gpu: Gpu) -> None:
+    """Latency is its cost: at an eighth of the bytes a step it looked like a slow link."""
+    reader = NcclLinkReader(0.0)
+    send(gpu, 1, 5 * MB, 0.1)
+    look(reader, gpu, 100.0)
+    send(gpu, 1, 5 * MB, 0.9, step=64 * 1024)
+    assert look(reader, gpu, 101.0) == ()
+    send(gpu, 1, 5 * MB, 0.1)
+    assert [s.bytes_acked for s in look(reader, gpu, 102.0)] == [5 * MB]
+
+
+def test_of_a_node_with_many_ranks_some_are_looked_at_in_each_sweep(gpu: Gpu) -> None:
+    ranks = {
+        rank: DeviceRank(gpu.ring if rank == 4 else "nothing", os.getpid(), RING)
+        for rank in range(2 * RANKS_A_SWEEP)
+    }
+    reader, told = NcclLinkReader(0.0), []
+    for second in range(8):
+        send(gpu, 1, 5 * MB, 0.25)
+        told += [(s.bytes_acked, s.busy_s) for s in reader.read(ranks, 100.0 + second)]
+    assert told == [(5 * MB, pytest.approx(0.25))] * 3
 
 
 def test_a_file_of_another_process_or_version_or_kind_is_not_read(gpu: Gpu) -> None:
@@ -311,6 +353,7 @@ def test_a_look_costs_a_fraction_of_a_millisecond(gpu: Gpu) -> None:
         began_s = time.process_time()
         look(reader, gpu, 100.0 + second, ring=ring)
         costs.append(time.process_time() - began_s)
-    assert len(reader._last) > 300
+    (kept,) = reader._looks.values()
+    assert len(kept.totals) > 300
     print(f"a look at 400 links: {sorted(costs)[5] * 1e3:.2f} ms")
     assert sorted(costs)[5] < 0.03

@@ -2,7 +2,8 @@
 
 torchft's managers make two calls, `Quorum`, which stays open until there is one, and `Heartbeat`.
 Both come here as bytes and are answered with bytes (`perdure.model.bus.lighthouse`), so that no
-generated code is needed and newer fields pass through.
+generated code is needed and newer fields pass through. The one call in the other direction is
+`Kill`, by which torchft's own lighthouse ends a replica as well.
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,11 +12,32 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from perdure.model.bus.lighthouse import SERVICE
+from perdure.model.bus.lighthouse import KILL, SERVICE, encode_kill
 from perdure.model.errors import PlatformError, ProtocolError
 
 _GRACE_S = 0.2
+_KILL_S = 3.0
+"""Given to a manager to end its process."""
 _OPTIONS = (("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1))
+
+
+async def kill_replica(manager: str, reason: str) -> str:
+    """Have the process end that the manager at this URL runs in; return why it has not, or nothing.
+
+    It ends with exit code 1 and without an answer, so a connection that breaks, or cannot be made,
+    says that it has.
+    """
+    async with grpc.aio.insecure_channel(manager.rpartition("//")[2]) as channel:
+        call = channel.unary_unary(KILL)
+        try:
+            await call(encode_kill(reason), timeout=_KILL_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                return ""
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                return f"its manager has not answered for {_KILL_S:g} s"
+            return f"its manager refuses: {error.details()}"
+    return ""
 
 
 class LighthouseServer:
@@ -42,10 +64,11 @@ class LighthouseServer:
         Raises:
             PlatformError: it is taken.
         """
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._server.add_insecure_port(place)
         except RuntimeError as error:
-            raise PlatformError(f"the lighthouse cannot listen on {host}:{port}") from error
+            raise PlatformError(f"the lighthouse cannot listen on {place}") from error
         await self._server.start()
         return int(bound)
 

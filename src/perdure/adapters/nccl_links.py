@@ -8,7 +8,6 @@ knows no losses and no round trips, so these stay 0, and a peer that does not an
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,7 +27,13 @@ from perdure.model.signals.progress import CommProgress
 
 PLAUSIBLE_S = 0.05
 """A link may seem busy for so much longer than the window: two clocks were read one by one."""
+STEP_BYTES_MIN = 256 * 1024
+"""Of what goes in smaller steps latency is the cost, and not the network's pace."""
+RANKS_A_SWEEP = 8
+"""Of a node with more ranks than this, some are looked at in each sweep, and all in turn."""
 _BYTES_MAX = 1 << 53
+_SERIAL = (1 << 30) - 1
+"""As much of a communicator's number as a link has in its own."""
 
 
 class DeviceRank(NamedTuple):
@@ -48,8 +53,27 @@ class _Ends(NamedTuple):
     """Name of the ring's communicator."""
 
 
-_Key = tuple[int, int, int, int]
-"""A rank; when its file began; the communicator's number; the peer in it."""
+_Key = tuple[int, int, int]
+"""When the rank's file began; the communicator's number; the peer in it."""
+
+
+class _Totals(NamedTuple):
+    """What a link has done since its communicator began."""
+
+    ends: _Ends
+    bytes: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+
+    def add(self, size: int, steps: int, busy_s: float) -> "_Totals":
+        return _Totals(self.ends, self.bytes + size, self.steps + steps, self.busy_s + busy_s)
+
+
+class _Look(NamedTuple):
+    """One look at one rank's file."""
+
+    at_s: float
+    totals: dict[_Key, _Totals]
 
 
 class NcclLinkReader:
@@ -58,42 +82,39 @@ class NcclLinkReader:
     def __init__(self, clock_offset_s: float) -> None:
         """Begin with nothing known: the first look is what the next is compared with."""
         self._offset_s = clock_offset_s
-        self._last: dict[_Key, tuple[int, float]] = {}
-        self._looked_s = 0.0
+        self._looks: dict[int, _Look] = {}
+        self._swept_s = 0.0
+        self._turn = 0
 
     def read(self, ranks: Mapping[int, DeviceRank], now: float) -> tuple[LinkSample, ...]:
-        """Return what each link of `ranks` has moved since the last look, where it was much.
+        """Return what each link of `ranks` has moved in a sweep, where it was much.
 
-        Nothing of a file that another process wrote, or that says what cannot be.
+        A rank that was looked at some sweeps ago has moved as much in each. Nothing is told of a
+        file that another process wrote, or that says what cannot be.
         """
-        window_s, self._looked_s = now - self._looked_s, now
-        totals: dict[_Key, tuple[int, float]] = {}
-        ends_of: dict[_Key, _Ends] = {}
-        for rank, of in ranks.items():
-            for key, ends, moved, busy_s in self._list_links(rank, of, now):
-                before = totals.get(key, (0, 0.0))
-                totals[key] = (before[0] + moved, before[1] + busy_s)
-                ends_of[key] = ends
-        grown: defaultdict[_Ends, list[float]] = defaultdict(lambda: [0, 0.0])
-        for key, (moved, busy_s) in totals.items():
-            last = self._last.get(key)
-            if last is None:
-                continue
-            moved, busy_s = moved - last[0], busy_s - last[1]
-            if moved >= 0 and -1e-6 <= busy_s <= window_s + PLAUSIBLE_S:
-                grown[ends_of[key]][0] += moved
-                grown[ends_of[key]][1] += busy_s
-        self._last = totals
-        return tuple(
-            _make_sample(ends, int(moved), busy_s)
-            for ends, (moved, busy_s) in grown.items()
-            if moved >= MOVED_BYTES * min(1.0, window_s) or (moved and busy_s > 0.5 * window_s)
-        )
+        sweep_s, self._swept_s = now - self._swept_s, now
+        turns = max(1, -(-len(ranks) // RANKS_A_SWEEP))
+        self._turn += 1
+        self._looks = {rank: look for rank, look in self._looks.items() if rank in ranks}
+        found: list[LinkSample] = []
+        for place, rank in enumerate(sorted(ranks)):
+            if (self._turn + place) % turns == 0:
+                before = self._looks.get(rank)
+                look = self._looks[rank] = self._look(rank, ranks[rank], now)
+                if before is not None and now > before.at_s:
+                    found += _compare(before, look, sweep_s)
+        return tuple(found)
+
+    def _look(self, rank: int, of: DeviceRank, now: float) -> _Look:
+        totals: dict[_Key, _Totals] = {}
+        for key, ends, size, steps, busy_s in self._list_links(rank, of, now):
+            totals[key] = totals.get(key, _Totals(ends)).add(size, steps, busy_s)
+        return _Look(now, totals)
 
     def _list_links(
         self, rank: int, of: DeviceRank, now: float
-    ) -> Iterator[tuple[_Key, _Ends, int, float]]:
-        """Yield each link that `rank` sends by: bytes and busy seconds since it began."""
+    ) -> Iterator[tuple[_Key, _Ends, int, int, float]]:
+        """Yield each link that `rank` sends by: bytes, steps and busy seconds since it began."""
         try:
             fd = open_regular(f"{of.ring}.nccl")
         except OSError:
@@ -109,13 +130,16 @@ class NcclLinkReader:
                 if found is None or not 0 <= link.peer < found[0].num_ranks:
                     continue
                 comm, progress = found
+                if link.serial != comm.serial & _SERIAL:
+                    continue
                 busy_s = link.busy_s
                 if 0.0 < link.busy_since_s < now:
                     busy_s += now - link.busy_since_s
                 dst = progress.ranks[link.peer]
-                if dst != rank and 0 <= link.bytes < _BYTES_MAX and busy_s >= 0.0:
-                    key = (rank, layout.started_ns, comm.serial, link.peer)
-                    yield key, _Ends(rank, dst, progress.name), link.bytes, busy_s
+                counts = (link.bytes, link.steps)
+                if dst != rank and 0 <= min(counts) <= max(counts) < _BYTES_MAX and busy_s >= 0.0:
+                    key = (layout.started_ns, comm.serial, link.peer)
+                    yield key, _Ends(rank, dst, progress.name), *counts, busy_s
         except OSError:
             return
         finally:
@@ -147,13 +171,35 @@ class _Comms:
         return None if index is None else (comm, self._ring[index])
 
 
+def _compare(before: _Look, look: _Look, sweep_s: float) -> Iterator[LinkSample]:
+    """Yield what the links of one rank have moved from look to look, for as long as a sweep."""
+    window_s = look.at_s - before.at_s
+    grown: dict[_Ends, _Totals] = {}
+    for key, now in look.totals.items():
+        last = before.totals.get(key)
+        if last is None:
+            continue
+        size, steps, busy_s = (
+            now.bytes - last.bytes,
+            now.steps - last.steps,
+            now.busy_s - last.busy_s,
+        )
+        if min(size, steps) >= 0 and -1e-6 <= busy_s <= window_s + PLAUSIBLE_S:
+            grown[now.ends] = grown.get(now.ends, _Totals(now.ends)).add(size, steps, busy_s)
+    share = min(1.0, sweep_s / window_s)
+    for of in grown.values():
+        much = of.bytes >= MOVED_BYTES * min(1.0, window_s) or of.busy_s > 0.5 * window_s
+        if of.bytes and much and of.bytes >= STEP_BYTES_MIN * of.steps:
+            yield _make_sample(of.ends, int(of.bytes * share), max(of.busy_s, 0.0) * share)
+
+
 def _make_sample(ends: _Ends, moved: int, busy_s: float) -> LinkSample:
     return LinkSample(
         src=ends.src,
         dst=ends.dst,
         comm=ends.comm,
         bytes_acked=moved,
-        busy_s=max(busy_s, 0.0),
+        busy_s=busy_s,
         rtt_s=0.0,
         retrans=0,
         unsent_bytes=0,

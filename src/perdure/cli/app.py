@@ -54,6 +54,7 @@ COMMANDS = {
     "prune": "checkpoints",
     "launch": "platforms.launch",
     "render": "platforms.launch",
+    "image": "platforms.image",
     "profiles": "platforms.profiles",
     "attach": "platforms.remote",
     "tunnel": "platforms.remote",
@@ -62,6 +63,7 @@ COMMANDS = {
     "forget": "platforms.teardown",
     "remind": "platforms.remote",
     "run": "running.run",
+    "serve": "running.serve",
     "profile": "profile",
     "trace": "drive",  # Which adds its command to those of `trace`.
     "queue": "queue",

@@ -13,7 +13,14 @@ from typing import Any
 from perdure.model.bus.wire import NodeOrder
 from perdure.model.events import AnyEvent, NodeLost, NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.model.orders import AnyAction, Assignment, AssignNodes, Order, RankOrder
+from perdure.model.orders import (
+    LIGHTHOUSE,
+    AnyAction,
+    Assignment,
+    AssignNodes,
+    Order,
+    RankOrder,
+)
 
 Sending = tuple[int | str, NodeOrder]
 """A message to a node, to `all`, or to the lighthouse."""
@@ -138,6 +145,8 @@ class OrderBook:
         """Return the order for whom it waits, by way of their nodes where they are ranks."""
         order = open_.order
         message = self._order(orders=(order,))
+        if isinstance(order, RankOrder) and self._spec.served:
+            return [(LIGHTHOUSE, message)]  # No agent is there, and it passes on what it can.
         if isinstance(order, RankOrder):
             ranks = (rank for rank in order.ranks if rank in open_.waiting)
             return self._address(message, {self._locate_rank(rank) for rank in ranks})

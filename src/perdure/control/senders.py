@@ -54,6 +54,8 @@ def find_untrue(
         return f"{type(event).__name__} is not for {who} to tell"
     if role not in ("agent", "rank"):
         return ""
+    if sender == LIGHTHOUSE:
+        return _judge_elsewhere(state, source, event)
     node = int(sender)
     if role == "rank":
         return _judge_rank(state, started, node, source, event)
@@ -79,6 +81,8 @@ def sift_beat(state: JobState, started: Started, beat: NodeBeat) -> tuple[NodeBe
 def find_role(sender: str, source: str) -> Sender | None:
     """Return what `source` is, of those that may speak as `sender`; None where it is nobody."""
     match sender:
+        case _ if sender == LIGHTHOUSE and _RANK.fullmatch(source):
+            return "rank"
         case _ if sender == LIGHTHOUSE:
             return "lighthouse" if source.startswith("l") else None
         case _ if sender == RUN:
@@ -122,6 +126,23 @@ def _judge_rank(state: JobState, started: Started, node: int, source: str, event
     if home is None:
         return f"generation {generation} is long over"
     return "" if home == node else f"rank {rank} of generation {generation} is not of node {node}"
+
+
+def _judge_elsewhere(state: JobState, source: str, event: AnyEvent) -> str:
+    """A rank that others have started speaks by way of the lighthouse, and for itself."""
+    found = _RANK.fullmatch(source)
+    assert found is not None
+    generation, rank = int(found[1]), int(found[2])
+    if not state.the_spec().served:
+        return "no rank of this job speaks by way of the lighthouse"
+    if getattr(event, "rank", rank) != rank:
+        return f"rank {rank} tells of another rank"
+    if getattr(event, "generation", generation) != generation:
+        return f"rank {rank} of generation {generation} tells of another generation"
+    world = state.worlds.get(rank // state.the_spec().nproc)
+    if world is None or generation > world.generation:
+        return f"there is no generation {generation} of rank {rank}"
+    return ""
 
 
 def _judge_agent(state: JobState, started: Started, node: int, event: AnyEvent) -> str:

@@ -29,6 +29,8 @@ def resolve_nodes(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
 
 def _resolve_target(state: JobState, target: str) -> int:
     spec = state.the_spec()
+    if spec.served:
+        return _resolve_elsewhere(state, target)
     kind, _, text = target.rpartition(":")
     if kind in ("", "node") and text.isdigit():
         if int(text) >= spec.num_nodes:
@@ -53,6 +55,20 @@ def _resolve_target(state: JobState, target: str) -> int:
         if target in registered.device_ids or target in slots:
             return node
     raise UnknownTargetError(f"there is no device `{target}`: `perdure map` lists them")
+
+
+def _resolve_elsewhere(state: JobState, target: str) -> int:
+    """Return the group that `target` names, of those that others start: also by its replica id."""
+    kind, _, text = target.rpartition(":")
+    number = int(text) if text.isdigit() else -1
+    number = number // state.the_spec().nproc if kind == "rank" else number
+    if kind in ("", "node", "replica", "rank") and number in state.worlds:
+        return number
+    for group in state.worlds.values():
+        if target in (group.replica.name, group.replica.name.rpartition(":")[0]):
+            return group.number
+    there = name_all("replica", sorted(state.worlds))
+    raise UnknownTargetError(f"there is no {target}: have come so far {there}")
 
 
 def name_all(noun: str, numbers: Sequence[int]) -> str:

@@ -129,6 +129,8 @@ class ReplicaState:
     """The time since when it is left out."""
     leaving: str = ""
     """Why it is about to be left: it gets no quorum any more."""
+    unended: str = ""
+    """Why its process could not be ended, where others have started it."""
     stands: int | None = None
     """The step that it asks to begin, where it is held at the lighthouse; else None."""
 

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from html import escape
 from statistics import median
+from typing import NamedTuple
 
 from perdure.model.signals.links import LinkSample
 from perdure.telemetry.links import DelayMatrix
@@ -25,6 +26,25 @@ _COLORS = ("#d7e3ef", "#f6e0a8", "#f3bd6b", "#ea8a4a", "#d1495b", "#8c1c3a")
 _TROUBLE = "#3b1f5b"
 
 
+class Usual(NamedTuple):
+    """The median cell of the links that the kernel counts, and of those that NCCL does."""
+
+    kernel: float
+    nccl: float
+
+    def rate(self, s: LinkSample) -> float:
+        """Return a link's cell as a multiple of what is usual for its kind; 0 for none."""
+        usual = self.nccl if s.source == "nccl" else self.kernel
+        return s.busy_ms_per_mb / usual if usual else 0.0
+
+    def show(self) -> str:
+        """Return both in words, where there are two."""
+        kernel, nccl = f"{self.kernel:.2f}", f"{self.nccl:.2g}"
+        if not self.nccl:
+            return kernel
+        return f"{kernel}, of NCCL's {nccl}" if self.kernel else nccl
+
+
 def render_links(matrix: DelayMatrix, width: int = 100) -> str:
     """Return the matrix as text; where it is empty, why."""
     if not matrix.links:
@@ -33,7 +53,7 @@ def render_links(matrix: DelayMatrix, width: int = 100) -> str:
     usual = _compute_usual(matrix.links)
     lines = [
         f"Delay matrix (busy ms/MB over the last {matrix.window_s:.0f} s; generation "
-        f"{matrix.generation}; median {usual:.2f})"
+        f"{matrix.generation}; median {usual.show()})"
     ]
     fits = 8 + 8 * len(ranks) <= width
     if len(ranks) <= TABLE_RANKS and fits:
@@ -44,7 +64,7 @@ def render_links(matrix: DelayMatrix, width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def _render_table(links: Iterable[LinkSample], ranks: list[int], usual: float) -> list[str]:
+def _render_table(links: Iterable[LinkSample], ranks: list[int], usual: Usual) -> list[str]:
     cells = {(s.src, s.dst): s for s in links}
     lines = ["  to".rjust(8) + "".join(f"{rank:>8}" for rank in ranks)]
     for src in ranks:
@@ -54,7 +74,7 @@ def _render_table(links: Iterable[LinkSample], ranks: list[int], usual: float) -
     return lines
 
 
-def _render_cell(sample: LinkSample | None, own: bool, usual: float) -> str:
+def _render_cell(sample: LinkSample | None, own: bool, usual: Usual) -> str:
     if sample is None:
         return "-".rjust(8) if own else ".".rjust(8)
     mark = "*" if _is_unusual(sample, usual) else " "
@@ -62,13 +82,14 @@ def _render_cell(sample: LinkSample | None, own: bool, usual: float) -> str:
     return f"{value:>7}{mark}"
 
 
-def _render_list(links: list[LinkSample], usual: float) -> list[str]:
+def _render_list(links: list[LinkSample], usual: Usual) -> list[str]:
     lines = [
         f"{'link':>10}  {'comm':<12}{'MB':>9}{'ms/MB':>9}{'x usual':>9}{'rtt ms':>9}"
         f"{'resent':>8}{'unsent':>9}{'backoff':>8}"
     ]
     for s in links:
-        times = f"{s.busy_ms_per_mb / usual:.1f}" if usual and s.busy_ms_per_mb else "-"
+        multiple = usual.rate(s)
+        times = f"{multiple:.1f}" if multiple else "-"
         lines.append(
             f"{f'{s.src}->{s.dst}':>10}  {s.comm[:11] or '?':<12}{s.bytes_acked / 1e6:>9.1f}"
             f"{s.busy_ms_per_mb:>9.2f}{times:>9}" + _render_socket(s)
@@ -118,7 +139,7 @@ def render_heat_map(matrix: DelayMatrix) -> str:
     more = f" The {hidden} ranks with nothing slow are left out." if hidden else ""
     missing = f" Not seen: {escape(matrix.note)}." if matrix.note else ""
     note = (
-        f'<p class="soft">Busy ms per MB of each directed link (rows send), median {usual:.2f}, '
+        f'<p class="soft">Busy ms per MB of each directed link (rows send), median {usual.show()}, '
         f"generation {matrix.generation}, the last {matrix.window_s:.0f} s noted."
         f"{more}{missing}</p>"
     )
@@ -132,7 +153,7 @@ def _render_scale() -> str:
     return f'<p class="legend">{"".join(items)} of the median</p>'
 
 
-def _render_worst(matrix: DelayMatrix, usual: float) -> str:
+def _render_worst(matrix: DelayMatrix, usual: Usual) -> str:
     worst = [s for s in _pick_worst(matrix, usual) if _is_unusual(s, usual)][:8]
     if not worst:
         return ""
@@ -140,8 +161,9 @@ def _render_worst(matrix: DelayMatrix, usual: float) -> str:
     return f"<table><tr><th>unusual links</th></tr>{rows}</table>"
 
 
-def _describe(s: LinkSample, usual: float) -> str:
-    times = f" ({s.busy_ms_per_mb / usual:.1f}x)" if usual and s.busy_ms_per_mb else ""
+def _describe(s: LinkSample, usual: Usual) -> str:
+    multiple = usual.rate(s)
+    times = f" ({multiple:.1f}x)" if multiple else ""
     words = (
         f"rank {s.src} to rank {s.dst}" + (f" in {s.comm}" if s.comm else ""),
         f"{s.busy_ms_per_mb:.2f} ms/MB{times}",
@@ -154,36 +176,39 @@ def _describe(s: LinkSample, usual: float) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _color(s: LinkSample, usual: float) -> str:
+def _color(s: LinkSample, usual: Usual) -> str:
     if s.backoff:
         return _TROUBLE
-    return _COLORS[bisect_right(_STEPS, s.busy_ms_per_mb / usual) if usual else 0]
+    return _COLORS[bisect_right(_STEPS, usual.rate(s))]
 
 
-def _is_unusual(s: LinkSample, usual: float) -> bool:
-    slow = usual > 0 and s.busy_ms_per_mb >= 3 * usual
+def _is_unusual(s: LinkSample, usual: Usual) -> bool:
+    slow = usual.rate(s) >= 3.0
     lossy = s.retrans >= RESENT_MIN and s.retrans * 1448 > 0.005 * s.bytes_acked
     stuck = s.unsent_bytes > 0 and s.last_ack_s > 0.5
     return bool(slow or lossy or s.backoff or stuck)
 
 
-def _compute_usual(links: Iterable[LinkSample]) -> float:
-    cells = [s.busy_ms_per_mb for s in links if s.busy_ms_per_mb]
-    return median(cells) if cells else 0.0
+def _compute_usual(links: Iterable[LinkSample]) -> Usual:
+    cells: dict[str, list[float]] = {"kernel": [0.0], "nccl": [0.0]}
+    for s in links:
+        if s.busy_ms_per_mb:
+            cells[s.source].append(s.busy_ms_per_mb)
+    return Usual(*(median(found[1:] or found) for found in cells.values()))
 
 
 def _list_link_ranks(links: Iterable[LinkSample]) -> list[int]:
     return sorted({rank for s in links for rank in (s.src, s.dst)})
 
 
-def _pick_worst(matrix: DelayMatrix, usual: float) -> list[LinkSample]:
+def _pick_worst(matrix: DelayMatrix, usual: Usual) -> list[LinkSample]:
     def badness(s: LinkSample) -> tuple[bool, int, float, int, int, str]:
         return (not _is_unusual(s, usual), -s.backoff, -s.busy_ms_per_mb, s.src, s.dst, s.comm)
 
     return sorted(matrix.comms or matrix.links, key=badness)[:LISTED]
 
 
-def _pick_ranks(matrix: DelayMatrix, usual: float, ranks: list[int]) -> list[int]:
+def _pick_ranks(matrix: DelayMatrix, usual: Usual, ranks: list[int]) -> list[int]:
     """Return the ranks to draw: all, or as many as there is room for, around the worst links."""
     if len(ranks) <= HEAT_RANKS:
         return ranks

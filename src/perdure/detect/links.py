@@ -142,7 +142,7 @@ class LinkWatch:
         for key, samples in by_ends.items():
             sample = samples[0] if len(samples) == 1 else _merge(samples)
             link = self.links.get(key)
-            if link is None:
+            if link is None or link.newest.source != sample.source:  # Another network, perhaps.
                 near = self._node_of(key[0]) == self._node_of(key[1])
                 link = self.links[key] = Link(*key, near, sample)
             if sample.backoff > link.newest.backoff:
@@ -367,9 +367,10 @@ class LinkWatch:
         if link.newest.backoff:
             facts.append(f"no answer for {link.newest.last_ack_s:.1f} s")
         elif link.cell and link.base.known:
-            facts.append(f"{link.cell:.1f} ms busy per MB, usually {link.base.value:.1f}")
+            usual = _show_ms(link.base.value)
+            facts.append(f"{_show_ms(link.cell)} ms busy per MB, usually {usual}")
         elif link.cell:
-            facts.append(f"{link.cell:.1f} ms busy per MB")
+            facts.append(f"{_show_ms(link.cell)} ms busy per MB")
         if link.newest.retrans >= LOST_MIN:
             facts.append(f"{link.newest.retrans} segments sent again")
         reason = f"link {link.src}->{link.dst} is {word}: {', '.join(facts) or 'see the links'}"
@@ -387,6 +388,15 @@ class LinkWatch:
     def _is_most(self, now: float, node: int, pairs: list[tuple[int, int]]) -> bool:
         active = {p for p in self._active_pairs(now) if node in p}
         return 2 * len(active & set(pairs)) >= len(active)
+
+
+def _show_ms(ms: float) -> str:
+    """Return a cell in words; InfiniBand's are hundredths.
+
+    >>> _show_ms(0.0402), _show_ms(140.41)
+    ('0.04', '140.4')
+    """
+    return f"{ms:.1f}" if ms >= 1.0 else f"{ms:.2g}"
 
 
 def _rate_stuck(link: Link) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ Later layers win: the environment of `perdure run`, defaults where nothing is se
 
 from collections.abc import Mapping
 
+from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.job import JobSpec
 from perdure.model.nccl import NCCL_DEFAULTS, SUPERVISED, TORCHRUN, choose_defaults, mark_defaults
 from perdure.model.orders import Assignment
@@ -68,11 +69,7 @@ def _replica_environment(
     if base.get(GROUP_DEVICES):
         env["CUDA_VISIBLE_DEVICES"] = base[GROUP_DEVICES]
     if spec.lighthouse is not None and spec.lighthouse.own:
-        patience = {
-            "TORCHFT_QUORUM_TIMEOUT_SEC": "86400",
-            "TORCHFT_QUORUM_RETRIES": "1000000",  # 0.1 s apart
-        }
-        env |= {k: v for k, v in patience.items() if k not in base and k not in spec.env}
+        env |= {k: v for k, v in PATIENCE.items() if k not in base and k not in spec.env}
     return env
 
 

@@ -744,6 +744,14 @@ class ReplicaSeen(Event, frozen=True, kw_only=True):
     hold: int = -1
     step: int = -1
     """With `gone` the last step that the members had committed."""
+    life: int = -1
+    """Of a group that others start: which of all lives of such groups this is, from 0 on."""
+    manager: str = ""
+    """Likewise: where its manager listens."""
+    ranks: int = 0
+    """Likewise: how many it has."""
+    silent: bool = False
+    """With `gone`: no heartbeat comes any more, so that it may have ended."""
 
 
 class ReplicaWaiting(RankEvent, frozen=True, kw_only=True):
@@ -772,6 +780,24 @@ class ReplicaLate(Event, frozen=True, kw_only=True):
     reason: str = ""
     over: bool = False
     """It has come."""
+
+
+class RankAttached(RankEvent, frozen=True, kw_only=True):
+    """A rank of a group that others have started has opened its line to the lighthouse (torchft).
+
+    It is told again once the rank is known to use a GPU.
+    """
+
+    pid: int
+    host: str
+    devices: tuple[str, ...]
+    at_s: float
+
+
+class RankLeft(RankEvent, frozen=True, kw_only=True):
+    """The script of a rank that others have started has ended without an exception (torchft)."""
+
+    at_s: float
 
 
 class DeviceReported(Event, frozen=True, kw_only=True):
@@ -917,6 +943,8 @@ AnyEvent = (
     | ReplicaSeen
     | ReplicaWaiting
     | ReplicaLate
+    | RankAttached
+    | RankLeft
     | DeviceReported
     | ControllerLost
     | PreemptionNoticed

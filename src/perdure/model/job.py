@@ -172,6 +172,13 @@ class TorchftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     silent_s: Seconds = 0.5
     """A member without a heartbeat (it sends ten a second) is left out after this long, where its
     process is stopped or its connections ended; after 5 s where nothing else is known of it."""
+    elsewhere: bool = False
+    """Somebody else starts the groups, as many as there are (`perdure serve`): their names tell
+    them apart, and `replicas` says nothing but that this is a torchft job."""
+    bind: str = "127.0.0.1"
+    """Address that perdure's own lighthouse listens on."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Its port; 0: one that the system chooses."""
 
 
 class Lighthouse(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +188,10 @@ class Lighthouse(msgspec.Struct, frozen=True, kw_only=True):
     """Where one runs already; empty: it is a part of the job."""
     own: bool = False
     """It is perdure's, which sees who hangs and can hold replicas."""
+    bind: str = "127.0.0.1"
+    """Address that it listens on."""
+    port: int = 0
+    """0: one that the system chooses."""
     stock_words: tuple[str, ...] = ()
     """Arguments of torchft's own, beside the address that it binds."""
 
@@ -434,7 +445,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def local_nodes(self) -> int:
         """Nodes whose agents `perdure run` starts."""
-        return max(0, self.num_nodes - self.remote)
+        return 0 if self.served else max(0, self.num_nodes - self.remote)
 
     @property
     def world_size(self) -> int:
@@ -477,7 +488,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
         Groups that are spare hold their devices as well.
         """
-        if self.torchft.replicas:
+        if self.groups:
             return self.nproc * (self.torchft.replicas + self.spare_nodes)
         return self.nproc * self.nodes
 
@@ -485,6 +496,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def node_ranks(self) -> int:
         """Ranks of a machine that is one node of several; of torchft, of that with all groups."""
         return self.machine_ranks if self.groups else self.nproc
+
+    @property
+    def served(self) -> bool:
+        """Whether others start its replica groups (`perdure serve`)."""
+        return self.torchft.elsewhere
 
     @property
     def groups(self) -> int:
@@ -503,7 +519,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if not config.replicas:
             return None
         if config.lighthouse == "perdure":
-            return Lighthouse(own=True)
+            return Lighthouse(own=True, bind=config.bind, port=config.port)
         if config.lighthouse != "stock":
             return Lighthouse(url=config.lighthouse)
         words: tuple[str, ...] = ("--min_replicas", str(config.min_replicas))

@@ -35,6 +35,7 @@ from perdure.model.events import (
     PreemptionWithdrawn,
     ProbeEnded,
     RankExited,
+    ReplicaSeen,
     SettingsChanged,
     StacksTaken,
     VerdictReached,
@@ -46,6 +47,8 @@ from perdure.model.steering import RESUMED, Change, Steering
 LIGHTHOUSE = "lighthouse"
 """Its address among the nodes."""
 _FOR_EVER = 2**62
+_KILLS = 60
+"""How often it is worth saying that a replica is to be ended."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -453,7 +456,8 @@ class ReplicaGroup(msgspec.Struct, frozen=True):
     group: int
     generation: int
     store: str
-    """Address of its own store, which is how a request tells its group."""
+    """Address of its own store, which is how a request tells its group; empty where its name does,
+    for others have started it."""
     held: bool = False
     spare: bool = False
     """Held, but to stand in at once for a member that is lost."""
@@ -494,6 +498,7 @@ class HoldReplicas(LighthouseOrder, frozen=True, kw_only=True):
 class EvictReplica(LighthouseOrder, frozen=True, kw_only=True):
     """Have the lighthouse forget a replica id at once and for ever (torchft)."""
 
+    about: ClassVar[str] = "evict {0.replica}"
     says: ClassVar[str] = "replica {0.replica}"
     worth: ClassVar[int] = 1
     """Should the order be lost, the next list of the groups says who is gone."""
@@ -501,6 +506,19 @@ class EvictReplica(LighthouseOrder, frozen=True, kw_only=True):
     replica: str
     generation: int = -1
     """Of its processes; enough where the replica id is not known."""
+    group: int = -1
+    kill: bool = False
+    """End it as well, by way of its manager: no agent could, for others have started it."""
+
+    @property
+    def sent_max(self) -> int:
+        """Return how often it is sent: until it is told that the replica is gone."""
+        return _KILLS if self.kill else self.worth
+
+    def list_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+        """Return the lighthouse, once it has told that this replica is gone."""
+        gone = isinstance(event, ReplicaSeen) and event.gone and event.replica == self.replica
+        return self.recipients if gone else ()
 
 
 AnyOrder = (

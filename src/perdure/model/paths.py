@@ -153,6 +153,11 @@ class JobPaths(msgspec.Struct, frozen=True):
         return str(PurePosixPath(self.sockets, f"agent-{node}"))
 
 
+def lighthouse_door(uid: int, port: int) -> str:
+    """Where the lighthouse on `port` of this machine listens for ranks that others have started."""
+    return f"/tmp/perdure-{uid}/lighthouse-{port}"
+
+
 def job_paths(home: str, job: str, uid: int) -> JobPaths:
     """Return the paths of `job` under the absolute directory `home`."""
     root = str(PurePosixPath(home, "jobs", job))

@@ -176,11 +176,21 @@ class ReplicaRow(msgspec.Struct, frozen=True):
     """Its replica id now; empty before its first quorum."""
     node: int
     state: str
-    """starting, healing, training, spare, evicted, silent, failed, finished, left."""
+    """starting, healing, training, spare, evicted, silent, failed, finished, left. Of a group that
+    others start also drained, and gone: nothing is heard of it, so it has ended, or as good as."""
     step: int
     quorum_id: int
+    """Of the quorum in force; -1: it is not in it."""
     late: str = ""
     """In what way it is late, where the others wait for it for longer than ever before."""
+    why: str = ""
+    """Why it is not in the quorum, in the lighthouse's words; empty where it tells no reason."""
+    manager: str = ""
+    """Where its manager listens; here and below, of a group that others start."""
+    since_s: float = 0.0
+    """When this life of it came to the lighthouse."""
+    ranks: int = 0
+    """How many it has."""
 
 
 class IncidentRow(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ old one or the new one. Nothing here syncs: what must survive a power cut is in 
 
 import contextlib
 import fcntl
+import glob
 import logging
 import os
 import shutil
@@ -81,6 +82,10 @@ class LighthouseFile(msgspec.Struct, frozen=True):
     """The controller's newest word on who is held, so that no spare slips in meanwhile."""
     silences: tuple[float, ...] = ()
     """How long members were late so far, seconds: what is patience for."""
+    names: dict[str, int] = {}
+    """Numbers of groups that others have started, by their names."""
+    lives: int = 0
+    """Of these groups so far."""
 
 
 def resolve_home(env: dict[str, str] | None = None) -> str:
@@ -373,7 +378,14 @@ def make_folders(paths: JobPaths) -> None:
 
 
 def remove_folders(paths: JobPaths) -> None:
-    """Remove what a job has outside its directory: sockets, and snapshots in memory."""
+    """Remove what a job has outside its directory: sockets, and snapshots in memory.
+
+    So are links to its sockets (`model.paths.lighthouse_door`).
+    """
+    for link in glob.glob(os.path.join(os.path.dirname(paths.sockets), "lighthouse-*")):
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith(paths.sockets + os.sep):
+                os.unlink(link)
     for folder in (paths.sockets, paths.memory):
         shutil.rmtree(folder, ignore_errors=True)
 

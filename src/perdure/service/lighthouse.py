@@ -28,7 +28,8 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.host import pick_free_port
-from perdure.adapters.lighthouse import LighthouseServer
+from perdure.adapters.lighthouse import LighthouseServer, kill_replica
+from perdure.control.lighthouse.names import Names
 from perdure.control.lighthouse.outputs import (
     Answered,
     Fenced,
@@ -54,6 +55,8 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import (
+    AnyEvent,
+    FaultInjected,
     KeeperLost,
     QuorumFormed,
     QuorumIdsReserved,
@@ -63,7 +66,15 @@ from perdure.model.events import (
     ReplicaWaiting,
 )
 from perdure.model.job import JobSpec, Lighthouse
-from perdure.model.orders import LIGHTHOUSE, EvictReplica, FenceAbort, HoldReplicas
+from perdure.model.orders import (
+    LIGHTHOUSE,
+    EvictReplica,
+    FenceAbort,
+    HoldReplicas,
+    InjectFault,
+    RankOrder,
+)
+from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.outbox import Outbox
 from perdure.service.jobfiles import (
@@ -84,6 +95,7 @@ from perdure.service.part import (
     watch_process,
 )
 from perdure.service.ports import Bus, Reply
+from perdure.service.replica_ranks import ReplicaRanks
 from perdure.worker.process import die_with, set_title
 
 log = logging.getLogger("perdure.lighthouse")
@@ -100,6 +112,18 @@ _LIVES = 1000
 _STOCK = "torchft_lighthouse"
 
 
+class _Passing(Outbox):
+    """What the lighthouse tells, and its ranks by way of it; of their waits it hears itself."""
+
+    on_waiting: Callable[[ReplicaWaiting], None]
+
+    def put_from(self, source: str, seq: int, event: AnyEvent, done: Callable[[], None]) -> None:
+        """Queue event `seq` of a rank."""
+        super().put_from(source, seq, event, done)
+        if isinstance(event, ReplicaWaiting):
+            self.on_waiting(event)
+
+
 class LighthouseService:
     """One lighthouse; the bus may come and go."""
 
@@ -110,13 +134,13 @@ class LighthouseService:
         *,
         clock: Callable[[], float],
         incarnation: str,
-        host: str = "127.0.0.1",
+        clock_offset_s: float = 0.0,
     ) -> None:
         """Serve `spec`; keep what must not be forgotten in the file `path`."""
         self._spec, self._path, self._clock = spec, path, clock
         self._awake_s = math.inf
         """When we are awake at the latest."""
-        self._incarnation, self._host = incarnation, host
+        self._incarnation, self._place = incarnation, spec.lighthouse or Lighthouse()
         self.machine = Quorums(make_quorum_config(spec))
         self._server = LighthouseServer(self._take_request, self._take_heartbeat)
         self._futures: dict[int, asyncio.Future[bytes]] = {}
@@ -125,8 +149,19 @@ class LighthouseService:
         self._file = LighthouseFile(port=0)
         self._bus: Bus | None = None
         subject = subject_events(spec.name, LIGHTHOUSE)
-        self._outbox = Outbox(None, subject, node=-1, source=incarnation)
+        self._outbox = _Passing(None, subject, node=-1, source=incarnation)
+        self._outbox.on_waiting = self._take_waiting
+        self._ranks = ReplicaRanks(
+            spec,
+            self._outbox,
+            clock=clock,
+            clock_offset_s=clock_offset_s,
+            find=self._find_life,
+            ended=self._take_end,
+        )
         self._hold_number = -1
+        self._ending: set[str] = set()
+        """Replicas that are being ended."""
         self._noted: tuple[float, int] = (0.0, -1)
         self.tasks = Tasks()
 
@@ -138,7 +173,8 @@ class LighthouseService:
         deadline_s = self._clock() + _BIND_S
         while True:
             try:
-                port = await self._server.start(self._host, known.port if known else 0)
+                wanted = known.port if known else self._place.port
+                port = await self._server.start(self._place.bind, wanted)
                 break
             except PlatformError:
                 if self._clock() > deadline_s:
@@ -150,6 +186,7 @@ class LighthouseService:
             self.machine.regroup(self._clock(), known.groups)
             self.machine.next_id = known.ids_until
             self.machine.silences.long.extend(known.silences)
+            self.machine.names = Names(dict(known.names), known.lives)
         until = self.machine.next_id + IDS
         self._keep(msgspec.structs.replace(known or self._file, port=port, ids_until=until))
         self._outbox.put(QuorumIdsReserved(until=until, at_s=self._clock()))
@@ -186,9 +223,14 @@ class LighthouseService:
         await bus.serve_each(subject_events(job, "*"), self._take_events)
         await bus.serve_each(subject_beats(job, "*"), self._take_beat)
 
+    async def hear_ranks(self, paths: JobPaths, port: int) -> None:
+        """Take the lines of ranks that others have started."""
+        await self._ranks.start(paths, port)
+
     async def close(self) -> None:
         """Hang up."""
         await self.tasks.end()
+        await self._ranks.close()
         await self._server.close()
 
     # --- in -----------------------------------------------------------------------------------
@@ -219,9 +261,104 @@ class LighthouseService:
             match order:
                 case HoldReplicas() if order.number > self._hold_number:
                     self._take_groups(now, order)
+                case EvictReplica(kill=True):
+                    self._kill(order)
+                case InjectFault():
+                    if not self._ranks.take(order):
+                        self._harm(order)
+                case RankOrder():
+                    self._ranks.take(order)
                 case EvictReplica():
                     self._do(self.machine.evict(now, order.replica, order.reason))
                     self._do(self.machine.end(now, order.generation, order.reason, fence=True))
+
+    def _kill(self, order: EvictReplica) -> None:
+        """End a replica that others have started, and tell of it, as often as it is ordered."""
+        reason = order.reason
+
+        def tell(why: str) -> None:
+            said = f"{reason}; {why}" if why else reason
+            self._tell_ended(order.replica, (order.group, order.generation), said, ended=not why)
+
+        self._end(order.replica, reason, tell)
+
+    def _harm(self, order: InjectFault) -> None:
+        """Do harm to a replica that others have started: it can be ended, and no more."""
+        replica = self.machine.find_life(order.generation)
+        first = order.rank % self._spec.nproc == 0
+        if replica is None or order.kind != "crash" or order.at_step >= 0 or not first:
+            why = "only crash, now, and of a group's first rank" if replica else "it is not there"
+            why = (
+                f"{order.kind} on rank {order.rank}: {why}, where no line of perdure is in a script"
+            )
+            self._tell_harmed(order, why)
+            return
+        name, home = replica.name, replica.home
+
+        def tell(why: str) -> None:
+            self._tell_harmed(order, why)
+            if not why:
+                self._tell_ended(name, home, "crash, injected", ended=True)
+
+        self._end(name, f"crash, injected: {order.reason}", tell)
+
+    def _end(self, name: str, reason: str, tell: Callable[[str], None]) -> None:
+        """Have a replica end by its manager; `tell` why it has not, or nothing."""
+        if name in self._ending:
+            return
+        self._ending.add(name)
+        known = self.machine.replicas.get(name)
+
+        async def end() -> None:
+            why = await kill_replica(known.manager, reason) if known else ""
+            self._ending.discard(name)
+            log.warning("%s: %s: %s", name, reason, why or "it has ended")
+            told = self.machine.evict(self._now(), name, reason)
+            tell(why)
+            self._do([output for output in told if not isinstance(output, LeftOut)])
+
+        self.tasks.spawn(end())
+
+    def _tell_harmed(self, order: InjectFault, error: str) -> None:
+        event = FaultInjected(
+            id=order.id, rank=order.rank, kind=order.kind, at_s=self._clock(), error=error
+        )
+        note = "" if error else "by its manager's Kill"
+        self._outbox.put(msgspec.structs.replace(event, note=note))
+
+    def _tell_ended(self, name: str, home: tuple[int, int], reason: str, *, ended: bool) -> None:
+        self._outbox.put(
+            ReplicaSeen(
+                replica=name,
+                group=home[0],
+                at_s=self._clock(),
+                gone=True,
+                reason=reason,
+                silent=ended,
+                step=self.machine.step,
+                life=home[1],
+            )
+        )
+
+    def _find_life(self, name: str) -> tuple[int, int]:
+        self._do(self.machine.introduce(self._now(), name))
+        known = self.machine.replicas.get(name)
+        return known.home if known is not None else (-1, -1)
+
+    def _take_end(self, life: int, reason: str) -> None:
+        self._do(self.machine.end(self._now(), life, reason, fence=True))
+
+    def _take_waiting(self, event: ReplicaWaiting) -> None:
+        """Take that a rank waits in a collective, or has waited."""
+        waits = self.machine.wait(
+            self._now(),
+            event.generation,
+            event.quorum_id,
+            event.since_s,
+            timeout_s=event.timeout_s,
+            over=event.over,
+        )
+        self._do(waits)
 
     def _take_groups(self, now: float, hold: HoldReplicas) -> None:
         log.info("hold #%d: %s", hold.number, hold.groups)
@@ -247,16 +384,7 @@ class LighthouseService:
                 case KeeperLost(generation=generation) if self._is_home(generation, sender):
                     self._do(self.machine.end(now, generation, "its keeper died", fence=True))
                 case ReplicaWaiting() if self._is_home(event.generation, sender):
-                    generation, quorum_id = event.generation, event.quorum_id
-                    waits = self.machine.wait(
-                        now,
-                        generation,
-                        quorum_id,
-                        event.since_s,
-                        timeout_s=event.timeout_s,
-                        over=event.over,
-                    )
-                    self._do(waits)
+                    self._take_waiting(event)
 
     def _is_home(self, generation: int, sender: str) -> bool:
         """Return whether a generation is of the group that the node `sender` runs."""
@@ -303,9 +431,8 @@ class LighthouseService:
                             future.set_result(answer)
                 case Fenced():
                     self._fence(output)
-                case Seen(replica=replica, group=group, generation=generation):
-                    log.info("%s of group %d, generation %d asks", replica, group, generation)
-                    self._outbox.put(ReplicaSeen(replica=replica, group=group, at_s=self._clock()))
+                case Seen():
+                    self._tell_seen(output)
                 case Late():
                     self._tell_late(output)
                 case LeftOut():
@@ -316,6 +443,18 @@ class LighthouseService:
                         replica=replica, group=group, at_s=now, held=True, hold=hold, step=step
                     )
                     self._outbox.put(stands)
+
+    def _tell_seen(self, seen: Seen) -> None:
+        log.info("%s of group %d, generation %d asks", seen.replica, seen.group, seen.generation)
+        event = ReplicaSeen(replica=seen.replica, group=seen.group, at_s=self._clock())
+        if self._spec.served:  # Nobody else knows of it.
+            names = self.machine.names
+            kept = msgspec.structs.replace(self._file, names=dict(names.numbers), lives=names.lives)
+            self._keep(kept)
+            event = msgspec.structs.replace(
+                event, life=seen.generation, manager=seen.manager, ranks=seen.ranks
+            )
+        self._outbox.put(event)
 
     def _form(self, formed: Formed) -> None:
         """Keep it on disk before anybody is answered, and tell of it."""
@@ -349,7 +488,7 @@ class LighthouseService:
 
     def _note_step(self) -> None:
         machine, (at_s, step) = self.machine, self._noted
-        if machine.step > step and self._clock() - at_s >= NOTE_S:
+        if machine.step > step and machine.whole and self._clock() - at_s >= NOTE_S:
             self._noted = (self._clock(), machine.step)
             self._outbox.put(
                 QuorumFormed(
@@ -362,9 +501,12 @@ class LighthouseService:
 
     def _fence(self, fenced: Fenced) -> None:
         log.info("fence quorum %d, groups %s: %s", fenced.quorum_id, fenced.groups, fenced.reason)
+        order = FenceAbort(quorum_id=fenced.quorum_id, groups=fenced.groups, reason=fenced.reason)
+        if self._spec.served:
+            self._ranks.tell_groups(fenced.groups, order)
+            return
         if self._bus is None:
             return
-        order = FenceAbort(quorum_id=fenced.quorum_id, groups=fenced.groups, reason=fenced.reason)
         data = encode(NodeOrder(controller=self._incarnation, orders=(order,)))
         for group in fenced.groups:  # Each group is the node of its number.
             subject = subject_orders(self._spec.name, group)
@@ -380,7 +522,9 @@ class LighthouseService:
                 gone=True,
                 reason=left.reason,
                 stopped=left.stopped,
+                silent=left.silent,
                 step=self.machine.step,
+                life=left.generation if self._spec.served else -1,
             )
         )
 
@@ -474,6 +618,7 @@ async def _main(spec: JobSpec, path: str) -> None:
         path,
         clock=lambda: time.monotonic() + offset_s,
         incarnation=f"l{os.getpid()}-{token_hex(3)}",
+        clock_offset_s=offset_s,
     )
 
     async def connect() -> None:
@@ -483,7 +628,10 @@ async def _main(spec: JobSpec, path: str) -> None:
         await service.join(await nats.NatsBus.connect(endpoint, name=name))
 
     with watch_process(read_run_pid(), task.cancel):
-        log.info("listening on port %d", await service.start())
+        port = await service.start()
+        log.info("listening on port %d", port)
+        if spec.served:
+            await service.hear_ranks(paths_of(resolve_home(), spec.name), port)
         service.tasks.spawn(connect())
         try:
             await service.run()

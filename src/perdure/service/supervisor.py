@@ -27,6 +27,7 @@ from perdure.adapters.nats import NatsBus
 from perdure.failpoints import failpoint
 from perdure.files import is_locked
 from perdure.launch.environment import LIGHTHOUSE_URL
+from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.bus.wire import RUN, Command, CommandReply, subject_commands, subject_events
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError
@@ -251,6 +252,9 @@ class Supervisor:
         if self._spec.lighthouse is not None and not self._spec.lighthouse.url:
             self._start_part("lighthouse")
         self._torchft = await read_torchft_variables(self._spec, self._paths, os.environ)
+        if self._spec.served:
+            for line in describe_door(self._spec, self._torchft[LIGHTHOUSE_URL]):
+                self._note(line)
         for node in range(self._spec.local_nodes):
             self._start_part(f"agent {node}")
         self._write_parts()
@@ -637,15 +641,42 @@ async def read_torchft_variables(
     """
     if spec.lighthouse is None:
         return {}
-    url = spec.lighthouse.url or await _wait_url(paths)
+    url = spec.lighthouse.url or await wait_lighthouse(paths, spec.lighthouse.bind)
     return {LIGHTHOUSE_URL: url, "RUST_LOG": environ.get("RUST_LOG", "warn")}
 
 
-async def _wait_url(paths: JobPaths) -> str:
+def describe_door(spec: JobSpec, url: str) -> list[str]:
+    """Return what whoever starts a replica group has to know."""
+    return [
+        f"job {spec.name} serves replica groups that others start, by torchrun or otherwise:",
+        f"  export TORCHFT_LIGHTHOUSE={url}",
+        f"  export {' '.join(f'{name}={value}' for name, value in PATIENCE.items())}",
+        f"perdure map {spec.name} shows who has come; Ctrl-C, or perdure stop {spec.name}, ends "
+        "this and none of the groups",
+    ]
+
+
+async def wait_lighthouse(paths: JobPaths, host: str) -> str:
+    """Return the URL of the lighthouse that is a part of the job, once it listens.
+
+    Raises:
+        PlatformError: it does not in time.
+    """
     deadline_s = time.monotonic() + _READY_S
     while (known := read_document(paths.lighthouse, LighthouseFile)) is None:
         if time.monotonic() > deadline_s:
             hint = f"see {paths.log('lighthouse')}"
             raise PlatformError(f"no lighthouse after {_READY_S:g} s", hint=hint)
         await asyncio.sleep(0.01)
-    return f"http://127.0.0.1:{known.port}"
+    return render_url(host, known.port)
+
+
+def render_url(host: str, port: int) -> str:
+    """Return the URL at which a lighthouse on this machine is reached that is bound to `host`.
+
+    >>> render_url("127.0.0.1", 29510), render_url("::1", 29510)
+    ('http://127.0.0.1:29510', 'http://[::1]:29510')
+    """
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

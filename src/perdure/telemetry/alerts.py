@@ -19,6 +19,7 @@ from perdure.model.events import (
     NodeLost,
     PreemptionNoticed,
     RankExited,
+    ReplicaSeen,
     RoomNoted,
     VerdictReached,
 )
@@ -75,6 +76,9 @@ def _describe(event: AnyEvent) -> _Found | None:
         case RankExited(record=r) if r.failed and not r.asked:
             # Of a world that dies, its first death is told of.
             return "failure", f"rank {r.rank} failed: {r.cause}", ("failure", str(r.generation))
+        case ReplicaSeen(gone=True) if event.life >= 0:  # Of a group that others have started.
+            text = f"group {event.group} ({event.replica}) has left the quorum: {event.reason}"
+            return "failure", text, ("failure", event.replica)
         case NodeLost():
             return "failure", event.reason, ()
         case KeeperLost():

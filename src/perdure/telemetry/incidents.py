@@ -96,7 +96,8 @@ def list_group_recoveries(lives: LifeFold, end_s: float) -> list[Recovery]:
     """Return what became of each group that was lost, or was left out while it lived."""
     found = []
     for life in lives.lives.values():
-        found += [_describe_eviction(life, one, end_s) for one in life.alive_evictions]
+        after = lives.list_next(life) if life.elsewhere else []
+        found += [_describe_eviction(life, one, after, end_s) for one in life.alive_evictions]
         failure = life.failure or life.left_out
         if failure is not None:
             found.append(_describe_life(life, failure, lives.list_next(life), end_s))
@@ -139,16 +140,26 @@ def _describe_life(
     )
 
 
-def _describe_eviction(life: Life, eviction: Eviction, end_s: float) -> Recovery:
-    """Return it as an incident: the step that the group was in is void, and it heals."""
-    over_s = end_s if eviction.back_s is None else eviction.back_s
+def _describe_eviction(life: Life, eviction: Eviction, after: list[Life], end_s: float) -> Recovery:
+    """Return it as an incident: the step that the group was in is void, and it heals.
+
+    It may come back as another life, of a group that others start.
+    """
+    back_s, back_step, how = eviction.back_s, eviction.back_step, "it came back by itself"
+    for new in after if back_s is None else []:
+        back_s, back_step = new.joined_s, new.joined_step or 0
+        how = f"others started it again, {max(0.0, new.started_s - eviction.at_s):.2f} s later"
+    over_s = end_s if back_s is None else back_s
     reason = "it lives, and has not come back"
-    if eviction.back_s is not None:
-        without = max(0, eviction.back_step - max(0, eviction.step))
-        reason = f"it came back by itself and healed; {without} steps were made without it"
+    if life.elsewhere:
+        reason = "who has started it has not started it again"
+        reason = f"{how}; it is in no quorum yet" if after else reason
+    if back_s is not None:
+        without = max(0, back_step - max(0, eviction.step))
+        reason = f"{how} and healed; {without} steps were made without it"
     return Recovery(
         cause=eviction.why,
-        culprit=f"group {life.group}",
+        culprit=f"group {life.group}" + (f", {life.replica}" if life.elsewhere else ""),
         at_step=eviction.step,
         at_s=eviction.at_s,
         detect_s=0.0,
@@ -160,7 +171,7 @@ def _describe_eviction(life: Life, eviction: Eviction, end_s: float) -> Recovery
         total_s=max(0.0, over_s - eviction.at_s),
         lost_steps=1,
         lost_microbatches=None,
-        rung="left out",
+        rung="restart" if after and eviction.back_s is None else "left out",
         reason=reason,
     )
 

@@ -12,6 +12,7 @@ Where the pieces of a restart end: `communicator` includes the start of the proc
 from collections.abc import Iterable
 
 from perdure.model.events import JournalEntry, ProgressNoted
+from perdure.model.job import JobSpec
 from perdure.model.report import ACCOUNTS, Account, Report
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import (
@@ -61,6 +62,8 @@ class LedgerFold:
         for segment in self.segments(now):
             for account, seconds in segment.seconds:
                 sums[account] += seconds
+        if spec.served:
+            slot_s = sum(sums.values())
         unused = range(spec.spares % spec.nproc)
         if not spec.groups:
             unused = range(self._count_slots(), spec.slots)
@@ -75,11 +78,11 @@ class LedgerFold:
         step_s = sorted(times)[len(times) // 2] if times else None
         return Report(
             job=spec.name,
-            state=name_state(history),
+            state=self._name_state(),
             wall_s=wall_s,
             slot_s=slot_s,
             steps_committed=steps,
-            ranks=spec.world_size,
+            ranks=self._count_ranks(spec),
             ledger={name: Account(s, s * fraction) for name, s in sums.items()},
             goodput=sums["useful"] * fraction,
             step_s=step_s,
@@ -91,6 +94,14 @@ class LedgerFold:
             mended=tuple(history.mended),
         )
 
+    def _name_state(self) -> str:
+        """Return the job's state; one whose groups others start has no generation of its own."""
+        state, spec = name_state(self.history), self.history.spec
+        if spec is None or not spec.served or state != "pending":
+            return state
+        newest = [lives[-1] for lives in self.lives.groups.values()]
+        return "running" if any(life.joined_s and not life.away for life in newest) else "forming"
+
     def segments(self, now: float) -> tuple[Segment, ...]:
         """Return every rank's time, piece by piece, in order of rank and time."""
         history = self.history
@@ -98,7 +109,7 @@ class LedgerFold:
         end_s = history.ended.at_s if history.ended else max(now, history.last_s)
         spec, start_s, found = history.spec, history.start_s, list[Segment]()
         if spec.groups:
-            for rank in range(spec.groups * spec.nproc):
+            for rank in self._list_group_ranks(spec):
                 lives = self.lives.of_group(rank // spec.nproc)
                 found += GroupTimeline(rank=rank, end_s=end_s, cursor=start_s, lives=lives).build()
             return tuple(found)
@@ -109,6 +120,16 @@ class LedgerFold:
             for segment in walk.build():
                 found += cut_idle(segment, gaps)
         return tuple(found)
+
+    def _count_ranks(self, spec: JobSpec) -> int:
+        known = self._list_group_ranks(spec) if spec.served else ()
+        return len(known) if spec.served else spec.world_size
+
+    def _list_group_ranks(self, spec: JobSpec) -> list[int]:
+        """Return the ranks of all replica groups, or of those that others have started so far."""
+        if not spec.served:
+            return list(range(spec.groups * spec.nproc))
+        return [rank for group in sorted(self.lives.groups) for rank in spec.ranks_of(group)]
 
     def _count_slots(self) -> int:
         """Return how many slots have ever had a process: spare ones only in an elastic world."""

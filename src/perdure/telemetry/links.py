@@ -66,24 +66,20 @@ class LinkJoin:
         for end in sweep.endpoints:
             known = self._ends.get((end.local, end.remote))
             self._ends[end.local, end.remote] = (end.rank, end.comm or (known or ("", ""))[1])
-        if all(s.dst >= 0 and s.comm and s.source == "kernel" for s in sweep.links):
+        if not sweep.by_nccl and all(s.dst >= 0 and s.comm for s in sweep.links):
             return beat
         self._learn(beat)
         found: dict[_Key, LinkSample] = {}
-        by_kernel: set[tuple[int, int]] = set()
-        for sample in sorted(sweep.links, key=lambda s: s.source):
+        for sample in sweep.links:
             joined = self._join(sample)
-            if joined is None:
-                continue
-            ends = (joined.src, joined.dst)
-            if joined.source == "kernel":
-                by_kernel.add(ends)
-            elif ends in by_kernel:
-                continue  # The same bytes once more.
-            key = (*ends, joined.comm)
-            found[key] = add_samples(found[key], joined) if key in found else joined
-        links = tuple(found.values())
-        return msgspec.structs.replace(beat, sweep=msgspec.structs.replace(sweep, links=links))
+            if joined is not None:
+                key = (joined.src, joined.dst, joined.comm)
+                found[key] = add_samples(found[key], joined) if key in found else joined
+        by_kernel = {key[:2] for key in found}
+        others = (s for s in sweep.by_nccl if (s.src, s.dst) not in by_kernel)  # The same bytes.
+        links = (*found.values(), *others)
+        sweep = msgspec.structs.replace(sweep, links=links, by_nccl=())
+        return msgspec.structs.replace(beat, sweep=sweep)
 
     def _join(self, sample: LinkSample) -> LinkSample | None:
         dst, comm = sample.dst, sample.comm

@@ -19,7 +19,9 @@ from perdure.model.events import (
     KeysDeclared,
     NodeRestored,
     QuorumFormed,
+    RankAttached,
     RankExited,
+    RankLeft,
     RanksStarted,
     ReplicaSeen,
 )
@@ -70,6 +72,18 @@ class Life:
     """By rank."""
     failure: FailureDecided | None = None
     """Why it ended, as its controller has decided."""
+    elsewhere: bool = False
+    """Others have started it: of its processes only the lighthouse's word is known."""
+    attached: set[int] = field(default_factory=set)
+    """Of its ranks, then: those that have a line."""
+    left: dict[int, float] = field(default_factory=dict)
+    """Those of them whose scripts have ended well, and when."""
+
+    @property
+    def finished_s(self) -> float | None:
+        """Return when the scripts of all its ranks had ended well; None where they have not."""
+        done = self.elsewhere and self.attached and self.left.keys() >= self.attached
+        return max(self.left.values()) if done else None
 
     @property
     def over_s(self) -> float | None:
@@ -150,6 +164,10 @@ class LifeFold:
                     insort(self.groups.setdefault(event.node, []), life, key=_AGE)
             case ReplicaSeen() as event:
                 self._see(event)
+            case RankAttached() as event if event.generation in self.lives:
+                self.lives[event.generation].attached.add(event.rank)
+            case RankLeft() as event if event.generation in self.lives:
+                self.lives[event.generation].left[event.rank] = event.at_s
             case QuorumFormed() as event:
                 members = [e for name in event.members for e in self.replicas.get(name, ())]
                 self._form(event, sorted(members, key=_AGE))
@@ -182,10 +200,23 @@ class LifeFold:
 
     def _see(self, event: ReplicaSeen) -> None:
         life = self._newest(event.group)
+        comes = event.life >= 0 and not event.gone
+        if comes and event.life not in self.lives:  # Others have started it.
+            new = Life(event.life, event.group, event.at_s, elsewhere=True)
+            self.lives[event.life] = new
+            insort(self.groups.setdefault(event.group, []), new, key=_AGE)
+            life = new
         if life is None or event.at_s < life.started_s:
             return
         if event.gone:
-            if event.replica == life.replica and life.joined_s is not None:
+            open_ = life.elsewhere and life.evictions and life.evictions[-1].back_s is None
+            if life.elsewhere:
+                self.step = max(self.step, event.step)
+            if life.finished_s is not None:
+                return
+            if event.replica == life.replica and open_:
+                life.evictions[-1].why = event.reason  # It has come to light.
+            elif event.replica == life.replica and life.joined_s is not None:
                 step = max(event.step, self.step)
                 life.evictions.append(Eviction(event.at_s, event.reason, step))
             return

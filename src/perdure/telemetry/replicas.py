@@ -15,13 +15,15 @@ from perdure.model.events import (
     NodeCordoned,
     NodeRestored,
     QuorumFormed,
+    RankAttached,
     RankExited,
+    RankLeft,
     RanksStarted,
     ReplicaLate,
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec
-from perdure.model.report import FIXED_WORLD, ReplicaRow, Snapshot
+from perdure.model.report import FIXED_WORLD, DeviceRow, RankRow, ReplicaRow, Snapshot
 
 _RANK_STATES = {
     "training": "running",
@@ -32,6 +34,8 @@ _RANK_STATES = {
     "failed": "failed",
     "finished": "exited",
     "left": "exited",
+    "gone": "exited",
+    "drained": "waiting",
 }
 _OVER = ("done", "failed", "stopped", "stopping", "paused")
 
@@ -43,10 +47,20 @@ class GroupView:
     generation: int
     replica: str = ""
     away: str = ""
-    """Why it is not waited for: `evicted`, `failed`, `finished`, `left`."""
+    """Why it is not waited for: `evicted`, `failed`, `finished`, `left`, `gone`."""
+    why: str = ""
+    """The same in the lighthouse's words."""
     exits: int = 0
     late: str = ""
     """In what way the others wait for it now, where that was told."""
+    seen: ReplicaSeen | None = None
+    """How this life of a group came that others have started."""
+    step: int = -1
+    """Of the newest quorum that had it, and in which it had not to heal."""
+    ranks: dict[int, RankAttached] = field(default_factory=dict)
+    """Those of its ranks, where others have started it, that have a line."""
+    left: set[int] = field(default_factory=set)
+    """Those of them whose scripts have ended well."""
 
 
 @dataclass(slots=True)
@@ -74,12 +88,16 @@ class ReplicaFold:
                 if known is None or generation > known.generation:
                     self.starts += known is not None
                     self.groups[node] = GroupView(generation)
-            case ReplicaSeen() if event.group in self.groups:
-                seen = self.groups[event.group]
-                if not event.gone:
-                    seen.replica, seen.away = event.replica, ""
-                elif event.replica == seen.replica and not seen.exits:
-                    self._lose(seen, "evicted")
+            case ReplicaSeen():
+                self._see(event)
+            case RankAttached():
+                life = next(
+                    (v for v in self.groups.values() if v.generation == event.generation), None
+                )
+                if life is not None and life.seen is not None:
+                    life.ranks[event.rank] = event
+            case RankLeft():
+                self._note_left(event)
             case ReplicaLate():
                 view = self.groups.get(event.group)
                 if view is not None and view.replica == event.replica:
@@ -89,7 +107,9 @@ class ReplicaFold:
                 self.recovering, self.step = event.recovering, max(self.step, event.step)
                 for view in self.groups.values():
                     if view.replica in event.members:
-                        view.away = ""
+                        view.away = view.why = ""
+                        if view.replica not in event.recovering:
+                            view.step = event.step
             case RankExited(node=node, record=record):
                 view = self.groups.get(node)
                 if view is not None and record.generation == view.generation and not self.over:
@@ -112,6 +132,32 @@ class ReplicaFold:
             case JobEnded():
                 self.over = True
 
+    def _note_left(self, event: RankLeft) -> None:
+        """A group is finished once all of its ranks are."""
+        for view in self.groups.values():
+            if view.generation == event.generation and event.rank in view.ranks:
+                view.left.add(event.rank)
+                if view.left >= view.ranks.keys():
+                    view.away, view.late = "finished", ""
+
+    def _see(self, event: ReplicaSeen) -> None:
+        known = self.groups.get(event.group)
+        new = event.life >= 0 and not event.gone
+        if new and (known is None or event.life > known.generation):
+            self.starts += known is not None  # Others have started it.
+            known = self.groups[event.group] = GroupView(event.life, seen=event)
+        if known is None:
+            return
+        if known.seen is not None and event.gone:
+            self.step = max(self.step, event.step)
+        if known.seen is not None and event.manager:
+            known.seen = msgspec.structs.replace(event, at_s=known.seen.at_s)
+        if not event.gone:
+            known.replica, known.away, known.why = event.replica, "", ""
+        elif event.replica == known.replica and not known.exits and known.away != "finished":
+            self._lose(known, "gone" if event.silent and known.seen is not None else "evicted")
+            known.why = event.reason
+
     def _lose(self, view: GroupView, away: str) -> None:
         self.losses += not view.away
         view.away, view.late = away, ""
@@ -122,16 +168,22 @@ class ReplicaFold:
             return picture
         steps = {row.rank // spec.nproc: row.step for row in picture.ranks}
         told = spec.lighthouse is not None and spec.lighthouse.own
-        rows = tuple(
-            self._make_row(group, steps.get(group, -1), told=told) for group in range(spec.groups)
-        )
+        elsewhere = spec.served
+        if elsewhere:  # Nothing is known of ranks but what they tell themselves.
+            picture = msgspec.structs.replace(picture, ranks=(), devices=())
+        numbers = sorted(self.groups) if elsewhere else range(spec.groups)
+        rows = tuple(self._make_row(n, steps.get(n, -1), told=told) for n in numbers)
         states = {row.group: row.state for row in rows}
+        if elsewhere:
+            picture = self._show_ranks(spec, picture, rows)
         training = sum(row.state in ("training", "healing") for row in rows)
         state = picture.state
         if state not in _OVER:
             left = sum(row.state == "left" for row in rows)
-            full = training >= min(spec.nodes, spec.groups - left)
+            full = training >= (1 if elsewhere else min(spec.nodes, spec.groups - left))
             began = bool(self.members) or self.losses > 0
+            if elsewhere:
+                began = any(row.state in ("gone", "evicted") for row in rows)
             state = "running" if full else "recovering" if began else "forming"
         step = max([self.step, *(row.step for row in rows if row.state == "training")])
         speeds = [
@@ -146,6 +198,10 @@ class ReplicaFold:
             incidents=self.losses,
             depth="torchft",
             fixed=f"torchft: {FIXED_WORLD}",
+            world_size=sum(r.ranks for r in rows) if elsewhere else picture.world_size,
+            generation=max(
+                [picture.generation, *(v.generation for v in self.groups.values() if elsewhere)]
+            ),
             ranks=tuple(
                 msgspec.structs.replace(
                     row, state=_RANK_STATES.get(states[row.rank // spec.nproc], "starting")
@@ -154,6 +210,33 @@ class ReplicaFold:
             ),
             replicas=rows,
         )
+
+    def _show_ranks(
+        self, spec: JobSpec, picture: Snapshot, rows: tuple[ReplicaRow, ...]
+    ) -> Snapshot:
+        """Return `picture` with what ranks that others have started have said of themselves."""
+        ranks, devices = [], []
+        for row in rows:
+            over = row.state in ("gone", "finished")
+            for rank, told in sorted(self.groups[row.group].ranks.items()):
+                ranks.append(
+                    RankRow(rank, row.group, told.pid, "starting", "", row.step, 0.0, "", 0.0, 0)
+                )
+                slot = f"node{row.group}/slot{rank % spec.nproc}"
+                devices += [
+                    DeviceRow(
+                        device=device,
+                        node=row.group,
+                        ranks=(rank,),
+                        replicas=(row.group,),
+                        state="idle" if over else "in use",
+                        slots=(slot,),
+                        kind="cpu" if device.startswith("cpu-") else "gpu",
+                        host=told.host,
+                    )
+                    for device in told.devices
+                ]
+        return msgspec.structs.replace(picture, ranks=tuple(ranks), devices=tuple(devices))
 
     def _make_row(self, group: int, step: int, *, told: bool) -> ReplicaRow:
         """Return one group; of quorums nothing is `told` by a lighthouse that is not perdure's."""
@@ -170,7 +253,12 @@ class ReplicaFold:
         else:
             behind = view.replica in self.recovering and step < self.step
             state = "healing" if behind else "training"
+        if known is not None and known.seen is not None:
+            if state == "spare":
+                state = "drained" if group in self.cordoned else "starting"
+            step = max(step, view.step)
         inside = state in ("training", "healing")
+        seen = view.seen
         return ReplicaRow(
             group=group,
             replica=view.replica,
@@ -179,4 +267,8 @@ class ReplicaFold:
             step=step,
             quorum_id=self.quorum_id if inside else -1,
             late=view.late,
+            why=view.why,
+            manager=seen.manager if seen is not None else "",
+            since_s=seen.at_s if seen is not None else 0.0,
+            ranks=seen.ranks if seen is not None else 0,
         )

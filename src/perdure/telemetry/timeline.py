@@ -14,7 +14,7 @@ ended, its time since its first quorum counts as useful.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from perdure.model.events import FailureDecided
 from perdure.model.signals.progress import RankAccount
@@ -272,12 +272,31 @@ class GroupTimeline(Timeline):
 
     def build(self) -> list[Segment]:
         """Return the rank's time, piece by piece."""
+        if self.lives and self.lives[0].elsewhere:
+            return self._follow()
         if not self.lives:
             self._until("startup", self.end_s)
         for index, life in enumerate(self.lives):
             self.generation = life.generation
             self._walk(life, "startup" if not index else _RE + "communicator")
             self._leave(life, index == len(self.lives) - 1)
+        return self.found
+
+    def _follow(self) -> list[Segment]:
+        """Return the time of a group that others start, as far as the lighthouse has told of it.
+
+        While nothing is heard of it, it is not known to be there, and nothing is paid for.
+        """
+        for life, after in zip_longest(self.lives, self.lives[1:]):
+            self.generation, self.cursor = life.generation, life.started_s
+            starting = "startup" if life is self.lives[0] else _RE + "communicator"
+            end_s = self.end_s if after is None else after.started_s
+            end_s = min(end_s, life.finished_s or end_s)
+            self._until(starting, end_s if life.joined_s is None else life.joined_s)
+            for eviction in life.evictions:
+                self._until("useful", eviction.at_s)
+                self.cursor = end_s if eviction.back_s is None else eviction.back_s
+            self._until("useful", end_s)
         return self.found
 
     def _until(self, account: str, end_s: float | None) -> None:

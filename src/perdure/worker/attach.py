@@ -101,12 +101,17 @@ class Attachment:
         path = os.environ.get("PERDURE_SOCKET", "")
         if not path or self.control is not None:
             return
-        self.control = Control(
-            path, WorkerHello(self.job, self.ring.rank, self.ring.generation, self.pid)
-        )
+        name = WorkerHello(self.job, self.ring.rank, self.ring.generation, self.pid)
+        self.open_control(Control(path, name))
+        control = self.control
+        assert control is not None
+        control.start()
+
+    def open_control(self, control: Control) -> None:
+        """Speak by `control`, which its caller starts once all its handlers are there."""
+        self.control = control
         self.obey(self.faults.handle, InjectFault)
         self.obey(self.interrupter.handle, InterruptCollectives)
-        self.control.start()
 
     def start_recorder(self) -> None:
         """Watch collectives, by the means that `PERDURE_RECORDER` names (default `auto`)."""

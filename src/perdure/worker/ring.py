@@ -56,6 +56,18 @@ class RingWriter:
             raise
         finally:
             os.close(fd)
+        writer._begin(rank, generation, pid)
+        os.rename(temporary, path)
+        return writer
+
+    @classmethod
+    def in_memory(cls, *, rank: int, generation: int) -> "RingWriter":
+        """Make a ring that nobody reads, of a rank whose node has no agent."""
+        writer = cls(bytearray(layout.RING_BYTES), "")
+        writer._begin(rank, generation, os.getpid())
+        return writer
+
+    def _begin(self, rank: int, generation: int, pid: int) -> None:
         now = time.monotonic_ns()
         first = {
             layout.W_VERSION: layout.VERSION,
@@ -68,9 +80,7 @@ class RingWriter:
             layout.W_MAGIC: layout.MAGIC,
         }
         for word, value in first.items():  # The magic last: it makes a ring of it.
-            writer._words[word] = value
-        os.rename(temporary, path)
-        return writer
+            self._words[word] = value
 
     @classmethod
     def open(cls, path: str) -> "RingWriter":

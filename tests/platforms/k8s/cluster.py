@@ -102,11 +102,16 @@ class Kubernetes:
         self.process = None
 
     def tell(self, words: str) -> None:
-        """Have the node do `stop kubelet` or `start kubelet`."""
+        """Have the node do `stop kubelet`, `start kubelet` or `import NAME FILE`."""
         assert self.process is not None
         assert self.process.stdin is not None
         self.process.stdin.write(f"{words}\n")
         self.process.stdin.flush()
+
+    def import_image(self, name: str, file: Path) -> None:
+        """Have the node's containerd know the image of an OCI archive as `name@DIGEST`."""
+        self.tell(f"import {name} {file}")
+        self._expect("imported")
 
     def kubectl(self, *words: str, stdin: str = "", timeout_s: float = 60.0) -> str:
         """Return what kubectl prints; it has to succeed."""

@@ -48,6 +48,12 @@ state = "/run/containerd-state"
     bin_dir = "/usr/lib/cni"
     conf_dir = "{folder}/cni"
 """
+_AUDIT = {  # What service accounts of the tests' own namespaces have asked for.
+    "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+    "rules": [{"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
+              {"level": "Metadata", "userGroups": ["system:serviceaccounts"]}],
+}  # fmt: skip
+_CTR = ("ctr", "-a", "/run/containerd.sock", "-n", "k8s.io")
 _KUBELET: dict[str, Any] = {
     "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
     "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
@@ -113,6 +119,7 @@ class Node:
         pki = self.folder / "pki"
         pki.mkdir()
         (pki / "tokens.csv").write_text(f'{self.token},admin,admin,"system:masters"\n')
+        (pki / "audit.json").write_text(json.dumps(_AUDIT))
         run("openssl", "genrsa", "-out", str(pki / "accounts.key"), "2048")
         self.start(
             "kube-apiserver", str(self.programs / "kube-apiserver"),
@@ -126,6 +133,7 @@ class Node:
             "--kubelet-preferred-address-types=InternalIP",
             "--default-not-ready-toleration-seconds=5",
             "--default-unreachable-toleration-seconds=5",
+            f"--audit-policy-file={pki}/audit.json", f"--audit-log-path={self.folder}/audit.log",
         )  # fmt: skip
         (self.folder / "kubeconfig").write_text(self._make_config())
         wait(self._is_ready, "the API server")
@@ -180,11 +188,13 @@ class Node:
         config = self.folder / "containerd.toml"
         config.write_text(_CONTAINERD.format(folder=self.folder, pause=pause))
         self.start("containerd", "containerd", "--config", str(config))
-        ctr = ("ctr", "-a", "/run/containerd.sock", "-n", "k8s.io")
-        wait(lambda: run(*ctr, "version", check=False) == 0, "containerd")
+        wait(lambda: run(*_CTR, "version", check=False) == 0, "containerd")
         for reference, file in self.images.items():
-            name = reference.partition("@")[0]
-            run(*ctr, "images", "import", "--digests", "--base-name", name, file)
+            self.import_image(reference.partition("@")[0], file)
+
+    def import_image(self, name: str, file: str) -> None:
+        """Have containerd know the image of an archive as `name@DIGEST`."""
+        run(*_CTR, "images", "import", "--digests", "--base-name", name, file)
 
     def start_kubelet(self) -> None:
         """Start the kubelet; its cgroups are below one of the cluster's own."""
@@ -223,6 +233,9 @@ class Node:
                 self.parts["kubelet"].kill()
             if line == ["start", "kubelet"]:
                 self.start_kubelet()
+            if line[0] == "import":
+                self.import_image(*line[1:])
+                print("imported", flush=True)
 
     def stop(self) -> None:
         """Kill everything, and remove the cgroups."""

@@ -18,7 +18,9 @@ EXACT = SCRIPTS / "train_exact.py"
 class Tenant:
     """`folder` is the laptop; `durable` is what pods have at /checkpoints."""
 
-    def __init__(self, cluster: Kubernetes, folder: Path, **section: Any) -> None:
+    def __init__(
+        self, cluster: Kubernetes, folder: Path, *, python: str = sys.executable, **section: Any
+    ) -> None:
         self.cluster, self.folder, self.durable = cluster, folder, folder / "durable"
         self.home, self.project = folder / "home", folder / "project"
         (self.home / "profiles").mkdir(parents=True)
@@ -30,7 +32,7 @@ class Tenant:
             "security": "image",  # The Python of these tests may be root's own.
             **section,
         }  # fmt: skip
-        lines = ['base = "kubernetes"', "[launch]", f'python = "{sys.executable}"', "[kubernetes]"]
+        lines = ['base = "kubernetes"', "[launch]", f'python = "{python}"', "[kubernetes]"]
         lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         (self.home / "profiles" / "cluster.toml").write_text("\n".join(lines) + "\n")
         self.env = dict(os.environ, PERDURE_HOME=str(self.home), COLUMNS="120", **cluster.env)

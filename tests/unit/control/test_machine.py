@@ -35,7 +35,7 @@ NOTHING_FOLLOWS = {
     "MetricsLogged", "ControllerLost", "NodeDraining", "LinksNoted", "RoomNoted", "ProbeJudged",
     "MessagesSetAside", "CollectivesInterrupted", "MachineReported", "ActionWithheld",
     "QuorumIdsReserved", "ReplicaWaiting", "ReplicaLate", "OperatorNoted", "SettingsChanged",
-    "JobPaused", "JobResumed", "RanksAgreed", "JournalMended",
+    "JobPaused", "JobResumed", "RanksAgreed", "JournalMended", "RankLeft",
 }  # fmt: skip
 """Events that are told to others: the detector, the folds, whoever reads."""
 FIRST = {"JobSubmitted", "FailureDecided"}
@@ -46,7 +46,7 @@ def test_every_event_is_reacted_to_or_declared_to_be_for_others() -> None:
     handled = {kind: {each.__name__ for each in table} for kind, table in HANDLERS.items()}
     assert handled["one world"] | handled["replica groups"] | NOTHING_FOLLOWS | FIRST == known
     assert not (handled["one world"] | handled["replica groups"]) & (NOTHING_FOLLOWS | FIRST)
-    alone = {"QuorumFormed", "ReplicaSeen"}
+    alone = {"QuorumFormed", "ReplicaSeen", "RankAttached"}
     assert handled["replica groups"] - handled["one world"] == alone
 
 

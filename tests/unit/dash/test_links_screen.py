@@ -38,6 +38,16 @@ def test_of_a_link_that_nccl_counts_nothing_is_shown_that_only_the_kernel_knows(
     assert "rtt" not in html
 
 
+def test_links_are_compared_with_those_of_their_own_network() -> None:
+    links = [LinkSample(0, n, "dp", 50_000_000, 0.002, 0.0, 0, 0, 0, 0.0, source="nccl")
+             for n in range(1, 6)]  # fmt: skip
+    links += [LinkSample(0, n, "cpu", 50_000_000, 0.05, 2e-4, 0, 0, 0, 0.0) for n in (6, 7)]
+    matrix = make_delay_matrix(LinksNoted(generation=1, at_s=9.0, window_s=60.0, links=(*links,)))
+    text = render_links(matrix)
+    assert "median 1.00, of NCCL's 0.04)" in text
+    assert text.count("*") == 1  # The line that explains the mark.
+
+
 def test_a_large_world_is_listed_worst_first() -> None:
     lines = render_links(ring(200, slow=(150, 151))).splitlines()
     assert lines[3].split()[0] == "150->151"

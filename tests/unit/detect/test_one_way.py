@@ -1,5 +1,7 @@
 """A link that loses one direction: the end that hears nothing is not the one that loses."""
 
+from msgspec.structs import replace
+
 from perdure.detect.links import LinkWatch
 from perdure.model.job import DetectConfig
 from perdure.model.signals.links import LinkSample, LinkSweep
@@ -64,3 +66,25 @@ def test_what_a_link_costs_is_counted_over_a_step():
 
     assert 0.4 < cost(0.3) < 0.8
     assert 0.0 < cost(10.0) < 0.1
+
+
+def test_a_link_that_another_counts_now_is_not_compared_with_what_it_was():
+    """NCCL's bytes go by InfiniBand; gloo's, between the same two at times, by a slower card."""
+
+    def say(watch, now, source, cell_ms):
+        samples = [
+            LinkSample(src, (src + 1) % 4, "0", 100_000_000, cell_ms / 10, 1e-3, 0, 0, 0, 0.0)
+            for src in ((0,) if source == "kernel" else range(4))
+        ]
+        samples = [replace(sample, source=source) for sample in samples]
+        watch.take(now, LinkSweep(now, 1.0, tuple(samples)))
+
+    watch = LinkWatch(DetectConfig(), lambda rank: rank)
+    for second in range(20):
+        say(watch, float(second), "nccl", 0.04)
+    for second in range(20, 40):
+        say(watch, float(second), "kernel", 8.0)
+        assert not watch.list_slow_links(float(second), fused=True)
+    say(watch, 40.0, "kernel", 40.0)
+    say(watch, 41.0, "kernel", 40.0)
+    assert [x.ends for x in watch.list_slow_links(41.0, fused=True)] == [(0, 1)]

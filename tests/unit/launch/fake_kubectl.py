@@ -55,7 +55,7 @@ def main() -> None:
             if cluster.get("job") is None:
                 fail(NOT_FOUND.format("jobs.batch", name))
             print(json.dumps(cluster["job"]))
-        case ["get", "jobset" | "trainjob" as kind, name, *_]:
+        case ["get", "jobset" | "trainjob" | "pytorchjob" as kind, name, *_]:
             if not cluster.get(kind):
                 fail(NOT_FOUND.format(kind, name))
             print(json.dumps(cluster[kind]))

@@ -213,6 +213,41 @@ def test_a_jobset_is_as_the_job_that_it_has_made(cluster: Cluster) -> None:
     assert platform.query_state(record(shape="jobset"), HERE).state == "killed"
 
 
+def test_a_pytorchjob_is_as_its_own_conditions_and_pods(cluster: Cluster) -> None:
+    def look(*conditions: Any, **given: Any) -> Any:
+        document = {
+            "metadata": {"name": "gpt"},
+            "spec": {"pytorchReplicaSpecs": {"Master": {"replicas": 1}, "Worker": {"replicas": 2}}},
+            "status": {"conditions": list(conditions)},
+        }
+        document["spec"] |= given.pop("spec", {})
+        cluster(pytorchjob=document, **given)
+        return platform.query_state(record(shape="pytorchjob"), HERE)
+
+    def pod(role: str, index: int, phase: str = "Running") -> dict[str, Any]:
+        labels = {"training.kubeflow.org/replica-type": role,
+                  "training.kubeflow.org/replica-index": str(index)}  # fmt: skip
+        return {"metadata": {"name": f"gpt-{role}-{index}", "labels": labels},
+                "status": {"phase": phase}}  # fmt: skip
+
+    created = {"type": "Created", "status": "True"}
+    assert look(created).state == "waiting"
+    workers = [pod("worker", 0), pod("worker", 1)]
+    # A worker numbered 0 is not the first pod: nobody is asked there.
+    assert look(created, pods=workers).state == "waiting"
+    both = look(created, pods=[*workers, pod("master", 0)])
+    assert (both.state, both.reason) == ("running", "in pod gpt-master-0")
+    assert look(created, {"type": "Succeeded", "status": "True"}).state == "ended"
+    failed = {"type": "Failed", "status": "True", "reason": "PyTorchJobFailed"}
+    ended = pod("master", 0, "Failed")
+    ended["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": 7}}}]
+    over = look(failed, pods=[ended])
+    assert (over.state, over.code) == ("ended", 7)
+    assert "suspended" in look(created, spec={"runPolicy": {"suspend": True}}).reason
+    cluster()
+    assert platform.query_state(record(shape="pytorchjob"), HERE).state == "killed"
+
+
 def test_what_a_pod_waits_for_is_asked_of_its_events(cluster: Cluster) -> None:
     waiting = {"metadata": {"name": "p", "labels": {}}, "status": {"phase": "Pending"}}
     event = {"involvedObject": {"name": "p"}, "reason": "FailedAttachVolume",

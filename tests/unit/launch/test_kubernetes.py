@@ -43,7 +43,7 @@ def find_pod(job: Any) -> Any:
     return job["spec"]["template"]["spec"]
 
 
-@pytest.mark.parametrize("shape", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("shape", ["job", "jobset", "trainjob", "pytorchjob"])
 @pytest.mark.parametrize("server", ["1.20", "1.22", "1.25", "1.31"])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_what_is_rendered_passes_the_linter(shape: Any, server: str, nodes: int) -> None:

@@ -1,7 +1,10 @@
 """A project that is sent in a ConfigMap: what is in it, and what unpacking makes of it."""
 
 import os
+import tarfile
 from pathlib import Path
+
+import pytest
 
 from perdure.launch.kubernetes.project import pack, unpack
 
@@ -33,3 +36,20 @@ def test_the_same_files_are_packed_the_same(tmp_path: Path) -> None:
     before = pack(tmp_path, ())
     os.utime(tmp_path / "a.py", (1, 1))
     assert pack(tmp_path, ()) == before
+
+
+def test_a_project_is_unpacked_by_a_python_that_knows_no_filters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian 12 has Python 3.11.2; `filter` came with 3.11.4."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "a.py").write_text("a")
+
+    def extract(self: tarfile.TarFile, path: Path) -> None:
+        for name in self.getnames():
+            self.extract(name, path, filter="data")
+
+    monkeypatch.delattr(tarfile, "data_filter")
+    monkeypatch.setattr(tarfile.TarFile, "extractall", extract)
+    unpack(pack(tmp_path / "project", ()), tmp_path / "there")
+    assert (tmp_path / "there" / "a.py").read_text() == "a"

@@ -135,7 +135,7 @@ def make_pods(nodes: int = 1, **section: Any) -> list[Any]:
     return pods
 
 
-@pytest.mark.parametrize("shape", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("shape", ["job", "jobset", "trainjob", "pytorchjob"])
 @pytest.mark.parametrize("server", ["1.20", "1.25", "1.31"])
 @pytest.mark.parametrize("more", [{}, {"service_account": "perdure"}, {"run_as_user": 0}])
 def test_d5_every_pod_is_admitted_by_a_restricted_namespace(

@@ -209,6 +209,8 @@ def render_snapshot(snapshot: Snapshot) -> str:
         lines += ["", render_table(head, rows)]
     if busy := render_busy(snapshot):
         lines += ["", *busy]
+    if replicas := render_replicas(snapshot.replicas):
+        lines += ["", replicas]
     lines += [describe_late(row) for row in snapshot.replicas if row.late]
     if snapshot.world is not None:
         lines += ["", *render_shape(snapshot.world, snapshot.ranks)]
@@ -242,8 +244,11 @@ def map_devices(
     elif watch:
         show_map(found, as_json=as_json)
     else:
-        devices = found.snapshot().devices
-        answer({"devices": devices}, render_devices(devices), as_json=as_json)
+        snapshot = found.snapshot()
+        devices = snapshot.devices
+        replicas = snapshot.replicas
+        text = "\n\n".join(filter(None, (render_replicas(replicas), render_devices(devices))))
+        answer({"devices": devices, "replicas": replicas}, text, as_json=as_json)
 
 
 def render_devices(devices: Sequence[DeviceRow]) -> str:
@@ -261,6 +266,26 @@ def render_devices(devices: Sequence[DeviceRow]) -> str:
         for d in devices
     ]
     return render_table(("device", "node", "slots", "ranks", "replicas", "state", "health"), rows)
+
+
+def render_replicas(replicas: Sequence[ReplicaRow]) -> str:
+    """Return the replica groups that others have started as a table; empty where there are none."""
+    rows = [
+        (
+            r.group,
+            r.replica,
+            r.ranks,
+            r.manager,
+            r.step if r.step >= 0 else "-",
+            time.strftime("%T", time.localtime(r.since_s)),
+            r.state,
+            f"in {r.quorum_id}" if r.quorum_id >= 0 else f"out: {r.why}" if r.why else "out",
+        )
+        for r in replicas
+        if r.since_s
+    ]
+    head = ("group", "replica", "ranks", "manager", "step", "since", "state", "quorum")
+    return render_table(head, rows) if rows else ""
 
 
 def _rate_urgency(row: DeviceRow) -> int:

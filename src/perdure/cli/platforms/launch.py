@@ -43,19 +43,34 @@ def render(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write the files there instead.")
     ] = None,
+    kustomize: Annotated[
+        Path | None,
+        typer.Option(
+            "--kustomize",
+            metavar="DIR",
+            help="Write a kustomize base there: the job, its account with its rights, its volume.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Print the scripts, manifest or notebook that a launch would submit; touch nothing."""
     home = resolve_home()
     plan = make_plan(make_launch_spec(job_file, home), choose_profile(on, host, home).profile)
+    if kustomize is not None and out is not None:
+        raise ConfigError("--kustomize and --out write different files", hint="one of them")
+    files, folder = list_files(plan), out
+    if kustomize is not None:
+        from perdure.launch.kubernetes.kustomize import make_base  # Nobody else has need of it.
+
+        files, folder = make_base(plan), kustomize
     if as_json:
-        print_json(describe_plan(plan))
-    elif out is not None:
-        write_files(list_files(plan), out, mode=0o700)  # The job's [env] is in the files.
-        for name in list_files(plan):
-            print(out / name)
+        print_json({**describe_plan(plan), "files": files})
+    elif folder is not None:
+        write_files(files, folder, mode=0o700)  # The job's [env] is in the files.
+        for name in files:
+            print(folder / name)
     else:
-        for name, content in list_files(plan).items():
+        for name, content in files.items():
             print(f"# ==> {name} <==")
             print_exact(content, end="" if content.endswith("\n") else "\n")
     for finding in plan.findings:

@@ -23,6 +23,7 @@ import msgspec
 from perdure.adapters.health import read_installed
 from perdure.cli.running.options import RunOptions
 from perdure.cli.running.torchrun import (
+    LOOPBACK,
     count_cpus,
     list_rdzv_notes,
     list_visible_gpus,
@@ -102,10 +103,10 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     if spec.module and spec.no_python:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
     spec = lay_out(spec)
-    return _locate_all(spec), "name" in document, _list_option_notes(options, spec)
+    return locate_all(spec), "name" in document, _list_option_notes(options, spec)
 
 
-def _locate_all(spec: JobSpec) -> JobSpec:
+def locate_all(spec: JobSpec) -> JobSpec:
     """Return the job with absolute paths: what is relative is so to where the script runs."""
     cwd = os.path.abspath(spec.cwd)
     url, webhook = os.path.expandvars(spec.checkpoint.url), spec.alerts.webhook
@@ -155,12 +156,23 @@ def _check_groups(spec: JobSpec, groups: int, nodes: int, own: str) -> Faults:
 
     `own` says how the lighthouse becomes perdure's, which holds groups; empty where it is.
     """
+    place = spec.lighthouse.bind if spec.lighthouse is not None else "127.0.0.1"
     timed = next((n for n in ("every_steps", "every_s") if getattr(spec.checkpoint, n)), "")
     return (
         (
             nodes not in (1, groups),
             f"--nodes {nodes}: each of the {groups} replica groups is a node",
             "",
+        ),
+        (
+            spec.served,
+            "torchft.elsewhere: groups that others start are served by `perdure serve`",
+            "perdure serve NAME, or leave it out",
+        ),
+        (
+            place not in LOOPBACK[1:4],
+            f"torchft.bind = {place}: the groups of perdure run are on this machine",
+            "leave it out",
         ),
         (spec.no_python, "--torchft and --no-python exclude one another", ""),
         (

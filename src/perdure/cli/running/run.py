@@ -129,11 +129,11 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
         sys.stdout.keep_all()
     if failure is not None:
         raise failure
-    _summarize(spec.name, code, options.json)
+    summarize(spec.name, code, options.json)
     return code
 
 
-def _summarize(name: str, code: int, as_json: bool) -> None:
+def summarize(name: str, code: int, as_json: bool) -> None:
     """Print what the run was worth; a ledger that cannot be read is no reason to fail."""
     from perdure.cli.looking.story import tell_story
     from perdure.dash import render_text

@@ -65,7 +65,7 @@ def inject(
         raise ConfigError(f"unknown fault `{fault}`", hint=f"one of {', '.join(FAULTS)}")
     given = _parse_args(arg or [])
     found = find_job(job)
-    if rank >= found.spec.world_size:
+    if rank >= found.spec.world_size and not found.spec.served:
         raise ConfigError(
             f"there is no rank {rank}", hint=f"the ranks are 0 to {found.spec.world_size - 1}"
         )

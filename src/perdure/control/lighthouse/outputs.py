@@ -34,6 +34,9 @@ class Seen(_OfReplica, frozen=True):
 
     generation: int = -1
     """The generation of its processes; -1 where its store is not one of ours."""
+    manager: str = ""
+    """Where its manager listens."""
+    ranks: int = 0
 
 
 class Stands(_OfReplica, frozen=True):
@@ -56,6 +59,10 @@ class LeftOut(_OfReplica, frozen=True):
 
     reason: str
     stopped: bool = False
+    silent: bool = False
+    """No heartbeat of it comes any more."""
+    generation: int = -1
+    """As in `Seen`."""
 
 
 class Fenced(msgspec.Struct, frozen=True):

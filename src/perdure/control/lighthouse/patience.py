@@ -43,6 +43,8 @@ class QuorumConfig(msgspec.Struct, frozen=True):
     in its first steps."""
     alone_s: float = 300.0
     """How long a newcomer waits for members of which none asks: they may all be evaluating."""
+    elsewhere: bool = False
+    """Others start the groups: which there are, nobody knows before they ask."""
 
     def compute_patience_s(
         self, expected_s: float, told: Sequence[float] = (), *, known: bool = True

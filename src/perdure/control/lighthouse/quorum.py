@@ -23,6 +23,9 @@ Leaving a member out also releases those who hang on it in a collective: `Fenced
 of the quorum, so that a process group formed since is left alone. Newcomers join at the next
 quorum, and nobody waits for them, save before the first.
 
+Where others start the groups (`QuorumConfig.elsewhere`) their names tell them apart, silence is
+what is known of a death, and a new life of a group ends the one before.
+
 Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 """
 
@@ -35,6 +38,7 @@ from itertools import chain
 
 import msgspec
 
+from perdure.control.lighthouse.names import Names
 from perdure.control.lighthouse.outputs import (
     Answered,
     Fenced,
@@ -61,6 +65,8 @@ _FRESH_S = 2.0
 """What an agent has said of a process holds for so long."""
 _TOLD_S_MAX = 7 * 86400.0
 """No group's word reaches further ahead."""
+_GONE = 3.0
+"""Of a group that others have started: silent for so many times `heartbeat_s`, it is gone."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,8 @@ class Replica:
     name: str
     store: str
     heard_s: float
+    manager: str = ""
+    """Where its manager listens."""
     home: tuple[int, int] = (-1, -1)
     """Its group and the generation of its processes; -1 where its store is not one of ours."""
     asked: Member | None = None
@@ -128,6 +136,8 @@ class Quorums:
     """For so long."""
     silences: Silences = field(default_factory=Silences)
     """How long members have waited for one another so far."""
+    names: Names = field(default_factory=Names)
+    """Of groups that others start."""
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -136,13 +146,14 @@ class Quorums:
         if member.replica in self._evicted:
             return []  # It is dead, or about to be: it may wait.
         replica = self._meet(now, member.replica)
-        replica.store = member.store
+        replica.store, replica.manager = member.store, member.manager
         outputs: list[Output] = []
         if not replica.quorums or replica.out:
-            known = self.groups.get(member.store)
-            if known is not None:
-                replica.home = (known.group, known.generation)
-            outputs.append(Seen(member.replica, self.group_of(replica), replica.home[1]))
+            outputs += self._settle(now, replica)
+            seen = Seen(member.replica, self.group_of(replica), replica.home[1])
+            outputs.append(
+                msgspec.structs.replace(seen, manager=member.manager, ranks=member.ranks)
+            )
         outputs += self._arrive(now, replica)
         replica.heard_s = max(replica.heard_s, now)
         waited = replica.waiting_s if member.commit_failures else None
@@ -154,6 +165,16 @@ class Quorums:
             replica.asked = None  # The answer was lost on its way: the same again.
             return [*outputs, Answered((token,), self.quorum_id, self._last)]
         return outputs + self.tick(now)
+
+    def introduce(self, now: float, name: str) -> list[Output]:
+        """Know a replica that others have started, and that has not asked yet."""
+        if name in self._evicted:
+            return []
+        replica = self._meet(now, name)
+        if replica.home[0] >= 0:
+            return []
+        outputs = self._settle(now, replica)
+        return [*outputs, Seen(name, self.group_of(replica), replica.home[1])]
 
     def hear(self, now: float, name: str) -> list[Output]:
         """Take a heartbeat."""
@@ -244,7 +265,8 @@ class Quorums:
             return []
         outputs: list[Output] = []
         if name in self.members and not replica.out:
-            outputs = self._leave_out(replica, reason, fence=fence)
+            silent = self.config.elsewhere
+            outputs = self._leave_out(replica, reason, fence=fence, silent=silent)
         return outputs + self.tick(now)
 
     def regroup(self, now: float, groups: tuple[ReplicaGroup, ...]) -> list[Output]:
@@ -252,7 +274,7 @@ class Quorums:
 
         Whose group was started again since is gone, though nobody may have been there to hear it.
         """
-        self.groups = {group.store: group for group in groups}
+        self.groups = {group.store or str(group.group): group for group in groups}
         newest = {group.group: group.generation for group in groups}
         outputs: list[Output] = []
         for replica in list(self.replicas.values()):
@@ -278,6 +300,7 @@ class Quorums:
                 name=member.replica,
                 store=member.store,
                 heard_s=now,
+                manager=member.manager,
                 home=homes.get(member.replica, (-1, -1)),
                 quorums=_TRUSTED_AFTER + 1,
                 took=(member.step, member.commit_failures),
@@ -297,6 +320,11 @@ class Quorums:
             if replica.missed_s is not None:
                 replica.missed_s = min(replica.missed_s + lag_s, now)
 
+    @property
+    def whole(self) -> bool:
+        """Whether all members of the quorum in force are in it still."""
+        return len(self._present()) == len(self.members)
+
     def map_members(self) -> dict[str, tuple[int, int]]:
         """Return group and generation of the members of the quorum in force."""
         return {r.name: r.home for r in self.replicas.values() if r.name in self.members}
@@ -312,6 +340,7 @@ class Quorums:
             times += chain.from_iterable(self._late_times(r, impatient_s) for r in missing)
         if asking and not self._present():
             times += [min(asking) + self.config.startup_s, min(asking) + self.config.alone_s]
+            times += [self._gone_due(r) for r in self._list_lost(min(asking))]
         if waiting:
             first = min(waiting)
             late = [self._late_times(r, first, collective=True) for r in self._list_idle()]
@@ -329,7 +358,8 @@ class Quorums:
             if now > self._silence_due(replica):
                 stopped = replica.stopped
                 why = "its process is stopped (state T)" if stopped else "no heartbeat"
-                outputs += self._leave_out(replica, f"{why}, silent for {silent_s:.2f} s")
+                why = f"{why}, silent for {silent_s:.2f} s"
+                outputs += self._leave_out(replica, why, silent=not stopped)
         outputs += self._end_hung(now)
         return outputs + self._tell_held() + self._form(now) + self._report_late(now)
 
@@ -409,7 +439,7 @@ class Quorums:
             if left:
                 self.reason = f"waiting for {', '.join(left)}"
                 return outputs
-        elif not self._may_begin(ready, now - first):
+        elif not self._may_begin(ready, now, first):
             self.reason = f"{len(ready)} of {self._expected()} groups are there"
             return []
         if len(ready) < self.config.min_replicas:
@@ -417,7 +447,7 @@ class Quorums:
             return outputs
         return outputs + self._answer(now, sorted(ready, key=lambda r: r.name))
 
-    def _may_begin(self, ready: list[Replica], waited_s: float) -> bool:
+    def _may_begin(self, ready: list[Replica], now: float, since_s: float) -> bool:
         """Whether a quorum may be formed though no member of the last one is present.
 
         Members that were left out, but are not known to be dead, have all the steps made so far:
@@ -425,8 +455,8 @@ class Quorums:
         """
         if any(r.name in self.members for r in ready):
             return True
-        lost = any(name in self.replicas for name in self.members)
-        if lost:
+        waited_s = now - since_s
+        if self._list_lost(now):
             return waited_s >= self.config.alone_s
         return len(ready) >= self._expected() or waited_s >= self.config.startup_s
 
@@ -498,11 +528,12 @@ class Quorums:
         *,
         fence: bool = True,
         missed_s: float | None = None,
+        silent: bool = False,
     ) -> list[Output]:
         replica.out, replica.waiting_s = True, None
         replica.late, replica.missed_s = False, missed_s
         group = self.group_of(replica)
-        left = LeftOut(replica.name, group, reason, replica.stopped)
+        left = LeftOut(replica.name, group, reason, replica.stopped, silent, replica.home[1])
         if replica.name not in self.members or not fence:
             return [left]
         self._stand_in()
@@ -534,12 +565,29 @@ class Quorums:
             self.replicas[name] = Replica(name, "", now)
         return self.replicas[name]
 
+    def _settle(self, now: float, replica: Replica) -> list[Output]:
+        """Know which life of which group has come; one that others started ends the one before."""
+        if not self.config.elsewhere:
+            known = self.groups.get(replica.store)
+            if known is not None:
+                replica.home = (known.group, known.generation)
+            return []
+        if replica.home[0] >= 0:
+            return []
+        others = [r for r in self.replicas.values() if r is not replica and r.home[0] >= 0]
+        present = {r.home[0] for r in others if now < self._gone_due(r)}
+        replica.home = self.names.place(replica.name, present)
+        before = [r.name for r in others if r.home[0] == replica.home[0]]
+        return [o for name in before for o in self.evict(now, name, "its group was started again")]
+
     def group_of(self, replica: Replica) -> int:
         """Return the group of a replica: by its store, or by the digits at the end of its name.
 
         The digits are torchft's own way to tell (`train_ddp_2`), for a script that makes its own
-        store.
+        store. Of groups that others start `names` tells.
         """
+        if self.config.elsewhere:
+            return replica.home[0]
         known = self.groups.get(replica.store)
         if known is not None:
             return known.group
@@ -549,6 +597,8 @@ class Quorums:
 
     def _find_replica(self, generation: int) -> Replica | None:
         """Return the replica that the processes of `generation` are."""
+        if self.config.elsewhere:
+            return self.find_life(generation)
         known = next((g for g in self.groups.values() if g.generation == generation), None)
         if known is None:
             return None
@@ -557,18 +607,38 @@ class Quorums:
             mine = [r for r in self.replicas.values() if self.group_of(r) == known.group]
         return max(mine, key=lambda r: r.heard_s, default=None)
 
+    def find_life(self, life: int) -> Replica | None:
+        """Return the replica that is this life of a group that others start."""
+        return next((r for r in self.replicas.values() if r.home[1] == life >= 0), None)
+
     def _may_join(self, replica: Replica) -> bool:
         group = self.group_of(replica)
         known = next((g for g in self.groups.values() if g.group == group), None)
         return known is None or not known.held
 
     def _expected(self) -> int:
+        """Return how many groups the first quorum waits for."""
+        if self.config.elsewhere:
+            return self.config.min_replicas
         return sum(not group.held for group in self.groups.values())
 
     def _present(self) -> list[Replica]:
         """Return the members of the quorum in force that were not left out since."""
         found = (self.replicas.get(name) for name in self.members)
         return [replica for replica in found if replica is not None and not replica.out]
+
+    def _list_lost(self, now: float) -> list[Replica]:
+        """Return the members of the last quorum that were left out and may come back.
+
+        Of a group that others have started nobody tells that it has ended, but its silence.
+        """
+        known = [self.replicas[name] for name in self.members if name in self.replicas]
+        if not self.config.elsewhere:
+            return known
+        return [r for r in known if now < self._gone_due(r)]
+
+    def _gone_due(self, replica: Replica) -> float:
+        return replica.heard_s + _GONE * self.config.heartbeat_s
 
     def _list_idle(self) -> list[Replica]:
         """Return those of them that neither ask nor wait for others."""

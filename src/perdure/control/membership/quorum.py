@@ -38,17 +38,19 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
     Its patience, of which `perdure set` may have changed a part, goes with it.
     """
     state.quorum.holds += 1
-    paused = state.steering.pause is not None
+    paused, elsewhere = state.steering.pause is not None, state.the_spec().served
     groups = []
     for number, group in sorted(state.worlds.items()):
-        if group.store is None or not group.alive:
+        if not group.alive and not (elsewhere and number in state.barred):
+            continue
+        if group.store is None and not elsewhere:
             continue
         held = not group.replica.active or bool(group.replica.leaving) or paused
-        store = f"{group.store.host}:{group.store.port}"
+        store = f"{group.store.host}:{group.store.port}" if group.store else ""
         ready = (
             not group.replica.active and not group.replica.leaving and number not in state.barred
         )
-        spare = ready and not paused
+        spare = ready and not paused and not elsewhere
         groups.append(ReplicaGroup(number, group.generation, store, held, spare))
     held_names = tuple(
         g.replica.name
@@ -67,8 +69,11 @@ def hold_groups(state: JobState, reason: str) -> HoldReplicas:
 
 
 def wanted_groups(state: JobState) -> int:
-    """Return how many groups shall train, where so many are there."""
-    return state.the_spec().torchft.replicas
+    """Return how many groups shall train, where so many are there: all that others start."""
+    spec = state.the_spec()
+    if spec.served:
+        return sum(n not in state.barred for n in state.worlds)
+    return spec.torchft.replicas
 
 
 def least_groups(state: JobState) -> int:
@@ -111,6 +116,13 @@ def count_left(state: JobState, leaving: set[int]) -> tuple[int, int]:
 def _refuse_with_others(state: JobState, why: str) -> str:
     """Return `why` something cannot be where the lighthouse is not perdure's own; else nothing."""
     return why if state.the_spec().torchft.lighthouse != "perdure" else ""
+
+
+def list_mute_groups(state: JobState) -> list[WorldState]:
+    """Return the members of the quorum that cannot be asked, for others have started them."""
+    if not state.the_spec().served:
+        return []
+    return [g for g in state.list_members() if len(g.joined) < state.the_spec().nproc]
 
 
 def refuse_drain(state: JobState) -> str:
@@ -223,6 +235,9 @@ class Quorum(Fixed):
     def refuse_step(self, state: JobState) -> str:
         """Return why no step can be agreed upon; empty where the lighthouse is perdure's own."""
         why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
+        mute = ", ".join(f"group {g.number} ({g.replica.name})" for g in list_mute_groups(state))
+        if mute:
+            return f"{mute}: no line `import perdure.torchft` in the script, or not on this machine"
         return _refuse_with_others(state, f"{why} can a step be agreed upon")
 
     def is_current(self, state: JobState, generation: int) -> bool:
@@ -231,6 +246,8 @@ class Quorum(Fixed):
 
     def refuse_saving(self, state: JobState) -> str:
         """Return why nothing can be saved; empty where the lighthouse is perdure's own."""
+        if state.the_spec().served:
+            return "groups that others start save by themselves"
         why = "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
         return _refuse_with_others(state, why)
 
@@ -250,7 +267,8 @@ class Quorum(Fixed):
         """The quorum in force is known, and every member of it can be asked."""
         quorum = state.quorum
         known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
-        return known and len(state.list_members()) == len(quorum.members)
+        there = len(state.list_members()) == len(quorum.members)
+        return known and there and not list_mute_groups(state)
 
     def ask(self, state: JobState, kind: str) -> tuple[int, ...]:
         """Return the members of the quorum; to save, one of them: all have the same state."""

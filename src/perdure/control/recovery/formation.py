@@ -28,6 +28,9 @@ def note_submission(state: JobState, now: float, event: JobSubmitted) -> list[An
     """Learn what the job is; its nodes have to register in time."""
     state.spec, state.submitted_s = event.spec, event.at_s
     state.worlds = membership_of(state).make_worlds()
+    if event.spec.served:
+        state.enter("enough nodes are there")
+        return []
     patience_s = event.spec.restart.node_wait_s if event.spec.remote else 0.0
     state.deadline_s = now + max(REGISTER_TIMEOUT_S, patience_s)
     return []

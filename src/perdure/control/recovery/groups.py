@@ -25,6 +25,7 @@ from perdure.control.membership.quorum import (
     promote,
     wanted_groups,
 )
+from perdure.control.recovery.elsewhere import note_elsewhere
 from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
@@ -45,6 +46,7 @@ from perdure.model.events import (
     NodeLost,
     NodeRegistered,
     QuorumFormed,
+    RankAttached,
     RankExited,
     ReplicaSeen,
     TimerFired,
@@ -282,6 +284,14 @@ def _lose_node(state: JobState, now: float, event: NodeLost) -> list[AnyAction]:
     return [] if group is None else fail_group(state, now, group, event.reason, silent=True)
 
 
+def _attach(state: JobState, now: float, event: RankAttached) -> list[AnyAction]:
+    """A rank of a group that others have started can be asked."""
+    group = state.find_world(event.generation)
+    if group is not None:
+        group.joined.add(event.rank)
+    return []
+
+
 def _reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
     state.step = max(state.step, event.step)
     reach_boundary(state, event)
@@ -307,6 +317,8 @@ def _note_quorum(state: JobState, now: float, event: QuorumFormed) -> list[AnyAc
 
 
 def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAction]:
+    if state.the_spec().served:
+        return note_elsewhere(state, now, event)
     group = state.worlds.get(event.group)
     if group is None or not group.has_ranks:
         return []
@@ -390,6 +402,7 @@ OF_GROUPS: dict[type[AnyEvent], Callable[[JobState, float, Any], list[AnyAction]
     BoundaryAnswered: answer_boundary,
     BoundaryReached: _reach,
     KeysDeclared: _declare,
+    RankAttached: _attach,
     CheckpointRestored: _note_restored,
 }
 """What reacts to an event that concerns replica groups in a way of their own."""

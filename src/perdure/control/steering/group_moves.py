@@ -20,11 +20,18 @@ from perdure.control.membership.quorum import (
     list_spare_groups,
     promote,
 )
+from perdure.control.recovery.elsewhere import park_elsewhere
 from perdure.control.recovery.groups import park_group
 from perdure.control.recovery.placement import bar, keep_nodes
 from perdure.control.targets import name_all
 from perdure.control.world import WorldState
 from perdure.model.orders import AnyAction
+
+_AFTER = {
+    "drain": "what it runs lives on, and is held until it is restored",
+    "evict": "its next life is held until it is restored",
+}
+"""What an operator has to know of a group that others have started."""
 
 
 def take_back(
@@ -116,9 +123,20 @@ def _end(state: JobState, now: float, move: OpenMove, *, grace_s: float = 0.0) -
     move.step = max(move.step, state.step)
     for group in _groups(state, move):
         actions += bar(state, group.number, move.who, move.why)
-        if group.phase not in ("parked", "done", "ended"):
+        if state.the_spec().served:
+            actions += _end_elsewhere(state, move, group)
+        elif group.phase not in ("parked", "done", "ended"):
             actions += park_group(state, now, group, move.why, grace_s=grace_s)
     return actions
+
+
+def _end_elsewhere(state: JobState, move: OpenMove, group: WorldState) -> list[AnyAction]:
+    """Leave a group that others have started: a drained one lives on, and is held."""
+    if move.kind == "drain" or group.replica.absent:
+        group.replica.leaving, group.replica.active = "", False
+        state.stopped[group.number] = group.generation
+        return []
+    return park_elsewhere(state, group, move.why) if group.alive else []
 
 
 def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAction]:
@@ -134,10 +152,14 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
         "took_s": move.took_s(now),
     }
     where = f" at step {move.step}" if move.step >= 0 else ""
+    elsewhere = state.the_spec().served
+    unended = [g.replica.unended for g in _groups(state, move) if g.replica.unended]
     parts = (
         f"{name_all('replica', move.nodes)} left in {move.took_s(now):.2f} s{where}",
         f"{name_all('replica', move.stand_ins)} stood in" if move.stand_ins else "",
-        "the step in flight was made again" if move.kind == "evict" else "",
+        "the step in flight was made again" if move.kind == "evict" and not elsewhere else "",
+        _AFTER[move.kind] if elsewhere else "",
         but,
+        *unended,
     )
     return state.answer_open(move.id, True, "; ".join(filter(None, parts)), result)

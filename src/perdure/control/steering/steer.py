@@ -30,6 +30,8 @@ def start_set(state: JobState, now: float, command: OpenCommand) -> list[AnyActi
     except ConfigError as error:
         if membership.has_declared(state):
             return state.answer(command.id, False, error.message, {})
+        if why := membership.refuse_step(state):
+            return state.answer(command.id, False, why, {})
         return []  # The script may yet declare it.
     own = all(is_kept_elsewhere(name) for name in values)
     if own and membership.sets_at_once(state):

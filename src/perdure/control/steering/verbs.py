@@ -19,6 +19,7 @@ from perdure.control.membership.quorum import (
     list_spare_groups,
     refuse_drain,
 )
+from perdure.control.recovery.elsewhere import admit_elsewhere
 from perdure.control.recovery.formation import begin_generation
 from perdure.control.recovery.placement import bar, count_shortage
 from perdure.control.steering.group_moves import take_back
@@ -359,7 +360,9 @@ def _restore_group(
             actions += take_back(state, now, move, reason)
     if number in state.cordoned:
         actions += state.release(number, who, reason)
-    if group.phase in ("parked", "failed"):
+    if state.the_spec().served:
+        actions += admit_elsewhere(state, group, reason)
+    elif group.phase in ("parked", "failed"):
         group.replica.active = count_missing(state) > 0
         group.failures.clear()
         actions += begin_generation(state, now, group, reason)
@@ -382,6 +385,8 @@ def _plan_restore_groups(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
         if away or number in held or number in state.cordoned:
             todo.append(number)
             what = "is started and heals from a peer, or stands by as a spare"
+            if state.the_spec().served:
+                what = "is let in again, once others have started it"
             parts.append(f"replica {number} {what if away else 'stays'}")
         else:
             already.append(f"replica {number} may train already")
@@ -395,7 +400,9 @@ def _plan_restore_groups(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
 def _plan_cordon_groups(state: JobState, todo: list[int], already: list[str]) -> GroupPlan:
     free = [n for n, g in state.worlds.items() if g.alive and n not in {*todo, *state.barred}]
     refusal = describe_lack(state, len(free), "could be started again") if todo else ""
-    parts = [f"replica {n} trains on, and is not started again once it ends" for n in todo]
+    elsewhere = state.the_spec().served
+    after = "its next life is held" if elsewhere else "is not started again once it ends"
+    parts = [f"replica {n} trains on, and {after}" for n in todo]
     left = count_left(state, set())[1]
     return GroupPlan(
         verb="cordon", way="cordon", nodes=todo, replicas=todo, already=already, left=left,

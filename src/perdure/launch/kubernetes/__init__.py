@@ -215,11 +215,13 @@ def complete(manifest: str, number: str, packed: bytes) -> str:
     """Return the manifest with the launch's own number and the project in the ConfigMap.
 
     What an earlier launch of the same name has left on the volume is then not taken for this one's.
+    Without a number the manifest is to be applied by hand.
     """
     documents = list(yaml.safe_load_all(manifest))
     for document in documents:
         if document["kind"] == "ConfigMap":
-            document["data"]["launch"] = number
+            if number:
+                document["data"]["launch"] = number
             if packed:
                 document["binaryData"] = {PACKED: base64.b64encode(packed).decode()}
     return dump(documents)
@@ -324,7 +326,8 @@ class KubernetesTeardown(Teardown):
     def render_deletion(self, record: LaunchRecord, *, with_volume: bool) -> tuple[str, ...]:
         """Return the command that deletes them, and the job's claim where perdure made it."""
         section = record.profile.kubernetes
-        kinds = {"job": "job", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}
+        kinds = {"job": "job", "jobset": "jobset", "trainjob": "trainjob,trainingruntime",
+                 "pytorchjob": "pytorchjob"}  # fmt: skip
         claims = ",pvc" if with_volume else ""
         return Client(section).command(
             "delete", f"{kinds[section.shape]},service,configmap{claims}",

@@ -19,11 +19,7 @@ import yaml
 
 from perdure.launch.channel import Channel, wrap
 from perdure.launch.exchange import UnreachedError, last_line, run_bounded
-from perdure.launch.kubernetes.manifest import (
-    CONTAINER,
-    TRAINER_CONTAINER,
-    make_reader,
-)
+from perdure.launch.kubernetes.manifest import CONTAINER, CONTAINERS, make_reader
 from perdure.launch.platforms import Here
 from perdure.model.errors import PlatformError
 from perdure.model.platforms.kubernetes import (
@@ -31,6 +27,7 @@ from perdure.model.platforms.kubernetes import (
     KubernetesSection,
     explain_job,
     explain_pod,
+    read_pytorchjob,
 )
 from perdure.model.platforms.launching import LaunchRecord, PulledFile
 from perdure.model.platforms.outcome import PodOutcome
@@ -185,7 +182,13 @@ class Client:
         return said
 
     def _find_job(self, name: str, label: str) -> Object | None:
-        """Return the Job that a JobSet or TrainJob has made, an empty one before it has."""
+        """Return the Job that a JobSet or TrainJob has made, an empty one before it has.
+
+        A PyTorchJob makes none: its pods are its own.
+        """
+        if self.shape == "pytorchjob":
+            found = self.get(self.shape, name)
+            return None if found is None else read_pytorchjob(found)
         if jobs := self.get_all("jobs", "-l", label):
             return jobs[0]
         owner = self.get(self.shape, name)
@@ -280,7 +283,7 @@ def list_words(record: LaunchRecord, argv: Sequence[str]) -> list[str]:
 
 def name_container(section: KubernetesSection) -> str:
     """Return the container of a job's pods in which perdure is."""
-    return TRAINER_CONTAINER if section.shape == "trainjob" else CONTAINER
+    return CONTAINERS.get(section.shape, CONTAINER)
 
 
 def _wait_running(client: Client, name: str) -> None:

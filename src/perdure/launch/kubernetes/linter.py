@@ -48,6 +48,8 @@ def _lint(document: Object, documents: Sequence[Object], server: str) -> Found:
     for name, job in list_job_specs(document):
         found += _lint_job(job, name, f"{at}.spec", server)
         found += _lint_pod(job, documents, f"{at}.spec.template.spec")
+    if kind == "PyTorchJob":
+        found += _lint_pytorchjob(document, documents, f"{at}.spec")
     return found
 
 
@@ -195,6 +197,45 @@ def _lint_job(job: Object, name: str, at: str, server: str) -> Found:
         *_error(at, selects, "selector: made by the server", "leave it out"),
         *_lint_failure_policy(job, pod, f"{at}.podFailurePolicy"),
     ]
+
+
+def _lint_pytorchjob(document: Object, documents: Sequence[Object], at: str) -> Found:
+    """Return what the Training Operator refuses, and what is wrong with the pods of each role."""
+    spec, name = document.get("spec") or {}, _read_name(document)
+    run, roles = spec.get("runPolicy") or {}, spec.get("pytorchReplicaSpecs") or {}
+    pods = sum(_count(one, "replicas") for one in roles.values())
+    found = [
+        *_lint_fields(spec, shapes.PYTORCHJOB, at),
+        *_lint_fields(run, shapes.RUN_POLICY, f"{at}.runPolicy"),
+        *_error(at, not shapes.SERVICE.fullmatch(name), f"metadata.name {name!r} names no Service"),
+        *_error(at, "Master" not in roles, "pytorchReplicaSpecs: Master is required"),
+    ]
+    for role, replica in roles.items():
+        where, template = f"{at}.pytorchReplicaSpecs.{role}", replica.get("template") or {}
+        pod, policy = template.get("spec") or {}, replica.get("restartPolicy", "OnFailure")
+        count, names = (
+            replica.get("replicas", 1),
+            [c.get("name") for c in pod.get("containers", ())],
+        )
+        found += [
+            *_lint_fields(replica, shapes.REPLICA, where),
+            *_error(where, role not in ("Master", "Worker"), "a role is Master or Worker"),
+            *_error(where, role == "Master" and count != 1, f"replicas {count!r}: a Master is one"),
+            *_error(where, not _is_count(count) or count == 0, f"replicas {count!r}"),
+            *_error(where, "pytorch" not in names, "no container is called pytorch"),
+            *_error(where, policy not in _REPLICA_POLICIES, f"restartPolicy {policy!r}"),
+            *_warning(
+                f"{where}.template.spec",
+                pod.get("restartPolicy"),
+                "restartPolicy: the operator overwrites it by that of the replica",
+            ),
+            *_lint_pod({"parallelism": pods, "template": template}, documents,
+                       f"{where}.template.spec"),
+        ]  # fmt: skip
+    return found
+
+
+_REPLICA_POLICIES = ("Always", "OnFailure", "Never", "ExitCode")
 
 
 def _count(job: Object, field: str) -> int:
@@ -517,7 +558,8 @@ def check_profile(spec: JobSpec, profile: Profile) -> Found:
     """Return what a person should know that the manifests alone do not show."""
     section, nodes, url = profile.kubernetes, spec.num_nodes, spec.checkpoint.url
     mode, durable = choose_mount_mode(spec, section), profile.overrides.DURABLE_DIR
-    counted = parse_version(section.server) < FAILURE_POLICY or section.restart_policy != "Never"
+    older, pytorch = parse_version(section.server) < FAILURE_POLICY, section.shape == "pytorchjob"
+    counted = older or pytorch or section.restart_policy != "Never"
     return [
         *explain_security(section),
         *error(
@@ -537,9 +579,21 @@ def check_profile(spec: JobSpec, profile: Profile) -> Found:
             "perdure's own logs are on the volume",
         ),
         *warning(
-            counted and section.shape == "job",
+            counted and section.shape in ("job", "pytorchjob"),
             f"preemptions count as failures, of which {section.backoff_limit} end the Job",
             "kubernetes.backoff_limit",
+        ),
+        *warning(
+            pytorch,
+            "a PyTorchJob ends after 3 and 75 as after a failure of the script: another pod is "
+            "tried only where one was killed, or left on notice",
+            'kubernetes.shape = "trainjob" or "job" on a server from 1.26',
+        ),
+        *warning(
+            pytorch and nodes > 1 and section.security == "restricted",
+            "the Training Operator adds an init container to workers, which has no "
+            "securityContext: a namespace that enforces `restricted` refuses them",
+            "Pod Security Standards",
         ),
         *error(spec.bus.replicas > 1, "bus.replicas: a pod holds one server", "bus.replicas = 1"),
         *error(

@@ -24,8 +24,8 @@ from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
 
 CONTAINER = "perdure"
-TRAINER_CONTAINER = "node"
-"""Kubeflow's Trainer looks for the container of this name."""
+CONTAINERS = {"trainjob": "node", "pytorchjob": "pytorch"}
+"""Shape -> what its controller wants the container to be called; any other: `perdure`."""
 ADDED_LABEL = "perdure.dev/added"
 """Of a Job with one pod that was added while its job ran."""
 READER_LABEL = "perdure.dev/reader"
@@ -117,7 +117,8 @@ def make_documents(spec: JobSpec, profile: Profile) -> list[Document]:
     if not section.image:
         raise ConfigError(
             "kubernetes.image is not set: code comes to a pod in its image",
-            hint='kubernetes.image = "registry/name@sha256:..." in a profile of your own',
+            hint="perdure image writes a Dockerfile; "
+            'kubernetes.image = "registry/name@sha256:..." in a profile of your own',
         )
     if spec.launch.secrets and not section.secret:
         raise ConfigError(
@@ -141,6 +142,8 @@ def make_documents(spec: JobSpec, profile: Profile) -> list[Document]:
         return [config, _make_jobset(spec, profile)]
     if section.shape == "trainjob":
         return [config, *_make_trainjob(spec, profile)]
+    if section.shape == "pytorchjob":
+        return [config, _make_pytorchjob(spec, profile)]
     return [config, service, *_make_jobs(spec, profile)]
 
 
@@ -205,9 +208,9 @@ def _make_trainjob(spec: JobSpec, profile: Profile) -> list[Document]:
     labels["trainer.kubeflow.org/trainjob-ancestor-step"] = "trainer"
     job: Document = {
         "metadata": {"labels": labels},
-        "spec": make_job_spec(spec, profile, spec.first_nodes, container=TRAINER_CONTAINER),
+        "spec": make_job_spec(spec, profile, spec.first_nodes, container=CONTAINERS["trainjob"]),
     }
-    template = {"spec": {"replicatedJobs": [{"name": "node", "template": job}]}}
+    template = {"spec": {"replicatedJobs": [{"name": "node", "replicas": 1, "template": job}]}}
     runtime = {
         **_head(api, "TrainingRuntime", name, spec, section),
         "spec": {"mlPolicy": {"numNodes": spec.first_nodes}, "template": template},
@@ -215,6 +218,39 @@ def _make_trainjob(spec: JobSpec, profile: Profile) -> list[Document]:
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
     body = {"runtimeRef": reference, "trainer": {"numNodes": spec.first_nodes}}
     return [runtime, {**_head(api, "TrainJob", name, spec, section), "spec": body}]
+
+
+def _make_pytorchjob(spec: JobSpec, profile: Profile) -> Document:
+    """Return a PyTorchJob: the first node is its master, the others are workers.
+
+    The Training Operator has no failure policy. By `ExitCode` it makes a pod again that left with
+    128 or more, so after a kill and an end on notice, and ends the job after any other code.
+    """
+    section, name = profile.kubernetes, name_objects(spec)
+    policy = {"Never": "ExitCode", "OnFailure": "OnFailure"}[section.restart_policy]
+    several = spec.first_nodes > 1
+
+    def replicate(pods: int, role: str) -> Document:
+        pod = _make_pod(spec, profile, role, CONTAINERS["pytorchjob"])
+        del pod["restartPolicy"]  # The operator would say that it overwrites it.
+        metadata = {"labels": {**section.labels, JOB_LABEL: name}}
+        template = {"metadata": metadata, "spec": pod}
+        return {"replicas": pods, "restartPolicy": policy, "template": template}
+
+    replicas = {"Master": replicate(1, "first" if several else "")}
+    if several:
+        replicas["Worker"] = replicate(spec.first_nodes - 1, "node")
+    run = {
+        "cleanPodPolicy": "None",  # Their logs stay.
+        "backoffLimit": section.backoff_limit,
+        **_fill(
+            activeDeadlineSeconds=section.active_deadline_s, ttlSecondsAfterFinished=section.ttl_s
+        ),
+    }
+    return {
+        **_head("kubeflow.org/v1", "PyTorchJob", name, spec, section),
+        "spec": {"runPolicy": run, "pytorchReplicaSpecs": replicas},
+    }
 
 
 def make_job_spec(

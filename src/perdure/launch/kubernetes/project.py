@@ -64,7 +64,10 @@ def unpack(packed: bytes, target: Path) -> None:
     fresh = Path(tempfile.mkdtemp(prefix=f".{PROJECT}-", dir=target.parent))
     try:
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
-            archive.extractall(fresh, filter="data")
+            if hasattr(tarfile, "data_filter"):
+                archive.extractall(fresh, filter="data")
+            else:  # Python before 3.11.4, such as Debian 12's; it is what `pack` has packed.
+                archive.extractall(fresh)
         repair(str(fresh))
         for folder, _, names in os.walk(fresh):
             there = target / Path(folder).relative_to(fresh)

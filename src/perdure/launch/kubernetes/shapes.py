@@ -50,6 +50,13 @@ JOB = _words(
     "backoffLimitPerIndex maxFailedIndexes selector manualSelector template "
     "ttlSecondsAfterFinished completionMode suspend podReplacementPolicy managedBy scheduling"
 )
+PYTORCHJOB = _words("runPolicy pytorchReplicaSpecs elasticPolicy nprocPerNode")
+RUN_POLICY = _words(
+    "cleanPodPolicy ttlSecondsAfterFinished activeDeadlineSeconds backoffLimit schedulingPolicy "
+    "suspend managedBy"
+)
+REPLICA = _words("replicas template restartPolicy")
+"""Fields of a PyTorchJob (kubeflow.org/v1, Training Operator 1.9.3)."""
 COUNTS = (
     "parallelism",
     "completions",
@@ -75,8 +82,8 @@ SWITCHES = _words(
 """Fields of a pod that are true or false."""
 KINDS = {
     name.lower(): name
-    for name in ("Job", "JobSet", "TrainJob", "TrainingRuntime", "ConfigMap", "Service", "Secret",
-                 "PersistentVolumeClaim")
+    for name in ("Job", "JobSet", "TrainJob", "TrainingRuntime", "PyTorchJob", "ConfigMap",
+                 "Service", "Secret", "PersistentVolumeClaim")
 }  # fmt: skip
 CONTAINER = _words(
     "name image command args workingDir ports envFrom env resources resizePolicy restartPolicy "

@@ -205,7 +205,10 @@ class Session:
         shutil.rmtree(self.data, ignore_errors=True)
         raw = lzma.decompress(base64.b85decode(payload.replace("\n", "")))
         with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
-            archive.extractall(self.data, filter="data")
+            if hasattr(tarfile, "data_filter"):
+                archive.extractall(self.data, filter="data")
+            else:  # Python before 3.11.4.
+                archive.extractall(self.data)
             count = len(archive.getnames())
         return f"{count} files to {self.data}"
 

@@ -58,7 +58,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 Sender = Literal["controller", "run", "agent", "rank", "lighthouse"]
-"""Who brings events. A rank's come by way of its node's agent. Operators, monitors, viewers and
+"""Who brings events. A rank's come by way of its node's agent, or of the lighthouse where others
+have started it. Operators, monitors, viewers and
 machines that join bring none: they ask (`COMMANDS`), and the controller journals what was asked."""
 
 BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
@@ -97,7 +98,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.BoundaryAnswered: ("rank",),
         events.BoundaryReached: ("rank",),
         events.RanksAgreed: ("controller",),
-        events.FaultInjected: ("agent", "rank"),
+        events.FaultInjected: ("agent", "rank", "lighthouse"),
         events.KeysDeclared: ("rank",),
         events.SettingsChanged: ("controller",),
         events.JobPaused: ("controller",),
@@ -108,6 +109,8 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.ReplicaLate: ("lighthouse",),
         events.ReplicaSeen: ("lighthouse",),
         events.ReplicaWaiting: ("rank",),
+        events.RankAttached: ("rank",),
+        events.RankLeft: ("rank",),
         events.DeviceReported: ("controller",),
         events.ControllerLost: ("run",),
         events.PreemptionNoticed: ("controller", "agent"),

@@ -9,6 +9,8 @@ handed to the others as these, so that fields of newer versions pass through unt
     QuorumMember { replica_id = 1; address = 2; store_address = 3; step = 4; world_size = 5;
                    shrink_only = 6; data = 7; commit_failures = 8 }
     LighthouseHeartbeatRequest { string replica_id = 1 }
+
+A lighthouse may also call a replica's manager: `Kill`, with a KillRequest { string msg = 1 }.
 """  # noqa: E501
 
 from collections.abc import Iterator
@@ -18,8 +20,16 @@ import msgspec
 from perdure.model.errors import ProtocolError
 
 SERVICE = "torchft.LighthouseService"
+KILL = "/torchft.ManagerService/Kill"
+PATIENCE = {
+    "TORCHFT_QUORUM_TIMEOUT_SEC": "86400",
+    "TORCHFT_QUORUM_RETRIES": "1000000",  # 0.1 s apart
+}
+"""With these a manager waits where its group is held, and while the lighthouse is started anew."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_STEP = 4
+_STEP, _WORLD_SIZE = 4, 5
+_TEXT_MAX = 1000
+"""Bytes of a name or an address: each is journaled and shown."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -36,6 +46,10 @@ class Member(msgspec.Struct, frozen=True):
     """In a row, this one included: the last step was not committed."""
     raw: bytes
     """The whole of it."""
+    manager: str = ""
+    """Where its manager listens, such as `http://host:port`."""
+    ranks: int = 0
+    """How many it has; 0: it does not say."""
 
 
 def parse_request(data: bytes) -> Member:
@@ -47,8 +61,8 @@ def parse_request(data: bytes) -> Member:
     raw = next((value for field, value in _fields(data) if field == 1), None)
     if not isinstance(raw, bytes):
         raise ProtocolError("a request for a quorum without a requester")
-    text = {1: b"", 3: b""}
-    number = {_STEP: 0, 6: 0, 8: 0}
+    text = {1: b"", 2: b"", 3: b""}
+    number = {_STEP: 0, _WORLD_SIZE: 0, 6: 0, 8: 0}
     for field, value in _fields(raw):
         if field in text and isinstance(value, bytes):
             text[field] = value
@@ -56,6 +70,8 @@ def parse_request(data: bytes) -> Member:
             number[field] = value
     if not text[1]:
         raise ProtocolError("a request for a quorum without a replica id")
+    if any(len(value) > _TEXT_MAX for value in text.values()):
+        raise ProtocolError(f"a replica id or an address of more than {_TEXT_MAX} bytes")
     return Member(
         replica=text[1].decode("utf-8", "replace"),
         store=text[3].decode("utf-8", "replace"),
@@ -63,6 +79,8 @@ def parse_request(data: bytes) -> Member:
         shrink_only=bool(number[6]),
         commit_failures=_signed(number[8]),
         raw=raw,
+        manager=text[2].decode("utf-8", "replace"),
+        ranks=max(0, _signed(number[_WORLD_SIZE])),
     )
 
 
@@ -86,6 +104,11 @@ def encode_response(quorum_id: int, members: tuple[Member, ...], created_s: floa
     nanos = int((created_s - seconds) * 1e9)
     created = _key(1, _VARINT) + _varint(seconds) + _key(2, _VARINT) + _varint(nanos)
     return _field(1, b"".join(parts) + _field(3, created))
+
+
+def encode_kill(reason: str) -> bytes:
+    """Return the request to a manager to end its process, which prints why."""
+    return _field(1, reason.encode("utf-8", "replace"))
 
 
 def set_step(member: Member, step: int) -> Member:

@@ -253,7 +253,31 @@ class WorkerQuery(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
-FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery
+class ReplicaHello(msgspec.Struct, frozen=True, tag=True):
+    """A rank of a group that others have started asks who it is; answered by `ReplicaWelcome`."""
+
+    replica: str
+    """Its group's replica id."""
+    local_rank: int
+    ranks: int
+    """How many its group has."""
+    pid: int
+
+
+class ReplicaWelcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Who it is in the job, whose ranks are numbered through all groups."""
+
+    job: str = ""
+    rank: int = -1
+    generation: int = -1
+    clock_offset_s: float = 0.0
+    device: str = ""
+    """What it has where it uses no GPU."""
+    refusal: str = ""
+    """Why it is not taken."""
+
+
+FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery | ReplicaHello
 ToWorker = WorkerAck | AnyOrder
 
 # --- agent <-> keeper: unix socket, JSON lines ------------------------------------------------

@@ -49,8 +49,9 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Context of kubectl; empty: its current one."""
     namespace: Label = ""
     """Empty: the context's own."""
-    shape: Literal["job", "jobset", "trainjob"] = "job"
-    """An Indexed Job, a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow's Trainer."""
+    shape: Literal["job", "jobset", "trainjob", "pytorchjob"] = "job"
+    """An Indexed Job, a JobSet (jobset.x-k8s.io), a TrainJob of Kubeflow's Trainer, or a PyTorchJob
+    of the older Training Operator."""
     claim: str = ""
     """PersistentVolumeClaim at DURABLE_DIR; empty: one of the job's own name."""
     storage: str = "50Gi"
@@ -112,6 +113,19 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     ptrace: bool = False
     """SYS_PTRACE, for stacks where the node's Yama asks for it (doctor says so). It serves root
     only, so the image's own user runs, and `restricted` refuses the pod."""
+
+
+class Right(msgspec.Struct, frozen=True):
+    """What a service account may do with one kind of object."""
+
+    resource: str
+    verbs: tuple[str, ...]
+
+
+POD_RIGHTS = (Right("pods", ("get", "list")), Right("events", ("list",)))
+"""What the pods of a job ask of their namespace: what becomes of them, and why."""
+NODE_RIGHTS = (Right("nodes", ("get",)),)
+"""What they ask of the cluster: the taints of their own nodes."""
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -272,9 +286,41 @@ def _join(reason: str, message: str) -> str:
 
 
 def read_pod_index(pod: Object) -> int:
-    """Return the number of a pod in its Job; 0 where nothing numbers it."""
+    """Return the number of a pod in its job; 0 where nothing numbers it.
+
+    Of a PyTorchJob the master is 0, and its workers follow.
+    """
     found = pod.get("metadata", {}).get("annotations", {})
-    return int(found.get("batch.kubernetes.io/job-completion-index", "0"))
+    labels = pod.get("metadata", {}).get("labels", {})
+    worker = labels.get("training.kubeflow.org/replica-type") == "worker"
+    number = labels.get("training.kubeflow.org/replica-index", "0")
+    return int(found.get("batch.kubernetes.io/job-completion-index", number)) + int(worker)
+
+
+def read_pytorchjob(found: Object) -> Object:
+    """Return a PyTorchJob as the Job that would stand for it."""
+    spec, status = found.get("spec", {}), found.get("status", {})
+    counts = status.get("replicaStatuses", {}).values()
+    rows = status.get("conditions", ())
+    return {
+        "metadata": found.get("metadata", {}),
+        "spec": {
+            "parallelism": sum(
+                int(one.get("replicas", 1)) for one in spec.get("pytorchReplicaSpecs", {}).values()
+            ),
+            "suspend": spec.get("runPolicy", {}).get("suspend", False),
+        },
+        "status": {
+            "conditions": [
+                {**row, "type": "Complete" if row.get("type") == "Succeeded" else row.get("type")}
+                for row in rows
+            ],
+            **{
+                name: sum(int(one.get(name) or 0) for one in counts)
+                for name in ("failed", "succeeded")
+            },
+        },
+    }
 
 
 def explain_job(

@@ -85,6 +85,9 @@ class LinkSweep(msgspec.Struct, frozen=True):
     """New since the last sweep, and in turn some of the others, should a heartbeat be lost."""
     note: str = ""
     """What could not be seen, and why; empty where nothing is missing."""
+    by_nccl: tuple[LinkSample, ...] = ()
+    """Links as NCCL counts them. They are told apart from the others, so that a controller which
+    knows nothing of them takes none for a socket."""
 
 
 class NicSample(msgspec.Struct, frozen=True, array_like=True):

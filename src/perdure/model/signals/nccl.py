@@ -182,6 +182,8 @@ class NcclLink(msgspec.Struct, frozen=True):
     """Totals of one direction to one peer: a cell of the delay matrix."""
 
     comm: int
+    serial: int
+    """Of its communicator, 30 bits: another one may have its place by now."""
     peer: int
     is_send: bool
     ops_started: int
@@ -459,8 +461,9 @@ class _Reader:
 
     def link(self, w: tuple[int, ...]) -> NcclLink:
         waits = tuple(ns / 1e9 for ns in w[9:15])
+        busy_s, since_s = w[18] / 1e9, self.at(w[17])
         return NcclLink(
-            w[1], w[2], bool(w[3]), w[4], w[5], w[6], w[7], waits, w[18] / 1e9, self.at(w[17])
+            w[1], w[0] >> 33, w[2], bool(w[3]), w[4], w[5], w[6], w[7], waits, busy_s, since_s
         )
 
 

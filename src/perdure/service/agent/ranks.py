@@ -16,6 +16,8 @@ from perdure.agent.messages import WorkerSaid
 from perdure.failpoints import failpoint
 from perdure.model.bus.wire import (
     FromWorker,
+    ReplicaHello,
+    ReplicaWelcome,
     WorkerAck,
     WorkerEvent,
     WorkerHello,
@@ -66,9 +68,20 @@ class WorkerServer:
     """Listens for ranks. Their events go to the outbox, all else to `say`."""
 
     def __init__(
-        self, job: str, outbox: Outbox, say: Callable[[WorkerSaid], None], asides: Asides
+        self,
+        job: str,
+        outbox: Outbox,
+        say: Callable[[WorkerSaid], None],
+        asides: Asides,
+        *,
+        admit: Callable[[ReplicaHello], ReplicaWelcome] | None = None,
+        gone: Callable[[WorkerHello], None] = lambda hello: None,
     ) -> None:
-        """Serve the ranks of `job`; `asides` counts what they say and nobody can read."""
+        """Serve the ranks of `job`; `asides` counts what they say and nobody can read.
+
+        A rank that others have started asks `admit` who it is; `gone` hears of a line that ended.
+        """
+        self._admit, self._gone = admit, gone
         self._job, self._outbox, self._say, self._asides = job, outbox, say, asides
         self._lines: dict[int, _RankConnection] = {}
         """By rank, of the newest generation that said hello."""
@@ -105,6 +118,9 @@ class WorkerServer:
                         raise
                     self._set_aside(line, text, error)
                     continue
+                if isinstance(message, ReplicaHello) and self._admit is not None and line is None:
+                    writer.write(encode(self._admit(message)) + b"\n")
+                    return
                 if line is None:
                     line = self._welcome(message, writer)
                 self._take(line, message)
@@ -116,6 +132,7 @@ class WorkerServer:
             if line is not None and self._lines.get(line.hello.rank) is line:
                 del self._lines[line.hello.rank]
                 self._outbox.company = len(self._lines)
+                self._gone(line.hello)
             writer.close()
 
     def _welcome(self, message: FromWorker, writer: asyncio.StreamWriter) -> _RankConnection:
@@ -148,6 +165,8 @@ class WorkerServer:
         self._take(line, WorkerEvent(seq, note))
 
     def _take(self, line: _RankConnection, message: FromWorker) -> None:
+        if isinstance(message, ReplicaHello):
+            return
         if isinstance(message, WorkerEvent):
             seq = message.seq
             if not line.is_next(seq):  # Taken at its word, everything after it would be old.

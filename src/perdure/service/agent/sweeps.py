@@ -144,9 +144,9 @@ class LinkTelemetry:
         sweep = self.reader.sweep(now, ranks.pids, ranks.store_ports)
         if ranks.on_device:
             began_s = time.thread_time()
-            links = sweep.links + self._by_nccl.read(ranks.on_device, now)
+            links = self._by_nccl.read(ranks.on_device, now)
             cost_s = sweep.cost_s + time.thread_time() - began_s
-            sweep = msgspec.structs.replace(sweep, links=links, cost_s=cost_s)
+            sweep = msgspec.structs.replace(sweep, by_nccl=links, cost_s=cost_s)
         self._cost_s = sweep.cost_s
         self._taken.append((sweep, self._nics.sample(self._list_used_interfaces(now))))
 

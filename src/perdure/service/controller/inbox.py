@@ -396,8 +396,12 @@ def _read_event(raw: msgspec.Raw) -> Any:
 
 
 def count_numbers(spec: JobSpec) -> int:
-    """Return below which number every rank is: members of elastic worlds have later ones."""
-    return spec.num_nodes * spec.nproc * (1 if spec.groups else MEMBERS_A_SLOT)
+    """Return below which number every rank is: members of elastic worlds have later ones.
+
+    So have replica groups that others start, of which nobody knows how many there will be.
+    """
+    known = spec.groups and not spec.served
+    return spec.num_nodes * spec.nproc * (1 if known else MEMBERS_A_SLOT)
 
 
 def find_stranger(spec: JobSpec, event: AnyEvent) -> str:

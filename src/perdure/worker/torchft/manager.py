@@ -48,6 +48,7 @@ from perdure.model.ring import PHASE_INDEX, RING_BYTES
 from perdure.worker.interrupt import Fences
 from perdure.worker.ring import RingWriter
 from perdure.worker.settings import read_spec, read_steering
+from perdure.worker.stderr import say
 from perdure.worker.torchft.settings import settings
 
 
@@ -151,6 +152,9 @@ class Replica:
         self._watching = False
         self._observed = self._tells_quorums = False
         self._commits = 0
+        self.attachment: Any = None
+        """What perdure holds inside this rank, where it has a line."""
+        self.on_first_commit: Callable[[], object] = lambda: None
 
     def join(
         self,
@@ -227,6 +231,8 @@ class Replica:
 
     def end_step(self, manager: Any, *, committed: bool, healing: bool) -> None:
         """An attempt at a step is over."""
+        if committed and not self._commits:
+            self.on_first_commit()
         self._commits += committed
         self.account.end_attempt(manager, committed=committed, healing=healing)
 
@@ -306,7 +312,12 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _init(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    from perdure.worker.torchft.elsewhere import prepare_elsewhere
+
+    if replica.attachment is None:
+        prepare_elsewhere(os.environ)
     original(manager, *args, **kwargs)
+    attach_elsewhere(manager)
     replica.adopt(manager)
 
 
@@ -327,6 +338,14 @@ def _should_commit(original: Callable[..., bool], manager: Any, *args: Any, **kw
     return committed
 
 
+def _apply_state(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    pending = getattr(manager, "_pending_state_dict", None)
+    user = pending.get("user") if isinstance(pending, dict) else None
+    if isinstance(user, dict):
+        settings.complete(user)
+    original(manager, *args, **kwargs)
+
+
 def _wait_quorum(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
     begin, noted, well = replica.account.begin_wait(), replica.begin_quorum_wait(), False
     try:
@@ -344,6 +363,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "start_quorum": _start_quorum,
     "wait_quorum": _wait_quorum,
     "should_commit": _should_commit,
+    "_apply_pending_state_dict": _apply_state,
 }
 """Methods of a Manager, and what is called in their place."""
 
@@ -434,6 +454,7 @@ def join_replica(attachment: Any) -> None:
         tells_quorums=spec.torchft.lighthouse != "perdure",
     )
     attachment.obey(lambda order: replica.break_up(order.quorum_id), FenceAbort)
+    replica.attachment = attachment
     settings.join(
         rank=ring.rank,
         generation=ring.generation,
@@ -446,6 +467,24 @@ def join_replica(attachment: Any) -> None:
         checkpoint=spec.checkpoint,
     )
     attachment.obey(settings.take, SendBoundary, ResumeRanks)
+
+
+def attach_elsewhere(manager: Any) -> None:
+    """Connect this process with the lighthouse of `perdure serve`, where there is one here.
+
+    Whatever is in the way, the script runs on without.
+    """
+    from perdure.worker.torchft.elsewhere import find_door, open_line, tell_devices
+
+    try:
+        door = find_door(os.environ) if replica.attachment is None else ""
+        attachment = open_line(manager, door) if door else None
+        if attachment is not None and attachment.control is not None:
+            join_replica(attachment)
+            replica.on_first_commit = functools.partial(tell_devices, attachment)
+            attachment.control.start()
+    except Exception as error:
+        say(f"this rank is seen from outside only: {error!r}")
 
 
 def is_replica(environ: Any = os.environ) -> bool:

@@ -251,6 +251,12 @@ class ReplicaConfig(Depth):
         }
         return {"state": json.dumps(state)}
 
+    def complete(self, user: dict[str, Any]) -> None:
+        """Have `user`, the state of a peer whose script has no settings, leave ours as they are."""
+        if self._begun and self.config.specs() and STATE_KEY not in user:
+            say("healed from a group that has no settings: this one keeps its own")
+            user[STATE_KEY] = self.save_state()
+
     def load_state(self, saved: dict[str, str]) -> None:
         """Take over a peer's values and promises."""
         state = json.loads(saved["state"])

@@ -1,0 +1,333 @@
+"""`perdure serve` and groups that torchrun starts, by the very commands of docs/torchft.md."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Job
+
+pytest.importorskip("torchft")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchft.md"
+LINE = "import perdure.torchft"
+SCRIPT = """{line}
+import os
+import sys
+os._exit = sys.exit  # So that the interpreter ends as it does of most scripts.
+sys.argv = ["torchft_groups.py", "{steps}", {log!r}]
+exec(compile(open({path!r}).read(), {path!r}, "exec"))
+"""
+
+
+def read_commands() -> list[list[str]]:
+    """Return the blocks of commands of the section, in order."""
+    section = PAGE.read_text().split("## As in Marduk, with perdure\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
+    return [[line.strip() for line in block.splitlines()] for block in blocks]
+
+
+def choose_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+class Serving(Job):
+    """`perdure serve`, and the groups beside it."""
+
+    def __init__(self, home: Path, command: str, timeout_s: float) -> None:
+        self.home, self.deadline = home, time.monotonic() + timeout_s
+        self.output, self.log = home / "serve.out", home / "log"
+        self.log.mkdir()
+        programs = Path(sys.executable).parent
+        self.env = dict(
+            os.environ,
+            PERDURE_HOME=str(home / "state"),
+            PATH=f"{programs}{os.pathsep}{os.environ['PATH']}",
+            COLUMNS="120",
+        )
+        self.port, *self.masters = choose_ports(3)
+        words = self.put_ports(command).split()
+        assert words[0] == "perdure"
+        self.name = words[2]
+        self.groups: dict[int, subprocess.Popen[bytes]] = {}
+        with open(self.output, "ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                cwd=home,
+            )
+
+    def put_ports(self, command: str) -> str:
+        """Return `command` with ports that are free here."""
+        for known, free in zip((29510, 29600, 29601), (self.port, *self.masters), strict=True):
+            command = command.replace(str(known), str(free))
+        return command
+
+    def start_group(
+        self, group: int, block: list[str], *, line: bool, steps: int = 10_000_000
+    ) -> None:
+        """Type the page's lines in another terminal; `line` is the one in the script."""
+        folder = self.home / f"group-{group}-{time.monotonic_ns()}"
+        folder.mkdir()
+        path = str(SCRIPTS / "torchft_groups.py")
+        words = {"line": LINE if line else "", "steps": steps, "log": str(self.log), "path": path}
+        (folder / "train_ddp.py").write_text(SCRIPT.format(**words))
+        text = "\n".join(block).replace("REPLICA_GROUP_ID=0", f"REPLICA_GROUP_ID={group}")
+        text = self.put_ports(text.replace("29600", str(29600 + group)))
+        # A stock group is mended of torchft 0.2.0's fault with gloo, and of nothing else.
+        own = {"LIVE_LR": "1"} if line else {"MEND_HOOK": "1"}
+        with open(self.home / f"group-{group}.out", "ab") as out:
+            self.groups[group] = subprocess.Popen(
+                ["bash", "-c", text],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**self.env, **own, "RUST_LOG": "warn"},
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def worker(self, group: int) -> psutil.Process:
+        """Return the training process of a group."""
+        torchrun = psutil.Process(self.groups[group].pid)
+        found = [p for p in torchrun.children(recursive=True) if "train_ddp.py" in p.cmdline()[-1]]
+        return found[-1]
+
+    def row(self, group: int) -> dict[str, Any]:
+        """Return a group as the picture has it."""
+        rows = {row["group"]: row for row in self.state().get("replicas", [])}
+        found: dict[str, Any] = rows.get(group, {})
+        return found
+
+    def wait_group(self, group: int, state: str) -> None:
+        self.wait_until(lambda: self.row(group).get("state") == state, f"group {group} {state}")
+
+    def commits(self, group: int, since: float) -> list[dict[str, Any]]:
+        path, rows = self.log / f"group-{group}.jsonl", []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):  # Cut short by a kill.
+                rows.append(json.loads(line))
+        return [r for r in rows if r["t"] > since and "failed" not in r]
+
+    def wait_members(self, count: int, since: float, *groups: int) -> None:
+        def all_there() -> bool:
+            return all(any(r["n"] == count for r in self.commits(g, since)) for g in groups)
+
+        self.wait_until(all_there, f"{count} members on groups {groups}")
+
+    def type(self, command: str) -> str:
+        """Run a line of the page; return what it printed."""
+        words = command.split()
+        assert words[0] == "perdure"
+        return self.cli(*words[1:]).stdout
+
+    def end_groups(self) -> None:
+        for process in self.groups.values():
+            with contextlib.suppress(psutil.Error):
+                family = psutil.Process(process.pid)
+                for one in (*family.children(recursive=True), family):
+                    with contextlib.suppress(psutil.Error):
+                        one.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    """Serve as the page says; afterwards nothing of it may be left."""
+    served = Serving(tmp_path, read_commands()[0][0], timeout_s=280.0)
+    yield served
+    served.end_groups()
+    served.end()
+    assert served.leftovers() == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.serial
+def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serving) -> None:
+    _, block, verbs, line_block = read_commands()
+    assert line_block == [LINE]
+    typed = {line.split()[1]: line for line in verbs}
+    url = f"export TORCHFT_LIGHTHOUSE=http://127.0.0.1:{serving.port}"
+    serving.wait_until(lambda: url in serving.text(), "the line that says where to point")
+
+    serving.start_group(1, block, line=False)
+    serving.wait_group(1, "training")
+    serving.start_group(0, block, line=True)  # It heals from one that has no settings.
+    serving.wait_group(0, "training")
+    serving.wait_members(2, 0.0, 0, 1)
+    check_picture(serving, typed)
+
+    os.kill(serving.worker(1).pid, signal.SIGKILL)
+    killed = time.time()
+    serving.wait_members(1, killed, 0)
+    serving.wait_group(1, "gone")
+    assert serving.groups[1].wait(30) != 0
+    os.kill(serving.pid_of("perdure controller"), signal.SIGKILL)
+    serving.start_group(1, block, line=True)
+    serving.wait_members(2, killed, 0, 1)
+    serving.wait_group(1, "training")
+
+    serving.type(typed["inject"])
+    crashed = time.time()
+    assert serving.groups[1].wait(30) != 0
+    serving.wait_members(1, crashed, 0)
+    serving.start_group(1, block, line=True)
+    serving.wait_members(2, crashed, 0, 1)
+
+    drain_and_set(serving, typed)
+    check_alike(serving)
+    evict_and_restore(serving, block)
+    check_report(serving, typed["report"], killed)
+    serving.cli("stop", serving.name)
+    assert serving.wait() == 0, serving.text()[-4000:]
+    assert [group.poll() for group in serving.groups.values()] == [None, None]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.serial
+def test_a_group_that_ends_well_is_finished_though_the_lighthouse_was_killed(
+    serving: Serving,
+) -> None:
+    block = read_commands()[1]
+    serving.start_group(0, block, line=True, steps=800)
+    serving.wait_group(0, "training")
+    before = len(serving.commits(0, 0.0))
+    serving.kill(f"perdure lighthouse {serving.name}: serving")
+    serving.wait_until(lambda: len(serving.commits(0, 0.0)) > before + 20, "steps after it")
+    serving.wait_group(0, "finished")
+    assert serving.groups[0].wait(30) == 0
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.wait() == 0
+    report = serving.report()
+    assert report["recoveries"] == []
+    assert report["steps_committed"] > before
+
+
+def check_picture(serving: Serving, typed: dict[str, str]) -> None:
+    """Group 0 has the line and group 1 has not: what is seen of each, and refused."""
+    shown = json.loads(serving.cli("map", serving.name, "--json").stdout)
+    assert [row["group"] for row in shown["replicas"]] == [0, 1]
+    assert all(row["replica"].startswith(f"train_{row['group']}:") for row in shown["replicas"])
+    assert all(row["manager"].startswith("http://127.0.0.1:") for row in shown["replicas"])
+    assert {row["quorum_id"] for row in shown["replicas"]} == {shown["replicas"][0]["quorum_id"]}
+    assert [(row["ranks"], row["replicas"]) for row in shown["devices"]] == [([0], [0])]
+    assert serving.state()["ranks"][0]["pid"] == serving.worker(0).pid
+    assert "train_1:" in serving.type(typed["map"])
+    told = serving.cli(*typed["set"].split()[1:], check=False)
+    assert told.returncode == 4
+    assert "group 1 (train_1:" in told.stderr
+    told = serving.cli("inject", serving.name, "sleep", "--rank", "1", check=False)
+    assert told.returncode == 4
+    assert "only crash, now" in told.stderr
+
+
+def drain_and_set(serving: Serving, typed: dict[str, str]) -> None:
+    """Group 0 is held and let in again, and both take over a setting."""
+    serving.wait_group(1, "training")
+    drained = time.time()
+    serving.type(typed["drain"])
+    serving.wait_members(1, drained, 1)
+    serving.wait_group(0, "drained")
+    assert serving.groups[0].poll() is None
+    restored = time.time()
+    serving.type(typed["restore"])
+    serving.wait_members(2, restored, 0, 1)
+    serving.type(typed["set"])
+    changed = time.time()
+    for group in (0, 1):
+        serving.wait_until(
+            lambda group=group: any(r["lr"] == 0.002 for r in serving.commits(group, changed)),
+            f"the new rate on group {group}",
+        )
+
+
+def check_report(serving: Serving, command: str, killed: float) -> None:
+    """Each time that group 1 was ended is told of, with how long it was away."""
+    assert "group 1, train_1:" in serving.type(command)
+    recoveries = serving.report()["recoveries"]
+    lost = [r for r in recoveries if r["culprit"].startswith("group 1, train_1:")]
+    assert [r["rung"] for r in lost] == ["restart"] * 3, lost
+    assert all(r["total_s"] > 0 and "others started it again" in r["reason"] for r in lost)
+    assert abs(lost[0]["at_s"] - killed) < 10.0
+
+
+def evict_and_restore(serving: Serving, block: list[str]) -> None:
+    """Group 1 is ended by its manager, and its next life is held until it may train."""
+    serving.wait_group(1, "training")
+    answer = json.loads(serving.cli("evict", serving.name, "train_1", "--json").stdout)
+    assert answer["replicas"] == [1]
+    assert serving.groups[1].wait(30) != 0
+    serving.start_group(1, block, line=True)
+    serving.wait_group(1, "drained")
+    restored = time.time()
+    assert not serving.commits(1, restored)
+    serving.cli("restore", serving.name, "replica:1")
+    serving.wait_members(2, restored, 0, 1)
+
+
+def check_alike(serving: Serving) -> None:
+    """Wherever both groups hashed one step, parameters and moments were the same."""
+    hashes: dict[int, set[str]] = {}
+    for group in (0, 1):
+        for row in serving.commits(group, 0.0):
+            if "hash" in row and row["n"] == 2:
+                hashes.setdefault(row["step"], set()).add(row["hash"])
+    assert hashes
+    assert {step: found for step, found in hashes.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("--bind", "0.0.0.0"), 2, "torchft's protocol has no credentials"),
+        (("--bind", "nowhere"), 2, "no address"),
+        (("--bind", "192.0.2.1", "--unprotected"), 3, "cannot listen on 192.0.2.1"),
+        (("-c", "job.toml"), 2, "started by others"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    tmp_path: Path, words: tuple[str, ...], code: int, says: str
+) -> None:
+    (tmp_path / "job.toml").write_text('script = "x.py"\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure", "serve", "bad", *words, "--lighthouse-port", "0"],
+        env={**os.environ, "PERDURE_HOME": str(tmp_path / "state")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done
+    error, hint = done.stderr.strip().splitlines()
+    assert says in error
+    assert hint.startswith("hint: ")
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "perdure", "serve", "bad", "--lighthouse-port", port],
+            env={**os.environ, "PERDURE_HOME": str(tmp_path / "state")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 3
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
