@@ -154,6 +154,37 @@ def test_a_killed_part_is_started_again_and_nothing_is_lost(
     job.assert_clean()
 
 
+def test_nothing_of_a_node_that_is_kept_away_is_started_again_until_its_lock_is_free(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Who kept it away has died: the kernel gives the lock back."""
+    over = tmp_path / "over"
+    job = run(str(over))
+    job.until_running()
+    path = Path(job.paths.kept_away(0))
+    path.parent.mkdir()
+    hold = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True); time.sleep(60)"
+    )
+    words = [sys.executable, "-c", hold, str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == b"held\n"
+        killed = job.pid("agent")
+        os.kill(killed, signal.SIGKILL)
+        time.sleep(1.0)
+        assert (job.pid("agent"), job.lost()) == (killed, [])
+        keeper.kill()
+    job.until(lambda: job.pid("agent") != killed)
+    job.until(job.lost)
+    over.touch()
+    assert job.wait() == 0, job.text()
+    (lost,) = job.lost()
+    assert lost.restarted_s - lost.at_s >= 1.0
+    job.assert_clean()
+
+
 def test_an_agent_that_leaves_in_good_order_is_missed_after_a_while(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from perdure.lab.live.systems import Gates, kill_nodes
+from perdure.lab.live.fleets.local import Gates, kill_nodes
+from perdure.service.jobfiles import paths_of
+from perdure.service.placement import Placement
 from tests.e2e.harness import SCRIPTS, Job
 
 NAME = "fo"
@@ -61,12 +63,8 @@ class Site:
         self.trail, self.nodes = folder / "trail", nodes
         (folder / "sleep.py").write_text("import time\ntime.sleep(3600)\n")
         script = (str(SCRIPTS / "elastic.py"), "--trail", str(self.trail), "--steps", "100000")
-        self.gates = Gates(folder, nodes)
         self.arbiter = Arbiter(folder, nodes) if nodes == 2 else None
-        place = self.gates.placement()
-        if self.arbiter is not None:
-            command = (*self.arbiter.environment(folder), *place.command)
-            place = msgspec.structs.replace(place, command=command)
+        place = Placement(command=self.arbiter.environment(folder) if self.arbiter else ())
         placement = folder / "placement.json"
         placement.write_bytes(msgspec.json.encode(place))
         config = folder / "job.toml"
@@ -77,6 +75,7 @@ class Site:
             *(script if elastic else ("--cold", str(folder / "sleep.py"))),
             timeout_s=280,
         )  # fmt: skip
+        self.gates = Gates(paths_of(self.job.env["PERDURE_HOME"], NAME))
 
     def journal(self) -> list[dict[str, Any]]:
         """Return the entries of the journal, which are numbered without a gap."""

@@ -55,7 +55,7 @@ def find_left(folder: Path) -> list[str]:
 def test_a_node_of_an_elastic_job_is_lost_and_comes_back(tmp_path: Path) -> None:
     trail = tmp_path / "trail"
     args = ["--trail", str(trail), "--steps", "100000", "--pace-s", "0.05"]
-    answer = drive(tmp_path, "elastic.py", args, "--duration", "30")
+    answer = drive(tmp_path, "elastic.py", args, "--duration", "60")
     (row,) = answer["systems"]
     lines = (trail / "rank-0.jsonl").read_text().splitlines()
     worlds = [tuple(json.loads(line)["world"]) for line in lines]
@@ -129,7 +129,50 @@ def test_a_dry_run_says_what_is_done_when_and_starts_nothing(tmp_path: Path) -> 
     assert answer["acts"] == [
         [0.0, "notice", [1], 2.0], [2.0, "leave", [1], 0.0], [4.5, "come", [1], 0.0],
     ]  # fmt: skip
+    many = TRACE + "".join(f"9000,add,more{n}\n" for n in range(4))
+    scaled = drive(tmp_path, "elastic.py", [], "--dry-run", trace=many)
+    touched = {*scaled["first"], *(place for act in scaled["acts"] for place in act[2])}
+    assert touched == {0, 1, 2}, "a trace of seven nodes, on a job of three"
     assert not (tmp_path / "state" / "jobs").exists()
+
+
+def test_a_job_that_runs_loses_a_node_and_goes_on_with_all_of_them(tmp_path: Path) -> None:
+    """Nobody drives it without a word of its owner's, and then nobody else meanwhile."""
+    trail = tmp_path / "trail"
+    (tmp_path / "trace.csv").write_text(TRACE)
+    env = dict(os.environ, PERDURE_HOME=str(tmp_path / "state"))
+    drive = [sys.executable, "-m", "perdure", "trace", "drive", "trace.csv", "mine", "--duration",
+             "20", "--json"]  # fmt: skip
+
+    def cli(*words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True,
+                              timeout=150, stdin=subprocess.DEVNULL)  # fmt: skip
+
+    none = cli(*drive)
+    assert (none.returncode, "unknown job `mine`" in none.stdout) == (2, True), none.stdout
+    run = [sys.executable, "-m", "perdure", "run", "--name", "mine", "--nodes", "3", "--detach"]
+    args = ["--trail", str(trail), "--steps", "100000", "--pace-s", "0.05"]
+    assert cli(*run, str(SCRIPTS / "elastic.py"), *args).returncode == 0
+    try:
+        asked = cli(*drive)
+        assert (asked.returncode, "name was not typed" in asked.stdout) == (4, True), asked.stdout
+        done = cli(*drive, "--yes", "--notice", "1")
+        assert done.returncode == 0, done.stdout + done.stderr
+        (row,) = json.loads(done.stdout)["systems"]
+        assert (row["losses"], row["joins"]) == (1, 1)
+        lines = (trail / "rank-0.jsonl").read_text().splitlines()
+        worlds = list(dict.fromkeys(tuple(json.loads(line)["world"]) for line in lines))
+        assert worlds[:2] == [(0, 1, 2), (0, 2)]
+        status = json.loads(cli(*run[:3], "status", "mine", "--json").stdout)
+        assert status["state"] == "running"
+        assert not (tmp_path / "state" / "jobs" / "mine" / "away").exists()
+        stopped = cli(*drive, "--yes", "--duration", "3", "--stop")
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+        status = json.loads(cli(*run[:3], "status", "mine", "--json").stdout)
+        assert status["state"] == "stopped", "a job that was told to stop"
+    finally:
+        cli(*run[:3], "stop", "mine", "--now")
+    assert not find_left(tmp_path)
 
 
 @pytest.mark.long

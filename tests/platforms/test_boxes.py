@@ -63,12 +63,12 @@ project = "project"
 
 
 class Boxes:
-    """A laptop with two boxes; `cut` takes one's link away."""
+    """A laptop with a box for each node of `lab`; `set_link` takes one's link away."""
 
     def __init__(self, lab: Lab, folder: Path, **profile: Any) -> None:
         self.lab = lab
         self.boxes = []
-        for node in range(2):
+        for node in range(lab.nodes):
             box = Box(folder / f"box{node + 1}", name=f"box{node + 1}",
                       address=lab.addresses[node], space=lab.space(node))  # fmt: skip
             self.boxes.append(box)

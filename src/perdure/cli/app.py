@@ -65,7 +65,7 @@ COMMANDS = {
     "run": "running.run",
     "serve": "running.serve",
     "profile": "profile",
-    "trace": "trace",
+    "trace": "drive",  # Which adds its command to those of `trace`.
     "queue": "queue",
 }
 """The module of each command, in the order of the help."""

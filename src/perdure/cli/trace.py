@@ -3,7 +3,6 @@
 import os
 import signal
 from pathlib import Path
-from secrets import token_hex
 from typing import Annotated
 
 import msgspec
@@ -30,7 +29,6 @@ from perdure.lab.screens import (
     render_page,
     render_replay,
     render_replay_page,
-    render_schedule,
     render_simulation_page,
     render_summary,
 )
@@ -567,76 +565,6 @@ def replay(
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:
         write_asked(costs, msgspec.json.format(msgspec.json.encode(result.costs)).decode() + "\n")
-    tell_replay(result, svg, html, width, as_json=as_json)
-
-
-@app.command()
-def drive(
-    file: File,
-    job_file: Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")],
-    nodes_max: Annotated[
-        int | None,
-        typer.Option("--nodes-max", min=1, help="Scale to so many nodes at most; the job's."),
-    ] = None,
-    speed: Speed = 1.0,
-    until: Until = None,
-    notice: Notice = 0.0,
-    coalesce_s: CoalesceLive = 0.5,
-    draw: Draw = False,
-    seed: Seed = 0,
-    start_s: Annotated[
-        float,
-        typer.Option(
-            "--start", metavar="SECONDS", min=1.0, help="The job may take so long until it trains."
-        ),
-    ] = 600.0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done when, and do nothing.")
-    ] = False,
-    format_name: FormatName = None,
-    duration: Duration = None,
-    nodes: AllNodes = None,
-    svg: Svg = None,
-    html: Html = None,
-    width: Width = 100,
-    as_json: Json = False,
-) -> None:
-    """Run your own job under a trace: its nodes are killed and started at the trace's instants.
-
-    The job is started on this machine as `perdure run` would start it, under a name of its own, and
-    stopped at the end. Its own pace is what it is compared with. Ctrl-C ends it with what was
-    measured so far.
-    """
-    from perdure.cli.running.jobspec import check_job, choose_name, make_spec
-    from perdure.cli.running.options import RunOptions
-    from perdure.cli.speech.bar import Bar
-    from perdure.lab.live.driving import DriveWish, check_drive
-    from perdure.lab.live.driving import drive as drive_job
-
-    home, environ = resolve_home(), dict(os.environ)
-    spec, named, notes = make_spec(RunOptions(config=job_file, environ=environ))
-    stem = (spec if named else choose_name(spec, home)).name[:48]
-    spec = msgspec.structs.replace(spec, name=f"{stem}-drive-{token_hex(2)}", tee="none")
-    notes += check_job(spec, home, environ)
-    if spec.checkpoint.url:
-        notes.append(f"checkpoints are read from and written to {spec.checkpoint.url}")
-    trace = load_trace(file, format_name, duration, nodes=nodes, until=until)
-    drawn = seed if draw or not trace.named else None
-    most = min(nodes_max or spec.first_nodes, spec.first_nodes)
-    trace = prepare(trace, most, speed, notice, coalesce_s, drawn)
-    check_writable(svg, html)
-    wish = DriveWish(spec, trace, home, speed, notice, drawn, start_s)
-    schedule = check_drive(wish)
-    for text in notes:
-        note(text)
-    if dry_run:
-        document = {"dry_run": True, "job": spec.name, "duration_s": trace.duration_s}
-        text = render_schedule(schedule.first, schedule.acts, spec.name, trace.duration_s)
-        answer(document | schedule._asdict(), text, as_json=as_json)
-        return
-    hear_stop()
-    with Bar("drive") as bar:
-        result = drive_job(wish, bar.say)
     tell_replay(result, svg, html, width, as_json=as_json)
 
 

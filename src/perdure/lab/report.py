@@ -193,3 +193,7 @@ class DriveResult(ReplayResult, frozen=True, kw_only=True):
     """Numbers of nodes whose throughput is in proportion to the nearest that was seen."""
     ended: str = ""
     """How the job ended, where that was before the trace's end."""
+    fixed: str = ""
+    """For which part of the trace a world of a fixed size had enough nodes; empty of any other."""
+    trouble: str = ""
+    """Why the play could not go on, where it could not: a node that was not reached."""

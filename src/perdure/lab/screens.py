@@ -248,16 +248,23 @@ def render_schedule(
     acts: Sequence[tuple[float, str, Sequence[int], float]],
     job: str,
     duration_s: float,
+    nodes: Sequence[tuple[int, str, str]] = (),
 ) -> str:
-    """Return what is done to a job's nodes when: (seconds, what, nodes, notice in seconds)."""
+    """Return what is done to a job's nodes when: (seconds, what, nodes, notice in seconds).
+
+    Of each of `nodes` it is said on which machine it is, and why it stays where it does.
+    """
     rows = [("at s", "nodes", "what")]
     for at_s, kind, places, notice_s in acts:
         told = f", {notice_s:g} s before they go" if kind == "notice" else ""
         rows.append((f"{at_s:.1f}", ", ".join(map(str, places)), _ACTS[kind] + told))
     begin = ", ".join(map(str, first))
-    return "\n".join(
-        [f"{job}: {render_time(duration_s)}, begins with the nodes {begin}", *align(rows, (0,))]
-    )
+    machines = [
+        f"node {number} is {machine}" + (f", and stays: {stays}" if stays else "")
+        for number, machine, stays in nodes
+    ]
+    head = f"{job}: {render_time(duration_s)}, begins with the nodes {begin}"
+    return "\n".join([head, *machines, *align(rows, (0,))])
 
 
 def render_replay(result: ReplayResult, width: int) -> str:
@@ -310,6 +317,8 @@ def _list_drive(r: ReplayResult) -> list[str]:
             if r.ended
             else []
         ),
+        *([f"it could not be played on: {r.trouble}"] if r.trouble else []),
+        *([r.fixed] if r.fixed else []),
         *([f"throughput of {assumed} nodes: in proportion, not seen"] if assumed else []),
         f"all of the job, its start and its end: perdure report {r.job}",
     ]

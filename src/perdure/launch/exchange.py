@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any, AnyStr
+from typing import IO, Any, AnyStr, Protocol
 
 import msgspec
 
@@ -232,7 +232,20 @@ def show_lines(
         process.stdout.close()
 
 
-def make_lines(argv: Sequence[str], turn: threading.Event | None = None) -> "Lines":
+class Lines(Protocol):
+    """What takes the lines of a stream, each once."""
+
+    shown: int
+    """Lines that were new."""
+
+    def begin(self) -> None:
+        """Take what follows for the stream's beginning: a new connection tells it again."""
+
+    def __call__(self, line: str) -> None:
+        """Take a line."""
+
+
+def make_lines(argv: Sequence[str], turn: threading.Event | None = None) -> Lines:
     """Return what shows the lines of a command that follows; those of ranks not before `turn`."""
     one = any(word.split("=")[0] == "--rank" for word in argv)
     return _LogLines("--json" in argv, one, turn) if argv[0] == "logs" else _Numbered()
@@ -299,7 +312,3 @@ class _Numbered:
             self._last = int(match[1])
         self.shown += 1
         print(line, end="", flush=True)
-
-
-Lines = _LogLines | _Numbered
-"""What shows the lines of a stream, each once."""

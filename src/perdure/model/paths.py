@@ -12,7 +12,7 @@
         logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
         exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
         traces/gN/BACKEND/rank_R    Flight Recorder's, for torchfrtrace
-        run.lock            held while it runs
+        run.lock            held while it runs         away/node-N     locked: the node is kept away
         checkpoints/        step-00000100/ ..., latest     imports.json    what ranks imported
         compile-cache/      inductor/, triton/, cuda/: what torch has compiled for the ranks
         lighthouse.json     port and last quorum (torchft)
@@ -132,6 +132,13 @@ class JobPaths(msgspec.Struct, frozen=True):
     def steering(self, generation: int, node: int) -> str:
         """What the ranks of a generation have to know of older changes, and of a pause."""
         return self._at("steering", f"g{generation}-n{node}.json")
+
+    away = _Below("away")
+    """Files of nodes that are kept away."""
+
+    def kept_away(self, node: int) -> str:
+        """A file; while it is locked, nothing of `node` that has died is started again."""
+        return self._at("away", f"node-{node}")
 
     def error_file(self, generation: int, rank: int) -> str:
         """TORCHELASTIC_ERROR_FILE of the rank."""

@@ -25,6 +25,7 @@ import msgspec
 
 from perdure.adapters.nats import NatsBus
 from perdure.failpoints import failpoint
+from perdure.files import is_locked
 from perdure.launch.environment import LIGHTHOUSE_URL
 from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.bus.wire import RUN, Command, CommandReply, subject_commands, subject_events
@@ -398,6 +399,10 @@ class Supervisor:
         """Start a part that has died, once it can be: the ranks train on while a disk refuses."""
         deadline_s, told = time.monotonic() + self._spec.bus.orphan_s, ""
         while not self._over.is_set():
+            if self._is_away(child.part):
+                deadline_s = time.monotonic() + self._spec.bus.orphan_s
+                await asyncio.sleep(_POLL_S)
+                continue
             try:
                 self._start_part(child.part)
                 break
@@ -423,6 +428,11 @@ class Supervisor:
             part=child.part, at_s=at_s, pid=child.pid, cause=cause, restarted_s=restarted_s
         )
         self._outbox.put(lost)
+
+    def _is_away(self, part: str) -> bool:
+        """Return whether the node of a part is kept away, as by a trace that is played."""
+        _, _, node = part.partition(" ")
+        return bool(node) and is_locked(self._paths.kept_away(int(node)))
 
     def _fail(self, error: PerdureError) -> None:
         self._failure = error

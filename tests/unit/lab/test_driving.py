@@ -9,17 +9,20 @@ from perdure.lab.live.driving import (
     DriveWish,
     _scale,
     _tell,
+    assign_nodes,
     check_drive,
+    measure_restarts,
     place_steps,
     read_worlds,
+    tell_enough,
 )
+from perdure.lab.live.fleets.fleet import Node
 from perdure.lab.live.ledger import Run
-from perdure.lab.live.live import Played
+from perdure.lab.live.live import Played, plan_schedule
 from perdure.lab.live.systems import StatusTrail, choose_grid
 from perdure.lab.report import MadeStep
 from perdure.lab.screens import render_schedule
 from perdure.lab.traces import read_trace
-from perdure.model.bus.wire import Endpoint
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.events import (
     GenerationStepping,
@@ -30,7 +33,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.report import RankRow, Snapshot
-from perdure.service.jobfiles import paths_of, write_document
+from perdure.service.jobfiles import load_snapshot, paths_of, write_document
 
 
 def make_row(rank: int, step: int, state: str = "running") -> RankRow:
@@ -47,8 +50,7 @@ class Status:
     def __init__(self, home: Path) -> None:
         self._paths = paths_of(str(home), "mine")
         Path(self._paths.root).mkdir(parents=True)
-        write_document(self._paths.endpoint, Endpoint(url="", token="", clock_offset_s=0.0))
-        self.trail = StatusTrail(self._paths)
+        self.trail = StatusTrail(lambda: load_snapshot(self._paths), lambda: 0.0)
 
     def tell(self, at_s: float, step: int, *ranks: RankRow) -> Told:
         write_document(
@@ -100,21 +102,66 @@ def test_throughput_that_was_not_seen_is_in_proportion_and_spares_add_none() -> 
     assert _scale({3: 9.0, 2: 8.0}, spec) == {1: 4.0, 2: 8.0, 3: 9.0, 4: 9.0}
 
 
+NODES = [Node(0, "box1", "it has the controller"), Node(1, "box2"), Node(2, "box3")]
+
+
 @pytest.mark.parametrize(
-    ("spec", "text", "error"),
+    ("nodes", "text", "error", "said"),
     [
-        (JobSpec(script="x", nodes=1), "0,add,a\n9,remove,a\n", ConfigError),
-        (JobSpec(script="x", nodes=3, remote=1), "0,add,a\n9,remove,a\n", ConfigError),
-        (JobSpec(script="x", nodes=2), "0,add,a\n5,remove,a\n9,add,a\n99,remove,a\n", SafetyError),
-        (JobSpec(script="x", nodes=2), "0,add,a\n0,add,b\n0,add,c\n9,remove,a\n", SafetyError),
+        (1, "0,add,a\n9,remove,a\n", ConfigError, "one node"),
+        (2, "0,add,a\n5,remove,a\n9,add,a\n99,remove,a\n", SafetyError, "no node at"),
+        (2, "0,add,a\n0,add,b\n0,add,c\n9,remove,a\n", SafetyError, "at most 2"),
     ],
 )
 def test_what_cannot_be_driven_is_refused(
-    tmp_path: Path, spec: JobSpec, text: str, error: type[Exception]
+    tmp_path: Path, nodes: int, text: str, error: type[Exception], said: str
 ) -> None:
     trace = read_trace(text, "trace.csv", duration_s=100.0)
-    with pytest.raises(error):
-        check_drive(DriveWish(spec, trace, str(tmp_path), 1.0, 0.0, None, 1.0))
+    wish = DriveWish(trace, str(tmp_path), 1.0, 0.0, None, 1.0)
+    with pytest.raises(error, match=said):
+        check_drive(wish, JobSpec(script="x", nodes=2), NODES[3 - nodes :])
+
+
+def test_a_trace_that_takes_a_node_that_stays_is_refused_and_says_which_may_be_driven(
+    tmp_path: Path,
+) -> None:
+    every = "0,add,a\n0,add,b\n9,add,c\n20,remove,a\n30,remove,b\n"
+    wish = DriveWish(read_trace(every, "t.csv", duration_s=100.0), "", 1.0, 0.0, None, 1.0)
+    with pytest.raises(
+        SafetyError, match=r"node 0 \(box1\).*controller.*be driven: 1, 2"
+    ) as refused:
+        check_drive(wish, JobSpec(script="x", nodes=3), NODES)
+    assert "--keep" in refused.value.hint
+
+
+def test_the_node_that_stays_is_that_of_the_trace_that_does() -> None:
+    """Places are numbered as the trace fills them, nodes as the job counts them."""
+    text = "0,add,a\n0,add,b\n0,add,c\n20,remove,a\n30,add,a\n40,remove,c\n"
+    schedule = plan_schedule(read_trace(text, "t.csv", duration_s=100.0))
+    moved = assign_nodes(schedule, NODES)
+    assert moved.first == (0, 1, 2)
+    assert [(act.kind, act.places) for act in moved.acts] == [
+        ("leave", (1,)), ("come", (1,)), ("leave", (2,)),
+    ]  # fmt: skip
+
+
+def test_a_fixed_world_is_told_how_much_of_a_trace_it_trains() -> None:
+    trace = read_trace("0,add,a\n25,add,b\n", "t.csv", duration_s=0.1)
+    told = tell_enough(trace, JobSpec(script="x", nodes=2))
+    assert "only while 2 nodes are there: 75.0% of this trace, and begins with 1" in told
+    assert tell_enough(trace, JobSpec(script="x", nodes=1)) == ""
+
+
+def test_a_fixed_world_pays_for_a_loss_what_its_start_takes_once_all_are_there() -> None:
+    """It waits from 10 to 20 for a node, and makes its next step at 27; its steps take 1 s."""
+    two, one = frozenset({0, 1}), frozenset({0})
+    steps = [MadeStep(float(at), at, 1, (0, 1)) for at in (*range(1, 11), *range(27, 40))]
+    run = Run(steps, [(0.0, two), (10.0, one), (20.0, two)], 40.0, {1: 0.5, 2: 1.0})
+    assert measure_restarts(run, 2, 99.0) == (pytest.approx(6.0), 1)
+    lost = Run(steps[:10], [(0.0, two), (10.0, one)], 40.0, {1: 0.5, 2: 1.0})
+    assert measure_restarts(lost, 2, 9.0) == (9.0, 0), "nobody came back: as its own start"
+    never = Run(steps[:10], [*run.present], 40.0, {1: 0.5, 2: 1.0})
+    assert measure_restarts(never, 2, 9.0) == (pytest.approx(19.0), 1), "so long at least"
 
 
 def test_the_schedule_says_what_is_done_to_which_node_when() -> None:
@@ -164,22 +211,21 @@ def test_who_made_a_step_is_known_from_the_journal() -> None:
 
 
 class Ended:
-    """A driven job of which nothing but its journal, an empty one, is left."""
+    """A driven job of which nothing but its journal is left, whose time is this machine's."""
 
-    def __init__(self, home: Path) -> None:
-        self.paths = paths_of(str(home), "mine")
+    trouble = None
 
-    def compute_offset_s(self) -> float:
-        return 0.0
+    def __init__(self, spec: JobSpec) -> None:
+        self.fleet = self
+        self.spec = spec
+
+    def read_told(self) -> tuple[list[JournalEntry], float]:
+        return [JournalEntry(seq=0, at_s=0.0, body=JobSubmitted(spec=self.spec, at_s=0.0))], 0.0
 
 
-def test_a_job_of_which_nothing_is_taken_reaches_all_that_it_could(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_which_nothing_is_taken_reaches_all_that_it_could(tmp_path: Path) -> None:
     """Ten steps a second, seen as six, six and three in half a second each: no median of these."""
     spec = JobSpec(name="mine", script="x", nodes=2)
-    begin = JournalEntry(seq=0, at_s=0.0, body=JobSubmitted(spec=spec, at_s=0.0))
-    monkeypatch.setattr("perdure.lab.live.driving.read_journal", lambda paths: [begin])
     trace = read_trace("0,add,a\n0,add,b\n", "still.csv", duration_s=30.0)
     steps, number = [MadeStep(0.0, 0, 1, (0, 1))], 0
     for look in range(60):
@@ -188,8 +234,8 @@ def test_a_job_of_which_nothing_is_taken_reaches_all_that_it_could(
             number += 1
             steps.append(MadeStep(0.5 * (look + part / made), number, 1, (0, 1)))
     played = Played(Run(steps, [(0.0, frozenset({0, 1}))], 30.0, {}), True, 0.0)
-    wish = DriveWish(spec, trace, str(tmp_path), 1.0, 0.0, None, 1.0)
-    found = _tell(wish, played, {2: 7.0}, Ended(tmp_path))  # type: ignore[arg-type]
+    wish = DriveWish(trace, str(tmp_path), 1.0, 0.0, None, 1.0)
+    found = _tell(wish, played, {2: 7.0}, Ended(spec))  # type: ignore[arg-type]
     assert found.throughput == pytest.approx({"1": 5.0, "2": 10.0}, rel=0.01)
     assert found.systems[0].fraction_of_u1 == pytest.approx(1.0, rel=0.01)
     assert found.assumed == (1,)

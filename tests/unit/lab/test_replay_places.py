@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from tests.waiting import wait_until
 
+from perdure.files import is_locked
+from perdure.lab.live.fleets.local import Gates
 from perdure.lab.live.session import NODES_MAX, check_rising, check_trace
-from perdure.lab.live.systems import Gates
 from perdure.lab.policies.throughput import Shape, Throughput
 from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
-from perdure.model.errors import SafetyError
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.service.jobfiles import paths_of
 from perdure.service.processes import find_by_title
 
 
@@ -37,20 +39,26 @@ def test_a_machine_on_which_a_node_more_is_no_faster_is_refused() -> None:
         check_rising(table(41.0, 79.0, 64.0))
 
 
-def test_a_shut_place_holds_its_node_until_it_is_opened(tmp_path: Path) -> None:
-    gates = Gates(tmp_path, 2)
-    gates.shut([1])
-
-    def start(place: int) -> "subprocess.Popen[bytes]":
-        command = [*gates.placement().prefix(place), "echo", "here"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE)
-
-    free, held = start(0), start(1)
-    assert free.communicate(timeout=20)[0] == b"here\n"
-    with pytest.raises(subprocess.TimeoutExpired):
-        held.wait(0.3)
+def test_a_node_is_kept_away_until_it_is_let_or_its_keeper_is_gone(tmp_path: Path) -> None:
+    paths = paths_of(str(tmp_path), "mine")
+    gates = Gates(paths)
+    gates.shut([1, 2])
+    kept = [node for node in range(3) if is_locked(paths.kept_away(node))]
+    assert kept == [1, 2]
     gates.open([1])
-    assert held.communicate(timeout=20)[0] == b"here\n"
+    assert not is_locked(paths.kept_away(1))
+    gates.free()
+    assert not Path(paths.away).exists()
+
+
+def test_two_plays_do_not_take_the_nodes_of_one_job(tmp_path: Path) -> None:
+    paths = paths_of(str(tmp_path), "mine")
+    gates = Gates(paths)
+    gates.claim()
+    with pytest.raises(ConfigError, match="a trace is being played against job `mine`"):
+        Gates(paths).claim()
+    gates.free()
+    Gates(paths).claim()
 
 
 def test_a_process_is_found_by_its_whole_title() -> None:

@@ -44,6 +44,9 @@ class Noted:
     def end(self) -> None:
         self.ended += 1
 
+    def read_told(self) -> tuple[list[object], float]:
+        return [], 0.0
+
 
 ACTS = (
     Act(0.1, "notice", (1,), 0.2), Act(0.3, "leave", (1,)), Act(0.5, "come", (1,)),

@@ -1,5 +1,6 @@
 """What runs on the box: the supervisor's records, locks on GPUs, rosters, mended scripts."""
 
+import contextlib
 import json
 import os
 import signal
@@ -208,3 +209,41 @@ def test_the_end_of_an_earlier_attempt_is_not_that_of_the_one_that_runs(tmp_path
     box.write(str(tmp_path), "start.json", start)
     box.write(str(tmp_path), "exit.json", {"attempt": 1, "code": 0, "at": 0.5})
     assert box.read_job_state(str(tmp_path))["state"] == "running"
+
+
+def test_a_job_is_taken_from_a_box_whole_and_nobody_else_is_touched(tmp_path: Path) -> None:
+    """Its supervisor writes nothing down, an orphan that left its session goes as well."""
+    home = str(tmp_path / "state")
+    orphan = (
+        "import os, subprocess, sys; "
+        f"env = dict(os.environ, PERDURE_HOME={home!r}, PERDURE_JOB='mine'); "
+        "child = subprocess.Popen(['sleep', '600'], env=env, start_new_session=True, "
+        "stdout=subprocess.DEVNULL); "
+        "print(child.pid, flush=True)"
+    )
+    made = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, timeout=60)
+    lost = int(made.stdout)
+    env = dict(os.environ, PERDURE_HOME=home)
+    theirs = subprocess.Popen(["sleep", "600"], env=env)  # Such as `perdure logs -f` beside it.
+    code = "import subprocess; subprocess.run(['sleep', '600'])"
+    runner = supervise(tmp_path, code)
+    try:
+        child = wait_child(tmp_path)
+        wait_until(lambda: len(box.list_family([child], home)) == 3)
+        asked = json.dumps({"folder": str(tmp_path), "home": home})
+        done = subprocess.run([sys.executable, BOX, "take", asked], stdout=subprocess.PIPE,
+                              check=True, timeout=60)  # fmt: skip
+        told = json.loads(done.stdout.decode().removeprefix(box.ANSWER))
+        assert told == {"killed": 4, "left": []}
+        assert runner.wait(20) == -signal.SIGKILL
+        assert box.read_job_state(str(tmp_path))["state"] == "killed"
+        assert not box.start_time(lost)
+        assert theirs.poll() is None
+        again = box.take({"folder": str(tmp_path), "home": home})
+        assert again == {"killed": 0, "left": []}
+    finally:
+        for process in (theirs, runner):
+            process.kill()
+            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(lost, signal.SIGKILL)

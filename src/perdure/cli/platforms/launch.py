@@ -100,14 +100,7 @@ def launch(
         return _follow(plan.job, stop)
     if not as_json:
         print(render_danger(plan.profile), file=sys.stderr)
-    check_name(plan, home)
-    platform = load_platform(plan.kind)
-    plan = check_place(spec, plan, platform, place)
-    for finding in plan.findings:
-        note(render_finding(finding))
-    errors = [finding for finding in plan.findings if finding.level == "error"]
-    if errors:
-        raise SafetyError(f"not launched: {errors[0].text}", hint=errors[0].hint)
+    plan = check_launch(spec, plan, place)
     if dry_run:
         lines = [
             f"would {step.what}: {shlex.join(step.command)}"
@@ -119,8 +112,7 @@ def launch(
         return 0
     if stop:
         return 128 + signal.SIGTERM
-    record = _keep_account(spec, platform.submit(plan, place), read_record(home, plan.job))
-    write_record(home, record)
+    record = submit(spec, plan, place)
     if plan.kind == "local":
         wait_for_start(paths_of(home, plan.job), int(record.id))
     how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
@@ -131,6 +123,32 @@ def launch(
         as_json=as_json,
     )
     return _follow(plan.job, stop) if follow else 0
+
+
+def check_launch(spec: JobSpec, plan: Plan, place: Here) -> Plan:
+    """Return the plan for what the place itself says, and say what is amiss.
+
+    Raises:
+        ConfigError: the job's name is taken.
+        SafetyError: something is amiss that a launch would not survive.
+        PlatformError: the place cannot be reached.
+    """
+    check_name(plan, place.home)
+    plan = check_place(spec, plan, load_platform(plan.kind), place)
+    for finding in plan.findings:
+        note(render_finding(finding))
+    errors = [finding for finding in plan.findings if finding.level == "error"]
+    if errors:
+        raise SafetyError(f"not launched: {errors[0].text}", hint=errors[0].hint)
+    return plan
+
+
+def submit(spec: JobSpec, plan: Plan, place: Here) -> LaunchRecord:
+    """Submit a plan that was checked; return what is remembered of it."""
+    done = load_platform(plan.kind).submit(plan, place)
+    record = _keep_account(spec, done, read_record(place.home, plan.job))
+    write_record(place.home, record)
+    return record
 
 
 def _keep_account(spec: JobSpec, record: LaunchRecord, before: LaunchRecord | None) -> LaunchRecord:

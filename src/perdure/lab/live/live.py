@@ -16,12 +16,11 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from perdure.lab.live.ledger import Run, join_steps
-from perdure.lab.live.systems import Perdure, System
+from perdure.lab.live.systems import System
 from perdure.lab.report import FormedShape, MadeStep
 from perdure.lab.traces import AvailabilityTrace, list_changes, list_intervals
 from perdure.model.events import JournalEntry, WorldReformed
 from perdure.model.report import Recovery
-from perdure.service.controller.journal import read_journal
 from perdure.telemetry import make_report
 
 _ORDER = ("leave", "come", "notice")
@@ -157,9 +156,11 @@ def play(
     steps = select_steps(system.trail.poll(), begun_s, end_s)
     load = os.getloadavg()[0]
     system.end()
-    if not isinstance(system, Perdure):
-        return Played(Run(steps, done_s, end_s, rates, told), complete, load)
-    entries, zero_s = list(read_journal(system.paths)), begun_s + system.compute_offset_s()
+    entries, offset_s = system.read_told()
+    if not entries:
+        run = Run(steps, done_s, end_s, rates, told)
+        return Played(run, complete, load, over=over, begun_s=begun_s)
+    zero_s = begun_s + offset_s
     recoveries = read_recoveries(entries, zero_s, end_s)
     run = Run(steps, done_s, end_s, rates, told, recoveries)
     shapes = read_formed_shapes(entries, zero_s, end_s)

@@ -44,7 +44,7 @@ from perdure.lab.live.systems import (
 )
 from perdure.lab.policies.policies import POLICIES, apply_costs
 from perdure.lab.policies.throughput import Shape, Throughput, read_throughput
-from perdure.lab.report import Comparison, Physics, ReplayResult, ReplayRow
+from perdure.lab.report import Comparison, MeasuredCosts, Physics, ReplayResult, ReplayRow
 from perdure.lab.simulation.compare import compare
 from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.transform import cut
@@ -337,14 +337,22 @@ def compare_played(
 
 
 def compare_with(
-    wish: Wish, table: Throughput, played: dict[str, Played], reference: Reference | None = None
+    wish: Wish,
+    table: Throughput,
+    played: dict[str, Played],
+    reference: Reference | None = None,
+    costs: MeasuredCosts | None = None,
 ) -> ReplayResult:
-    """Return what the systems made, beside what was possible at this throughput."""
-    policy, costs = POLICIES["perdure"], None
+    """Return what the systems made, beside what was possible at this throughput.
+
+    What changes cost perdure is measured on its own steps where no `costs` are given.
+    """
+    policy = POLICIES["perdure"]
     for one in played.values():
         one.run.rates = {shape.nodes: rate for shape, rate in table.rates.items()}
     if "perdure" in played:
-        costs = measure_costs(played["perdure"].run, _describe(wish, played["perdure"]))
+        perdure = played["perdure"]
+        costs = costs or measure_costs(perdure.run, _describe(wish, perdure))
         policy = apply_costs(policy, costs)
     ends = {name: one.run.end_s for name, one in played.items()}
     bounds = {

@@ -2,109 +2,25 @@
 
 Each trains `perdure.lab.live.paced`, notes its commits in the same form, and is told of the same
 places: who has left is dead already, or (perdure) has been told of its leaving.
-
-Places are for emulated nodes, whose processes are killed together, or let start. One without a
-machine is a locked file. What `perdure run` starts as the node's agent first waits for that lock,
-so that a node that was killed comes back when its place is opened, and not when its supervisor
-would like it to.
 """
 
 import contextlib
-import fcntl
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from secrets import token_hex
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from perdure.adapters.host import pick_free_port
+from perdure.lab.live.fleets.fleet import Fleet
+from perdure.lab.live.fleets.local import LocalFleet, kill_tree, start_process
 from perdure.lab.report import MadeStep
-from perdure.launch.local import render
-from perdure.model.bus.wire import Command
 from perdure.model.codec import decode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
+from perdure.model.events import JournalEntry
 from perdure.model.job import DetectConfig, JobSpec, RestartConfig
-from perdure.model.paths import JobPaths
-from perdure.model.report import RankRow
-from perdure.service.commands import ask_controller
-from perdure.service.jobfiles import (
-    load_endpoint,
-    load_parts,
-    load_snapshot,
-    paths_of,
-    write_document,
-)
-from perdure.service.placement import Placement
-from perdure.service.processes import find_by_title, list_living_descendants
-
-_WAIT = (
-    "import fcntl, os, sys; place = open(sys.argv[1]); fcntl.flock(place, fcntl.LOCK_SH); "
-    "os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""The lock goes with the descriptor, which does not outlive the exec."""
-
-
-class Gates:
-    """Which places have a machine; all have one at first."""
-
-    def __init__(self, folder: Path, count: int) -> None:
-        """Make a file for each of `count` places in `folder`."""
-        self._folder = folder
-        self._held: dict[int, int] = {}
-        for place in range(count):
-            (folder / f"place{place}").touch()
-
-    def placement(self) -> Placement:
-        """Return what has a node's agent wait for its place."""
-        path = str(self._folder / "place{node}")
-        return Placement(command=(sys.executable, "-I", "-S", "-c", _WAIT, path))
-
-    def shut(self, places: Sequence[int]) -> None:
-        """Let nobody start there. Who has started is not stopped."""
-        for place in places:
-            if place not in self._held:
-                fd = os.open(self._folder / f"place{place}", os.O_RDONLY | os.O_CLOEXEC)
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                self._held[place] = fd
-
-    def open(self, places: Sequence[int]) -> None:
-        """Let the nodes start."""
-        for place in places:
-            if place in self._held:
-                os.close(self._held.pop(place))
-
-
-def kill_nodes(job: str, home: str, places: Sequence[int]) -> int:
-    """Kill all that these nodes have, agents first; return how many processes that were."""
-    parts = load_parts(paths_of(home, job))
-    agents = [parts.agents[place] for place in places if parts and place in parts.agents]
-    keepers = [pid for place in places for pid in find_by_title(f"perdure keeper {job} {place}")]
-    ranks = [pid for root in (*agents, *keepers) for pid in list_living_descendants(root)]
-    # An agent would tell of its keeper.
-    return _kill(dict.fromkeys((*agents, *keepers, *ranks)))
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process and all of its descendants."""
-    _kill((pid, *list_living_descendants(pid)))
-
-
-def _kill(pids: Iterable[int]) -> int:
-    """Kill processes in this order; return how many were there."""
-    killed = 0
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            killed += 1
-    return killed
-
+from perdure.model.report import RankRow, Snapshot
 
 MICRO_BATCHES = 56
 """Of a step: of 1 to 8 nodes, each more makes it shorter (56, 28, 19, 14, 12, 10, 8, 7)."""
@@ -147,18 +63,20 @@ class StatusTrail:
     The steps between two looks are spread evenly over the time between.
     """
 
-    def __init__(self, paths: JobPaths) -> None:
-        """Read nothing yet."""
-        self._paths = paths
+    def __init__(
+        self, read: Callable[[], Snapshot | None], compute_offset_s: Callable[[], float]
+    ) -> None:
+        """Read nothing yet; by the second one job time is made CLOCK_MONOTONIC."""
+        self._read, self._compute_offset_s = read, compute_offset_s
         self._known: tuple[float, int] | None = None
         self.rows: list[MadeStep] = []
 
     def poll(self) -> list[MadeStep]:
         """Return all steps that were made, one sample each, by time."""
-        now = load_snapshot(self._paths)
+        now = self._read()
         if now is None or now.step < 0:
             return self.rows
-        at_s = now.at_s - load_endpoint(self._paths).clock_offset_s
+        at_s = now.at_s - self._compute_offset_s()
         before_s, before = self._known or (at_s, now.step)
         if not 0 < now.step - before <= _STEPS_A_LOOK:
             # Where it went back, what it makes from here on it makes again.
@@ -203,6 +121,10 @@ class System(Protocol):
         """Return whether there is nothing left to play against, which is no fault."""
         return False
 
+    def read_told(self) -> tuple[list[JournalEntry], float]:
+        """Return the job's own journal, and job time less CLOCK_MONOTONIC; some have none."""
+        return [], 0.0
+
     def end(self) -> None:
         """Leave nothing behind."""
 
@@ -223,45 +145,26 @@ def make_paced_spec(job: str, folder: Path, count: int, pace_s: float, stages: i
     )
 
 
-class Perdure:
-    """A job under `perdure run --nodes`: a keeper, an agent and ranks for each place."""
+class Perdure(System):
+    """A job under `perdure run --nodes`, whose nodes are the places."""
 
-    stop_s = 4.0
-    """How long each of three signals to end has; then it is killed."""
-
-    def __init__(
-        self, spec: JobSpec, folder: Path, home: str, trail: "Trail | StatusTrail"
-    ) -> None:
-        """Play `spec`, whose nodes are the places; `trail` tells what it has made."""
-        self.trail, self._folder, self._home, self._spec = trail, folder, home, spec
+    def __init__(self, spec: JobSpec, folder: Path, home: str, trail: Trail) -> None:
+        """Play `spec`; `trail` tells what it has made."""
+        self.trail, self._folder = trail, folder
         self._count, self.job = spec.first_nodes, spec.name
-        self.paths = paths_of(home, self.job)
-        self._gates = Gates(folder, self._count)
+        self._fleet = LocalFleet(spec, home, folder, stop_s=4.0)
         self._gone: set[int] = set()
         """Places that were drained, which have to be restored."""
-        self._told: set[int] = set()
-        """Places whose leaving was announced."""
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, places: Sequence[int]) -> None:
         """Begin with all places; those that are none of `places` are drained once it trains.
 
         A job that runs already is only brought to these places.
         """
-        if self._process is None:
-            self.launch()
+        if self._fleet.process is None:
+            self._fleet.start()
             self.wait_world(range(self._count), 180.0)
         self.shape(places)
-
-    def launch(self) -> None:
-        """Start the job, with all places."""
-        placement = self._folder / "placement.json"
-        write_document(str(placement), self._gates.placement())
-        plan = render(self._spec, self._home, placement=str(placement))
-        for path, content in plan.files.items():
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(content)
-        self._process = _start(self._folder / "perdure.out", plan.command, plan.env, plan.cwd)
 
     def shape(self, places: Sequence[int], *, keep: bool = False) -> None:
         """Come to exactly these places, without a loss; `keep` what the others' nodes run."""
@@ -271,7 +174,7 @@ class Perdure:
         if back:
             self.add(back)
         for place in (p for p in out if p in here):
-            self._ask("drain", _name_targets([place]) | {"deadline_s": 60.0}, 60.0)
+            self._fleet.ask("drain", _name_targets([place]) | {"deadline_s": 60.0}, 60.0)
             self._gone.add(place)
         self.wait_world(places, 120.0)
         if not keep:
@@ -294,125 +197,102 @@ class Perdure:
             time.sleep(0.1)
 
     def warn(self, places: Sequence[int], notice_s: float) -> None:
-        """Announce the end of these places, as a monitor of the platform would."""
-        self._told |= set(places)
-        self._notify("preemption", places, notice_s)
+        """Announce the end of these places."""
+        self._fleet.warn(places, notice_s)
 
     def kill(self, places: Sequence[int]) -> None:
-        """Kill all processes of these nodes, and let none start there."""
-        self._gates.shut(places)
-        kill_nodes(self.job, self._home, places)
+        """Take these nodes away."""
+        self._fleet.take(places)
 
     def add(self, places: Sequence[int]) -> None:
-        """Let the nodes start; those that were drained have to be let back in.
-
-        What was announced is over: a machine that comes into a place is another one, but its boot
-        id, by which the controller would know, is that of this machine.
-        """
+        """Give the nodes back; those that were drained have to be let back in."""
         barred = [place for place in places if place in self._gone]
         self._gone -= set(places)
-        self._gates.open(places)
-        self._notify("preemption-withdrawn", [p for p in places if p in self._told])
-        self._told -= set(places)
+        self._fleet.give(places)
         if barred:
-            self._aside([("restore", _name_targets(barred), 30.0)])
-
-    def _notify(self, kind: str, places: Sequence[int], grace_s: float = 0.0) -> None:
-        said = {"kind": kind, "source": "trace", "grace_s": grace_s}
-        self._aside([("notify", said | {"node": place}, 5.0) for place in places])
-
-    def _aside(self, asked: list[tuple[str, dict[str, object], float]]) -> None:
-        """Ask the controller while the trace goes on, each thing once the one before is done."""
-
-        def ask() -> None:
-            for verb, args, deadline_s in asked:
-                with contextlib.suppress(PerdureError):
-                    self._ask(verb, args, deadline_s)
-
-        threading.Thread(target=ask, daemon=True).start()
-
-    def _ask(self, verb: str, args: dict[str, object], deadline_s: float) -> None:
-        document = {"id": f"replay-{token_hex(6)}", "kind": verb, "args": args, "who": "replay"}
-        command = msgspec.convert(document, Command)
-        ask_controller(self.job, self.paths, command, timeout_s=deadline_s + 15.0)
+            self._fleet.ask_aside([("restore", _name_targets(barred), 30.0)])
 
     def check(self) -> None:
         """Raise where the job has ended."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._fleet.over():
             raise PlatformError(
                 f"job {self.job} ended in the middle of the replay",
                 hint=f"perdure report {self.job}; {self._folder}/perdure.out",
             )
 
-    def over(self) -> bool:
-        """Return false: what is played does not end by itself."""
-        return False
-
-    def compute_offset_s(self) -> float:
-        """Return job time less CLOCK_MONOTONIC."""
-        return load_endpoint(self.paths).clock_offset_s
+    def read_told(self) -> tuple[list[JournalEntry], float]:
+        """Return its journal, and job time less CLOCK_MONOTONIC."""
+        return self._fleet.read_entries(), self._fleet.compute_offset_s()
 
     def end(self) -> None:
-        """Stop the job; by force if it takes long, since places without a machine do not answer."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        for _ in range(3):
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(self.stop_s)
-                return
-            except subprocess.TimeoutExpired:
-                continue
-            except KeyboardInterrupt:  # Once more: it is not waited for.
-                break
-        kill_tree(process.pid)
-        process.wait()
+        """Stop the job; by force if it takes long."""
+        self._fleet.end()
 
 
-class Driven(Perdure):
-    """A user's own job, whose steps its status tells, and which may end before the trace does."""
+class Driven(System):
+    """A user's own job, wherever its nodes are; it may end before the trace does."""
 
-    stop_s = 60.0
+    def __init__(self, fleet: Fleet, *, stop: bool, ending: Callable[[], None]) -> None:
+        """Play the job of `fleet`; at the end it is stopped, or goes on with all nodes.
 
-    def __init__(self, spec: JobSpec, folder: Path, home: str, ending: Callable[[], None]) -> None:
-        """Play `spec` in `folder`; `ending` is called before it is stopped, which takes time."""
-        super().__init__(spec, folder, home, StatusTrail(paths_of(home, spec.name)))
-        self._ending = ending
+        Either may take a while: `ending` is called before.
+        """
+        self.fleet, self.job = fleet, fleet.spec.name
+        self._stop, self._ended, self._ending = stop, False, ending
+        self.trouble: PerdureError | None = None
+        """Why the play cannot go on; what was played until then is told."""
+        self.trail = StatusTrail(fleet.read_snapshot, fleet.compute_offset_s)
+        self._told: tuple[list[JournalEntry], float] | None = None
 
-    def end(self) -> None:
-        """Stop the job, with a checkpoint where it can make one."""
-        if self._process is not None:
-            self._ending()
-        super().end()
+    def start(self, places: Sequence[int]) -> None:
+        """Have it run with all nodes; who is not there at first is taken once it was timed."""
+        self.fleet.start()
 
-    def check(self) -> None:
-        """Raise nothing: whatever the job makes of the trace is the answer."""
+    def warn(self, places: Sequence[int], notice_s: float) -> None:
+        """Announce the end of these nodes."""
+        self.fleet.warn(places, notice_s)
+
+    def kill(self, places: Sequence[int]) -> None:
+        """Take these nodes away."""
+        try:
+            self.fleet.take(places)
+        except PlatformError as error:
+            self.trouble = error
+
+    def add(self, places: Sequence[int]) -> None:
+        """Give these nodes back."""
+        try:
+            self.fleet.give(places)
+        except PlatformError as error:
+            self.trouble = error
 
     def goes_on(self) -> bool:
         """Return whether its world goes on without a lost node."""
-        now = load_snapshot(self.paths)
+        now = self.fleet.read_snapshot()
         return now is not None and now.fixed == ""
 
     def over(self) -> bool:
-        """Return whether the job has ended."""
-        return self._process is not None and self._process.poll() is not None
+        """Return whether the job has ended, or its nodes cannot be moved any more."""
+        self.trouble = self.trouble or self.fleet.find_trouble()
+        return self.trouble is not None or self.fleet.over()
 
+    def read_told(self) -> tuple[list[JournalEntry], float]:
+        """Return its journal, and job time less CLOCK_MONOTONIC, as they were at the end."""
+        if self._told is None:
+            entries: list[JournalEntry] = []
+            try:
+                entries = self.fleet.read_entries()
+            except PerdureError as error:  # What was seen of its steps is told all the same.
+                self.trouble = self.trouble or error
+            self._told = entries, self.fleet.compute_offset_s()
+        return self._told
 
-def _start(
-    out: Path, command: Sequence[str], env: Mapping[str, str], cwd: str | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, which writes to the end of `out`."""
-    with open(out, "ab") as file:
-        return subprocess.Popen(
-            command,
-            env=os.environ | env,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+    def end(self) -> None:
+        """Stop the job, or leave it with all its nodes; whatever it made of the trace is told."""
+        if not self._ended:
+            self._ended = True
+            self._ending()
+            self.fleet.end(stop=self._stop)
 
 
 def _name_targets(places: Sequence[int]) -> dict[str, object]:
@@ -461,7 +341,7 @@ class Torchrun(System):
         command += [mode, str(self._folder), str(MICRO_BATCHES), str(self._pace_s)]
         command += [",".join(map(str, places)), *more]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self._process = _start(self._folder / "torchrun.out", command, env)
+        self._process = start_process(self._folder / "torchrun.out", command, env)
 
     def end(self) -> None:
         """Kill it, with its ranks."""
@@ -584,7 +464,7 @@ class Torchft(System):
 
     def _popen(self, place: int, command: Sequence[str], env: dict[str, str]) -> None:
         env = {"RUST_LOG": "warn"} | env
-        self._processes[place] = _start(self._folder / "torchft.out", command, env)
+        self._processes[place] = start_process(self._folder / "torchft.out", command, env)
 
     def end(self) -> None:
         """Kill all groups, then the lighthouse."""

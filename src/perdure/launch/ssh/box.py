@@ -4,6 +4,7 @@
     python3 box.py supervise FOLDER    start the job, wait for it, write down how it ended
     python3 box.py state FOLDER        how it is, by what was written down
     python3 box.py end FOLDER          the same, once its supervisor was told to end it
+    python3 box.py take JSON           kill all of a job that is here, as if the machine were gone
     python3 box.py listen SECONDS      be reachable for so long, in the background; say where
     python3 box.py reach JSON          which addresses of others can be connected to
     python3 box.py others FOLDER       who else is on this machine
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
         "probe": lambda text: probe(json.loads(text)),
         "state": read_job_state,
         "end": tell_end,
+        "take": lambda text: take(json.loads(text)),
         "listen": lambda text: listen(float(text)),
         "reach": lambda text: {address: reach(address) for address in json.loads(text)},
         "others": lambda text: {"others": list_others()},
@@ -252,6 +254,63 @@ def tell_end(folder: str) -> dict[str, Any]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     return found
+
+
+_TAKE_S = 20.0
+
+
+def take(job: dict[str, Any]) -> dict[str, Any]:
+    """Kill all that a job has here, at once; return how many, and who would not go.
+
+    `job`: `folder`, and `home`, its PERDURE_HOME, which has no other job on this box. These are its
+    supervisor, which would write down how it ended, the command that this started, and what
+    descends from them or is marked as theirs, whoever has adopted it. It is repeated until none is
+    found, since a process may have forked while it was being counted.
+    """
+    start = read(job["folder"], "start.json") or {}
+    roots = [
+        start[name]
+        for name in ("pid", "child")
+        if start.get("boot_id") == boot_id()
+        and start_time(start.get(name, 0)) == start.get(name + "_start", -1)
+    ]
+    killed = set()
+    deadline_s = time.monotonic() + _TAKE_S
+    while True:
+        family = list_family(roots, job["home"])
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        if not family or time.monotonic() > deadline_s:
+            return {"killed": len(killed), "left": family}
+        time.sleep(0.02)
+
+
+def list_family(roots: list[int], home: str) -> list[int]:
+    """Return living processes: `roots` first, then those marked as of `home`, and all below."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        fields = read_stat(name) if name.isdigit() else []
+        if fields and fields[0] not in "ZXx":
+            parents[int(name)] = int(fields[1])
+    family = [pid for pid in roots if pid in parents]
+    family += [pid for pid in parents if pid not in roots and is_marked(pid, home)]
+    known = set(family)
+    for pid in family:  # Which grows meanwhile.
+        below = [child for child, parent in parents.items() if parent == pid and child not in known]
+        family += below
+        known.update(below)
+    return [pid for pid in family if pid != os.getpid()]
+
+
+def is_marked(pid: int, home: str) -> bool:
+    """Return whether a process is an agent of a job of this `home`, or was started below one.
+
+    A person's command beside the job has the same PERDURE_HOME, and no PERDURE_JOB.
+    """
+    rows = read_text(f"/proc/{pid}/environ").split("\0")
+    return f"PERDURE_HOME={home}" in rows and any(row.startswith("PERDURE_JOB=") for row in rows)
 
 
 def hold(folder: str) -> int:

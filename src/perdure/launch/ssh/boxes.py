@@ -36,6 +36,7 @@ _INVITE_S = 60.0
 _JOIN_S = 90.0
 _END_S = 20.0
 _PLACE = re.compile(r"this machine is node (\d+) of ")
+"""Said by `perdure join`."""
 _NO_WAY = """\
 a private network or a VPN between them; launch.addresses names what is not found \
 (ranks use any port: a tunnel for one is not enough)"""
@@ -147,7 +148,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     if not runs[0]:  # Whoever still waits for a bus that is gone has to ask for a place anew.
         for each in (each for each, lives in zip(plans, runs, strict=True) if lives):
             here.tell(f"{each.profile.launch.host}: ending what is left of the run before")
-            _end(each)
+            end(each)
         runs = [False] * len(plans)
     absent = [node for node, lives in enumerate(runs) if not lives]
 
@@ -166,7 +167,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     record = msgspec.structs.replace(record, others=tuple(others))
     write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
     if not runs[0]:
-        started = start(plan, record, here)
+        started = start(record, here)
         record = msgspec.structs.replace(record, boot_id=started.boot_id)
         wait_endpoint(plan, record)
     others = [
@@ -176,7 +177,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     return msgspec.structs.replace(record, others=tuple(others))
 
 
-def _query_box(plan: Plan, command: str = "state") -> BoxState:
+def _query_box(plan: Plan | LaunchRecord, command: str = "state") -> BoxState:
     """Return how a box's part of the job is; also where nothing was ever sent to it."""
     return Channel(plan.profile.launch).query(
         f'python3 - {command} "{plan.place}/launch"',
@@ -185,8 +186,12 @@ def _query_box(plan: Plan, command: str = "state") -> BoxState:
     )
 
 
-def _end(plan: Plan) -> None:
-    """End a further box's part; told a second time, `perdure join` leaves at once."""
+def end(plan: Plan | LaunchRecord) -> None:
+    """End a further box's part; told a second time, `perdure join` leaves at once.
+
+    Raises:
+        PlatformError: the box does not answer, or its part does not end.
+    """
     deadline = time.monotonic() + _END_S
     while not _query_box(plan, "end").over:
         if time.monotonic() > deadline:
@@ -255,7 +260,7 @@ def _let_join(plan: Plan, record: LaunchRecord, invitation: bytes, here: Here) -
     _write(plan, INVITATION, invitation.decode())
     output = f"{shlex.quote(record.place)}/launch/run.out"
     before = int(channel.ask(f"cat {output} 2>/dev/null | wc -l").out)
-    state = start(plan, record, here)
+    state = start(record, here)
     deadline = time.monotonic() + _JOIN_S
     while True:
         said = channel.ask(f"tail -n +{before + 1} {output}").out
@@ -264,12 +269,59 @@ def _let_join(plan: Plan, record: LaunchRecord, invitation: bytes, here: Here) -
             here.tell(f"{channel.name} is node {place[1]} of {plan.job}")
             return msgspec.structs.replace(record, boot_id=state.boot_id)
         if time.monotonic() > deadline or ask_state(channel, record).over:
-            _end(plan)  # Else it asks on for a place, and is in the way of the next launch.
+            end(plan)  # Else it asks on for a place, and is in the way of the next launch.
             raise PlatformError(
                 f"{channel.name} has not joined: {last_line(said, 'it wrote nothing')}",
                 hint="the same `perdure launch` tries it again; the others go on",
             )
         time.sleep(0.3)
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """The answer of `box.py take`."""
+
+    killed: int
+    left: list[int]
+    """Processes that do not go."""
+
+
+def take(record: LaunchRecord) -> int:
+    """Kill all that a job has on a further box, as if the box were gone; return how many.
+
+    Raises:
+        PlatformError: the box does not answer, or a process does not go.
+    """
+    channel = Channel(record.profile.launch)
+    about = {"folder": f"{record.place}/launch", "home": record.home}
+    script = f"python3 - take {shlex.quote(msgspec.json.encode(about).decode())}"
+    told = channel.query(script, Taken, stdin=read_program("box.py").encode())
+    if told.left:
+        raise PlatformError(f"{channel.name}: processes {told.left} of {record.job} do not go")
+    return told.killed
+
+
+def give(record: LaunchRecord, here: Here) -> None:
+    """Start a further box's part again, as after a reboot: by the invitation that it has.
+
+    Raises:
+        PlatformError: the box does not answer, or its part does not start.
+    """
+    if ask_state(Channel(record.profile.launch), record).over:
+        start(record, here)
+
+
+def find_place(record: LaunchRecord) -> int | None:
+    """Return which node of the job a further box was last; None where it never was one.
+
+    Raises:
+        PlatformError: the box does not answer.
+    """
+    output = f"{shlex.quote(record.place)}/launch/run.out"
+    said = Channel(record.profile.launch).ask(
+        f"grep -a 'this machine is node' {output} | tail -n 1"
+    )
+    place = _PLACE.search(said.out)
+    return int(place[1]) if place else None
 
 
 def _name_lines(here: Here, plan: Plan) -> Here:

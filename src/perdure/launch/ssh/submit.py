@@ -43,7 +43,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     record = make_launch_record(plan)
     write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
     failpoint("launch/recorded")
-    state = start(plan, record, here)
+    state = start(record, here)
     failpoint("launch/started")
     wait_endpoint(plan, record)
     return msgspec.structs.replace(record, boot_id=state.boot_id)
@@ -210,7 +210,7 @@ def must(
     return channel.must(inside, hint=hint, timeout_s=timeout_s, stdin=stdin)
 
 
-def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
+def start(record: LaunchRecord, here: Here) -> BoxState:
     """Start a box's part of the job, and wait until its supervisor has written down that it runs.
 
     It was found not to run before. Who starts it a second time, because the first answer was lost,
@@ -219,7 +219,7 @@ def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
     Raises:
         PlatformError: it does not start.
     """
-    channel = Channel(plan.profile.launch)
+    channel = Channel(record.profile.launch)
     script = in_job(record.place, f"touch {_STARTING} && sh launch/start.sh >&2")
     done = channel.ask(f"{script} && {_wait_newer('launch/start.json')}", timeout_s=2 * _START_S)
     if done.code not in (0, _LATE):
@@ -230,7 +230,7 @@ def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
         last = _read_last_words(channel, record)
         raise PlatformError(f"{channel.name}: the job did not start: {last}")
     if state.state == "ended" and state.code:
-        raise PlatformError(f"{channel.name}: {state.reason}", hint=f"perdure logs {plan.job}")
+        raise PlatformError(f"{channel.name}: {state.reason}", hint=f"perdure logs {record.job}")
     here.tell(f"{channel.name}: {state.reason}")
     return state
 
