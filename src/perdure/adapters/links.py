@@ -15,6 +15,7 @@ Works for whatever the ranks' user may see. Connections of ranks in another netw
 need CAP_SYS_ADMIN; what is missing is said in `LinkSweep.note`.
 """
 
+import ipaddress
 import os
 import socket
 import time
@@ -156,9 +157,13 @@ class LinkReader:
             note="; ".join(note for _, note in sorted(self._notes.items())),
         )
 
-    def choose_address(self) -> str:
-        """Return the address of this node by which most connections between ranks run; or ''."""
-        return max(self.hosts, key=lambda host: (self.hosts[host], host)) if self.hosts else ""
+    def choose_address(self, *, loopback: bool = False) -> str:
+        """Return the address of this node by which most connections between ranks run; or ''.
+
+        By `loopback` no other machine reaches it, and it is passed over unless that is allowed.
+        """
+        fit = [h for h in self.hosts if loopback or not ipaddress.ip_address(h).is_loopback]
+        return max(fit, key=lambda host: (self.hosts[host], host), default="")
 
     def close(self) -> None:
         """Close the lines to the kernel."""

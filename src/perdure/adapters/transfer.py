@@ -17,6 +17,7 @@ crowded host, not a slow GPU.
 import contextlib
 import hmac
 import secrets
+import selectors
 import socket
 import subprocess
 import sys
@@ -31,6 +32,8 @@ _CHUNK = 1 << 20
 _TOKEN_BYTES = 16
 _TOKEN_S = 1.0
 """For how long whoever has connected may keep the token to himself."""
+_PENDING_MAX = 32
+"""Connections that have not shown a token yet; where there is one more, the oldest is dropped."""
 _PINGS = 8
 _REPEATS = 5
 _REPEAT_SHARE = 0.3
@@ -116,30 +119,112 @@ class Listener:
             raise PlatformError(f"cannot listen on {host}: {error.strerror}") from error
         self.host, self.port = host, int(self._server.getsockname()[1])
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
+        self._peer: socket.socket | None = None
+        self._serving = self._closed = False
 
     def serve(self, answer: Callable[[Wire], None], deadline_s: float) -> None:
         """Answer the one that knows the token, until `deadline_s` seconds from now; then close.
 
         Whatever goes wrong is the other end's to report. Who comes without the token, or is silent,
-        does not use the listener up.
+        neither uses the listener up nor has another wait.
         """
-        end_s = time.monotonic() + deadline_s
+        end_s, self._serving = time.monotonic() + deadline_s, True
         with contextlib.suppress(OSError), self._server:
-            while True:
-                _set_deadline(self._server, end_s)
-                peer, _ = self._server.accept()
-                with peer:
+            if self._closed:
+                return
+            with self._wait_known(end_s) as peer:
+                self._peer = peer
+                if not self._closed:
                     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    if self._is_known(peer, end_s):
-                        answer(Wire(peer, end_s))
-                        return
+                    answer(Wire(peer, end_s))
 
-    def _is_known(self, peer: socket.socket, end_s: float) -> bool:
+    def close(self) -> None:
+        """Have `serve` end now, in whatever thread it is, or not begin."""
+        self._closed = True
+        if not self._serving:
+            self._server.close()
+        for each in filter(None, (self._server, self._peer)):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _wait_known(self, end_s: float) -> socket.socket:
+        """Return the connection that has shown the token; drop all others.
+
+        Raises:
+            OSError: not in time, or `close` was called.
+        """
+        self._server.setblocking(False)
+        with _Newcomers(self._server) as newcomers:
+            while True:
+                for peer, said in newcomers.look(end_s):
+                    if hmac.compare_digest(said, self.token.encode()):
+                        return newcomers.keep(peer)
+                    newcomers.drop(peer)
+
+
+class _Newcomers:
+    """Who has connected and is still to show a token: all are heard beside one another."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server, self._selector = server, selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._until_s = dict[socket.socket, float]()
+        """When each is dropped; the oldest first."""
+        self._said = dict[socket.socket, bytearray]()
+
+    def __enter__(self) -> "_Newcomers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in list(self._until_s):
+            self.drop(peer)
+        self._selector.close()
+
+    def look(self, end_s: float) -> list[tuple[socket.socket, bytes]]:
+        """Wait for somebody, and return who has said as much as a token has.
+
+        Raises:
+            OSError: not by `end_s`, or the server is closed.
+        """
+        now_s = time.monotonic()
+        waits_s = [max(0.0, until_s - now_s) for until_s in self._until_s.values()]
+        ready = {key.fileobj for key, _ in self._selector.select(min([_left(end_s), *waits_s]))}
+        for peer in [each for each in self._said if each in ready]:
+            self._hear(peer)
+        if self._server in ready:
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # It has left again.
+                self._admit(self._server.accept()[0])
+        late = [each for each, until_s in self._until_s.items() if until_s <= time.monotonic()]
+        for peer in late or list(self._until_s)[:-_PENDING_MAX]:
+            self.drop(peer)
+        return [(peer, bytes(s)) for peer, s in self._said.items() if len(s) == _TOKEN_BYTES]
+
+    def keep(self, peer: socket.socket) -> socket.socket:
+        """Return `peer`, which is somebody else's to close from now on."""
+        self._selector.unregister(peer)
+        del self._until_s[peer], self._said[peer]
+        return peer
+
+    def drop(self, peer: socket.socket) -> None:
+        """Close `peer`."""
+        self.keep(peer).close()
+
+    def _admit(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        self._selector.register(peer, selectors.EVENT_READ)
+        self._until_s[peer], self._said[peer] = time.monotonic() + _TOKEN_S, bytearray()
+
+    def _hear(self, peer: socket.socket) -> None:
         try:
-            said = Wire(peer, min(end_s, time.monotonic() + _TOKEN_S)).receive(_TOKEN_BYTES)
+            data = peer.recv(_TOKEN_BYTES - len(self._said[peer]))
+        except BlockingIOError:
+            return
         except OSError:
-            return False
-        return hmac.compare_digest(said, self.token.encode())
+            data = b""
+        if data:
+            self._said[peer] += data
+        else:
+            self.drop(peer)
 
 
 @contextlib.contextmanager

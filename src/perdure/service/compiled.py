@@ -13,6 +13,7 @@ All of it blocks, and is made in a thread.
 """
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -24,6 +25,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -36,19 +38,30 @@ from perdure.model.signals.compiled import CompiledFile
 from perdure.service.caches import FILES_MIN, FREE_MIN_BYTES
 
 SENT_BYTES_MAX = 512 << 20
-SENT_FILES_MAX = 20_000
+SENT_FILES_MAX = 4_000
 """The newest are sent where there is more."""
 _ROSTER_BYTES_MAX = 8 << 20
 _CHUNK = 1 << 20
 _SETTLED_S = 2.0
 """A file that has changed since is left behind: a linker writes at the place itself."""
 _SENT = re.compile(
-    r"(inductor/(fxgraph|aotautograd|[a-z0-9]{2})|triton)(/[\w,=+@%~-][\w.,=+@%~-]*)+", re.ASCII
+    r"(inductor/(fxgraph|aotautograd|[a-z0-9]{2})|triton)(/[\w,=+@%~-][\w.,=+@%~-]*){1,6}", re.ASCII
 )
 _NAME_MAX = 400
 _GONE = bytes(hashlib.sha256().digest_size)
 """In the place of a hash: the file has changed or gone, and what came is to be dropped."""
 _HERE, _MISSING = b"+", b"-"
+_IN_THE_WAY = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.ENOENT,
+)
+"""Why one name cannot be written, where others can."""
 
 _Roster = msgspec.json.Decoder(list[CompiledFile])
 _Wanted = msgspec.json.Decoder(list[int])
@@ -62,6 +75,8 @@ class Taken:
     """Files that the other node has."""
     files: int = 0
     bytes: int = 0
+    skipped: int = 0
+    """Files whose names cannot be written here."""
 
 
 def list_compiled(folders: Mapping[str, Path], *, sent: Collection[str]) -> list[CompiledFile]:
@@ -69,19 +84,18 @@ def list_compiled(folders: Mapping[str, Path], *, sent: Collection[str]) -> list
 
     `folders` are those of the cache by their names.
     """
-    found, now_s = list[tuple[float, str, int]](), time.time()
-    for name in sorted(set(folders) & set(sent)):
-        for path, about in _walk(str(folders[name])):
-            known = f"{name}/{path}"
-            if _explain_unfit(known) or 0 <= now_s - about.st_mtime < _SETTLED_S:
-                continue
-            found.append((about.st_mtime, known, about.st_size))
+    found = sorted(_find_compiled(folders, sent), key=itemgetter(0), reverse=True)
     roster, total = list[CompiledFile](), 0
-    for _, known, size in sorted(found, key=itemgetter(0), reverse=True):
+    for _, known, size in found:
         if len(roster) < SENT_FILES_MAX and total + size <= SENT_BYTES_MAX:
             roster.append(CompiledFile(known, size))
             total += size
     return roster
+
+
+def has_compiled(folders: Mapping[str, Path], *, sent: Collection[str]) -> bool:
+    """Return whether there is anything to send."""
+    return any(True for _ in _find_compiled(folders, sent))
 
 
 def send_compiled(
@@ -98,15 +112,19 @@ def send_compiled(
     try:
         wanted = _Wanted.decode(_receive_block(wire, key, b"wanted"))
         chosen = [(index, roster[index]) for index in wanted if index >= 0]
+        if len(set(wanted)) < len(wanted):
+            raise IndexError("one more than once")
     except (msgspec.MsgspecError, IndexError) as error:
         raise ProtocolError(f"not files of the roster: {error}") from error
-    for index, each in chosen[: len(roster)]:
+    for index, each in chosen:
         folder, _, path = each.name.partition("/")
         _send_file(wire, folders[folder], path, each.size, hmac.new(key, b"%d:" % index, "sha256"))
 
 
 def receive_compiled(wire: Wire, folders: Mapping[str, Path], key: bytes, taken: Taken) -> None:
     """Take what is not there yet; `taken` counts what has arrived.
+
+    A file whose name cannot be written here is passed over.
 
     Raises:
         OSError: not in time, the other end is gone, or the disk is full. What has arrived whole
@@ -131,9 +149,7 @@ def receive_compiled(wire: Wire, folders: Mapping[str, Path], key: bytes, taken:
         if wire.receive(1) != _HERE:
             continue
         check = hmac.new(key, b"%d:" % index, "sha256")
-        if _receive_file(wire, folders[folder], path, each, check):
-            taken.files += 1
-            taken.bytes += each.size
+        _receive_file(wire, folders[folder], path, each, check, taken)
 
 
 def check_roster(roster: list[CompiledFile]) -> None:
@@ -170,6 +186,18 @@ def _explain_unfit(name: str) -> str:
     if len(name) > _NAME_MAX:
         return "is too long"
     return "" if _SENT.fullmatch(name) else "is not what is sent"
+
+
+def _find_compiled(
+    folders: Mapping[str, Path], sent: Collection[str]
+) -> Iterator[tuple[float, str, int]]:
+    """Yield what may be sent, by when it was written, name and size; in no order."""
+    now_s = time.time()
+    for name in sorted(set(folders) & set(sent)):
+        for path, about in _walk(str(folders[name])):
+            known = f"{name}/{path}"
+            if not (_explain_unfit(known) or 0 <= now_s - about.st_mtime < _SETTLED_S):
+                yield about.st_mtime, known, about.st_size
 
 
 def _walk(root: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
@@ -212,38 +240,66 @@ def _send_file(wire: Wire, folder: Path, path: str, size: int, check: "hmac.HMAC
 
 
 def _receive_file(
-    wire: Wire, folder: Path, path: str, expected: CompiledFile, check: "hmac.HMAC"
-) -> bool:
+    wire: Wire, folder: Path, path: str, expected: CompiledFile, check: "hmac.HMAC", taken: Taken
+) -> None:
     """Write one file beside its place, and give it its name once it is what was sent.
 
-    Return whether it is there now because of this.
+    Where its name cannot be written, what is sent of it is read all the same, and dropped.
     """
     *parents, name = path.split("/")
     temporary = f".{os.getpid()}.{threading.get_ident()}.tmp"
-    with _open_folder(folder, parents) as at:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=at)
+    with contextlib.ExitStack() as opened:
         try:
-            with open(os.open(temporary, flags, 0o600, dir_fd=at), "wb") as file:
-                left, buffer = expected.size, memoryview(bytearray(min(_CHUNK, expected.size)))
-                while left:
-                    count = wire.receive_into(buffer[: min(left, len(buffer))])
-                    check.update(buffer[:count])
-                    file.write(buffer[:count])
-                    left -= count
-            told = wire.receive(len(_GONE))
-            if told == _GONE:
-                return False
-            if not hmac.compare_digest(told, check.digest()):
-                raise ProtocolError(f"the hash of {expected.name} is wrong")
-            with contextlib.suppress(FileExistsError):
+            at = opened.enter_context(_open_folder(folder, parents))
+            file = opened.enter_context(_open_temporary(temporary, at))
+        except OSError as error:
+            _check_in_the_way(error)
+            at, file = -1, opened.enter_context(open(os.devnull, "wb"))
+        left, buffer = expected.size, memoryview(bytearray(min(_CHUNK, expected.size)))
+        while left:
+            count = wire.receive_into(buffer[: min(left, len(buffer))])
+            check.update(buffer[:count])
+            file.write(buffer[:count])
+            left -= count
+        told = wire.receive(len(_GONE))
+        if told == _GONE:
+            return
+        if not hmac.compare_digest(told, check.digest()):
+            raise ProtocolError(f"the hash of {expected.name} is wrong")
+        file.flush()
+        try:
+            if at >= 0:
                 os.link(temporary, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
-                return True
-            return False
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=at)
+        except FileExistsError:
+            return
+        except OSError as error:
+            _check_in_the_way(error)
+            at = -1
+    if at < 0:
+        taken.skipped += 1
+    else:
+        taken.files += 1
+        taken.bytes += expected.size
+
+
+def _check_in_the_way(error: OSError) -> None:
+    """Raise `error` where it is not about one name alone."""
+    if error.errno not in _IN_THE_WAY:
+        raise error
+
+
+@contextlib.contextmanager
+def _open_temporary(name: str, at: int) -> Iterator[BinaryIO]:
+    """Give a new file in the folder `at`, which is gone afterwards by this name."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=at)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(name, flags, 0o600, dir_fd=at), "wb") as file:
+            yield file
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=at)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
 """Real transfers on loopback, and what a stranger at the door gets."""
 
+import contextlib
+import gc
 import socket
 import threading
 from functools import partial
 
 import pytest
 
+from perdure.adapters import transfer
 from perdure.adapters.transfer import Listener, answer_transfer, run_arithmetic, run_transfer
 from perdure.model.errors import PlatformError
 
@@ -45,6 +48,82 @@ def test_a_stranger_is_refused_and_does_not_use_the_door_up() -> None:
         listener.host, listener.port, listener.token, source="", size=SIZE, deadline_s=20.0
     ).back_s
     thread.join(20.0)
+
+
+def _connect_silent(listener: Listener, count: int) -> list[socket.socket]:
+    place = listener.host, listener.port
+    return [socket.create_connection(place, timeout=20.0) for _ in range(count)]
+
+
+def test_who_says_nothing_has_no_other_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_TOKEN_S", 60.0)
+    listener = Listener("127.0.0.1")
+    thread = _serve(listener)
+    silent = _connect_silent(listener, 10)
+    silent[0].sendall(listener.token[:-1].encode())
+    moved = run_transfer(
+        listener.host, listener.port, listener.token, source="", size=SIZE, deadline_s=15.0
+    )
+    thread.join(20.0)
+    assert moved.error == ""
+    for each in silent:
+        assert each.recv(1) == b"", "there is one peer"
+        each.close()
+
+
+def test_who_shows_no_token_is_dropped_and_they_are_bounded_in_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "_TOKEN_S", 60.0)
+    listener = Listener("127.0.0.1")
+    thread = _serve(listener)
+    silent = _connect_silent(listener, 40)
+    for each in silent[:8]:
+        assert each.recv(1) == b"", "the oldest give way"
+    silent[8].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        silent[8].recv(1)
+    monkeypatch.setattr(transfer, "_TOKEN_S", 0.01)
+    late = _connect_silent(listener, 1)
+    assert late[0].recv(1) == b"", "a second is enough to show it"
+    in_pieces = silent.pop()
+    for byte in listener.token.encode():
+        in_pieces.sendall(bytes([byte]))
+    in_pieces.sendall(b"?")
+    assert in_pieces.recv(1) == b"?"
+    for each in (*silent, *late, in_pieces):
+        each.close()
+    thread.join(20.0)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["waiting", "answering"])
+def test_a_door_that_is_closed_ends_whatever_it_does(known: bool) -> None:
+    listener = Listener("127.0.0.1")
+    thread = _serve(listener, deadline_s=60.0)
+    with _connect_silent(listener, 1)[0] as peer:
+        if known:
+            peer.sendall(listener.token.encode() + b"?")
+            assert peer.recv(1) == b"?"
+        listener.close()
+        thread.join(20.0)
+        assert not thread.is_alive()
+        with contextlib.suppress(ConnectionResetError):
+            assert peer.recv(1) == b""
+
+
+def test_a_door_that_is_closed_before_anybody_serves_is_none() -> None:
+    listener = Listener("127.0.0.1")
+    listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((listener.host, listener.port), timeout=5.0)
+    del listener
+    gc.collect()  # A socket that was left open would be told of.
+    late = Listener("127.0.0.1")
+    late.close()
+    thread = _serve(late, deadline_s=60.0)
+    thread.join(20.0)
+    assert not thread.is_alive()
 
 
 def test_a_source_that_cannot_reach_the_door_is_left_to_the_kernel() -> None:

@@ -1,21 +1,26 @@
 """Two agents on one bus: who asks whom for what is compiled, who is refused, how long it takes."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec import structs
 from tests.fakes import FakeBus, FakeServer
 
+from perdure.adapters.links import LinkReader
 from perdure.adapters.transfer import open_wire
 from perdure.model.codec import decode, encode
 from perdure.model.job import JobSpec
 from perdure.model.signals.compiled import CompiledAsk, CompiledDoor, subject_compiled
 from perdure.service.agent import compiled
 from perdure.service.agent.compiled import CompiledSharing
+from perdure.service.agent.shell import AgentService
 from perdure.service.ports import Reply
 
 SPEC = JobSpec(name="job", script="train.py", nodes=1, spares=1, remote=1)
@@ -133,7 +138,7 @@ async def test_a_giver_that_hides_what_it_was_made_for_is_not_believed(
         def lie(data: bytes, reply: Reply, answer: bytes = answer) -> None:
             tasks.append(asyncio.ensure_future(reply(answer)))
 
-        await FakeBus(server).serve(subject_compiled("job", 0), lie)
+        await FakeBus(server).serve(subject_compiled("job", 0, 1), lie)
         assert await asyncio.wait_for(taker.sharing.wait(), 20) == ""
     assert [(door, source) for door, source, _ in taker.asides] == [("compiled", "node 0")] * 3
     assert "processor is q there" in taker.asides[0][2]
@@ -149,14 +154,14 @@ async def test_a_start_waits_for_a_bounded_time_and_what_comes_later_is_taken(
     monkeypatch.setattr(compiled, "_SAID_S", 0.1)
     giver, taker = Node(server, 0, tmp_path / "0"), Node(server, 1, tmp_path / "1")
     giver.compile()
-    late, send = asyncio.Event(), giver.sharing._send
+    late, send = asyncio.Event(), compiled.send_compiled
     loop = asyncio.get_running_loop()
 
     def send_late(*args: object, **kwargs: object) -> None:
         asyncio.run_coroutine_threadsafe(late.wait(), loop).result(20)
         send(*args, **kwargs)  # type: ignore[arg-type]
 
-    giver.sharing._send = send_late  # type: ignore[method-assign]
+    monkeypatch.setattr(compiled, "send_compiled", send_late)
     await giver.sharing.start()
     began = time.monotonic()
     said = await asyncio.wait_for(taker.sharing.wait(), 20)
@@ -172,6 +177,32 @@ async def test_a_start_waits_for_a_bounded_time_and_what_comes_later_is_taken(
     await giver.sharing.close()
 
 
+async def test_names_that_cannot_be_written_are_told_of(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    giver, taker = Node(server, 0, tmp_path / "0"), Node(server, 1, tmp_path / "1")
+    giver.compile()
+    (taker.folders["inductor"] / "ab").touch()  # In the place of a folder.
+    with caplog.at_level("INFO", logger="perdure.agent"):
+        assert await take(giver, taker) == ""
+    assert "0 of 1 files are taken" in caplog.text
+    assert "; the names of 1 cannot be written here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "chosen"), [("10.0.0.7", "10.0.0.1"), ("node7", "10.0.0.1"), ("127.0.0.1", "127.0.0.1")]
+)
+def test_a_door_is_where_another_machine_reaches_it(own: str, chosen: str) -> None:
+    """Most connections of its ranks are among themselves."""
+    reader = LinkReader(lambda rank: {})
+    links, machine = SimpleNamespace(reader=reader), SimpleNamespace(identity=SimpleNamespace())
+    machine.identity.host = own
+    agent: Any = SimpleNamespace(_links=links, machine=machine)
+    assert AgentService._choose_address(agent) == own
+    reader.hosts |= {"127.0.0.1": 56, "10.0.0.1": 8}
+    assert AgentService._choose_address(agent) == chosen
+
+
 async def test_nobody_waits_for_who_is_not_there(server: FakeServer, tmp_path: Path) -> None:
     taker = Node(server, 1, tmp_path / "1")
     with socket.create_server(("127.0.0.1", 0)) as gone:
@@ -183,7 +214,7 @@ async def test_nobody_waits_for_who_is_not_there(server: FakeServer, tmp_path: P
         tasks.append(asyncio.ensure_future(reply(encode(door))))
 
     tasks: list[asyncio.Future[None]] = []
-    await FakeBus(server).serve(subject_compiled("job", 0), point_nowhere)
+    await FakeBus(server).serve(subject_compiled("job", 0, 1), point_nowhere)
     assert await asyncio.wait_for(taker.sharing.wait(), 20) == ""
     assert taker.asides == []
     await taker.sharing.close()
@@ -200,6 +231,15 @@ async def test_a_folder_that_both_have_is_not_sent(server: FakeServer, tmp_path:
     assert opened == []
 
 
+async def ask_as(server: FakeServer, asker: int) -> CompiledDoor:
+    """Return what node 0 answers to a question of `asker`."""
+    subject, ask = subject_compiled("job", 0, asker), encode(CompiledAsk(FINGERPRINT))
+    door: CompiledDoor = decode(
+        await FakeBus(server).request(subject, ask, timeout_s=5), CompiledDoor
+    )
+    return door
+
+
 async def test_only_so_many_are_given_to_at_a_time_and_the_next_asks_again(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,11 +247,7 @@ async def test_only_so_many_are_given_to_at_a_time_and_the_next_asks_again(
     giver, taker = Node(server, 0, tmp_path / "0"), Node(server, 1, tmp_path / "1")
     giver.compile()
     await giver.sharing.start()
-    bus, ask = FakeBus(server), encode(CompiledAsk(7, FINGERPRINT))
-    doors: list[CompiledDoor] = []
-    for _ in range(5):
-        answer = await bus.request(subject_compiled("job", 0), ask, timeout_s=5)
-        doors.append(decode(answer, CompiledDoor))
+    doors = [await ask_as(server, asker) for asker in (5, 6, 7, 8, 9)]
     assert [door.busy for door in doors] == [False] * 4 + [True]
     monkeypatch.setattr(compiled, "TAKE_S", 10.0)
     await asyncio.wait_for(taker.sharing.wait(), 20)
@@ -220,13 +256,137 @@ async def test_only_so_many_are_given_to_at_a_time_and_the_next_asks_again(
     await taker.sharing.close()
 
 
+async def test_one_machine_has_one_door_however_often_it_asks(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    giver, taker = Node(server, 0, tmp_path / "0"), Node(server, 1, tmp_path / "1")
+    giver.compile()
+    await giver.sharing.start()
+    first = await ask_as(server, 7)
+    for _ in range(10):
+        await ask_as(server, 7)
+    await asyncio.wait_for(taker.sharing.wait(), 20)
+    assert taker.list_files() == ["kernel"], "the others' doors are not its own to hold"
+    deadline = time.monotonic() + 20
+    while (door := await ask_as(server, 7)).busy:  # The old one is about to close.
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert door.key
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((first.host, first.port), timeout=5)
+    await giver.sharing.close()
+    await taker.sharing.close()
+
+
+async def test_where_nothing_is_compiled_a_whole_fleet_starts_at_once(
+    server: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spec = structs.replace(SPEC, nodes=17, spares=0, remote=16)
+    giver = Node(server, 0, tmp_path / "0", spec=spec)
+    (giver.folders["inductor"] / "locks").mkdir()
+    (giver.folders["inductor"] / "locks" / "kernel.lock").touch()
+    await giver.sharing.start()
+    opened: list[str] = []
+    monkeypatch.setattr(compiled, "Listener", opened.append)
+    takers = [Node(server, number, tmp_path / str(number), spec=spec) for number in range(1, 17)]
+    with caplog.at_level("INFO", logger="perdure.agent"):
+        said = await asyncio.wait_for(asyncio.gather(*(t.sharing.wait() for t in takers)), 20)
+    assert opened == []
+    assert set(said) == {""}
+    assert caplog.text.count("; nothing is compiled there") == 16
+    for node in (giver, *takers):
+        await node.sharing.close()
+
+
+THREE = structs.replace(SPEC, nodes=3, spares=1)
+"""Two nodes of the job's own, and one to join, which asks node 0 before node 1."""
+
+
+async def test_the_next_is_asked_at_once_where_one_is_busy(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    busy, asked = encode(CompiledDoor(error="it sends to others", busy=True)), list[bytes]()
+    giver = Node(server, 1, tmp_path / "1", spec=THREE)
+    taker = Node(server, 2, tmp_path / "2", spec=THREE)
+    giver.compile()
+    await giver.sharing.start()
+    tasks: list[asyncio.Future[None]] = []
+
+    def serve(data: bytes, reply: Reply) -> None:
+        asked.append(data)
+        tasks.append(asyncio.ensure_future(reply(busy)))
+
+    await FakeBus(server).serve(subject_compiled("job", 0, 2), serve)
+    assert await asyncio.wait_for(taker.sharing.wait(), 20) == ""
+    assert taker.list_files() == ["kernel"]
+    assert len(asked) == 1
+    await giver.sharing.close()
+    await taker.sharing.close()
+
+
+@pytest.mark.parametrize("backlog", [0, 8], ids=["dropped", "silent"])
+async def test_the_next_is_asked_where_a_door_cannot_be_reached(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, backlog: int
+) -> None:
+    """A firewall drops packets (here, the kernel does: its queue is full), or says nothing."""
+    giver = Node(server, 1, tmp_path / "1", spec=THREE)
+    taker = Node(server, 2, tmp_path / "2", spec=THREE)
+    giver.compile()
+    await giver.sharing.start()
+    tasks: list[asyncio.Future[None]] = []
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=backlog) as full,
+        contextlib.ExitStack() as held,
+    ):
+        for _ in range(3):
+            client = held.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        door = CompiledDoor(FINGERPRINT, "127.0.0.1", full.getsockname()[1], "t" * 16, "00")
+
+        def serve(data: bytes, reply: Reply) -> None:
+            tasks.append(asyncio.ensure_future(reply(encode(door))))
+
+        await FakeBus(server).serve(subject_compiled("job", 0, 2), serve)
+        with caplog.at_level("INFO", logger="perdure.agent"):
+            said = await asyncio.wait_for(taker.sharing.wait(), 20)
+    assert said.startswith("waited ")
+    assert taker.list_files() == ["kernel"], "within the time that a start waits"
+    assert "node 0 has compiled: 0 of 0 files are taken" in caplog.text
+    await giver.sharing.close()
+    await taker.sharing.close()
+
+
+async def test_nodes_that_are_silent_cost_half_a_second_all_together(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = structs.replace(SPEC, nodes=9)
+    taker = Node(server, 8, tmp_path / "8", spec=spec)
+    for source in taker.sharing._sources:
+        silent = subject_compiled("job", source, 8)
+        await FakeBus(server).serve(silent, lambda data, reply: None)
+    waits_s: list[float] = []
+    request = taker.sharing._bus.request
+
+    async def note(subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        waits_s.append(timeout_s)
+        return await request(subject, data, timeout_s=timeout_s)
+
+    monkeypatch.setattr(taker.sharing._bus, "request", note)
+    await asyncio.wait_for(taker.sharing.wait(), 20)
+    assert len(waits_s) == 3
+    assert sum(waits_s) <= 0.5
+    await taker.sharing.close()
+
+
 async def test_a_door_without_its_token_leads_nowhere(server: FakeServer, tmp_path: Path) -> None:
     giver = Node(server, 0, tmp_path / "0")
     giver.compile()
     await giver.sharing.start()
-    ask = encode(CompiledAsk(1, FINGERPRINT))
-    answer = await FakeBus(server).request(subject_compiled("job", 0), ask, timeout_s=5)
-    door: CompiledDoor = decode(answer, CompiledDoor)
+    door = await ask_as(server, 1)
 
     def try_in() -> None:
         with open_wire(door.host, door.port, "x" * 16, source="", deadline_s=10) as wire:
@@ -261,5 +421,5 @@ def test_only_agents_of_the_jobs_own_are_asked(
 async def test_a_machine_from_elsewhere_gives_nothing(server: FakeServer, tmp_path: Path) -> None:
     node = Node(server, 1, tmp_path)
     await node.sharing.start()
-    assert subject_compiled("job", 1) not in server.servers
+    assert server.patterns == {}
     await node.sharing.close()

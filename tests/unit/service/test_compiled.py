@@ -4,6 +4,7 @@ Both ends are real: two folders, and a connection between two threads.
 """
 
 import contextlib
+import errno
 import hmac
 import os
 import socket
@@ -193,6 +194,15 @@ def test_the_newest_are_sent_where_there_is_too_much(
     assert len(list_compiled(theirs, sent=("inductor",))) == 1
 
 
+def test_many_small_files_are_sent_up_to_a_bound(mine: Folders, theirs: Folders) -> None:
+    for number in range(4_010):
+        put(theirs, f"triton/K/{number}", b"", age_s=10.0 + number)
+    taken, problem = take(mine, send_all(theirs))
+    assert (taken.files, problem) == (4_000, None)
+    assert (mine["triton"] / "K" / "0").exists()
+    assert not (mine["triton"] / "K" / "4009").exists()
+
+
 @pytest.mark.parametrize(
     ("roster", "why"),
     [
@@ -208,7 +218,8 @@ def test_the_newest_are_sent_where_there_is_too_much(
         ([CompiledFile("inductor/ab/" + "e" * 400, 1)], "is too long"),
         ([CompiledFile(KERNEL, -1)], "-1 bytes"),
         ([CompiledFile(KERNEL, 1 << 40)], "too much"),
-        ([CompiledFile(f"inductor/ab/{n}.so", 0) for n in range(20_001)], "too much"),
+        ([CompiledFile("triton/a/b/c/d/e/f/evil", 1)], "is not what is sent"),
+        ([CompiledFile(f"inductor/ab/{n}.so", 0) for n in range(4_001)], "too much"),
         ([CompiledFile(KERNEL, 1), CompiledFile(KERNEL, 1)], "one name"),
         (b"[[1, 2]]", "not a roster"),
         (b"\xff", "not a roster"),
@@ -287,9 +298,52 @@ def test_nothing_is_written_through_a_link_that_was_in_the_cache(
     elsewhere.mkdir()
     (mine["inductor"] / "ab").symlink_to(elsewhere)
     put(theirs, KERNEL, b"kernel")
-    _, problem = take(mine, send_all(theirs))
-    assert isinstance(problem, OSError)
+    put(theirs, "inductor/cd/another.so", b"another")
+    taken, problem = take(mine, send_all(theirs))
+    assert problem is None
+    assert (taken.files, taken.skipped) == (1, 1)
     assert list(elsewhere.iterdir()) == []
+    assert (mine["inductor"] / "cd" / "another.so").read_bytes() == b"another"
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["first", "last"])
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("triton/" + "e" * 300, ""), ("triton/" + "e" * 300 + "/f", ""), ("triton/own/f", "own")],
+    ids=["too long", "a folder too long", "a file in the way"],
+)
+def test_a_name_that_cannot_be_written_here_is_passed_over_and_the_rest_is_taken(
+    mine: Folders, name: str, own: str, at: int
+) -> None:
+    if own:
+        put(mine, f"triton/{own}", b"the user's")
+    roster = [CompiledFile("triton/K/kernel", 4)]
+    roster.insert(at, CompiledFile(name, 2_000_001))
+    content = b""
+    for index, each in enumerate(roster):
+        data = b"z" * each.size
+        content += b"+" + data + hmac.digest(KEY, b"%d:" % index + data, "sha256")
+    taken, problem = take(mine, lie(roster, content))
+    assert problem is None
+    assert taken == Taken(offered=2, files=1, bytes=4, skipped=1)
+    there = {"K/kernel": b"zzzz"} | ({own: b"the user's"} if own else {})
+    assert list_files(mine["triton"]) == there
+
+
+def test_a_disk_that_is_full_meanwhile_ends_it(
+    mine: Folders, theirs: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is about no one name: what follows has no room either."""
+    put(theirs, KERNEL, b"kernel")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compiled.os, "link", refuse)
+    taken, problem = take(mine, send_all(theirs))
+    assert isinstance(problem, OSError)
+    assert (problem.errno, taken.files, taken.skipped) == (errno.ENOSPC, 0, 0)
+    assert list_files(mine["inductor"]) == {}
 
 
 def test_a_disk_that_would_be_full_takes_nothing(
@@ -303,7 +357,7 @@ def test_a_disk_that_would_be_full_takes_nothing(
     assert list_files(mine["inductor"]) == {}
 
 
-@pytest.mark.parametrize("wanted", [b"[7]", b'["x"]', b"{}", b"[0, 1e99]"])
+@pytest.mark.parametrize("wanted", [b"[7]", b'["x"]', b"{}", b"[0, 1e99]", b"[0, 0]"])
 def test_who_asks_for_what_there_is_not_gets_nothing(theirs: Folders, wanted: bytes) -> None:
     put(theirs, KERNEL, b"kernel")
     here, there = socket.socketpair()
@@ -312,19 +366,6 @@ def test_who_asks_for_what_there_is_not_gets_nothing(theirs: Folders, wanted: by
         end_s = time.monotonic() + 10
         with pytest.raises(ProtocolError, match="not files of the roster"):
             send_compiled(Wire(there, end_s), theirs, KEY, sent=("inductor",))
-
-
-def test_who_asks_for_a_file_again_and_again_gets_no_more_than_the_roster_has(
-    theirs: Folders,
-) -> None:
-    put(theirs, KERNEL, b"kernel")
-    here, there = socket.socketpair()
-    with here:
-        here.sendall(block(b"wanted", b"[0,0,0,0,0,0]"))
-        with there:
-            send_compiled(Wire(there, time.monotonic() + 10), theirs, KEY, sent=("inductor",))
-        received = b"".join(iter(lambda: here.recv(1 << 16), b""))
-    assert received.count(b"kernel") == 1
 
 
 def test_a_difference_is_said_in_words() -> None:

@@ -7,7 +7,7 @@
                 the journal's end
     operator    commands, queries, notices, replay   answers to itself, the journal
     agent       its node's events and beats, probes, its own orders, probes and
-                questions for what is compiled       questions for what is compiled
+                its questions for what is compiled   questions for what is compiled
     lighthouse  its events, orders (fenced aborts)   its own orders, events, beats
     viewer      queries                              answers to itself, the journal
     worker      queries                              answers to itself
@@ -202,13 +202,13 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
                 subject_events(job, me),
                 subject_beats(job, me),
                 subject_probe(job, "*"),
-                subject_compiled(job, "*"),
+                subject_compiled(job, "*", me),
             ),
             (
                 orders(job, me),
                 orders(job, "all"),
                 subject_probe(job, me),
-                subject_compiled(job, me),
+                subject_compiled(job, me, "*"),
             ),
         ),
         "lighthouse": (

@@ -30,7 +30,7 @@ from perdure.model.signals.compiled import CompiledAsk, CompiledDoor, subject_co
 from perdure.model.signals.links import ProbeAsk, ProbeDoor, subject_probe
 from perdure.model.signals.progress import NodeBeat
 
-_JOB, _NODE = "{job}", "{node}"
+_JOB, _NODE, _ASKER = "{job}", "{node}", "{asker}"
 _CHANNELS: tuple[tuple[str, str, type, type | None, str], ...] = (
     ("events", subject_events(_JOB, _NODE), EventMessage, EventAck, "agents to the controller"),
     (
@@ -48,7 +48,7 @@ _CHANNELS: tuple[tuple[str, str, type, type | None, str], ...] = (
     ("probe", subject_probe(_JOB, 0)[:-1] + _NODE, ProbeAsk, ProbeDoor, "an agent to another"),
     (
         "compiled",
-        subject_compiled(_JOB, 0)[:-1] + _NODE,
+        subject_compiled(_JOB, _NODE, _ASKER),
         CompiledAsk,
         CompiledDoor,
         "an agent to another",
@@ -70,6 +70,8 @@ def make_asyncapi(version: str) -> dict[str, Any]:
             parameters["node"] = {
                 "description": "A node's number; also lighthouse; all, of orders; run, of events."
             }
+        if _ASKER in subject:
+            parameters["asker"] = {"description": "The number of the node that asks."}
         channels[name] = {
             "address": subject,
             "description": what,

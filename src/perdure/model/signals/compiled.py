@@ -7,16 +7,14 @@ their own, which does not. What comes that way is believed by a key that only th
 import msgspec
 
 
-def subject_compiled(job: str, node: int | str) -> str:
-    """Requests to the agent of `node`: a `CompiledAsk`, answered by `CompiledDoor`."""
-    return f"perdure.{job.replace('.', '_')}.compiled.{node}"
+def subject_compiled(job: str, node: int | str, asker: int | str) -> str:
+    """Requests of `asker` to the agent of `node`: a `CompiledAsk`, answered by `CompiledDoor`."""
+    return f"perdure.{job.replace('.', '_')}.compiled.{node}.{asker}"
 
 
 class CompiledAsk(msgspec.Struct, frozen=True):
     """Open a door to what your node's ranks have compiled."""
 
-    node: int
-    """Who asks."""
     fingerprint: dict[str, str]
     """What its ranks compile with and for; where that is not the same, nothing is sent."""
     place: str = ""

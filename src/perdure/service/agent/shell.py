@@ -69,6 +69,7 @@ from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
 from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
+from perdure.service.access.credentials import is_loopback
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.compiled import CompiledSharing
 from perdure.service.agent.keeper import KeeperLink
@@ -198,7 +199,8 @@ class AgentService:
 
     def _choose_address(self) -> str:
         """Return where this node's ranks can be reached."""
-        return self._links.reader.choose_address() or self.machine.identity.host
+        host = self.machine.identity.host
+        return self._links.reader.choose_address(loopback=is_loopback(host)) or host
 
     async def run(self) -> None:
         """Serve the node until the job ends here, or until cancelled (and then touch nothing)."""
