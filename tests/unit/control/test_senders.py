@@ -178,7 +178,7 @@ def test_only_senders_that_the_job_has_are_heard() -> None:
 def test_an_agent_publishes_as_its_own_node_only_and_nobody_else_commands() -> None:
     """D3: what the server is told is what the door looks at."""
     access = build_access("agent", "job", 1)
-    asked = {"perdure.job.probe.*", "perdure.job.compiled.*"}
+    asked = {"perdure.job.probe.*"}
     assert {s for s in access.publish if s.endswith((".0", ".*", ">"))} == asked
     commands = {role for role in ROLES for kind in ("kill",) if kind in ASKED_BY.get(role, ())}
     assert commands == {"operator", "run"}
