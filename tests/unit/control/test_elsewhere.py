@@ -349,10 +349,29 @@ def test_groups_are_known_by_their_names_though_their_stores_are_alike() -> None
     seen = [o for o in door.ask("a_0:y", 0) if isinstance(o, Seen)]
     assert [(o.group, o.generation) for o in seen] == [(0, 1)]
     door.ask("a_1:x", 1)
+    door.now += 2.0
     again = door.ask("a_1:z", 0)
     (left,) = [o for o in again if isinstance(o, LeftOut)]
     assert (left.replica, left.group, left.generation, left.silent) == ("a_1:x", 1, 0, True)
     assert door.ask("a_1:x", 2) == [], "the life before is over, whatever it says"
+
+
+def test_two_groups_that_live_with_one_name_are_two_and_neither_loses_its_state() -> None:
+    door = Door()
+    door.ask("a_0:x", 0)
+    door.wait(1.0)
+    door.ask("a_0:x", 700)
+    door.wait(0.3)
+    came = door.ask("a_0:y", 0)
+    assert [(o.group, o.generation) for o in came if isinstance(o, Seen)] == [(1, 1)]
+    assert members(came) == [], "it waits for the one who trains, and heals from it"
+    answered = [o for o in door.ask("a_0:x", 701) if isinstance(o, Answered)]
+    assert [(m.replica, m.step) for m in answered[-1].members] == [("a_0:x", 701), ("a_0:y", 0)]
+    door.alive.clear()
+    door.wait(2.0)
+    door.machine.forgive(door.now, 0.3)
+    back = [o for o in door.ask("a_0:z", 0) if isinstance(o, Seen)]
+    assert [o.group for o in back] == [0], "silent, though it was forgiven, it is over"
 
 
 def test_a_group_that_is_silent_is_left_out_and_not_waited_for() -> None:

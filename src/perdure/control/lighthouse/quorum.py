@@ -24,7 +24,7 @@ of the quorum, so that a process group formed since is left alone. Newcomers joi
 quorum, and nobody waits for them, save before the first.
 
 Where others start the groups (`QuorumConfig.elsewhere`) their names tell them apart, silence is
-what is known of a death, and a new life of a group ends the one before.
+what is known of a death, and a new life of a group ends the one before, unless that is heard still.
 
 Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 """
@@ -67,6 +67,8 @@ _TOLD_S_MAX = 7 * 86400.0
 """No group's word reaches further ahead."""
 _GONE = 3.0
 """Of a group that others have started: silent for so many times `heartbeat_s`, it is gone."""
+_ALIVE = 2.0
+"""Heard within so many times `silent_s`, it lives: no script is started again so soon."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,8 @@ class Replica:
     """How long its manager waits in a collective; 0: not told yet."""
     late: bool = False
     """It was told of as late."""
+    beat_s: float = -math.inf
+    """When it was last heard itself, whatever was forgiven since."""
     gap_s: float = 0.0
     """The longest time between two of its heartbeats, of late: a busy machine is no silent one."""
     told: bool = False
@@ -155,7 +159,7 @@ class Quorums:
                 msgspec.structs.replace(seen, manager=member.manager, ranks=member.ranks)
             )
         outputs += self._arrive(now, replica)
-        replica.heard_s = max(replica.heard_s, now)
+        replica.heard_s, replica.beat_s = max(replica.heard_s, now), now
         waited = replica.waiting_s if member.commit_failures else None
         replica.asked, replica.token = member, token
         replica.asked_s = now if waited is None else min(waited, now)  # It has given it up.
@@ -184,7 +188,7 @@ class Quorums:
         gap_s = now - replica.heard_s
         back = now > self._silence_due(replica)
         replica.gap_s = max(_GAP_KEPT * replica.gap_s, min(gap_s, self.config.silent_s))
-        replica.heard_s = max(replica.heard_s, now)
+        replica.heard_s, replica.beat_s = max(replica.heard_s, now), now
         return self.tick(now) if back and replica.asked is not None else []
 
     def hang_up(self, now: float, token: int) -> list[Output]:
@@ -300,6 +304,7 @@ class Quorums:
                 name=member.replica,
                 store=member.store,
                 heard_s=now,
+                beat_s=now,
                 manager=member.manager,
                 home=homes.get(member.replica, (-1, -1)),
                 quorums=_TRUSTED_AFTER + 1,
@@ -576,7 +581,11 @@ class Quorums:
             return []
         others = [r for r in self.replicas.values() if r is not replica and r.home[0] >= 0]
         present = {r.home[0] for r in others if now < self._gone_due(r)}
-        replica.home = self.names.place(replica.name, present)
+        name, _, life = replica.name.rpartition(":")
+        alike = [r for r in others if name and r.name.rpartition(":")[0] == name]
+        if any(now - r.beat_s < max(_ALIVE * self.config.silent_s, _GAPS * r.gap_s) for r in alike):
+            name = ""  # Two scripts with one name: whoever trains is not ended by the other one.
+        replica.home = self.names.place(f"{name}:{life}" if name else life, present)
         before = [r.name for r in others if r.home[0] == replica.home[0]]
         return [o for name in before for o in self.evict(now, name, "its group was started again")]
 
