@@ -177,7 +177,7 @@ def test_a_group_whose_manager_does_not_answer_is_evicted_and_said_not_to_have_e
 
 
 def test_a_target_that_nobody_has_seen_is_refused(lab: Lab) -> None:
-    for target in ("replica:7", "nobody", "node:-1"):
+    for target in ("replica:7", "nobody", "node:-1", "replica:²"):
         answer = lab.ask("drain", targets=[target])
         assert answer is not None
         assert not answer.ok
@@ -211,6 +211,40 @@ def test_a_setting_needs_a_line_of_all_who_train(lab: Lab) -> None:
     (answer,) = lab.orders(AnswerCommand)
     assert answer.ok
     assert answer.result["ranks"] == [0, 1]
+
+
+def test_a_setting_of_groups_that_began_anew_comes_with_their_own_steps(lab: Lab) -> None:
+    lab.form(0, 1, step=5000)
+    lab.leave(0)
+    lab.leave(1)
+    lab.come(0)
+    lab.form(0, step=7)
+    lab.attach(0)
+    lab.add(
+        KeysDeclared(generation=2, keys=(KeySpec(name="lr", type="float", default=0.5),), step=7)
+    )
+    assert lab.ask("set", changes={"lr": 0.1}) is None
+    (asked,) = lab.orders(SendBoundary)
+    assert asked.step < 20, "not after the step that others had come to"
+    fold = ReplicaFold()
+    for entry in lab.log:
+        fold.add(entry.body)  # type: ignore[arg-type]
+    assert fold.step == 7
+
+
+def test_what_a_group_without_the_line_cannot_do_is_not_said_to_be_armed(lab: Lab) -> None:
+    answer = lab.ask("inject", rank=1, fault="crash", at_step=99)
+    assert answer is not None
+    assert not answer.ok
+    assert "rank 1 has no line" in answer.reason
+    answer = lab.ask("set", changes={"checkpoint.every_s": 5})
+    assert answer is not None
+    assert not answer.ok
+    assert "save by themselves" in answer.reason
+    lab.attach(1)
+    answer = lab.ask("inject", rank=1, fault="crash", at_step=99)
+    assert answer is not None
+    assert answer.ok
 
 
 def test_nothing_can_be_saved_and_a_stop_ends_no_group(lab: Lab) -> None:
