@@ -75,7 +75,7 @@ def open_line(manager: Any, door: str) -> Attachment | None:
     ring = RingWriter.in_memory(rank=welcome.rank, generation=welcome.generation)
     attachment = Attachment(ring)
     attachment.job, attachment.clock_offset_s = welcome.job, welcome.clock_offset_s
-    name = WorkerHello(welcome.job, welcome.rank, welcome.generation, os.getpid())
+    name = WorkerHello(welcome.line, welcome.rank, welcome.generation, os.getpid())
     attachment.open_control(Control(os.path.realpath(door), name))
     attachment.emit(_describe(attachment, list_devices() or (welcome.device,)))
     atexit.register(_leave, attachment)
