@@ -1,5 +1,6 @@
 """Replica groups that others start: what the lighthouse tells of them, and what is ordered."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -432,6 +433,33 @@ def test_when_all_have_gone_the_first_one_back_waits_a_moment_for_the_others() -
     assert members(door.ask("a_0:z", 0)) == [], "the other one may have the state"
     assert members(door.wait(8.0)) == []
     assert members(door.wait(3.0)) == ["a_0:z"]
+
+
+def count_calls(groups: int) -> int:
+    """Return how many calls a step of so many groups costs the lighthouse."""
+    door, calls = Door(), 0
+    for number in range(groups):
+        door.ask(f"a_{number}:x", 0)
+    door.machine.regroup(door.now, tuple(ReplicaGroup(n, n, "") for n in range(groups)))
+    for number in range(groups):
+        door.ask(f"a_{number}:x", 1)
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        for number in range(groups):
+            door.ask(f"a_{number}:x", 2)
+    finally:
+        sys.setprofile(None)
+    assert len(door.machine.members) == groups
+    return calls
+
+
+def test_a_step_of_many_groups_costs_each_request_no_more_than_their_number() -> None:
+    assert count_calls(80) < 24 * count_calls(20), "16 times as much is quadratic, 64 cubic"
 
 
 def test_fewer_than_wanted_make_no_quorum() -> None:
