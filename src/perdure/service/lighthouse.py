@@ -111,6 +111,8 @@ _LAG_S = 0.2
 _TICK_S_MIN = 0.01
 _BIND_S = 10.0
 _LIVES = 1000
+_HEARD_S = 0.15
+"""A heartbeat comes in such a time, of a manager that was to end."""
 _STOCK = "torchft_lighthouse"
 
 
@@ -306,10 +308,15 @@ class LighthouseService:
             if not why:
                 self._tell_ended(name, home, "crash, injected", ended=True)
 
-        self._end(name, f"crash, injected: {order.reason}", tell)
+        self._end(name, f"crash, injected: {order.reason}", tell, anyway=False)
 
-    def _end(self, name: str, reason: str, tell: Callable[[str], None]) -> None:
-        """Have a replica end by its manager; `tell` why it has not, or nothing."""
+    def _end(
+        self, name: str, reason: str, tell: Callable[[str], None], *, anyway: bool = True
+    ) -> None:
+        """Have a replica end by its manager; `tell` why it has not, or nothing.
+
+        It is forgotten for ever, `anyway` or where it has ended.
+        """
         if name in self._ending:
             return
         self._ending.add(name)
@@ -317,9 +324,15 @@ class LighthouseService:
 
         async def end() -> None:
             why = await kill_replica(known.manager, reason) if known else ""
+            if known and not why:
+                done_s = self._clock()
+                await asyncio.sleep(_HEARD_S)
+                if known.beat_s > done_s + _HEARD_S / 3:
+                    why = f"its heartbeats go on: its manager, {known.manager}, is not reached"
             self._ending.discard(name)
             log.warning("%s: %s: %s", name, reason, why or "it has ended")
-            told = self.machine.evict(self._now(), name, reason)
+            ended = anyway or not why
+            told = self.machine.evict(self._now(), name, reason) if ended else []
             tell(why)
             self._do([output for output in told if not isinstance(output, LeftOut)])
 
