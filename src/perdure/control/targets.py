@@ -32,20 +32,20 @@ def _resolve_target(state: JobState, target: str) -> int:
     if spec.served:
         return _resolve_elsewhere(state, target)
     kind, _, text = target.rpartition(":")
-    if kind in ("", "node") and text.isdigit():
+    if kind in ("", "node") and text.isdecimal():
         if int(text) >= spec.num_nodes:
             raise UnknownTargetError(
                 f"there is no node {text}: the nodes are 0 to {spec.num_nodes - 1}"
             )
         return int(text)
-    if kind == "rank" and text.isdigit():
+    if kind == "rank" and text.isdecimal():
         size = spec.groups * spec.nproc if spec.groups else spec.world_size
         if int(text) >= size:
             raise UnknownTargetError(f"there is no rank {text}: the ranks are 0 to {size - 1}")
         group = spec.node_of(int(text))
         return group if spec.groups or not state.world.placement else state.world.placement[group]
     if kind == "replica":
-        if text.isdigit() and int(text) < spec.groups:
+        if text.isdecimal() and int(text) < spec.groups:
             return int(text)
         there = f"the replicas are 0 to {spec.groups - 1}"
         what = there if spec.groups else "this is no torchft job"
@@ -60,7 +60,7 @@ def _resolve_target(state: JobState, target: str) -> int:
 def _resolve_elsewhere(state: JobState, target: str) -> int:
     """Return the group that `target` names, of those that others start: also by its replica id."""
     kind, _, text = target.rpartition(":")
-    number = int(text) if text.isdigit() else -1
+    number = int(text) if text.isdecimal() else -1
     number = number // state.the_spec().nproc if kind == "rank" else number
     if kind in ("", "node", "replica", "rank") and number in state.worlds:
         return number

@@ -86,6 +86,8 @@ class LighthouseFile(msgspec.Struct, frozen=True):
     """Numbers of groups that others have started, by their names."""
     lives: int = 0
     """Of these groups so far."""
+    line: str = ""
+    """What their ranks name with each hello: lives of an earlier run had other numbers."""
 
 
 def resolve_home(env: dict[str, str] | None = None) -> str:

@@ -17,12 +17,12 @@ import itertools
 import logging
 import math
 import os
+import secrets
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
-from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -102,6 +102,8 @@ log = logging.getLogger("perdure.lighthouse")
 
 IDS = 1000
 """Quorum ids reserved at a time."""
+_FIRST_ID_MAX = 1_000_000
+"""Of the first quorum of groups that others start."""
 NOTE_S = 5.0
 """A step that has advanced is told of this often, though the members are the same."""
 _LAG_S = 0.2
@@ -109,6 +111,8 @@ _LAG_S = 0.2
 _TICK_S_MIN = 0.01
 _BIND_S = 10.0
 _LIVES = 1000
+_HEARD_S = 0.15
+"""A heartbeat comes in such a time, of a manager that was to end."""
 _STOCK = "torchft_lighthouse"
 
 
@@ -187,8 +191,12 @@ class LighthouseService:
             self.machine.next_id = known.ids_until
             self.machine.silences.long.extend(known.silences)
             self.machine.names = Names(dict(known.names), known.lives)
+        elif self._spec.served:  # A manager that outlived an earlier run takes its id for known.
+            self.machine.next_id = 1 + secrets.randbelow(_FIRST_ID_MAX)
         until = self.machine.next_id + IDS
-        self._keep(msgspec.structs.replace(known or self._file, port=port, ids_until=until))
+        line = known.line if known is not None else secrets.token_hex(8)
+        kept = msgspec.structs.replace(known or self._file, port=port, ids_until=until, line=line)
+        self._keep(kept)
         self._outbox.put(QuorumIdsReserved(until=until, at_s=self._clock()))
         return port
 
@@ -225,7 +233,7 @@ class LighthouseService:
 
     async def hear_ranks(self, paths: JobPaths, port: int) -> None:
         """Take the lines of ranks that others have started."""
-        await self._ranks.start(paths, port)
+        await self._ranks.start(paths, port, self._file.line)
 
     async def close(self) -> None:
         """Hang up."""
@@ -300,10 +308,15 @@ class LighthouseService:
             if not why:
                 self._tell_ended(name, home, "crash, injected", ended=True)
 
-        self._end(name, f"crash, injected: {order.reason}", tell)
+        self._end(name, f"crash, injected: {order.reason}", tell, anyway=False)
 
-    def _end(self, name: str, reason: str, tell: Callable[[str], None]) -> None:
-        """Have a replica end by its manager; `tell` why it has not, or nothing."""
+    def _end(
+        self, name: str, reason: str, tell: Callable[[str], None], *, anyway: bool = True
+    ) -> None:
+        """Have a replica end by its manager; `tell` why it has not, or nothing.
+
+        It is forgotten for ever, `anyway` or where it has ended.
+        """
         if name in self._ending:
             return
         self._ending.add(name)
@@ -311,9 +324,15 @@ class LighthouseService:
 
         async def end() -> None:
             why = await kill_replica(known.manager, reason) if known else ""
+            if known and not why:
+                done_s = self._clock()
+                await asyncio.sleep(_HEARD_S)
+                if known.beat_s > done_s + _HEARD_S / 3:
+                    why = f"its heartbeats go on: its manager, {known.manager}, is not reached"
             self._ending.discard(name)
             log.warning("%s: %s: %s", name, reason, why or "it has ended")
-            told = self.machine.evict(self._now(), name, reason)
+            ended = anyway or not why
+            told = self.machine.evict(self._now(), name, reason) if ended else []
             tell(why)
             self._do([output for output in told if not isinstance(output, LeftOut)])
 
@@ -617,7 +636,7 @@ async def _main(spec: JobSpec, path: str) -> None:
         spec,
         path,
         clock=lambda: time.monotonic() + offset_s,
-        incarnation=f"l{os.getpid()}-{token_hex(3)}",
+        incarnation=f"l{os.getpid()}-{secrets.token_hex(3)}",
         clock_offset_s=offset_s,
     )
 

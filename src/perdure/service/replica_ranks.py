@@ -71,8 +71,9 @@ class ReplicaRanks:
         )
         self._door = ""
 
-    async def start(self, paths: JobPaths, port: int) -> None:
-        """Listen, where the ranks look for the lighthouse on this port."""
+    async def start(self, paths: JobPaths, port: int, name: str) -> None:
+        """Listen, where the ranks look for the lighthouse on this port; `name` is of the line."""
+        self._server.job = name
         path, door = os.path.join(paths.sockets, "ranks"), lighthouse_door(os.getuid(), port)
         await self._server.start(path)
         try:
@@ -128,6 +129,7 @@ class ReplicaRanks:
         slot = hello.local_rank
         return ReplicaWelcome(
             job=self._spec.name,
+            line=self._server.job,
             rank=group * nproc + slot,
             generation=life,
             clock_offset_s=self._offset_s,

@@ -103,6 +103,9 @@ class ReplicaFold:
                 if view is not None and view.replica == event.replica:
                     view.late = "" if event.over else event.reason
             case QuorumFormed():
+                elsewhere = any(view.seen is not None for view in self.groups.values())
+                if elsewhere and not set(event.members) & set(self.members):
+                    self.step = -1  # Nobody is there who was: they have begun anew.
                 self.quorum_id, self.members = event.quorum_id, event.members
                 self.recovering, self.step = event.recovering, max(self.step, event.step)
                 for view in self.groups.values():

@@ -1,5 +1,6 @@
 """Replica groups that others start: what the lighthouse tells of them, and what is ordered."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -177,7 +178,7 @@ def test_a_group_whose_manager_does_not_answer_is_evicted_and_said_not_to_have_e
 
 
 def test_a_target_that_nobody_has_seen_is_refused(lab: Lab) -> None:
-    for target in ("replica:7", "nobody", "node:-1"):
+    for target in ("replica:7", "nobody", "node:-1", "replica:²"):
         answer = lab.ask("drain", targets=[target])
         assert answer is not None
         assert not answer.ok
@@ -211,6 +212,40 @@ def test_a_setting_needs_a_line_of_all_who_train(lab: Lab) -> None:
     (answer,) = lab.orders(AnswerCommand)
     assert answer.ok
     assert answer.result["ranks"] == [0, 1]
+
+
+def test_a_setting_of_groups_that_began_anew_comes_with_their_own_steps(lab: Lab) -> None:
+    lab.form(0, 1, step=5000)
+    lab.leave(0)
+    lab.leave(1)
+    lab.come(0)
+    lab.form(0, step=7)
+    lab.attach(0)
+    lab.add(
+        KeysDeclared(generation=2, keys=(KeySpec(name="lr", type="float", default=0.5),), step=7)
+    )
+    assert lab.ask("set", changes={"lr": 0.1}) is None
+    (asked,) = lab.orders(SendBoundary)
+    assert asked.step < 20, "not after the step that others had come to"
+    fold = ReplicaFold()
+    for entry in lab.log:
+        fold.add(entry.body)  # type: ignore[arg-type]
+    assert fold.step == 7
+
+
+def test_what_a_group_without_the_line_cannot_do_is_not_said_to_be_armed(lab: Lab) -> None:
+    answer = lab.ask("inject", rank=1, fault="crash", at_step=99)
+    assert answer is not None
+    assert not answer.ok
+    assert "rank 1 has no line" in answer.reason
+    answer = lab.ask("set", changes={"checkpoint.every_s": 5})
+    assert answer is not None
+    assert not answer.ok
+    assert "save by themselves" in answer.reason
+    lab.attach(1)
+    answer = lab.ask("inject", rank=1, fault="crash", at_step=99)
+    assert answer is not None
+    assert answer.ok
 
 
 def test_nothing_can_be_saved_and_a_stop_ends_no_group(lab: Lab) -> None:
@@ -349,10 +384,29 @@ def test_groups_are_known_by_their_names_though_their_stores_are_alike() -> None
     seen = [o for o in door.ask("a_0:y", 0) if isinstance(o, Seen)]
     assert [(o.group, o.generation) for o in seen] == [(0, 1)]
     door.ask("a_1:x", 1)
+    door.now += 2.0
     again = door.ask("a_1:z", 0)
     (left,) = [o for o in again if isinstance(o, LeftOut)]
     assert (left.replica, left.group, left.generation, left.silent) == ("a_1:x", 1, 0, True)
     assert door.ask("a_1:x", 2) == [], "the life before is over, whatever it says"
+
+
+def test_two_groups_that_live_with_one_name_are_two_and_neither_loses_its_state() -> None:
+    door = Door()
+    door.ask("a_0:x", 0)
+    door.wait(1.0)
+    door.ask("a_0:x", 700)
+    door.wait(0.3)
+    came = door.ask("a_0:y", 0)
+    assert [(o.group, o.generation) for o in came if isinstance(o, Seen)] == [(1, 1)]
+    assert members(came) == [], "it waits for the one who trains, and heals from it"
+    answered = [o for o in door.ask("a_0:x", 701) if isinstance(o, Answered)]
+    assert [(m.replica, m.step) for m in answered[-1].members] == [("a_0:x", 701), ("a_0:y", 0)]
+    door.alive.clear()
+    door.wait(2.0)
+    door.machine.forgive(door.now, 0.3)
+    back = [o for o in door.ask("a_0:z", 0) if isinstance(o, Seen)]
+    assert [o.group for o in back] == [0], "silent, though it was forgiven, it is over"
 
 
 def test_a_group_that_is_silent_is_left_out_and_not_waited_for() -> None:
@@ -379,6 +433,33 @@ def test_when_all_have_gone_the_first_one_back_waits_a_moment_for_the_others() -
     assert members(door.ask("a_0:z", 0)) == [], "the other one may have the state"
     assert members(door.wait(8.0)) == []
     assert members(door.wait(3.0)) == ["a_0:z"]
+
+
+def count_calls(groups: int) -> int:
+    """Return how many calls a step of so many groups costs the lighthouse."""
+    door, calls = Door(), 0
+    for number in range(groups):
+        door.ask(f"a_{number}:x", 0)
+    door.machine.regroup(door.now, tuple(ReplicaGroup(n, n, "") for n in range(groups)))
+    for number in range(groups):
+        door.ask(f"a_{number}:x", 1)
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        for number in range(groups):
+            door.ask(f"a_{number}:x", 2)
+    finally:
+        sys.setprofile(None)
+    assert len(door.machine.members) == groups
+    return calls
+
+
+def test_a_step_of_many_groups_costs_each_request_no_more_than_their_number() -> None:
+    assert count_calls(80) < 24 * count_calls(20), "16 times as much is quadratic, 64 cubic"
 
 
 def test_fewer_than_wanted_make_no_quorum() -> None:

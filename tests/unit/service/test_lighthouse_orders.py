@@ -1,15 +1,21 @@
 """What the controller orders of perdure's own lighthouse, over a bus in memory."""
 
 import asyncio
+import time
 from pathlib import Path
 
+import msgspec
+import pytest
 from tests.fakes import FakeBus, FakeServer
+from tests.lighthouse import make_member
 
 from perdure.model.bus.wire import NodeOrder, subject_orders
 from perdure.model.codec import encode
+from perdure.model.events import AnyEvent, FaultInjected, ReplicaSeen
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.orders import LIGHTHOUSE, HoldReplicas
-from perdure.service.lighthouse import LighthouseService
+from perdure.model.orders import LIGHTHOUSE, EvictReplica, HoldReplicas, InjectFault
+from perdure.service.jobfiles import LighthouseFile, read_document
+from perdure.service.lighthouse import IDS, LighthouseService
 
 
 async def test_the_newest_word_on_patience_holds(tmp_path: Path) -> None:
@@ -30,3 +36,75 @@ async def test_the_newest_word_on_patience_holds(tmp_path: Path) -> None:
         assert lighthouse.machine.config.alone_s == given.alone_s
     finally:
         await lighthouse.close()
+
+
+async def start_served(path: Path) -> tuple[int, str]:
+    spec = JobSpec(name="job", script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
+    lighthouse = LighthouseService(spec, str(path), clock=lambda: 1.0, incarnation="l1")
+    await lighthouse.start()
+    await lighthouse.close()
+    known = read_document(str(path), LighthouseFile)
+    assert known is not None
+    return lighthouse.machine.next_id, known.line
+
+
+async def test_ids_and_lines_of_an_earlier_run_are_none_of_the_next_one(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    first_id, line = await start_served(tmp_path / "first.json")
+    again_id, again = await start_served(tmp_path / "first.json")
+    assert (again_id, again) == (first_id + IDS, line), "a lighthouse that is started anew"
+    other_id, other = await start_served(tmp_path / "second.json")
+    assert line != other
+    # A manager that is in the quorum of an id does not form its connections anew for that id.
+    assert other_id != first_id
+
+
+async def test_a_group_that_could_not_be_harmed_trains_on(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    spec = JobSpec(name="job", script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
+    path = str(tmp_path / "lighthouse.json")
+    lighthouse = LighthouseService(spec, path, clock=time.monotonic, incarnation="l1")
+    told: list[AnyEvent] = []
+    lighthouse._outbox.put = told.append  # type: ignore[method-assign]
+    lighthouse.machine.ask(time.monotonic(), 1, make_member("a_0:x"))  # It names no manager.
+    crash = InjectFault(id="c1", generation=0, rank=0, kind="crash", at_step=-1, reason="by me")
+    lighthouse._take_order(encode(NodeOrder(controller="c", orders=(crash,))))
+    try:
+        for _ in range(500):
+            if told:
+                break
+            await asyncio.sleep(0.02)
+    finally:
+        await lighthouse.close()
+    (refused,) = told
+    assert isinstance(refused, FaultInjected)
+    assert refused.error
+    assert lighthouse.machine.members == ("a_0:x",)
+    assert "a_0:x" in lighthouse.machine.replicas
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_a_group_whose_manager_is_not_reached_is_not_said_to_have_ended(
+    tmp_path: Path, lives: bool
+) -> None:
+    pytest.importorskip("grpc")
+    spec = JobSpec(name="job", script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
+    path = str(tmp_path / "lighthouse.json")
+    lighthouse = LighthouseService(spec, path, clock=time.monotonic, incarnation="l1")
+    told: list[AnyEvent] = []
+    lighthouse._outbox.put = told.append  # type: ignore[method-assign]
+    member = msgspec.structs.replace(make_member("a_0:x"), manager="http://127.0.0.1:1")
+    lighthouse.machine.ask(time.monotonic(), 1, member)
+    evict = EvictReplica(replica="a_0:x", generation=0, group=0, kill=True, reason="evict")
+    lighthouse._take_order(encode(NodeOrder(controller="c", orders=(evict,))))
+    try:
+        async with asyncio.timeout(10):
+            while not told:
+                if lives:
+                    lighthouse._do(lighthouse.machine.hear(time.monotonic(), "a_0:x"))
+                await asyncio.sleep(0.02)
+    finally:
+        await lighthouse.close()
+    (gone,) = [event for event in told if isinstance(event, ReplicaSeen)]
+    assert gone.silent is not lives, "it has ended"
+    assert ("its heartbeats go on" in gone.reason) is lives

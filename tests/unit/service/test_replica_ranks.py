@@ -70,7 +70,7 @@ class Lighthouse:
 async def lighthouse(tmp_path: Path) -> AsyncIterator[Lighthouse]:
     served = Lighthouse(tmp_path)
     os.makedirs(os.path.dirname(served.door), mode=0o700, exist_ok=True)
-    await served.ranks.start(served.paths, served.port)
+    await served.ranks.start(served.paths, served.port, "run 2")
     yield served
     await served.ranks.close()
     os.unlink(served.door)
@@ -84,6 +84,7 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
 async def test_a_rank_is_told_who_it_is_or_why_it_is_not_taken(lighthouse: Lighthouse) -> None:
     told = await lighthouse.ask()
     assert (told.job, told.rank, told.generation, told.clock_offset_s) == ("ft", 3, 5, 7.0)
+    assert told.line == "run 2"
     assert told.refusal == ""
     assert "perdure serve -n 4" in (await lighthouse.ask(ranks=4)).refusal
     assert "does not know train_9:x" in (await lighthouse.ask(replica="train_9:x")).refusal
@@ -94,7 +95,7 @@ async def test_a_rank_is_told_who_it_is_or_why_it_is_not_taken(lighthouse: Light
 async def test_events_go_one_way_and_orders_the_other(lighthouse: Lighthouse) -> None:
     reader, writer = await asyncio.open_unix_connection(lighthouse.door)
     event = KeysDeclared(generation=5, keys=())
-    writer.write(encode(WorkerHello("ft", 3, 5, os.getpid())) + b"\n")
+    writer.write(encode(WorkerHello("run 2", 3, 5, os.getpid())) + b"\n")
     writer.write(encode(WorkerEvent(1, event)) + b"\n")
     assert await read_message(reader) == WorkerAck(1)
     assert lighthouse.taken == [(f"g5-r3-p{os.getpid()}", 1, event)]
@@ -118,7 +119,7 @@ async def test_the_end_of_a_line_is_the_end_of_a_rank_only_where_its_process_has
     child = await asyncio.create_subprocess_exec("sleep", "60")
     for pid in (os.getpid(), child.pid):
         _, writer = await asyncio.open_unix_connection(lighthouse.door)
-        writer.write(encode(WorkerHello("ft", 3, 5, pid)) + b"\n")
+        writer.write(encode(WorkerHello("run 2", 3, 5, pid)) + b"\n")
         await writer.drain()
         await asyncio.sleep(0.1)
         if pid == child.pid:
@@ -128,3 +129,18 @@ async def test_the_end_of_a_line_is_the_end_of_a_rank_only_where_its_process_has
         await asyncio.sleep(0.5)
         assert bool(lighthouse.ended) == (pid == child.pid)
     assert lighthouse.ended == [(5, "rank 3: its process has ended")]
+
+
+@pytest.mark.asyncio
+async def test_a_line_of_an_earlier_run_is_not_taken_for_a_life_of_this_one(
+    lighthouse: Lighthouse,
+) -> None:
+    child = await asyncio.create_subprocess_exec("sleep", "60")
+    reader, writer = await asyncio.open_unix_connection(lighthouse.door)
+    writer.write(encode(WorkerHello("run 1", 3, 5, child.pid)) + b"\n")
+    assert await asyncio.wait_for(reader.read(), 10) == b"", "it is hung up on"
+    child.kill()
+    await child.wait()
+    writer.close()
+    await asyncio.sleep(0.5)
+    assert lighthouse.ended == [], "another group has that number now"

@@ -21,6 +21,7 @@ def port(tmp_path: Path) -> Iterator[int]:
         door, path = lighthouse_door(os.getuid(), number), tmp_path / "ranks"
         os.makedirs(os.path.dirname(door), mode=0o700, exist_ok=True)
         line.bind(str(path))
+        line.listen()
         os.symlink(path, door)
         try:
             yield number
@@ -63,3 +64,15 @@ def test_a_manager_is_as_patient_as_the_lighthouse_unless_its_user_says_otherwis
     elsewhere = {"TORCHFT_LIGHTHOUSE": "http://192.0.2.7:1"}
     prepare_elsewhere(elsewhere)
     assert len(elsewhere) == 1
+
+
+def test_a_socket_that_a_killed_lighthouse_has_left_makes_no_manager_wait_for_a_day(
+    port: int, tmp_path: Path
+) -> None:
+    (tmp_path / "ranks").unlink()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "ranks"))
+    environ = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
+    assert find_door(environ)
+    prepare_elsewhere(environ)
+    assert len(environ) == 1

@@ -24,7 +24,7 @@ of the quorum, so that a process group formed since is left alone. Newcomers joi
 quorum, and nobody waits for them, save before the first.
 
 Where others start the groups (`QuorumConfig.elsewhere`) their names tell them apart, silence is
-what is known of a death, and a new life of a group ends the one before.
+what is known of a death, and a new life of a group ends the one before, unless that is heard still.
 
 Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 """
@@ -67,6 +67,8 @@ _TOLD_S_MAX = 7 * 86400.0
 """No group's word reaches further ahead."""
 _GONE = 3.0
 """Of a group that others have started: silent for so many times `heartbeat_s`, it is gone."""
+_ALIVE = 2.0
+"""Heard within so many times `silent_s`, it lives: no script is started again so soon."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,8 @@ class Replica:
     """How long its manager waits in a collective; 0: not told yet."""
     late: bool = False
     """It was told of as late."""
+    beat_s: float = -math.inf
+    """When it was last heard itself, whatever was forgiven since."""
     gap_s: float = 0.0
     """The longest time between two of its heartbeats, of late: a busy machine is no silent one."""
     told: bool = False
@@ -127,6 +131,8 @@ class Quorums:
     """By the address of their store."""
     reason: str = "nobody has asked yet"
     """Why there is no quorum at this moment."""
+    _held: set[int] = field(default_factory=set)
+    """Of these groups."""
     _evicted: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_EVICTED))
     _last: tuple[Member, ...] = ()
     _formed_s: float | None = None
@@ -155,7 +161,7 @@ class Quorums:
                 msgspec.structs.replace(seen, manager=member.manager, ranks=member.ranks)
             )
         outputs += self._arrive(now, replica)
-        replica.heard_s = max(replica.heard_s, now)
+        replica.heard_s, replica.beat_s = max(replica.heard_s, now), now
         waited = replica.waiting_s if member.commit_failures else None
         replica.asked, replica.token = member, token
         replica.asked_s = now if waited is None else min(waited, now)  # It has given it up.
@@ -184,7 +190,7 @@ class Quorums:
         gap_s = now - replica.heard_s
         back = now > self._silence_due(replica)
         replica.gap_s = max(_GAP_KEPT * replica.gap_s, min(gap_s, self.config.silent_s))
-        replica.heard_s = max(replica.heard_s, now)
+        replica.heard_s, replica.beat_s = max(replica.heard_s, now), now
         return self.tick(now) if back and replica.asked is not None else []
 
     def hang_up(self, now: float, token: int) -> list[Output]:
@@ -275,6 +281,7 @@ class Quorums:
         Whose group was started again since is gone, though nobody may have been there to hear it.
         """
         self.groups = {group.store or str(group.group): group for group in groups}
+        self._held = {group.group for group in groups if group.held}
         newest = {group.group: group.generation for group in groups}
         outputs: list[Output] = []
         for replica in list(self.replicas.values()):
@@ -300,6 +307,7 @@ class Quorums:
                 name=member.replica,
                 store=member.store,
                 heard_s=now,
+                beat_s=now,
                 manager=member.manager,
                 home=homes.get(member.replica, (-1, -1)),
                 quorums=_TRUSTED_AFTER + 1,
@@ -331,7 +339,8 @@ class Quorums:
 
     def next_deadline(self) -> float | None:
         """Return when `tick` is wanted."""
-        times = [self._silence_due(r) for r in self._awaited()]
+        broken = self._is_broken()
+        times = [self._silence_due(r, broken) for r in self._awaited()]
         asking = [r.asked_s for r in self.replicas.values() if r.asked is not None]
         impatient_s = self._impatient_since()
         waiting = [r.waiting_s for r in self._present() if r.waiting_s is not None]
@@ -353,13 +362,15 @@ class Quorums:
     def tick(self, now: float) -> list[Output]:
         """Do what is due, or has become possible."""
         outputs: list[Output] = []
+        broken = self._is_broken()
         for replica in self._awaited():
             silent_s = now - replica.heard_s
-            if now > self._silence_due(replica):
+            if now > self._silence_due(replica, broken):
                 stopped = replica.stopped
                 why = "its process is stopped (state T)" if stopped else "no heartbeat"
                 why = f"{why}, silent for {silent_s:.2f} s"
                 outputs += self._leave_out(replica, why, silent=not stopped)
+                broken = self._is_broken()
         outputs += self._end_hung(now)
         return outputs + self._tell_held() + self._form(now) + self._report_late(now)
 
@@ -420,7 +431,8 @@ class Quorums:
 
     def _form(self, now: float) -> list[Output]:
         ready = [r for r in self.replicas.values() if r.asked is not None and self._may_join(r)]
-        ready = [r for r in ready if now <= self._silence_due(r)]
+        broken = self._is_broken()
+        ready = [r for r in ready if now <= self._silence_due(r, broken)]
         present = {r.name for r in self._present()}
         if any(r.asked.shrink_only for r in ready if r.asked is not None):
             ready = [r for r in ready if r.name in present]
@@ -552,6 +564,7 @@ class Quorums:
             chosen = min(spares, key=lambda group: group.group)
             released = msgspec.structs.replace(chosen, held=False, spare=False)
             self.groups[chosen.store] = released
+            self._held.discard(chosen.group)
 
     # --- who is who ---------------------------------------------------------------------------
 
@@ -576,7 +589,11 @@ class Quorums:
             return []
         others = [r for r in self.replicas.values() if r is not replica and r.home[0] >= 0]
         present = {r.home[0] for r in others if now < self._gone_due(r)}
-        replica.home = self.names.place(replica.name, present)
+        name, _, life = replica.name.rpartition(":")
+        alike = [r for r in others if name and r.name.rpartition(":")[0] == name]
+        if any(now - r.beat_s < max(_ALIVE * self.config.silent_s, _GAPS * r.gap_s) for r in alike):
+            name = ""  # Two scripts with one name: whoever trains is not ended by the other one.
+        replica.home = self.names.place(f"{name}:{life}" if name else life, present)
         before = [r.name for r in others if r.home[0] == replica.home[0]]
         return [o for name in before for o in self.evict(now, name, "its group was started again")]
 
@@ -612,9 +629,7 @@ class Quorums:
         return next((r for r in self.replicas.values() if r.home[1] == life >= 0), None)
 
     def _may_join(self, replica: Replica) -> bool:
-        group = self.group_of(replica)
-        known = next((g for g in self.groups.values() if g.group == group), None)
-        return known is None or not known.held
+        return self.group_of(replica) not in self._held
 
     def _expected(self) -> int:
         """Return how many groups the first quorum waits for."""
@@ -648,12 +663,19 @@ class Quorums:
         """Return those of them that the next quorum waits for."""
         return [replica for replica in self._present() if self._may_join(replica)]
 
-    def _silence_due(self, replica: Replica) -> float:
-        """Return when its silence is enough, should it last until then."""
+    def _is_broken(self) -> bool:
+        """Return whether a member has asked because a collective broke."""
+        return any(r.asked and r.asked.commit_failures > 0 for r in self._present())
+
+    def _silence_due(self, replica: Replica, broken: bool | None = None) -> float:
+        """Return when its silence is enough, should it last until then.
+
+        Who asks of many has asked before whether a collective is `broken`.
+        """
         heard_s, config = replica.heard_s, self.config
         if replica.stopped:
             return heard_s + config.silent_s
-        broken = any(r.asked and r.asked.commit_failures > 0 for r in self._present())
+        broken = self._is_broken() if broken is None else broken
         least_s = config.silent_s if broken else config.heartbeat_s
         due_s = heard_s + max(least_s, _GAPS * replica.gap_s)
         return min(max(due_s, replica.lives_s + _FRESH_S), heard_s + self._patience(replica))

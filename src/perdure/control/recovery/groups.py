@@ -304,6 +304,8 @@ def _note_restored(state: JobState, now: float, event: CheckpointRestored) -> li
 
 
 def _note_quorum(state: JobState, now: float, event: QuorumFormed) -> list[AnyAction]:
+    if state.the_spec().served and not set(event.members) & set(state.quorum.members):
+        state.step = state.steering.high = -1  # Nobody is there who was: they have begun anew.
     state.quorum.quorum_id, state.quorum.members = event.quorum_id, event.members
     state.step = max(state.step, event.step)
     state.progress_max = max(state.progress_max, event.step)

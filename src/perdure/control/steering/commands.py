@@ -128,10 +128,14 @@ def _receive_inject(state: JobState, now: float, command: OpenCommand) -> list[A
     world = membership_of(state).find_world_of(state, rank)
     if world is None:
         return state.answer(command.id, False, f"there is no rank {rank}", {})
+    at_step = int(command.args.get("at_step", -1))
+    if at_step >= 0 and state.the_spec().served and rank not in world.joined:
+        why = f"rank {rank} has no line `import perdure.torchft`: it counts no steps for a fault"
+        return state.answer(command.id, False, why, {})
     state.injects[command.id] = command
     reason = f"asked for by {command.who or 'an operator'}"
     action = inject_action(command, world.generation, reason)
-    if int(command.args.get("at_step", -1)) >= 0:
+    if at_step >= 0:
         return [action, *state.answer(command.id, True, "armed", dict(command.args))]
     state.commands[command.id] = command
     return [action]

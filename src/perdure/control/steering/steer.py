@@ -34,6 +34,9 @@ def start_set(state: JobState, now: float, command: OpenCommand) -> list[AnyActi
             return state.answer(command.id, False, why, {})
         return []  # The script may yet declare it.
     own = all(is_kept_elsewhere(name) for name in values)
+    saving = any(name.startswith("checkpoint.") for name in values)
+    if saving and state.the_spec().served:
+        return state.answer(command.id, False, membership.refuse_saving(state), {})
     if own and membership.sets_at_once(state):
         return set_alone(state, now, command, undoes, values) + tell_lighthouse(state, values)
     why = membership.refuse_step(state)

@@ -268,6 +268,8 @@ class ReplicaWelcome(msgspec.Struct, frozen=True, kw_only=True):
     """Who it is in the job, whose ranks are numbered through all groups."""
 
     job: str = ""
+    line: str = ""
+    """What it names as the job in its hello: only this run of the job knows it."""
     rank: int = -1
     generation: int = -1
     clock_offset_s: float = 0.0

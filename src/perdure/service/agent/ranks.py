@@ -82,7 +82,7 @@ class WorkerServer:
         A rank that others have started asks `admit` who it is; `gone` hears of a line that ended.
         """
         self._admit, self._gone = admit, gone
-        self._job, self._outbox, self._say, self._asides = job, outbox, say, asides
+        self.job, self._outbox, self._say, self._asides = job, outbox, say, asides
         self._lines: dict[int, _RankConnection] = {}
         """By rank, of the newest generation that said hello."""
         self._server: asyncio.Server | None = None
@@ -136,7 +136,7 @@ class WorkerServer:
             writer.close()
 
     def _welcome(self, message: FromWorker, writer: asyncio.StreamWriter) -> _RankConnection:
-        if not isinstance(message, WorkerHello) or message.job != self._job:
+        if not isinstance(message, WorkerHello) or message.job != self.job:
             raise ProtocolError("a line that does not begin with a hello of this job")
         line = _RankConnection(message, writer)
         held = self._lines.get(message.rank)

@@ -51,7 +51,8 @@ def find_door(environ: Mapping[str, str]) -> str:
 
 def prepare_elsewhere(environ: MutableMapping[str, str]) -> None:
     """Have the Manager that is yet to be made wait as long as the lighthouse may, if it is here."""
-    if find_door(environ):
+    door = find_door(environ)
+    if door and _listens(door):
         for name, value in PATIENCE.items():
             environ.setdefault(name, value)
 
@@ -75,7 +76,7 @@ def open_line(manager: Any, door: str) -> Attachment | None:
     ring = RingWriter.in_memory(rank=welcome.rank, generation=welcome.generation)
     attachment = Attachment(ring)
     attachment.job, attachment.clock_offset_s = welcome.job, welcome.clock_offset_s
-    name = WorkerHello(welcome.job, welcome.rank, welcome.generation, os.getpid())
+    name = WorkerHello(welcome.line, welcome.rank, welcome.generation, os.getpid())
     attachment.open_control(Control(os.path.realpath(door), name))
     attachment.emit(_describe(attachment, list_devices() or (welcome.device,)))
     atexit.register(_leave, attachment)
@@ -132,6 +133,13 @@ def _is_ours(path: str) -> bool:
     except OSError:
         return False
     return owners == {os.getuid()}
+
+
+def _listens(path: str) -> bool:
+    """Return whether somebody serves there: one that was killed has left its socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.settimeout(_TIMEOUT_S)
+        return line.connect_ex(os.path.realpath(path)) == 0
 
 
 def _is_here(host: str) -> bool:
