@@ -136,6 +136,7 @@ def test_a_dry_run_says_what_is_done_when_and_starts_nothing(tmp_path: Path) -> 
     assert not (tmp_path / "state" / "jobs").exists()
 
 
+@pytest.mark.long
 def test_a_job_that_runs_loses_a_node_and_goes_on_with_all_of_them(tmp_path: Path) -> None:
     """Nobody drives it without a word of its owner's, and then nobody else meanwhile."""
     trail = tmp_path / "trail"

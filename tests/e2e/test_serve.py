@@ -201,6 +201,7 @@ def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serv
 
 @pytest.mark.timeout(200)
 @pytest.mark.serial
+@pytest.mark.long
 def test_a_group_that_ends_well_is_finished_though_the_lighthouse_was_killed(
     serving: Serving,
 ) -> None:

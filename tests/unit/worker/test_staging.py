@@ -239,11 +239,11 @@ def test_what_is_loaded_is_what_was_there_to_the_bit(
         assert torch.equal(one, two)
 
 
-def test_fifty_checkpoints_pin_nothing_more(device: PlayedDevice, tmp_path: Path) -> None:
+def test_later_checkpoints_pin_nothing_more(device: PlayedDevice, tmp_path: Path) -> None:
     net, optimizer, saver, events = make_trainee(tmp_path, Staging(device), 1)
     train(net, optimizer, 1)
     with contextlib.closing(saver):
-        for number in range(50):
+        for number in range(12):
             saver.save(number + 1, reason="test", extra={})
             train(net, optimizer, 1)
             if number == 0:
