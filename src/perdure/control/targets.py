@@ -67,8 +67,8 @@ def _resolve_elsewhere(state: JobState, target: str) -> int:
     for group in state.worlds.values():
         if target in (group.replica.name, group.replica.name.rpartition(":")[0]):
             return group.number
-    there = name_all("replica", sorted(state.worlds))
-    raise UnknownTargetError(f"there is no {target}: have come so far {there}")
+    there = name_all("replica", sorted(state.worlds)) if state.worlds else "no group yet"
+    raise UnknownTargetError(f"there is no {target}; so far came {there}")
 
 
 def name_all(noun: str, numbers: Sequence[int]) -> str:
