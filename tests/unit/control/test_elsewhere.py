@@ -182,7 +182,7 @@ def test_a_target_that_nobody_has_seen_is_refused(lab: Lab) -> None:
         answer = lab.ask("drain", targets=[target])
         assert answer is not None
         assert not answer.ok
-        assert "have come so far replicas 0, 1" in answer.reason
+        assert "so far came replicas 0, 1" in answer.reason
 
 
 def test_a_setting_needs_a_line_of_all_who_train(lab: Lab) -> None:
