@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from perdure.cli.speech.say import answer, note
 from perdure.cli.speech.unread import UnreadStream
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.job import JobSpec
+from perdure.model.report import Snapshot
 from perdure.service.access.credentials import check_outside
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home, wait_for_start
 
@@ -67,7 +69,14 @@ def start(options: o.RunOptions) -> int:
         note(text)
     if options.detach:
         return _detach(spec, home, options)
-    return _supervise(spec, home, options, shown)
+
+    def is_shown(line: str) -> bool:
+        match = _LINE.match(line)
+        return match is None or int(match[1]) in shown
+
+    return supervise(
+        spec, home, as_json=options.json, placement=options.placement or "", shows=is_shown
+    )
 
 
 def choose_shown_ranks(spec: JobSpec, options: o.RunOptions) -> frozenset[int]:
@@ -100,28 +109,48 @@ def _detach(spec: JobSpec, home: str, options: o.RunOptions) -> int:
     return 0
 
 
-def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset[int]) -> int:
+def supervise(
+    spec: JobSpec,
+    home: str,
+    *,
+    as_json: bool,
+    placement: str = "",
+    shows: Callable[[str], bool] = lambda _: True,
+    tells: Callable[[Snapshot], Iterable[str]] = lambda _: (),
+) -> int:
+    """Supervise a job until it ends, print what it was worth, and return its exit code.
+
+    Of its output a person sees the lines that `shows` names, and with each new status those that
+    `tells` makes of it.
+
+    Raises:
+        PerdureError: it cannot be supervised.
+    """
     from perdure.dash.live import LiveScreen
     from perdure.service import supervisor
     from perdure.service.placement import HERE, load_placement
 
     failure: PerdureError | None = None
-    placement = load_placement(options.placement, spec.local_nodes) if options.placement else HERE
-    with LiveScreen(sys.stderr if options.json else sys.stdout) as screen:
+    placed = load_placement(placement, spec.local_nodes) if placement else HERE
+    with LiveScreen(sys.stderr if as_json else sys.stdout) as screen:
 
-        def show(line: str) -> None:
-            match = _LINE.match(line)
-            if match is None or int(match[1]) in shown:
+        def show_line(line: str) -> None:
+            if shows(line):
                 screen.show_line(line)
+
+        def show_snapshot(snapshot: Snapshot) -> None:
+            for line in tells(snapshot):
+                screen.show_line(line)
+            screen.show_snapshot(snapshot)
 
         try:
             code = supervisor.run(
                 spec,
                 home=home,
                 nats_url=spec.nats.url or None,
-                placement=placement,
-                on_line=show,
-                on_snapshot=screen.show_snapshot,
+                placement=placed,
+                on_line=show_line,
+                on_snapshot=show_snapshot,
             )
         except PerdureError as error:
             failure = error
@@ -129,7 +158,7 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
         sys.stdout.keep_all()
     if failure is not None:
         raise failure
-    summarize(spec.name, code, options.json)
+    summarize(spec.name, code, as_json)
     return code
 
 

@@ -6,17 +6,15 @@ another machine points TORCHFT_LIGHTHOUSE at what this command prints.
 
 import ipaddress
 import socket
-import sys
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
 from perdure.cli.running.jobspec import check_folder, locate_all, read_job_file, validate
-from perdure.cli.running.run import summarize
+from perdure.cli.running.run import supervise
 from perdure.cli.speech.say import JobName, Json, keep_given
-from perdure.cli.speech.unread import UnreadStream
-from perdure.model.errors import ConfigError, PerdureError, PlatformError
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.report import ReplicaRow, Snapshot
 from perdure.service.access.credentials import check_outside
@@ -71,7 +69,12 @@ def serve(
         raise ConfigError(f"job `{job}` is running", hint=hint)
     check_folder(home)
     check_port(bind, port)
-    return _supervise(spec, home, as_json=as_json)
+    arrivals = Arrivals()
+
+    def tell(snapshot: Snapshot) -> list[str]:
+        return [f"[perdure] {line}" for line in arrivals.take(snapshot.replicas)]
+
+    return supervise(spec, home, as_json=as_json, tells=tell)
 
 
 def make_served_spec(
@@ -148,37 +151,6 @@ def check_port(bind: str, port: int) -> None:
             f"the lighthouse cannot listen on {bind}:{port}: {error.strerror}",
             hint="--lighthouse-port PORT, or 0 for one that is free",
         ) from error
-
-
-def _supervise(spec: JobSpec, home: str, *, as_json: bool) -> int:
-    from perdure.dash.live import LiveScreen
-    from perdure.service import supervisor
-
-    failure: PerdureError | None = None
-    with LiveScreen(sys.stderr if as_json else sys.stdout) as screen:
-        arrivals = Arrivals()
-
-        def show(snapshot: Snapshot) -> None:
-            for line in arrivals.take(snapshot.replicas):
-                screen.show_line(f"[perdure] {line}")
-            screen.show_snapshot(snapshot)
-
-        try:
-            code = supervisor.run(
-                spec,
-                home=home,
-                nats_url=spec.nats.url or None,
-                on_line=screen.show_line,
-                on_snapshot=show,
-            )
-        except PerdureError as error:
-            failure = error
-    if isinstance(sys.stdout, UnreadStream):
-        sys.stdout.keep_all()
-    if failure is not None:
-        raise failure
-    summarize(spec.name, code, as_json)
-    return code
 
 
 class Arrivals:
