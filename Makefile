@@ -1,22 +1,34 @@
-# `make demo` and `make test` do all the set-up on a fresh machine through `make setup`.
+# `make test`, `make demo` and `make docs` do the set-up that they need on a fresh machine themselves.
 BIN := .venv/bin
 
 # Serial tests time real processes on a machine that others may use: a second try is shown, not hidden.
 # More than two in the three runs of `make test` fail it (tests/second_tries.py).
 SECOND_TRY := --reruns 1 -r R
+# Images of containers often set it: then each of the thousand processes that tests start compiles
+# perdure anew.
+unexport PYTHONDONTWRITEBYTECODE
 TRIES := $(CURDIR)/build/second-tries.txt
 
-.PHONY: setup demo test check lab nightly torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs test check lab nightly torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
 	@scripts/setup.sh
 
-demo: setup
-	@$(BIN)/python examples/demo.py
-	@$(BIN)/python examples/demo_elastic.py
-	@$(BIN)/python examples/demo_replay.py
-	@$(BIN)/python examples/demo_links.py
+# ACTS="kills elastic links replay": these acts; by default the first three.
+demo:
+	@echo "demo: at most five minutes on two quiet cores, the first time with its set-up"
+	@scripts/setup.sh demo
+	@$(BIN)/python examples/demo.py $(ACTS)
+
+# The site of the documents, in build/site: every output that they show is compared with what the
+# command prints, and a link or an anchor that leads nowhere fails. Two minutes on two cores.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs:
+	@scripts/setup.sh docs
+	@$(BIN)/python -m tests.documents.shown
+	@$(BIN)/mkdocs build --quiet
+	@echo "docs: the site is in build/site"
 
 check: setup
 	$(BIN)/ruff format --check src tests examples bench
@@ -24,12 +36,15 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Of other files none is imported for these: that takes half a minute.
+SERIAL = $$(grep -rl --include "test_*.py" --exclude-dir lab --exclude-dir platforms "mark\.serial" tests)
+
 # Three tests at once, also on two cores: a test of a whole job waits for a third of its time.
 test: export PERDURE_SECOND_TRIES := $(TRIES)
 test: check
 	@rm -f $(TRIES)
 	$(BIN)/pytest -q -m "not serial and not long" -n 3 --dist worksteal $(SECOND_TRY) --ignore tests/platforms
-	$(BIN)/pytest -q -m "serial and not long" $(SECOND_TRY) --ignore tests/lab --ignore tests/platforms
+	$(BIN)/pytest -q -m "serial and not long" $(SECOND_TRY) $(SERIAL)
 	$(BIN)/pytest -q $(SECOND_TRY) tests/lab -k "not (stop or gil or sleep or backward or data or memory or size)"
 
 # The laboratory whole; `make test` runs the shorter half of it.
@@ -76,4 +91,4 @@ bench: setup
 	$(BIN)/python bench/run_all.py
 
 clean:
-	rm -rf .demo .demo-elastic .demo-replay .demo-links .venv-nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .demo .venv-nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

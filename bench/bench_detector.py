@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from perdure.detect import Detector
+from perdure.detect.detector import Detector
 from perdure.model.events import AnyEvent, NodeLost, RanksStarted, VerdictReached, VerdictWithdrawn
 from perdure.model.job import JobSpec
 from perdure.model.verdicts import Culprit, Verdict

@@ -35,7 +35,8 @@ from perdure.adapters.nats import NatsBus
 from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import RequestError
-from perdure.service.jobfiles import load_endpoint, paths_of
+from perdure.service.jobfiles import load_endpoint
+from perdure.service.jobfolders import paths_of
 
 ASK_S, ANSWER_S = 0.05, 0.4
 CUT_S, BACK_S = 10.0, 90.0

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from perdure.control import Controller
-from perdure.detect import Detector
+from perdure.control.machine import Controller
+from perdure.detect.detector import Detector
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,

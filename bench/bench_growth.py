@@ -27,7 +27,7 @@ from bench_journal import make_service, serve, timed
 from sweep import sweep_after_me
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
-from perdure.control import Memory
+from perdure.control.memory import Memory
 from perdure.detect.progress import (
     ACCOUNT_BYTES,
     INTERVAL_S,
@@ -71,7 +71,8 @@ from perdure.model.verdicts import Culprit, Verdict
 from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.curves import CurveFiles
-from perdure.service.jobfiles import paths_of, write_document
+from perdure.service.jobfiles import write_document
+from perdure.service.jobfolders import paths_of
 from perdure.telemetry.links import LINKS_MAX, NOTE_BYTES_A_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -23,8 +23,7 @@ from typing import Any
 from sweep import sweep_after_me
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
-from perdure.control import Memory
-from perdure.control.memory import encode_memory
+from perdure.control.memory import Memory, encode_memory
 from perdure.model.bus.wire import Endpoint
 from perdure.model.chain import FIRST, EntryReader, seal
 from perdure.model.codec import decode, encode

@@ -32,7 +32,7 @@ from tests.lighthouse import encode_request, make_member
 
 from perdure.model.bus.lighthouse import SERVICE
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.service.lighthouse import LighthouseService
+from perdure.service.lighthouse.loop import LighthouseService
 
 SYSTEMS = ("perdure", "threads", "torchft")
 WARM_STEPS, PAUSE_S = 20, 0.02

@@ -31,7 +31,7 @@ DEFAULTS = {
 TROUBLE = {
     "torchrun": re.compile(r"Error|exitcode|Signal|[Tt]imed? ?out"),
     "nvrx": re.compile(r"Error|exitcode|Signal|[Tt]imed? ?out|heartbeat|straggl", re.I),
-    "perdure": re.compile(r"^\[perdure\].* last incident: "),
+    "perdure": re.compile(r"^\[perdure\].* last verdict: "),
 }
 
 

@@ -1,8 +1,10 @@
 """How far the planner's step times are from real ones, and how much faster it could have chosen.
 
     python bench/bench_planner_error.py [--devices 2 4 8] [--global-batch 16] [--steps 5]
+                                        [--model paced | gpt]
 
-A chain of paced blocks (bench/scripts/paced_pipeline.py) is measured as `perdure profile` does it.
+A chain of paced blocks, or the blocks of a GPT, which need as many cores as there are devices
+(bench/scripts/paced_pipeline.py), is measured as `perdure profile` does it.
 Then the best world of every kind (micro-batch, ranks, schedule) is really run on as many ranks,
 with the pipeline's runner, all-reduces over the copies of a stage, and an optimizer's step. All
 worlds are run twice over, in opposite orders. Of a world's steps the first quartile is taken, as
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scripts.paced_pipeline import Task, live, load, loss, make_blocks
+from scripts.paced_pipeline import MODELS, Task, live
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError
@@ -38,17 +40,18 @@ SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "rerouted")
 MEMORY = 64 * 10**9
 
 
-def measure_profile(sizes: list[int], ranks: int, before: Path | None) -> CostProfile:
+def measure_profile(name: str, sizes: list[int], ranks: int, before: Path | None) -> CostProfile:
     """Measure blocks and links as `perdure profile` does; links are taken from `before`, if any."""
-    blocks = make_blocks()
-    meter = BlockMeter(blocks, loss, seconds=1.0, say=say)
-    batches = {size: load(0, 0, size) for size in sizes}
+    model = MODELS[name]
+    meter = BlockMeter(model.make(), model.loss, seconds=1.0, say=say)
+    batches = {size: model.load(0, 0, size) for size in sizes}
     found = meter.measure(batches, lambda params: torch.optim.SGD(params, lr=1e-3))
     links: Any = read_profile(before.read_text(), str(before)) if before else None
     links = links or measure_links(ranks, say)
     return CostProfile(
-        "paced", f"{os.cpu_count()} cores", 0, found.blocks, links.transfers, links.all_reduces
-    )
+        name, f"{os.cpu_count()} cores", 0, found.blocks, links.transfers, links.all_reduces,
+        found.shared,
+    )  # fmt: skip
 
 
 def list_worlds(profile: CostProfile, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -72,41 +75,42 @@ def list_worlds(profile: CostProfile, args: argparse.Namespace) -> list[dict[str
     return rows
 
 
-def run_worlds(profile: CostProfile, rows: list[dict[str, Any]], steps: int) -> None:
+def run_worlds(profile: CostProfile, rows: list[dict[str, Any]], steps: int, name: str) -> None:
     """Run them all, forwards and then backwards; add each one's step times."""
     size = max(row["devices"] for row in rows)
     tasks = []
     for row in rows + rows[::-1]:
         there = make_devices(1, row["devices"], MEMORY)
         world = row["option"].world
-        orders, _, names = Scorer(profile, there).lay_out(world)
+        orders, _, cells = Scorer(profile, there).lay_out(world)
         numbers = {device.name: number for number, device in enumerate(there)}
-        tasks.append(Task(world, orders, tuple(numbers[name] for name in names), steps))
+        ranks = tuple(numbers[cell] for cell in cells)
+        tasks.append(Task(world, orders, ranks, steps, name))
     store: Any = vars(dist)["TCPStore"](
         "127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False
     )
     store.set("tasks", encode(tasks))
     context = multiprocessing.get_context("forkserver")  # One import of torch for all ranks.
     context.set_forkserver_preload(["scripts.paced_pipeline"])
-    ranks = [
+    processes = [
         context.Process(target=live, args=(r, size, "127.0.0.1", store.port), daemon=True)
         for r in range(size)
     ]
-    for rank in ranks:
-        rank.start()
+    for process in processes:
+        process.start()
     try:
         for number, row in enumerate(rows + rows[::-1]):
             while not store.check([f"took/{number}"]):
-                if any(rank.exitcode for rank in ranks):
+                if any(process.exitcode for process in processes):
                     raise RuntimeError("a rank has failed")
                 time.sleep(0.02)
             row["took"] += decode(store.get(f"took/{number}"), list[float])[1:]
             say(f"{number + 1} of {len(tasks)}: {describe(row)} {median(row['took']):.3f} s")
-        for rank in ranks:
-            rank.join(30)
+        for process in processes:
+            process.join(30)
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in processes:
+            process.kill()
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -158,6 +162,7 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--model", choices=sorted(MODELS), default="paced")
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=5)
@@ -166,12 +171,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    profile = measure_profile(args.micro_batches, max(args.devices), args.links)
+    profile = measure_profile(args.model, args.micro_batches, max(args.devices), args.links)
     if args.profile:
         args.profile.write_text(write_profile(profile))
     rows = list_worlds(profile, args)
     say(f"{len(rows)} worlds")
-    run_worlds(profile, rows, args.steps)
+    run_worlds(profile, rows, args.steps, args.model)
     report(rows)
 
 

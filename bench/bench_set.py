@@ -29,7 +29,8 @@ from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError
 from perdure.model.events import BoundaryAnswered, BoundaryReached, CommandReceived, JournalEntry
-from perdure.service.jobfiles import load_endpoint, paths_of, read_mirror
+from perdure.service.jobfiles import load_endpoint, read_mirror
+from perdure.service.jobfolders import paths_of
 from perdure.worker.config import Config
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tests/e2e/scripts/train_settings.py"

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from perdure.control import Controller
-from perdure.detect import Detector
+from perdure.control.machine import Controller
+from perdure.detect.detector import Detector
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     ControllerStarted,
@@ -33,7 +33,7 @@ from perdure.model.signals.progress import (
     RankAccount,
     RankProgress,
 )
-from perdure.telemetry import SnapshotFold
+from perdure.telemetry.snapshot import SnapshotFold
 
 
 def make_beat(node: int, nproc: int, world: int, now: float, step: int) -> NodeBeat:

@@ -54,17 +54,17 @@ from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.snapshots import SnapshotFiles
 from perdure.service.curves import CurveFiles, read_curves
 from perdure.service.jobfiles import (
-    LighthouseFile,
     load_endpoint,
     load_parts,
     load_snapshot,
     load_spec,
-    paths_of,
     read_document,
     read_mirror,
     write_document,
     write_steering,
 )
+from perdure.service.jobfolders import paths_of
+from perdure.service.lighthouse.remembered import LighthouseFile
 from perdure.service.queue.store import CLAIM, ENDING, QueueStore, create_once
 from perdure.telemetry.curves import UNREADABLE
 from perdure.worker.settings import read_steering

@@ -1,77 +1,52 @@
-"""`make demo`: a small GPT trains on two ranks while the ground is pulled away three times.
+"""`make demo`: acts in which training meets faults, each told in a few lines.
 
-The fault plan is carried out through perdure's public commands, as an outsider would: one rank
-is killed with SIGKILL, one is stopped with SIGSTOP, and the controller is killed. Training
-reaches its planned step; then comes what happened, in numbers, and an HTML report.
+    make demo                        kills, elastic, links
+    make demo ACTS="kills replay"    these
+
+Each act is a program of its own (`demo_kills.py` and so on), whose docstring says what it does.
 """
 
-import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-HOME = ROOT / ".demo"
-JOB = HOME / "jobs" / "demo"
-PERDURE = [sys.executable, "-m", "perdure"]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import demo_elastic
+import demo_kills
+import demo_links
+import demo_replay
+from demo_job import say, set_up
+
+ACTS = {
+    "kills": (demo_kills.main, 40),
+    "elastic": (demo_elastic.main, 30),
+    "links": (demo_links.main, 50),
+    "replay": (demo_replay.main, 150),
+}
+"""Name -> what runs it, and about how many seconds it takes on two quiet cores."""
+USUAL = ("kills", "elastic", "links")
 
 
-def step_now() -> int:
-    """Return the job's committed step as its snapshot on disk has it; -1 before there is one."""
-    try:
-        return int(json.loads((JOB / "state.json").read_text())["step"])
-    except (OSError, ValueError, KeyError):
-        return -1
-
-
-def wait_for_step(step: int, process: subprocess.Popen[bytes]) -> bool:
-    """Return True once `step` is committed, False if the run ended before."""
-    while process.poll() is None:
-        if step_now() >= step:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def carry_out_faults(process: subprocess.Popen[bytes]) -> None:
-    """Kill rank 1 at step 200, stop rank 0 at step 400, kill the controller at step 600."""
-    for at_step, fault, rank in ((200, "crash", 1), (400, "stop", 0)):
-        if not wait_for_step(at_step - 100, process):
-            return
-        inject = ["inject", "demo", fault, "--rank", str(rank), "--at-step", str(at_step)]
-        subprocess.run([*PERDURE, *inject], check=False, timeout=60, stdout=subprocess.DEVNULL)
-        if not wait_for_step(at_step + 20, process):
-            return
-    if wait_for_step(600, process):
-        os.kill(json.loads((JOB / "parts.json").read_text())["controller"], signal.SIGKILL)
-
-
-def main() -> int:
-    """Run the job, its faults beside it; return the job's exit code."""
-    shutil.rmtree(HOME, ignore_errors=True)
-    os.environ["PERDURE_HOME"] = str(HOME)
-    os.chdir(ROOT)
-    print("demo: faults to come: SIGKILL of rank 1, SIGSTOP of rank 0, SIGKILL of the controller")
-    run = [*PERDURE, "run", "-c", "examples/demo.toml"]
-    process = subprocess.Popen(run)
-    faults = threading.Thread(target=carry_out_faults, args=(process,), daemon=True)
-    faults.start()
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        code = process.wait()
-    page = HOME / "report.html"
-    html = [*PERDURE, "report", "demo", "--html", str(page)]
-    subprocess.run(html, check=False, timeout=120, stdout=subprocess.DEVNULL)
-    print(f"demo: the report as a page: {page.relative_to(ROOT)}")
-    print("demo: the same again, as JSON: PERDURE_HOME=.demo .venv/bin/perdure report demo --json")
-    return code
+def main(names: list[str]) -> int:
+    """Run the acts `names`, or the usual ones; return the first exit code that is not 0."""
+    names = names or list(USUAL)
+    if unknown := [name for name in names if name not in ACTS]:
+        print(f"demo: no act {unknown[0]!r}\nhint: there is {', '.join(ACTS)}", file=sys.stderr)
+        return 2
+    set_up()
+    seconds = sum(ACTS[name][1] for name in names)
+    say(f"demo: {', '.join(names)}: about {seconds} s on two quiet cores")
+    began, codes = time.monotonic(), []
+    for name in names:
+        codes.append(ACTS[name][0]())
+    say(f"\ndemo: {time.monotonic() - began:.0f} s. What to look at next:")
+    say('  export PERDURE_HOME="$PWD/.demo" PATH="$PWD/.venv/bin:$PATH"')
+    say("  perdure dash             # all of these jobs in a browser, at any second of their past")
+    say("  perdure watch            # the same on a terminal")
+    say("  perdure ps; perdure report; perdure diagnose; perdure events --decisions")
+    say("  docs/tutorial.md: a job of your own, killed, paused, changed and moved while it trains")
+    return next((code for code in codes if code), 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

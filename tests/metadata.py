@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from perdure.adapters.nats.credentials import make_certificate
+from perdure.adapters.nats import make_certificate
 
 
 class Service(ThreadingHTTPServer):

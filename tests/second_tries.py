@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 BUDGET = 2
+WHY_MAX = 2_000
+"""Characters of why a first try failed."""
 VARIABLE = "PERDURE_SECOND_TRIES"
 
 
@@ -20,7 +22,7 @@ class SecondTries:
     def __init__(self, path: Path) -> None:
         """Go on with what earlier runs have written to `path`."""
         self._path = path
-        self._tries = path.read_text().splitlines() if path.exists() else []
+        self._tries = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
     @property
     def over(self) -> bool:
@@ -30,10 +32,12 @@ class SecondTries:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a try that is made again; at once, since a run may be ended early."""
         if report.outcome == "rerun":
-            self._tries.append(report.nodeid)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = " ".join(str(getattr(crash, "message", report.longrepr)).split())
+            self._tries.append(f"{report.nodeid}: {why[:WHY_MAX]}")
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(f"{report.nodeid}\n")
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{self._tries[-1]}\n")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail the run."""
@@ -41,11 +45,10 @@ class SecondTries:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say how many there were."""
+        """Say how many there were, and why."""
         write = terminalreporter.write_line
-        if self.over:
-            for test in self._tries:
-                write(f"second try: {test}")
+        for test in self._tries:
+            write(f"second try: {test}")
         text = f"second tries: {len(self._tries)}, of which {BUDGET} are allowed"
         write(text, red=self.over, bold=self.over)
 

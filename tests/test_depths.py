@@ -16,14 +16,31 @@ SOURCE = Path(perdure.__file__).parent
 ATTRIBUTES = {"torchft", "of_replicas", "elastic", "depth", "observe", "observed"}
 FUNCTIONS = {"is_elastic", "is_torchft", "is_observed", "is_in_place"}
 DEPTHS = {"supervised", "resumable", "torchft", "elastic"}
-MADE_FOR_IT = ("control/membership/", "worker/elastic/", "worker/torchft/", "worker/trainers/")
+MADE_FOR_IT = (
+    "cli/adopting/",  # `perdure init` says which depth a script is made for.
+    "control/membership/",
+    "worker/elastic/",
+    "worker/torchft/",
+    "worker/trainers/",
+)
+SETTINGS = {"bind", "held", "port"}
+"""Fields of a depth's section: who reads one asks nothing of the depth."""
 MOST = {"control": 0, "elsewhere": 18}
 
 
 def find_questions(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield (line, what is asked) of each read of the depth."""
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    settings = {n.value for n in nodes if isinstance(n, ast.Attribute) and n.attr in SETTINGS}
+    settings |= {  # Of which a copy is made, with another value.
+        n.args[0]
+        for n in nodes
+        if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "replace" and n.args
+    }
+    for node in nodes:
         match node:
+            case ast.Attribute() if node in settings:
+                pass
             case ast.Attribute(attr=name, ctx=ast.Load()) if name in ATTRIBUTES:
                 yield node.lineno, f".{name}"
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in FUNCTIONS:

@@ -1,10 +1,27 @@
 """Controller, command line and simulator run on a machine without torch."""
 
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
+
+from perdure.cli.commands import COMMANDS
+from perdure.model.job import JobSpec
+from perdure.model.report import Snapshot
+from perdure.service.jobfiles import write_document
+from perdure.service.jobfolders import paths_of
+
+MODULES_MAX = 245
+IMPORTED = {
+    "--version": 0, "ps": 0, "profiles": 0, "queue ls": 0, "schema job": 0, "completion bash": 0,
+    "status": 2, "logs nosuch": 2, "stop nosuch": 2, "set nosuch lr=1": 2, "report nosuch": 2,
+    "plan": 2, "init nosuch.py": 2,
+}  # fmt: skip
+"""Commands that need no job, beside the help of each -> their exit code."""
 
 _BLOCK = """
 import sys
@@ -54,8 +71,17 @@ def test_parts_do_not_import_the_terminal() -> None:
     [
         (
             "status nosuch",
-            ("nats", "perdure.launch.slurm", "perdure.plan", "perdure.cli.running.run"),
+            (
+                "nats",
+                "perdure.launch.slurm",
+                "perdure.plan",
+                "perdure.cli.running.run",
+                "perdure.model.platforms.profile",
+                "perdure.model.events",
+                "perdure.telemetry",
+            ),
         ),
+        ("logs nosuch", ("perdure.model.platforms.profile", "perdure.model.events")),
         ("stop nosuch", ("nats", "perdure.detect", "perdure.cli.looking.look")),
         ("run nosuch.py", ("perdure.detect", "perdure.plan", "perdure.cli.looking.look")),
     ],
@@ -69,6 +95,53 @@ def test_a_command_imports_what_it_uses(command: str, unused: tuple[str, ...]) -
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_job_that_has_ended_is_shown_without_what_reads_journals(tmp_path: Path) -> None:
+    """T14: `status` has the picture that the controller has left, and telemetry is 30 modules."""
+    paths = paths_of(str(tmp_path), "mine")
+    Path(paths.root).mkdir(parents=True)
+    write_document(paths.spec, JobSpec(script="train.py", name="mine"))
+    picture = {"version": 1, "job": "mine", "state": "done", "at_s": 9.0, "started_s": 1.0}
+    picture |= {"generation": 0, "restarts": 0, "step": 50, "steps_per_s": 0.0, "world_size": 1}
+    picture |= {"depth": "resumable", "reason": "done"}
+    write_document(paths.snapshot, msgspec.convert(picture, Snapshot))
+    code = (
+        "import sys; from perdure.cli.app import run_command; "
+        "assert run_command(['status', 'mine']) == 0; "
+        "print([m for m in ('perdure.telemetry', 'perdure.model.events') if m in sys.modules])"
+    )
+    env = os.environ | {"PERDURE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("mine: done, step 50"), done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *IMPORTED])
+def test_a_command_that_needs_no_job_imports_little(command: str, tmp_path: Path) -> None:
+    """What a person waits for is importing: 0.2 s on a quiet machine is about 260 modules.
+
+    Python and Typer are 180 of them. Imports are counted, since a time depends on who else is
+    at work.
+    """
+    words = command.split() if command in IMPORTED else [command, "--help"]
+    code = (
+        "import sys; from perdure.cli.main import main\n"
+        f"try: main({words})\n"
+        "finally: print(len(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PERDURE_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == IMPORTED.get(command, 0), done.stderr
+    assert int(done.stderr.splitlines()[-1]) <= MODULES_MAX, "python -X importtime says which"
 
 
 def test_help_is_quick() -> None:

@@ -1,12 +1,16 @@
 """One rank of the worlds that bench_planner_error.py measures; the model that they all run.
 
-A rank is a virtual device: tensors, messages and sums are real, and what a block computes takes
-a declared time, in which it sleeps. All ranks go through all worlds; who has no part in one waits.
+A rank of the paced model is a virtual device: tensors, messages and sums are real, and what a
+block computes takes a declared time, in which it sleeps. The blocks of the GPT compute, so that a
+rank needs a core. All ranks go through all worlds; who has no part in one waits.
 """
 
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from perdure.model.codec import decode, encode
 from perdure.model.planning.pipeline import Orders
 from perdure.model.planning.world import World
+from perdure.worker.elastic import list_blocks
 from perdure.worker.elastic.communicators.gloo import listen
 from perdure.worker.elastic.group import Group
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
@@ -57,16 +62,45 @@ class Paced(nn.Module):
         return torch.tanh(value @ _Paced.apply(self.weight, 0.0, took_s))
 
 
-def make_blocks() -> list[nn.Module]:
+def make_paced() -> list[nn.Module]:
     return [Paced(each_s) for each_s in PACE_S]
 
 
-def load(step: int, micro_batch: int, size: int) -> tuple[Tensor, Tensor]:
+def load_paced(step: int, micro_batch: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.full((size, WIDTH), 0.01 * micro_batch), torch.zeros(size, WIDTH)
 
 
-def loss(output: Tensor, target: Tensor) -> Tensor:
+def lose_paced(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
+
+
+def make_gpt() -> list[nn.Module]:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "gpt"))
+    from model import GPT
+
+    return list_blocks(GPT(layers=6, width=256, heads=4, context=CONTEXT))
+
+
+def load_gpt(step: int, micro_batch: int, size: int) -> tuple[Tensor, Tensor]:
+    text = torch.arange(size * CONTEXT).view(size, CONTEXT) % 251
+    return text, text.roll(-1, 1)
+
+
+def lose_gpt(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Model(NamedTuple):
+    make: Callable[[], list[nn.Module]]
+    load: Callable[[int, int, int], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+CONTEXT = 128
+MODELS = {
+    "paced": Model(make_paced, load_paced, lose_paced),
+    "gpt": Model(make_gpt, load_gpt, lose_gpt),
+}
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -77,13 +111,15 @@ class Task(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     """Cell -> rank."""
     steps: int
+    model: str
 
 
 def run_task(
     task: Task, rank: int, whole: Group, groups: dict[tuple[int, ...], Group]
 ) -> list[float]:
     """Return the seconds of each step; those of a rank without a part, too."""
-    world, blocks = task.world, make_blocks()
+    world, model = task.world, MODELS[task.model]
+    blocks = model.make()
     schedule = Schedule(task.orders, len(world.stages), task.ranks)
     runner, parts, copies = None, [], {}
     if rank in task.ranks:
@@ -95,8 +131,8 @@ def run_task(
                 parts.append(StageBlocks(number, mine, stage.first, recompute=stage.recompute))
                 copies[number] = tuple(sorted(task.ranks[c] for c in cells))
         runner = Runner(
-            schedule, cell, parts, whole, seed=1, loss=loss,
-            load=lambda step, m: load(step, m, world.micro_batch),
+            schedule, cell, parts, whole, seed=1, loss=model.loss,
+            load=lambda step, m: model.load(step, m, world.micro_batch),
         )  # fmt: skip
     params = [p for part in parts for p in part.parameters()]
     optimizer = torch.optim.SGD(params, lr=1e-3) if params else None

@@ -55,10 +55,17 @@ class GPT(nn.Sequential):
     """Bytes in, the logits of the next byte out: blocks called in order, so it can be cut."""
 
     def __init__(
-        self, *, layers: int, width: int, heads: int, context: int, dropout: float = 0.1
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        dropout: float = 0.1,
+        tied: bool = False,
     ) -> None:
-        super().__init__(
-            Embedding(width, context),
-            *(Block(width, heads, dropout) for _ in range(layers)),
-            Head(width),
-        )
+        embedding, head = Embedding(width, context), Head(width)
+        if tied:  # Both ends have one matrix, wherever the blocks are cut.
+            head.head.weight = embedding.token.weight
+            nn.init.normal_(embedding.token.weight, std=0.02)
+        super().__init__(embedding, *(Block(width, heads, dropout) for _ in range(layers)), head)

@@ -1,8 +1,8 @@
 """perdure keeps PyTorch training running on hardware that does not.
 
-A training script needs three names from here: `init`, and the `Run` and `ConfigError` it meets.
-One whose loop is its own may call `work` (as `Run.work`). They are looked up on first use, so that
-controller, command line and simulator import this package without torch.
+A training script needs `init` from here, and meets the `Run` that it returns. One whose loop is its
+own may call `work` (as `Run.work`). They are looked up on first use, so that controller, command
+line and simulator import this package without torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from perdure.worker.run import init as init
     from perdure.worker.work import declare_work as work
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Run", "__version__", "init", "work"]
 
 

@@ -30,7 +30,8 @@ from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import RankAccount
 from perdure.service.agent.outbox import Outbox
-from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
+from perdure.service.jobfiles import load_endpoint, load_spec
+from perdure.service.jobfolders import paths_of, resolve_home
 
 RANK = """echo hello from $RANK of generation $GEN
 case ${1:-0.3} in

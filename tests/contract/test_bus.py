@@ -12,7 +12,7 @@ from nats.aio.client import Client
 
 from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.adapters.nats.server import server_config
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.errors import PlatformError, RequestError
 from perdure.service.ports import Bus, Reply
 from tests.fakes import FakeBus, FakeServer
@@ -195,6 +195,29 @@ async def test_nats_wants_the_token(server: Server) -> None:
     url = server.start().url
     with pytest.raises(PlatformError, match="refuses the credentials: Authorization Violation"):
         await NatsBus.connect(Endpoint(url=url, token="wrong", clock_offset_s=0), timeout_s=0.5)
+
+
+async def test_a_wait_ends_though_nats_py_swallows_that_it_is_over(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swallowed = 0
+
+    async def connect(*_: object, **__: object) -> None:
+        nonlocal swallowed
+        while swallowed < 3:
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                swallowed += 1
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(Client, "_connect_to_server", connect)
+    endpoint = Endpoint(url=server.start().url, token="", clock_offset_s=0)
+    async with asyncio.timeout(20):
+        with pytest.raises(PlatformError):
+            await NatsBus.connect(endpoint, timeout_s=0.2)
+    assert swallowed == 3
+    assert len(asyncio.all_tasks()) == 1
 
 
 def test_the_secret_is_its_owners(server: Server) -> None:

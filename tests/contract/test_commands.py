@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer
-from perdure.model.bus.wire import Command, CommandReply, Endpoint, subject_commands
+from perdure.model.bus.endpoint import Endpoint
+from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, Decision, JobEnded, JournalEntry
@@ -81,5 +82,5 @@ async def test_a_refusal_is_read_as_one(tmp_path: Path) -> None:
 
 
 async def test_what_others_were_answered_is_no_answer(tmp_path: Path) -> None:
-    with pytest.raises(PlatformError, match="no answer from the controller"):
+    with pytest.raises(PlatformError, match="has ended without an answer"):
         await ask_and_end(tmp_path, AnswerCommand(id="cli-11", ok=True, reason="stopped"))

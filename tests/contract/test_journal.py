@@ -12,7 +12,8 @@ from nats.js.api import StreamConfig
 
 from perdure.adapters.nats import NatsBus, NatsStream
 from perdure.adapters.shared_folder import make_run_folder, open_journal
-from perdure.model.bus.wire import Endpoint, stream_journal, subject_journal
+from perdure.model.bus.endpoint import Endpoint
+from perdure.model.bus.wire import stream_journal, subject_journal
 from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
@@ -30,13 +31,8 @@ from perdure.service.controller.journal import (
     read_end,
     read_journal,
 )
-from perdure.service.jobfiles import (
-    make_folders,
-    paths_of,
-    read_last_entries,
-    read_mirror,
-    write_document,
-)
+from perdure.service.jobfiles import make_folders, read_last_entries, read_mirror, write_document
+from perdure.service.jobfolders import paths_of
 from perdure.service.ports import JournalStream
 from tests.contract.test_bus import Server
 from tests.fakes import FakeStream, number_entries

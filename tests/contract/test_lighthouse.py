@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.service.jobfiles import LighthouseFile, paths_of, read_document, write_atomic
+from perdure.service.jobfiles import read_document, write_atomic
+from perdure.service.jobfolders import paths_of
+from perdure.service.lighthouse.remembered import LighthouseFile
 
 torchft = pytest.importorskip("torchft.coordination")
 pytestmark = [pytest.mark.torch]

@@ -20,7 +20,7 @@ import nkeys
 
 from perdure.adapters.nats import NatsBus
 from perdure.model.bus.access import ROLES, build_access
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from tests.contract.jwt_cluster import JwtCluster, Signer
 from tests.e2e.conftest import start  # noqa: F401
 from tests.e2e.harness import SCRIPTS, Job

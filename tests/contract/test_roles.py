@@ -66,7 +66,8 @@ from perdure.service.access.credentials import (
 )
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
-from perdure.service.jobfiles import load_endpoint, paths_of
+from perdure.service.jobfiles import load_endpoint
+from perdure.service.jobfolders import paths_of
 
 JOB = "roles.job"
 SPEC = JobSpec(script="train.py", name=JOB, nodes=2, spares=0)

@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perdure.control import Memory
-from perdure.control.memory import decode_memory, encode_memory, prune_entries
-from perdure.detect import Detector
+from perdure.control.memory import Memory, decode_memory, encode_memory, prune_entries
+from perdure.detect.detector import Detector
 from perdure.model.codec import decode, encode
 from perdure.model.events import JournalEntry, MetricsLogged, ProgressNoted, VerdictReached
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.service.jobfiles import parse_journal
 from perdure.sim import Scenario, Simulation
-from perdure.telemetry import LedgerFold
+from perdure.telemetry.ledger import LedgerFold
 from tests.journals import Story
 from tests.properties.test_controller_machine import SPEC, ControllerMachine
 

@@ -14,7 +14,8 @@ from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
 from perdure.model.codec import encode
 from perdure.model.events import ControllerLost, JobEnded, JobSubmitted, RoomNoted
 from perdure.service.controller.journal import read_journal
-from perdure.service.jobfiles import is_alive, load_parts, load_snapshot, paths_of, read_mirror
+from perdure.service.jobfiles import load_parts, load_snapshot, read_mirror
+from perdure.service.jobfolders import is_alive, paths_of
 from perdure.service.processes import find_marked
 
 STUB = Path(__file__).with_name("stub_run.py")
@@ -132,7 +133,7 @@ def test_a_failing_job_passes_its_exit_code_on(run: Callable[..., Run]) -> None:
     job.assert_clean()
 
 
-@pytest.mark.parametrize("part", ["controller", "nats"])
+@pytest.mark.parametrize("part", ["controller", pytest.param("nats", marks=pytest.mark.long)])
 def test_a_killed_part_is_started_again_and_nothing_is_lost(
     run: Callable[..., Run], tmp_path: Path, part: str
 ) -> None:
@@ -231,7 +232,7 @@ def test_a_name_that_runs_is_refused_and_an_ended_one_is_set_aside(
     job.until_running()
     second = run("0")
     assert second.wait() == 2
-    assert "ConfigError: job `job` is running" in second.text()
+    assert "JobRunsError: job `job` is running" in second.text()
     (Path(job.paths.root) / "checkpoints").mkdir()
     over.touch()
     assert job.wait() == 0
@@ -253,6 +254,17 @@ def test_the_death_of_the_run_itself_leaves_nothing(run: Callable[..., Run]) -> 
         time.sleep(0.05)
     job.assert_clean()
     assert run("0").wait() == 0
+
+
+def test_ctrl_c_is_no_success_for_whoever_waits(run: Callable[..., Run]) -> None:
+    """`perdure run train.py && python eval.py` does not go on with half a training."""
+    job = run("60")
+    job.until_running()
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(20) == 128 + signal.SIGINT
+    snapshot = load_snapshot(job.paths)
+    assert snapshot is not None
+    assert snapshot.state == "stopped"
 
 
 def test_a_second_signal_ends_the_job_also_when_nothing_answers(run: Callable[..., Run]) -> None:

@@ -17,7 +17,7 @@ from tests.contract.test_interrupt import WAIT_S, Ranks
 from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.torch, pytest.mark.serial]
+pytestmark = pytest.mark.torch
 
 
 @pytest.fixture

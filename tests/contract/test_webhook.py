@@ -78,17 +78,30 @@ async def test_a_notice_is_taken_and_answered(hook: Hook) -> None:
     assert hook.taken[0].args == NOTICE
     status, answer = await hook.post(b'{"kind":"device-failed","device":"GPU-7"}')
     assert (status, answer["reason"]) == (409, "there is no such device")
+    in_parts = (
+        f"{len(body := json.dumps(NOTICE).encode()):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    )
+    status, answer = await hook.post(
+        in_parts, "POST /notify HTTP/1.1\r\nTransfer-Encoding: chunked"
+    )
+    assert (status, answer["ok"]) == (200, True), "a sender that does not know how much it sends"
 
 
 async def test_bad_requests_are_refused(hook: Hook) -> None:
     body = json.dumps(NOTICE).encode()
     length = f"Content-Length: {len(body)}"
     assert (await hook.post(body, token="wrong"))[0] == 401
-    assert (await hook.send(f"POST /notify HTTP/1.1\r\n{length}\r\n\r\n".encode() + body))[0] == 401
+    unsigned = f"POST /notify HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n"
+    assert (await hook.send(unsigned.encode() + body))[0] == 401
+    assert (await hook.send(b"GET / HTTP/1.1\r\n\r\n"))[0] == 400, "no host"
+    assert (await hook.send(b"\x16\x03\x01\x02\x00\x01\r\n\r\n"))[0] == 400, "TLS, perhaps"
     assert (await hook.post(body, f"GET /notify HTTP/1.1\r\n{length}"))[0] == 405
     assert (await hook.post(body, f"POST /status HTTP/1.1\r\n{length}"))[0] == 404
-    assert (await hook.post(body, "POST /notify HTTP/1.1"))[0] == 411
-    assert (await hook.post(body, "POST /notify HTTP/1.1\r\nContent-Length: -1"))[0] == 411
+    assert (await hook.post(body, "POST /notify HTTP/1.1"))[0] == 400, "of no length"
+    assert (await hook.post(body, "POST /notify HTTP/1.1\r\nContent-Length: -1"))[0] == 400
+    endless = "POST /notify HTTP/1.1\r\nTransfer-Encoding: chunked"
+    chunk = b"ff\r\n" + b" " * 255 + b"\r\n"
+    assert (await hook.post(chunk * (BODY_BYTES_MAX // 255 + 1), endless))[0] == 413
     large = f"POST /notify HTTP/1.1\r\nContent-Length: {BODY_BYTES_MAX + 1}"
     assert (await hook.post(b"", large))[0] == 413
     assert (await hook.post(body, f"POST /notify HTTP/1.1\r\n{length}\r\nX: {'x' * 9000}"))[
@@ -97,6 +110,11 @@ async def test_bad_requests_are_refused(hook: Hook) -> None:
     assert (await hook.post(b"{}"))[0] == 400
     assert (await hook.post(b'{"kind":"reboot"}'))[0] == 400
     assert (await hook.post(b"\xff\xfe\x00"))[0] == 400
+    reader, writer = await asyncio.open_connection("127.0.0.1", hook.webhook.port)
+    writer.write_eof()
+    async with asyncio.timeout(10):
+        assert await reader.read() == b"", "who leaves without a word is let go"
+    writer.close()
     assert hook.taken == []
     assert (await hook.post(body))[0] == 200
 

@@ -170,11 +170,7 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     killer.takes_along = find_memory(scenario, me) if scenario.get("nodes", 1) > 1 else None
     torch.manual_seed(1000 + me)
     width = scenario.get("width", 64)
-    layers = [nn.Linear(width, width) for _ in range(scenario.get("layers", 1))]
-    model = nn.Sequential(
-        nn.Linear(16, width), nn.Dropout(scenario.get("dropout", 0.1)), nn.ReLU(),
-        *layers, nn.ReLU(), nn.Linear(width, 1),
-    )  # fmt: skip
+    model = make_model(scenario, width)
     plan = plan_batches(scenario["batch"], scenario["micro_batch"])
     data = MicroBatches(Numbers(), plan, seed=3, shuffle=True)
     used: list[list[int]] = []
@@ -219,6 +215,7 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
                 "used": used[:],
                 # Of the newest state: a rank that rolls forward yields two steps at once.
                 "hash": hash_state(replica),
+                "tied": hash_tied(replica),
                 "hash_of": trainer.applied,
                 "shard": name_part(replica),
                 "blocks": getattr(replica, "mine", ()),
@@ -228,6 +225,28 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
             used.clear()
             out.write(json.dumps(row) + "\n")
             out.flush()
+
+
+def make_model(scenario: dict[str, Any], width: int) -> nn.Sequential:
+    """Return the model; `tied`: its ends share a matrix, and two blocks between all they have."""
+    first, tied = nn.Linear(16, width), scenario.get("tied", False)
+    layers = [nn.Linear(width, width) for _ in range(scenario.get("layers", 1))]
+    if tied:
+        layers = [*layers, layers[0]]
+    last = Back(first.weight) if tied else nn.Linear(width, 1)
+    dropout = nn.Dropout(scenario.get("dropout", 0.1))
+    return nn.Sequential(first, dropout, nn.ReLU(), *layers, nn.ReLU(), last)
+
+
+class Back(nn.Module):
+    """Leads back by the first block's matrix, as a head does by its embedding's."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.scale = weight, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x @ self.weight).sum(1, keepdim=True)
 
 
 def make_connect(scenario: dict[str, Any], device: FakeDevice) -> Any:
@@ -325,6 +344,7 @@ def make_stages(
         exact=scenario.get("exact", False), schedule=schedule, choose=choose,
         bucket_bytes=scenario.get("bucket_bytes", 4096),
         snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
+        recompute=scenario.get("recompute", False),
     )  # fmt: skip
     return replica, Trainer(state, membership=membership, connect=connect)
 
@@ -339,6 +359,15 @@ def hash_state(replica: Any) -> str:
     if hasattr(replica, "skeleton"):
         return hash_tensors([t for parts in replica.parts().values() for t in parts.values()])
     return hash_tensors(list(replica.model.state_dict().values()))
+
+
+def hash_tied(replica: Any) -> dict[str, str]:
+    """Return a hash of each shared parameter that is here, with all that its update depends on."""
+    return {
+        str(blocks): hash_tensors([parameter, *replica.optimizer.state[parameter].values()])
+        for parameter, blocks in getattr(replica, "shared", {}).items()
+        if parameter.numel() and parameter.ndim == 2
+    }
 
 
 def find_memory(scenario: dict[str, Any], me: int) -> Path | None:

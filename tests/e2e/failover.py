@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from perdure.lab.live.fleets.local import Gates, kill_nodes
-from perdure.service.jobfiles import paths_of
+from perdure.service.jobfolders import paths_of
 from perdure.service.placement import Placement
 from tests.e2e.harness import SCRIPTS, Job
 

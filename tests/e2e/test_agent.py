@@ -42,7 +42,8 @@ from perdure.model.job import JobSpec
 from perdure.model.orders import AnyOrder, Assignment, InjectFault, TakeStacks
 from perdure.model.signals.progress import NodeBeat
 from perdure.model.steering import Steering
-from perdure.service.jobfiles import MINE, make_folders, paths_of, write_document
+from perdure.service.jobfiles import MINE, make_folders, write_document
+from perdure.service.jobfolders import paths_of
 from perdure.service.ports import Reply
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
@@ -338,10 +339,24 @@ async def test_nothing_survives_perdure_run(tmp_path: Path) -> None:
         await driver.close()
 
 
+def measure_look() -> float:
+    """Return the CPU seconds of reading a `/proc/PID/stat`, which tells how fast a machine is."""
+    with open("/proc/self/stat", "rb", buffering=0) as file:
+        began_s = time.process_time()
+        for _ in range(2_000):
+            words = os.pread(file.fileno(), 2048, 0).rpartition(b")")[2].split()
+            assert sum(int(word) for word in words[11:15]) >= 0
+        return (time.process_time() - began_s) / 2_000
+
+
 @pytest.mark.slow
 @pytest.mark.serial
 async def test_budget(tmp_path: Path) -> None:
-    """8 ranks at 5 Hz: 1 % of a core (measured 0.7; twice that passes on a busy machine), 60 MB."""
+    """8 ranks at 5 Hz: 2 % of a core, or what 2,200 looks at /proc cost where that is more; 60 MB.
+
+    How much of a core the same work takes, is the machine's: 0.7 % of one, and 1.9 to 2.3 % of
+    another (1,550 to 1,750 looks a second), where the code that took 0.7 % takes 2.1 as well.
+    """
     driver = Driver(tmp_path, nproc=8)
     try:
         await driver.start()
@@ -351,13 +366,18 @@ async def test_budget(tmp_path: Path) -> None:
         await asyncio.sleep(1)
         stat = ProcStat(driver.agent.pid)
         before, beats, began_s = stat.sample(), len(driver.beats), time.monotonic()
-        await asyncio.sleep(10)
+        looks = [measure_look()]
+        for _ in range(2):
+            await asyncio.sleep(5)
+            looks.append(measure_look())
         after, wall_s = stat.sample(), time.monotonic() - began_s
         stat.close()
         share = (after.cpu_s - before.cpu_s) / wall_s
         rate = (len(driver.beats) - beats) / wall_s
-        print(f"{share:.2%} of a core, {after.rss_bytes / 1e6:.1f} MB, {rate:.2f} beats/s")
-        assert share <= 0.02
+        look_s = sum(looks) / len(looks)
+        print(f"{share:.2%} of a core, {share / look_s:.0f} looks a second")
+        print(f"{after.rss_bytes / 1e6:.1f} MB, {rate:.2f} beats/s")
+        assert share <= max(0.02, 2_200 * look_s)
         assert after.rss_bytes <= 60e6
         assert 4.5 <= rate <= 5.1
         await driver.end(0)

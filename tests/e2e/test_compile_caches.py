@@ -28,6 +28,7 @@ def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_finds_what_its_neighbour_and_its_former_life_have_compiled(
     start: Start, tmp_path: Path
 ) -> None:

@@ -73,7 +73,6 @@ if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
 """
 
 
-@pytest.mark.serial
 def test_a_cuda_error_is_told_and_the_second_on_a_gpu_costs_its_node_its_place(
     start: Start, counters: Path, tmp_path: Path
 ) -> None:

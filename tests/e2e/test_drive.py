@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from perdure.cli.page.results import Results
 from tests.e2e.harness import SCRIPTS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -18,24 +21,43 @@ TRACE = "0,add,a\n0,add,b\n0,add,c\n4000,remove,b\n9000,add,b\n"
 """One of three nodes is lost, and comes back."""
 
 
-def drive(
+def start(
     folder: Path, script: str, args: list[str], *options: str, trace: str = TRACE
-) -> dict[str, Any]:
-    """Write a job file and a trace, and return the command's answer."""
+) -> "subprocess.Popen[str]":
+    """Write a job file and a trace, and start the command."""
     path, job = folder / "trace.csv", folder / "job.toml"
     path.write_text(trace)
     job.write_text(
         f'name = "mine"\nscript = "{SCRIPTS / script}"\nnodes = 3\nargs = {json.dumps(args)}\n'
     )
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", "perdure", "trace", "drive", str(path), str(job), "--json",
          *options],
-        env=dict(os.environ, PERDURE_HOME=str(folder / "state")), cwd=folder,
-        capture_output=True, text=True, timeout=200,
+        env=dict(os.environ, PERDURE_HOME=str(folder / "state")), cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+
+
+def finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    """Return the command's answer."""
+    told, said = process.communicate(timeout=200)
+    assert process.returncode == 0, told + said
+    answer: dict[str, Any] = json.loads(told)
     return answer
+
+
+def drive(
+    folder: Path, script: str, args: list[str], *options: str, trace: str = TRACE
+) -> dict[str, Any]:
+    """Start the command, and return its answer."""
+    with start(folder, script, args, *options, trace=trace) as process:
+        return finish(process)
+
+
+def wait_played(process: "subprocess.Popen[str]") -> None:
+    """Wait until the trace is played."""
+    assert process.stderr is not None
+    assert any("drive: drive" in line for line in process.stderr), "it plays"
 
 
 def find_left(folder: Path) -> list[str]:
@@ -69,8 +91,13 @@ def test_a_node_of_an_elastic_job_is_lost_and_comes_back(tmp_path: Path) -> None
     assert set(answer["throughput"]) == {"1", "2", "3"}
     assert 1 in answer["assumed"]
     assert not find_left(tmp_path)
+    results = Results(str(tmp_path / "state"))
+    (listed,) = results.look().rows["drive"]
+    assert listed.said.startswith(f"{row['system']} {row['fraction_of_u2']:.4f} of U2")
+    assert answer["job"] in results.open(listed.name)[1].title
 
 
+@pytest.mark.long
 def test_a_node_that_stays_away_hides_no_step_of_the_others(tmp_path: Path) -> None:
     """Its last word stood for the job's step, also in `perdure status`, until it came back."""
     trail = tmp_path / "trail"
@@ -91,6 +118,20 @@ def test_a_node_that_stays_away_hides_no_step_of_the_others(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_a_drive_that_is_ended_tells_what_was_played_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "trail").mkdir()
+    args = ["--trail", str(tmp_path / "trail"), "--steps", "100000", "--step-s", "0.1"]
+    with start(tmp_path, "train_paced.py", args) as process:
+        wait_played(process)
+        process.terminate()
+        answer = finish(process)
+    assert (answer["complete"], answer["ended"]) == (False, "")
+    assert not list((tmp_path / "state" / "replay").glob("drive-*"))
+    assert not find_left(tmp_path)
+
+
+@pytest.mark.long
+def test_a_drive_whose_reader_is_gone_ends_its_job_all_the_same(tmp_path: Path) -> None:
+    """`2>&1 | tee log`: Ctrl-C ends tee first."""
     (tmp_path / "trace.csv").write_text(TRACE)
     args = json.dumps(["--trail", str(tmp_path / "trail"), "--steps", "100000", "--step-s", "0.1"])
     (tmp_path / "job.toml").write_text(
@@ -98,25 +139,25 @@ def test_a_drive_that_is_ended_tells_what_was_played_and_leaves_nothing(tmp_path
     )
     (tmp_path / "trail").mkdir()
     with subprocess.Popen(
-        [sys.executable, "-m", "perdure", "trace", "drive", "trace.csv", "job.toml", "--json"],
+        [sys.executable, "-m", "perdure", "trace", "drive", "trace.csv", "job.toml"],
         env=dict(os.environ, PERDURE_HOME=str(tmp_path / "state")), cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
-        assert process.stderr is not None
-        assert any("drive: drive" in line for line in process.stderr), "it plays"
-        process.terminate()
-        told, _ = process.communicate(timeout=180)
-    assert process.returncode == 0
-    answer = json.loads(told)
-    assert (answer["complete"], answer["ended"]) == (False, "")
-    assert not list((tmp_path / "state" / "replay").glob("drive-*"))
+        assert process.stdout is not None
+        assert any("drive: start" in line for line in process.stdout)
+        process.stdout.close()
+        wait_until(lambda: list((tmp_path / "trail").iterdir()), "a rank")
+        process.send_signal(signal.SIGINT)
+        process.wait(120)
     assert not find_left(tmp_path)
 
 
-@pytest.mark.long
 def test_a_job_that_ends_before_its_trace_is_told(tmp_path: Path) -> None:
-    args = ["--trail", str(tmp_path / "trail"), "--steps", "400", "--pace-s", "0.05"]
-    answer = drive(tmp_path, "elastic.py", args, "--duration", "100")
+    args = ["--trail", str(tmp_path / "trail"), "--steps", "400", "--pace-s", "0.15"]
+    with start(tmp_path, "elastic.py", args, "--duration", "100") as process:
+        wait_played(process)
+        (tmp_path / "trail" / "hurry").touch()
+        answer = finish(process)
     assert not answer["complete"]
     assert answer["ended"].startswith("done")
     assert answer["duration_s"] < 90

@@ -47,12 +47,19 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         *(seeded(seed, **LATE) for seed in range(3)),
     )
 }  # fmt: skip
+LONG = {
+    *("kill-backward", "kill-reduced", "kill-applied", "again-form", "again-connecting"),
+    *("again-bring", "join", "seed-1", "seed-2"),
+}
+"""What differs from another scenario by a place or a number: for the campaign."""
+NAMES = [[n for n in SCENARIOS if (n in LONG) == long] for long in (False, True)]
 pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
 def all_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes([list(SCENARIOS.values())], tmp_path_factory.mktemp("devices"))
+    batches = [[SCENARIOS[name] for name in names] for names in NAMES]
+    return Outcomes(batches, tmp_path_factory.mktemp("devices"))
 
 
 @pytest.fixture
@@ -60,7 +67,9 @@ def outcomes(all_outcomes: Outcomes, request: pytest.FixtureRequest) -> Outcomes
     return all_outcomes.serve(request)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in SCENARIOS]
+)
 def test_survivors_commit_every_step_and_agree(outcomes: Outcomes, name: str) -> None:
     judge(outcomes[name])
 
@@ -68,7 +77,8 @@ def test_survivors_commit_every_step_and_agree(outcomes: Outcomes, name: str) ->
 def test_who_has_lost_its_device_ends_and_the_others_go_on(outcomes: Outcomes) -> None:
     for name in ("lose", "hang", "split-lose", "split-hang"):
         found = outcomes[name]
-        assert found["answer"]["ends"]["1"] == DeviceLostError.exit_code
+        ends = found["answer"]["ends"]
+        assert ends["1"] == DeviceLostError.exit_code, f"{name}: {ends}\n{found['log'][-4000:]}"
         assert len(found["rows"]["1"]) < STEPS
     assert "does not become idle" in outcomes["hang"]["log"]
     assert "illegal memory access" in outcomes["lose"]["log"]

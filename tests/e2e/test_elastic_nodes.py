@@ -38,6 +38,7 @@ def kill_node(job: Job, node: int, rank: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(320)
+@pytest.mark.long
 def test_the_world_outlives_the_node_it_began_on(start: Callable[..., Job], tmp_path: Path) -> None:
     """The first node had the store and rank 0. It comes back with the next spare."""
     trail = tmp_path / "trail"

@@ -35,6 +35,20 @@ FOLLOWS: dict[str, dict[str, Any]] = {
 }
 """A rank takes the members' state while they train, and keeps up until it is called."""
 
+_TWICE: dict[str, Any] = {"kill": {"3": "backward 7", "2": "optimizer 4"}}
+TIED: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("one", 1, {}),
+    ("end-lost", 3, {"every": EVERY, "nodes": 3, "kill": {"0": "backward 40"}}),
+    ("head-lost", 3, {"every": EVERY, "nodes": 3, "kill": {"2": "reduced 40"}}),
+    ("spread", 5, {"kill": {"2": "optimizer 3"}}),
+    ("morph", 4, {"stages": 2, "joins": 1, "join_epoch": 1, **_TWICE}),
+    ("follow", 4, {"stages": 2, "joins": 1, "follow": True, "pace_s": 0.1}),
+    ("zero", 4, {"stages": 2, "schedule": "zero-bubble", **_TWICE}),
+    ("interleaved", 4, {"stages": 2, "schedule": "interleaved", **_TWICE}),
+    ("cut", 3, {"shapes": (3, 1, 3), "rest_s": 0.5, "pace_s": 0.03}),
+)
+"""Blocks at both ends share a matrix, and two between all that they have."""
+
 
 def fixed() -> list[dict[str, Any]]:
     kills = [(place, {str(i % 3): f"{place} 4"}) for i, place in enumerate(PLACES)]
@@ -81,13 +95,23 @@ def fixed() -> list[dict[str, Any]]:
                  join_epoch=1, kill={"3": "backward 7", "2": "optimizer 4"}),
         scenario("stages-lost", 3, stages=3, exact=True, every=EVERY, nodes=3,
                  kill={"1": "backward 40"}),
+        scenario("bare-stage", 3, stages=3, layers=0, exact=True),  # One has no parameters.
+        scenario("tied-whole", 1, tied=True, layers=2, dropout=0.0),
+        scenario("tied-apart-lost", 2, stages=2, tied=True, layers=2, dropout=0.0, recompute=True,
+                 every=EVERY, nodes=2, kill={"1": "reduced 40"}),
+        *(
+            scenario(f"tied-{name}", ranks, exact=True, tied=True, layers=2, **{"stages": 3} | more)
+            for name, ranks, more in TIED
+        ),
     ]  # fmt: skip
 
 
 LONG = {
-    *("kill-forward", "kill-optimizer", "flap-backward", "flap-applied", "exact-2"),
+    *("kill-forward", "kill-optimizer", "kill-reduced", "flap-backward", "flap-applied"),
+    *("exact-2", "exact-4", "stages-interleaved"),
     *("follow-exact", "follow-follower-dies", "shard-0", "shard-2", "sole-1", "stages-zero"),
-    *(f"seed-{seed}" for seed in range(3, SEEDS)),
+    *(f"seed-{seed}" for seed in range(1, SEEDS)),
+    *(f"tied-{name}" for name, *_ in TIED if name not in ("one", "end-lost", "spread")),
 }
 """What differs from another scenario by a place or a number: for the campaign."""
 SCENARIOS = {one["name"]: one for one in (*fixed(), *(seeded(seed) for seed in range(SEEDS)))}
@@ -117,7 +141,7 @@ def outcomes(all_outcomes: Outcomes, request: pytest.FixtureRequest) -> Outcomes
 
 
 @pytest.mark.parametrize(
-    "name", mark(n for n in SCENARIOS if "sole" not in n and n != "stages-lost")
+    "name", mark(n for n in SCENARIOS if "sole" not in n and not n.endswith("-lost"))
 )
 def test_survivors_commit_every_step_and_agree(outcomes: Outcomes, name: str) -> None:
     judge(outcomes[name])
@@ -180,6 +204,32 @@ def test_stages_of_any_world_have_the_losses_of_one_process(
         left = Path(outcome["scenario"]["memory"]).glob("*/m*.head")
         killed = outcome["scenario"].get("kill", {})
         assert {path.name.split("-")[0][1:] for path in left} <= set(killed)
+
+
+@short_and_long
+def test_what_blocks_share_has_one_value_and_the_losses_of_one_process(
+    outcomes: Outcomes, names: tuple[str, ...]
+) -> None:
+    """Bitwise, whoever of its holders dies, and wherever the model is cut."""
+    (whole,) = outcomes["tied-one"]["rows"].values()
+    wanted = {(row["step"] + 1, blocks): h for row in whole for blocks, h in row["tied"].items()}
+    for name in (n for n in names if "tied" in n and n not in ("tied-whole", "tied-apart-lost")):
+        outcome = outcomes[name]
+        assert not outcome["answer"].get("hung"), outcome["log"][-2000:]
+        rows = [row for mine in outcome["rows"].values() for row in mine]
+        assert {r["step"]: r["losses"] for r in rows} == {r["step"]: r["losses"] for r in whole}
+        assert all(wanted[r["hash_of"], b] == h for r in rows for b, h in r["tied"].items())
+        assert name == "tied-one" or len({r["shape"] for r in rows}) > 1
+
+
+def test_tied_ends_of_a_pipeline_train_as_those_of_one_module(outcomes: Outcomes) -> None:
+    """On two ranks, of which one dies, then on one; each gradient is counted and clipped once."""
+    (whole,) = outcomes["tied-whole"]["rows"].values()
+    found = {r["step"]: r for r in outcomes["tied-apart-lost"]["rows"]["0"]}
+    assert {r["shape"] for r in found.values()} == {"1x2", "1x1"}
+    for row in whole:
+        got, wanted = ([float.fromhex(x) for x in r["losses"]] for r in (found[row["step"]], row))
+        assert got == pytest.approx(wanted, rel=1e-4)
 
 
 @short_and_long

@@ -105,6 +105,7 @@ Instants = st.lists(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60 + 60 * EXAMPLES)
 @settings(
     max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],

@@ -122,6 +122,7 @@ def join(home: Path, invitation: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_hostile_machine_with_an_invitation_is_no_operator(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

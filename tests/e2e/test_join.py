@@ -65,6 +65,7 @@ def events(job: Job, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_machine_whose_agent_is_silent_for_seconds_trains_on(
     start: Callable[..., Job], join: Callable[[str], Machine], tmp_path: Path

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from perdure.files import replace_file
 from perdure.model.bus.wire import (
     KeeperKill,
     KeeperSignal,
@@ -224,7 +225,9 @@ def _plain(node: Node, *command: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    "cold", [False, pytest.param(True, marks=pytest.mark.long)], ids=["warm", "cold"]
+)
 def test_same_as_python(node: Node, cold: bool) -> None:
     """Streams, exit codes and exceptions are what `python SCRIPT` gives."""
     node.wait_warm()
@@ -362,6 +365,65 @@ def test_imports_are_preloaded(tmp_path: Path) -> None:
         node.end()
 
 
+def test_what_a_rank_imports_late_is_in_the_image_while_it_still_runs(tmp_path: Path) -> None:
+    """Trainers import at their first step; the next rank starts from an image that has it all.
+
+    The image is forked from the one before, which is ended, and outlives the end of a generation
+    that comes in the middle of an import.
+    """
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(4)")
+    for name in ("starter", "asker"):
+        (tmp_path / f"{name}.py").write_text(BAD_MODULES[name])
+    script = tmp_path / "train.py"
+    names = ("sched", "wave", "slow", "starter", "asker")
+    script.write_text(
+        TRAIL + f"import sys\nnote([m for m in {names} if m in sys.modules])\n"
+        "import sched\ntime.sleep(3)\nimport wave\ntime.sleep(60)"
+    )
+    imported = Path(job_paths(str(tmp_path), JOB, os.getuid()).imports)
+    node = Node(tmp_path, PYTHONPATH=str(tmp_path))
+    node.env["PYTHONPATH"] = str(tmp_path)
+
+    def wait(what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not what():
+            assert time.monotonic() < deadline, node.log()
+            time.sleep(0.05)
+
+    def find_images() -> list[psutil.Process]:
+        below = psutil.Process(node.process.pid).children(recursive=True)
+        return [p for p in below if "zygote" in p.name()]
+
+    try:
+        node.wait_warm()
+        (first,) = find_images()
+        assert node.spawn(0, str(script)).warm
+        wait(lambda: imported.exists() and "wave" in json.loads(imported.read_bytes()))
+        # Of modules beside the script a rank notes nothing: they may change.
+
+        def said() -> bool:
+            names = json.loads(imported.read_bytes())
+            if "slow" not in names:  # Also where the rank has noted once more meanwhile.
+                more = [*names, "starter", "asker", "slow"]
+                replace_file(str(imported), json.dumps(more).encode())
+            return "starter runs 1 thread" in node.log()
+
+        wait(said)
+        assert "asker reads RANK at import" in node.log()
+        wait(lambda: len(find_images()) == 2)  # One is importing `slow`.
+        ready = node.log().count("is ready")
+        node.ask(KeeperKill(0))
+        node.expect(KeeperStopped, generation=0)
+        wait(lambda: node.log().count("is ready") > ready)
+        assert "died" not in node.log()
+        wait(lambda: len(find_images()) == 1)
+        assert is_gone(first.pid)
+        assert node.spawn(1, str(script)).warm
+        assert node.wait_trail(4)[3] == [["sched", "wave", "slow"]]
+    finally:
+        node.end()
+
+
 def test_image_lost(node: Node) -> None:
     """An image that dies is replaced; one that dies while forking leaves a cold start."""
     node.wait_warm()
@@ -384,7 +446,6 @@ def test_image_lost(node: Node) -> None:
 def test_supervisor_gone(tmp_path: Path) -> None:
     """A keeper whose supervisor was killed ends its ranks and leaves."""
     node = Node(tmp_path)
-    node.wait_warm()
     node.end()
     supervisor = subprocess.Popen(["sleep", "1000"])
     node.process = subprocess.Popen(

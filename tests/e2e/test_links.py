@@ -13,7 +13,8 @@ from perdure.adapters.nats import NatsBus
 from perdure.model.bus.wire import NodeOrder, subject_orders
 from perdure.model.codec import encode
 from perdure.model.orders import RunProbe
-from perdure.service.jobfiles import load_endpoint, paths_of
+from perdure.service.jobfiles import load_endpoint
+from perdure.service.jobfolders import paths_of
 from tests.e2e.harness import SCRIPTS, Job
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

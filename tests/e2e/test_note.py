@@ -26,16 +26,9 @@ def find_words(depth: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize(
-    "depth",
-    [
-        "supervised",
-        "resumable",
-        pytest.param("elastic", marks=pytest.mark.long),
-        pytest.param("torchft", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("depth", ["supervised", "resumable", "elastic", "torchft"])
 def test_a_remark_is_in_the_report(depth: str, start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "trail"
     folder.mkdir()

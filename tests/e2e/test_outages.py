@@ -14,7 +14,7 @@ import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer, User
 from perdure.model.bus.access import ROLES, Access, build_access
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from tests.e2e.harness import SCRIPTS, Job
 from tests.lab.network import Lab, sh, why_not
 
@@ -157,6 +157,7 @@ def test_a_killed_and_a_full_server_stop_no_step_and_lose_no_event(
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=f"no network laboratory: {why_not()}")
+@pytest.mark.long
 def test_a_partition_between_controller_and_agents_is_no_loss_of_nodes(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

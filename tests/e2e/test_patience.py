@@ -59,7 +59,7 @@ def test_evaluation_recompile_and_late_read_survive(start: Start, part: float) -
 @pytest.mark.slow
 def test_what_torch_compiles_in_mid_training_is_said_of_nobody(start: Start) -> None:
     """Nor is the first import of what compiles, which takes seconds."""
-    words = [str(SCRIPTS / "stall.py"), "recompile", "--for-s", "9", "--declare"]
+    words = [str(SCRIPTS / "stall.py"), "recompile", "--for-s", "16", "--declare"]
     job = start("recompile", "-n", "2", *words)
     assert job.wait() == 0, job.text()
     assert not [v for v in find_verdicts(job) if v["step"] >= STALL_STEP]

@@ -12,7 +12,7 @@ from tests.e2e.harness import SCRIPTS, Job
 Start = Callable[..., Job]
 
 
-@pytest.mark.parametrize("words", [[], ["--gated"]])
+@pytest.mark.parametrize("words", [[], pytest.param(["--gated"], marks=pytest.mark.long)])
 def test_updates_that_pass_the_optimizer_by_tear_no_checkpoint(
     start: Start, tmp_path: Path, words: list[str]
 ) -> None:

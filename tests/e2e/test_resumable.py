@@ -44,6 +44,20 @@ def test_each_part_may_die(start: Start, tmp_path: Path, reference: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_job_that_is_done_says_so_when_it_is_started_again(start: Start, tmp_path: Path) -> None:
+    first = launch(start, tmp_path, "once", 1, "--steps", "20")
+    assert first.wait() == 0, first.text()
+    assert "had finished" not in first.text()
+    words = ["-n", "1", "-c", str(tmp_path / "once.toml"), SCRIPT, "--trail"]
+    again = start("once", *words, str(tmp_path / "once"), "--steps", "30")
+    assert again.wait() == 0, again.text()
+    (said,) = [line for line in again.text().splitlines() if "had finished" in line]
+    assert "had finished at step 20, and goes on from there if its script asks" in said
+    assert "`perdure rm once`, or another --name, begins anew" in said
+    assert sorted(step for _, step in read_trail(tmp_path / "once")) == list(range(30))
+
+
+@pytest.mark.slow
 def test_checkpoint_by_signal_and_by_command_and_stop_then_resume(
     start: Start, tmp_path: Path, reference: Path
 ) -> None:
@@ -62,10 +76,27 @@ def test_checkpoint_by_signal_and_by_command_and_stop_then_resume(
     assert reached["state"] == "stopped", reached
     assert saved["step"] <= reached["step"] < STEPS
     assert job.report()["recoveries"] == []
+    damaged = flip_a_bit_of_the_newest(job.folder / "checkpoints")
     (tmp_path / "killed" / "hurry").touch()
     again = start("killed", "-n", "2", "-c", str(tmp_path / "killed.toml"))
     assert again.wait() == 0, again.text()
     check_equal(tmp_path, STEPS, 2)
+    for command in ("status", "diagnose", "report"):
+        told = job.cli(command, "killed").stdout
+        assert "A checkpoint was not used, and training went on from step" in told, command
+        assert str(damaged) in told, command
+    [row] = job.report()["skipped"]
+    assert row["resumed"] == saved["step"]
+
+
+def flip_a_bit_of_the_newest(folder: Path) -> Path:
+    """Damage the largest file of the newest checkpoint; return the checkpoint."""
+    newest = max(folder.glob("step-*"))
+    largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    return newest
 
 
 def test_alone_the_same_script_runs(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """A box behind a real sshd: a job is launched, the connection breaks, the results come home."""
 
+import json
 import shutil
+import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 from tests.e2e.box import EXAMPLE, Laptop, make_boxes, needs_sshd
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.torch, pytest.mark.serial, needs_sshd]
+pytestmark = [pytest.mark.torch, needs_sshd]
 
 JOB = """\
 name = "gpt"
@@ -61,6 +64,21 @@ def test_a_job_outlives_its_connection_and_its_box_is_given_back_last(laptop: La
     assert secret.stat().st_mode & 0o777 == 0o600
     files = [path for path in laptop.box.home.rglob("*") if path.is_file() and path != secret]
     assert not [path for path in files if b"hf_very" in path.read_bytes()]
+
+    # The page is served there and seen here, and both end together.
+    with laptop.start("dash", "gpt", "--port", "0", "--json") as page:
+        assert page.stdout is not None
+        told = page.stdout.readline()
+        assert "urls" in told, told
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with browser.open(json.loads(told)["urls"]["view"], timeout=30) as shown:
+            assert "<title>gpt: done</title>" in shown.read().decode()
+        page.send_signal(signal.SIGINT)
+        assert page.wait(30) == 0
+    wait_until(
+        lambda: not [p for p in laptop.box.find_processes() if "dash" in p.cmdline()],
+        "the end of the page's server",
+    )
 
     # Nothing is given back before it was pulled, verified and confirmed.
     assert "nothing was pulled" in laptop.cli("teardown", "gpt", "--confirm", "gpt", code=4).stderr

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from perdure.model.verdicts import Verdict
-from perdure.service.jobfiles import paths_of, read_mirror
-from perdure.telemetry import list_verdicts
+from perdure.service.jobfiles import read_mirror
+from perdure.service.jobfolders import paths_of
+from perdure.telemetry.verdicts import list_verdicts
 from tests.e2e.harness import SCRIPTS, Job
 
 Start = Callable[..., Job]
@@ -99,6 +100,7 @@ def test_a_rank_that_dies_under_a_stopped_keeper_is_not_waited_for(
     finish(job, job.state()["step"])
 
 
+@pytest.mark.serial
 def test_each_stopped_part_is_replaced_and_training_goes_on(
     start: Start, tmp_path: Path, pause: Callable[[int], None]
 ) -> None:
@@ -106,8 +108,8 @@ def test_each_stopped_part_is_replaced_and_training_goes_on(
     journal = job.folder / "journal.jsonl"
 
     def wait_replaced(title: str, old: int, lost: int) -> None:
-        said = "stopped (state T) for 3 s"
-        job.wait_until(lambda: job.text().count(said) == lost, "word of it")
+        said = f"(pid {old}) died: stopped (state T) for 3 s"
+        job.wait_until(lambda: said in job.text(), "word of it")
         job.wait_until(lambda: [p for p in job.find(title) if p.pid != old], f"a new {title}")
         job.wait_until(lambda: journal.read_text().count('"ControllerLost"') == lost, "its entry")
         job.wait_step(job.state()["step"] + 10)

@@ -58,6 +58,7 @@ def test_nccl_is_told_what_the_depth_needs_and_the_users_value_stays(
     assert "cannot recover over NCCL with TORCH_NCCL_RETHROW_CUDA_ERRORS=1" in job.text()
 
 
+@pytest.mark.long
 def test_exception_is_shown_with_its_traceback(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("def f():\n    raise ValueError('a bad value')\nf()\n")
@@ -117,6 +118,26 @@ def test_a_killed_and_a_stopped_rank_are_named_and_the_world_restarts_warm(
     assert hang["confirmed_s"] - hang["first_seen_s"] < 3.0
 
 
+@pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_what_a_script_without_steps_has_lost_is_not_called_useful(
+    start: Start, tmp_path: Path, keeps: bool
+) -> None:
+    script = [str(SCRIPTS / "train_counting.py"), str(tmp_path), *["--keeps"][:keeps]]
+    job = start("counting", "-n", "2", *script)
+    job.wait_until(lambda: "iter 20:" in job.text(), "some steps")
+    job.kill("perdure rank counting g0 r1")
+    job.wait_until(lambda: "warning: the script" in job.text(), "the warning")
+    (tmp_path / "hurry").touch()
+    assert job.wait() == 0, job.text()
+    where = "went on by itself: `iter " if keeps else "began again from its start: `iter 0` after"
+    assert f"[perdure] warning: the script {where}" in job.text()
+    assert job.report()["lost_unknown"]
+    told = job.cli("report", "counting").stdout
+    assert "goodput at most " in told
+    assert "what was lost is unknown" in told
+    assert where in told
+
+
 def test_rank_that_leaves_early_is_a_verdict(start: Start) -> None:
     job = start(
         "early", "-n", "2", "--max-restarts", "0", str(SCRIPTS / "allreduce.py"), "--leave-early"
@@ -126,6 +147,7 @@ def test_rank_that_leaves_early_is_a_verdict(start: Start) -> None:
     assert any(v["culprit"].get("rank") == 1 for v in verdicts), verdicts
 
 
+@pytest.mark.long
 def test_emulated_nodes(start: Start) -> None:
     job = start("nodes", "-n", "1", "--nodes", "2", str(SCRIPTS / "allreduce.py"), "--steps", "50")
     assert job.wait() == 0, job.text()

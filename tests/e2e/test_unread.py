@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from perdure.service.jobfiles import Parts, load_parts, paths_of
+from perdure.service.jobfiles import Parts, load_parts
+from perdure.service.jobfolders import paths_of
 from tests.e2e.harness import SCRIPTS
 
 FAMILY = str(SCRIPTS / "quiet_family.py")
@@ -102,10 +103,10 @@ def test_a_stopped_terminal_stops_nothing(tmp_path: Path, started: list[Unread])
 
 
 @pytest.mark.long
-def test_a_terminal_that_closes_ends_the_job_in_order(
+def test_a_job_outlives_the_terminal_that_it_was_started_in(
     tmp_path: Path, started: list[Unread]
 ) -> None:
-    """What is written to it then (EIO) ends nobody; SIGHUP is a wish to stop."""
+    """What is written to it then (EIO) ends nobody, and SIGHUP says only that nobody looks."""
     reader, stdout = pty.openpty()
     run = Unread(tmp_path, stdout, os.dup(reader), FAMILY, "10")
     started.append(run)
@@ -118,5 +119,8 @@ def test_a_terminal_that_closes_ends_the_job_in_order(
     run.until(lambda: run.parts().controller not in (0, first), "another controller")
     run.process.send_signal(signal.SIGHUP)
     run.process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    assert run.process.poll() is None
+    run.cli("stop", "unread", "--now")
     run.process.wait(END_S)
     assert "stopped" in run.cli("ps")

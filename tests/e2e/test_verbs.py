@@ -59,8 +59,14 @@ def wait_for_entry(job: Job, word: str) -> None:
 def test_a_drain_is_whole_though_the_controller_dies_before_its_answer(
     start: Start, tmp_path: Path
 ) -> None:
-    job = launch(start, tmp_path, "drained", step_s=0.5)
-    job.wait_step(10)
+    job = launch(start, tmp_path, "drained", step_s=1.5)
+    job.wait_step(3)
+    late = answer(ask(job, "drain", "drained", "1", "--deadline", "0.1"))
+    assert (late["exit_code"], "nothing was moved" in late["error"]) == (4, True), late
+    dry = answer(ask(job, "evict", "drained", "1", "--dry-run"))
+    assert dry["moves"] == [{"node": 1, "to": 2, "ranks": [1]}]
+    job.wait_step(job.state()["step"] + 2)
+    assert job.state()["generation"] == 0
     asked = ask(job, "drain", "drained", "rank:1", "--why", "fan")
     wait_for_entry(job, "NodeDraining")
     job.kill("perdure controller")
@@ -82,6 +88,7 @@ def test_a_drain_is_whole_though_the_controller_dies_before_its_answer(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_cannot_be_done_in_time_changes_nothing(start: Start, tmp_path: Path) -> None:
     job = launch(start, tmp_path, "late", step_s=1.5)
     job.wait_step(3)

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from perdure.control import Memory
+from perdure.control.memory import Memory
 from perdure.model.events import Decision, JournalEntry
 from perdure.service.jobfiles import parse_journal
 from perdure.sim import Scenario, Simulation, Weather
 from perdure.sim.elastic import ElasticSimulation
-from perdure.telemetry import LedgerFold
+from perdure.telemetry.ledger import LedgerFold
 from tests import older
 
 JOURNALS = Path(__file__).with_name("journals")

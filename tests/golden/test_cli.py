@@ -50,7 +50,7 @@ def perdure(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 CASES = {
     "help": ["--help"],
-    "ps": ["ps"],
+    "ps": ["ps", "--all"],
     "status": ["status", "job"],
     "map": ["map", "job"],
     "diagnose": ["diagnose", "job"],
@@ -144,7 +144,15 @@ def test_a_job_that_nobody_ended_is_lost(
     (folder / "journal.jsonl").write_bytes(b"".join(lines[:40]) + lines[40][:20])
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     assert json.loads(perdure("ps", "--json"))["jobs"][0]["state"] == "lost"
-    assert json.loads(perdure("report", "cut", "--json"))["slot_s"] > 0
+    report = json.loads(perdure("report", "cut", "--json"))
+    assert report["slot_s"] > 0
+    assert (report["state"], "the same --name resumes it" in report["reason"]) == ("lost", True)
+    status = json.loads(perdure("status", "cut", "--json"))
+    last = {**status, "state": "running", "step": 77, "at_s": status["at_s"] + 1.0}
+    last["ranks"] = [{**row, "step": 77 + row["rank"]} for row in status["ranks"]]
+    (folder / "state.json").write_text(json.dumps(last))  # What a controller wrote last.
+    known = json.loads(perdure("status", "cut", "--json"))
+    assert (known["state"], known["step"]) == ("lost", 77)
 
 
 def test_what_the_disk_refuses_is_one_line_and_no_traceback(

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 
-from perdure.control import Memory
-from perdure.control.memory import decode_memory, encode_memory
+from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.control.orders import REPEAT_S, OrderBook
 from perdure.model.events import ControllerStarted, Decision, JobSubmitted
 from perdure.model.orders import RecordEvent, ResumeRanks, SendBoundary

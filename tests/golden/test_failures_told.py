@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from perdure.control import Memory
+from perdure.control.memory import Memory
 from perdure.model.codec import decode, encode
 from perdure.model.events import ControllerStarted, Decision, FailureDecided, JournalEntry
 from perdure.sim import Scenario, Simulation

@@ -4,7 +4,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from perdure.service.jobfiles import paths_of, read_mirror
+from perdure.service.jobfiles import read_mirror
+from perdure.service.jobfolders import paths_of
 from perdure.telemetry.verdicts import list_verdicts
 from tests.lab.job import LabJob, Row
 

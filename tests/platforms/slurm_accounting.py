@@ -26,6 +26,7 @@ AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={port}
 AccountingStoragePass={root}/munge.sock
+AccountingStorageEnforce=associations,limits,qos
 JobAcctGatherFrequency=2
 """
 """Of slurm.conf. The connection to slurmdbd ignores AuthInfo: the socket is the pass."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perdure.launch.slurm.client import Slurm
 from tests.platforms.slurm_cluster import Cluster
 from tests.platforms.slurm_site import EXACT, Site, make_words
 
@@ -68,6 +69,39 @@ def test_a_rank_that_is_killed_for_memory_is_told_so(
     home = str(place / "durable" / "state")
     told = site.perdure("diagnose", "hungry", home=home).stdout
     assert "OOM kill" in told
+
+
+# The first life of the last rank takes what the step has, and the kernel kills it.
+FED = """\
+import os, time, perdure
+run = perdure.init()
+for step in run.steps(30):
+    if step == 10 and run.rank == run.world_size - 1 and not os.path.exists({mark!r}):
+        open({mark!r}, "w").close()
+        kept = []
+        while True:
+            kept.append(bytearray(64 << 20))
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(("accounting", "nodes"), [(False, 1), (True, 2)])
+def test_a_job_that_has_recovered_from_a_kill_for_memory_is_done(
+    cluster: Cluster, place: Path, accounting: bool, nodes: int
+) -> None:
+    if not cluster.cgroups:
+        pytest.skip("no memory cgroups of version 1")
+    script = place / "fed.py"
+    script.write_text(FED.format(mark=str(place / "fed")))
+    site = Site(cluster, place, mem="600M")
+    job = site.launch(script, name="fed", nproc=1, nodes=nodes)
+    site.cluster.wait(lambda: Slurm().look(job)[0].over, "an end", 180)
+    assert (place / "fed").exists()
+    assert Slurm().look(job)[0].state == "out of memory"
+    end = site.find_end("fed")
+    assert (end.state, end.code) == ("ended", 0), end
+    assert "although Slurm calls it OUT_OF_MEMORY" in end.reason
+    assert site.perdure("attach", "fed").returncode == 0
 
 
 def test_two_nodes_survive_the_death_of_an_agent(cluster: Cluster, place: Path) -> None:

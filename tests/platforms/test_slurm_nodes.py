@@ -1,7 +1,7 @@
 """A job on two nodes of a real Slurm: put back, nodes lost, and nodes that come and go."""
 
 import json
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,30 +50,16 @@ def test_two_nodes_are_put_back_and_lost_and_go_on(
     site.check_equal(STEPS)
 
 
-# What docs/slurm.md has a person submit, with this machine's Python and address.
-JOIN = """\
-#!/bin/bash
-export PERDURE_HOME={durable}/state
-perdure="{python} -m perdure"
-own=$(mktemp -d -p {durable})
-PERDURE_HOME=$own exec $perdure join - --wait 120 --grace 25 < <($perdure invite job)
-"""
-
-
 def test_a_second_job_s_node_joins_a_running_one_and_leaves(cluster: Cluster, place: Path) -> None:
     site, trail = Site(cluster, place, mem="1G"), place / "trail"
-    script = SCRIPTS / "elastic.py"
     words = ["--trail", str(trail), "--steps", "100000"]
-    job = site.launch(script, *words, nproc=1, nodes=2, remote=1)
+    job = site.launch(SCRIPTS / "elastic.py", *words, nproc=1, nodes=2, remote=1)
     cluster.wait(lambda: cluster.job(job)["JobState"] == "RUNNING", "a job that runs")
     assert cluster.job(job)["NumNodes"] == "1", "the other one comes from elsewhere"
-    (place / "join.sbatch").write_text(
-        JOIN.format(durable=place / "durable", python=sys.executable)
-    )
-    home = place / "durable" / "state" / "jobs" / "job"
-    cluster.wait((home / "credentials" / "joiner.json").exists, "a job to join")
-    command = ["sbatch", "--parsable", "--mem=1G", "-o", str(place / "join.out")]
-    second = cluster.call(*command, str(place / "join.sbatch")).strip()
+    # As docs/slurm.md has it; it waits for the job by itself.
+    command = ["sbatch", "--parsable", "-o", str(place / "join.out")]
+    script = place / "durable" / "launched" / "job" / "join.sbatch"
+    second = cluster.call(*command, str(script)).strip()
     cluster.wait(lambda: len(read(trail, 0)) >= 10, "training on both", 120)
     assert read(trail, 0)[-1]["world"] == [0, 1]
 
@@ -81,7 +67,7 @@ def test_a_second_job_s_node_joins_a_running_one_and_leaves(cluster: Cluster, pl
     cluster.call("scancel", "--batch", "--signal=USR1", second)
     cluster.wait(lambda: read(trail, 0)[-1]["world"] == [0], "a world without it", 60)
     cluster.wait(lambda: cluster.job(second)["JobState"] == "COMPLETED", "its end")
-    third = cluster.call(*command, str(place / "join.sbatch")).strip()
+    third = cluster.call(*command, str(script)).strip()
     cluster.wait(lambda: len(read(trail, 0)[-1]["world"]) == 2, "another one that has joined", 120)
     assert site.perdure("stop", "job").returncode == 0
     for each in (job, third):
@@ -117,3 +103,66 @@ def test_a_preemption_of_two_nodes_is_heard_of_early_and_the_job_comes_back(
     assert notice < end, said
     lines = (place / "trail" / "rank-1.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
+
+
+def put_back(cluster: Cluster, job: str) -> None:
+    """Warn a job as before its walltime, and wait until it is in the queue."""
+    before = int(cluster.job(job)["Restarts"])
+    cluster.call("scancel", "--signal=USR1", "--batch", job)
+    cluster.wait(
+        lambda: (now := cluster.job(job))["Restarts"] == str(before + 1)
+        and now["JobState"] == "PENDING",
+        f"{job} put back", 120,
+    )  # fmt: skip
+
+
+def test_an_elastic_job_runs_on_as_many_nodes_as_slurm_has(cluster: Cluster, place: Path) -> None:
+    _, second = cluster.nodes
+    busy = ["sbatch", "--parsable", "--exclusive", "-w", second, "-o", "/dev/null"]
+    other = cluster.call(*busy, "--wrap", "exec sleep 600").strip()
+    cluster.wait(lambda: cluster.job(other)["JobState"] == "RUNNING", "a busy node")
+    site, trail = Site(cluster, place, mem="1G"), place / "trail"
+    words = ["--trail", str(trail), "--steps", "100000", "--pace-s", "0.1"]
+    job = site.launch(SCRIPTS / "elastic.py", *words, nproc=1, nodes=1, nodes_max=2)
+    cluster.wait(lambda: len(read(trail, 0)) >= 10, "training on one", 120)
+    assert cluster.job(job)["NumNodes"] == "1"
+    assert read(trail, 0)[-1]["world"] == [0]
+    cluster.call("scancel", other)
+    put_back(cluster, job)
+    made = len(read(trail, 0))
+    cluster.start_now(job)
+    cluster.wait(lambda: len(read(trail, 0)) >= made + 10, "training on both", 120)
+    assert cluster.job(job)["NumNodes"] == "2"
+    assert read(trail, 0)[-1]["world"] == [0, 1]
+    assert site.perdure("stop", "job").returncode == 0
+    site.wait_state(job, "COMPLETED")
+    assert [(run["nodes"], run["fixed"]) for run in site.runs()] == [(1, False), (2, False)]
+    steps = [row["step"] for row in read(trail, 0)]
+    assert steps == list(range(len(steps))), "a step was lost or made twice"
+
+
+def test_a_job_that_is_not_elastic_goes_on_with_as_many_nodes_as_it_had(
+    cluster: Cluster, place: Path
+) -> None:
+    _, second = cluster.nodes
+    site = Site(cluster, place)
+    job = site.launch(EXACT, *make_words(place, STEPS, 0.2), nproc=1, nodes=1, nodes_max=2)
+    site.wait_step(25)
+    assert cluster.job(job)["NumNodes"] == "2"
+    put_back(cluster, job)
+    cluster.call("scontrol", "update", f"nodename={second}", "state=drain", "reason=test")
+    try:
+        cluster.start_now(job)
+        time.sleep(6.0)  # Three of the scheduler's looks: one node is idle, and is not enough.
+        assert cluster.job(job)["JobState"] == "PENDING"
+        # Whoever puts it back otherwise says nothing of nodes: it finds out by itself.
+        cluster.call("scontrol", "update", f"jobid={job}", "NumNodes=1-2", "StartTime=now")
+        cluster.wait(lambda: cluster.job(job)["Restarts"] == "2", "a job put back", 60)
+    finally:
+        cluster.call("scontrol", "update", f"nodename={second}", "state=resume")
+    site.wait_back(job, 2)
+    site.wait_state(job, "COMPLETED", 300)
+    assert [(run["nodes"], run["fixed"]) for run in site.runs()] == [(2, True), (2, True)]
+    (output,) = (place / "project").glob("slurm-job-*.out")
+    assert "waits for 2 nodes, and Slurm gave 1" in output.read_text()
+    site.check_equal(STEPS)

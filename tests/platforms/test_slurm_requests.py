@@ -1,6 +1,8 @@
 """What a profile asks of a real Slurm: arrays, devices, dependencies; the commands beside them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,64 @@ def test_a_job_that_waits_is_taken_out_of_the_queue(cluster: Cluster, place: Pat
     assert site.perdure("stop", "later").returncode == 0
     site.wait_state(job, "CANCELLED")
     assert site.find_end("later").over
+
+
+@pytest.mark.parametrize("accounting", [True])
+def test_what_slurm_refuses_or_never_starts_is_told_with_the_reason(
+    cluster: Cluster, place: Path, accounting: bool
+) -> None:
+    for words in (
+        ("qos", "small", "set", "MaxTRESPerJob=cpu=2", "flags=DenyOnLimit"),
+        ("account", "broke"),
+        ("user", "root", "account=broke", "GrpTRES=cpu=1"),
+    ):
+        cluster.call("sacctmgr", "-i", "add", *words)
+    cluster.call("sacctmgr", "-i", "modify", "user", "root", "set", "qos+=small")
+    cluster.call("scontrol", "create", "partition=tiny", f"Nodes={cluster.nodes[0]}", "MaxTime=8")
+    script = place / "train.py"
+    script.write_text("")
+    site = Site(cluster, place, mem="800M")
+    common = dict(site.settings)
+    for settings, text, hint in (
+        ({"account": "nope"}, "Invalid account", "your accounts: broke, root"),
+        ({"partition": "nope"}, "invalid partition specified: nope", "partitions: gpu, urgent"),
+        ({"qos": "nope"}, "Invalid qos", "your QOS: normal, small"),
+        ({"qos": "small", "cpus_per_task": 4}, "QOSMaxCpuPerJobLimit: its QOS gives no job so much",
+         "slurm.qos"),
+    ):  # fmt: skip
+        site.settings = common | settings
+        site.write(script, name="job", nproc=1)
+        done = site.perdure("launch", "job.json", "--on", "site.toml", "--json")
+        told = json.loads(done.stdout.splitlines()[-1])
+        assert (done.returncode, told.get("exit_code")) == (4, 4), (settings, done.stderr)
+        assert text in told["error"]
+        assert hint in told["hint"]
+    assert not (place / "durable").exists(), "nothing was sent"
+    site.settings = common | {"partition": "tiny"}
+    site.write(script, name="job", nproc=1)
+    dry = site.perdure("launch", "job.json", "--on", "site.toml", "--dry-run")
+    assert (dry.returncode, "partition tiny gives a job 00:08:00 at most" in dry.stderr) == (
+        0,
+        True,
+    )
+
+    site.settings = common | {"account": "broke"}
+    job = site.launch(script, nproc=2)
+    try:
+        cluster.wait(lambda: cluster.job(job)["Reason"] == "AssocGrpCpuLimit", "a reason")
+        told = json.loads(site.perdure("status", "job", "--json").stdout)
+        assert (told["state"], "its account have as much" in told["reason"]) == ("waiting", True)
+        with subprocess.Popen(
+            [sys.executable, "-m", "perdure", "attach", "job"],
+            env=site.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        ) as attached:  # fmt: skip
+            assert attached.stderr is not None
+            assert "site: waiting: AssocGrpCpuLimit: all jobs in its" in attached.stderr.readline()
+            attached.terminate()
+    finally:
+        assert site.perdure("stop", "job").returncode == 0
+        cluster.call("sacctmgr", "-i", "modify", "user", "root", "set", "qos=normal")
+        cluster.call("scontrol", "delete", "partition=tiny")
 
 
 QUEUE = """\

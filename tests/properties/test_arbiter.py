@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.leases import FAULTS_S, TIMEOUT_S, Process, World, check, simulate
 
 from perdure.adapters.shared_folder import FolderLease, FolderStream
@@ -223,7 +224,7 @@ class Controller(Process):
 
 
 @given(st.integers(min_value=0, max_value=2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_never_two_act_and_at_last_one_does(seed: int) -> None:
     world = Site(seed)
     check(simulate(world, 2, Controller))

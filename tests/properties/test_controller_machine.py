@@ -7,8 +7,9 @@ anything that was ever said may be said again. At the end the world behaves, and
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.examples import examples
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -381,7 +382,9 @@ class ControllerMachine(RuleBasedStateMachine):
 
 
 TestController = ControllerMachine.TestCase
-TestController.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestController.settings = settings(
+    max_examples=examples(150), stateful_step_count=40, deadline=None
+)
 
 
 def test_a_job_that_is_stopped_does_not_wait_for_a_node_that_was_lost() -> None:

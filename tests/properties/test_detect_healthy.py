@@ -3,7 +3,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perdure.detect import Detector
+from perdure.detect.detector import Detector
 from perdure.model.events import VerdictReached
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import (

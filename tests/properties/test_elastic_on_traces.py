@@ -7,6 +7,7 @@ once; the simulation where a verified step is lost or the ledger does not close.
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.traces import traces
 
 from perdure.lab.live.live import Schedule, plan_schedule
@@ -75,7 +76,7 @@ def play(trace: AvailabilityTrace, seed: int, speed: float) -> TracedSimulation:
     return simulation
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     traces(nodes_max=5, stays_max=7, anchored=True),
     st.integers(0, 1000),

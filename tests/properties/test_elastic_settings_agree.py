@@ -13,8 +13,9 @@ from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.control.membership import membership_of
 from perdure.model.events import (
     AnyEvent,
@@ -431,7 +432,7 @@ class Cluster:
 @example(540)
 @example(709)
 @example(1136)  # The last peer of one that leaves dies: that is no end of the job.
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_an_elastic_world_never_runs_a_step_with_two_values(seed: int) -> None:
     cluster = Cluster(Random(seed))
     for _ in range(700):

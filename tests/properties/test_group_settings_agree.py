@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.unit.control.groups_lab import Lab
 
 from perdure.model.events import BoundaryAnswered, QuorumFormed
@@ -212,7 +213,7 @@ def play(seed: int, moves: int, world: World | None = None) -> World:
     return world
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(min_value=0, max_value=2**32))
 def test_no_two_groups_make_a_step_with_different_settings(seed: int) -> None:
     play(seed, 400)

@@ -2,11 +2,12 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.leases import FAULTS_S, TIMES, Process, World, check, simulate
 
 
 @given(st.integers(min_value=0, max_value=2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_never_two_act_and_at_last_one_does(seed: int) -> None:
     check(simulate(World(seed), 3))
 

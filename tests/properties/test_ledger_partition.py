@@ -3,9 +3,10 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.journals import Story
 
-from perdure.telemetry import LedgerFold
+from perdure.telemetry.ledger import LedgerFold
 
 FAULTS = ["train", "crash", "hang", "controller", "early"]
 
@@ -30,7 +31,7 @@ def tell(story, moves):
                 story.saved = max(0, story.saved - story.checkpoint_every)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     nproc=st.integers(1, 4),
     spares=st.integers(0, 2),

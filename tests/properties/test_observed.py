@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect as mi
+from tests.examples import examples
 from tests.unit.control.driver import Driver
 from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_placement import start
@@ -20,7 +21,7 @@ from tests.unit.control.test_placement import start
 from perdure.agent import messages as m
 from perdure.agent.machine import Agent
 from perdure.agent.state import NodeIdentity
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model import events as e
 from perdure.model import orders as a
 from perdure.model.bus.wire import KeeperState, NodeOrder
@@ -260,7 +261,7 @@ DEPTHS = ("supervised", "resumable", "elastic", "torchft")
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_whatever_happens_nothing_that_acts_leaves_the_controller(depth: str, seed: int) -> None:
     told: dict[int, a.Assignment] = {}
     for event, action in play(depth, seed, observe=True):
@@ -285,7 +286,7 @@ def test_the_same_plays_act_where_the_job_is_not_only_observed() -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_by_itself_an_agent_ends_and_asks_for_nothing(seed: int) -> None:
     """A keeper is only ended where an order waits for it, or where a rank of it has ended."""
     random = Random(seed)

@@ -141,8 +141,26 @@ def test_all_reduce_begins_when_all_copies_of_the_stage_are_done() -> None:
     assert [cell.executed[-1].end_s for cell in line.cells] == [6.0, 4.0, 12.0, 8.0]
     assert [cell.end_s for cell in line.cells] == [13.25, 9.75, 13.25, 9.75]
     assert line.step_s == 13.25
-    hidden = simulate(orders, Pipe([stage] * 2, free, [1.0, 1.5], [1.0, 1.0, 2.0, 2.0], 1.0))
-    assert hidden.step_s == 12.25
+    for share, wanted in ((1.0, 12.25), (0.5, 12.75)):
+        hidden = Pipe([stage] * 2, free, [1.0, 1.5], [1.0, 1.0, 2.0, 2.0], [share] * 2)
+        assert simulate(orders, hidden).step_s == wanted
+
+
+def test_a_cell_s_stages_are_reduced_together_once_all_are_done() -> None:
+    stage = StageCost(1.0, 2.0, 0.0, 0, 0, 0.0)
+    pipe = Pipe([stage] * 4, free, [1.0, 1.5, 2.0, 2.5], overlap=[1.0] * 4)
+    line = simulate(join_replicas([order_interleaved(2, 2, [0, 1])]), pipe)
+    for cell, (done, reduce_s) in enumerate(zip(line.cells, (3.0, 4.0), strict=True)):
+        assert done.reduce_s == reduce_s
+        assert done.end_s == line.cells[cell].executed[-1].end_s + reduce_s
+
+
+def test_what_stages_share_is_reduced_after_all_else_over_all_that_have_it() -> None:
+    stage = StageCost(1.0, 2.0, 0.0, 0, 0, 0.25)
+    pipe = Pipe([stage] * 3, free, [0.0, 0.0, 0.0], ties=[((0, 2), 1.0)])
+    line = simulate(join_replicas([order_1f1b(3, [0])]), pipe)
+    assert [cell.end_s for cell in line.cells] == [10.25, 7.25, 10.25]
+    assert [cell.reduce_s for cell in line.cells] == [1.0, 0.0, 1.0]
 
 
 # --- any schedule --------------------------------------------------------------------------------

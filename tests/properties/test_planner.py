@@ -1,12 +1,16 @@
 """The planner: within memory, never slower with more devices, the best that there is."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from tests.examples import examples
 from tests.profiles import GB, MB, make_profile
 
 from perdure.model.errors import ConfigError, MeasureError
-from perdure.model.planning.costs import CostProfile
+from perdure.model.planning.costs import CostProfile, Shared
 from perdure.model.planning.world import World, make_devices
 from perdure.plan.pipeline.simulate import simulate
 from perdure.plan.worlds.planner import (
@@ -24,21 +28,32 @@ ALL = ("1f1b", "interleaved", "rerouted", "zero-bubble")
 @st.composite
 def profiles(draw: st.DrawFn) -> CostProfile:
     blocks = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-    return make_profile(
+    profile = make_profile(
         [n * 1e-3 for n in blocks], (1, 2), state=draw(st.integers(10, 400)) * MB,
         stored=draw(st.integers(10, 100)) * MB, inputs=draw(st.integers(1, 10)) * MB, weight=1.0,
     )  # fmt: skip
+    tied = draw(st.sets(st.integers(0, len(blocks) - 1), max_size=3))
+    return share(profile, sorted(tied)) if len(tied) > 1 else profile
+
+
+def share(profile: CostProfile, blocks: Sequence[int]) -> CostProfile:
+    """Return it with half of the state of these blocks in common."""
+    half = profile.blocks[0].gradient_bytes // 2
+    return replace(profile, shared=(Shared(tuple(blocks), half, half, half, 0.0),))
 
 
 def recount(world: World, scorer: Scorer) -> int:
     """Return the most bytes on a device, from the blocks, action by action."""
     orders, _, names = scorer.lay_out(world)
     blocks, most = scorer.profile.blocks, 0
-    for cell, mine in enumerate(orders):
+    for cell in range(len(orders)):
         parts = {s: p for s, p in enumerate(world.stages) if names[cell] in p.devices}
-        state = sum(blocks[i].state_bytes for p in parts.values() for i in range(p.first, p.stop))
+        mine = {i for p in parts.values() for i in range(p.first, p.stop)}
+        state = sum(blocks[i].state_bytes for i in mine)
+        for one in scorer.profile.shared:
+            state -= one.state_bytes * max(0, len(mine & set(one.blocks)) - 1)
         held: dict[int, int] = {}
-        for action in mine:
+        for action in orders[cell]:
             part = parts[action.stage]
             costs = [blocks[i].costs[world.micro_batch] for i in range(part.first, part.stop)]
             if action.kind == "F":
@@ -59,7 +74,7 @@ def recount(world: World, scorer: Scorer) -> int:
     return most
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     profiles(), st.integers(1, 9), st.integers(1, 3), st.integers(60, 2500), st.sampled_from(ALL)
 )
@@ -165,6 +180,21 @@ def test_recompute_only_where_memory_asks_for_it() -> None:
     there = make_devices(2, 1, 650 * MB)
     world = plan_worlds(profile, there, request).options[0].world
     assert [stage.recompute for stage in world.stages] == [False, False]
+
+
+def test_what_blocks_share_is_held_once_and_summed_over_the_stages_that_have_it() -> None:
+    """Ends that share half of their state: one device saves it, two stages pay for its way."""
+    plain = make_profile([1e-3] * 4, state=400 * MB)
+    tied = share(plain, (0, 3))
+    for devices, saved, link in ((1, 150, 0.0), (2, 0, 10e9)):
+        there = make_devices(devices, 1, 10 * GB)
+        request = Request(8, ranks=(devices,), schedules=("1f1b",), options=1)
+        (before,), (after,) = (plan_worlds(p, there, request).options for p in (plain, tied))
+        assert before.memory_bytes - after.memory_bytes == saved * MB
+        wanted = 2e-4 + 50 * MB / link if link else 0.0
+        assert after.step_s - before.step_s == pytest.approx(wanted)
+        (note,) = plan_worlds(tied, there, request).notes
+        assert note.startswith("blocks 0, 3 share parameters: 50.0 MB of gradients")
 
 
 def test_what_cannot_be_says_why() -> None:

@@ -16,8 +16,8 @@ from tests.fakes import FakeBus, FakeServer
 from tests.poison import make_poison, make_values
 from tests.stream import SPEC, open_stream
 
-from perdure.control import Memory
-from perdure.dash import render_html
+from perdure.control.memory import Memory
+from perdure.dash.page import render_html
 from perdure.dash.text import render_text
 from perdure.model.bus.wire import (
     Command,
@@ -36,8 +36,11 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
 from perdure.model.events import AnyEvent, JournalEntry, RankJoined
 from perdure.model.signals.progress import NodeBeat
-from perdure.telemetry import LedgerFold, list_verdicts, make_series, read_delay_matrix
 from perdure.telemetry.asides import list_asides
+from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.links import read_delay_matrix
+from perdure.telemetry.series import make_series
+from perdure.telemetry.verdicts import list_verdicts
 
 FACT = RankJoined(generation=0, rank=1, start_step=7)
 

@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from perdure.model.events import ProbeEnded
 from perdure.model.orders import RunProbe
@@ -62,14 +63,14 @@ factors = st.floats(3.0, 100.0)
 
 
 @given(st.data(), worlds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_nothing_slow_is_nothing(data: st.DataObject, nodes: list[int]) -> None:
     suspects = tuple(data.draw(st.lists(st.sampled_from(nodes), unique=True)))
     assert run_probe(data, nodes, suspects=suspects).kind == "nothing"
 
 
 @given(st.data(), worlds, factors)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_suspected_slow_card_is_found(
     data: st.DataObject, nodes: list[int], factor: float
 ) -> None:
@@ -79,7 +80,7 @@ def test_a_suspected_slow_card_is_found(
 
 
 @given(st.data(), worlds, factors)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_suspected_slow_link_is_found_with_its_direction(
     data: st.DataObject, nodes: list[int], factor: float
 ) -> None:
@@ -89,7 +90,7 @@ def test_a_suspected_slow_link_is_found_with_its_direction(
 
 
 @given(st.data(), worlds, factors)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_slow_host_is_found_among_fast_links(
     data: st.DataObject, nodes: list[int], factor: float
 ) -> None:
@@ -99,7 +100,7 @@ def test_a_slow_host_is_found_among_fast_links(
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_relabelling_nodes_relabels_the_finding(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 6))
     times = st.floats(0.001, 2.0)

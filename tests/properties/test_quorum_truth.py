@@ -7,8 +7,10 @@ the answer, take the step together, and any of them may fail to commit it.
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.lighthouse import encode_request, make_member
 
 from perdure.control.lighthouse.outputs import (
@@ -180,7 +182,7 @@ ASK = [(0, 0), (0, 1), (0, 2)]
 ROUND = [*ASK, (1, 0), (1, 1), (1, 2)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ACTS)
 @example(
     [
@@ -230,7 +232,7 @@ def test_replicas_at_one_step_have_one_state(acts: list[tuple[int, int]]) -> Non
         world.act(kind, group)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ACTS)
 def test_training_goes_on_once_all_is_well(acts: list[tuple[int, int]]) -> None:
     world = World()
@@ -314,6 +316,7 @@ PAUSE = st.one_of(
 
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, GROUPS - 1), PAUSE, max_size=GROUPS), max_size=6))
+@pytest.mark.long
 def test_healthy_groups_that_pause_stay_together(plan: list[dict[int, Any]]) -> None:
     """Row T9: any pauses below torchft's own patience, or declared, in a step or between two."""
     world = Pausing()

@@ -12,6 +12,7 @@ from bench.blind_plan import find_blind_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from tests.examples import examples
 from tests.traces import traces
 
 from perdure.lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
@@ -50,7 +51,7 @@ def total(trace: AvailabilityTrace) -> float:
     return sum(i.length_s * sum(slots[n] for n in i.living) for i in list_intervals(trace))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(traces(nodes_max=12, stays_max=9), tables())
 def test_bounds_hold_and_ledgers_close(trace: AvailabilityTrace, table: Throughput) -> None:
     comparison, outcomes = compare(trace, table, ALL, Physics())
@@ -66,7 +67,7 @@ def test_bounds_hold_and_ledgers_close(trace: AvailabilityTrace, table: Throughp
     assert outcomes["perdure"].committed <= online * (1 + 1e-9) + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 12), tables())
 def test_without_a_change_all_are_equal_but_for_their_steady_costs(
     nodes: int, table: Throughput
@@ -94,6 +95,7 @@ def used(table: Throughput, nodes: int) -> int:
 
 @settings(deadline=None)
 @given(traces(anchored=True), st.sampled_from([make_linear(12)]))
+@pytest.mark.long
 def test_changes_that_cost_nothing_leave_the_whole_area(
     trace: AvailabilityTrace, table: Throughput
 ) -> None:
@@ -112,6 +114,7 @@ def test_changes_that_cost_nothing_leave_the_whole_area(
 
 @settings(max_examples=80, deadline=None)
 @given(traces(nodes_max=8, notices=(0.0,)), tables(), st.floats(0, 100), st.floats(0, 100))
+@pytest.mark.long
 def test_more_notice_never_hurts(
     trace: AvailabilityTrace, table: Throughput, one_s: float, other_s: float
 ) -> None:
@@ -145,7 +148,7 @@ def each_choice(counts: list[int], gap_s: float) -> list[AvailabilityTrace]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.integers(1, 5), min_size=2, max_size=4),
     tables(),
@@ -165,7 +168,7 @@ def test_nobody_has_more_in_the_mean_than_who_knows_all_but_who_leaves(
     assert bound <= score_best_plan(list_intervals(choices[0]), table, costs) * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(traces(nodes_max=8), tables())
 def test_a_dearer_oracle_has_no_more(trace: AvailabilityTrace, table: Throughput) -> None:
     intervals = list_intervals(trace)
@@ -183,7 +186,7 @@ def test_the_same_seed_gives_the_same_figures_under_any_hash_seed(tmp_path: Path
     answers = {
         subprocess.run(
             [*command, "--tau", "pipeline", "--seed", seed],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PERDURE_HOME": str(tmp_path)},
             capture_output=True,
             text=True,
             timeout=120,

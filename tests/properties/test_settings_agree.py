@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,

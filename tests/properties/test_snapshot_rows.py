@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from perdure.model.events import (
     AnyEvent,
@@ -41,7 +42,7 @@ from perdure.model.signals.progress import (
     RankProgress,
 )
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.telemetry import SnapshotFold
+from perdure.telemetry.snapshot import SnapshotFold
 
 NPROC, NODES = 2, 3
 WORLDS = {
@@ -168,7 +169,7 @@ def tell(fold: SnapshotFold, said: JournalEntry | NodeBeat) -> None:
 
 
 @pytest.mark.parametrize("world", sorted(WORLDS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, 25), st.integers(0, 400), st.integers(0, 60), st.booleans()),

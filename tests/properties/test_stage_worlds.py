@@ -12,6 +12,7 @@ from random import Random
 import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.shards import NO_LINE
@@ -224,7 +225,7 @@ RARE = 0.02
 """How likely a loss, a join, or a new epoch without one is before each action."""
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     size=st.integers(1, 5),
     model=st.sampled_from([MODEL, INTERLEAVED]),

@@ -13,9 +13,10 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tests.examples import examples
 
-from perdure.control import Controller
 from perdure.control.job import JobState
+from perdure.control.machine import Controller
 from perdure.control.records import make_journal_event
 from perdure.control.steering.verbs import preview_verb
 from perdure.model.events import (
@@ -391,4 +392,4 @@ def _gist(state: JobState) -> str:
 
 
 TestVerbs = VerbsMachine.TestCase
-TestVerbs.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestVerbs.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

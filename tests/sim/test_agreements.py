@@ -53,12 +53,12 @@ def _long(first: int, end: int) -> Any:
     return pytest.param(range(first, end), marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize("seeds", [range(20), _long(20, 40), _long(40, 80), _long(80, 120)])
+@pytest.mark.parametrize("seeds", [range(8), _long(8, 40), _long(40, 80), _long(80, 120)])
 def test_agreements_survive_any_fault(seeds: range) -> None:
     assert agreed([run(seed, faults=6) for seed in seeds]) > 2 * len(seeds)
 
 
-@pytest.mark.parametrize("seeds", [range(1000, 1015), _long(1015, 1040)])
+@pytest.mark.parametrize("seeds", [range(1000, 1006), _long(1006, 1040)])
 def test_agreements_survive_a_storm(seeds: range) -> None:
     simulations = [run(seed, nodes=4, faults=14, weather=STORM) for seed in seeds]
     assert agreed(simulations) > 2 * len(seeds)
@@ -71,6 +71,7 @@ def test_agreements_survive_a_storm(seeds: range) -> None:
     assert vetoes, "no rank was ever asked too late: the storm is none"
 
 
+@pytest.mark.long
 def test_the_controllers_own_checkpoints_survive_its_deaths() -> None:
     simulations = [
         run(seed, faults=10, kinds=DEATHS, save_s=2.0, commands=(), weather=STORM)
@@ -80,6 +81,7 @@ def test_the_controllers_own_checkpoints_survive_its_deaths() -> None:
     assert max(s.controllers for s in simulations) >= 5
 
 
+@pytest.mark.long
 def test_a_stop_ends_all_ranks_at_one_step() -> None:
     kinds = (*DEATHS, "outage")
     steps = 0

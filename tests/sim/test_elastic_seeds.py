@@ -6,7 +6,7 @@ from perdure.model.events import RankExited
 from perdure.plan.elastic.commit import decide_reformation
 from perdure.sim import InvariantViolated, Scenario, Weather, elastic
 from perdure.sim.elastic import ElasticSimulation
-from perdure.telemetry import make_report
+from perdure.telemetry.ledger import make_report
 
 KINDS = ("crash", "crash", "crash", "agent", "keeper", "controller", "halfway", "outage")
 
@@ -25,6 +25,7 @@ def run_all(seeds: range, **changes: object) -> None:
         run(seed, **changes)
 
 
+@pytest.mark.long
 def test_four_members_lose_nothing_whatever_dies() -> None:
     runs = [run(seed) for seed in range(60)]
     assert sum(one.reformed for one in runs) > 60, "hardly anything happened in place"
@@ -32,6 +33,7 @@ def test_four_members_lose_nothing_whatever_dies() -> None:
     assert len({one.truth[100] for one in runs}) == 1, "the outcome depends on what died"
 
 
+@pytest.mark.long
 def test_eight_members_in_a_storm() -> None:
     storm = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)
     run_all(range(500, 515), nproc=2, faults=10, weather=storm)

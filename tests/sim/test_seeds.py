@@ -13,6 +13,7 @@ from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
 
 GENTLE = range(0, 150)
 STORMY = range(1000, 1060)
+HALFWAY = range(2000, 2050)
 
 
 def run(seed: int, **changes: object) -> Simulation:
@@ -27,25 +28,30 @@ def run_all(seeds: range, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in GENTLE[10::10])]
+    "first", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in GENTLE[5::5])]
 )
 def test_64_ranks_survive_five_faults(first: int) -> None:
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 5):
         run(seed)
 
 
 @pytest.mark.parametrize(
-    "first", [1000, *(pytest.param(seed, marks=pytest.mark.long) for seed in STORMY[15::15])]
+    "first", [1000, *(pytest.param(seed, marks=pytest.mark.long) for seed in STORMY[5::5])]
 )
 def test_16_ranks_survive_fourteen_faults_in_a_storm(first: int) -> None:
     storm = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)
-    for seed in range(first, first + 15):
+    for seed in range(first, first + 5):
         run(seed, nodes=4, nproc=4, faults=14, weather=storm)
 
 
-def test_a_controller_that_dies_between_an_event_and_its_decision_forgets_nothing() -> None:
+@pytest.mark.parametrize(
+    "first", [2000, *(pytest.param(seed, marks=pytest.mark.long) for seed in HALFWAY[15::15])]
+)
+def test_a_controller_that_dies_between_an_event_and_its_decision_forgets_nothing(
+    first: int,
+) -> None:
     kinds = ("crash", "halfway", "halfway", "leave")
-    for seed in range(2000, 2050):
+    for seed in HALFWAY[first - HALFWAY[0] :][:15]:
         run(seed, nodes=2, nproc=2, faults=12, kinds=kinds)
 
 
@@ -68,8 +74,9 @@ def test_without_faults_nothing_is_restarted_and_the_ledger_says_so() -> None:
     assert abs(report.ledger["unattributed"].fraction) <= 0.005
 
 
-def test_every_crash_is_a_recovery_in_the_ledger() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(7), pytest.param(range(7, 20), marks=pytest.mark.long)])
+def test_every_crash_is_a_recovery_in_the_ledger(seeds: range) -> None:
+    for seed in seeds:
         simulation = Simulation(Scenario(seed=seed, nodes=2, nproc=2))
         report = simulation.run()
         worlds = len(simulation.worlds) - 1

@@ -143,7 +143,9 @@ EARLY = {
             5, 11, {"train_sampling_strategy": "group_by_length"}, marks=pytest.mark.long
         ),
         (7, 8, {"train_sampling_strategy": "group_by_length"}),  # saved where an epoch ends
-        (5, 12, {"eval_strategy": "steps", "eval_steps": 5}),  # evaluation draws from it as well
+        pytest.param(  # evaluation draws from it as well
+            5, 12, {"eval_strategy": "steps", "eval_steps": 5}, marks=pytest.mark.long
+        ),
         pytest.param(
             7, 8, {"eval_strategy": "epoch", "logging_strategy": "epoch"}, marks=pytest.mark.long
         ),

@@ -114,12 +114,12 @@ VALIDATED = {"limit_val_batches": 1.0, "num_sanity_val_steps": 1}
 @pytest.mark.parametrize(
     ("every", "kill_at", "options", "callback"),
     [
-        (5, 11, {}, ""),  # saved in the second epoch
+        pytest.param(5, 11, {}, "", marks=pytest.mark.long),  # saved in the second epoch
         (5, 6, {}, ""),  # saved in the first
-        (BATCHES, 8, {}, ""),  # saved where an epoch ends
+        pytest.param(BATCHES, 8, {}, "", marks=pytest.mark.long),  # saved where an epoch ends
         (3, 7, {"accumulate_grad_batches": 2}, ""),
         (5, 11, {"max_epochs": None, "max_steps": 17}, ""),
-        (5, 11, {"val_check_interval": 2, **VALIDATED}, ""),
+        pytest.param(5, 11, {"val_check_interval": 2, **VALIDATED}, "", marks=pytest.mark.long),
         (BATCHES, 8, VALIDATED, ""),
         (5, 11, {"val_check_interval": 2, **VALIDATED}, "early"),
         (5, 11, {}, "average"),

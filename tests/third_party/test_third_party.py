@@ -100,6 +100,7 @@ def lighthouse() -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.long
 def test_torchft_replica_groups(
     start: Callable[..., Job], lighthouse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

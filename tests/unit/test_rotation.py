@@ -10,7 +10,14 @@ import pytest
 
 from perdure.cli.looking.output import Stream
 from perdure.files import rotation
-from perdure.files.rotation import list_parts, measure_file, read_piece, rotate_file
+from perdure.files.rotation import (
+    list_parts,
+    list_parts_of,
+    measure_file,
+    read_piece,
+    read_pieces,
+    rotate_file,
+)
 from perdure.model.job import JobSpec
 from perdure.model.paths import job_paths
 from perdure.service.agent.logs import LogWatch
@@ -151,3 +158,23 @@ def test_all_generations_together_are_bounded(tmp_path: Path) -> None:
 def test_a_piece_of_nothing_is_nothing(tmp_path: Path) -> None:
     assert read_piece(str(tmp_path / "none"), 0, 100) == (0, b"")
     assert not rotate_file(str(tmp_path / "none"))
+
+
+def test_many_files_are_read_with_each_folder_listed_twice(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"rank-{number}.out") for number in range(40)]
+    for number, path in enumerate(paths):
+        Path(path).write_bytes(b"%d\n" % number * 50_000)
+    assert rotate_file(paths[3], head_bytes=1000, part_bytes=4096)
+    assert rotate_file(paths[7], head_bytes=1000, part_bytes=4096)
+    parts = list_parts_of(paths)
+    assert parts == {path: list_parts(path) for path in paths}
+    offsets = {path: max(0, parts[path][-1].end - 5000) for path in paths}
+    listed: list[str] = []
+    counting = True
+    sys.addaudithook(lambda event, args: event == "os.scandir" and counting and listed.append("1"))
+    found = read_pieces(offsets, 5000)
+    counting = False
+    assert len(listed) == 2
+    assert found == {path: read_piece(path, offsets[path], 5000) for path in paths}
+    assert all(data for _, data in found.values())
+    assert read_pieces({str(tmp_path / "none"): 7}, 10) == {str(tmp_path / "none"): (7, b"")}

@@ -45,11 +45,12 @@ def test_more_second_tries_than_the_budget_fail_the_run(
     first = play(tmp_path / "a", 2, *options)
     assert first.returncode == 0, first.stdout
     assert "second tries: 2, of which 2 are allowed" in first.stdout
+    assert first.stdout.count("second try: ") == 2
     second = play(tmp_path / "b", 1, *options)
     assert second.returncode == 1, second.stdout
     assert "second tries: 3, of which 2 are allowed" in second.stdout
     assert second.stdout.count("second try: ") == 3
-    assert "test_it.py::test_0" in second.stdout
+    assert "test_it.py::test_0: AssertionError: for once" in second.stdout
 
 
 @pytest.mark.long

@@ -159,13 +159,29 @@ def read_disk(role: str, path: str) -> Disk | None:
     )
 
 
+_VIRTUAL = ("vd", "xvd", "nbd", "rbd", "drbd", "loop", "zd")
+"""Kernel's names of disks that say `rotational` whatever they lie on."""
+
+
 def _read_rotational(place: str) -> bool | None:
+    """Return whether the disk below `place` turns; None where that is not known.
+
+    A virtual disk calls itself turning, as the kernel's default is. So do a hypervisor's own disks
+    behind other names, and a machine with a hypervisor is believed only where it says no.
+    """
     device = os.stat(place).st_dev
     base = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     for folder in (base, base.parent):  # A partition's queue is its disk's.
         with contextlib.suppress(OSError):
-            return (folder / "queue/rotational").read_text().strip() == "1"
+            turns = (folder / "queue/rotational").read_text().strip() == "1"
+            virtual = folder.name.startswith(_VIRTUAL) or _has_hypervisor()
+            return None if turns and virtual else turns
     return None
+
+
+def _has_hypervisor(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    with open(cpuinfo) as file:
+        return any(line.startswith("flags") and " hypervisor" in line for line in file)
 
 
 def read_memory(

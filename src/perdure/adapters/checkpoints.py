@@ -1,5 +1,6 @@
 """Checkpoints read back without torch: roster, sizes, hashes; at a path or any fsspec URL."""
 
+from collections.abc import Callable
 from typing import Any
 
 import fsspec
@@ -17,8 +18,12 @@ from perdure.model.errors import PlatformError, ProtocolError
 _CHUNK = 4 << 20
 
 
-def verify_all(url: str) -> list[VerifyResult]:
+def verify_all(
+    url: str, tell: Callable[[int, int, float], None] | None = None
+) -> list[VerifyResult]:
     """Return a result for the checkpoint at `url`, or for each one in it, oldest first.
+
+    `tell` hears how many are read, of how many, and what share of the one at hand.
 
     Raises:
         PlatformError: the place cannot be reached.
@@ -28,17 +33,31 @@ def verify_all(url: str) -> list[VerifyResult]:
         if parse_checkpoint_name(path.rsplit("/", 1)[-1]) is not None or fs.exists(
             f"{path}/{MANIFEST}"
         ):
-            return [verify_checkpoint(fs, path)]
+            return [verify_checkpoint(fs, path, _tell_of(tell, 0, 1))]
         names = sorted(row.rstrip("/") for row in fs.ls(path, detail=False))
     except (OSError, ValueError, ImportError) as error:
         why = getattr(error, "strerror", None) or error
         raise PlatformError(f"cannot read {url}: {why}", hint="is the path right?") from error
     found = [name for name in names if parse_checkpoint_name(name.rsplit("/", 1)[-1]) is not None]
-    return [verify_checkpoint(fs, name) for name in found]
+    return [
+        verify_checkpoint(fs, name, _tell_of(tell, number, len(found)))
+        for number, name in enumerate(found)
+    ]
 
 
-def verify_checkpoint(fs: Any, path: str) -> VerifyResult:
-    """Return what is wrong with one checkpoint: missing, unexpected, cut short, altered."""
+def _tell_of(
+    tell: Callable[[int, int, float], None] | None, number: int, of: int
+) -> Callable[[float], None]:
+    return lambda share: tell(number, of, share) if tell is not None else None
+
+
+def verify_checkpoint(
+    fs: Any, path: str, tell: Callable[[float], None] = lambda share: None
+) -> VerifyResult:
+    """Return what is wrong with one checkpoint: missing, unexpected, cut short, altered.
+
+    `tell` hears which share of it was read.
+    """
     step = parse_checkpoint_name(path.rsplit("/", 1)[-1])
     try:
         manifest: Manifest = decode(fs.cat_file(f"{path}/{MANIFEST}"), Manifest)
@@ -52,8 +71,9 @@ def verify_checkpoint(fs: Any, path: str) -> VerifyResult:
         *(f"{name} is missing" for name in sorted(expected - present)),
         *(f"{name} is not in the roster" for name in sorted(present - expected)),
     ]
-    total = 0
+    total, whole = 0, sum(entry.bytes for entry in manifest.files) or 1
     for entry in manifest.files:
+        tell(total / whole)
         if entry.path not in present:
             continue
         try:

@@ -1,17 +1,17 @@
 """Metrics out of perdure, each through a library that may or may not be installed.
 
-Prometheus by prometheus-client, traces by opentelemetry-sdk, curves by tensorboard and wandb. None
-is imported before it is asked for, and what is missing is said with the command that installs it.
+Prometheus by prometheus-client, traces by opentelemetry-sdk; experiment trackers have a module of
+their own (`trackers`). None is imported before it is asked for, and what is missing is said with
+the command that installs it.
 """
 
 import hashlib
 import importlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.errors import PlatformError
 from perdure.model.platforms.traps import Check
 from perdure.model.report import Snapshot
 from perdure.telemetry.monitoring import RANKS_MAX, IncidentSpan, list_metrics
@@ -19,14 +19,20 @@ from perdure.telemetry.monitoring import RANKS_MAX, IncidentSpan, list_metrics
 PACKAGES = {
     "prometheus-client": "a Prometheus endpoint",
     "opentelemetry-sdk": "traces of incidents",
-    "tensorboard": "curves of `run.log` for TensorBoard",
-    "wandb": "curves of `run.log` for Weights & Biases",
+    "tensorboard": "incidents and curves for TensorBoard",
+    "wandb": "incidents and curves for Weights & Biases",
+    "mlflow-skinny": "incidents and curves for MLflow",
     "nvidia-ml-py": "identity and health of GPUs",
 }
 """What is optional, and what it is for."""
-
-Row = tuple[int, dict[str, float], float]
-"""Step, values, job time."""
+EXTRAS = {
+    "prometheus-client": "'perdure[metrics]'",
+    "opentelemetry-sdk": "'perdure[metrics]'",
+    "tensorboard": "'perdure[tensorboard]'",
+    "wandb": "'perdure[wandb]'",
+    "mlflow-skinny": "'perdure[mlflow]'",
+}
+"""What installs it."""
 
 
 def check_exporters() -> Check:
@@ -48,13 +54,18 @@ def check_exporters() -> Check:
     )
 
 
-def _load(module: str, package: str) -> Any:
+def load_library(module: str, package: str) -> Any:
+    """Return a module of an optional package.
+
+    Raises:
+        PlatformError: it is not installed; the hint has the command.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:
         raise PlatformError(
             f"{package} is not installed: it is needed for {PACKAGES[package]}",
-            hint=f"pip install {package} (or 'perdure[metrics]')",
+            hint=f"pip install {EXTRAS.get(package, package)}",
         ) from None
 
 
@@ -66,7 +77,7 @@ class _Collector:
 
     def __init__(self, look: Callable[[], Snapshot | None], ranks_max: int) -> None:
         self._look, self._ranks_max = look, ranks_max
-        self._families = _load("prometheus_client.core", "prometheus-client")
+        self._families = load_library("prometheus_client.core", "prometheus-client")
 
     def collect(self) -> Iterator[Any]:
         snapshot = self._look()
@@ -80,7 +91,7 @@ class _Collector:
 
 
 def _make_registry(look: Callable[[], Snapshot | None], ranks_max: int) -> Any:
-    registry = _load("prometheus_client", "prometheus-client").CollectorRegistry()
+    registry = load_library("prometheus_client", "prometheus-client").CollectorRegistry()
     registry.register(_Collector(look, ranks_max))
     return registry
 
@@ -91,7 +102,7 @@ def render_prometheus(snapshot: Snapshot, ranks_max: int = RANKS_MAX) -> str:
     Raises:
         PlatformError: prometheus-client is not installed.
     """
-    prometheus = _load("prometheus_client", "prometheus-client")
+    prometheus = load_library("prometheus_client", "prometheus-client")
     text: bytes = prometheus.generate_latest(_make_registry(lambda: snapshot, ranks_max))
     return text.decode()
 
@@ -111,7 +122,7 @@ class PrometheusServer:
         Raises:
             PlatformError: prometheus-client is not installed, or the port is taken.
         """
-        prometheus = _load("prometheus_client", "prometheus-client")
+        prometheus = load_library("prometheus_client", "prometheus-client")
         registry = _make_registry(look, ranks_max)
         try:
             self._server, self._thread = prometheus.start_http_server(port, host, registry)
@@ -139,7 +150,7 @@ def make_otlp_exporter(url: str) -> Any:
     """
     name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     endpoint = url if url.rstrip("/").endswith("/v1/traces") else url.rstrip("/") + "/v1/traces"
-    return _load(name, "opentelemetry-sdk").OTLPSpanExporter(endpoint=endpoint, timeout=10)
+    return load_library(name, "opentelemetry-sdk").OTLPSpanExporter(endpoint=endpoint, timeout=10)
 
 
 def export_spans(spans: Sequence[IncidentSpan], key: str, exporter: Any) -> None:
@@ -148,8 +159,8 @@ def export_spans(spans: Sequence[IncidentSpan], key: str, exporter: Any) -> None
     Raises:
         PlatformError: opentelemetry-sdk is not installed, or nobody takes the spans.
     """
-    trace = _load("opentelemetry.sdk.trace", "opentelemetry-sdk")
-    export = _load("opentelemetry.sdk.trace.export", "opentelemetry-sdk")
+    trace = load_library("opentelemetry.sdk.trace", "opentelemetry-sdk")
+    export = load_library("opentelemetry.sdk.trace.export", "opentelemetry-sdk")
     ids: list[int] = []
 
     generator: Any = trace.id_generator.IdGenerator
@@ -162,7 +173,7 @@ def export_spans(spans: Sequence[IncidentSpan], key: str, exporter: Any) -> None
             ids[1] += 1
             return ids[1]
 
-    resource = _load("opentelemetry.sdk.resources", "opentelemetry-sdk").Resource.create(
+    resource = load_library("opentelemetry.sdk.resources", "opentelemetry-sdk").Resource.create(
         {"service.name": "perdure"}
     )
     provider = trace.TracerProvider(id_generator=_Ids(), resource=resource, shutdown_on_exit=False)
@@ -182,7 +193,7 @@ def export_spans(spans: Sequence[IncidentSpan], key: str, exporter: Any) -> None
 
     provider.add_span_processor(export.BatchSpanProcessor(_Checked()))
     tracer = provider.get_tracer("perdure")
-    api = _load("opentelemetry.trace", "opentelemetry-sdk")
+    api = load_library("opentelemetry.trace", "opentelemetry-sdk")
     for span in spans:
         digest = hashlib.sha256(f"{key}/{span.number}".encode()).digest()
         ids[:] = [int.from_bytes(digest[:16]), int.from_bytes(digest[16:23]) << 8]
@@ -201,60 +212,3 @@ def export_spans(spans: Sequence[IncidentSpan], key: str, exporter: Any) -> None
 
 def _nanos(at_s: float) -> int:
     return int(at_s * 1e9)
-
-
-# --- curves -----------------------------------------------------------------------------------
-
-
-def write_tensorboard(folder: str, rows: Iterable[Row]) -> int:
-    """Write rows of `run.log` as events for TensorBoard; return how many.
-
-    Raises:
-        PlatformError: tensorboard is not installed, or the folder cannot be written.
-    """
-    event_pb2 = _load("tensorboard.compat.proto.event_pb2", "tensorboard")
-    summary_pb2 = _load("tensorboard.compat.proto.summary_pb2", "tensorboard")
-    files = _load("tensorboard.summary.writer.event_file_writer", "tensorboard")
-    count = 0
-    try:
-        writer = files.EventFileWriter(folder)
-        for step, values, at_s in rows:
-            parts = [
-                summary_pb2.Summary.Value(tag=name, simple_value=value)
-                for name, value in sorted(values.items())
-            ]
-            summary = summary_pb2.Summary(value=parts)
-            writer.add_event(event_pb2.Event(wall_time=at_s, step=step, summary=summary))
-            count += 1
-        writer.close()
-    except OSError as error:
-        raise PlatformError(
-            f"cannot write {folder}: {error.strerror}", hint="another folder"
-        ) from (error)
-    return count
-
-
-def write_wandb(project: str, name: str, folder: str, rows: Iterable[Row]) -> int:
-    """Write rows of `run.log` as a run of Weights & Biases; return how many.
-
-    Offline unless WANDB_MODE says otherwise: `wandb sync` sends them later.
-
-    Raises:
-        PlatformError: wandb is not installed.
-        ConfigError: it does not want the run.
-    """
-    wandb = _load("wandb", "wandb")
-    mode = os.environ.get("WANDB_MODE", "offline")
-    os.makedirs(folder, exist_ok=True)
-    try:
-        run = wandb.init(
-            project=project, name=name, dir=folder, mode=mode, settings=wandb.Settings(silent=True)
-        )
-        count = 0
-        for step, values, _ in rows:
-            run.log(values, step=step)
-            count += 1
-        run.finish()
-    except wandb.Error as error:
-        raise ConfigError(f"wandb: {error}", hint="WANDB_MODE=offline needs no account") from error
-    return count

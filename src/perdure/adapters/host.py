@@ -50,8 +50,8 @@ class ProcStat:
             text = os.pread(self._stat, 2048, 0)
         except OSError:
             return _GONE
-        words = text[text.rfind(b")") + 2 :].split()
-        if len(words) < 22:
+        words = _split_stat(text)
+        if not words:
             return _GONE
         io_bytes = 0
         if self._io >= 0:
@@ -60,8 +60,7 @@ class ProcStat:
                 io_bytes = int(lines[0].split()[1]) + int(lines[1].split()[1])
         return ProcSample(
             state=words[0].decode(),
-            # Children that were waited for count with their parent, so the sum never falls.
-            cpu_s=sum(int(word) for word in words[11:15]) * _TICK_S,
+            cpu_s=_parse_cpu(words),
             io_bytes=io_bytes,
             rss_bytes=int(words[21]) * _PAGE,
             num_threads=int(words[17]),
@@ -99,16 +98,24 @@ class ProcStat:
         return total_s + self._ended_s
 
 
+def _split_stat(text: bytes) -> list[bytes]:
+    """Return the words of `/proc/PID/stat` after the program's name; none where it is gone."""
+    words = text[text.rfind(b")") + 2 :].split()
+    return words if len(words) >= 22 else []
+
+
+def _parse_cpu(words: list[bytes]) -> float:
+    # Children that were waited for count with their parent, so the sum never falls.
+    return sum(int(word) for word in words[11:15]) * _TICK_S
+
+
 def measure_cpu(pid: int) -> float:
     """Return the CPU seconds of a process and of children that it has waited for."""
     try:
-        stat = ProcStat(pid)
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            return _parse_cpu(_split_stat(file.read(2048)))
     except OSError:
         return 0.0
-    try:
-        return stat.sample().cpu_s
-    finally:
-        stat.close()
 
 
 class CoreMeter:
@@ -146,6 +153,60 @@ class CoreMeter:
         busy = min(max(seen - (idle_s - last[1]) / window_s, 0.0), float(seen))
         known = pressed_s >= 0.0 and last[2] >= 0.0
         return seen, busy, min((pressed_s - last[2]) / window_s, 1.0) if known else -1.0
+
+
+_LIMIT_S = 2.0
+"""Between two looks at CPU limits."""
+
+
+class LimitMeter:
+    """How often the CPU limits of processes' cgroups have stopped them, from look to look."""
+
+    def __init__(self, root: str = "/sys/fs/cgroup") -> None:
+        """Know nothing before the first look; cgroups are mounted below `root`."""
+        self._root = root
+        self._files: dict[str, tuple[str, ...]] = {}
+        """A process's list of cgroups -> the files that count, of those that it is in."""
+        self._last: dict[str, tuple[int, int]] = {}
+        self._looked_s, self._share = float("-inf"), 0.0
+
+    def measure(self, pids: Iterable[int], now: float) -> float:
+        """Return the share of the scheduler's periods in which one was stopped, of the last two s.
+
+        That of the limit which was met most often; 0 where there is none. What is around a cgroup
+        counts as well: a pod's limit stops all of its containers.
+        """
+        if now - self._looked_s >= _LIMIT_S:
+            self._looked_s, self._share = now, self._look(pids)
+        return self._share
+
+    def _look(self, pids: Iterable[int]) -> float:
+        lists = {read_text(path): path for path in (f"/proc/{pid}/cgroup" for pid in pids)}
+        self._files = {
+            text: self._files[text] if text in self._files else self._find(path)
+            for text, path in lists.items()
+        }
+        counts = {file: _read_periods(file) for files in self._files.values() for file in files}
+        last, self._last = self._last, {f: pair for f, pair in counts.items() if pair is not None}
+        passed = [(pair, last[file]) for file, pair in self._last.items() if file in last]
+        shares = [(m - m0) / (n - n0) for (n, m), (n0, m0) in passed if n > n0 and m > m0]
+        return min(max(shares, default=0.0), 1.0)
+
+    def _find(self, own: str) -> tuple[str, ...]:
+        folders = [folder for folder, _ in list_cgroups(own, self._root, "cpu")]
+        folders = [folder for folder in folders if (folder / "cpu.stat").exists()]
+        around = (at for folder in folders for at in (folder, *folder.parents))
+        inside = dict.fromkeys(at / "cpu.stat" for at in around if at.is_relative_to(self._root))
+        return tuple(str(file) for file in inside if file.exists())
+
+
+def _read_periods(file: str) -> tuple[int, int] | None:
+    """Return how many periods a limit has had, and in how many it stopped somebody."""
+    words = dict(line.split()[:2] for line in read_text(file).splitlines() if " " in line)
+    try:
+        return int(words["nr_periods"]), int(words["nr_throttled"])
+    except (KeyError, ValueError):
+        return None
 
 
 def _read_pressure() -> float:

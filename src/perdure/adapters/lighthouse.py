@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from perdure.model.bus.lighthouse import KILL, SERVICE, encode_kill
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.errors import PlatformError, ProtocolError, SafetyError
 
 _GRACE_S = 0.2
 _KILL_S = 3.0
@@ -48,7 +48,10 @@ class LighthouseServer:
         quorum: Callable[[bytes], Awaitable[bytes]],
         heartbeat: Callable[[bytes], None],
     ) -> None:
-        """Answer calls by these; the one for a quorum is cancelled when the caller hangs up."""
+        """Answer calls by these; the one for a quorum is cancelled when the caller hangs up.
+
+        Its `SafetyError` is handed to the caller: no quorum is to be had.
+        """
         self._quorum, self._heartbeat = quorum, heartbeat
         self._server = grpc.aio.server(options=_OPTIONS)
         handlers = {
@@ -81,6 +84,8 @@ class LighthouseServer:
             return await self._quorum(request)
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except SafetyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return b""
 
     async def _serve_heartbeat(self, request: bytes, context: Any) -> bytes:

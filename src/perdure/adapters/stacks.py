@@ -4,7 +4,6 @@ py-spy reads the other's memory; where that is not permitted the text says so, s
 diagnosis shows what is missing rather than nothing.
 """
 
-import asyncio
 import os
 import shutil
 import sys
@@ -30,6 +29,8 @@ async def dump_stack(
     again; otherwise py-spy pauses it for some milliseconds, so that the picture is of one moment.
     With `native`, frames of C and C++ stand between those of Python (slower).
     """
+    import asyncio  # Whoever looks only whether py-spy is there does not wait for it.
+
     program = find_py_spy()
     if not program:
         return "no stack: py-spy is not installed"

@@ -106,6 +106,8 @@ def relay_fault(
         return [Report(event, after)]
 
     if order.rank not in keeper.running:
+        if order.at_step >= 0:
+            return []  # It is told once it says hello, or in the next generation.
         return report(f"rank {order.rank} does not run")
     number = BY_SIGNAL.get(order.kind)
     if number is not None and order.at_step < 0 and "for_s" not in order.args:

@@ -1,83 +1,77 @@
 """The Typer app: every command a person can type, and the one place where errors become words.
 
-A command's module is imported once the command is asked for, and all of them only for the help:
-most of what a command takes is importing.
+A command's module is imported once the command is asked for: most of what it takes is importing.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 import perdure
+from perdure.cli.commands import COMMANDS, PANELS
 from perdure.cli.running.torchrun import REFUSED
 from perdure.cli.speech.say import print_error
 from perdure.dash.terminal import STDOUT, plain_streams
-from perdure.model.errors import PerdureError
+from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.values import find_bad_value
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """The class of the click that Typer uses; newer versions of Typer carry their own."""
 
-COMMANDS = {
-    "ps": "looking.look",
-    "status": "looking.look",
-    "watch": "looking.watch",
-    "logs": "looking.output",
-    "events": "looking.output",
-    "map": "looking.look",
-    "diagnose": "looking.look",
-    "report": "looking.look",
-    "bundle": "looking.bundle",
-    "metrics": "looking.metrics",
-    "inject": "steering.act",
-    "checkpoint": "steering.act",
-    "stop": "steering.act",
-    "note": "steering.act",
-    "set": "steering.act",
-    "pause": "steering.act",
-    "resume": "steering.act",
-    "drain": "steering.act",
-    "cordon": "steering.act",
-    "evict": "steering.act",
-    "restore": "steering.act",
-    "notify": "steering.act",
-    "invite": "steering.join",
-    "join": "steering.join",
-    "scale": "platforms.remote",
-    "schema": "looking.schema",
-    "verify": "checkpoints",
-    "doctor": "looking.doctor",
-    "plan": "plan",
-    "prune": "checkpoints",
-    "launch": "platforms.launch",
-    "render": "platforms.launch",
-    "image": "platforms.image",
-    "profiles": "platforms.profiles",
-    "attach": "platforms.remote",
-    "tunnel": "platforms.remote",
-    "pull": "platforms.pull",
-    "teardown": "platforms.teardown",
-    "forget": "platforms.teardown",
-    "remind": "platforms.remote",
-    "run": "running.run",
-    "serve": "running.serve",
-    "profile": "profile",
-    "trace": "drive",  # Which adds its command to those of `trace`.
-    "queue": "queue",
-}
-"""The module of each command, in the order of the help."""
-
 _FUNCTIONS = {"map": "map_devices", "set": "set_"}
 """Names of the functions behind commands whose own name Python does not allow."""
 
 
-def make_app(names: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
-    """Return the app with these commands, whose modules are imported for it."""
-    app = typer.Typer(
+class Commands(typer.core.TyperGroup):
+    """All commands: each is imported once it is asked for, and none of them for the help."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return their names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return one of them, imported; None where there is none of that name."""
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write what each is for, by what a person wants."""
+        width = max(map(len, COMMANDS))
+        for panel, entries in PANELS.items():
+            with formatter.section(panel):
+                rows = [(name.ljust(width), entry.summary) for name, entry in entries.items()]
+                formatter.write_dl(rows)
+
+
+def load_command(name: str) -> Any:
+    """Return the command `name` of the table, which is imported for it."""
+    app = _make_app(cls=None)
+    try:
+        module = import_module(f"perdure.cli.{COMMANDS[name].module}")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("perdure."):
+            raise
+        hint = "it is where the job was launched from; a notebook carries what a session needs"
+        raise PlatformError(f"perdure {name} is not part of this installation", hint=hint) from None
+    if hasattr(module, "app"):
+        app.add_typer(module.app, name=name)
+    else:
+        function = getattr(module, _FUNCTIONS.get(name, name))
+        app.command(name, context_settings=getattr(module, "CONTEXT", None))(function)
+    app.callback()(_global)
+    command = typer.main.get_group(app).commands[name]
+    _check_numbers(command)
+    return command
+
+
+def _make_app(cls: Any = Commands) -> typer.Typer:
+    return typer.Typer(
         name="perdure",
+        cls=cls,
         help="Training that lasts: runs PyTorch jobs on machines that fail.",
         no_args_is_help=True,
         add_completion=False,
@@ -85,15 +79,6 @@ def make_app(names: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_global)
-    for name in names:
-        module = import_module(f"perdure.cli.{COMMANDS[name]}")
-        if hasattr(module, "app"):
-            app.add_typer(module.app, name=name)
-        else:
-            function = getattr(module, _FUNCTIONS.get(name, name))
-            app.command(name, context_settings=getattr(module, "CONTEXT", None))(function)
-    return app
 
 
 def _show_version(value: bool) -> None:
@@ -117,9 +102,13 @@ def run_command(args: Sequence[str]) -> int:
     as_json = "--json" in _own_args(args)
     try:
         try:
-            known = args and args[0] in COMMANDS
-            command = typer.main.get_command(make_app(args[:1]) if known else make_app())
-            _check_numbers(command)
+            app = _make_app()
+            app.callback()(_global)
+            command = typer.main.get_command(app)
+            if "_PERDURE_COMPLETE" in os.environ:
+                from perdure.cli.completion import VARIABLE, complete
+
+                return complete(command, os.environ[VARIABLE])
             # Its own `main` would leave with exit code 1 where nobody reads on.
             with command.make_context("perdure", list(args)) as context:
                 result = command.invoke(context)
@@ -132,7 +121,10 @@ def run_command(args: Sequence[str]) -> int:
                 raise
             from perdure.cli.platforms.remote import run_there
 
-            result = run_there(error.record, args)
+            named = error.record.job in args  # Else it was the newest one.
+            result = run_there(
+                error.record, args if named else [args[0], error.record.job, *args[1:]]
+            )
         sys.stdout.flush()  # Here it is known whose fault it is that it cannot be written.
     except PerdureError as error:
         return print_error(error.message, error.hint, error.exit_code, as_json=as_json)
@@ -154,7 +146,15 @@ def run_command(args: Sequence[str]) -> int:
             text = f"{name} of torchrun is not taken by perdure run"
             return print_error(text, REFUSED[name], 2, as_json=as_json)
         place = error.ctx.command_path if error.ctx else "perdure"
-        return print_error(error.format_message(), f"{place} --help", 2, as_json=as_json)
+        near = get_close_matches(args[0], COMMANDS) if args else []
+        hint = f"did you mean `perdure {near[0]}`?" if near and place == "perdure" else ""
+        message, hint = error.format_message(), hint or f"{place} --help"
+        if message == "Missing argument 'JOB'.":
+            from perdure.cli.jobs import name_running
+
+            running = name_running()
+            hint = f"{place} JOB; running here: {running}" if running else hint
+        return print_error(message, hint, 2, as_json=as_json)
     return result if isinstance(result, int) else 0
 
 

@@ -3,17 +3,14 @@
 Nothing is removed that is worth most: damaged checkpoints go first, then the oldest.
 """
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from perdure.adapters.storage import list_stored, read_free_space
 from perdure.cli.jobs import find_job
 from perdure.cli.speech.say import JobName, Json, answer, note
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.plan.checkpoints import plan_pruning
 
 
 def verify(
@@ -43,6 +40,7 @@ def verify(
     """
     from perdure.adapters.checkpoints import verify_all
     from perdure.cli.platforms.pull import verify_pulled
+    from perdure.cli.speech.bar import Bar
     from perdure.launch.results.pulling import read_manifest
 
     if "/" not in directory and not Path(directory).exists():
@@ -57,7 +55,13 @@ def verify(
                 nothing_to_keep=nothing_to_keep,
                 as_json=as_json,
             )
-    results = verify_all(directory)
+    with Bar(as_json=as_json) as bar:
+        results = verify_all(
+            directory,
+            lambda number, of, share: bar.say(
+                "verify", (number + share) / of, f"checkpoint {number + 1} of {of}"
+            ),
+        )
     if not results:
         raise ConfigError(
             f"no checkpoints in {directory}", hint="name a directory of step-*, or of a pull"
@@ -82,11 +86,14 @@ def prune(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove checkpoints until there is room: damaged ones first, then from the oldest on.
+    """Remove checkpoints until there is room: damaged ones first.
 
-    The newest whole one, the one with the best metric (checkpoint.keep_best) and every other file
-    stay.
+    After these they go from the oldest on. The newest whole one, the one with the best metric
+    (checkpoint.keep_best) and every other file stay.
     """
+    from perdure.adapters.storage import list_stored, read_free_space
+    from perdure.plan.checkpoints import plan_pruning
+
     found = find_job(job)
     url = found.checkpoints
     if "://" in url:
@@ -125,6 +132,8 @@ def remove(folder: Path) -> None:
     Raises:
         PlatformError: something of it is still there.
     """
+    import shutil
+
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from perdure.cli.platforms.profiles import Host, ask_person, choose_profile, here
+from perdure.cli.platforms.profiles import Host
 from perdure.cli.speech.say import Json, Width, answer, note
 from perdure.cli.trace import (
     AllNodes,
@@ -27,22 +27,20 @@ from perdure.cli.trace import (
     Until,
     app,
     check_writable,
-    hear_stop,
     load_trace,
     prepare,
+    show_play,
     tell_replay,
 )
-from perdure.lab.live.fleets.fleet import Fleet, Node
-from perdure.lab.screens import render_schedule
 from perdure.lab.traces import AvailabilityTrace
-from perdure.lab.traces.formats import add_quiet
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.job import JobSpec
-from perdure.model.platforms.launching import LaunchRecord
-from perdure.service.jobfiles import resolve_home
+from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:
+    from perdure.lab.live.fleets.fleet import Fleet, Node
     from perdure.lab.live.live import Schedule
+    from perdure.model.job import JobSpec
+    from perdure.model.platforms.launching import LaunchRecord
 
 
 Target = Annotated[
@@ -109,12 +107,13 @@ def drive(
     """
     from perdure.lab.live.driving import DriveWish, check_drive
     from perdure.lab.live.driving import drive as drive_job
+    from perdure.lab.traces.formats import add_quiet
 
     trace = load_trace(file, format_name, duration, nodes=nodes, until=until)
     drawn = seed if draw or not trace.named else None
     check_writable(svg, html)
     home = resolve_home()
-    with open_fleet(job, on, host, home, dry_run=dry_run) as (fleet, runs):
+    with open_fleet(job, on, host, home, notice_s=notice, dry_run=dry_run) as (fleet, runs):
         there = fleet.list_nodes()
         staying = sum(bool(node.stays) for node in there) if keep else 0
         most = max(1, min(nodes_max or len(there), len(there) - staying))
@@ -127,10 +126,7 @@ def drive(
             return 0
         if runs and not yes:
             _ask_name(fleet, there)
-        hear_stop()
-        from perdure.cli.speech.bar import Bar
-
-        with Bar("drive") as bar:
+        with show_play("drive") as bar:
             result = drive_job(wish, fleet, bar.say)
     tell_replay(result, svg, html, width, as_json=as_json)
     return 3 if result.trouble else 0
@@ -139,13 +135,14 @@ def drive(
 def _tell_schedule(
     schedule: "Schedule",
     trace: AvailabilityTrace,
-    spec: JobSpec,
-    nodes: Sequence[Node],
+    spec: "JobSpec",
+    nodes: "Sequence[Node]",
     *,
     as_json: bool,
 ) -> None:
     """Say what would be done to which node when, and on which machine."""
     from perdure.lab.live.driving import tell_enough
+    from perdure.lab.screens import render_schedule
 
     told, length_s = tell_enough(trace, spec), trace.duration_s
     document = {"dry_run": True, "job": spec.name, "duration_s": length_s,
@@ -155,8 +152,10 @@ def _tell_schedule(
     answer(document | schedule._asdict(), text, as_json=as_json)
 
 
-def _ask_name(fleet: Fleet, nodes: Sequence[Node]) -> None:
+def _ask_name(fleet: "Fleet", nodes: "Sequence[Node]") -> None:
     """Have a person type the job's name: what runs there is taken from a job that is theirs."""
+    from perdure.cli.platforms.profiles import ask_person
+
     name, able = fleet.spec.name, [node for node in nodes if not node.stays]
     machines = ", ".join(dict.fromkeys(node.machine for node in able))
     note(
@@ -168,8 +167,8 @@ def _ask_name(fleet: Fleet, nodes: Sequence[Node]) -> None:
 
 @contextmanager
 def open_fleet(
-    job: str, on: str | None, host: str | None, home: str, *, dry_run: bool
-) -> Iterator[tuple[Fleet, bool]]:
+    job: str, on: str | None, host: str | None, home: str, *, notice_s: float, dry_run: bool
+) -> "Iterator[tuple[Fleet, bool]]":
     """Give the nodes of a job, and whether it runs already; nothing is started.
 
     Raises:
@@ -185,10 +184,10 @@ def open_fleet(
         with _make_local(job, home, dry_run=dry_run) as fleet:
             yield fleet, False
     else:
-        yield _make_elsewhere(job, on, host), False
+        yield _make_elsewhere(job, on, host, notice_s), False
 
 
-def _find_running(job: str, home: str) -> Fleet:
+def _find_running(job: str, home: str) -> "Fleet":
     """Return the nodes of a job that runs, here or elsewhere."""
     from perdure.cli.jobs import ElsewhereError, find_job
     from perdure.lab.live.fleets.local import LocalFleet
@@ -199,31 +198,41 @@ def _find_running(job: str, home: str) -> Fleet:
         return _follow_elsewhere(elsewhere.record)
 
 
-def _follow_elsewhere(record: LaunchRecord) -> Fleet:
+def _follow_elsewhere(record: "LaunchRecord") -> "Fleet":
     """Return the nodes of a job that was launched.
 
     Raises:
         ConfigError: nodes of such a place cannot be taken away.
     """
+    from perdure.cli.platforms.profiles import here
+
     _check_kind(record.profile.kind)
     if record.profile.kind == "kubernetes":
         from perdure.lab.live.fleets import pods
 
         client = pods.Client(record.profile.kubernetes)
         return pods.PodFleet(pods.read_spec(record), client, here(), record=record)
+    if record.profile.kind == "slurm":
+        raise ConfigError(
+            f"job `{record.job}` runs on Slurm: the nodes of its allocation are the "
+            "administrator's to drain",
+            hint="perdure trace drive FILE JOB.TOML --on PROFILE starts one whose nodes are Slurm "
+            "jobs of their own",
+        )
     from perdure.lab.live.fleets.boxes import BoxFleet, read_spec
 
     hosts = [box.box for box in record.boxes]
     return BoxFleet(read_spec(record), hosts, here(), record=record)
 
 
-def _make_elsewhere(job_file: str, on: str, host: str | None) -> Fleet:
+def _make_elsewhere(job_file: str, on: str, host: str | None, notice_s: float) -> "Fleet":
     """Return the nodes of a job that is to be launched; the place is looked at.
 
     Raises:
         ConfigError: nodes of such a place cannot be taken away.
     """
     from perdure.cli.platforms.launch import check_launch, make_launch_spec, make_plan, submit
+    from perdure.cli.platforms.profiles import choose_profile, here
 
     place = here()
     profile = choose_profile(on, host, place.home).profile
@@ -237,6 +246,12 @@ def _make_elsewhere(job_file: str, on: str, host: str | None) -> Fleet:
         plan = check_launch(spec, plan, place)
         client = pods.Client(section)
         return pods.PodFleet(spec, client, place, launch=lambda: submit(spec, plan, place))
+    if profile.kind == "slurm":
+        from perdure.lab.live.fleets.allocations import AllocationFleet, separate
+
+        spec = separate(spec)
+        plan = check_launch(spec, make_plan(spec, profile), place)
+        return AllocationFleet(spec, notice_s, place, lambda: submit(spec, plan, place))
     plan = make_plan(spec, profile)
     hosts = profile.launch.hosts or (profile.launch.host,)
     from perdure.lab.live.fleets.boxes import BoxFleet
@@ -248,8 +263,6 @@ def _make_elsewhere(job_file: str, on: str, host: str | None) -> Fleet:
 
 _FAILURES = 10_000
 _WHY_NOT = {
-    "slurm": "a node of an allocation is the administrator's to drain, and a killed step is not "
-    "given back",
     "notebook": "a session is one machine, and has no address",
 }
 
@@ -263,12 +276,12 @@ def _check_kind(kind: str) -> None:
     if why := _WHY_NOT.get(kind):
         raise ConfigError(
             f"nodes on a platform of kind {kind} are not driven: {why}",
-            hint="a profile of kind ssh with several hosts, or kubernetes; or no --on",
+            hint="a profile of kind ssh with several hosts, slurm or kubernetes; or no --on",
         )
 
 
 @contextmanager
-def _make_local(job_file: str, home: str, *, dry_run: bool) -> Iterator[Fleet]:
+def _make_local(job_file: str, home: str, *, dry_run: bool) -> "Iterator[Fleet]":
     """Give the nodes of a job of this machine, which ends with this process."""
     from perdure.cli.running.jobspec import check_job, choose_name, make_spec
     from perdure.cli.running.options import RunOptions
@@ -291,6 +304,6 @@ def _make_local(job_file: str, home: str, *, dry_run: bool) -> Iterator[Fleet]:
         yield LocalFleet(spec, home, folder)
 
 
-def name_drive(spec: JobSpec) -> JobSpec:
+def name_drive(spec: "JobSpec") -> "JobSpec":
     """Return a job under a name of its own: it neither finds nor adds to another's checkpoints."""
     return msgspec.structs.replace(spec, name=f"{spec.name[:48]}-drive-{token_hex(2)}")

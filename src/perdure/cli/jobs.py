@@ -1,59 +1,38 @@
-"""A job as the commands see it: files on disk, and its controller if one lives."""
+"""A job as the commands see it: files on disk, and its controller if one lives.
+
+Every command waits until this module is imported, so what only some of them need is imported
+where it is used.
+"""
 
 import contextlib
-import getpass
 import os
-import socket
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from secrets import token_hex
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
-from perdure.adapters.host import read_boot_id, read_kernel_kills
-from perdure.adapters.rings import read_ring
 from perdure.cli.speech.say import note
-from perdure.launch.records import list_records, read_remote
-from perdure.model.bus.wire import Command
-from perdure.model.chain import EntryReader, Tally
 from perdure.model.errors import ConfigError, PerdureError, SafetyError
-from perdure.model.events import JobSubmitted, JournalEntry, Newest
-from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.model.platforms.launching import LaunchRecord
-from perdure.model.platforms.outcome import Outcome
-from perdure.model.platforms.slurm import Allocation
-from perdure.model.report import Snapshot
-from perdure.model.steering import Verb
-from perdure.service.jobfiles import (
-    is_alive,
-    list_jobs,
-    load_endpoint,
-    load_parts,
-    load_snapshot,
-    load_spec,
-    paths_of,
-    read_document,
-    resolve_home,
-)
-from perdure.telemetry import SnapshotFold
-from perdure.telemetry.curves import Curves
-from perdure.telemetry.outcome import (
-    HostFacts,
-    JobOutcome,
-    Signs,
-    Vanishing,
-    explain_vanishing,
-    judge_outcome,
-)
+from perdure.service.jobfolders import is_alive, list_jobs, paths_of, resolve_home
+
+if TYPE_CHECKING:
+    from perdure.model.chain import EntryReader, Tally
+    from perdure.model.events import JournalEntry, Newest
+    from perdure.model.job import JobSpec
+    from perdure.model.platforms.launching import LaunchRecord
+    from perdure.model.platforms.outcome import Outcome
+    from perdure.model.platforms.slurm import Allocation
+    from perdure.model.report import Snapshot
+    from perdure.model.steering import Verb
+    from perdure.telemetry.curves import Curves
+    from perdure.telemetry.outcome import JobOutcome, Vanishing
 
 ENDED = ("done", "failed", "stopped")
 LOST = "lost"
 """State of a job whose `perdure run` is gone without having ended it."""
+LOST_REASON = "`perdure run` ended without ending the job; the same --name resumes it"
 _STALLED_S = 300.0
 """Without a sign for so long a job is called stalled, where `hang_action_s` says nothing."""
 _SILENT_S = 5.0
@@ -67,7 +46,7 @@ class Job:
     name: str
     home: str
     paths: JobPaths
-    spec: JobSpec
+    spec: "JobSpec"
 
     @property
     def alive(self) -> bool:
@@ -79,29 +58,31 @@ class Job:
         """Return where its checkpoints land: a directory or a URL."""
         return self.spec.checkpoint.url or self.paths.checkpoints
 
-    def read(self, *, without: Collection[str] = ()) -> EntryReader:
+    def read(self, *, without: Collection[str] = ()) -> "EntryReader":
         """Return a reader of its journal, which skips what is broken and counts it.
 
         Entries of types in `without` may be left out: a month has very many of some.
         """
-        from perdure.service.controller.journal import read_journal  # With the client of NATS.
+        from perdure.service.controller.journal import read_journal
 
         return read_journal(self.paths, without)
 
-    def entries(self) -> Iterator[JournalEntry]:
+    def entries(self) -> "Iterator[JournalEntry]":
         """Yield its journal; at its end, say what of it cannot be read."""
         reader = self.read()
         yield from self.complete(reader)
         say_damage(reader.tally)
 
-    def read_curves(self) -> Curves:
+    def read_curves(self) -> "Curves":
         """Return what `run.log` has told."""
-        from perdure.service.curves import read_curves  # With a library of hashes.
+        from perdure.service.curves import read_curves
 
         return read_curves(self.paths.curves)
 
-    def complete(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
+    def complete(self, entries: "Iterable[JournalEntry]") -> "Iterator[JournalEntry]":
         """Yield entries of its journal behind its `JobSubmitted`, also where that is lost."""
+        from perdure.model.events import JobSubmitted, JournalEntry
+
         rest = iter(entries)
         first = next(rest, None)
         if first is None or not isinstance(first.body, JobSubmitted):
@@ -111,19 +92,29 @@ class Job:
             yield first
         yield from rest
 
-    def read_newest(self) -> Newest:
+    def read_newest(self) -> "Newest":
         """Return what the journal is told seldom, as it was when a controller looked last."""
+        from perdure.model.events import Newest
+        from perdure.service.jobfiles import read_document
+
         return read_document(self.paths.newest, Newest) or Newest()
 
     def now(self, last_s: float = 0.0) -> float:
         """Return job time: of this moment while it lives, else of its last event, `last_s`."""
+        from perdure.service.jobfiles import load_endpoint
+
         if self.alive:
             return time.monotonic() + load_endpoint(self.paths).clock_offset_s
         return last_s
 
-    def explain_vanishing(self, entries: list[JournalEntry]) -> Vanishing | None:
+    def explain_vanishing(self, entries: "list[JournalEntry]") -> "Vanishing | None":
         """Return why a job that does not run has not ended; None where it has."""
-        from perdure.launch.ssh import box  # Whose room is not needed otherwise.
+        import socket
+
+        from perdure.adapters.host import read_boot_id, read_kernel_kills
+        from perdure.launch.ssh import box
+        from perdure.service.jobfiles import load_parts
+        from perdure.telemetry.outcome import HostFacts, explain_vanishing
 
         parts, place = load_parts(self.paths), os.environ.get("JOB_DIR")
         folder = os.path.join(place, "launch") if place else os.devnull  # Not on a box: no files.
@@ -142,26 +133,33 @@ class Job:
         pids = [parts.run, parts.nats, parts.controller, *parts.agents.values()] if parts else []
         return explain_vanishing(entries, facts, (pid for pid in pids if pid))
 
-    def _ask_slurm(self, allocation: Allocation) -> Outcome:
-        from perdure.launch.slurm.client import Slurm  # As above.
+    def _ask_slurm(self, allocation: "Allocation") -> "Outcome":
+        from perdure.launch.slurm.client import Slurm
+        from perdure.model.platforms.outcome import Outcome
 
         try:
             return Slurm().query_end(allocation)
         except PerdureError as error:
             return Outcome(state="unknown", reason=str(error))
 
-    def list_attempts(self) -> list[Outcome]:
+    def list_attempts(self) -> "list[Outcome]":
         """Return how its attempts under Slurm ended, oldest first; none without accounting."""
+        from perdure.service.jobfiles import load_parts
+
         parts = load_parts(self.paths)
-        from perdure.launch.slurm.client import Slurm  # As above.
+        from perdure.launch.slurm.client import Slurm
 
         try:
             return Slurm().list_attempts(parts.slurm.job) if parts and parts.slurm else []
         except PerdureError:
             return []
 
-    def judge_outcome(self, entries: list[JournalEntry]) -> JobOutcome:
+    def judge_outcome(self, entries: "list[JournalEntry]") -> "JobOutcome":
         """Return whether it finished, died, stalled or runs, by what lies on the disk."""
+        from perdure.adapters.rings import read_ring
+        from perdure.service.jobfiles import load_endpoint
+        from perdure.telemetry.outcome import Signs, judge_outcome
+
         root = Path(self.paths.root)
         streams = Path(self.spec.log_dir or root / "logs" / "ranks").glob("g*/rank-*")
         url = self.checkpoints
@@ -181,29 +179,59 @@ class Job:
         )
         return judge_outcome(entries, signs, self.spec.detect.hang_action_s or _STALLED_S)
 
-    def snapshot(self) -> Snapshot:
-        """Return the newest picture; from the journal where no controller has written one."""
+    def snapshot(self, fold: "Callable[[], Snapshot] | None" = None) -> "Snapshot":
+        """Return the newest picture; from the journal where no controller has written one.
+
+        Whoever reads the journal anyway says by `fold` what it tells.
+        """
+        import msgspec
+
+        from perdure.service.jobfiles import load_snapshot
+
         alive = self.alive
-        snapshot = load_snapshot(self.paths)
-        if snapshot is None or (not alive and snapshot.state not in ENDED):
-            fold, last_s = SnapshotFold(self.spec), 0.0
+        snapshot = seen = load_snapshot(self.paths)
+        told = snapshot is not None and (alive or snapshot.state in ENDED)
+        if not told and fold is not None and os.path.exists(self.paths.journal):
+            snapshot = fold()
+        elif not told:
+            from perdure.telemetry.snapshot import SnapshotFold  # All of telemetry, 30 modules.
+
+            moment, last_s = SnapshotFold(self.spec), 0.0
             for entry in self.entries() if os.path.exists(self.paths.endpoint) else ():
-                fold.add(entry)
+                moment.add(entry)
                 last_s = entry.at_s
-            fold.know_metrics(self.read_curves().list_newest())
-            snapshot = fold.snapshot(last_s)
+            moment.know_metrics(self.read_curves().list_newest())
+            snapshot = moment.snapshot(last_s)
+        assert snapshot is not None
+        if not told and seen is not None and seen.generation == snapshot.generation:
+            snapshot = recall_steps(snapshot, seen)
         if not alive and snapshot.state not in ENDED:
-            reason = "`perdure run` ended without ending the job; the same --name resumes it"
-            return msgspec.structs.replace(snapshot, state=LOST, reason=reason)
+            return msgspec.structs.replace(snapshot, state=LOST, reason=LOST_REASON)
         silent_s = self.now() - snapshot.at_s if alive and snapshot.state not in ENDED else 0.0
         if snapshot.at_s > 0 and silent_s > _SILENT_S:
             reason = f"the controller has said nothing for {silent_s:.0f} s; this is how it was"
-            return msgspec.structs.replace(snapshot, reason=reason)
+            return msgspec.structs.replace(snapshot, reason=reason, left_s=None)
         return snapshot
 
 
-def say_damage(tally: Tally) -> dict[str, Any]:
+def recall_steps(folded: "Snapshot", seen: "Snapshot") -> "Snapshot":
+    """Return a picture made of the journal with what only heartbeats told: how far ranks were.
+
+    `seen` is the last picture that a controller has made, of the same generation.
+    """
+    import msgspec
+
+    last = {row.rank: row for row in seen.ranks}
+    ranks = tuple(
+        last.get(row.rank, row) if row.state == "starting" else row for row in folded.ranks
+    )
+    return msgspec.structs.replace(folded, step=max(folded.step, seen.step), ranks=ranks)
+
+
+def say_damage(tally: "Tally") -> dict[str, Any]:
     """Say what of a journal cannot be read; return it as it stands in a command's document."""
+    import msgspec
+
     if tally.whole:
         return {}
     what = f"the journal is damaged: {tally.describe()}; this is made of the rest"
@@ -214,13 +242,13 @@ def say_damage(tally: Tally) -> dict[str, Any]:
 class ElsewhereError(PerdureError):
     """The job runs on another machine: the command line belongs there, as it is."""
 
-    def __init__(self, record: LaunchRecord) -> None:
+    def __init__(self, record: "LaunchRecord") -> None:
         """Keep where it was launched."""
         super().__init__(f"job `{record.job}` is on {record.profile.platform}")
         self.record = record
 
 
-def _is_here(record: LaunchRecord, home: str) -> bool:
+def _is_here(record: "LaunchRecord", home: str) -> bool:
     """Return whether the job's own state directory is this one: a command has arrived."""
     return not record.profile.launch.host and record.home == home
 
@@ -241,6 +269,8 @@ def find_job(name: str) -> Job:
         ConfigError: there is none; the hint names similar ones.
         ElsewhereError: it was launched to another machine, and not yet torn down.
     """
+    from perdure.launch.records import read_remote
+
     home = resolve_home()
     record = read_remote(home, name)
     if record is not None and not record.torn_down_s and not _is_here(record, home):
@@ -254,7 +284,7 @@ def find_job(name: str) -> Job:
         raise ConfigError(f"job `{name}` was torn down{results}", hint=error.hint) from None
 
 
-def find_launched(job: str, hint: str) -> LaunchRecord:
+def find_launched(job: str, hint: str) -> "LaunchRecord":
     """Return what is remembered of a job that runs elsewhere.
 
     Raises:
@@ -276,6 +306,10 @@ def find_here(name: str, home: str) -> Job:
         ConfigError: there is none; the hint names similar ones.
         PlatformError: its document is damaged, and the journal's beginning is lost as well.
     """
+    from difflib import get_close_matches
+
+    from perdure.service.jobfiles import load_spec
+
     paths = paths_of(home, name)
     try:
         return Job(name, home, paths, load_spec(paths, note))
@@ -286,32 +320,49 @@ def find_here(name: str, home: str) -> Job:
         raise ConfigError(f"unknown job `{name}`", hint=hint) from None
 
 
-def read_start_s(first: JournalEntry) -> float:
+def read_start_s(first: "JournalEntry") -> float:
     """Return when the job was begun, by the first entry of its journal: as `report` counts."""
+    from perdure.model.events import JobSubmitted
+
     return first.body.at_s if isinstance(first.body, JobSubmitted) else first.at_s
 
 
-def list_local_jobs() -> list[Job]:
-    """Return all jobs, oldest first; say which of them cannot be read."""
-    home, found = resolve_home(), []
+def list_local_jobs(home: str = "") -> list[Job]:
+    """Return all jobs below `home`, oldest first; say which of them cannot be read.
+
+    An empty `home` is this user's.
+    """
+    home, found = home or resolve_home(), []
     for name in list_jobs(home):
         try:
             found.append(find_here(name, home))
-        except PerdureError as error:
-            note(f"{name}: {error.message}")
+        except (PerdureError, OSError) as error:
+            note(f"{name}: {error}")
     return found
 
 
-def list_jobs_elsewhere() -> list[LaunchRecord]:
-    """Return the jobs that were launched to other machines and not yet torn down."""
+def name_running() -> str:
+    """Return the names of the jobs that run on this machine, of many the newest."""
     home = resolve_home()
+    running = [name for name in list_jobs(home) if is_alive(paths_of(home, name))]
+    return ", ".join(running[-3:])
+
+
+def list_jobs_elsewhere(home: str = "") -> "list[LaunchRecord]":
+    """Return the jobs that were launched to other machines and not yet torn down.
+
+    An empty `home` is this user's.
+    """
+    from perdure.launch.records import list_records
+
+    home = home or resolve_home()
     records = [r for r in list_records(home) if r.profile.kind != "local" and not r.torn_down_s]
     return [record for record in records if not _is_here(record, home)]
 
 
 def send_command(
     job: Job,
-    kind: Verb | Literal["ping"],
+    kind: "Verb | Literal['ping']",
     args: dict[str, Any],
     *,
     timeout_s: float,
@@ -323,6 +374,9 @@ def send_command(
         SafetyError: the controller refuses; the message has its reason.
         PlatformError: no answer in `timeout_s`.
     """
+    from secrets import token_hex
+
+    from perdure.model.bus.wire import Command
     from perdure.service.commands import ask_controller
 
     if not job.alive:
@@ -338,6 +392,8 @@ def send_command(
 
 
 def _read_user() -> str:
+    import getpass
+
     try:
         return getpass.getuser()
     except (KeyError, OSError):

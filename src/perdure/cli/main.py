@@ -1,7 +1,7 @@
 """The program `perdure`: its own parts are started at once, everything else goes to the app.
 
-The parts (controller, lighthouse, agent, keeper, zygote) are started by perdure itself, live as
-long as the job, and are paid for by it: they import neither Typer nor Rich. Nothing in this room
+The parts (controller, lighthouse, relay, agent, keeper, zygote) are started by perdure itself, live
+as long as the job, and are paid for by it: they import neither Typer nor Rich. Nothing in this room
 imports torch.
 """
 
@@ -17,7 +17,8 @@ from perdure.model.errors import PerdureError
 
 PARTS = {
     "controller": ("service.controller.process", "JOB [NODE]"),
-    "lighthouse": ("service.lighthouse", "JOB"),
+    "lighthouse": ("service.lighthouse.process", "JOB"),
+    "relay": ("service.lighthouse.replica_relay", "JOB PLACE"),
     "agent": ("service.agent.shell", "JOB NODE"),
     "keeper": ("keeper.keeper", "JOB NODE"),
     "zygote": ("keeper.zygote", "JOB NODE FD"),

@@ -1,17 +1,19 @@
 """`perdure plan`: the world for a number of devices, from a cost profile."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from perdure.cli.page.keeping import keep
 from perdure.cli.speech.say import Json, keep_given, note, print_json, render_table
 from perdure.dash.shape import render_span
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import HINT, CostProfile, read_profile
-from perdure.model.planning.world import make_devices
+from perdure.model.planning.world import Device, make_devices
 from perdure.plan.pipeline.simulate import simulate
 from perdure.plan.worlds.planner import Excluded, Option, Plan, Request, plan_worlds
 from perdure.plan.worlds.score import Scorer
@@ -72,7 +74,7 @@ def plan(
     width: Annotated[int, typer.Option("--width", min=40, help="Columns of the timeline.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """Choose D, P, micro-batch, recompute, schedule and placement for so many devices.
+    """Choose D, P, micro-batch, recompute, schedule and placement.
 
     Devices are called n0/0, n0/1, ... by node; a last node may have fewer.
     """
@@ -99,7 +101,8 @@ def plan(
         request = msgspec.convert(fields, Request)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error).lower(), hint="perdure plan --help") from None
-    found = plan_worlds(profile, there, request)
+    found = _search(profile, there, request, as_json)
+    _keep_plan(file.name, profile, there, per_node, request, found)
     if as_json:
         print_json({"profile": profile.fingerprint, **msgspec.to_builtins(found)})
         return
@@ -107,7 +110,7 @@ def plan(
         reasons = [entry for entry in found.excluded if entry.kind != "batch"]
         raise ConfigError(
             f"no world fits {devices} devices of {memory}",
-            hint=_explain(reasons[0]) if reasons else "fewer ranks than blocks and devices",
+            hint=explain_excluded(reasons[0]) if reasons else "fewer ranks than blocks and devices",
         )
     print(_render(found))
     for text in found.notes:
@@ -117,6 +120,38 @@ def plan(
 
         orders, pipe, names = Scorer(profile, there).lay_out(found.options[0].world)
         print(f"\n{render_timeline(simulate(orders, pipe), names, width)}\n{LEGEND}")
+
+
+def _search(profile: CostProfile, there: Sequence[Device], request: Request, as_json: bool) -> Plan:
+    """Return the fastest worlds; how many there are to try is only known afterwards."""
+    from perdure.cli.speech.bar import Bar
+
+    with Bar(as_json=as_json) as bar:
+        bar.say("plan", None, f"{len(there)} devices")
+        return plan_worlds(profile, there, request)
+
+
+def _keep_plan(
+    name: str,
+    profile: CostProfile,
+    there: Sequence[Device],
+    per_node: int,
+    request: Request,
+    found: Plan,
+) -> None:
+    """Keep what was found for a profile's file called `name`."""
+    from perdure.lab.results import KeptPlan
+
+    kept = KeptPlan(
+        profile=name,
+        fingerprint=profile.fingerprint,
+        devices=len(there),
+        per_node=per_node,
+        memory_bytes=there[0].memory_bytes,
+        global_batch=request.global_batch,
+        plan=found,
+    )
+    keep(kept)
 
 
 def load_profile(file: Path) -> CostProfile:
@@ -169,7 +204,7 @@ def _render(found: Plan) -> str:
     rows = [
         (
             o.world.shape,
-            _describe(o),
+            describe_option(o),
             f"{o.step_s:.4f}",
             f"{o.step_s / best.step_s - 1:+.1%}",
             f"{o.bubble:.1%}",
@@ -179,27 +214,29 @@ def _render(found: Plan) -> str:
     ]
     head = ("runner-up", "how", "step s", "slower", "bubble", "idle")
     lines = [
-        f"world        {best.world.shape}: {_describe(best)}",
+        f"world        {best.world.shape}: {describe_option(best)}",
         f"step         {best.step_s:.4f} s, {best.samples_per_s:.1f} samples/s",
         f"bubble       {best.bubble:.1%}, {best.idle} devices idle",
         f"memory       {best.memory_bytes / 1e9:.2f} GB on the fullest device",
         *stages,
         "",
         *([render_table(head, rows)] if rows else []),
-        *(f"not possible: {_explain(entry)}" for entry in found.excluded),
+        *(f"not possible: {explain_excluded(entry)}" for entry in found.excluded),
         f"{found.simulated} worlds simulated; {found.slower} kinds of worlds cannot be faster",
     ]
     return "\n".join(lines)
 
 
-def _describe(option: Option) -> str:
+def describe_option(option: Option) -> str:
+    """Return how a world works."""
     world = option.world
     again = sum(stage.recompute for stage in world.stages)
     recompute = f", {again} of {len(world.stages)} stages recompute" if again else ""
     return f"{world.schedule}, {world.count} micro-batches of {world.micro_batch}{recompute}"
 
 
-def _explain(entry: Excluded) -> str:
+def explain_excluded(entry: Excluded) -> str:
+    """Return what cannot be, and why."""
     numbers = render_span(entry.ranks, len(entry.ranks)).replace(",", ", ")
     ranks = f", {numbers} ranks" if entry.ranks else ""
     return f"{entry.what}{ranks}: {entry.reason}"

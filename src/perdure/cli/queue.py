@@ -2,33 +2,19 @@
 
 import os
 import time
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
-from msgspec.structs import replace
 
-from perdure.adapters.devices import list_gpus
-from perdure.cli.running.jobspec import read_job_file, validate
 from perdure.cli.speech.say import Json, answer, keep_given, note, render_table
-from perdure.control.queue import Book, QueueEntry, explain, list_oversized
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.queue import (
-    Again,
-    Item,
-    Planned,
-    Put,
-    QueueFile,
-    Removed,
-    expand_file,
-    replace_fields,
-)
-from perdure.model.source import find_misfit
-from perdure.service.jobfiles import resolve_home
-from perdure.service.queue.holder import CPU_SLOT
-from perdure.service.queue.store import OUTPUT, QueueStore, read_runner_pid
+from perdure.service.jobfolders import resolve_home
+
+if TYPE_CHECKING:
+    from perdure.control.queue import Book, QueueEntry
+    from perdure.model.queue import Item, Planned
+    from perdure.service.queue.store import QueueStore
 
 app = typer.Typer(help="Many runs, each until it is done.", no_args_is_help=True)
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
@@ -71,6 +57,8 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add items, or describe waiting ones anew; what runs or is done stays as it is."""
+    from perdure.service.queue.store import QueueStore
+
     options = keep_given(
         name=name,
         after=after,
@@ -92,9 +80,11 @@ def add(
 
 
 def _put(
-    store: QueueStore, items: list[Item], prune: bool
+    store: "QueueStore", items: "list[Item]", prune: bool
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return what became of which items, and the states of those whose new description is late."""
+    from perdure.model.queue import Put, Removed
+
     now = time.time()
     with store.writing() as writer:
         lines = writer.book.lines
@@ -125,8 +115,12 @@ def _put(
     return changes, {item.name: kept[item.name] for item in new if item.name in kept}
 
 
-def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:
+def _plan(words: list[str], options: dict[str, Any]) -> "tuple[Planned, ...]":
     """Return the items that a command line asks for."""
+    from msgspec.structs import replace
+
+    from perdure.cli.running.jobspec import read_job_file
+
     path = words[0]
     if len(words) == 1 and path.endswith((".toml", ".json")):
         document = read_job_file(path)
@@ -145,12 +139,17 @@ def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:
     return (replace(planned, item=replace(planned.item, command=tuple(words))),)
 
 
-def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned, ...]:
+def _convert(document: dict[str, Any], place: str, folder: str) -> "tuple[Planned, ...]":
     """Return the items of a document; their paths become absolute.
 
     Raises:
         ConfigError: a field is unknown or wrong, or an entry cannot be.
     """
+    import msgspec
+
+    from perdure.model.queue import QueueFile, expand_file
+    from perdure.model.source import find_misfit
+
     wrong = find_misfit(document, QueueFile, "its fields are in docs/queue.md")
     if wrong is not None:
         at = f"{wrong.place}: " if wrong.place else ""
@@ -162,7 +161,9 @@ def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned
     return tuple(_locate(one, folder) for one in planned)
 
 
-def _locate(one: Planned, folder: str) -> Planned:
+def _locate(one: "Planned", folder: str) -> "Planned":
+    from msgspec.structs import replace
+
     cwd = os.path.abspath(os.path.join(folder, os.path.expanduser(one.item.cwd)))
     on = one.item.on
     by_path = os.path.abspath(os.path.join(folder, os.path.expanduser(on)))
@@ -171,8 +172,13 @@ def _locate(one: Planned, folder: str) -> Planned:
     return replace(one, item=item, job=job)
 
 
-def _complete(planned: Planned) -> Item:
+def _complete(planned: "Planned") -> "Item":
     """Return the item with its job's document, as the job file says now."""
+    from msgspec.structs import replace
+
+    from perdure.cli.running.jobspec import read_job_file, validate
+    from perdure.model.queue import replace_fields
+
     if not planned.job:
         return planned.item
     document = replace_fields(read_job_file(planned.job), planned.set)
@@ -187,12 +193,14 @@ def _complete(planned: Planned) -> Item:
     return replace(planned.item, job=document)
 
 
-def _check_needs(items: list[Item], book: Book) -> None:
+def _check_needs(items: "list[Item]", book: "Book") -> None:
     """Check that all that items wait for exists, and that none waits for itself.
 
     Raises:
         ConfigError: otherwise.
     """
+    from graphlib import CycleError, TopologicalSorter
+
     needs = {line.item.name: line.item.after for line in book.lines.values()}
     needs |= {item.name: item.after for item in items}
     for item in items:
@@ -213,6 +221,8 @@ def _check_needs(items: list[Item], book: Book) -> None:
 @app.command("ls")
 def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
     """List the items of a queue, and why each is as it is."""
+    from perdure.service.queue.store import QueueStore, read_runner_pid
+
     store = QueueStore(resolve_home(), queue)
     book, pid, now = store.read(), read_runner_pid(store), time.time()
     rows = _describe_all(store, book, now)
@@ -225,7 +235,7 @@ def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
     answer({"queue": queue, "runner": pid or None, "items": rows}, text, as_json=as_json)
 
 
-def _describe_all(store: QueueStore, book: Book, now: float) -> list[dict[str, Any]]:
+def _describe_all(store: "QueueStore", book: "Book", now: float) -> list[dict[str, Any]]:
     states = ("running", "waiting", "failed", "done")
     lines = sorted(
         book.lines.values(), key=lambda x: (states.index(x.state), -x.item.priority, x.order)
@@ -233,7 +243,10 @@ def _describe_all(store: QueueStore, book: Book, now: float) -> list[dict[str, A
     return [_describe(store, book, line, now) for line in lines]
 
 
-def _describe(store: QueueStore, book: Book, line: QueueEntry, now: float) -> dict[str, Any]:
+def _describe(store: "QueueStore", book: "Book", line: "QueueEntry", now: float) -> dict[str, Any]:
+    from perdure.control.queue import explain
+    from perdure.service.queue.store import OUTPUT
+
     item = line.item
     blocked = line.state == "waiting" and bool(book.find_block(line))
     log = store.attempt(item.name, line.attempts) / OUTPUT if line.attempts else ""
@@ -259,6 +272,9 @@ def remove(
     as_json: Json = False,
 ) -> None:
     """Take items out. What they wrote stays."""
+    from perdure.model.queue import Removed
+    from perdure.service.queue.store import QueueStore, read_runner_pid
+
     store = QueueStore(resolve_home(), queue)
     with store.writing() as writer:
         book = writer.book
@@ -286,6 +302,9 @@ def remove(
 @app.command("retry")
 def retry(names: Names, queue: QueueName = "default", as_json: Json = False) -> None:
     """Run items again that failed or are done, with all their attempts."""
+    from perdure.model.queue import Again
+    from perdure.service.queue.store import QueueStore
+
     store = QueueStore(resolve_home(), queue)
     with store.writing() as writer:
         for name in names:
@@ -311,7 +330,11 @@ def run_queue(
 
     Ctrl-C leaves what runs running; the next `perdure queue run` takes it up.
     """
+    from perdure.adapters.devices import list_gpus
+    from perdure.control.queue import list_oversized
+    from perdure.service.queue.holder import CPU_SLOT
     from perdure.service.queue.runner import Runner
+    from perdure.service.queue.store import QueueStore
 
     gpus = () if slots else list_gpus()
     chosen = gpus or tuple(f"{CPU_SLOT}{number}" for number in range(slots or 1))
@@ -328,7 +351,7 @@ def run_queue(
     return 0 if done == len(rows) else 1
 
 
-def _find_entry(book: Book, name: str) -> QueueEntry:
+def _find_entry(book: "Book", name: str) -> "QueueEntry":
     line = book.lines.get(name)
     if line is None:
         raise ConfigError(f"no item `{name}`", hint="perdure queue ls")

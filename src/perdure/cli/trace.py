@@ -2,14 +2,16 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from perdure.cli.page.keeping import keep
 from perdure.cli.speech.say import Json, Width, answer, keep_given, note, print_json, write_asked
-from perdure.dash.svg import stand_alone
 from perdure.dash.terminal import print_exact
 from perdure.lab.policies.policies import (
     POLICIES,
@@ -20,18 +22,7 @@ from perdure.lab.policies.policies import (
     pick_names,
 )
 from perdure.lab.policies.throughput import MODELS, Throughput, read_throughput
-from perdure.lab.report import MeasuredCosts, Physics, ReplayResult
-from perdure.lab.screens import (
-    draw_nodes,
-    draw_rates,
-    draw_replay,
-    render_comparison,
-    render_page,
-    render_replay,
-    render_replay_page,
-    render_simulation_page,
-    render_summary,
-)
+from perdure.lab.report import Physics
 from perdure.lab.traces import (
     FORMATS,
     AvailabilityTrace,
@@ -39,21 +30,20 @@ from perdure.lab.traces import (
     list_intervals,
     read_trace,
 )
-from perdure.lab.traces.figures import (
-    AvailabilityModel,
-    describe_availability,
-    draw_victims,
-    fit_availability,
-)
-from perdure.lab.traces.figures import generate as generate_trace
+from perdure.lab.traces.figures import draw_victims
 from perdure.lab.traces.formats import Format, add_quiet
 from perdure.lab.traces.transform import announce, coalesce, cut, scale_to, speed_up
 from perdure.model.errors import ConfigError
-from perdure.service.jobfiles import resolve_home
+from perdure.service.jobfolders import resolve_home
+
+if TYPE_CHECKING:
+    from perdure.cli.speech.bar import Bar
+    from perdure.lab.report import MeasuredCosts, Physics, ReplayResult
+    from perdure.lab.traces.figures import AvailabilityModel
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Availability of nodes over time: show, convert, generate and simulate traces.",
+    help="Recorded availability: show, convert, generate, simulate, replay.",
 )
 
 _NAMES = ", ".join(format_.name for format_ in FORMATS)
@@ -114,7 +104,7 @@ def load_trace(
             f"{file}: byte {error.start} is not text; expected UTF-8",
             hint="docs/traces.md shows each format",
         ) from error
-    trace = read_trace(text, str(file), format_name=format_name, duration_s=duration_s)
+    trace = read_trace(text, str(file), format_name=format_name, duration_s=duration_s, tell=note)
     trace = msgspec.structs.replace(trace, name=file.name)
     if nodes is not None:
         trace = add_quiet(trace, nodes)
@@ -143,6 +133,11 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a trace: how many nodes were there when, how often that changed, and how."""
+    from perdure.dash.svg import stand_alone
+    from perdure.lab.results import KeptTrace, fold_counts
+    from perdure.lab.screens import draw_nodes, make_trace_document, render_summary
+    from perdure.lab.traces.figures import describe_availability
+
     trace = load_trace(
         file, format_name, duration, nodes=nodes, speed=speed, scale=scale_to, coalesce_s=coalesce
     )
@@ -151,7 +146,8 @@ def show(
     if svg is not None:
         write_asked(svg, stand_alone(draw_nodes(counts, trace.duration_s)))
     if html is not None:
-        write_asked(html, render_page(figures, counts))
+        write_asked(html, make_trace_document(figures, counts).render_file())
+    keep(KeptTrace(figures=figures, counts=fold_counts(counts, trace.duration_s)))
     samples = [{"at_s": at_s, "nodes": count} for at_s, count in counts]
     document = {**msgspec.to_builtins(figures), "counts": samples}
     answer(document, render_summary(figures, counts, width), as_json=as_json)
@@ -256,6 +252,9 @@ def generate(
     Nodes leave and come without memory, in bursts. With --json the document is the model drawn
     from; the trace needs --out then.
     """
+    from perdure.lab.traces.figures import AvailabilityModel, fit_availability
+    from perdure.lab.traces.figures import generate as generate_trace
+
     if as_json and out is None:
         raise ConfigError("--json needs --out", hint="the trace itself goes to that file")
     if like is not None:
@@ -272,13 +271,13 @@ def generate(
 
 
 def _change_model(
-    model: AvailabilityModel,
+    model: "AvailabilityModel",
     nodes: int | None,
     mtbf_s: float | None,
     absence_s: float | None,
     burst: int | None,
     notice_s: float | None,
-) -> AvailabilityModel:
+) -> "AvailabilityModel":
     """Return `model` with what is not None said by hand."""
     share = model.nodes_first / model.nodes_max if model.nodes_max else 1.0
     changes = keep_given(
@@ -384,12 +383,14 @@ def simulate(
     _simulate(trace, table, policies, physics, seed if drawn else None, sweep, svg, html, as_json)
 
 
-def load_costs(path: Path) -> MeasuredCosts:
+def load_costs(path: Path) -> "MeasuredCosts":
     """Return the costs in a file that `trace replay --costs` has written.
 
     Raises:
         ConfigError: it cannot be read, or is none.
     """
+    from perdure.lab.report import MeasuredCosts
+
     try:
         return msgspec.json.decode(path.read_bytes(), type=MeasuredCosts)
     except (OSError, msgspec.MsgspecError) as error:
@@ -445,7 +446,7 @@ def _simulate(
     trace: AvailabilityTrace,
     table: Throughput,
     policies: list[Policy],
-    physics: Physics,
+    physics: "Physics",
     seed: int | None,
     sweep: bool,
     svg: Path | None,
@@ -453,9 +454,12 @@ def _simulate(
     as_json: bool,
 ) -> None:
     from perdure.cli.speech.bar import Bar
+    from perdure.dash.svg import stand_alone
+    from perdure.lab.results import KeptSimulation, fold_counts
+    from perdure.lab.screens import draw_rates, make_simulation_document, render_comparison
     from perdure.lab.simulation.compare import compare, sweep_communicator
 
-    with Bar() as bar:
+    with Bar(as_json=as_json) as bar:
         comparison, outcomes = compare(trace, table, policies, physics, seed=seed, progress=bar.say)
         if sweep:
             perdure = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
@@ -465,9 +469,12 @@ def _simulate(
     rates |= {name: outcome.rates for name, outcome in outcomes.items()}
     if svg is not None:
         write_asked(svg, stand_alone(draw_rates(comparison, rates)))
+    counts = [(i.begin_s, len(i.living)) for i in list_intervals(trace)]
     if html is not None:
-        counts = [(i.begin_s, len(i.living)) for i in list_intervals(trace)]
-        write_asked(html, render_simulation_page(comparison, counts, rates))
+        write_asked(html, make_simulation_document(comparison, counts, rates).render_file())
+    end_s = trace.duration_s
+    folded = {name: fold_counts(rows, end_s) for name, rows in rates.items()}
+    keep(KeptSimulation(comparison=comparison, counts=fold_counts(counts, end_s), rates=folded))
     answer(comparison, render_comparison(comparison), as_json=as_json)
 
 
@@ -549,7 +556,6 @@ def replay(
     of nodes is measured before and between the systems, and the replay is refused where it does not
     rise. Ctrl-C ends it with what was measured so far.
     """
-    from perdure.cli.speech.bar import Bar
     from perdure.lab.live import session
 
     known = session.STAGED if stages > 1 else session.SYSTEMS
@@ -560,8 +566,7 @@ def replay(
     home, pace_s = resolve_home(), pace_ms / 1000.0
     wish = session.Wish(trace, systems, home, pace_s, stages, measure, speed, notice, drawn)
     check_writable(svg, html, costs)
-    hear_stop()
-    with Bar("replay") as bar:
+    with show_play("replay") as bar:
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:
         write_asked(costs, msgspec.json.format(msgspec.json.encode(result.costs)).decode() + "\n")
@@ -580,18 +585,40 @@ def check_writable(*asked: Path | None) -> None:
 
 
 def hear_stop() -> None:
-    """Have SIGTERM end a play as Ctrl-C does."""
+    """Have SIGTERM end a play as Ctrl-C does, and the hang-up of its terminal, but under nohup."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+
+
+@contextmanager
+def show_play(name: str) -> "Iterator[Bar]":
+    """Give the bar of a play, which stops for nobody who does not read it, and ends as asked."""
+    from perdure.cli.speech.bar import Bar
+    from perdure.cli.speech.unread import unread_streams
+
+    hear_stop()
+    with unread_streams(), Bar(name) as bar:
+        yield bar
 
 
 def tell_replay(
-    result: ReplayResult, svg: Path | None, html: Path | None, width: int, *, as_json: bool
+    result: "ReplayResult", svg: Path | None, html: Path | None, width: int, *, as_json: bool
 ) -> None:
     """Answer with what a play has shown, and write what was asked for beside it."""
+    from perdure.dash.svg import stand_alone
+    from perdure.lab.report import DriveResult
+    from perdure.lab.results import KeptDrive, KeptReplay
+    from perdure.lab.screens import draw_replay, make_replay_document, render_replay
+
+    if isinstance(result, DriveResult):
+        keep(KeptDrive(result=result))
+    else:
+        keep(KeptReplay(result=result))
     if svg is not None:
         write_asked(svg, stand_alone(draw_replay(result)))
     if html is not None:
-        write_asked(html, render_replay_page(result))
+        write_asked(html, make_replay_document(result).render_file())
     answer(result, render_replay(result, width), as_json=as_json)
 
 
@@ -604,6 +631,8 @@ def prepare(
     seed: int | None,
 ) -> AvailabilityTrace:
     """Return `trace` as it is played: its seconds are those of the clock."""
+    from perdure.lab.traces.figures import draw_victims
+
     trace = speed_up(trace, speed) if speed != 1.0 else trace
     if max(len(i.living) for i in list_intervals(trace)) > nodes_max:
         trace = scale_to(trace, nodes_max)

@@ -2,8 +2,9 @@
 
 A place is one of the last `remote` nodes. It is free if no machine was given it, or if the one that
 was is lost; a machine that asks again gets the place that it had. Whoever has a place registers as
-that node, as any other does, and everything else follows from that. Who may ask is who holds an
-invitation: they expire, serve once, and can be revoked.
+that node, as any other does, and everything else follows from that. Where others start the groups
+there are no nodes: a place is a machine's that brings ranks, until its login is ended. Who may ask
+is who holds an invitation: they expire, serve once, and can be revoked.
 
 An invitation serves the machine that used it first for as long as the job lives: after a reboot it
 asks with the same one, expired or not. Anybody else with a copy of it is refused. What is kept is
@@ -23,6 +24,7 @@ from perdure.model.orders import AnyAction, RecordEvent
 FINAL = {"final": True}
 """In the answer to a request that will be refused whenever it is made again."""
 _ALL_LOCAL = "no node of this job comes from elsewhere: perdure run --remote K"
+_NONE_SERVED = "no machine has a place beside this one: perdure serve --remote K"
 _TWIN_BEATS = 10
 """A node that was heard of within so many beats lives, whoever else asks for its place."""
 _CLAIM_S = 30.0
@@ -33,7 +35,7 @@ def receive_invite(state: JobState, now: float, command: OpenCommand) -> list[An
     """Remember an invitation that its maker hands out once this is answered."""
     args, spec = command.args, state.the_spec()
     if not spec.remote:
-        return state.answer(command.id, False, _ALL_LOCAL, {})
+        return state.answer(command.id, False, _NONE_SERVED if spec.served else _ALL_LOCAL, {})
     id_, digest = str(args["id"]), str(args["digest"])
     expires_s = float(args.get("expires_s", 0.0))
     until_s = float(args.get("until_s", now + expires_s if expires_s else 0.0))
@@ -61,6 +63,10 @@ def receive_revoke(state: JobState, now: float, command: OpenCommand) -> list[An
         return state.answer(command.id, False, f"there is no invitation {id_:.40}: {names}", {})
     there = [n for n, (m, _) in state.claims.items() if m in known.machines and n in state.nodes]
     there = sorted(node for node in there if node not in state.lost)
+    if state.the_spec().served:  # Until its login is ended a machine speaks for its place.
+        there = sorted(n for n, (m, _) in state.claims.items() if m in known.machines)
+        for place in there if command.args.get("end_login") else ():
+            del state.claims[place]
     result = {"id": id_, "nodes": there, "served": sorted(known.nodes)}
     revoked = InvitationRevoked(id=id_, at_s=now, who=command.who)
     reason = f"asked for by {command.who or 'an operator'}"
@@ -154,7 +160,7 @@ def _describe(invited: Invited, now: float) -> str:
 def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Give a machine a place, or say why there is none."""
     machine, spec = str(command.args["machine"]), state.the_spec()
-    places = range(spec.local_nodes, spec.num_nodes)
+    places = spec.places
     id_ = command.args.get("invitation")  # None: of a run before invitations were told apart.
     if id_ is not None:
         proof = str(command.args["proof"])
@@ -162,7 +168,7 @@ def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyA
         if why:
             return state.answer(command.id, False, why, dict(more))
     if not places:
-        return state.answer(command.id, False, _ALL_LOCAL, {})
+        return state.answer(command.id, False, _NONE_SERVED if spec.served else _ALL_LOCAL, {})
     mine = next((n for n in places if state.claims.get(n, ("", 0.0))[0] == machine), None)
     free = [node for node in places if _is_free(state, now, node)]
     node = mine if mine is not None else min(free, default=None)
@@ -174,16 +180,19 @@ def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     if node is None:
         names = ", ".join(map(str, places))
         verb = "s {} are" if len(places) > 1 else " {} is"
-        why = f"no place is free: node{verb.format(names)} taken"
+        what = "place" if spec.served else "node"
+        why = f"no place is free: {what}{verb.format(names)} taken"
         return state.answer(command.id, False, why, {})
     state.claims[node] = (machine, now)
     host = str(command.args.get("host") or "a machine")
-    state.hosts[host] = node
-    actions = state.answer(command.id, True, f"{host} is node {node}", {"node": node})
+    is_now = f"{host} has place {node}" if spec.served else f"{host} is node {node}"
+    if not spec.served:
+        state.hosts[host] = node
+    actions = state.answer(command.id, True, is_now, {"node": node})
     if id_ is None:
         return actions
     used = InvitationUsed(id=str(id_), machine=machine, host=host, node=node, at_s=now)
-    return [RecordEvent(event=used, reason=f"{host} is node {node}"), *actions]
+    return [RecordEvent(event=used, reason=is_now), *actions]
 
 
 def _is_there(state: JobState, node: int) -> bool:
@@ -192,6 +201,8 @@ def _is_there(state: JobState, node: int) -> bool:
 
 def _is_free(state: JobState, now: float, node: int) -> bool:
     """Return whether nobody is there, and nobody else was sent there a moment ago."""
+    if state.the_spec().served:
+        return node not in state.claims
     if node in state.barred or _is_there(state, node):
         return False
     _, claimed_s = state.claims.get(node, ("", -math.inf))

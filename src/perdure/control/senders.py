@@ -25,6 +25,7 @@ from perdure.model.events import (
     NodeAsked,
     NodeRegistered,
     ProbeEnded,
+    RankAttached,
     RankExited,
     StoreReady,
     VerdictReached,
@@ -35,6 +36,7 @@ from perdure.model.orders import LIGHTHOUSE
 from perdure.model.signals.progress import NodeBeat
 from perdure.model.verdicts import Verdict
 
+_NO_AGENT = "the groups of this job are started by others, and no agent is there"
 _RANK = re.compile(r"g(\d{1,9})-r(\d{1,9})-p\d{1,9}")
 """The source of a rank's events, as its agent passes them on."""
 
@@ -55,8 +57,11 @@ def find_untrue(
     if role not in ("agent", "rank"):
         return ""
     if sender == LIGHTHOUSE:
-        return _judge_elsewhere(state, source, event)
+        return _judge_elsewhere(state, source, event, place=-1)
     node = int(sender)
+    if state.the_spec().served:
+        relayed = role == "rank"
+        return _judge_elsewhere(state, source, event, place=node) if relayed else _NO_AGENT
     if role == "rank":
         return _judge_rank(state, started, node, source, event)
     return _judge_agent(state, started, node, event)
@@ -104,7 +109,7 @@ def is_sender(spec: JobSpec, sender: str) -> bool:
     """Return whether the job has such a sender at all."""
     if sender in (LIGHTHOUSE, RUN):
         return True
-    return sender.isdecimal() and sender.isascii() and int(sender[:9]) < spec.num_nodes
+    return sender.isdecimal() and sender.isascii() and int(sender[:9]) < spec.num_logins
 
 
 def _newest_told(state: JobState) -> int:
@@ -128,8 +133,11 @@ def _judge_rank(state: JobState, started: Started, node: int, source: str, event
     return "" if home == node else f"rank {rank} of generation {generation} is not of node {node}"
 
 
-def _judge_elsewhere(state: JobState, source: str, event: AnyEvent) -> str:
-    """A rank that others have started speaks by way of the lighthouse, and for itself."""
+def _judge_elsewhere(state: JobState, source: str, event: AnyEvent, *, place: int) -> str:
+    """A rank that others have started speaks for itself, by way of the lighthouse or a relay.
+
+    By which of them is what it told first: no other machine speaks for it as long as it lives.
+    """
     found = _RANK.fullmatch(source)
     assert found is not None
     generation, rank = int(found[1]), int(found[2])
@@ -142,7 +150,9 @@ def _judge_elsewhere(state: JobState, source: str, event: AnyEvent) -> str:
     world = state.worlds.get(rank // state.the_spec().nproc)
     if world is None or generation > world.generation:
         return f"there is no generation {generation} of rank {rank}"
-    return ""
+    told = event.place if isinstance(event, RankAttached) else place
+    known = world.replica.places.get(rank, place) if generation == world.generation else place
+    return "" if told == known == place else f"rank {rank} does not speak from there"
 
 
 def _judge_agent(state: JobState, started: Started, node: int, event: AnyEvent) -> str:

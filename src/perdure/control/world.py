@@ -133,6 +133,8 @@ class ReplicaState:
     """Why its process could not be ended, where others have started it."""
     stands: int | None = None
     """The step that it asks to begin, where it is held at the lighthouse; else None."""
+    places: dict[int, int] = field(default_factory=dict)
+    """Rank -> place of the machine whose relay brings its events; -1: the lighthouse does."""
 
 
 @dataclass(slots=True)

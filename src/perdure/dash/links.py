@@ -119,7 +119,7 @@ def render_heat_map(matrix: DelayMatrix) -> str:
     step = max(1, math.ceil(24 / pitch))
     parts = [
         f'<svg viewBox="0 0 {left + size + 4} {top + size + 4}" role="img" '
-        f'aria-label="delay matrix" class="plot" style="max-width:{left + size + 4}px">'
+        f'aria-label="delay matrix" class="heat" width="{left + size + 4}">'
         f'<text x="{left + size / 2:.0f}" y="10" text-anchor="middle">to rank</text>'
     ]
     for rank, index in at.items():
@@ -147,10 +147,18 @@ def render_heat_map(matrix: DelayMatrix) -> str:
 
 
 def _render_scale() -> str:
-    words = [f"up to {_STEPS[0]}x", *(f"from {step:g}x" for step in _STEPS)]
-    keys = [*zip(_COLORS, words, strict=True), (_TROUBLE, "unanswered")]
-    items = (f'<span class="key"><i style="background:{c}"></i>{w}</span>' for c, w in keys)
+    words = (f"up to {_STEPS[0]}x", *(f"from {step:g}x" for step in _STEPS), "unanswered")
+    items = (
+        f'<span class="key"><i class="heat-{number}"></i>{word}</span>'
+        for number, word in enumerate(words)
+    )
     return f'<p class="legend">{"".join(items)} of the median</p>'
+
+
+def make_heat_style() -> str:
+    """Return the style of the scale's colours."""
+    colors = enumerate((*_COLORS, _TROUBLE))
+    return "".join(f".heat-{number}{{background:{color}}}" for number, color in colors)
 
 
 def _render_worst(matrix: DelayMatrix, usual: Usual) -> str:

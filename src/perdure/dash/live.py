@@ -4,16 +4,20 @@ On a terminal the status line is redrawn in place by Rich. Elsewhere (a file, a 
 written when the state changes and once in a while, so that a log stays readable.
 """
 
+import math
 import sys
 from typing import TYPE_CHECKING, TextIO
 
 from perdure.dash.terminal import unwrap_stream
 from perdure.model.plain import show_controls, show_output
-from perdure.model.report import Snapshot
+from perdure.model.report import ReplicaRow, Snapshot
 
 if TYPE_CHECKING:
     from rich.live import Live
 
+_UNITS_S = (("days", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
+_LEFT_S_MAX = 1e9
+"""Beyond it there is no end in sight."""
 QUIET_S = 30.0
 """Without a terminal: seconds between two lines of an unchanged state."""
 
@@ -23,7 +27,7 @@ def render_status(snapshot: Snapshot, *, incident: bool = True) -> str:
 
     Without `incident`, nothing of what went wrong: it stands elsewhere.
 
-    >>> from perdure.model.report import Snapshot
+    >>> from perdure.model.report import ReplicaRow, Snapshot
     >>> render_status(Snapshot(1, "demo", "running", 9, 0, 1, 1, 120, 8.06, 2, "resumable", "r"))
     'demo running  step 120  8.1 steps/s  2 ranks  1 restart'
     """
@@ -35,13 +39,39 @@ def render_status(snapshot: Snapshot, *, incident: bool = True) -> str:
         "observed only" if snapshot.observed else "",
         f"step {snapshot.step}" if snapshot.step >= 0 else "",
         f"{snapshot.steps_per_s:.1f} steps/s" if snapshot.steps_per_s > 0 else "",
-        *(f"{name} {value:.4g}" for name, value in sorted(snapshot.metrics.items())[:2]),
+        describe_left(snapshot),
+        *(f"{name} {value:.4g}" for name, value in order_metrics(snapshot)[:2]),
         render_count(snapshot.world_size, "rank"),
         render_count(snapshot.restarts, "restart") if snapshot.restarts else "",
         f"busy: {', '.join(busy[:2])}" if busy else "",
-        f"last incident: {told.kind} of {told.culprit}" if told else "",
+        f"last verdict: {told.kind} of {told.culprit}" if told else "",
     )
     return "  ".join(part for part in parts if part)
+
+
+def order_metrics(snapshot: Snapshot) -> list[tuple[str, float]]:
+    """Return what `run.log` has told last, losses first: a Trainer logs five figures beside."""
+    return sorted(snapshot.metrics.items(), key=lambda row: ("loss" not in row[0], row[0]))
+
+
+def describe_late(row: ReplicaRow) -> str:
+    """Return in one line for whom the other replica groups wait."""
+    return f"group {row.group} is late: {row.late}"
+
+
+def describe_left(snapshot: Snapshot) -> str:
+    """Return how long a job still takes; empty while nobody knows.
+
+    Rounded outwards: the shorter one down, the longer one up.
+    """
+    if snapshot.state != "running" or snapshot.left_s is None:
+        return ""
+    least_s, most_s = snapshot.left_s
+    if not 0 <= least_s <= most_s <= _LEFT_S_MAX:
+        return ""
+    unit, size = next((u, s) for u, s in _UNITS_S if most_s >= 2 * s or s == 1.0)
+    least, most = math.floor(least_s / size), math.ceil(most_s / size)
+    return f"{least} to {most} {unit} left" if most > least else f"{most} {unit} left"
 
 
 def render_count(number: int, noun: str) -> str:

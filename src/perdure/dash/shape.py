@@ -1,14 +1,16 @@
 """What screens share: a table, a span of numbers, and the shape of a pipelined elastic world."""
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from perdure.model.report import RankRow, WorldShape
+if TYPE_CHECKING:  # Commands that only draw a table import no more than that.
+    from perdure.model.report import RankRow, WorldShape
 
 
-def render_shape(world: WorldShape, ranks: Sequence[RankRow]) -> list[str]:
+def render_shape(world: "WorldShape", ranks: "Sequence[RankRow]") -> list[str]:
     r"""Return who holds which stage.
 
-    >>> from perdure.model.report import StageRow
+    >>> from perdure.model.report import StageRow, WorldShape
     >>> stages = StageRow((0, 5), (0, 2)), StageRow((5, 8), (1,))
     >>> print("\n".join(render_shape(WorldShape(3, "(2,1)", 56, stages), [])))
     world (2,1) of 56 micro-batches a step, epoch 3

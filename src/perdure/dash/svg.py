@@ -44,6 +44,12 @@ INKS: dict[str, Ink] = {
 """One colour, one word and one sentence for each account of the ledger, on every screen."""
 assert tuple(INKS) == ACCOUNTS
 
+
+def name_ink(account: str) -> str:
+    """Return the class of what has an account's colour on a page."""
+    return f"ink-{account.replace('.', '-')}"
+
+
 POINTS_MAX = 600
 _GAPS_MAX = 50
 _GAP = "#888"
@@ -147,44 +153,69 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 def render_timeline(
-    bars: Sequence[Bar], rows: Sequence[str], *, end_s: float, marks: Iterable[Mark] = ()
+    bars: Sequence[Bar],
+    rows: Sequence[str],
+    *,
+    end_s: float,
+    begin_s: float = 0.0,
+    marks: Iterable[Mark] = (),
+    together: bool = False,
 ) -> str:
-    """Return rows of bars over time from 0 to `end_s`."""
-    if not rows or end_s <= 0:
+    """Return rows of bars over time from `begin_s` to `end_s`; what is outside is cut off.
+
+    All bars of an account are one shape where they are drawn `together`: for very many of them.
+    """
+    if not rows or end_s <= begin_s:
         return ""
     pitch = 22 if len(rows) <= 24 else max(4, 528 // len(rows))
     bottom = _TOP + pitch * len(rows)
     height = bottom + 34
-    scale = (WIDTH - LEFT - RIGHT) / end_s
-    out = [begin_plot(height, "timeline of ranks")]
+    scale = (WIDTH - LEFT - RIGHT) / (end_s - begin_s)
+
+    def at_x(at_s: float) -> float:
+        return LEFT + (min(max(at_s, begin_s), end_s) - begin_s) * scale
+
+    out = [begin_plot(height, "timeline of ranks", sides=True)]
     for index, name in enumerate(rows):
         if pitch >= 12 or index % max(1, len(rows) // 24) == 0:
             out.append(draw_text(LEFT - 8, _TOP + pitch * (index + 0.7), name, "end"))
+    shapes: dict[str, list[str]] = {}
     for bar in bars:
-        x, width = LEFT + bar.begin_s * scale, (bar.end_s - bar.begin_s) * scale
+        x, width = at_x(bar.begin_s), at_x(bar.end_s) - at_x(bar.begin_s)
+        if together:
+            high = max(pitch - 3, 2)
+            place = f"M{x:.1f} {_TOP + pitch * bar.row + 1}h{width:.1f}v{high}h-{width:.1f}z"
+            shapes.setdefault(bar.account, []).append(place)
+            continue
         label = f"{bar.label}: {bar.begin_s:.2f} to {bar.end_s:.2f} s"
         out.append(
             f'<rect x="{x:.2f}" y="{_TOP + pitch * bar.row + 1:.1f}" width="{max(width, 0.4):.2f}" '
             f'height="{max(pitch - 3, 2)}" fill="{INKS[bar.account].color}">'
             f"<title>{escape(label)}</title></rect>"
         )
+    for account, places in shapes.items():
+        ink = INKS[account]
+        out.append(
+            f'<path d="{"".join(places)}" fill="{ink.color}"><title>{ink.label}</title></path>'
+        )
     for mark in marks:
-        x = LEFT + mark.x * scale
+        if not begin_s <= mark.x <= end_s:
+            continue
+        x = at_x(mark.x)
         out.append(
             f'<g><title>{escape(mark.label)}</title><line x1="{x:.1f}" y1="4" x2="{x:.1f}" '
             f'y2="{bottom}" stroke="{mark.color}" stroke-width="1.5"/>'
             f'<path d="M{x - 4:.1f} 2h8l-4 7z" fill="{mark.color}"/></g>'
         )
-    ticks = choose_ticks(0.0, end_s, 10)
-    out += [draw_text(LEFT + t * scale, bottom + 16, f"{t:g} s", "middle") for t in ticks]
+    ticks = choose_ticks(begin_s, end_s, 10)
+    out += [draw_text(at_x(t), bottom + 16, f"{t:g} s", "middle") for t in ticks]
     return "".join([*out, "</svg>"])
 
 
 def render_legend(accounts: Iterable[str]) -> str:
     """Return swatches with words."""
     items = (
-        f'<span class="key"><i style="background:{INKS[a].color}"></i>'
-        f"{escape(INKS[a].label)}</span>"
+        f'<span class="key"><i class="{name_ink(a)}"></i>{escape(INKS[a].label)}</span>'
         for a in accounts
     )
     return f'<p class="legend">{"".join(items)}</p>'
@@ -218,9 +249,13 @@ def choose_ticks(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step) + 1)]
 
 
-def begin_plot(height: int, label: str) -> str:
-    """Return the begin of an SVG; what is no higher than a line of text is as wide as its place."""
+def begin_plot(height: int, label: str, *, sides: bool = False) -> str:
+    """Return the begin of an SVG; what is no higher than a line of text is as wide as its place.
+
+    `sides` tells a script how much of it lies beside the axes.
+    """
     stretch = ' preserveAspectRatio="none"' if height <= 40 else ""
+    stretch += f' data-left="{LEFT}" data-right="{RIGHT}"' if sides else ""
     box = f'viewBox="0 0 {WIDTH} {height}"'
     return f'<svg {box} role="img" aria-label="{escape(label)}" class="plot"{stretch}>'
 
@@ -257,8 +292,10 @@ COLORS = (
     "#1c2024",
 )
 STEPS_MAX = POINTS_MAX // 2
-_LINES_TOP, _LINES_HEIGHT = 26, 300
-_LINES_BOTTOM = _LINES_HEIGHT - 36
+_LINES_TOP, _LINES_HEIGHT = 26, 238
+"""Above the plot, where a row of the legend has room, and of the plot itself."""
+_NAME_MAX, _LETTER, _ROW = 24, 9, 20
+"""Characters of a name in the legend, and how wide one and how high a row is on a phone."""
 _ALONE = (
     'xmlns="http://www.w3.org/2000/svg" style="background:#fff" font-family="system-ui,sans-serif" '
 )
@@ -273,7 +310,11 @@ def render_lines(
     x_log: bool = False,
     y_low: float = 0.0,
 ) -> str:
-    """Return the lines, each in its colour, with a legend; y begins at `y_low`."""
+    """Return the lines, each in its colour, with a legend; y begins at `y_low`, or below it.
+
+    What is not finite is left out.
+    """
+    lines = [(name, _list_finite(line)) for name, line in lines]
     points = [point for _, line in lines for point in line]
     if not points:
         return ""
@@ -282,33 +323,51 @@ def render_lines(
         return math.log10(x) if x_log else x
 
     x0, x1 = min(scale(x) for x, _ in points), max(scale(x) for x, _ in points)
-    most = max(y for _, y in points)
-    high = most + 0.05 * (most - y_low) or 1.0
+    names = [name if len(name) <= _NAME_MAX else f"{name[: _NAME_MAX - 1]}…" for name, _ in lines]
+    legend, rows = _lay_out_legend(names)
+    top = _LINES_TOP + _ROW * (rows - 1)
+    bottom = top + _LINES_HEIGHT
+    most, y_low = max(y for _, y in points), min([y_low, *(y for _, y in points)])
+    high = most + (0.05 * (most - y_low) or 1.0)
 
     def at_x(x: float) -> float:
         return LEFT + (scale(x) - x0) / ((x1 - x0) or 1.0) * (WIDTH - LEFT - RIGHT)
 
     def at_y(y: float) -> float:
-        return _LINES_BOTTOM - (y - y_low) / (high - y_low) * (_LINES_BOTTOM - _LINES_TOP)
+        return bottom - (y - y_low) / (high - y_low) * _LINES_HEIGHT
 
-    out = [begin_plot(_LINES_HEIGHT, f"{y_label} by {x_label}"), *draw_grid(y_low, high, at_y)]
+    out = [begin_plot(bottom + 36, f"{y_label} by {x_label}"), *draw_grid(y_low, high, at_y)]
     ticks = _list_log_ticks(x0, x1) if x_log else choose_ticks(x0, x1, 8)
-    out += [draw_text(at_x(x), _LINES_BOTTOM + 16, f"{x:g}", "middle") for x in ticks]
-    begin = LEFT + 40
-    room = (WIDTH - begin) / len(lines)
-    for index, (name, line) in enumerate(lines):
+    out += [draw_text(at_x(x), bottom + 16, f"{x:g}", "middle") for x in ticks]
+    for index, ((name, line), (x, y)) in enumerate(zip(lines, legend, strict=True)):
         color = COLORS[index % len(COLORS)]
         path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in thin(line))
         out.append(
             f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{path}">'
             f"<title>{escape(name)}</title></polyline>"
-            f'<rect x="{begin + index * room:.0f}" y="6" width="10" height="10" fill="{color}"/>'
-            f"{draw_text(begin + index * room + 14, 15, name, 'start')}"
+            f'<rect x="{x:.0f}" y="{y}" width="10" height="10" fill="{color}"/>'
+            f"{draw_text(x + 14, y + 9, names[index], 'start')}"
         )
     axes = draw_text(LEFT / 4, 15, y_label, "start")
     return "".join(
-        [*out, axes, draw_text((LEFT + WIDTH) / 2, _LINES_HEIGHT - 4, x_label, "middle"), "</svg>"]
+        [*out, axes, draw_text((LEFT + WIDTH) / 2, bottom + 32, x_label, "middle"), "</svg>"]
     )
+
+
+def _lay_out_legend(names: Sequence[str]) -> tuple[list[tuple[float, int]], int]:
+    """Return where each name's swatch is, and how many rows they take: none covers another."""
+    begin = LEFT + 40
+    each = max(map(len, names)) * _LETTER + 26
+    in_row = min(len(names), max(1, int((WIDTH - begin) / each)))
+    room = (WIDTH - begin) / in_row
+    places = [(begin + i % in_row * room, 6 + i // in_row * _ROW) for i in range(len(names))]
+    return places, -(-len(names) // in_row)
+
+
+def _list_finite(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points of a line that can be drawn."""
+    tame = ((clip_value(x), clip_value(y)) for x, y in line)
+    return [(x, y) for x, y in tame if x is not None and y is not None]
 
 
 def make_stairs(
@@ -318,11 +377,17 @@ def make_stairs(
 
     Where there are more steps than a plot can show, each is the mean of a stretch.
     """
-    if len(rows) > STEPS_MAX:
-        means = compute_means(rows, end_s, STEPS_MAX)
-        rows = [(end_s * index / STEPS_MAX, mean) for index, mean in enumerate(means)]
+    rows = fold_stairs(rows, end_s)
     stairs = zip(rows, [*rows[1:], (end_s, 0.0)], strict=True)
     return [(at_s / unit_s, y) for (begin_s, y), (end, _) in stairs for at_s in (begin_s, end)]
+
+
+def fold_stairs(rows: Sequence[tuple[float, float]], end_s: float) -> Sequence[tuple[float, float]]:
+    """Return (time, value from then on) in as many steps as a plot can show."""
+    if len(rows) <= STEPS_MAX:
+        return rows
+    means = compute_means(rows, end_s, STEPS_MAX)
+    return [(end_s * index / STEPS_MAX, mean) for index, mean in enumerate(means)]
 
 
 def compute_means(counts: Sequence[tuple[float, float]], end_s: float, columns: int) -> list[float]:

@@ -5,6 +5,7 @@ exact (a rendered script) or acts on purpose (a progress bar, a rank's colours) 
 name. Rich draws past it by itself; what it is given was made plain before.
 """
 
+import codecs
 import os
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ class PlainStream:
             self.rich_proxied_file.write(show_controls(text))
         return len(text)
 
+    def write_exact(self, text: str) -> int:
+        """Write `text` as it is; return its length."""
+        with _placed(self._place):
+            return self.rich_proxied_file.write(text)
+
     def flush(self) -> None:
         """Write what is held back."""
         with _placed(self._place):
@@ -56,14 +62,33 @@ def _placed(name: str) -> Iterator[None]:
         raise
 
 
+_NEAR = {"…": "...", "·": "-", "▲": "!", "→": "->", "↔": "<->", "—": "-", "┊": "|"}
+"""Characters of perdure's own texts -> what stands for them where a stream has only ASCII."""
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    """Return what is printed for characters that the encoding of a stream lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    near = [_NEAR.get(c, "#" if "\u2580" <= c <= "\u259f" else "?") for c in lacking]
+    return "".join(near), error.end
+
+
+codecs.register_error("perdure", _replace)
+
+
 @contextmanager
 def plain_streams() -> Iterator[None]:
     """Have both standard streams plain for as long as the context lasts.
 
+    A character that a stream's encoding lacks (LC_ALL=C) is replaced, and stops no command.
     What one of them then still holds and cannot write (its disk is full, nobody reads on) is
     dropped: Python would try again as it ends, and leave with exit code 120.
     """
     before = sys.stdout, sys.stderr
+    for stream in map(unwrap_stream, before):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="perdure")
     sys.stdout = cast(TextIO, PlainStream(unwrap_stream(sys.stdout), STDOUT))
     sys.stderr = cast(TextIO, PlainStream(unwrap_stream(sys.stderr), "standard error"))
     try:

@@ -3,26 +3,35 @@
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from perdure.dash.shape import clip
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
 from perdure.model.plain import REASON_MAX, name_step, shorten_line, show_controls
-from perdure.model.report import PHASES, MendRow, NoteRow, Recovery, Report
-from perdure.telemetry.series import Series
+from perdure.model.report import PHASES, MendRow, NoteRow, Recovery, Report, SkipRow
+
+if TYPE_CHECKING:
+    from perdure.telemetry.series import Series
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def render_text(report: Report, series: Series | None = None, width: int = 100) -> str:
+def render_text(report: Report, series: "Series | None" = None, width: int = 100) -> str:
     """Return incidents by phase, the loss curve and the ledger, `width` columns wide."""
     parts = [_render_head(report), _render_recoveries(report, series, width)]
     parts.append(_render_notes(report, series, width))
     parts.append(render_mended(report.mended))
+    parts.append(render_skipped(report.skipped))
     if series is not None:
         parts.append(_render_loss(report, series, width))
-    parts.append(_render_ledger(report, width))
+    parts.append(render_ledger(report, width))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+LOST_UNKNOWN = (
+    "what was lost is unknown: the script declares no steps, so all that it did counts as useful"
+)
 
 
 def _render_head(report: Report) -> str:
@@ -30,13 +39,15 @@ def _render_head(report: Report) -> str:
     steps = "" if report.steps_committed is None else f", {report.steps_committed} steps{pace}"
     line = (
         f"{report.job}: {report.state} after {report.wall_s:.1f} s on {report.ranks} ranks{steps}; "
-        f"goodput {report.goodput:.1%}"
+        f"goodput {'at most ' if report.lost_unknown else ''}{report.goodput:.1%}"
     )
     lines = [line, shorten_line(report.reason, REASON_MAX)] if report.reason else [line]
+    if report.lost_unknown:
+        lines.append(LOST_UNKNOWN)
     return "\n".join([*lines, *render_withheld(report)])
 
 
-def _render_recoveries(report: Report, series: Series | None, width: int) -> str:
+def _render_recoveries(report: Report, series: "Series | None", width: int) -> str:
     if not report.recoveries:
         return "No incidents."
     start_s = series.start_s if series is not None else min(r.at_s for r in report.recoveries)
@@ -48,12 +59,16 @@ def _render_recoveries(report: Report, series: Series | None, width: int) -> str
         if r.rung == "none":
             lines.append(clip(f"{'':16}{r.reason}", width))
             continue
-        phases = "  ".join(f"{p} {getattr(r, f'{p}_s'):.2f}" for p in PHASES)
-        lines += [f"{'':16}{phases}", f"{'':16}total {r.total_s:.2f}; {_describe_loss(r)}"]
+        lines += [
+            f"{'':16}{describe_phases(r)}",
+            f"{'':16}total {r.total_s:.2f}; {describe_loss(r)}",
+        ]
+        if r.began:
+            lines.append(clip(f"{'':16}{r.began}", width))
     return "\n".join(lines)
 
 
-def _render_notes(report: Report, series: Series | None, width: int) -> str:
+def _render_notes(report: Report, series: "Series | None", width: int) -> str:
     if not report.notes:
         return ""
     start_s = series.start_s if series is not None else min(n.at_s for n in report.notes)
@@ -69,19 +84,34 @@ def render_mended(rows: Sequence[MendRow]) -> str:
     return "\n".join(f"The journal was damaged: {show_controls(row.reason)}" for row in rows)
 
 
+def render_skipped(rows: Sequence[SkipRow]) -> str:
+    """Return which checkpoints could not be used, a line each; empty where all could."""
+    return "\n".join(
+        f"A checkpoint was not used, and training went on from step {row.resumed}: "
+        f"{shorten_line(show_controls(row.why), REASON_MAX)}"
+        for row in rows
+    )
+
+
 def describe_note(note: NoteRow) -> str:
     """Return who has remarked what, and at which step."""
     return f"{note.who or 'an operator'}{name_step(note.step)}: {note.text}"
 
 
-def _describe_loss(r: Recovery) -> str:
+def describe_phases(r: Recovery) -> str:
+    """Return the seconds of a recovery by phase."""
+    return "  ".join(f"{p} {getattr(r, f'{p}_s'):.2f}" for p in PHASES)
+
+
+def describe_loss(r: Recovery) -> str:
+    """Return how many steps were lost, as far as that is known."""
     if r.lost_steps is None:
         why = "the script declares none" if r.at_step < 0 else "no run has resumed them"
         return f"lost steps unknown ({why})"
     return "1 step lost" if r.lost_steps == 1 else f"{r.lost_steps} steps lost"
 
 
-def _render_loss(report: Report, series: Series, width: int) -> str:
+def _render_loss(report: Report, series: "Series", width: int) -> str:
     name = next((n for n in ("loss", *sorted(series.metrics)) if n in series.metrics), None)
     if name is None or len(series.metrics[name]) < 2:
         return ""
@@ -92,18 +122,27 @@ def _render_loss(report: Report, series: Series, width: int) -> str:
     shown = [rows[bisect_right(rows, step, key=lambda row: row[0]) - 1] for step in wanted]
     chart = render_chart([value for _, value in shown], height=6)
     finite = [value for _, value in shown if math.isfinite(value)] or [0.0]
-    labels = [f"{max(finite):8.3f}", *[" " * 8] * 4, f"{min(finite):8.3f}"]
+    labels = [_label(max(finite)), *[" " * 8] * 4, _label(min(finite))]
     strange = sum(not math.isfinite(value) for _, value in rows)
-    note = f"; x nan or inf, {strange} of {len(rows)}" if strange else ""
-    lines = [f"{name} by step ({rows[0][0]} to {rows[-1][0]}; ^ incident{note})"]
+    at = {r.at_step for r in report.recoveries if r.at_step >= 0 and r.failed}
+    lines = [f"{name} by step, {rows[0][0]} to {rows[-1][0]}"]
+    if strange:
+        lines[0] += f"; x nan or inf, {strange} of {len(rows)}"
+    if at:
+        lines[0] += "; each ^ below the curve is the step of an incident"
     lines += [f"{label}  {line}" for label, line in zip(labels, chart, strict=True)]
     steps = [step for step, _ in shown]
-    at = {r.at_step for r in report.recoveries if r.at_step >= 0 and r.failed}
     marks = [" "] * columns
     for step in at:
         marks[next((i for i, s in enumerate(steps) if s >= step), columns - 1)] = "^"
     lines.append(" " * 10 + "".join(marks))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _label(value: float) -> str:
+    """Return a value of an axis in eight columns: a loss of 1e-9 is not 0.000."""
+    plain = value == 0.0 or 1e-3 <= abs(value) < 1e3
+    return f"{value:8.3f}" if plain else f"{value:8.1e}"
 
 
 def render_chart(values: Sequence[float], height: int, *, low: float | None = None) -> list[str]:
@@ -122,7 +161,8 @@ def render_chart(values: Sequence[float], height: int, *, low: float | None = No
     return [*lines[:-1], "".join(marked)]
 
 
-def _render_ledger(report: Report, width: int) -> str:
+def render_ledger(report: Report, width: int) -> str:
+    """Return where the paid time went, a line an account."""
     lines = [f"Ledger ({report.slot_s:.1f} slot-seconds)"]
     room = max(10, min(40, width - 52))
     for name, account in report.ledger.items():

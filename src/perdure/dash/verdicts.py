@@ -1,14 +1,15 @@
 """Verdicts as text: culprit, evidence, who waits for whom, and stacks that stand alike together."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.model.codec import encode
 from perdure.model.plain import REASON_MAX, name_step, shorten_line, shorten_lines
 from perdure.model.report import Report, Snapshot
 from perdure.model.verdicts import Slowness, Verdict
-from perdure.telemetry import render_stacks
-from perdure.telemetry.asides import AsideRow
+
+if TYPE_CHECKING:
+    from perdure.telemetry.asides import AsideRow
 
 INDENT = " " * 13
 _WAITS_MAX = 12
@@ -35,7 +36,7 @@ def render_verdict(verdict: Verdict, start_s: float) -> str:
     return "\n".join(lines)
 
 
-def render_aside(row: AsideRow, start_s: float) -> str:
+def render_aside(row: "AsideRow", start_s: float) -> str:
     """Return what was set aside at one door, of one source, as text."""
     lines = [
         f"{row.first_s - start_s:9.1f} s  set aside: {row.count:,} of {row.source} ({row.door})",
@@ -83,6 +84,8 @@ def render_evidence(name: str, value: Any) -> list[str]:
         return _render_block("who waits for whom", render_waits(value))
     if name == "stacks" and isinstance(value, dict):
         texts = {str(rank): str(text) for rank, text in value.items()}
+        from perdure.telemetry.stacks import render_stacks  # With the parser of stacks.
+
         return _render_block("stacks", render_stacks(texts))
     if isinstance(value, str) and "\n" in value:
         return _render_block(name, shorten_lines(value.rstrip().splitlines()))
@@ -105,8 +108,10 @@ def render_waits(edges: Iterable[Any]) -> list[str]:
     An edge is [waiter, holder, communicator, operation, sequence number].
     """
     waiters: dict[tuple[Any, ...], list[int]] = {}
-    for waiter, holder, *collective in edges:
-        waiters.setdefault((holder, *collective), []).append(waiter)
+    for edge in edges:
+        if isinstance(edge, list | tuple) and len(edge) == 5:
+            waiter, *rest = edge
+            waiters.setdefault(tuple(rest), []).append(waiter)
     lines = []
     for (holder, comm, op, seq), ranks in sorted(waiters.items(), key=lambda e: -len(e[1])):
         plural = "s" if len(ranks) > 1 else ""

@@ -22,8 +22,11 @@ CONFIRM_S = 3.0
 """A machine is busy with others' work once it was for this long."""
 BREAK_S = 1.5
 """Moments with an idle core end it after so long."""
+THROTTLED = 0.1
+"""Share of the scheduler's periods stopped by a CPU limit from which it is said."""
 FRESH_S = 3.0
 LOOKS_KEPT = 64
+THROTTLES_KEPT = 10
 WAITS_COST = 1.6
 """A second that ranks wait for a CPU costs the job so many at most: others wait for them."""
 EXPLAINED = 0.3
@@ -41,6 +44,8 @@ class _Node:
     """What was seen at that time."""
     others: float = 0.0
     """Cores in use by others, at that time."""
+    throttled: deque[float] = field(default_factory=lambda: deque(maxlen=THROTTLES_KEPT))
+    """What its newest looks say of its CPU limit."""
     looks: deque[tuple[float, bool, float]] = field(
         default_factory=lambda: deque(maxlen=LOOKS_KEPT)
     )
@@ -67,6 +72,7 @@ class HostWatch:
             node = self._nodes[beat.node] = _Node(load, now)
             self._mates.setdefault(load.host or f"node {beat.node}", set()).add(beat.node)
         node.load, node.taken_s = load, now
+        node.throttled.append(min(max(load.throttled, 0.0), 1.0))
         mates = [self._nodes[mate] for mate in self.list_nodes_beside(beat.node)]
         own = sum(mate.load.own for mate in mates if now - mate.taken_s <= FRESH_S)
         others = load.busy - own
@@ -108,20 +114,34 @@ class HostWatch:
         """Return the nodes of a node's machine, itself included."""
         return self._mates.get(self._nodes[node].load.host or f"node {node}", {node})
 
+    def describe_limit(self, node: int) -> tuple[str, dict[str, object]]:
+        """Return, in words that end a sentence and as evidence, how a CPU limit stops a node."""
+        known = self._nodes.get(node)
+        shares = known.throttled if known is not None else ()
+        share = sum(shares) / len(shares) if shares else 0.0
+        if share < THROTTLED:
+            return "", {}
+        words = (
+            f"; the CPU limit of its cgroup stopped it in {share:.0%} of the scheduler's periods"
+        )
+        return words, {"cpu_throttled": round(share, 3)}
+
     def describe(self, node: int) -> tuple[str, dict[str, object]]:
         """Return in words, and as evidence, what a node's machine is busy with."""
         known = self._nodes[node]
         load = known.seen or known.load
+        limit, throttled = self.describe_limit(node)
         words = (
             f"{load.busy:.1f} of {load.cores} cores are in use, {known.others:.1f} of them by "
             f"processes that are not the job's, and its ranks wait for a CPU for {load.waited:.2f} "
-            "s of every second, in sum"
+            f"s of every second, in sum{limit}"
         )
         evidence: dict[str, object] = {
             "cores": load.cores,
             "busy_cores": load.busy,
             "others_cores": round(known.others, 3),
             "run_delay_share": load.waited,
+            **throttled,
         }
         if load.pressure >= 0.0:
             evidence["cpu_pressure"] = load.pressure

@@ -744,6 +744,8 @@ class SlowWatch:
             evidence["run_delay_share"] = round(taken, 3)
         confidence = 0.6 if self._is_neighbour(rank, excess) else round(suspect.probability, 2)
         node = self._node_of(rank)
+        limit, throttled = self._hosts.describe_limit(node)
+        evidence |= throttled
         mates = list(self._list_housed_ranks(node))
         culprit, who = Culprit(rank=rank), f"rank {rank}"
         if self._spec.nodes > 1 and len(mates) > 1 and self._all_slow(now, mates, excess):
@@ -752,7 +754,7 @@ class SlowWatch:
         part = "its own work" if share.stage == "compute" else share.stage
         reason = (
             f"{who} takes {1.0 + excess:.2f} times as long for its work; {part} is "
-            f"{extra_s * 1e3:.0f} ms longer a step, and the others wait{_tell_work(work)}"
+            f"{extra_s * 1e3:.0f} ms longer a step, and the others wait{_tell_work(work)}{limit}"
         )
         verdict = self._make(
             now, "Straggler", culprit, confidence, reason, suspect.began_s, evidence
@@ -799,11 +801,13 @@ class SlowWatch:
             "late": late[:16],
             "probe": [self._node_of(rank)],
         }
+        limit, throttled = self._hosts.describe_limit(self._node_of(rank))
+        evidence |= throttled
         timed = self._rests_on_device_times("Straggler")
         how = "by its device's clock" if timed else "its stages are not recorded: compute"
         reason = (
             f"rank {rank} takes {1.0 + excess:.2f} times as long from one collective to the next, "
-            f"and waits for nobody itself ({how})"
+            f"and waits for nobody itself ({how}){limit}"
         )
         sure = round(suspect.probability, 2)
         verdict = self._make(now, "Straggler", Culprit(rank=rank), sure, reason, began_s, evidence)

@@ -4,8 +4,9 @@
 
 A fault is `crash` (SIGKILL of the process), `error(ERRNO)`, `delay(SECONDS)` of the thread, or
 `take(N)`. Conditions, all of which have to hold: `about=PATTERN` (of the shell's),
-`node=N`, `rank=N`, `nth=N` (that time only), `times=N` (the first so many), and `p=P` with
-`seed=N` (with this probability, the same each run).
+`node=N`, `rank=N`, `file=PATH` (while that file is there, so that a fault can be switched in a job
+that runs), `nth=N` (that time only), `times=N` (the first so many), and `p=P` with `seed=N` (with
+this probability, the same each run).
 
 With `PERDURE_FAILPOINTS_FOLDER` times are counted over all processes of the job, so that a part
 that is started again is not killed again; each point that was passed is a line of its file `hits`,
@@ -31,7 +32,7 @@ from perdure.failpoints.points import POINTS
 from perdure.model.errors import ConfigError
 
 _FAULT = re.compile(r"(\w+)(?:\(([^()]*)\))?")
-_CONDITIONS = ("about", "node", "rank", "nth", "times", "p", "seed")
+_CONDITIONS = ("about", "node", "rank", "file", "nth", "times", "p", "seed")
 
 
 @dataclass(slots=True)
@@ -45,6 +46,8 @@ class Term:
     about: str = "*"
     node: str = ""
     rank: str = ""
+    file: str = ""
+    """It happens only while this is there; empty: always."""
     nth: int = 0
     """0: each time."""
     times: int = 0
@@ -59,6 +62,8 @@ class Term:
         """Return whether it happens now; this time is counted."""
         here = (self.node, os.environ.get("PERDURE_NODE")), (self.rank, os.environ.get("RANK"))
         if not fnmatchcase(about, self.about) or any(want not in ("", is_) for want, is_ in here):
+            return False
+        if self.file and not os.path.exists(self.file):
             return False
         count = _count(self.place) if self.place else next(self.counter)
         if (self.nth and count != self.nth) or (self.times and count > self.times):

@@ -5,7 +5,6 @@ import fcntl
 import os
 import threading
 from pathlib import Path
-from secrets import token_hex
 
 from perdure.failpoints import failpoint
 
@@ -33,7 +32,7 @@ def replace_file(
     failpoint("file/renamed", target.name)
 
 
-def create_file(path: Path, data: bytes, *, synced: bool = True) -> bool:
+def create_file(path: Path, data: bytes, *, synced: bool = True, mode: int | None = None) -> bool:
     """Put `data` at `path`, whole; return False where something was there, and still is.
 
     `synced`: what is at `path` then is there after a loss of power.
@@ -41,10 +40,11 @@ def create_file(path: Path, data: bytes, *, synced: bool = True) -> bool:
     Raises:
         OSError: the disk is full, read-only or not ours.
     """
-    temporary = path.with_name(f".{path.name}-{token_hex(8)}")
+    # No `secrets`: it imports six modules, and every command imports this one.
+    temporary = path.with_name(f".{path.name}-{os.urandom(8).hex()}")
     made = True
     try:
-        _write_beside(path, temporary, data, mode=None, synced=synced)
+        _write_beside(path, temporary, data, mode=mode, synced=synced)
         os.link(temporary, path)
         failpoint("file/renamed", path.name)
     except FileExistsError:

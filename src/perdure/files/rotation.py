@@ -20,6 +20,7 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ _BLOCK = 1 << 16
 _COLLAPSE_RANGE = 8
 _UNABLE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 _COMPARED = 1 << 16
+_PART = re.compile(r"(.+)\.@(\d+)", re.DOTALL)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,17 +51,30 @@ class Part(NamedTuple):
 
 def list_parts(path: str) -> list[Part]:
     """Return what is kept of the file at `path`, oldest first; its newest part comes last."""
-    name, parts = os.path.basename(path), list[Part]()
-    pattern = re.compile(re.escape(name) + r"\.@(\d+)")
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(os.path.dirname(path) or "."):
-            match = pattern.fullmatch(entry.name) if entry.name.startswith(name) else None
-            if match:
-                begin = int(match[1])
-                parts.append(Part(begin, begin + read_size(entry.path), entry.path))
-    parts.sort()
-    begin = parts[-1].end if parts else 0
-    return [*parts, Part(begin, begin + read_size(path), path)]
+    return list_parts_of([path])[path]
+
+
+def list_parts_of(paths: Iterable[str]) -> dict[str, list[Part]]:
+    """Return path -> what is kept of the file there; each folder is listed once."""
+    wanted: dict[str, dict[str, str]] = {}
+    found: dict[str, list[Part]] = {}
+    for path in paths:
+        folder, name = os.path.split(path)
+        wanted.setdefault(folder or ".", {})[name] = path
+        found[path] = []
+    for folder, names in wanted.items():
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(folder):
+                match = _PART.fullmatch(entry.name)
+                if match and match[1] in names:
+                    begin = int(match[2])
+                    part = Part(begin, begin + read_size(entry.path), entry.path)
+                    found[names[match[1]]].append(part)
+    for path, parts in found.items():
+        parts.sort()
+        begin = parts[-1].end if parts else 0
+        parts.append(Part(begin, begin + read_size(path), path))
+    return found
 
 
 def measure_file(path: str) -> int:
@@ -73,26 +88,45 @@ def read_piece(path: str, offset: int, count: int) -> tuple[int, bytes]:
     That is later than `offset` where what stood there is not kept. Nothing is returned at the end,
     or while the file is just being cut.
     """
+    return read_pieces({path: offset}, count)[path]
+
+
+def read_pieces(offsets: Mapping[str, int], count: int) -> dict[str, tuple[int, bytes]]:
+    """Return path -> a piece of what was written there, each as `read_piece` returns it.
+
+    Folders are listed twice, however many files of them are read.
+    """
+    found = {path: (offset, b"") for path, offset in offsets.items()}
+    left = list(offsets)
     for _ in range(3):
-        parts = list_parts(path)
-        begin, at, data = offset, offset, b""
-        for part in parts:
-            if part.end <= at or len(data) >= count:
-                continue
-            if part.begin > at:
-                if data:
-                    break
-                begin = at = part.begin
-            try:
-                with open(part.path, "rb") as file:
-                    file.seek(at - part.begin)
-                    data += file.read(min(count - len(data), part.end - at))
-            except OSError:
+        before = list_parts_of(left)
+        pieces = {path: _read_parts(before[path], offsets[path], count) for path in left}
+        after = list_parts_of(left)
+        cut = [p for p in left if [x.begin for x in before[p]] != [x.begin for x in after[p]]]
+        found |= {path: piece for path, piece in pieces.items() if path not in cut}
+        left = cut
+        if not left:
+            break
+    return found
+
+
+def _read_parts(parts: Sequence[Part], offset: int, count: int) -> tuple[int, bytes]:
+    begin, at, data = offset, offset, b""
+    for part in parts:
+        if part.end <= at or len(data) >= count:
+            continue
+        if part.begin > at:
+            if data:
                 break
-            at = begin + len(data)
-        if [part.begin for part in list_parts(path)] == [part.begin for part in parts]:
-            return begin, data
-    return offset, b""
+            begin = at = part.begin
+        try:
+            with open(part.path, "rb") as file:
+                file.seek(at - part.begin)
+                data += file.read(min(count - len(data), part.end - at))
+        except OSError:
+            break
+        at = begin + len(data)
+    return begin, data
 
 
 def rotate_file(path: str, head_bytes: int = HEAD_BYTES, part_bytes: int = PART_BYTES) -> bool:

@@ -1,12 +1,13 @@
 """The keeper's choice of an image: which one ranks are forked from, and why there is none.
 
-At most two exist at a time: the current one, and one that imports what the ranks of the last
-generation imported, to take its place when it has proved itself. An image that turns out unfit
-is started again without the packages that it blames, a few times.
+At most two exist at a time: the current one, and one that was forked from it and imports what
+ranks have imported since, to take its place when it has proved itself. An image that turns out
+unfit is made again without the packages that it blames, a few times.
 """
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from perdure.keeper.execution import start_image
 from perdure.keeper.json_lines import LineSocket
 from perdure.keeper.zygote import (
     ForkFailed,
+    ForkImage,
     FromImage,
+    ImageForked,
     Importing,
     Preload,
     RanksForked,
@@ -36,6 +39,7 @@ class ImageProcess:
     """One image as the keeper sees it."""
 
     pid: int
+    """0 where it is not known yet, or there is no such process any more."""
     lines: LineSocket
     names: tuple[str, ...]
     """The packages that it is to import."""
@@ -88,11 +92,16 @@ class Warmth:
         """Whether it is known if the next start is warm or cold."""
         return bool(self.why_cold) or self.current is not None
 
+    @property
+    def can_refresh(self) -> bool:
+        """Whether an image may be made that takes the place of the current one."""
+        return self.current is not None and self.coming is None and not self.busy
+
     def start(self, names: tuple[str, ...], *, tries: int = 1) -> None:
-        """Start an image that imports `names`; it becomes the current one when it is ready."""
+        """Make an image that imports `names`; it becomes the current one when it is ready."""
         names = tuple(n for n in names if n.partition(".")[0] not in self.denied)
         try:
-            pid, sock = start_image(self._job, self._node, self.env)
+            pid, sock = self._fork_current() or start_image(self._job, self._node, self.env)
         except OSError as error:
             self._give_up(f"no image: {error.strerror}")
             return
@@ -104,8 +113,8 @@ class Warmth:
         image.lines.send(Preload(names))
 
     def refresh(self, names: tuple[str, ...]) -> None:
-        """Start an image that also imports `names`, unless the current one did."""
-        if self.coming is not None or self.current is None or not names:
+        """Make an image that also imports `names`, unless the current one did."""
+        if not self.can_refresh or self.current is None or not names:
             return
         wanted = {n for n in names if n.partition(".")[0] not in self.denied}
         if not wanted <= set(self.current.names):
@@ -127,6 +136,8 @@ class Warmth:
             return answers
         for message in messages:
             match message:
+                case ImageForked():
+                    image.pid = message.pid
                 case Importing():
                     image.importing = message.name
                 case Ready():
@@ -169,6 +180,21 @@ class Warmth:
         for image in self.images:
             self._drop(image)
         self.current = self.coming = None
+
+    def _fork_current(self) -> tuple[int, socket.socket] | None:
+        """Have the current image fork another; None where it cannot be asked now.
+
+        The pid is told by the new one. Until then it lives below the current one, whose
+        descendants are nobody's ranks.
+        """
+        if self.current is None or self.current.lines.closed:
+            return None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            if self.current.lines.send_with(ForkImage(), theirs.fileno()):
+                return 0, ours
+        ours.close()
+        return None
 
     def _retry(self, image: ImageProcess, reason: str, blamed: Mapping[str, str]) -> None:
         """`image` is unfit: try without what it blames, then without any preload, then not."""

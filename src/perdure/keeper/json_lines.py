@@ -33,6 +33,19 @@ class LineSocket:
         self._out += encode(message) + b"\n"
         self.flush()
 
+    def send_with(self, message: Any, fd: int) -> bool:
+        """Send `message` and the open file `fd` with it; say whether that could be done now."""
+        self.flush()
+        if self._out or self.closed:
+            return False
+        line = encode(message) + b"\n"
+        try:
+            sent = socket.send_fds(self.sock, [line], [fd])
+        except OSError:
+            return False
+        self._out += line[sent:]
+        return True
+
     def flush(self) -> None:
         """Send what waits; a peer that is gone makes it `closed`."""
         while self._out and not self.closed:

@@ -43,7 +43,6 @@ from perdure.worker.process import set_subreaper, set_title
 from perdure.worker.start.imports import read_imports
 
 AGENT_AWAY_MAX_S = 60.0
-REFRESH_S = 4.0
 ORPHANED_GRACE_S = 2.0
 _STRAYS_MAX_S = 20.0
 
@@ -79,7 +78,8 @@ class Keeper:
             log=_log,
         )
         self.ranks = Ranks(job, paths, mark, self.warmth, send=self._send, log=_log)
-        self._refresh_at: dict[int, float] = {}
+        self._imports_seen_ns = 0
+        """When the list of imports was written that the images know of."""
         self._wake, wake_end = socket.socketpair()
         for end in (self._wake, wake_end):
             end.setblocking(False)
@@ -135,12 +135,8 @@ class Keeper:
             self._leave("SIGTERM")
         self.warmth.tick(now)
         self.ranks.advance(now)
-        generation = self.ranks.generation
-        if self.ranks.alive and generation not in self._refresh_at:
-            self._refresh_at = {generation: now + REFRESH_S}
-        if now >= self._refresh_at.get(generation, now + 1):
-            self._refresh_at[generation] = now + 10.0
-            self.warmth.refresh(read_imports(self._imports))
+        if self.ranks.alive and self.warmth.can_refresh:
+            self._refresh()
         for image in self.warmth.images:
             if image.lines.closed:  # While an order was sent to it.
                 self._serve_image(image)
@@ -200,6 +196,16 @@ class Keeper:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if lines.wants_write else 0)
         if key.events != events:
             self._select.modify(lines.sock, events, key.data)
+
+    def _refresh(self) -> None:
+        """Have an image made of what a rank has imported since the last look."""
+        try:
+            written_ns = os.stat(self._imports).st_mtime_ns
+        except OSError:
+            return
+        if written_ns != self._imports_seen_ns:
+            self._imports_seen_ns = written_ns
+            self.warmth.refresh(read_imports(self._imports))
 
     # --- agent --------------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@ and the keeper starts ranks cold. Modules that earlier ranks imported are import
 unless one starts a thread, opens a device, or reads at import which rank it is.
 
 A rank is forked by a child that ends at once, which makes the keeper, as subreaper, its parent.
+
+An image that is to import more than another has is forked from it, so that only what is new has to
+be imported. It stays its child until the other is ended, and a mistake in it harms nobody.
 """
 
 import contextlib
@@ -17,7 +20,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -79,6 +82,16 @@ class ForkStore(KeeperStore, frozen=True, kw_only=True, tag=True):
     keeper: int
 
 
+class ForkImage(msgspec.Struct, frozen=True, tag=True):
+    """Fork an image that serves the socket which comes with this message."""
+
+
+class ImageForked(msgspec.Struct, frozen=True, tag=True):
+    """First message of an image that was forked from another."""
+
+    pid: int
+
+
 class Importing(msgspec.Struct, frozen=True, tag=True):
     """Said before each import, so that a crash has a name."""
 
@@ -120,8 +133,8 @@ class ForkFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToImage = Preload | ForkRanks | ForkStore
-FromImage = Importing | Ready | Unfit | RanksForked | StoreForked | ForkFailed
+ToImage = Preload | ForkImage | ForkRanks | ForkStore
+FromImage = ImageForked | Importing | Ready | Unfit | RanksForked | StoreForked | ForkFailed
 
 
 def main(job: str, node: int, fd: int) -> None:
@@ -139,19 +152,34 @@ class Image:
     def __init__(self, sock: socket.socket) -> None:
         """Talk over `sock`, blocking: there is nothing else to do meanwhile."""
         self._sock = sock
-        self._lines = sock.makefile("rb")
+        self._received: list[int] = []
+        """Files that have come with messages."""
         self._added: dict[str, str] = {}
         """Variables that imports have put into the environment."""
 
     def serve(self) -> Callable[[], None] | None:
         """Return None when the keeper is gone, and in each forked child what it has to do."""
-        for line in self._lines:
+        for line in self._read_lines():
             message: ToImage = decode(line, ToImage)
             if isinstance(message, Preload):
                 self._send(self._prepare(message.names))
+            elif isinstance(message, ForkImage):
+                if self._fork_image():
+                    return self.serve()
             elif (child := self._fork(message)) is not None:
                 return child
         return None
+
+    def _read_lines(self) -> Iterator[bytes]:
+        """Yield what the keeper says, until it hangs up."""
+        rest = b""
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+            self._received += fds
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
 
     def _send(self, message: FromImage) -> None:
         self._sock.sendall(encode(message) + b"\n")
@@ -168,7 +196,7 @@ class Image:
         blamed = self._preload(names)
         if blamed:
             return Unfit("; ".join(sorted(set(blamed.values()))), blamed)
-        self._added = {k: v for k, v in os.environ.items() if k not in before}
+        self._added |= {k: v for k, v in os.environ.items() if k not in before}
         gc.collect()
         gc.freeze()
         reason = prove_fork()
@@ -203,6 +231,26 @@ class Image:
             return f"import {name}: {type(error).__name__}: {error}"
         return ""
 
+    def _fork_image(self) -> bool:
+        """Fork an image of what this one has; return whether this process is that one.
+
+        Where it cannot be forked, the keeper sees its socket closed.
+        """
+        fd = self._received.pop(0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # Forked images that have ended.
+                pass
+        pid = -1
+        with contextlib.suppress(OSError):
+            pid = os.fork()
+        if pid != 0:
+            os.close(fd)
+            return False
+        self._sock.close()
+        self._sock = socket.socket(fileno=fd)
+        self._send(ImageForked(os.getpid()))
+        return True
+
     def _fork(self, message: ForkRanks | ForkStore) -> Callable[[], None] | None:
         """Fork grandchildren through a child; in them, return what they have to do."""
         answer, answer_end = os.pipe()
@@ -217,7 +265,6 @@ class Image:
             return None
         if middle == 0:
             os.close(answer)
-            self._lines.close()
             self._sock.close()
             if isinstance(message, ForkRanks):
                 child, count = self._fork_ranks(message, go, answer_end), len(message.ranks)

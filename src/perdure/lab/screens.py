@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import accumulate
 
-from perdure.dash.page import render_document
+from perdure.dash.page import Document, render_html_paragraphs, render_html_table
 from perdure.dash.shape import align
 from perdure.dash.svg import (
     INKS,
@@ -15,12 +15,12 @@ from perdure.dash.svg import (
     render_stack,
 )
 from perdure.dash.text import render_chart
-from perdure.lab.report import Comparison, DriveResult, ReplayResult, ReplayRow, Share
+from perdure.lab.report import Comparison, DriveResult, ReplayResult, Share
 from perdure.lab.traces.figures import Availability
 from perdure.model.plain import REASON_MAX, shorten_line
 
-Counts = Sequence[tuple[float, int]]
-"""(seconds, nodes from then on), in order."""
+Counts = Sequence[tuple[float, float]]
+"""(seconds, nodes from then on), in order; of a stretch with very many changes their mean."""
 
 
 def render_summary(figures: Availability, counts: Counts, width: int) -> str:
@@ -90,21 +90,24 @@ def render_curve(
 
 def draw_nodes(counts: Counts, end_s: float) -> str:
     """Return nodes over time as SVG."""
-    return render_lines([("nodes", make_stairs(counts, end_s))], x_label="hours", y_label="nodes")
+    label, unit_s = _choose_unit(end_s)
+    stairs = make_stairs(counts, end_s, unit_s=unit_s)
+    return render_lines([("nodes", stairs)], x_label=label, y_label="nodes")
 
 
-def render_page(figures: Availability, counts: Counts) -> str:
-    """Return figures and plot as one HTML file."""
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
-        for name, value in describe(figures)
-        if value
-    )
+def _choose_unit(end_s: float) -> tuple[str, float]:
+    """Return in which unit an axis of time is labelled, and how long that is."""
+    return ("hours", 3600.0) if end_s >= 7200.0 else ("seconds", 1.0)
+
+
+def make_trace_document(figures: Availability, counts: Counts) -> Document:
+    """Return a trace's figures and its plot."""
+    rows = [row for row in describe(figures) if row[1]]
     sections = (
+        ("Figures", render_html_table(("figure", "value"), rows)),
         ("Nodes over time", draw_nodes(counts, figures.duration_s)),
-        ("Figures", f"<table>{rows}</table>"),
     )
-    return render_document(figures.name, f"<h1>{escape(figures.name)}</h1>", sections)
+    return Document(figures.name, (), sections)
 
 
 Rates = Mapping[str, Sequence[tuple[float, float]]]
@@ -126,23 +129,38 @@ GROUPS = {
 def render_comparison(comparison: Comparison) -> str:
     """Return oracles, policies and their ledgers as text."""
     c = comparison
-    victims = "as the trace names them" if c.seed is None else f"drawn with seed {c.seed}"
-    head = [
+    head, *rows = _list_policies(c)
+    wide = max(len(name) for name, *_ in (head, *rows))
+    sources = [f"  {row.policy:<{wide}}  {row.source}" for row in c.policies]
+    table = align([head, *rows], range(1, len(head)))
+    parts = [*_tell_bounds(c), "", *table, _LOSSES, "", "parameters from", *sources]
+    return "\n".join([*parts, *_list_sweep(c)])
+
+
+_LOSSES = "losses: of nodes that trained; back: to a checkpoint, since nobody had the state"
+
+
+def _tell_bounds(c: Comparison) -> list[str]:
+    """Return what was simulated, and what was possible at most."""
+    return [
         f"{c.trace}: {render_time(c.duration_s)}, {c.slot_s / 3600:.1f} slot-hours; "
-        f"victims {victims}",
+        f"victims {_tell_victims(c.seed)}",
         f"throughput: {c.throughput}; links {c.physics.bytes_per_s * 8e-9:g} Gbit/s",
         f"U1 {c.u1:.0f} samples; U2 {render_share(c.u2, c.u1)} of it; "
         f"U2' {render_share(c.u2_online, c.u1)} (hindsight at perdure's cost of a change)",
     ]
-    rows = [
+
+
+def _tell_victims(seed: int | None) -> str:
+    return "as the trace names them" if seed is None else f"drawn with seed {seed}"
+
+
+def _list_policies(c: Comparison) -> list[tuple[str, ...]]:
+    """Return the table of policies, its head first."""
+    return [
         ("policy", "of U1", "of U2", "of U2'", "losses", "back", *GROUPS),
         *(_list(row.policy, row, str(row.restarts)) for row in c.policies),
     ]
-    wide = max(len(name) for name, *_ in rows)
-    sources = [f"  {row.policy:<{wide}}  {row.source}" for row in c.policies]
-    note = "losses: of nodes that trained; back: to a checkpoint, since nobody had the state"
-    table = align(rows, range(1, len(rows[0])))
-    return "\n".join([*head, "", *table, note, "", "parameters from", *sources, *_list_sweep(c)])
 
 
 def _list(name: str, row: Share, *more: str) -> tuple[str, ...]:
@@ -187,19 +205,23 @@ def render_percent(share: float) -> str:
 def draw_rates(comparison: Comparison, rates: Rates) -> str:
     """Return the throughput of each policy over time as SVG."""
     end_s = comparison.duration_s
-    lines = [(name, make_stairs(rows, end_s)) for name, rows in rates.items() if rows]
-    return render_lines(lines, x_label="hours", y_label="samples/s") if lines else ""
+    label, unit_s = _choose_unit(end_s)
+    lines = [
+        (name, make_stairs(rows, end_s, unit_s=unit_s)) for name, rows in rates.items() if rows
+    ]
+    return render_lines(lines, x_label=label, y_label="samples/s") if lines else ""
 
 
 def draw_committed(comparison: Comparison, rates: Rates) -> str:
     """Return the samples that each policy has made by then as SVG, lost ones not taken off."""
     lines = []
+    label, unit_s = _choose_unit(comparison.duration_s)
     for name, rows in rates.items():
         ends = [*(at_s for at_s, _ in rows[1:]), comparison.duration_s]
         made = (rate * (end - begin) for (begin, rate), end in zip(rows, ends, strict=True))
-        times = [0.0, *(end_s / 3600.0 for end_s in ends)]
+        times = [0.0, *(end_s / unit_s for end_s in ends)]
         lines.append((name, list(zip(times, accumulate(made, initial=0.0), strict=True))))
-    return render_lines(lines, x_label="hours", y_label="samples") if lines else ""
+    return render_lines(lines, x_label=label, y_label="samples") if lines else ""
 
 
 def draw_sweep(comparison: Comparison) -> str:
@@ -221,23 +243,41 @@ def draw_sweep(comparison: Comparison) -> str:
     )
 
 
-def render_simulation_page(comparison: Comparison, counts: Counts, rates: Rates) -> str:
-    """Return plots, ledgers and sources as one HTML file."""
+def make_simulation_document(comparison: Comparison, counts: Counts, rates: Rates) -> Document:
+    """Return shares of what was possible, plots, ledgers and sources."""
     c = comparison
     words = [
         f"{row.fraction_of_u2:.4f} of U2, {row.fraction_of_u2_online:.4f} of U2'"
         for row in c.policies
     ]
     ledgers = [(row.policy, said, row) for row, said in zip(c.policies, words, strict=True)]
+    head, *rows = _list_policies(c)
+    sources = [(row.policy, row.source) for row in c.policies]
+    sweep = [
+        (f"{row.communicator_s:g}", f"{row.fraction_of_u2:.4f}", f"{row.u2_online_of_u2:.4f}")
+        for row in c.sweep
+    ]
     sections = (
-        ("Nodes", draw_nodes(counts, c.duration_s)),
-        ("Throughput", draw_rates(c, rates)),
+        ("Shares of what was possible", _render_shares(head, rows, _LOSSES)),
+        ("Nodes over time", draw_nodes(counts, c.duration_s)),
+        ("Throughput over time", draw_rates(c, rates)),
         ("Samples, those that were lost again among them", draw_committed(c, rates)),
         ("Where the slot-seconds went", _render_ledgers(ledgers)),
-        ("Time to form the communicator", draw_sweep(c)),
-        ("All figures", f"<pre>{escape(render_comparison(c))}</pre>"),
+        (
+            "Time to form the communicator",
+            draw_sweep(c) + render_html_table(_SWEEP_HEAD, sweep, range(3)),
+        ),
+        ("Where parameters come from", render_html_table(("policy", "source"), sources)),
     )
-    return render_document(c.trace, f"<h1>{escape(c.trace)}</h1>", sections)
+    return Document(c.trace, tuple(_tell_bounds(c)), sections)
+
+
+_SWEEP_HEAD = ("communicator, seconds", "perdure of U2", "U2' of U2")
+
+
+def _render_shares(head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
+    """Return a table whose first column alone is words, and what is to be said of the others."""
+    return render_html_table(head, rows, range(1, len(head))) + render_html_paragraphs([note])
 
 
 _ACTS = {"notice": "are told", "leave": "are killed", "come": "may start"}
@@ -270,21 +310,32 @@ def render_schedule(
 def render_replay(result: ReplayResult, width: int) -> str:
     """Return figures and plots as text."""
     r = result
-    victims = "as the trace names them" if r.seed is None else f"drawn with seed {r.seed}"
+    head, *rows = _list_systems(r)
+    costs, shapes = _list_costs(r), _list_shapes(r)
+    lines = [
+        *_tell_play(r),
+        "",
+        *align([head, *rows], range(1, len(head))),
+        *_list_drive(r),
+        _tell_columns(r),
+        *([""] if costs else []),
+        *costs,
+        *(text for line in shapes for text in ("", line)),
+        "",
+        render_plots(r, width),
+    ]
+    return "\n".join(lines)
+
+
+def _tell_play(r: ReplayResult) -> list[str]:
+    """Return what was played against what, and what was possible at most."""
     part = "" if r.complete else ", interrupted"
     tau = ", ".join(
         f"{n}: {rate:.{0 if r.unit == 'samples' else 2}f}" for n, rate in r.throughput.items()
     )
-    rows = [
-        ("system", "of U1", "of U2", "of U2'", "losses", "joins", "gap s", "pace", *GROUPS),
-        *(
-            _list(x.system, x, str(x.joins), f"{x.longest_gap_s:.2f}", f"{x.pace:.3f}")
-            for x in r.systems
-        ),
-    ]
-    lines = [
+    return [
         f"{r.trace}: {render_time(r.duration_s)} played{part}, {r.slot_s / 3600:.2f} slot-hours; "
-        f"victims {victims}",
+        f"victims {_tell_victims(r.seed)}",
         f"{r.unit}/s of {r.reference} by nodes: {tau}"
         + (
             f" (measurements differ by up to {r.reference_spread:.1%})"
@@ -293,17 +344,25 @@ def render_replay(result: ReplayResult, width: int) -> str:
         ),
         f"U1 {r.u1:.0f} {r.unit}; U2 {render_share(r.u2, r.u1)} of it; "
         f"U2' {render_share(r.u2_online, r.u1)} (hindsight at perdure's measured cost of a change)",
-        "",
-        *align(rows, range(1, len(rows[0]))),
-        *_list_drive(r),
-        "gap: the longest time without a commit; pace: an undisturbed step, as a multiple of "
-        + r.reference,
-        *_list_costs(r),
-        *(line for row in r.systems for line in _list_shapes(row)),
-        "",
-        render_plots(r, width),
     ]
-    return "\n".join(lines)
+
+
+def _list_systems(r: ReplayResult) -> list[tuple[str, ...]]:
+    """Return the table of systems, its head first."""
+    return [
+        ("system", "of U1", "of U2", "of U2'", "losses", "joins", "gap s", "pace", *GROUPS),
+        *(
+            _list(x.system, x, str(x.joins), f"{x.longest_gap_s:.2f}", f"{x.pace:.3f}")
+            for x in r.systems
+        ),
+    ]
+
+
+def _tell_columns(r: ReplayResult) -> str:
+    return (
+        "gap: the longest time without a commit; pace: an undisturbed step, as a multiple of "
+        + r.reference
+    )
 
 
 def _list_drive(r: ReplayResult) -> list[str]:
@@ -330,7 +389,6 @@ def _list_costs(r: ReplayResult) -> list[str]:
     c, live = r.costs, next(row for row in r.systems if row.system == "perdure")
     apart = live.committed / r.simulated.committed - 1 if r.simulated.committed else 0.0
     return [
-        "",
         f"perdure's medians: a loss {c.loss.total_s:.3f} s (of {c.losses}), a join "
         f"{c.join.total_s:.3f} s (of {c.joins}), a node's start {c.start_s:.2f} s, steady overhead "
         f"{c.steady:.2%}",
@@ -339,16 +397,18 @@ def _list_costs(r: ReplayResult) -> list[str]:
     ]
 
 
-def _list_shapes(row: ReplayRow) -> list[str]:
+def _list_shapes(r: ReplayResult) -> list[str]:
     """Return how the model was spread over the nodes, copies x stages, and since when."""
-    if not row.shapes:
-        return []
-    words = [
-        f"{one.shape} at {one.at_s:.1f} s" + (", cut anew" if one.morphed else "")
-        for one in row.shapes
-    ]
-    anew = sum(one.morphed for one in row.shapes)
-    return ["", f"{row.system}'s shapes: {'; '.join(words)} (cut anew {anew} times)"]
+    lines = []
+    for row in r.systems:
+        words = [
+            f"{one.shape} at {one.at_s:.1f} s" + (", cut anew" if one.morphed else "")
+            for one in row.shapes
+        ]
+        anew = sum(one.morphed for one in row.shapes)
+        if words:
+            lines.append(f"{row.system}'s shapes: {'; '.join(words)} (cut anew {anew} times)")
+    return lines
 
 
 def render_plots(r: ReplayResult, width: int) -> str:
@@ -364,19 +424,24 @@ def render_plots(r: ReplayResult, width: int) -> str:
 
 def draw_replay(r: ReplayResult) -> str:
     """Return what the nodes could have done, and what was committed, as SVG."""
+    label, unit_s = _choose_unit(r.duration_s)
     best = [(at_s, r.throughput.get(str(n), 0.0)) for at_s, n in r.counts]
-    lines = [("possible (U1)", make_stairs(best, r.duration_s, unit_s=1.0))]
-    lines += [(s.system, make_stairs(s.rates, r.duration_s, unit_s=1.0)) for s in r.systems]
-    return render_lines(lines, x_label="seconds", y_label="samples/s")
+    lines = [("possible (U1)", make_stairs(best, r.duration_s, unit_s=unit_s))]
+    lines += [(s.system, make_stairs(s.rates, r.duration_s, unit_s=unit_s)) for s in r.systems]
+    return render_lines(lines, x_label=label, y_label=f"{r.unit}/s")
 
 
-def render_replay_page(r: ReplayResult) -> str:
-    """Return plots, ledgers and figures as one HTML file."""
+def make_replay_document(r: ReplayResult) -> Document:
+    """Return shares of what was possible, plots, ledgers, and what changes cost."""
     ledgers = [(row.system, f"{row.fraction_of_u2:.4f} of U2", row) for row in r.systems]
+    head, *rows = _list_systems(r)
     sections = (
-        ("Nodes", draw_nodes(r.counts, r.duration_s)),
-        ("Committed", draw_replay(r)),
+        ("Shares of what was possible", _render_shares(head, rows, _tell_columns(r))),
+        ("Nodes over time", draw_nodes(r.counts, r.duration_s)),
+        (f"Committed {r.unit} a second over time", draw_replay(r)),
         ("Where the slot-seconds went", _render_ledgers(ledgers)),
-        ("All figures", f"<pre>{escape(render_replay(r, 100))}</pre>"),
+        ("What changes cost", render_html_paragraphs(_list_costs(r))),
+        ("Shapes", render_html_paragraphs(_list_shapes(r))),
     )
-    return render_document(r.trace, f"<h1>{escape(r.trace)}</h1>", sections)
+    title = f"{r.trace} against {r.job}" if isinstance(r, DriveResult) else r.trace
+    return Document(title, (*_tell_play(r), *_list_drive(r)), sections)

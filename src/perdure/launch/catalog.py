@@ -7,7 +7,9 @@ the user's own may be a diff against the shipped profile of the same name. A pat
 import os
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,11 @@ def _read(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    return deepcopy(_parse(data, path))
+
+
+@lru_cache(maxsize=2)  # All profiles have the same one below them.
+def _parse(data: bytes, path: Path) -> dict[str, Any]:
     document = parse_toml(data, str(path))
     _check(document, data.decode(), path)
     return document

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -371,14 +371,32 @@ class Channel:
         words = [*self.ssh(), "-tt", self.host, f"exec sh -c {shlex.quote(script)}"]
         return subprocess.run(words if self.host else ["sh", "-c", script]).returncode
 
+    def serve(self, script: str) -> "subprocess.Popen[bytes]":
+        """Start `script` with a terminal of its own connection, so that it ends with that."""
+        words = [*self.ssh(shared=False), "-tt", self.host, f"exec sh -c {shlex.quote(script)}"]
+        words = words if self.host else ["sh", "-c", script]
+        return self._start(words, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+
+    def connect_port(self, near: int, far: int) -> "subprocess.Popen[bytes]":
+        """Start to forward the loopback port `near` here to `far` of the box."""
+        return subprocess.Popen([*self._forward({near: far}), self.host])
+
+    def _forward(self, ports: Mapping[int, int]) -> list[str]:
+        """Return the ssh command that forwards ports here to others of the box."""
+        ways = [
+            word
+            for near, far in ports.items()
+            for word in ("-L", f"127.0.0.1:{near}:127.0.0.1:{far}")
+        ]
+        return [*self.ssh(shared=False), "-o", "ExitOnForwardFailure=yes", "-N", *ways]
+
     def forward(self, ports: Sequence[int]) -> int:
         """Forward loopback ports of the box to the same ports here, until it cannot be done.
 
         Raises:
             UnreachedError: a connection of its own cannot be made, several times in a row.
         """
-        forwards = [word for port in ports for word in ("-L", f"127.0.0.1:{port}:127.0.0.1:{port}")]
-        words = [*self.ssh(shared=False), "-o", "ExitOnForwardFailure=yes", "-N", *forwards]
+        words = self._forward({port: port for port in ports})
         broken = 0
         while broken < ATTEMPTS:
             began = time.monotonic()

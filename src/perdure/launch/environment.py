@@ -13,6 +13,8 @@ from perdure.model.orders import Assignment
 from perdure.model.paths import JobPaths
 from perdure.model.steering import Steering
 
+RDZV_SECRET = "PERDURE_RDZV_SECRET"
+"""What the nodes of `perdure run --nnodes N` have in common."""
 LIGHTHOUSE_URL = "PERDURE_LIGHTHOUSE"
 """Where an agent finds the URL of the lighthouse (`service.supervisor`)."""
 
@@ -26,13 +28,14 @@ INTERNAL = ("PERDURE_RUN_PID", LIGHTHOUSE_URL, GROUP_DEVICES, NCCL_DEFAULTS, "SP
 def explain_default_threads(spec: JobSpec, base: Mapping[str, str]) -> str:
     """Return why OMP_NUM_THREADS is set, in one line to show once; empty where it is not.
 
-    The default is torchrun's: several ranks on a node with as many threads each as the node has
-    cores would only hinder one another.
+    The default is torchrun's: several ranks on a machine with as many threads each as it has cores
+    would only hinder one another. Nodes that are emulated on one machine share its cores as well.
     """
-    if spec.nproc == 1 or "OMP_NUM_THREADS" in spec.env or "OMP_NUM_THREADS" in base:
+    ranks = spec.nproc * max(1, min(spec.nodes, spec.local_nodes))
+    if ranks == 1 or "OMP_NUM_THREADS" in spec.env or "OMP_NUM_THREADS" in base:
         return ""
     return (
-        f"OMP_NUM_THREADS=1 for each of the {spec.nproc} ranks of a node, as torchrun does; "
+        f"OMP_NUM_THREADS=1 for each of the {ranks} ranks of a machine, as torchrun does; "
         "set it yourself for more"
     )
 
@@ -97,6 +100,8 @@ def rank_environment(
     if explain_default_threads(spec, base):
         env["OMP_NUM_THREADS"] = "1"
     env |= spec.env
+    if spec.tracking.wandb:  # So that the script's runs and perdure's are found together.
+        env.setdefault("WANDB_RUN_GROUP", spec.name)
     if spec.unordered.sets_nccl and not spec.groups:
         env |= mark_defaults(env, SUPERVISED)
     else:

@@ -193,8 +193,9 @@ _LEFT_OUT = 60
 
 def print_output(line: str, prefix: str = "") -> None:
     """Print one line past a stream that has no colours; whole, also between threads."""
-    stream = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-    print(f"{show_controls(prefix)}{show_output(line)}\n", end="", flush=True, file=stream)
+    write = getattr(sys.stdout, "write_exact", sys.stdout.write)
+    write(f"{show_controls(prefix)}{show_output(line)}\n")
+    sys.stdout.flush()
 
 
 def name_first(names: Sequence[str], count: int = 3, between: str = ", ") -> str:

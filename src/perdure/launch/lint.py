@@ -22,7 +22,7 @@ def check_plan(spec: JobSpec, profile: Profile) -> tuple[Finding, ...]:
         *_check_durable(spec, profile),
         *_check_meter(profile),
         *error(
-            spec.growth and profile.kind not in ("kubernetes", "local"),
+            spec.growth and profile.kind not in ("kubernetes", "local", "slurm"),
             f"nodes_max: nothing brings nodes to a job on {profile.kind} while it runs",
             "nodes alone, or spares",
         ),

@@ -36,14 +36,15 @@ def render(spec: JobSpec, home: str, *, nats_url: str = "", placement: str = "")
     document = os.path.join(folder, f"{spec.name}.json")
     options = {"--config": document, "--nats": nats_url, "--placement": placement}
     words = [word for name, value in options.items() if value for word in (name, value)]
+    start = ["serve", spec.name, "--unprotected"] if spec.served else ["run"]
     return LocalPlan(
         job=spec.name,
         files={document: msgspec.json.format(msgspec.json.encode(spec)).decode() + "\n"},
-        command=(sys.executable, "-P", "-m", "perdure", "run", *words),
+        command=(sys.executable, "-P", "-m", "perdure", *start, *words),
         env={"PERDURE_HOME": home},
         cwd=spec.cwd,
         log=os.path.join(folder, f"{spec.name}.out"),
-        attach=f"perdure logs {spec.name} -f",
+        attach=f"perdure {'watch' if spec.served else 'logs -f'} {spec.name}",
     )
 
 

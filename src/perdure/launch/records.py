@@ -2,20 +2,22 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from perdure.files import replace_file
 from perdure.model.errors import PlatformError
-from perdure.model.platforms.launching import LaunchRecord
-from perdure.model.platforms.slurm import list_tasks
+
+if TYPE_CHECKING:
+    from perdure.model.platforms.launching import LaunchRecord
 
 
 def _path(home: str, job: str) -> Path:
     return Path(home, "launches", f"{job}.json")
 
 
-def write_record(home: str, record: LaunchRecord) -> None:
+def write_record(home: str, record: "LaunchRecord") -> None:
     """Remember `record`.
 
     Raises:
@@ -45,34 +47,41 @@ def forget_record(home: str, job: str, at_s: float) -> Path:
     return aside
 
 
-def read_record(home: str, job: str) -> LaunchRecord | None:
+def read_record(home: str, job: str) -> "LaunchRecord | None":
     """Return what is remembered of `job`; None where it was never launched from here."""
     try:
-        return msgspec.json.decode(_path(home, job).read_bytes(), type=LaunchRecord)
+        data = _path(home, job).read_bytes()
+        from perdure.model.platforms.launching import LaunchRecord  # Most jobs have no record.
+
+        return msgspec.json.decode(data, type=LaunchRecord)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise PlatformError(f"cannot read {_path(home, job)}: {error}") from error
 
 
-def read_remote(home: str, job: str) -> LaunchRecord | None:
+def read_remote(home: str, job: str) -> "LaunchRecord | None":
     """Return the record of a job that lives elsewhere; None for one of this machine."""
     record = read_record(home, job) or _read_task(home, job)
     return None if record is None or record.profile.kind == "local" else record
 
 
-def _read_task(home: str, job: str) -> LaunchRecord | None:
+def _read_task(home: str, job: str) -> "LaunchRecord | None":
     """Return the record of a task of a Slurm array, which was launched as part of it."""
     name, _, task = job.rpartition("-")
     array = read_record(home, name) if task.isdigit() else None
-    if array is None or task not in list_tasks(array.profile.slurm.array):
+    if array is None:
+        return None
+    from perdure.model.platforms.slurm import list_tasks
+
+    if task not in list_tasks(array.profile.slurm.array):
         return None
     return msgspec.structs.replace(
         array, job=job, id=f"{array.id}_{task}", roots={"job": f"{array.home}/jobs/{job}"}
     )
 
 
-def list_records(home: str) -> list[LaunchRecord]:
+def list_records(home: str) -> "list[LaunchRecord]":
     """Return all records, by name."""
     names = sorted(path.stem for path in Path(home, "launches").glob("*.json"))
     return [record for name in names if (record := read_record(home, name)) is not None]

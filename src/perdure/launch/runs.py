@@ -54,6 +54,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """`TERM` where Slurm ended it."""
     started_s: float = 0.0
     ended_s: float = 0.0
+    nodes: int = 0
+    """Those that Slurm had given; 0 elsewhere."""
+    fixed: bool = False
+    """Whether its world was seen to be of a fixed size, so that it goes on with as many only."""
 
 
 def decide(
@@ -161,9 +165,17 @@ def say(text: str) -> None:
 
 def look_at_job(paths: JobPaths) -> tuple[str, int]:
     """Return a job's state, `lost` where nobody wrote it, and the step of its newest checkpoint."""
-    try:
-        snapshot: Snapshot = decode_record(Path(paths.snapshot).read_bytes(), Snapshot)
-    except (OSError, ProtocolError):
+    snapshot = read_status(paths)
+    if snapshot is None:
         return "lost", -1
     steps = [int(str(row.get("step", -1))) for row in snapshot.checkpoints]
     return snapshot.state, max(steps, default=-1)
+
+
+def read_status(paths: JobPaths) -> Snapshot | None:
+    """Return what a job's own process wrote down last; None where nobody wrote it."""
+    try:
+        snapshot: Snapshot = decode_record(Path(paths.snapshot).read_bytes(), Snapshot)
+    except (OSError, ProtocolError):
+        return None
+    return snapshot

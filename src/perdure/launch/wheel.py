@@ -75,6 +75,11 @@ def _fill(archive: zipfile.ZipFile, known: Distribution) -> None:
 MODULES = {
     "torchft": ("torchft", "grpc"),
     "metrics": ("prometheus_client",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "s3": ("s3fs",),
+    "gcs": ("gcsfs",),
     "huggingface": ("transformers", "accelerate"),
     "lightning": ("lightning",),
 }
@@ -92,6 +97,9 @@ def choose_extras(spec: JobSpec) -> tuple[str, ...]:
     `launch.packages` or `launch.requirements`.
     """
     by_field = {"torchft": spec.groups, "metrics": spec.metrics.prometheus_port}
+    by_field |= dict.fromkeys(spec.tracking.targets, True)
+    url = spec.checkpoint.url
+    by_field |= {"s3": url.startswith("s3://"), "gcs": url.startswith(("gs://", "gcs://"))}
     path = Path(os.path.join(spec.launch.project, spec.cwd, spec.script))
     try:
         text = path.read_text(encoding="utf-8", errors="replace")

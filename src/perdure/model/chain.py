@@ -120,6 +120,17 @@ class Tally(msgspec.Struct):
         """Whether all that was ever written is there."""
         return not (self.missing or self.broken or self.foreign or self.changed or self.cut)
 
+    def add(self, other: "Tally") -> None:
+        """Add what could not be read of what follows."""
+        self.entries += other.entries
+        self.missing += other.missing
+        self.gaps += other.gaps[: _RANGES_MAX - len(self.gaps)]
+        self.broken += other.broken
+        self.foreign += other.foreign
+        self.foreign_from = self.foreign_from or other.foreign_from
+        self.changed += other.changed
+        self.torn, self.cut = other.torn, other.cut
+
     def note_gap(self, first: int, last: int) -> None:
         """Note that the entries `first` to `last` are not there."""
         self.missing += last - first + 1

@@ -684,6 +684,8 @@ class KeysDeclared(GenerationEvent, frozen=True, kw_only=True):
     """The values in force then."""
     step: int = 0
     """Committed steps then."""
+    num_steps: int = 0
+    """So many steps the loop is to make, counted over the whole run; 0: it does not say."""
 
 
 class SettingsChanged(Event, frozen=True, kw_only=True):
@@ -752,6 +754,8 @@ class ReplicaSeen(Event, frozen=True, kw_only=True):
     """Likewise: how many it has."""
     silent: bool = False
     """With `gone`: no heartbeat comes any more, so that it may have ended."""
+    heard_s: float = 0.0
+    """With `silent`, of a group that others start: when it was heard last."""
 
 
 class ReplicaWaiting(RankEvent, frozen=True, kw_only=True):
@@ -792,6 +796,8 @@ class RankAttached(RankEvent, frozen=True, kw_only=True):
     host: str
     devices: tuple[str, ...]
     at_s: float
+    place: int = -1
+    """The place of its machine, where that is not the lighthouse's: its relay brings its events."""
 
 
 class RankLeft(RankEvent, frozen=True, kw_only=True):

@@ -86,7 +86,8 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Where, how often and how many (depth resumable and above)."""
 
     url: str = ""
-    """Directory or fsspec URL; empty means `checkpoints/` in the job's own directory."""
+    """Directory or fsspec URL; empty means `checkpoints/` in the job's own directory. Extra `s3`
+    for `s3://`, `gcs` for `gs://`."""
     every_steps: Count = 0
     """A checkpoint at every n-th step; 0 leaves it to `every_s` or the automatic interval."""
     every_s: Annotated[float, Meta(ge=0)] = 0.0
@@ -156,6 +157,18 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Settle what evidence alone cannot by an active probe between the agents."""
 
 
+class HeldGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A replica group that trains no more, or whose next life does not, until it is restored."""
+
+    name: str
+    """What torchft's replica id has before the colon."""
+    number: Annotated[int, Meta(ge=0, lt=1000)]
+    who: str = ""
+    reason: str = ""
+    trains: str = ""
+    """The replica id of its life that may train on; empty: none."""
+
+
 class TorchftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Replica groups of torchft's Manager, each a world of its own."""
 
@@ -179,6 +192,9 @@ class TorchftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Address that perdure's own lighthouse listens on."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Its port; 0: one that the system chooses."""
+    held: tuple[HeldGroup, ...] = ()
+    """Groups that others start and that are held from the beginning: `perdure serve` takes them
+    over from one of the same name that was killed."""
 
 
 class Lighthouse(msgspec.Struct, frozen=True, kw_only=True):
@@ -321,6 +337,9 @@ class AlertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     webhook: str = ""
     """A URL that gets the alert by POST, as JSON; `@PATH` reads the URL from a file, which keeps
     what is secret in it out of job files."""
+    apprise: str = ""
+    """An address of the library apprise (`slack://...`, `mailto://...`), which is told in words;
+    `@PATH` reads them from a file, one a line. Extra `alerts`."""
     events: tuple[AlertKind, ...] = (
         "verdict",
         "failure",
@@ -340,6 +359,36 @@ class AlertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """For one attempt."""
     attempts: Positive = 5
     """With growing pauses between them; then the alert is dropped."""
+
+
+class TrackingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Experiment trackers that are told of incidents, settings and goodput while the job runs.
+
+    No secret stands here: they read it from the environment, as they always do. Nothing of the job
+    waits for them.
+    """
+
+    tensorboard: str = ""
+    """A folder of TensorBoard's; perdure's own run in it is `perdure-JOB`. Extra `tensorboard`."""
+    wandb: str = ""
+    """`PROJECT` or `ENTITY/PROJECT` of Weights & Biases. Extra `wandb`."""
+    mlflow: str = ""
+    """A tracking server's URL, `sqlite:///PATH` or `databricks`, without a password. Extra
+    `mlflow`."""
+    run_log: bool = False
+    """They also get the values of `run.log`, for a script that logs to none of them itself."""
+    every_s: Seconds = 10.0
+    """Between two samples of goodput, ranks and step."""
+    timeout_s: Seconds = 60.0
+    """A tracker that takes nothing for so long is left, and tried again later."""
+    end_s: Annotated[float, Meta(ge=0)] = 15.0
+    """How long the job's end waits, at the most, for them to take the rest."""
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """Where each tracker that is wanted is told, by its name."""
+        named = {"tensorboard": self.tensorboard, "wandb": self.wandb, "mlflow": self.mlflow}
+        return {name: target for name, target in named.items() if target}
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -384,9 +433,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Slots paid for and kept idle, ready to stand in."""
     nodes_max: Count = 0
     """An elastic world grows to so many nodes while it runs, with machines that join; 0: to
-    `nodes`, which it has from the beginning and is never scaled below."""
+    `nodes`, which it has from the beginning and is never scaled below. Slurm is asked for the
+    range, and each run begins with what it gives."""
     remote: Count = 0
-    """So many of the nodes, the last ones, are not started here: `perdure join` brings them."""
+    """So many of the nodes, the last ones, are not started here: `perdure join` brings them. Under
+    `perdure serve`, so many other machines pass on what ranks of groups there say."""
     cwd: str = "."
     """Working directory of the ranks; relative to that of `perdure run`."""
     env: dict[str, str] = {}
@@ -415,6 +466,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     preemption: PreemptionConfig = PreemptionConfig()
     alerts: AlertsConfig = AlertsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracking: TrackingConfig = TrackingConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @property
@@ -446,6 +498,19 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def local_nodes(self) -> int:
         """Nodes whose agents `perdure run` starts."""
         return 0 if self.served else max(0, self.num_nodes - self.remote)
+
+    @property
+    def places(self) -> range:
+        """Numbers of the places that machines from elsewhere may take.
+
+        They are nodes, but where others start the groups: there they are machines with such groups.
+        """
+        return range(self.remote) if self.served else range(self.local_nodes, self.num_nodes)
+
+    @property
+    def num_logins(self) -> int:
+        """How many numbers of nodes and places there are, each with a login at the bus."""
+        return max(self.num_nodes, self.remote)
 
     @property
     def world_size(self) -> int:
@@ -491,6 +556,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.groups:
             return self.nproc * (self.torchft.replicas + self.spare_nodes)
         return self.nproc * self.nodes
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks, and so GPUs, of the machine of `perdure run`; other machines have their own."""
+        nodes = self.local_nodes if self.groups else min(self.nodes, self.local_nodes)
+        return self.nproc * max(1, nodes)
 
     @property
     def node_ranks(self) -> int:

@@ -85,6 +85,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steering: Steering = Steering()
     """Changes and a pause that the ranks have to know of before their first step."""
     reason: str = ""
+    exit_code: int | None = None
+    """The job's, with `end`; None where it is not the job that ends."""
 
     def slots_of(self, node: int) -> int:
         """Return whose ranks `node` runs: a group rank, or its replica group; -1 for nobody's."""

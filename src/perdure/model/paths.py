@@ -4,10 +4,14 @@
         job.json            the JobSpec                    endpoint.json   the operator's NATS user
         credentials/        of the other parts, each file readable by its owner only
         parts.json          pids of the parts              state.json      newest Snapshot
+        invited.json        who may join from the start
         journal.jsonl       mirror of the journal          nats/           the server's store
         snapshots/SEQ.json  what a controller knew at entry SEQ, so that the next replays less
+        rendezvous/         what the first of several nodes starts its server with (secret)
+        ended.json          the job's exit code, on a machine that joined
         newest.json         how far all ranks are, and the links between them
         curves/             values of `run.log`, coarser with age
+        tracking/           what experiment trackers were told, and what their libraries keep
         logs/*.log          of the parts
         logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
         exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
@@ -69,17 +73,26 @@ class JobPaths(msgspec.Struct, frozen=True):
     parts = _Below("parts.json")
     """Pids of the parts."""
 
+    invited = _Below("invited.json")
+    """Invitations that the controller knows of before anybody can ask it for a place."""
+
     snapshot = _Below("state.json")
     """The newest Snapshot."""
 
     journal = _Below("journal.jsonl")
     """The mirror of the journal."""
 
+    ended = _Below("ended.json")
+    """The exit code that the job ended with, as a machine from elsewhere was told it."""
+
     newest = _Below("newest.json")
     """What the journal is told seldom, as it was a moment ago."""
 
     curves = _Below("curves")
     """Values of `run.log`."""
+
+    tracking = _Below("tracking")
+    """What experiment trackers were told."""
 
     snapshots = _Below("snapshots")
     """What controllers knew at some entries of the journal."""
@@ -153,9 +166,13 @@ class JobPaths(msgspec.Struct, frozen=True):
         return str(PurePosixPath(self.sockets, f"agent-{node}"))
 
 
-def lighthouse_door(uid: int, port: int) -> str:
-    """Where the lighthouse on `port` of this machine listens for ranks that others have started."""
-    return f"/tmp/perdure-{uid}/lighthouse-{port}"
+def lighthouse_door(uid: int, port: int, address: str = "") -> str:
+    """Where ranks that others have started are heard, for the lighthouse on `port`.
+
+    It is this machine's lighthouse; one at `address` is heard for by the relay that has joined it.
+    """
+    at = f"{address}-" if address else ""
+    return f"/tmp/perdure-{uid}/lighthouse-{at}{port}"
 
 
 def job_paths(home: str, job: str, uid: int) -> JobPaths:

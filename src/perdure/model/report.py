@@ -60,6 +60,10 @@ class Recovery(msgspec.Struct, frozen=True):
     `join`, which ends no incident. Of a replica group `left out`: it lived, and healed if it came
     back."""
     reason: str = ""
+    generation: int = -1
+    """The one that it ended; -1 where none was."""
+    began: str = ""
+    """Where a script that declares no steps began again, as far as its output says."""
 
     @property
     def failed(self) -> bool:
@@ -98,6 +102,16 @@ class MendRow(msgspec.Struct, frozen=True):
     reason: str
 
 
+class SkipRow(msgspec.Struct, frozen=True):
+    """A checkpoint that could not be used when a world resumed, so that steps were made again."""
+
+    at_s: float
+    why: str
+    """Its path, and what is wrong with it."""
+    resumed: int
+    """The step from which the world went on instead."""
+
+
 class Report(msgspec.Struct, frozen=True):
     """`perdure report --json`."""
 
@@ -109,7 +123,7 @@ class Report(msgspec.Struct, frozen=True):
     ranks: int
     ledger: dict[str, Account]
     goodput: float
-    """The useful fraction."""
+    """The useful fraction; at most so much where `lost_unknown`."""
     step_s: float | None
     """Median committed step, seconds."""
     recoveries: tuple[Recovery, ...]
@@ -123,6 +137,11 @@ class Report(msgspec.Struct, frozen=True):
     """Remarks of operators (`perdure note`), the oldest first."""
     mended: tuple[MendRow, ...] = ()
     """What was found damaged of the journal, the oldest first."""
+    skipped: tuple[SkipRow, ...] = ()
+    """Checkpoints that could not be used, the oldest first."""
+    lost_unknown: bool = False
+    """The world was started again and the script declares no steps: of what counts as useful,
+    some or all before the last restart may be lost."""
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -191,6 +210,10 @@ class ReplicaRow(msgspec.Struct, frozen=True):
     """When this life of it came to the lighthouse."""
     ranks: int = 0
     """How many it has."""
+    away_s: float = 0.0
+    """Since when it is gone, left out or finished; 0 while it is not."""
+    generation: int = -1
+    """Which life it is: each start of a group has a number of its own; -1 before the first."""
 
 
 class IncidentRow(msgspec.Struct, frozen=True):
@@ -202,6 +225,9 @@ class IncidentRow(msgspec.Struct, frozen=True):
     rung: str
     total_s: float | None
     """None: not over yet."""
+    at_step: int = -1
+    lost_steps: int | None = 0
+    """None: unknown, because the script declares no steps."""
 
 
 class StageRow(msgspec.Struct, frozen=True):
@@ -259,6 +285,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Of the whole job; `recent` holds the last few."""
     recent: tuple[IncidentRow, ...] = ()
     replicas: tuple[ReplicaRow, ...] = ()
+    replicas_ended: int = 0
+    """Groups that others had started and that have ended before those in `replicas`."""
     settings: dict[str, object] = {}
     """Live configuration in force: key -> value."""
     keys: tuple[KeySpec, ...] = ()
@@ -273,6 +301,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Number of the newest entry of the journal that it was made of."""
     mended: tuple[MendRow, ...] = ()
     """What was found damaged of the journal, the oldest first."""
+    skipped: tuple[SkipRow, ...] = ()
+    """Checkpoints that could not be used, the oldest first."""
     world: WorldShape | None = None
     """Of a pipelined elastic job."""
     observed: bool = False
@@ -282,4 +312,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     fixed: str | None = None
     """What keeps its world at the ranks that it began with, its depth first; empty: it takes in
     nodes that join while it trains; None: not known before it trains."""
+    num_steps: int = 0
+    """So many steps the loop is to make, counted over the whole run; 0: it does not say."""
+    left_s: tuple[float, float] | None = None
+    """Seconds until they are made, at least and at most, by the pace of the last minutes; None
+    while that is unsteady, or not known."""
     schema: int = SNAPSHOT_SCHEMA

@@ -62,6 +62,9 @@ BUSY_NAME_BYTES = 64
 COMPILE_WORD = 74
 """Nanoseconds that torch took to compile in the first steps, a part of `W_STEP_NS`. No W_ word: the
 compiled recorder, which is built anew for each change of these, has no use for it."""
+NUM_STEPS_WORD = 75
+"""So many steps the loop is to make, counted over the whole run; 0, as in older rings: not known.
+No W_ word either."""
 
 HEADER_BYTES = 640
 COMMS_MAX = 64
@@ -161,6 +164,8 @@ class RingReading(msgspec.Struct, frozen=True):
     num_stages: int = 0
     """Steps whose stages were ever recorded."""
     busy_phase: BusyPhase | None = None
+    num_steps: int = 0
+    """So many steps its loop is to make; 0: it does not say."""
 
     def progress(self, proc: ProcSample) -> RankProgress:
         """Return it as a rank's part of a heartbeat, with what /proc says beside it."""
@@ -175,6 +180,7 @@ class RingReading(msgspec.Struct, frozen=True):
             proc=proc,
             recorder=self.recorder,
             busy_phase=self.busy_phase,
+            num_steps=self.num_steps,
         )
 
 
@@ -218,6 +224,7 @@ def parse_ring(data: bytes, clock_offset_s: float, *, torn: bool = False) -> Rin
         num_spans=words[W_NUM_SPANS],
         num_stages=words[W_NUM_STAGES],
         busy_phase=_parse_busy(data, words, clock_offset_s),
+        num_steps=max(0, words[NUM_STEPS_WORD]),
     )
 
 

@@ -87,6 +87,8 @@ class Source:
     def __init__(self, name: str, text: str, hint: str = _HINT) -> None:
         """Read `text`, called `name` in errors, which end with `hint`."""
         self.name, self.text, self.hint = name, text.removeprefix(BOM), hint
+        self.notes: list[str] = []
+        """What was odd and could be put right, each with its place."""
 
     def lines(self) -> list[tuple[int, str]]:
         """Return (number, line) of all that say something; `#` begins a comment."""

@@ -27,8 +27,9 @@ Verb = Literal[
     "invite",
     "revoke",
     "note",
+    "preview",
 ]
-"""What an operator may ask for."""
+"""What an operator may ask for. `preview` says what another would do, and is never journaled."""
 PlaceVerb = Literal["drain", "cordon", "evict", "restore"]
 """Those that take a place out of the job or back into it: a node, device, rank or replica."""
 NOTE_MAX = 500

@@ -15,7 +15,8 @@ from perdure.model.errors import PlatformError, ProtocolError, RequestError
 from perdure.model.events import Decision
 from perdure.model.orders import AnswerCommand
 from perdure.model.paths import JobPaths
-from perdure.service.jobfiles import is_alive, load_endpoint, read_last_entries
+from perdure.service.jobfiles import load_endpoint, read_last_entries
+from perdure.service.jobfolders import is_alive
 
 _ATTEMPT_S = 5.0
 _AGAIN_S = 0.3
@@ -51,7 +52,11 @@ async def _ask(job: str, paths: JobPaths, command: Command, timeout_s: float) ->
                 known = _read_answer(paths, command.id)
                 if known is not None:
                     return known
-                if time.monotonic() >= deadline or not is_alive(paths):
+                if not is_alive(paths):
+                    raise PlatformError(
+                        f"job `{job}` has ended without an answer", hint=f"perdure status {job}"
+                    ) from error
+                if time.monotonic() >= deadline:
                     raise PlatformError(
                         f"no answer from the controller of `{job}`: {error}",
                         hint=f"it may still happen: perdure events {job}; logs are in {paths.logs}",

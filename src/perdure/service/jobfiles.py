@@ -13,25 +13,27 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from perdure import __version__
-from perdure.files import is_locked, replace_file
-from perdure.model.bus.lighthouse import Member
+from perdure.files import replace_file
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
-from perdure.model.bus.wire import Endpoint
-from perdure.model.chain import EntryReader
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
-from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
-from perdure.model.orders import Assignment, ReplicaGroup
-from perdure.model.paths import LOCK, JobPaths, job_paths
+from perdure.model.paths import LOCK, JobPaths
 from perdure.model.platforms.slurm import Allocation
 from perdure.model.records import decode_record, encode_record
 from perdure.model.report import Snapshot
 from perdure.model.steering import Steering
+from perdure.service.jobfolders import is_alive
+
+if TYPE_CHECKING:
+    from perdure.model.chain import EntryReader
+    from perdure.model.events import JournalEntry
+    from perdure.model.orders import Assignment
 
 log = logging.getLogger("perdure.files")
 
@@ -42,7 +44,8 @@ MINE = Spoken(PROTOCOL, PROTOCOL_MIN, __version__)
 
 PREVIOUS = "previous"
 """Everything but the checkpoints of earlier runs under the same name, numbered from 1."""
-KEPT = frozenset({LOCK, PREVIOUS, "checkpoints", "compile-cache"})
+RENDEZVOUS = "rendezvous"
+KEPT = frozenset({LOCK, PREVIOUS, RENDEZVOUS, "checkpoints", "compile-cache"})
 SPACE_MIN_BYTES = 8_000_000
 _ROOM = "make room, or choose another state directory with PERDURE_HOME"
 _LAST_LINES_GUESS = 1 << 16
@@ -67,48 +70,6 @@ class Parts(msgspec.Struct, frozen=True):
     """The attempt of a Slurm job that it runs in."""
     host: str = ""
     """Name of the machine of `perdure run`."""
-
-
-class LighthouseFile(msgspec.Struct, frozen=True):
-    """`lighthouse.json`: what the next lighthouse has to know."""
-
-    port: int
-    ids_until: int = 0
-    quorum_id: int = 0
-    members: tuple[Member, ...] = ()
-    homes: dict[str, tuple[int, int]] = {}
-    """Member -> its group, and the generation of its processes."""
-    groups: tuple[ReplicaGroup, ...] = ()
-    """The controller's newest word on who is held, so that no spare slips in meanwhile."""
-    silences: tuple[float, ...] = ()
-    """How long members were late so far, seconds: what is patience for."""
-    names: dict[str, int] = {}
-    """Numbers of groups that others have started, by their names."""
-    lives: int = 0
-    """Of these groups so far."""
-    line: str = ""
-    """What their ranks name with each hello: lives of an earlier run had other numbers."""
-
-
-def resolve_home(env: dict[str, str] | None = None) -> str:
-    """Return the absolute state directory: `$PERDURE_HOME`, or `~/.perdure`.
-
-    Raises:
-        ConfigError: its name is not UTF-8.
-    """
-    value = (os.environ if env is None else env).get("PERDURE_HOME") or "~/.perdure"
-    home = os.path.abspath(os.path.expanduser(value))
-    try:
-        home.encode()
-    except UnicodeEncodeError:
-        hint = "set PERDURE_HOME to a folder whose name is"
-        raise ConfigError(f"{home!a} is not UTF-8", hint=hint) from None
-    return home
-
-
-def paths_of(home: str, job: str) -> JobPaths:
-    """Return the paths of `job` for this user."""
-    return job_paths(home, job, os.getuid())
 
 
 @contextlib.contextmanager
@@ -191,6 +152,9 @@ def load_spec(paths: JobPaths, say: Callable[[str], None] = log.warning) -> JobS
             hint="`perdure ps` lists the jobs under this PERDURE_HOME",
         ) from None
     except ProtocolError as error:
+        from perdure.model.chain import EntryReader
+        from perdure.model.events import JobSubmitted
+
         first = next(iter(EntryReader(read_lines(paths.journal), mine=MINE)), None)
         if first is not None and isinstance(first.body, JobSubmitted):
             stands_in = "the job as it was submitted stands in for it"
@@ -232,7 +196,7 @@ def write_document(path: str, value: Any, *, mode: int = 0o644) -> None:
     write_atomic(path, encode_record(value) + b"\n", mode=mode)
 
 
-def write_steering(paths: JobPaths, node: int, assignment: Assignment) -> None:
+def write_steering(paths: JobPaths, node: int, assignment: "Assignment") -> None:
     """Write down what the ranks of a generation have to know before their first step."""
     if assignment.steering != Steering():
         path = paths.steering(assignment.generation, node)
@@ -240,12 +204,14 @@ def write_steering(paths: JobPaths, node: int, assignment: Assignment) -> None:
         write_document(path, assignment.steering)
 
 
-def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
+def parse_journal(lines: Iterable[bytes]) -> "list[JournalEntry]":
     """Return the entries of `lines`, all of which must be sound; a torn last line is left out.
 
     Raises:
         ProtocolError: one is none, or one that only a newer version knows.
     """
+    from perdure.model.chain import EntryReader  # With all events.
+
     reader = EntryReader(lines, mine=MINE, first=0)
     entries = list(reader)
     if not reader.tally.whole:
@@ -253,10 +219,12 @@ def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
     return entries
 
 
-def read_mirror(paths: JobPaths, without: Collection[str] = ()) -> EntryReader | None:
+def read_mirror(paths: JobPaths, without: Collection[str] = ()) -> "EntryReader | None":
     """Return a reader of `journal.jsonl`, but of types in `without`; None without such a file."""
     if not os.path.exists(paths.journal):
         return None
+    from perdure.model.chain import EntryReader
+
     picture = None if is_alive(paths) else load_snapshot(paths)  # The mirror of a living job lags.
     known_seq = picture.seq if picture is not None else 0
     return EntryReader(read_lines(paths.journal), mine=MINE, known_seq=known_seq, without=without)
@@ -268,7 +236,7 @@ def read_lines(path: str) -> Iterator[bytes]:
         yield from file
 
 
-def read_last_entries(paths: JobPaths) -> list[JournalEntry]:
+def read_last_entries(paths: JobPaths) -> "list[JournalEntry]":
     """Return the newest sound entries of `journal.jsonl`, oldest first, and at least one.
 
     They are those of its last 64 KiB, or of more where there is none.
@@ -276,6 +244,8 @@ def read_last_entries(paths: JobPaths) -> list[JournalEntry]:
     Raises:
         ProtocolError: one of them only a newer version knows.
     """
+    from perdure.model.chain import EntryReader
+
     length = _LAST_LINES_GUESS
     with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -290,11 +260,8 @@ def read_last_entries(paths: JobPaths) -> list[JournalEntry]:
     return []
 
 
-def list_jobs(home: str) -> list[str]:
-    """Return the names of the jobs under `home`, oldest first."""
-    folder = Path(home, "jobs")
-    found = [path.parent for path in folder.glob("*/job.json")]
-    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+class JobRunsError(ConfigError):
+    """A job of this name runs on this machine."""
 
 
 class JobLock:
@@ -304,7 +271,7 @@ class JobLock:
         """Take it.
 
         Raises:
-            ConfigError: a run of this job is alive.
+            JobRunsError: a run of this job is alive.
         """
         with on_disk(f"use {paths.root}", "choose another state directory with PERDURE_HOME"):
             os.makedirs(paths.root, mode=0o700, exist_ok=True)  # Its [env] is nobody else's.
@@ -314,7 +281,7 @@ class JobLock:
         except OSError:
             os.close(self._fd)
             name = os.path.basename(paths.root)
-            raise ConfigError(
+            raise JobRunsError(
                 f"job `{name}` is running",
                 hint=f"`perdure status {name}`, `perdure stop {name}`, or another --name",
             ) from None
@@ -322,11 +289,6 @@ class JobLock:
     def release(self) -> None:
         """Give it back."""
         os.close(self._fd)
-
-
-def is_alive(paths: JobPaths) -> bool:
-    """Return whether a `perdure run` of this job lives now."""
-    return os.access(paths.lock, os.R_OK | os.W_OK) and is_locked(paths.lock)
 
 
 def wait_for_start(paths: JobPaths, pid: int) -> None:

@@ -22,7 +22,15 @@ from perdure.model.job import JobSpec
 from perdure.model.records import decode_record
 
 LOOPBACK = "127.0.0.1"
-_CLOSED = "an address of a lab or of a private network, such as 10.77.0.1"
+CLOSED = "an address of a lab or of a private network, such as 10.77.0.1"
+
+
+class Invited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An invitation, without what would let anybody in."""
+
+    id: str
+    digest: str
+    uses: int = 1
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,6 +47,8 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     door: str = ""
     """File, beside this one, in which the server's port, certificate and `joiner`'s password are
     kept over the job's runs (`service/access/credentials.py`); empty: each run has its own."""
+    invited: tuple[Invited, ...] = ()
+    """Invitations that the controller is told of at the start; who has one has made it himself."""
     network_faults: bool = False
     """Whether `perdure inject` may change queues and interfaces inside the nodes: only where
     each of them has a network namespace of its own."""
@@ -81,10 +91,10 @@ def load_placement(path: str, nodes: int) -> Placement:
             f"--placement {path}: {len(placement.addresses)} addresses for {nodes} nodes"
         )
     for address in (placement.bind, *placement.addresses):
-        if not _is_closed(address):
+        if not is_closed(address):
             raise ConfigError(
                 f"--placement {path}: strangers may reach {address}; collectives have no TLS",
-                hint=_CLOSED,
+                hint=CLOSED,
             )
     if placement.door:
         door = os.path.join(os.path.dirname(os.path.abspath(path)), placement.door)
@@ -111,7 +121,8 @@ def choose_gloo_interface(spec: JobSpec, env: Mapping[str, str]) -> str:
     return next((name for name, own in list_interfaces() if own == address), "")
 
 
-def _is_closed(address: str) -> bool:
+def is_closed(address: str) -> bool:
+    """Return whether `address` is one of a private network: collectives have no TLS."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

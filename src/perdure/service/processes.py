@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
 from typing import BinaryIO
 
 from perdure.adapters import host
@@ -93,16 +92,19 @@ def guard_command(**marks: str) -> list[str]:
 
 @contextlib.contextmanager
 def guarded(name: str) -> Iterator[None]:
-    """Have what is started meanwhile end with this process, by a mark called `name`."""
-    mark = f"{os.getpid()}-{token_hex(6)}"
+    """Have what is started meanwhile end with this process, by a mark called `name`.
+
+    Where it is left by an exception, too: a second Ctrl-C may have come amid the way out.
+    """
+    mark = f"{os.getpid()}-{os.urandom(6).hex()}"
     guard = subprocess.Popen(guard_command(**{name: mark}), start_new_session=True)
     os.environ[name] = mark
     try:
         yield
-    finally:
-        del os.environ[name]
         guard.kill()
         guard.wait()
+    finally:
+        del os.environ[name]
 
 
 def start_bound(command: list[str], output: BinaryIO) -> "subprocess.Popen[bytes]":

@@ -16,10 +16,10 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -50,17 +50,17 @@ from perdure.service.controller.journal import clear_stream, read_end
 from perdure.service.controller.leading import prepare_arbiter
 from perdure.service.jobfiles import (
     JobLock,
-    LighthouseFile,
     Parts,
     check_space,
     load_snapshot,
     make_folders,
-    paths_of,
     read_document,
     remove_folders,
     set_previous_aside,
     write_document,
 )
+from perdure.service.jobfolders import paths_of
+from perdure.service.lighthouse.remembered import LighthouseFile
 from perdure.service.part import Tasks, run_until
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
@@ -171,7 +171,10 @@ class Supervisor:
         self._command, self._placement = command, placement
         self._spec, self._home, self._nats_url = spec, home, nats_url
         self._on_line, self._on_snapshot, self._rerun = on_line, on_snapshot, bool(previous)
-        self._invited = read_invitations(previous) if previous and placement.door else []
+        self._invited = [msgspec.to_builtins(invited) for invited in placement.invited]
+        if previous and placement.door:
+            mine = {invited.id for invited in placement.invited}
+            self._invited += [one for one in read_invitations(previous) if one["id"] not in mine]
         self._paths = paths_of(home, spec.name)
         self._offset_s = time.time() - time.monotonic()
         began_s = read_process_start_s()
@@ -189,6 +192,8 @@ class Supervisor:
         self._ended: JobEnded | None = None
         self._failure: PerdureError | None = None
         self._signals: list[signal.Signals] = []
+        self._at_terminal = any(stream.isatty() for stream in (sys.stdout, sys.stderr))
+        """Its hang-up says that nobody looks any more, and not that the job shall end."""
         self._tasks = Tasks()
         subject, source = subject_events(spec.name, RUN), f"run-{os.getpid()}"
         self._outbox = Outbox(None, subject, node=-1, source=source)
@@ -227,7 +232,9 @@ class Supervisor:
         if self._failure is not None:
             raise self._failure
         if self._ended is not None:
-            return self._ended.exit_code
+            ran = self._ended.status == "stopped" and not self._spec.served
+            interrupted = ran and signal.SIGINT in self._signals
+            return 128 + signal.SIGINT if interrupted else self._ended.exit_code
         return 128 + self._signals[-1] if self._signals else 1
 
     async def _start(self) -> None:
@@ -245,6 +252,8 @@ class Supervisor:
             clock_offset_s=self._offset_s,
         )
         self._write_parts()
+        if self._invited:
+            write_document(self._paths.invited, self._invited)
         if self._nats_url is not None:
             await clear_stream(self._paths, self._spec.name, ours=self._rerun)
         for part in list_parts("controller", self._spec):
@@ -262,8 +271,6 @@ class Supervisor:
         self._outbox.bus = self._bus
         self._tasks.spawn(self._outbox.run())
         self._tasks.spawn(self._watch_logs())
-        for args in self._invited:
-            self._tasks.spawn(self._order("invite", "the run before", args))
         self._tasks.spawn(
             watch_free_space(self._spec, self._paths, self._now, self._note, self._outbox.put)
         )
@@ -467,6 +474,9 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGUSR1, self._checkpoint)
 
     def _stop(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP and self._at_terminal:
+            self._note(f"the terminal is gone; the job goes on: perdure attach {self._spec.name}")
+            return
         self._signals.append(number)
         match len(self._signals):
             case 1:
@@ -482,10 +492,10 @@ class Supervisor:
     def _checkpoint(self) -> None:
         self._tasks.spawn(self._order("checkpoint", "SIGUSR1"))
 
-    async def _order(self, kind: str, who: str, args: dict[str, Any] | None = None) -> None:
+    async def _order(self, kind: str, who: str) -> None:
         """Repeat a command until the controller has answered it."""
         id_ = f"run-{os.getpid()}-{kind}-{time.monotonic_ns()}"
-        given = {"id": id_, "kind": kind, "who": who, "args": args or {}}
+        given = {"id": id_, "kind": kind, "who": who}
         command = msgspec.convert(given, Command)
         while True:
             with contextlib.suppress(PerdureError):
@@ -647,10 +657,15 @@ async def read_torchft_variables(
 
 def describe_door(spec: JobSpec, url: str) -> list[str]:
     """Return what whoever starts a replica group has to know."""
+    remote = [
+        f"perdure invite {spec.name} invites another machine, on which perdure join FILE has the "
+        "ranks that import perdure.torchft heard"
+    ]
     return [
         f"job {spec.name} serves replica groups that others start, by torchrun or otherwise:",
         f"  export TORCHFT_LIGHTHOUSE={url}",
         f"  export {' '.join(f'{name}={value}' for name, value in PATIENCE.items())}",
+        *(remote if spec.remote else ()),
         f"perdure map {spec.name} shows who has come; Ctrl-C, or perdure stop {spec.name}, ends "
         "this and none of the groups",
     ]

@@ -7,12 +7,11 @@ entries since, and is compared with a replay of everything.
 from collections.abc import Callable
 from hashlib import sha256
 
-from perdure.control import Memory
-from perdure.control.memory import decode_memory, encode_memory
+from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import make_journal_event
 from perdure.control.senders import find_untrue
-from perdure.detect import Detector
+from perdure.detect.detector import Detector
 from perdure.model.bus.access import BROUGHT_BY
 from perdure.model.bus.wire import Command, CommandReply, EventAck, EventMessage
 from perdure.model.codec import encode

@@ -20,7 +20,7 @@ from perdure.sim.node import Node
 from perdure.sim.ranks import Agreements, Broken, Disk, Rank, World
 from perdure.sim.shell import ControllerDied, Forgotten, Shell
 from perdure.sim.shell import Disk as ControllerDisk
-from perdure.telemetry import make_report
+from perdure.telemetry.ledger import make_report
 
 _PATIENT = RestartConfig(max_restarts=50, same_fault_max=50, window_max=1000)
 

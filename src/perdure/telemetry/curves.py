@@ -217,6 +217,20 @@ class Curves:
         entry = self.dropped.setdefault(source, DroppedCount(first_s=at_s))
         entry.count, entry.last_s = entry.count + count, max(entry.last_s, at_s)
 
+    def list_until(self, at_s: float) -> "Curves":
+        """Return what had been logged by job time `at_s`."""
+        found = Curves()
+        found.capacity = self.capacity
+        for name, curve in self.curves.items():
+            levels = [array("d") for _ in curve.levels]
+            for kept, level in zip(levels, curve.levels, strict=True):
+                for at in range(0, len(level), _WIDTH):
+                    if level[at + 2] <= at_s:
+                        kept.extend(level[at : at + _WIDTH])
+            if any(levels):
+                found.curves[name] = Curve(levels)
+        return found
+
     def list_newest(self) -> dict[str, float]:
         """Return the value of the newest step under each name."""
         newest = ((name, curve.newest) for name, curve in sorted(self.curves.items()))

@@ -25,6 +25,7 @@ from perdure.model.events import (
     MachineReported,
     OperatorNoted,
     ProgressNoted,
+    QuorumFormed,
     RankExited,
     RankJoined,
     RanksStarted,
@@ -32,7 +33,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
-from perdure.model.report import MendRow, NoteRow, WithheldRow
+from perdure.model.report import MendRow, NoteRow, SkipRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.older import OlderFailures
 from perdure.telemetry.platforms import MachineFold
@@ -184,6 +185,8 @@ class History:
     notes: list[NoteRow] = field(default_factory=list)
     """Remarks of operators, the newest last."""
     mended: list[MendRow] = field(default_factory=list)
+    skipped: list[SkipRow] = field(default_factory=list)
+    """Checkpoints that could not be used, each told once, by whichever rank says it first."""
     """What was found damaged of the journal, the newest last."""
     dropped: int = 0
     """Generations that are only counted any more, and the number of the newest of them."""
@@ -197,8 +200,9 @@ class History:
 
     @property
     def num_incidents(self) -> int:
-        """Return how many generations have failed, and parts of perdure's own have died."""
+        """Return how many generations, or worlds in place, have failed, and own parts died."""
         failed = sum(g.incident is not None for g in self.generations.values())
+        failed += sum(bool(reform.cause) for reform in self.reforms)
         return self.dropped_incidents + failed + len(self.lost_parts)
 
     @property
@@ -257,6 +261,9 @@ class History:
                 generation.stepping = generation.stepping or event
                 if generation is self.newest:
                     self.reason = ""  # It trains: nothing is left to be explained.
+            case QuorumFormed() as event if self.spec and not self.spec.served:
+                if len(event.members) >= self.spec.nodes:
+                    self.reason = ""  # All groups train.
             case ControllerLost() as event:
                 self.lost_parts.append(event)
             case OperatorNoted() as event:
@@ -278,11 +285,19 @@ class History:
                 self._reform(event)
             case CheckpointRestored() as event:
                 self._of(event.generation).restored[event.rank] = event.step
+                self._note_skipped(entry.at_s, event)
             case RankJoined() as event:
                 generation = self._of(event.generation)
                 generation.rank(event.rank)
                 generation.ready.setdefault(event.rank, entry.at_s)
                 self.meets |= bool(event.store)
+
+    def _note_skipped(self, at_s: float, event: CheckpointRestored) -> None:
+        if not event.skipped:
+            return
+        known = {row.why for row in self.skipped}
+        new = [SkipRow(at_s, why, event.step) for why in event.skipped if why not in known]
+        self.skipped = [*self.skipped, *new][-MENDED_MAX:]
 
     def condense(self, before: int, checkpoints: int) -> None:
         """Keep of generations older than `before` only how far they came.
@@ -293,12 +308,13 @@ class History:
         for generation in self.generations.values():
             if generation.number < before and not generation.condensed:
                 generation.condense()
-            for history in generation.ranks.values():
+            for history in generation.ranks.values() if generation.formed else ():
                 history.stalls.clear()
         if self.spec is not None and not self.spec.groups:  # A group's own may be an old one.
             self._drop(before)
         self.dropped_incidents += len(self.lost_parts)
         self.lost_parts.clear()
+        self.dropped_incidents += sum(bool(r.cause) for r in self.reforms[:-REFORMS_KEPT])
         del self.reforms[:-REFORMS_KEPT]
         furthest = max(self.checkpoints, key=lambda c: c.step, default=None)
         kept = self.checkpoints[-checkpoints:]
@@ -369,6 +385,7 @@ class History:
             self.reforms.append(Reform(event.epoch, event.generation, event.step, began_s=began_s))
         if self._is_newest(event):
             self.reforms[-1].take(event, new=new)
+            self.reason = ""  # It trains on.
 
     def _is_newest(self, event: WorldReformed) -> bool:
         """Return whether `event` is of the newest epoch that is known."""

@@ -135,7 +135,7 @@ def _describe_life(
         total_s=max(0.0, (back_s or end_s) - at_s),
         lost_steps=undone or int(life.away_s is not None),
         lost_microbatches=None,
-        rung="restart" if after else "give up",
+        rung="restart" if after else failure.rung,
         reason=others + ("; it stands by as a spare" if spare else ""),
     )
 
@@ -162,10 +162,10 @@ def _describe_eviction(life: Life, eviction: Eviction, after: list[Life], end_s:
         culprit=f"group {life.group}" + (f", {life.replica}" if life.elsewhere else ""),
         at_step=eviction.step,
         at_s=eviction.at_s,
-        detect_s=0.0,
+        detect_s=eviction.told_s - eviction.at_s,
         decide_s=0.0,
         abort_s=0.0,
-        communicator_s=max(0.0, over_s - eviction.at_s),
+        communicator_s=max(0.0, over_s - eviction.told_s),
         state_s=0.0,
         warmup_s=0.0,
         total_s=max(0.0, over_s - eviction.at_s),
@@ -237,6 +237,7 @@ def _build_recovery(
         lost_microbatches=None,
         rung="give up" if after is None and ended else "restart",
         reason="; ".join([incident.reason, *_list_awaited(after)]),
+        generation=generation.number,
     )
 
 
@@ -286,6 +287,10 @@ def _latest(stamps: Iterable[float]) -> float | None:
 KEPT = 20
 
 
+def _shorten(r: Recovery, total_s: float | None) -> IncidentRow:
+    return IncidentRow(r.at_s, r.cause, r.culprit, r.rung, total_s, r.at_step, r.lost_steps)
+
+
 @dataclass(slots=True)
 class RecentFold:
     """The newest incidents that are over, oldest first."""
@@ -316,12 +321,13 @@ class RecentFold:
         """Put down the incidents of the generations before `before`: they are over."""
         numbers = [number for number in history.generations if self.told < number < before]
         over = _find_recoveries(history, numbers, now)
-        self.closed += [IncidentRow(r.at_s, r.cause, r.culprit, r.rung, r.total_s) for r in over]
+        self.closed += [_shorten(r, r.total_s) for r in over]
         self.told = max([self.told, *numbers])
 
     def list_incident_rows(self, history: History, now: float) -> tuple[IncidentRow, ...]:
         """Return the newest incidents, those that are not over last."""
         numbers = [number for number in history.generations if number > self.told]
-        there = _find_recoveries(history, numbers, now)
-        rows = [IncidentRow(r.at_s, r.cause, r.culprit, r.rung, None) for r in there]
+        rows = [_shorten(r, None) for r in _find_recoveries(history, numbers, now)]
+        formed = [reform.describe() for reform in history.reforms[-KEPT:] if reform.told]
+        rows += [_shorten(r, r.total_s) for r in formed]
         return tuple(sorted([*self.closed, *rows], key=lambda row: row.at_s)[-KEPT:])

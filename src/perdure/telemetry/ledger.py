@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from perdure.model.events import JournalEntry, ProgressNoted
 from perdure.model.job import JobSpec
-from perdure.model.report import ACCOUNTS, Account, Report
+from perdure.model.report import ACCOUNTS, Account, Recovery, Report
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import (
     list_group_recoveries,
@@ -23,7 +23,7 @@ from perdure.telemetry.incidents import (
 )
 from perdure.telemetry.lives import LifeFold
 from perdure.telemetry.segments import Segment, cut_idle
-from perdure.telemetry.timeline import GroupTimeline, WorldTimeline
+from perdure.telemetry.timeline import GroupTimeline, WorldTimeline, list_worlds
 
 
 class LedgerFold:
@@ -48,8 +48,11 @@ class LedgerFold:
             for rank in progress.accounts.keys() & generation.ranks.keys():
                 generation.rank(rank).take(progress.accounts[rank])
 
-    def report(self, now: float) -> Report:
-        """Return the report; `now` matters only while the job runs."""
+    def report(self, now: float, segments: Iterable[Segment] | None = None) -> Report:
+        """Return the report; `now` matters only while the job runs.
+
+        Whoever has the `segments` of that moment brings them: of many ranks they are most of it.
+        """
         history = self.history
         assert history.spec is not None, "a journal begins with JobSubmitted"
         spec = history.spec
@@ -59,7 +62,7 @@ class LedgerFold:
         unpaid_s = {node: sum(e - b for b, e in gaps) for node, gaps in unpaid.items()}
         slot_s = wall_s * spec.slots - spec.nproc * sum(unpaid_s.values())
         sums = dict.fromkeys(ACCOUNTS, 0.0)
-        for segment in self.segments(now):
+        for segment in self.segments(now) if segments is None else segments:
             for account, seconds in segment.seconds:
                 sums[account] += seconds
         if spec.served:
@@ -71,10 +74,9 @@ class LedgerFold:
         sums["unattributed"] = max(0.0, slot_s - sum(sums.values()))
         fraction = 1.0 / slot_s if slot_s > 0 else 0.0
         steps, times = count_committed_steps(history), history.step_times_s
-        recoveries = list_recoveries(history, end_s)
         if spec.groups:
             steps, times = max(self.lives.step, 0), self.lives.step_times_s()
-            recoveries = (*list_part_deaths(history), *list_group_recoveries(self.lives, end_s))
+        recoveries = self.list_recoveries(end_s)
         step_s = sorted(times)[len(times) // 2] if times else None
         return Report(
             job=spec.name,
@@ -92,7 +94,16 @@ class LedgerFold:
             withheld=tuple(history.withheld),
             notes=tuple(history.notes),
             mended=tuple(history.mended),
+            skipped=tuple(history.skipped),
+            lost_unknown=any(r.failed and r.lost_steps is None for r in recoveries),
         )
+
+    def list_recoveries(self, end_s: float) -> tuple[Recovery, ...]:
+        """Return all incidents by time; what is not over yet lasts until `end_s`."""
+        history = self.history
+        if history.spec is not None and history.spec.groups:
+            return (*list_part_deaths(history), *list_group_recoveries(self.lives, end_s))
+        return list_recoveries(history, end_s)
 
     def _name_state(self) -> str:
         """Return the job's state; one whose groups others start has no generation of its own."""
@@ -113,10 +124,13 @@ class LedgerFold:
                 lives = self.lives.of_group(rank // spec.nproc)
                 found += GroupTimeline(rank=rank, end_s=end_s, cursor=start_s, lives=lives).build()
             return tuple(found)
-        unpaid, kept = history.presence.list_unpaid(spec, start_s, end_s), map_kept_steps(history)
+        unpaid = history.presence.list_unpaid(spec, start_s, end_s)
+        worlds = list_worlds(history, map_kept_steps(history))
         for slot in range(self._count_slots()):
             gaps = unpaid.get(spec.node_of(slot), [])
-            walk = WorldTimeline(rank=slot, end_s=end_s, cursor=start_s, history=history, kept=kept)
+            walk = WorldTimeline(
+                rank=slot, end_s=end_s, cursor=start_s, history=history, worlds=worlds
+            )
             for segment in walk.build():
                 found += cut_idle(segment, gaps)
         return tuple(found)

@@ -249,7 +249,8 @@ class LinkFold:
             count = sum(self._sockets.values())
             if not count:
                 return "no TCP connections between ranks (shared memory, NVLink or RDMA carry it)"
-            return f"{count} connections between ranks, none of which moved 1 MB in a second"
+            noun = "connection" if count == 1 else "connections"
+            return f"{count} {noun} between ranks, none of which moved 1 MB in a second"
         return "; ".join(missing[:3]) + (f" and {len(missing) - 3} more" * (len(missing) > 3))
 
 

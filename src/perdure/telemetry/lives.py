@@ -17,6 +17,7 @@ from perdure.model.events import (
     JournalEntry,
     KeeperLost,
     KeysDeclared,
+    NodeCordoned,
     NodeRestored,
     QuorumFormed,
     RankAttached,
@@ -35,6 +36,8 @@ class Eviction:
     """A time for which a group was left out while it lived."""
 
     at_s: float
+    told_s: float
+    """When the lighthouse left it out: of a silent one some time after it was heard last."""
     why: str
     step: int
     """The others' last committed step then."""
@@ -78,6 +81,11 @@ class Life:
     """Of its ranks, then: those that have a line."""
     left: dict[int, float] = field(default_factory=dict)
     """Those of them whose scripts have ended well, and when."""
+
+    @property
+    def name(self) -> str:
+        """Return its replica id without what is its life's own; empty where it has no name."""
+        return self.replica.rpartition(":")[0]
 
     @property
     def finished_s(self) -> float | None:
@@ -134,6 +142,8 @@ class LifeFold:
     replicas: dict[str, list[Life]] = field(default_factory=dict)
     """By replica id."""
     step: int = -1
+    cordoned: set[int] = field(default_factory=set)
+    """Groups that an operator has cordoned, or had left."""
     older: OlderLives = field(default_factory=OlderLives)
 
     def add(self, entry: JournalEntry) -> None:
@@ -151,7 +161,8 @@ class LifeFold:
         """Return the life of its group that followed `life`, if there was one."""
         known = self.of_group(life.group)
         at = bisect_right(known, life.generation, key=_AGE)
-        return known[at : at + 1]
+        # The number of one that others had started may be another group's by now.
+        return [new for new in known[at : at + 1] if not life.elsewhere or new.name == life.name]
 
     def _take(self, entry: JournalEntry) -> None:
         match entry.body:
@@ -185,7 +196,10 @@ class LifeFold:
                 self.lives[event.generation].lost_s = event.at_s
             case GenerationStopped() as event:
                 self._stop(event)
+            case NodeCordoned() as event:
+                self.cordoned.add(event.node)
             case NodeRestored() as event:
+                self.cordoned.discard(event.node)
                 newest = self._newest(event.node)
                 if newest is not None and newest.restored_s is None:
                     newest.restored_s = event.at_s
@@ -212,13 +226,19 @@ class LifeFold:
             open_ = life.elsewhere and life.evictions and life.evictions[-1].back_s is None
             if life.elsewhere:
                 self.step = max(self.step, event.step)
-            if life.finished_s is not None:
-                return
+            held = life.stands_s is not None and event.group in self.cordoned
+            if life.finished_s is not None or (life.elsewhere and held):
+                return  # It was not in the quorum, at an operator's word.
             if event.replica == life.replica and open_:
                 life.evictions[-1].why = event.reason  # It has come to light.
             elif event.replica == life.replica and life.joined_s is not None:
                 step = max(event.step, self.step)
-                life.evictions.append(Eviction(event.at_s, event.reason, step))
+                at_s = (
+                    min(event.at_s, max(event.heard_s, life.joined_s))
+                    if event.heard_s
+                    else event.at_s
+                )
+                life.evictions.append(Eviction(at_s, event.at_s, event.reason, step))
             return
         if not event.replica:  # It moves again; of quorums nobody has told.
             del life.evictions[-1:]

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from perdure.model.bus.lighthouse import ENDED_KEPT
 from perdure.model.events import (
     AnyEvent,
+    CommandReceived,
     JobEnded,
+    JobSubmitted,
     KeeperLost,
+    NodeAsked,
     NodeCordoned,
     NodeRestored,
     QuorumFormed,
@@ -37,6 +41,8 @@ _RANK_STATES = {
     "gone": "exited",
     "drained": "waiting",
 }
+_COUNTED = ("training", "finished", "left")
+"""States of groups whose steps are the job's: they train, or did until they ended in order."""
 _OVER = ("done", "failed", "stopped", "stopping", "paused")
 
 
@@ -50,6 +56,8 @@ class GroupView:
     """Why it is not waited for: `evicted`, `failed`, `finished`, `left`, `gone`."""
     why: str = ""
     """The same in the lighthouse's words."""
+    away_s: float = 0.0
+    """Since when, of a group that others have started."""
     exits: int = 0
     late: str = ""
     """In what way the others wait for it now, where that was told."""
@@ -78,7 +86,11 @@ class ReplicaFold:
     """Groups lost so far, or left out while they lived; each time one counts."""
     cordoned: set[int] = field(default_factory=set)
     """Groups that an operator has cordoned, or had left."""
+    ended: int = 0
+    """Groups that others had started, and that are forgotten: they have ended long ago."""
     over: bool = False
+    stopping: bool = False
+    """An operator ends the job."""
 
     def add(self, event: AnyEvent) -> None:
         """Take the next event."""
@@ -88,6 +100,8 @@ class ReplicaFold:
                 if known is None or generation > known.generation:
                     self.starts += known is not None
                     self.groups[node] = GroupView(generation)
+            case JobSubmitted():
+                self._know_held(event)
             case ReplicaSeen():
                 self._see(event)
             case RankAttached():
@@ -117,7 +131,7 @@ class ReplicaFold:
                 view = self.groups.get(node)
                 if view is not None and record.generation == view.generation and not self.over:
                     view.exits += 1
-                    if record.asked and node in self.cordoned:
+                    if record.asked and (node in self.cordoned or self.stopping):
                         view.away = "left"
                     elif record.failed:
                         self._lose(view, "failed")
@@ -128,12 +142,24 @@ class ReplicaFold:
                 view = self.groups.get(node)
                 if view is not None and generation == view.generation:
                     self._lose(view, "failed")
+            case CommandReceived() | NodeAsked() if event.kind in ("stop", "kill"):
+                self.stopping = True
             case NodeCordoned(node=node):
                 self.cordoned.add(node)
             case NodeRestored(node=node):
                 self.cordoned.discard(node)
+                view = self.groups.get(node)
+                if view is not None and view.generation < 0:
+                    view.away = "gone"  # It may train, should it ever come.
             case JobEnded():
                 self.over = True
+
+    def _know_held(self, event: JobSubmitted) -> None:
+        """Show the groups that the job begins with held, though none of them has come."""
+        for held in event.spec.torchft.held:
+            seen = ReplicaSeen(replica=f"{held.name}:", group=held.number, at_s=event.at_s)
+            view = GroupView(-1, seen.replica, "drained", "it has not come yet", seen=seen)
+            self.groups[held.number] = view
 
     def _note_left(self, event: RankLeft) -> None:
         """A group is finished once all of its ranks are."""
@@ -141,13 +167,14 @@ class ReplicaFold:
             if view.generation == event.generation and event.rank in view.ranks:
                 view.left.add(event.rank)
                 if view.left >= view.ranks.keys():
-                    view.away, view.late = "finished", ""
+                    view.away, view.late, view.away_s = "finished", "", event.at_s
 
     def _see(self, event: ReplicaSeen) -> None:
         known = self.groups.get(event.group)
         new = event.life >= 0 and not event.gone
         if new and (known is None or event.life > known.generation):
-            self.starts += known is not None  # Others have started it.
+            self.starts += known is not None and known.generation >= 0  # Others have started it.
+            self._forget_ended()
             known = self.groups[event.group] = GroupView(event.life, seen=event)
         if known is None:
             return
@@ -160,10 +187,20 @@ class ReplicaFold:
         elif event.replica == known.replica and not known.exits and known.away != "finished":
             self._lose(known, "gone" if event.silent and known.seen is not None else "evicted")
             known.why = event.reason
+            known.away_s = (event.heard_s or event.at_s) if known.seen is not None else 0.0
 
     def _lose(self, view: GroupView, away: str) -> None:
-        self.losses += not view.away
+        trained = view.seen is None or view.replica in self.members
+        self.losses += not view.away and trained
         view.away, view.late = away, ""
+
+    def _forget_ended(self) -> None:
+        """Keep the last few of those that have gone, and those that an operator holds."""
+        gone = [n for n, view in self.groups.items() if view.away and n not in self.cordoned]
+        gone.sort(key=lambda number: (self.groups[number].away_s, number))
+        for number in gone[: max(0, len(gone) - ENDED_KEPT)]:
+            del self.groups[number]
+            self.ended += 1
 
     def complete(self, spec: JobSpec, picture: Snapshot) -> Snapshot:
         """Return `picture` with the replica groups in it; unchanged where there are none."""
@@ -188,7 +225,7 @@ class ReplicaFold:
             if elsewhere:
                 began = any(row.state in ("gone", "evicted") for row in rows)
             state = "running" if full else "recovering" if began else "forming"
-        step = max([self.step, *(row.step for row in rows if row.state == "training")])
+        step = max([self.step, *(row.step for row in rows if row.state in _COUNTED)])
         speeds = [
             r.steps_per_s for r in picture.ranks if states[r.rank // spec.nproc] == "training"
         ]
@@ -212,6 +249,7 @@ class ReplicaFold:
                 for row in picture.ranks
             ),
             replicas=rows,
+            replicas_ended=self.ended,
         )
 
     def _show_ranks(
@@ -267,11 +305,13 @@ class ReplicaFold:
             replica=view.replica,
             node=group,
             state=state,
+            generation=view.generation,
             step=step,
             quorum_id=self.quorum_id if inside else -1,
             late=view.late,
             why=view.why,
             manager=seen.manager if seen is not None else "",
             since_s=seen.at_s if seen is not None else 0.0,
+            away_s=view.away_s if view.away else 0.0,
             ranks=seen.ranks if seen is not None else 0,
         )

@@ -5,6 +5,7 @@ shows has changed: a heartbeat of its node, its exit, its place, or a suspicion.
 kept rows equals one that is made from scratch (`tests/properties/test_snapshot_rows.py`).
 """
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -45,7 +46,9 @@ class Track:
     def take(self, progress: RankProgress, sent_s: float) -> None:
         """Take the next heartbeat."""
         account = progress.account
-        begun = progress.pid != self.progress.pid or account.step < self.progress.account.step
+        before = self.progress.account
+        begun = progress.pid != self.progress.pid or account.step < before.step
+        begun |= account.heal_s > before.heal_s  # A group that heals leaps to its peers' step.
         self.progress, self.sent_s = progress, sent_s
         if progress.phase == "paused":
             self.paused_s = sent_s
@@ -91,6 +94,8 @@ class RankRows:
         self._key: tuple[object, ...] = ()
         self._newest: dict[int, int] = {}
         """Slot -> the member that has taken it over, in an elastic world."""
+        self._num_steps: dict[int, float] = {}
+        """How many steps a loop is to make, as ranks say -> when one has said so last."""
 
     @property
     def joined(self) -> bool:
@@ -104,8 +109,7 @@ class RankRows:
 
     def estimate_pace(self, generation: int) -> Pace | None:
         """Return how far the furthest rank is and how fast it goes; None where none moves."""
-        heard_s = max((track.sent_s for track in self._tracks.values()), default=0.0)
-        heard = [track for track in self._tracks.values() if track.sent_s >= heard_s - _SILENT_S]
+        heard = self._list_heard(_SILENT_S)
         furthest = max(heard, key=lambda track: track.progress.account.step, default=None)
         speed = furthest.compute_speed() if furthest is not None else 0.0
         if furthest is None or speed <= 0.0 or furthest.progress.phase != "step":
@@ -115,6 +119,33 @@ class RankRows:
         at_s = max(furthest.last_s, furthest.sent_s - step_s)
         step = furthest.progress.account.step
         return Pace(generation=generation, step=step, at_s=at_s, step_s=step_s)
+
+    def find_slowest(self, heard_s: float) -> int | None:
+        """Return how many steps whoever is furthest behind has made, of those heard `heard_s` ago.
+
+        None where nobody makes any. A job takes as long as its slowest rank.
+        """
+        slowest: int | None = None
+        for track in self._list_heard(heard_s):
+            account = track.progress.account
+            if account.step <= 0 or (slowest is not None and account.step >= slowest):
+                continue
+            if account.first_step_s and track.progress.phase in _IN_LOOP:
+                slowest = account.step
+        return slowest
+
+    def list_num_steps(self, heard_s: float) -> set[int]:
+        """Return how many steps loops have said within `heard_s` that they make, of those that do.
+
+        A picture is made twice a second, so that no rank is asked for it.
+        """
+        since_s = max(self._num_steps.values(), default=0.0) - heard_s
+        self._num_steps = {n: at_s for n, at_s in self._num_steps.items() if at_s >= since_s}
+        return set(self._num_steps)
+
+    def _list_heard(self, heard_s: float) -> list[Track]:
+        newest_s = max((track.sent_s for track in self._tracks.values()), default=0.0)
+        return [track for track in self._tracks.values() if track.sent_s >= newest_s - heard_s]
 
     def list_busy_ranks(self) -> tuple[int, ...]:
         """Return the ranks whose declared busy phase is in force; whoever is stopped is in none."""
@@ -131,6 +162,7 @@ class RankRows:
         """Forget what older generations have said."""
         self._tracks = {}
         self._newest = {}
+        self._num_steps = {}
         self._key = ()
 
     def take_beat(self, beat: NodeBeat) -> None:
@@ -142,6 +174,8 @@ class RankRows:
                 track = tracks[progress.rank] = Track(progress, sent_s)
             track.take(progress, sent_s)
             self._changed.add(progress.rank)
+            if progress.num_steps:
+                self._num_steps[progress.num_steps] = sent_s
 
     def add(self, entry: JournalEntry) -> None:
         """Note which rows the next entry of the journal changes, beside a new generation's."""
@@ -162,8 +196,12 @@ class RankRows:
         suspected: AbstractSet[int],
         homes: dict[int, int],
         pids: dict[int, int],
+        lives: Mapping[int, Generation],
     ) -> tuple[RankRow, ...]:
-        """Return all rows; `homes` and `pids` are by rank, as last started."""
+        """Return all rows; `homes` and `pids` are by rank, as last started.
+
+        A replica group has a generation of its own, by its number in `lives`.
+        """
         count = self._spec.groups * self._spec.nproc
         count = count or max([self._spec.world_size, *(slot + 1 for slot in self._newest)])
         stepping = newest is not None and newest.stepping is not None
@@ -183,7 +221,7 @@ class RankRows:
                 rank,
                 self._spec.node_of(rank) if node is None else node,
                 pids.get(rank, 0),
-                newest,
+                lives.get(rank // self._spec.nproc, newest),
                 stepping,
                 rank in suspected,
             )
@@ -201,7 +239,9 @@ class RankRows:
     ) -> RankRow:
         history = newest.ranks.get(rank) if newest is not None else None
         record = history.exit if history is not None else None
-        over = "" if record is None else "failed" if record.failed else "exited"
+        over = "" if record is None else "exited"
+        if record is not None and record.failed and not record.asked:
+            over = "failed"
         state = over or ("suspected" if suspected else "")
         known = history.account.step if history is not None else -1
         track = self._tracks.get(rank)

@@ -23,6 +23,8 @@ class Segment(msgspec.Struct, frozen=True):
     end_s: float
     seconds: tuple[tuple[str, float], ...]
     """Account -> seconds. Together at most `end_s - begin_s`."""
+    member: int | None = None
+    """Who had the slot `rank` then, where that may be another: in an elastic world."""
 
 
 def fit_pieces(pieces: dict[str, float], room_s: float) -> tuple[tuple[str, float], ...]:
@@ -44,6 +46,8 @@ class Timeline:
     end_s: float
     cursor: float
     """Up to here the time was dealt with."""
+    member: int | None = None
+    """Whose time it is from here on, if not the slot's own."""
     found: list[Segment] = field(default_factory=list)
 
     def put(self, generation: int, account: str, begin_s: float, end_s: float) -> None:
@@ -51,7 +55,7 @@ class Timeline:
         begin, end = max(begin_s, self.cursor), min(end_s, self.end_s)
         if end > begin:
             piece = ((account, end - begin),)
-            self.found.append(Segment(self.rank, generation, begin, end, piece))
+            self.found.append(Segment(self.rank, generation, begin, end, piece, self.member))
             self.cursor = end
 
     def take(
@@ -66,7 +70,7 @@ class Timeline:
     ) -> None:
         """Attribute a stretch of training to what the rank itself has counted in it."""
         seconds = fit_pieces(pieces, end_s - begin_s)
-        self.found.append(Segment(self.rank, generation, begin_s, end_s, seconds))
+        self.found.append(Segment(self.rank, generation, begin_s, end_s, seconds, self.member))
         self.cursor = end_s
 
     def recover(

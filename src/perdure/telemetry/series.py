@@ -10,7 +10,10 @@ from perdure.model.events import (
     JournalEntry,
     MetricsLogged,
     ProgressNoted,
+    QuorumFormed,
+    SettingsChanged,
 )
+from perdure.model.steering import Change
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.curves import Curves, list_buckets
 from perdure.telemetry.ledger import LedgerFold
@@ -25,11 +28,13 @@ class Series(msgspec.Struct, frozen=True):
     metrics: dict[str, tuple[tuple[int, float], ...]] = {}
     """Metric -> (step, value), by step: the newest singly, of older ones the mean of some steps."""
     progress: tuple[tuple[float, int], ...] = ()
-    """(job time, steps committed by every rank)."""
+    """(job time, steps committed by every rank); of replica groups, as a quorum was formed."""
     segments: tuple[Segment, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     checkpoints: tuple[CheckpointSaved, ...] = ()
     checkpoints_failed: tuple[CheckpointFailed, ...] = ()
+    changes: tuple[Change, ...] = ()
+    """Of settings, the oldest first."""
 
 
 class SeriesFold:
@@ -37,45 +42,51 @@ class SeriesFold:
 
     def __init__(self, ledger: LedgerFold | None = None) -> None:
         """Begin before the first entry, beside a `ledger` that is folded already."""
-        self._ledger, self._own = ledger or LedgerFold(), ledger is None
+        self.ledger, self._own = ledger or LedgerFold(), ledger is None
         self._verdicts = VerdictFold()
         self._logged = Curves()
         self._progress: list[tuple[float, int]] = []
         self._saved: list[CheckpointSaved] = []
         self._failed: list[CheckpointFailed] = []
+        self._changes: list[Change] = []
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry."""
         if self._own:
-            self._ledger.add(entry)
+            self.ledger.add(entry)
         self._verdicts.add(entry)
         match entry.body:
             case MetricsLogged() as event:  # Of 0.1: they were facts of the journal.
                 self._logged.take(entry.at_s, entry.source, event.rows, 0)
             case ProgressNoted() as event if event.step >= 0:
                 self._progress.append((event.at_s, event.step))
+            case QuorumFormed() as event if event.step >= 0:
+                self._progress.append((event.at_s, event.step))
             case CheckpointSaved() as event:
                 self._saved.append(event)
             case CheckpointFailed() as event:
                 self._failed.append(event)
+            case SettingsChanged() as event:
+                self._changes.append(event.change)
 
-    def series(self, now: float, curves: Curves | None = None, *, drawn: bool = True) -> Series:
+    def series(self, segments: tuple[Segment, ...], curves: Curves | None = None) -> Series:
         """Return what the entries so far show, and `curves`, what `run.log` has told.
 
-        Where it is not `drawn`, nobody asks for each rank's time.
+        `segments` are the ledger's, of each rank's time; none where nobody draws them.
         """
         logged = list_buckets(self._logged, curves or Curves())
         return Series(
-            start_s=self._ledger.history.start_s,
+            start_s=self.ledger.history.start_s,
             metrics={
                 name: tuple((int(bucket.step), bucket.mean) for bucket in buckets)
                 for name, buckets in logged.items()
             },
             progress=tuple(self._progress),
-            segments=self._ledger.segments(now) if drawn else (),
+            segments=segments,
             verdicts=self._verdicts.verdicts(),
             checkpoints=tuple(self._saved),
             checkpoints_failed=tuple(self._failed),
+            changes=tuple(self._changes),
         )
 
 
@@ -86,4 +97,4 @@ def make_series(
     fold = SeriesFold()
     for entry in entries:
         fold.add(entry)
-    return fold.series(now, curves)
+    return fold.series(fold.ledger.segments(now), curves)

@@ -7,17 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.events import (
+    CheckpointRestored,
     CommandReceived,
     Decision,
     JournalEntry,
     MetricsLogged,
     NodeAsked,
+    RankJoined,
     RanksStarted,
 )
 from perdure.model.job import JobSpec
 from perdure.model.report import FIXED_WORLD, RankRow, Snapshot
 from perdure.model.signals.progress import NodeBeat
 from perdure.model.steering import Pace
+from perdure.model.verdicts import Verdict
 from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
 from perdure.telemetry.history import Generation, History
 from perdure.telemetry.incidents import RecentFold, name_state
@@ -26,6 +29,7 @@ from perdure.telemetry.reforms import ShapeFold
 from perdure.telemetry.replicas import ReplicaFold
 from perdure.telemetry.rows import RankRows
 from perdure.telemetry.steering import SteeringFold
+from perdure.telemetry.timeleft import SILENT_S, StepPace
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 
 VERDICTS_SHOWN = 20
@@ -33,6 +37,9 @@ _WITHHELD_SHOWN = 20
 CHECKPOINTS_SHOWN = 20
 _OF_CHECKPOINT = ("step", "path", "bytes", "at_s", "stall_s", "save_s", "reason")
 _OVER = ("exited", "failed")
+_OF_HISTORY = (CheckpointRestored, RankJoined)
+"""Said by every rank of every generation, so that they are most of a large job's entries. Nothing
+but its history heeds them."""
 CONDENSE_EVERY = 1000
 """Entries between two clearances, should no generation begin."""
 
@@ -73,6 +80,7 @@ class SnapshotFold:
         self._devices = DeviceView(spec)
         self._rows = RankRows(spec)
         self._metrics: dict[str, float] = {}
+        self._pace = StepPace()
         self._beat_generation = self.certain.generation
 
     def add(self, entry: JournalEntry) -> None:
@@ -81,10 +89,13 @@ class SnapshotFold:
         certain.entries += 1
         certain.seq = entry.seq
         certain.history.add(entry)
+        if isinstance(entry.body, _OF_HISTORY) and certain.entries % CONDENSE_EVERY:
+            return
         self._rows.add(entry)
         certain.verdicts.add(entry)
         if not isinstance(entry.body, Decision):
-            certain.replicas.add(entry.body)
+            if self._spec.groups:
+                certain.replicas.add(entry.body)
             certain.shapes.add(entry.body)
             certain.steering.add(entry.body)
             certain.devices.add(entry.body)
@@ -129,11 +140,19 @@ class SnapshotFold:
         self._beats += 1
         self._begin(beat.generation)
         self._rows.take_beat(beat)
+        if any(rank.phase == "paused" for rank in beat.ranks):
+            self._pace.begin()
+        elif self._pace.is_due(now):
+            # Who resumes leaps to its step; that is no pace.
+            step = self._rows.find_slowest(SILENT_S)
+            if step is not None:
+                self._pace.take(now, step)
 
     def _begin(self, generation: int) -> None:
         if generation > self._beat_generation and not self._spec.groups:  # Each has its own.
             self._beat_generation = generation
             self._rows.begin()
+            self._pace.begin()
 
     def estimate_pace(self) -> Pace | None:
         """Return how far and fast the newest generation's ranks are; None where none moves."""
@@ -149,18 +168,12 @@ class SnapshotFold:
         newest = history.newest
         number = newest.number if newest else -1
         verdicts = self.certain.verdicts.verdicts()
-        suspected = {
-            v.culprit.rank
-            for v in verdicts
-            if v.culprit.rank is not None and v.generation == number and not is_withdrawn(v)
-        }
-        if nodes.lost:
-            homes = self.certain.homes.items()
-            suspected |= {rank for rank, node in homes if node in nodes.lost}
+        suspected = self._list_suspected(verdicts, number)
         state = name_state(history)
         if self.certain.stopping and history.ended is None:
             state = "stopping"
-        rows = self._rows.make(newest, suspected, self.certain.homes, self.certain.pids)
+        lives = self._find_lives()
+        rows = self._rows.make(newest, suspected, self.certain.homes, self.certain.pids, lives)
         unseen = self._rows.unseen
         present = [row for row in _list_present(rows, newest) if row.rank not in unseen]
         steps = [row.step for row in present if row.step >= 0]
@@ -176,10 +189,12 @@ class SnapshotFold:
             state = "paused"
         living = [row.steps_per_s for row in rows if row.state not in _OVER]
         depth, fixed = self._describe_world(state)
+        num_steps = self._agree_on_num_steps(step)
         picture = Snapshot(
             version=self.certain.entries + self._beats,
             seq=self.certain.seq,
             mended=tuple(history.mended),
+            skipped=tuple(history.skipped),
             job=self._spec.name,
             state=state,
             at_s=now,
@@ -211,8 +226,39 @@ class SnapshotFold:
             observed=self._spec.observe,
             withheld=tuple(history.withheld[-_WITHHELD_SHOWN:]),
             fixed=fixed,
+            num_steps=num_steps,
+            left_s=self._pace.estimate(now, num_steps) if state == "running" else None,
         )
         return self.certain.replicas.complete(self._spec, picture)
+
+    def _agree_on_num_steps(self, step: int) -> int:
+        """Return how many steps the job is to make; 0 where that is not known.
+
+        Which is so where ranks say different numbers, and where more of them are made already.
+        """
+        num_steps = self.certain.steering.num_steps
+        if self._rows.list_num_steps(SILENT_S) - {num_steps} or num_steps < step:
+            return 0
+        return num_steps
+
+    def _list_suspected(self, verdicts: Sequence[Verdict], generation: int) -> set[int]:
+        """Return the ranks that a verdict of this generation names, or whose node is lost."""
+        named = (
+            v.culprit.rank for v in verdicts if v.generation == generation and not is_withdrawn(v)
+        )
+        homes, lost = self.certain.homes, self.certain.nodes.lost
+        found = {rank for rank in named if rank is not None}
+        return found | {rank for rank, node in homes.items() if node in lost}
+
+    def _find_lives(self) -> dict[int, Generation]:
+        """Return the generation of each replica group that perdure has started."""
+        generations = self.certain.history.generations
+        groups = self.certain.replicas.groups if self._spec.groups else {}
+        return {
+            number: generations[view.generation]
+            for number, view in groups.items()
+            if view.generation in generations
+        }
 
     def _describe_world(self, state: str) -> tuple[str, str | None]:
         """Return the depth, and what keeps the world at its ranks; see `Snapshot.fixed`."""

@@ -23,6 +23,8 @@ class SteeringFold:
 
     keys: tuple[KeySpec, ...] = ()
     """Declared by the newest script."""
+    num_steps: int = 0
+    """So many steps its loop is to make; 0: it does not say."""
     generation: int = -1
     base: dict[str, Any] = field(default_factory=dict)
     since: int = -1
@@ -41,6 +43,7 @@ class SteeringFold:
         match event:
             case KeysDeclared() if event.generation >= self.generation:
                 self.generation, self.keys = event.generation, event.keys
+                self.num_steps = event.num_steps
                 self.since, self.reached = event.step, -1
                 self.base |= {spec.name: spec.default for spec in event.keys} | event.values
                 self.epoch = event.epoch

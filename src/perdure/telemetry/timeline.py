@@ -28,31 +28,82 @@ Stage = tuple[str, float | None, float | None]
 """Account, begin and end of a stage before training; an absent stamp is None."""
 
 
+@dataclass(slots=True)
+class World:
+    """A generation, and what all of its slots ask of it: found once, and not once a slot."""
+
+    generation: Generation
+    resumable: bool
+    kept: int | None
+    """Up to which step its work was kept; None keeps all."""
+    started_s: dict[int, float]
+    """Rank -> when the processes of its node were started."""
+    stopped_s: float | None
+    """When the last of its processes was gone."""
+    joined: dict[int, list[int]]
+    """Slot -> the members that were started in it later, in their order."""
+    failures: dict[int, FailureDecided | None]
+    """Epoch -> the failure that it was formed after."""
+    saved_s: list[float]
+    """When the state at step `kept` was taken, of checkpoints that it has made of that step."""
+
+
+def list_worlds(history: History, kept: dict[int, int | None]) -> list[World]:
+    """Return the generations that a slot can be walked through; `kept` is each one's last step."""
+    spec, found = history.spec, list[World]()
+    assert spec is not None
+    for generation in history.ordered():
+        if not (generation.started or generation.ranks):
+            continue
+        number, limit = generation.number, kept[generation.number]
+        started_s: dict[int, float] = {}
+        for event in generation.started.values():
+            for rank in event.pids:
+                started_s.setdefault(rank, event.at_s)
+        joined: dict[int, list[int]] = {}
+        for member in sorted(generation.joined):
+            joined.setdefault(spec.slot_of(member), []).append(member)
+        found.append(
+            World(
+                generation,
+                resumable=generation.resumable,
+                kept=limit,
+                started_s=started_s,
+                stopped_s=max(generation.stopped.values(), default=None),
+                joined=joined,
+                failures={r.epoch: r.failure for r in history.reforms if r.generation == number},
+                saved_s=[
+                    saved.at_s - saved.save_s
+                    for saved in history.checkpoints
+                    if saved.generation == number and saved.step == limit
+                ],
+            )
+        )
+    return found
+
+
 @dataclass(slots=True, kw_only=True)
 class WorldTimeline(Timeline):
     """Walks one slot through the generations of the world."""
 
     history: History
-    kept: dict[int, int | None]
-    """Generation -> up to which step its work was kept; None keeps all."""
-    _before: Generation | None = None
+    worlds: list[World]
+    _before: World | None = None
 
     def build(self) -> list[Segment]:
         """Return the slot's time, piece by piece."""
-        generations = [g for g in self.history.ordered() if g.started or g.ranks]
-        if not generations:
+        if not self.worlds:
             self.take(-1, "startup", self.history.start_s, self.end_s)
-        for index, generation in enumerate(generations):
-            last = index == len(generations) - 1
-            self._walk(generation, last)
-            self._before = generation
+        for world in self.worlds:
+            self._walk(world, last=world is self.worlds[-1])
+            self._before = world
         return self.found
 
-    def _walk(self, generation: Generation, last: bool) -> None:
+    def _walk(self, world: World, last: bool) -> None:
         """Walk who has had this slot, one after another: one, but in an elastic world."""
-        spec = self.history.spec
+        spec, generation = self.history.spec, world.generation
         assert spec is not None
-        numbers = sorted(m for m in generation.joined if spec.slot_of(m) == self.rank)
+        numbers = world.joined.get(self.rank, [])
         if self.rank < spec.world_size:
             numbers = [self.rank, *numbers]
         else:
@@ -60,13 +111,14 @@ class WorldTimeline(Timeline):
             self.take(generation.number, "idle", self.cursor, until_s)
         for number, successor in pairwise([*numbers, None]):
             assert number is not None
+            self.member = number if number != self.rank else None
             history = generation.ranks.get(number) or RankHistory()
             until_s = generation.joined[successor] if successor is not None else None
             if number < spec.world_size:
-                stages = self._list_start_stages(generation, history.account, history)
+                stages = self._list_start_stages(world, history.account, history)
             else:
                 stages = self._list_late_stages(generation, number, history.account)
-            self._walk_one(generation, number, stages, last, until_s)
+            self._walk_one(world, number, stages, last, until_s)
 
     def _list_late_stages(
         self, generation: Generation, number: int, account: RankAccount
@@ -82,13 +134,14 @@ class WorldTimeline(Timeline):
 
     def _walk_one(
         self,
-        generation: Generation,
+        world: World,
         number: int,
         stages: list[Stage],
         last: bool,
         until_s: float | None,
     ) -> None:
         """Account for one process; `until_s` is when its successor in the slot was started."""
+        generation = world.generation
         history = generation.ranks.get(number) or RankHistory()
         account, incident = history.account, generation.incident
         first_s = stages[-1][2]
@@ -97,7 +150,7 @@ class WorldTimeline(Timeline):
             for name, begin_s, end_s in stages:
                 self.take(generation.number, name, begin_s, end_s)
             warmup = stages[-1][0] if stages[-1][0] == "startup" else _RE + "warmup"
-            worked_s = self._work(generation, history, first_s, fail_s, warmup)
+            worked_s = self._work(world, history, first_s, fail_s, warmup)
         else:
             worked_s = None
             cut_s = fail_s or self._until(history, last)
@@ -115,15 +168,15 @@ class WorldTimeline(Timeline):
             away_s = until_s or fail_s or self.end_s
             self.take(generation.number, "idle", history.exit.at_s, away_s)
             if until_s is None and incident is not None:
-                self._recover(generation, incident, last)
+                self._recover(world, incident, last)
         elif incident is not None:
             if ended_s is not None and ended_s <= incident.failure_s:
                 self.take(generation.number, "idle", ended_s, incident.failure_s)
             elif worked_s is not None:
-                self._take_unseen(generation, account)
+                self._take_unseen(world, account)
                 spent_on = "checkpoint" if incident.saved else "lost_work"
                 self.take(generation.number, spent_on, worked_s, incident.failure_s)
-            self._recover(generation, incident, last)
+            self._recover(world, incident, last)
         elif ended_s is not None:
             self.take(generation.number, "idle", ended_s, self.end_s if last else None)
         elif history.exit is not None:
@@ -137,20 +190,20 @@ class WorldTimeline(Timeline):
         return self.end_s if last else None
 
     def _list_start_stages(
-        self, generation: Generation, account: RankAccount, history: RankHistory
+        self, world: World, account: RankAccount, history: RankHistory
     ) -> list[Stage]:
         """Return (account, begin, end) of the stages before training; an absent stamp is None."""
+        generation = world.generation
         first_s: float | None = account.first_step_s or None
-        started = next((e for e in generation.started.values() if self.rank in e.pids), None)
-        started_s = started.at_s if started else None
-        if not generation.resumable:
+        started_s = world.started_s.get(self.rank)
+        if not world.resumable:
             first_s = generation.stepping.at_s if generation.stepping else None
             if first_s is None and history.exit is not None and not history.exit.failed:
                 first_s = account.script_s or started_s
         if self._before is None:
             return [("startup", self.history.start_s, first_s)]
-        stopped_s = max(self._before.stopped.values(), default=None)
-        if not generation.resumable:
+        stopped_s = self._before.stopped_s
+        if not world.resumable:
             return [
                 (_RE + "communicator", stopped_s, started_s),
                 (_RE + "state", None, None),
@@ -166,7 +219,7 @@ class WorldTimeline(Timeline):
 
     def _work(
         self,
-        generation: Generation,
+        world: World,
         history: RankHistory,
         first_s: float,
         fail_s: float | None,
@@ -177,8 +230,8 @@ class WorldTimeline(Timeline):
         What torch compiled for in the first steps is `warmup`'s: they were made before any that
         was lost, so that only where none was kept it is taken from what was lost.
         """
-        account = history.account
-        if not generation.resumable:
+        account, generation = history.account, world.generation
+        if not world.resumable:
             exit_s = history.exit.at_s if history.exit else None
             until_s = min(t for t in (fail_s, exit_s, self.end_s) if t is not None)
             self.take(generation.number, "useful", first_s, until_s)
@@ -187,7 +240,7 @@ class WorldTimeline(Timeline):
         begin_s = max(first_s, self.cursor)
         if last_s <= begin_s:
             return max(first_s, last_s)
-        useful_s, lost_s = self._split(generation, account)
+        useful_s, lost_s = self._split(world.kept, account)
         compile_s = max(0.0, account.compile_s)
         of_useful_s = min(compile_s, useful_s)
         of_lost_s = min(compile_s - of_useful_s, lost_s)
@@ -199,30 +252,23 @@ class WorldTimeline(Timeline):
             "idle": account.paused_s,
             warmup: of_useful_s + of_lost_s,
         }
-        epochs = {
-            r.epoch: r.failure for r in self.history.reforms if r.generation == generation.number
-        }
         stalls = [
-            (stall, epochs.get(stall.epoch))
+            (stall, world.failures.get(stall.epoch))
             for stall in history.stalls
             if begin_s <= stall.began_s and stall.formed_s <= last_s
         ]
         self.spend(generation.number, take_stalls(pieces, stalls), begin_s, last_s)
         return last_s
 
-    def _take_unseen(self, generation: Generation, account: RankAccount) -> None:
+    def _take_unseen(self, world: World, account: RankAccount) -> None:
         """Steps after its last account (its ring was lost) that a checkpoint proves were done."""
-        limit = self.kept[generation.number]
-        if limit is None or not 0 <= account.step < limit:
+        if world.kept is None or not 0 <= account.step < world.kept:
             return
-        for saved in self.history.checkpoints:
-            if saved.generation == generation.number and saved.step == limit:
-                snapshot_s = saved.at_s - saved.save_s
-                self.take(generation.number, "useful", account.last_step_s, snapshot_s)
+        for saved_s in world.saved_s:
+            self.take(world.generation.number, "useful", account.last_step_s, saved_s)
 
-    def _split(self, generation: Generation, account: RankAccount) -> tuple[float, float]:
-        """Return the seconds of steps that were kept and of those that were lost."""
-        limit = self.kept[generation.number]
+    def _split(self, limit: int | None, account: RankAccount) -> tuple[float, float]:
+        """Return the seconds of steps up to `limit`, which were kept, and of those lost."""
         steps = account.step - account.start_step
         if limit is None or limit >= account.step or steps <= 0:
             return account.step_s, 0.0
@@ -245,8 +291,8 @@ class WorldTimeline(Timeline):
             return worked_s
         return history.exit.at_s if history.exit is not None else history.account.finished_s
 
-    def _recover(self, generation: Generation, incident: FailureDecided, last: bool) -> None:
-        number, stopped_s = generation.number, max(generation.stopped.values(), default=None)
+    def _recover(self, world: World, incident: FailureDecided, last: bool) -> None:
+        number, stopped_s = world.generation.number, world.stopped_s
         self.recover(number, incident, incident.failure_s, stopped_s)
         if not last:
             return
@@ -285,7 +331,7 @@ class GroupTimeline(Timeline):
     def _follow(self) -> list[Segment]:
         """Return the time of a group that others start, as far as the lighthouse has told of it.
 
-        While nothing is heard of it, it is not known to be there, and nothing is paid for.
+        Once it is left out, it is not known to be there until it is back, and nothing is paid for.
         """
         for life, after in zip_longest(self.lives, self.lives[1:]):
             self.generation, self.cursor = life.generation, life.started_s
@@ -295,6 +341,7 @@ class GroupTimeline(Timeline):
             self._until(starting, end_s if life.joined_s is None else life.joined_s)
             for eviction in life.evictions:
                 self._until("useful", eviction.at_s)
+                self._until(_RE + "detect", eviction.told_s)
                 self.cursor = end_s if eviction.back_s is None else eviction.back_s
             self._until("useful", end_s)
         return self.found

@@ -298,13 +298,18 @@ def check_slurm_accounting(facts: BoxFacts) -> Verdict:
 
 
 def check_durable(facts: BoxFacts) -> Verdict:
-    """SLURM5, NB4: checkpoints on a place that is wiped."""
+    """NB4: checkpoints on a place that is wiped."""
     fleeting = (*FLEETING, *(filter(None, [facts.env.get("TMPDIR", "")])))
     places = [d for d in facts.disks if d.role in ("state", "checkpoints")]
     bad = [d for d in places if d.kind in ("tmpfs", "overlay") or is_below(d.path, fleeting)]
     names = ", ".join(dict.fromkeys(d.path for d in bad or places))
     text = f"{names}: wiped at the end of a job, pod or boot"
     return _rate(bad, text, names, "note") if places else None
+
+
+def check_job_scratch(facts: BoxFacts) -> Verdict:
+    """SLURM5: checkpoints in a job's own scratch; without Slurm nobody wipes it so."""
+    return check_durable(facts) if facts.slurm else None
 
 
 def is_below(path: str, roots: Iterable[str]) -> bool:

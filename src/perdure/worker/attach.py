@@ -47,6 +47,8 @@ class Attachment:
         self.pid = os.getpid()
         self.job = os.environ.get("PERDURE_JOB", "")
         self.clock_offset_s = float(os.environ.get("PERDURE_CLOCK_OFFSET_S", "0") or 0)
+        self.place = -1
+        """Of its machine, where a relay hears it (`service/lighthouse/replica_relay.py`)."""
         self.control: Control | None = None
         self.recorder: Any = None
         self.stages: StepStamps | None = None

@@ -15,10 +15,16 @@ from types import ModuleType
 from typing import Any
 
 from perdure.worker.busy import Busy
-from perdure.worker.start.cold import after_import
+from perdure.worker.start.cold import after_import, while_importing
 
 AT_MOST_S = 600.0
 """A compilation that takes longer is told of, as any silence is: its workers may hang, too."""
+
+_COMPILERS = (
+    "torch._dynamo", "torch._inductor", "torch._functorch", "functorch",
+    "torch._subclasses", "torch.fx.experimental",
+)  # fmt: skip
+"""Whichever of them a script needs first imports hundreds of modules, some before the others."""
 
 
 class Compilation(Busy):
@@ -91,12 +97,9 @@ tally = Tally()
 
 
 def watch_compilations() -> None:
-    """Declare compilations as soon as the script is ready to compile, and the import before."""
-    after_import(
-        "torch._dynamo",
-        lambda dynamo: declare_compilations(dynamo.callback),
-        within=Compilation(),
-    )
+    """Declare compilations as soon as the script is ready to compile, and the imports before."""
+    while_importing(_COMPILERS, Compilation())
+    after_import("torch._dynamo", lambda dynamo: declare_compilations(dynamo.callback))
 
 
 def declare_compilations(callbacks: ModuleType) -> None:

@@ -15,6 +15,7 @@ loop and after its end there is nothing to agree on, and the signal does what it
 """
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from perdure.worker.control import Control
 from perdure.worker.progress import Spent
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+_NUM_STEPS_MAX = 1 << 53
+"""Who asks for more means that there is no end."""
 
 
 class SignalForwarding:
@@ -151,6 +154,8 @@ class Executor:
         """What is agreed for this step and not done yet, as where the rank was interrupted."""
         self.stopping = False
         """Whether all ranks have agreed to stop."""
+        self._num_steps = 0
+        self._declared = False
 
     def forward_signals(self, *, active: bool = False) -> None:
         """Take over SIGTERM and SIGUSR1; once `active` they are for all ranks to agree upon."""
@@ -241,9 +246,21 @@ class Executor:
         finally:
             self._depth.account(kind, "boundary")
 
+    def aim(self, num_steps: float) -> int:
+        """Tell how many steps the loop is to make, and return that; 0: not known.
+
+        A script may well count in what is no int: `1e3`, a NumPy number, infinity.
+        """
+        known = math.ceil(num_steps) if 0 < num_steps <= _NUM_STEPS_MAX else 0
+        changed, self._num_steps = known != self._num_steps, known
+        if changed and self._declared:
+            self.declare(again=False)
+        return known
+
     def declare(self, *, again: bool = True) -> None:
         """Tell which keys there are, `again` whenever one is added; any rank may veto a value."""
         config = self._depth.config
+        self._declared = True
         if again:
             config.when_declared(lambda: self.declare(again=False))
         if self._depth.speaks:
@@ -254,6 +271,7 @@ class Executor:
                     epoch=config.epoch,
                     values=dict(config),
                     step=self.gate.committed,
+                    num_steps=self._num_steps,
                 )
             )
 

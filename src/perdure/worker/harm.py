@@ -253,6 +253,8 @@ class Faults:
         self._seen: set[str] = set()
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, InjectFault]] = []
+        self._early: set[str] = set()
+        """Those for a step that were asked for before there were steps."""
         self._slow_s = 0.0
         self._slow_left = 0
         self.step = -1
@@ -282,7 +284,9 @@ class Faults:
             with self._lock:
                 self._waiting.append((max(order.at_step, 0), order))
                 self.next_step = min(step for step, _ in self._waiting)
-            if self.step >= 0:
+                if self.step < 0 <= order.at_step:
+                    self._early.add(order.id)
+            if self.step >= 0 or order.at_step >= 0:
                 return
             if self.arm_collectives is not None:
                 self.arm_collectives(self._before_collective)
@@ -291,11 +295,17 @@ class Faults:
 
     def act(self, step: int) -> None:
         """Do what is due before step `step` begins. Called by the training thread."""
+        self._strike(step, lambda order: order.at_step <= step)
+
+    def _strike(self, step: int, is_due: Callable[[InjectFault], bool]) -> None:
         with self._lock:
-            due = [order for at, order in self._waiting if at <= step]
-            self._waiting = [item for item in self._waiting if item[0] > step]
+            due = [order for _, order in self._waiting if is_due(order)]
+            self._waiting = [item for item in self._waiting if not is_due(item[1])]
         for order in due:
-            self._harm(order, False)
+            if order.id in self._early and order.at_step < step:
+                self._tell(order, f"already at step {step}")
+            else:
+                self._harm(order, False)
         if self._slow_left:
             self._slow_left -= 1
             time.sleep(self._slow_s)
@@ -308,9 +318,7 @@ class Faults:
             return f"unknown fault {order.kind!r}: one of {', '.join(FAULTS)}"
         if order.kind in NETWORK_FAULTS and (why := self._network.find_objection(order.args)):
             return why
-        if self.step < 0:
-            if order.at_step >= 0:
-                return "the script declares no steps (run.steps), so there is none to wait for"
+        if self.step < 0 and order.at_step < 0:
             places = (self.arm_collectives, self.arm_forward)
             if not self._can_strike_beside(order.kind) and places == (None, None):
                 return (
@@ -328,14 +336,18 @@ class Faults:
         return kind in _BESIDE
 
     def _before_collective(self) -> None:
-        self.act(NEVER - 1)
-        if self.next_step == NEVER and self.arm_collectives is not None:
+        if not self._strike_without_steps() and self.arm_collectives is not None:
             self.arm_collectives(None)
 
     def _before_forward(self) -> None:
-        self.act(NEVER - 1)
-        if self.next_step != NEVER and self.arm_forward is not None:
+        if self._strike_without_steps() and self.arm_forward is not None:
             self.arm_forward(self._before_forward)
+
+    def _strike_without_steps(self) -> bool:
+        """Do what waits for no step; return whether there is more to come of it."""
+        self._strike(NEVER - 1, lambda order: order.at_step < 0)
+        with self._lock:
+            return self._slow_left > 0 or any(order.at_step < 0 for _, order in self._waiting)
 
     def _tell(
         self, order: InjectFault, error: str = "", note: str = "", *, first: bool = False

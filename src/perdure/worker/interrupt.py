@@ -187,6 +187,8 @@ class Connections:
     """Sockets that were there before it: descriptor -> the kernel's name of it."""
     store: int = 0
     """Port of its rendezvous, while it is being formed. Its host has several names."""
+    stores: dict[int, str] = field(default_factory=dict)
+    """Connections to it: they are there before the group begins to be formed."""
     sockets: dict[int, str] | None = None
     """Its own, once it is formed."""
     broken: bool = False
@@ -199,12 +201,25 @@ class Fences:
     groups: "weakref.WeakKeyDictionary[Any, Connections]" = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    coming: "weakref.WeakKeyDictionary[Any, dict[int, str]]" = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """The sockets that were there before a group went to its rendezvous."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def prepare(self, group: Any) -> None:
+        """Note that a group is about to go to its rendezvous."""
+        with self.lock:
+            self.coming[group] = list_sockets()
 
     def begin(self, group: Any, quorum_id: int, store: int) -> None:
         """Note that a group is about to be formed, at the rendezvous on port `store`."""
         with self.lock:
-            self.groups[group] = Connections(quorum_id, list_sockets(), store)
+            links = list_sockets()
+            known = self.coming.pop(group, links)
+            new = (fd for fd, name in links.items() if store and known.get(fd) != name)
+            stores = {fd: links[fd] for fd in new if _port_of(fd) == store}
+            self.groups[group] = Connections(quorum_id, links, store, stores)
 
     def end(self, group: Any) -> None:
         """Note that the group was formed, or could not be."""
@@ -215,6 +230,7 @@ class Fences:
             links = list_sockets()
             mine = (fd for fd in list_gloo_sockets() if links.get(fd) != held.before.get(fd))
             held.sockets, held.store = {fd: links[fd] for fd in mine if fd in links}, 0
+            held.stores.clear()
 
     def break_up(self, quorum_id: int) -> int:
         """Break what belongs to this quorum and nothing else; return how many sockets there were.
@@ -260,6 +276,7 @@ def _shut_forming(held: Connections) -> int:
     new = {fd for fd, name in links.items() if held.before.get(fd) != name}
     pairs = new.intersection(list_gloo_sockets())
     stores = {fd for fd in new - pairs if held.store and _port_of(fd) == held.store}
+    stores |= {fd for fd, name in held.stores.items() if links.get(fd) == name}
     return sum(shut_down(fd, blocking=True) for fd in sorted(pairs | stores))
 
 

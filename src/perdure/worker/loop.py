@@ -82,6 +82,10 @@ class StepLoop(Depth):
             self.progress.start(time.monotonic_ns())
             self._stop_at_boundary(every=False)
 
+    def aim(self, num_steps: int) -> None:
+        """Tell how many steps this loop is to make, counted over the whole run; 0: not known."""
+        self._ring.aim(self._executor.aim(num_steps))
+
     @property
     def speaks(self) -> bool:
         """Whether this is rank 0."""

@@ -20,13 +20,15 @@ def set_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with(parent: int) -> None:
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have this process be killed when the thread of `parent` that has started it has ended.
+
+    With another signal than SIGKILL it is asked to leave.
 
     The kernel's signal is lost across a set-uid exec, and a parent that is gone already sends
     nothing: then this process ends here.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

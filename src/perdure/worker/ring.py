@@ -203,6 +203,13 @@ class RingWriter:
         words[layout.W_NUM_MARKS] = number + 1
         words[layout.W_PROGRESS_SEQ] += 1
 
+    def aim(self, num_steps: int) -> None:
+        """Say how many steps the loop is to make; 0: not known."""
+        words = self._words
+        words[layout.W_PROGRESS_SEQ] += 1
+        words[layout.NUM_STEPS_WORD] = num_steps
+        words[layout.W_PROGRESS_SEQ] += 1
+
     def add_compilation(self, ns: int) -> None:
         """Note what torch took to compile within a first step; `commit` counts it as well."""
         words = self._words

@@ -84,6 +84,7 @@ class Run:
                 yield self._step
                 self._step += 1
             return
+        loop.aim(total)
         loop.begin()
         try:
             while loop.committed < total and not loop.stopping:
@@ -121,6 +122,7 @@ class Run:
         from perdure.worker.data import open_batches
 
         if self.loop is not None:
+            self.loop.aim(steps)
             self.loop.begin()
 
         def read_sizes() -> tuple[int, int]:

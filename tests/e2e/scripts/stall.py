@@ -1,13 +1,15 @@
 """Steps at a pace, and once something that takes very long and is no failure.
 
 evaluate: rank 0 computes now and then while the others wait for it; compile: rank 0 holds its
-interpreter's lock while it waits for a compiler; recompile: torch compiles on rank 0; read: rank 1
-waits for a file system that answers late. With --declare the script calls perdure.init(), otherwise
+interpreter's lock while it waits for a compiler; recompile: torch compiles on rank 0, which reads
+torch's compiler from a disk that is slow; read: rank 1 waits for a file system that answers late.
+With --declare the script calls perdure.init(), otherwise
 it knows nothing of perdure.
 """
 
 import argparse
 import ctypes
+import importlib.abc
 import os
 import subprocess
 import sys
@@ -39,14 +41,28 @@ def compile_long(duration_s: float) -> None:
         ctypes.PyDLL(None).sleep(int(duration_s))
 
 
+class SlowDisk(importlib.abc.MetaPathFinder):
+    """Finds no module, and takes its time for some of those that a compiler imports late."""
+
+    def __init__(self, waits_s: dict[str, float]) -> None:
+        self.waits_s = waits_s
+
+    def find_spec(self, name: str, *_: object) -> None:
+        time.sleep(self.waits_s.pop(name, 0.0))
+
+
 def recompile(duration_s: float) -> None:
-    """Have torch compile for so long, and run what it has made."""
+    """Have torch compile for so long, half of it in imports, and run what it has made."""
 
     def compile_graph(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        time.sleep(duration_s)
+        time.sleep(duration_s / 2)
         return graph
 
+    late = ["torch._inductor.codecache", "torch._functorch.compilers"]
+    disk = SlowDisk({name: duration_s / 4 for name in late})
+    sys.meta_path.insert(0, disk)
     torch.compile(lambda x: 2 * x, backend=compile_graph)(torch.ones(8))
+    assert not disk.waits_s, f"this torch imports no {disk.waits_s}"
 
 
 def read_late(duration_s: float) -> None:

@@ -91,7 +91,7 @@ def main() -> None:
         min_replica_size=1,
         replica_id=f"train_{GROUP}",
         timeout=timeout,
-        hostname="127.0.0.1",
+        hostname=os.environ.get("MANAGER_HOST", "127.0.0.1"),
     )
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)

@@ -1,11 +1,14 @@
-"""A real Kubernetes of one node on this machine, in namespaces of its own (`node.py`).
+"""A real Kubernetes on this machine, of one node or two, each in namespaces of its own (`node.py`).
 
 python -m tests.platforms.k8s.cluster        # a cluster to play with, until Ctrl-C
 """
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
@@ -19,13 +22,14 @@ from typing import Any
 import yaml
 
 from tests.platforms.k8s.image import write_images
+from tests.platforms.k8s.node import find_gateway, remove_cgroups
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(
     os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "perdure", "k8s-1.20.2"
 )  # fmt: skip
-NEEDED = ("etcd", "containerd", "runc", "kubectl", "unshare", "ip", "openssl")
-NODE = "gpu-node-1"
+NEEDED = ("etcd", "containerd", "runc", "kubectl", "unshare", "nsenter", "ip", "openssl")
+NODE, SECOND = "gpu-node-1", "gpu-node-2"
 
 
 def find_lack() -> str:
@@ -38,12 +42,86 @@ def find_lack() -> str:
     return "" if Path("/sys/fs/cgroup/memory").is_dir() else "no cgroups of version 1"
 
 
+class Machine:
+    """A machine of the cluster, in namespaces of its own; all about it lies in `root`."""
+
+    def __init__(self, root: Path, **told: Any) -> None:
+        """Write what `node.py` is told: name, address, hostname and so on."""
+        root.mkdir(parents=True, exist_ok=True)
+        self.root, self.cgroup = root, str(told["name"])
+        self.process: subprocess.Popen[str] | None = None
+        (root / "node.json").write_text(json.dumps({**told, "programs": str(PROGRAMS)}))
+
+    def power_on(self) -> None:
+        """Make its namespaces, and wait until a cable can be plugged in."""
+        with open(self.root / "node.err", "ab") as errors:
+            self.process = subprocess.Popen(
+                ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
+                 sys.executable, "-P", str(Path(__file__).with_name("node.py")), str(self.root)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                start_new_session=True,  # Ctrl-C is for the tests, which then stop it.
+            )  # fmt: skip
+        self.expect("ready for the cable")
+
+    def find_init(self) -> str:
+        """Return the pid of its process 1."""
+        assert self.process is not None
+        outer = self.process.pid
+        return Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0]
+
+    def expect(self, line: str) -> None:
+        """Wait for a line of its own; it has to be the next."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        if self.process.stdout.readline().strip() != line:
+            raise AssertionError(f"{self.cgroup} did not come up\n{self.read_logs()}")
+
+    def tell(self, words: str) -> None:
+        """Have it do `stop kubelet`, `start kubelet` or `import NAME FILE`."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{words}\n")
+        self.process.stdin.flush()
+
+    def stop(self) -> None:
+        """End everything; what is left is the folder."""
+        if self.process is None:
+            return
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.process = None
+        remove_cgroups(self.cgroup)
+
+    def power_off(self) -> None:
+        """Kill everything on it at once, kubelet and pods, with no time to say so."""
+        os.kill(int(self.find_init()), signal.SIGKILL)
+        self.stop()
+
+    def read_logs(self) -> str:
+        """Return the last lines of every daemon."""
+        files = [self.root / "node.err", *sorted((self.root / "log").glob("*.log"))]
+        return "".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n"
+            for path in files
+            if path.exists()
+        )
+
+
 class Kubernetes:
     """A cluster; `start` takes about 15 s. Its API is reached by `kubectl` with `env`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.process: subprocess.Popen[str] | None = None
+        self.first: Machine | None = None
+        self.second: Machine | None = None
         self.image = ""
         """A machine like this one, for pods that mount folders of it."""
         self.env = {"KUBECONFIG": str(root / "kubeconfig")}
@@ -55,63 +133,85 @@ class Kubernetes:
         number = os.getpid() % 60
         while Path(f"/sys/class/net/pdk{number}").exists():
             number += 1
-        name, address = f"pdk{number}", f"10.98.{number}"
-        told = {"name": f"perdure-{name}", "address": f"{address}.1", "programs": str(PROGRAMS),
-                "images": {key: str(path) for key, path in images.items()}}  # fmt: skip
-        (self.root / "node.json").write_text(json.dumps(told))
-        with open(self.root / "node.err", "ab") as errors:
-            self.process = subprocess.Popen(
-                ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
-                 sys.executable, "-P", str(Path(__file__).with_name("node.py")), str(self.root)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                start_new_session=True,  # Ctrl-C is for the tests, which then stop it.
-            )  # fmt: skip
-        self._expect("ready for the cable")
-        outer = self.process.pid
-        inner = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0]
+        name, self._network = f"pdk{number}", f"10.98.{number}"
+        address = f"{self._network}.1"
+        self._told = {
+            "name": f"perdure-{name}", "server": address, "token": secrets.token_hex(16),
+            "images": {key: str(path) for key, path in images.items()},
+        }  # fmt: skip
+        self.first = Machine(
+            self.root, **self._told, address=address, hostname=NODE, pods="10.97.0"
+        )
+        self.first.power_on()
+        inner = self.first.find_init()
         run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", inner)
-        run("ip", "address", "add", f"{address}.2/30", "dev", name)
+        run("ip", "address", "add", f"{self._network}.2/30", "dev", name)
         run("ip", "link", "set", name, "up")
-        self._expect("started")
+        self.first.expect("started")
         self.wait(lambda: self._is_ready(), "a ready node")
 
-    def _expect(self, line: str) -> None:
-        assert self.process is not None
-        assert self.process.stdout is not None
-        if self.process.stdout.readline().strip() != line:
-            raise AssertionError(f"the cluster did not come up\n{self.read_logs()}")
+    def add_machine(self) -> Machine:
+        """Add a machine with a kubelet, joined to the first by a cable; return it once ready."""
+        assert self.first is not None
+        assert self.second is None
+        address, pods = f"{self._network}.6", "10.97.1"
+        told = {**self._told, "name": f"{self._told['name']}-2"}
+        self.second = Machine(
+            Path(tempfile.mkdtemp(prefix="second-", dir=self.root)),
+            **told, address=address, hostname=SECOND, pods=pods,
+        )  # fmt: skip
+        self.second.power_on()
+        first = self.first.find_init()
+        run("ip", "link", "add", "eth0", "netns", self.second.find_init(),
+            "type", "veth", "peer", "name", "second", "netns", first)  # fmt: skip
+        inside = ("nsenter", f"--net=/proc/{first}/ns/net", "ip")
+        run(*inside, "address", "add", f"{find_gateway(address)}/30", "dev", "second")
+        run(*inside, "link", "set", "second", "up")
+        run(*inside, "route", "add", f"{pods}.0/24", "via", address)
+        self.second.expect("started")
+        self.wait(lambda: self.is_node_ready(SECOND), "a second ready node")
+        return self.second
+
+    def remove_machine(self) -> None:
+        """Take the second machine away, and have the cluster forget it."""
+        if self.second is not None:
+            self.second.stop()
+            self.second = None
+            self.kubectl("delete", "node", SECOND, "--ignore-not-found")
+            self.kubectl(
+                "delete",
+                "pods",
+                f"--field-selector=spec.nodeName={SECOND}",
+                "--grace-period=0",
+                "--force",
+            )  # Nobody else says that they have ended.
+
+    def is_node_ready(self, name: str) -> bool:
+        """Return whether the server holds a node for ready."""
+        conditions = self.get("node", name)["status"]["conditions"]
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
     def _is_ready(self) -> bool:
-        conditions = self.get("node", NODE)["status"]["conditions"]
-        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+        ready = self.is_node_ready(NODE)
         return ready and self.get("serviceaccount", "default")["metadata"]["name"] == "default"
 
     def stop(self) -> None:
         """End everything; what is left is the folder."""
-        if self.process is None:
-            return
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.process = None
+        for machine in (self.second, self.first):
+            if machine is not None:
+                machine.stop()
+        self.first = self.second = None
 
     def tell(self, words: str) -> None:
-        """Have the node do `stop kubelet`, `start kubelet` or `import NAME FILE`."""
-        assert self.process is not None
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{words}\n")
-        self.process.stdin.flush()
+        """Have the first machine do something."""
+        assert self.first is not None
+        self.first.tell(words)
 
     def import_image(self, name: str, file: Path) -> None:
         """Have the node's containerd know the image of an OCI archive as `name@DIGEST`."""
         self.tell(f"import {name} {file}")
-        self._expect("imported")
+        assert self.first is not None
+        self.first.expect("imported")
 
     def kubectl(self, *words: str, stdin: str = "", timeout_s: float = 60.0) -> str:
         """Return what kubectl prints; it has to succeed."""
@@ -185,12 +285,8 @@ class Kubernetes:
 
     def read_logs(self) -> str:
         """Return the last lines of every daemon."""
-        files = [self.root / "node.err", *sorted((self.root / "log").glob("*.log"))]
-        return "".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n"
-            for path in files
-            if path.exists()
-        )
+        machines = (self.first, self.second)
+        return "".join(machine.read_logs() for machine in machines if machine is not None)
 
 
 def list_mounts() -> tuple[str, ...]:

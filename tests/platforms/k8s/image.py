@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 _PAUSE = ["/busybox", "sh", "-c", "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $!; done"]
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _FOLDERS = ("tmp", "etc", "root", "usr", "var", "run", "home", "opt", "dev", "proc", "sys")
 _LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 _FROM_HERE = (
@@ -75,7 +76,7 @@ def _write_archive(path: Path, layer: bytes, command: list[str]) -> str:
     diff = f"sha256:{hashlib.sha256(layer).hexdigest()}"
     config = {
         "architecture": "amd64", "os": "linux",
-        "config": {"Cmd": command, "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"]},
+        "config": {"Cmd": command, "Env": [f"PATH={_PATH}"]},
         "rootfs": {"type": "layers", "diff_ids": [diff]},
     }  # fmt: skip
     manifest = {

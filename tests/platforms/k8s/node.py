@@ -1,17 +1,18 @@
-"""The machine of the cluster: process 1 of namespaces of its own, and all daemons below it.
+"""A machine of the cluster: process 1 of namespaces of its own, and all daemons below it.
 
     unshare --mount --net --pid --fork --kill-child --mount-proc python node.py FOLDER
 
-Mounts, network, processes and the kernel's settings that a kubelet touches are private here, so
-that nothing has to be undone: with this process all of it is gone. Only its cgroups would stay,
-and they are removed. It runs until its standard input ends, as it does when a test run is killed.
+The first one has the control plane as well; another one has the first one's address as `server` in
+its `node.json`. Mounts, network, processes and the kernel's settings that a kubelet touches are
+private here, so that nothing has to be undone: with this process all of it is gone. Only its
+cgroups would stay, and they are removed. It runs until its standard input ends, as it does when a
+test run is killed.
 Uses nothing but Python.
 """
 
 import contextlib
 import json
 import os
-import secrets
 import select
 import ssl
 import subprocess
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 SERVICES = "10.99.0"
-PODS = "10.97.0"
 _KEPT = {  # What a kubelet would set in the kernel of this machine.
     "vm/overcommit_memory": "1", "vm/panic_on_oom": "0", "kernel/panic": "10",
     "kernel/panic_on_oops": "1", "kernel/keys/root_maxkeys": "1000000",
@@ -69,14 +69,16 @@ _KUBELET: dict[str, Any] = {
 
 
 class Node:
-    """Control plane and kubelet; everything is below `folder`."""
+    """Kubelet, and the control plane if it is the first; everything is below `folder`."""
 
     def __init__(self, folder: Path) -> None:
         told = json.loads((folder / "node.json").read_text())
         self.folder, self.address = folder, told["address"]
+        self.hostname, self.pods = told["hostname"], told["pods"]
+        self.server, self.token = told["server"], told["token"]
+        self.first = self.server == self.address
         self.programs, self.images = Path(told["programs"]), told["images"]
         self.cgroup = told["name"]
-        self.token = secrets.token_hex(16)
         self.parts: dict[str, subprocess.Popen[bytes]] = {}
 
     def isolate(self) -> None:
@@ -94,13 +96,17 @@ class Node:
             held.write_text(value)
             run("mount", "--bind", str(held), f"/proc/sys/{name}")
         run("ip", "link", "set", "lo", "up")
-        run("ip", "address", "add", f"{SERVICES}.1/32", "dev", "lo")
+        if self.first:
+            run("ip", "address", "add", f"{SERVICES}.1/32", "dev", "lo")
 
     def wait_network(self) -> None:
         """Wait for this machine's end of the cable, which is plugged in from outside."""
         wait(lambda: Path("/proc/self/net/dev").read_text().count("eth0"), "the cable")
         run("ip", "address", "add", f"{self.address}/30", "dev", "eth0")
         run("ip", "link", "set", "eth0", "up")
+        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        if not self.first:
+            run("ip", "route", "add", "default", "via", find_gateway(self.address))
 
     def start(self, name: str, *words: str) -> None:
         with open(self.folder / "log" / f"{name}.log", "ab") as log:
@@ -135,7 +141,6 @@ class Node:
             "--default-unreachable-toleration-seconds=5",
             f"--audit-policy-file={pki}/audit.json", f"--audit-log-path={self.folder}/audit.log",
         )  # fmt: skip
-        (self.folder / "kubeconfig").write_text(self._make_config())
         wait(self._is_ready, "the API server")
         self.start(
             "kube-controller-manager", str(self.programs / "kube-controller-manager"),
@@ -151,17 +156,17 @@ class Node:
             "--secure-port=0",
         )  # fmt: skip
 
-    def _make_config(self) -> str:
-        cluster = {"server": f"https://{self.address}", "insecure-skip-tls-verify": True}
+    def write_config(self) -> None:
+        """Write what kubectl and the daemons find the API server by."""
+        cluster = {"server": f"https://{self.server}", "insecure-skip-tls-verify": True}
         context = {"cluster": "test", "user": "admin"}
-        return json.dumps(
-            {
-                "apiVersion": "v1", "kind": "Config", "current-context": "test",
-                "clusters": [{"name": "test", "cluster": cluster}],
-                "users": [{"name": "admin", "user": {"token": self.token}}],
-                "contexts": [{"name": "test", "context": context}],
-            }
-        )  # fmt: skip
+        config = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "admin", "user": {"token": self.token}}],
+            "contexts": [{"name": "test", "context": context}],
+        }  # fmt: skip
+        (self.folder / "kubeconfig").write_text(json.dumps(config))
 
     def _is_ready(self) -> bool:
         asked = urllib.request.Request(
@@ -178,7 +183,7 @@ class Node:
         (self.folder / "cni").mkdir()
         plugins = [
             {"type": "bridge", "bridge": "pods", "isGateway": True, "ipMasq": False,
-             "ipam": {"type": "host-local", "subnet": f"{PODS}.0/24",
+             "ipam": {"type": "host-local", "subnet": f"{self.pods}.0/24",
                       "routes": [{"dst": "0.0.0.0/0"}]}},
             {"type": "loopback"},
         ]  # fmt: skip
@@ -215,7 +220,7 @@ class Node:
             f"--cert-dir={root}/pki", f"--volume-plugin-dir={root}/plugins",
             "--container-runtime=remote",
             "--container-runtime-endpoint=unix:///run/containerd.sock",
-            "--hostname-override=gpu-node-1", f"--node-ip={self.address}",
+            f"--hostname-override={self.hostname}", f"--node-ip={self.address}",
         )  # fmt: skip
 
     def obey(self) -> None:
@@ -242,18 +247,26 @@ class Node:
         assert os.getpid() == 1  # Elsewhere this would be everything on the machine.
         os.kill(-1, 9)
         until = time.monotonic() + 10
-        while time.monotonic() < until and not self._remove_cgroups():
+        while time.monotonic() < until and not remove_cgroups(self.cgroup):
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             time.sleep(0.05)
 
-    def _remove_cgroups(self) -> bool:
-        left = [p for p in Path("/sys/fs/cgroup").glob(f"*/{self.cgroup}/**/") if p.is_dir()]
-        for folder in sorted(left, key=lambda path: -len(path.parts)):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        return not any(path.exists() for path in left)
+
+def remove_cgroups(name: str) -> bool:
+    """Remove the cgroups below one, as far as no process is in them; return whether all are."""
+    left = [path for path in Path("/sys/fs/cgroup").glob(f"*/{name}/**/") if path.is_dir()]
+    for folder in sorted(left, key=lambda path: -len(path.parts)):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    return not any(path.exists() for path in left)
+
+
+def find_gateway(address: str) -> str:
+    """Return the other end of the cable of a machine that is not the first."""
+    head, _, last = address.rpartition(".")
+    return f"{head}.{int(last) - 1}"
 
 
 def run(*words: str, check: bool = True) -> int:
@@ -281,7 +294,9 @@ def main() -> None:
         node.isolate()
         print("ready for the cable", flush=True)
         node.wait_network()
-        node.start_control_plane()
+        node.write_config()
+        if node.first:
+            node.start_control_plane()
         node.start_containers()
         node.start_kubelet()
         print("started", flush=True)

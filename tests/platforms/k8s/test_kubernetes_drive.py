@@ -37,7 +37,7 @@ def make(kubernetes: Kubernetes, tmp_path: Path) -> Iterator[Make]:
 
 def drive(tenant: Tenant, *words: str, code: int = 0) -> dict[str, Any]:
     """Return the answer of `perdure trace drive` as JSON."""
-    done = tenant.cli("trace", "drive", "trace.csv", *words, "--duration", "90", "--json",
+    done = tenant.cli("trace", "drive", "trace.csv", *words, "--duration", "180", "--json",
                       code=code, timeout_s=700)  # fmt: skip
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return document

@@ -10,7 +10,6 @@ from perdure.adapters.exporters import (
     check_exporters,
     export_spans,
     render_prometheus,
-    write_tensorboard,
 )
 from perdure.model.errors import PlatformError
 from perdure.model.report import RankRow, Snapshot
@@ -55,21 +54,6 @@ def test_incidents_become_traces_with_ids_that_stay():
         assert (root.name, root.start_time, root.end_time) == (span.name, 10 * 10**9, 12 * 10**9)
         assert {s.name for s in spans if s.parent is not None} == {"detect", "state"}
     assert seen[0] == seen[1]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_tensorboard_reads_what_is_written(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    rows = [(1, {"loss": 2.0}, 100.0), (2, {"loss": 1.5, "lr": 0.1}, 101.0)]
-    assert write_tensorboard(str(tmp_path), rows) == 2
-    (path,) = tmp_path.iterdir()
-    events = [e for e in EventFileLoader(str(path)).Load() if e.summary.value]
-    assert [(e.step, e.wall_time, len(e.summary.value)) for e in events] == [
-        (1, 100, 1),
-        (2, 101, 2),
-    ]
 
 
 def test_what_is_missing_is_said(monkeypatch):

@@ -124,7 +124,10 @@ def test_p2_too_few_devices_are_an_error_before_anything_is_sent(name: str) -> N
 def test_p2_sharing_is_said_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobspec, "list_visible_gpus", lambda env: ("a", "b"))
     notes = jobspec.check_devices(make(3, nproc=1), {})
-    assert notes == ["3 replica groups of 1 share 2 visible GPUs"]
+    threads = "OMP_NUM_THREADS=1 for each of the 3 ranks of a machine, as torchrun does"
+    assert notes == [
+        f"{threads}; set it yourself for more", "3 replica groups of 1 share 2 visible GPUs",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("slurm", 2), ("slurm", 3), ("kubernetes", 3)])

@@ -156,6 +156,19 @@ def test_other_faults_are_the_ranks_own(agent: Agent) -> None:
     assert hello(agent, rank=0) == []
 
 
+def test_a_fault_for_a_step_waits_for_a_rank_that_does_not_run_yet(agent: Agent) -> None:
+    agent.state.keeper.running.pop(1)  # type: ignore[union-attr]
+    order = fault("crash", at_step=7)
+    assert send(agent, order) == []
+    agent.state.keeper.running[1] = 5  # type: ignore[union-attr]
+    assert hello(agent) == [TellWorker(1, order)]
+    agent.state.keeper.running.pop(1)  # type: ignore[union-attr]
+    (report,) = send(agent, fault("stop"))
+    assert isinstance(report, Report)
+    assert isinstance(report.event, FaultInjected)
+    assert "does not run" in report.event.error
+
+
 def test_faults_that_cannot_be(agent: Agent) -> None:
     assert send(agent, msgspec.structs.replace(fault("crash"), generation=1)) == []
     assert send(agent, fault("crash", rank=5)) == []

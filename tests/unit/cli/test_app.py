@@ -1,5 +1,6 @@
 """Errors in two lines, or as JSON, with the exit code of whose fault it was."""
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from perdure.cli.app import run_command
 from perdure.cli.main import main
 from perdure.cli.speech.say import render_table
+from perdure.service.jobfolders import paths_of
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +126,27 @@ def test_a_home_whose_name_is_no_text(
     monkeypatch.setenv("PERDURE_HOME", "/tmp/a\udcff")
     assert run_command(["ps"]) == 2
     assert "'/tmp/a\\udcff' is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_command_that_lacks_its_job_names_those_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    for name in ("demo", "old"):
+        (tmp_path / "jobs" / name).mkdir(parents=True)
+        (tmp_path / "jobs" / name / "job.json").write_text("{}")
+    assert run_command(["stop"]) == 2
+    assert "hint: perdure stop --help" in capsys.readouterr().err
+    with open(paths_of(str(tmp_path), "demo").lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run_command(["stop"]) == 2
+    assert "hint: perdure stop JOB; running here: demo\n" in capsys.readouterr().err
+
+
+def test_a_drill_of_a_script_says_where_its_job_file_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_command(["drill", "train.py", "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert "train.py is a script, and a drill is of a job file" in err
+    assert "hint: perdure init train.py" in err

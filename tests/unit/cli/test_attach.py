@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from perdure.cli.platforms.remote import follow_to_end
 from perdure.launch.catalog import load_profile
 from perdure.model.errors import PlatformError
@@ -60,3 +62,13 @@ def test_another_life_of_the_job_is_shown_too() -> None:
 def test_a_place_that_never_says_the_end_is_asked_again_after_a_while() -> None:
     place = Place([RUNS] * 70 + [ENDED])
     assert show(place) == (2, "ended")
+
+
+def test_each_reason_why_a_job_waits_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    next_, others, never = (
+        BoxState(state="waiting", reason=why)
+        for why in ("Resources: it is next", "Priority: others", "JobHeldUser: held")
+    )
+    assert show(Place([next_, others, next_, others, next_, never, RUNS, ENDED])) == (1, "ended")
+    told = [line.partition("waiting: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert list(filter(None, told)) == [next_.reason, others.reason, never.reason]

@@ -7,14 +7,19 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from perdure.cli.platforms.launch import make_launch_spec
 from perdure.cli.running import jobspec
+from perdure.cli.running.run import recall_end
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.job import JobSpec
-from perdure.service.jobfiles import JobLock, paths_of
+from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.report import Snapshot
+from perdure.service.jobfiles import JobLock, write_document
+from perdure.service.jobfolders import paths_of
 
 
 def job(folder: Path, script: str, **more: object) -> JobSpec:
@@ -50,6 +55,23 @@ def test_what_is_no_source_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_a_directory_is_no_script(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a directory"):
         jobspec.check_script(job(tmp_path, "."))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import torch.multiprocessing as mp\nmp.spawn(main, nprocs=2)\n", "line 2"),
+        ("from accelerate import notebook_launcher\nnotebook_launcher(f)\n", "line 2"),
+        ("# mp.spawn(main)\nimport torch\n", None),
+        ("os.spawn(x)\n", None),
+    ],
+)
+def test_a_script_that_makes_its_own_processes_is_told(
+    tmp_path: Path, text: str, line: str | None
+) -> None:
+    (tmp_path / "own.py").write_text(text)
+    notes = jobspec.check_script(job(tmp_path, "own.py"))
+    assert [line in note for note in notes] == ([True] if line else [])
 
 
 def test_programs(tmp_path: Path) -> None:
@@ -154,6 +176,49 @@ def test_devices_and_default_threads_are_said(monkeypatch: pytest.MonkeyPatch) -
     assert jobspec.check_devices(JobSpec(script="x", nproc=2), several) == []
     (shared,) = jobspec.check_devices(JobSpec(script="x", nproc=3), several)
     assert "3 ranks share 2 cores" in shared
+    elsewhere = JobSpec(script="x", nproc=2, nodes=3, remote=2)
+    assert jobspec.check_devices(elsewhere, several) == [], "other machines bring the others"
+    (shared,) = jobspec.check_devices(JobSpec(script="x", nproc=2, nodes=3), several)
+    assert "6 ranks share 2 cores" in shared
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"saved": (20, 50)}, "goes on from there if its script asks for more steps; `perdure rm"),
+        ({"saved": (20,)}, "goes on from its newest checkpoint, of step 20; `perdure rm"),
+        ({}, "left no checkpoint: it begins at step 0"),
+        ({"state": "stopped", "saved": (50,)}, ""),
+        ({"step": -1, "depth": "supervised"}, ""),
+        ({"replicas": 2}, ""),
+    ],
+)
+def test_a_job_that_is_done_is_called_to_mind(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    torchft = TorchftConfig(replicas=changes.pop("replicas", 0))
+    spec, home = JobSpec(script="train.py", name="mine", torchft=torchft), str(tmp_path)
+    assert recall_end(spec, home) == [], "there was none"
+    document: dict[str, Any] = {
+        "version": 1,
+        "job": "mine",
+        "state": "done",
+        "at_s": 9.0,
+        "started_s": 1.0,
+    }
+    document |= {"generation": 0, "restarts": 0, "step": 50, "steps_per_s": 0.0, "world_size": 1}
+    document |= {"depth": "resumable", "reason": "done"} | changes
+    saved = document.pop("saved", ())
+    document["checkpoints"] = [{"step": step, "path": "p", "bytes": 1} for step in saved]
+    snapshot = msgspec.convert(document, Snapshot)
+    path = Path(paths_of(home, "mine").snapshot)
+    path.parent.mkdir(parents=True)
+    write_document(str(path), snapshot)
+    assert [line.partition(", and ")[2][: len(said)] for line in recall_end(spec, home)] == (
+        [said] if said else []
+    )
+    path.write_bytes(path.read_bytes()[:-9])
+    assert recall_end(spec, home) == [], "a damaged picture says nothing"
 
 
 def test_names(tmp_path: Path) -> None:

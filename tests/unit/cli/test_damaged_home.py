@@ -8,6 +8,7 @@ import pytest
 from tests.journals import Story
 
 from perdure.cli.app import run_command
+from perdure.cli.page.app import Access, Site
 from perdure.model.codec import encode
 
 NONSENSE = ("", "{", "null", "[]", '{"script": 3}', "\x00" * 100, "[" * 100_000)
@@ -53,6 +54,20 @@ def test_one_damaged_job_hides_no_other(
     assert "perdure: broken: " in err
     assert run_command(["status", "broken"]) == 3
     assert "job.json is damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["job.json", "state.json", "journal.jsonl"])
+def test_a_file_that_cannot_be_read_hides_no_other_job(
+    jobs: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """It is another user's, or the disk does not give it: here, a folder has its name."""
+    (jobs / name).unlink(missing_ok=True)
+    (jobs / name).mkdir()
+    rows, err = ask(capsys, "ps")
+    assert [row["job"] for row in rows["jobs"]] == ["whole"]
+    assert "perdure: broken: " in err
+    site = Site(str(jobs.parent.parent), Access(frozenset(), 1, "x"))
+    assert "whole" in site._render_jobs()["jobs"]
 
 
 def test_a_journal_whose_beginning_is_lost_is_reported(

@@ -11,8 +11,10 @@ import pytest
 
 from perdure.cli.jobs import find_here
 from perdure.cli.looking.story import Story, tell_story
-from perdure.service.jobfiles import paths_of, write_document
-from perdure.telemetry import make_report, make_series
+from perdure.service.jobfiles import write_document
+from perdure.service.jobfolders import paths_of
+from perdure.telemetry.ledger import make_report
+from perdure.telemetry.series import make_series
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 

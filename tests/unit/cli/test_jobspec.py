@@ -3,12 +3,14 @@
 import contextlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from perdure.cli.running import jobspec
 from perdure.cli.running.jobspec import check_job, make_spec
 from perdure.cli.running.options import RunOptions
 from perdure.cli.running.run import choose_shown_ranks
@@ -137,6 +139,52 @@ def test_relative_places_become_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     assert spec.log_dir == str(tmp_path / "logs")
     config = write(tmp_path, 'script="x.py"\n[checkpoint]\nurl="s3://b/ck"\n')
     assert make_spec(RunOptions(config=config))[0].checkpoint.url == "s3://b/ck"
+
+
+@pytest.mark.parametrize(
+    ("tracking", "message"),
+    [
+        ('mlflow="http://ann:pw@host/x"', "tracking.mlflow has a login in it"),
+        ('wandb="https://wandb.own/team/p"', "not PROJECT or ENTITY/PROJECT"),
+        ('tensorboard="s3://bucket/runs"', "not a folder"),
+    ],
+)
+def test_a_tracker_has_no_login_in_a_job_file(tracking: str, message: str, tmp_path: Path) -> None:
+    config = write(tmp_path, f'script="x.py"\n[tracking]\n{tracking}\n')
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_spec(RunOptions(config=config))
+    assert "pw" not in caught.value.message
+    fine = 'mlflow="http://host/x"\nwandb="team/p"\ntensorboard="runs"'
+    config = write(tmp_path, f'script="x.py"\n[tracking]\n{fine}\n')
+    spec, _, _ = make_spec(RunOptions(config=config))
+    assert spec.tracking.tensorboard == os.path.join(spec.cwd, "runs")
+    assert list(spec.tracking.targets) == ["tensorboard", "wandb", "mlflow"]
+
+
+@pytest.mark.parametrize(("url", "extra"), [("s3://b/run", "s3"), ("gs://b/run", "gcs")])
+def test_a_bucket_whose_library_is_missing_is_refused_before_the_job_begins(
+    url: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobspec, "find_spec", lambda module: None)
+    config = write(tmp_path, f'script="x.py"\n[checkpoint]\nurl="{url}"\n')
+    spec, _, _ = make_spec(RunOptions(config=config))
+    with pytest.raises(ConfigError, match="needs") as caught:
+        check_job(spec, str(tmp_path / "home"), {})
+    assert f"perdure[{extra}]" in caught.value.hint
+
+
+def test_a_tracker_whose_library_is_missing_is_said_before_the_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.py").write_text("")
+    monkeypatch.setattr(jobspec, "read_installed", lambda package: "")
+    config = write(tmp_path, 'script="x.py"\n[tracking]\nmlflow="http://host"\n')
+    monkeypatch.chdir(tmp_path)
+    spec, _, _ = make_spec(RunOptions(config=config))
+    notes = check_job(spec, str(tmp_path / "home"), {})
+    assert any("pip install 'perdure[mlflow]'" in note for note in notes), notes
 
 
 def test_a_rendered_plan_reads_back(tmp_path: Path) -> None:

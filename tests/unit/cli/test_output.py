@@ -3,8 +3,11 @@
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
+from perdure.cli.looking import mirror
+from perdure.cli.looking.mirror import MirrorTail
 from perdure.cli.looking.output import (
-    MirrorTail,
     Stream,
     describe_entry,
     list_streams,
@@ -92,6 +95,26 @@ def test_the_mirror_is_followed_through_a_rewrite(tmp_path: Path) -> None:
     fresh.write_bytes(entry(1) + entry(2) + entry(3))
     fresh.replace(path)
     assert [e.seq for e in tail.poll()] == [1, 2, 3]
+    path.write_bytes(entry(1) + b"no entry\n")
+    assert [e.seq for e in tail.poll()] == [1], "it was cut in place"
+    with path.open("ab") as file:
+        file.write(entry(4))
+    assert [e.seq for e in tail.poll()] == [4]
+    assert (tail.tally.entries, tail.tally.whole) == (2, False)
+    assert tail.tally.gaps == [(2, 3)]
+
+
+def test_a_damaged_stretch_of_the_mirror_is_not_taken_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a job that has ended showed nothing of what followed, whatever was pressed."""
+    monkeypatch.setattr(mirror, "_AT_ONCE", 200)
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(entry(1) + b"\0" * 50 + b"\n" + b"no entry\n" * 100 + entry(7))
+    tail = MirrorTail(str(path))
+    assert [e.seq for e in tail.poll()] == [1, 7]
+    assert tail.poll() == []
+    assert (tail.tally.broken, tail.tally.gaps) == (101, [(2, 6)])
 
 
 def test_an_entry_keeps_its_kind_first() -> None:

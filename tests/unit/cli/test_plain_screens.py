@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -178,8 +181,8 @@ def test_d4_a_watched_screen_is_plain() -> None:
     import msgspec
 
     spoilt = msgspec.structs.replace(snapshot, reason="".join(HOSTILE), job="j" + CLIPBOARD)
-    for line in render_watch(spoilt, 100, 40):
-        assert not acts(line.text)
+    for line in render_watch(spoilt, 100):
+        assert not acts(line)
 
 
 def test_d4_an_alert_is_plain() -> None:
@@ -201,3 +204,18 @@ def test_d4_streams_are_themselves_again_afterwards() -> None:
     with plain_streams(), plain_streams():
         print("x", end="")
     assert sys.stdout is before
+
+
+@pytest.mark.parametrize("words", ["logs job", "events job"])
+def test_a_reader_that_has_seen_enough_is_no_error(words: str, home: Path) -> None:
+    write_job(home, "more")
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "perdure", *words.split()], stdout=writes,
+            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -15,6 +15,11 @@ from perdure.model.planning.costs import write_profile
 WORDS = ["--devices", "2", "--global-batch", "8"]
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+
+
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
     path = tmp_path / "p.json"

@@ -11,7 +11,8 @@ import pytest
 from tests.waiting import wait_until
 
 from perdure.cli.app import run_command
-from perdure.service.jobfiles import JobLock, paths_of
+from perdure.service.jobfiles import JobLock
+from perdure.service.jobfolders import paths_of
 
 
 @pytest.fixture

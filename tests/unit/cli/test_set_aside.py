@@ -14,7 +14,8 @@ from perdure.dash.svg import render_curve, render_stack
 from perdure.dash.text import render_chart, render_text
 from perdure.model.codec import encode
 from perdure.model.events import JournalEntry, MessagesSetAside, MetricsLogged
-from perdure.telemetry import LedgerFold, make_series
+from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.series import make_series
 
 
 @pytest.fixture(autouse=True)

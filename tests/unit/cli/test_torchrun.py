@@ -15,16 +15,11 @@ from perdure.cli.running.torchrun import (
 from perdure.model.errors import ConfigError
 
 
-@pytest.mark.parametrize("text", ["1", "1:1"])
-def test_one_node_is_taken(text: str) -> None:
-    assert parse_nnodes(text) == 1
-
-
-@pytest.mark.parametrize("text", ["2", "1:4", "2:2"])
-def test_more_nodes_are_refused_with_the_way_to_emulate_them(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_nnodes(text)
-    assert f"--nodes {text[-1]}" in caught.value.hint
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("1", (1, 1)), ("1:1", (1, 1)), ("3", (3, 3)), ("1:4", (1, 4))]
+)
+def test_numbers_of_nodes(text: str, numbers: tuple[int, int]) -> None:
+    assert parse_nnodes(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "0", "x", "3:1", "1:2:3", "-1"])

@@ -19,6 +19,11 @@ TAU = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "t.csv"

@@ -3,6 +3,7 @@
 import io
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from tests.waiting import wait_until
 
 from perdure.cli.speech.unread import UnreadStream
+from perdure.cli.trace import show_play
 
 
 class Pipe:
@@ -129,3 +131,21 @@ def test_streams_that_were_closed_are_as_if_nobody_read(
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert told.read_text() == "[True, True, True]"
+
+
+def test_a_play_goes_on_and_ends_what_it_has_started_though_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`2>&1 | tee log`: Ctrl-C ends tee first, and the job has to be ended as well."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    reader, writer = os.pipe()
+    try:
+        with os.fdopen(writer, "w") as file, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", file)
+            os.close(reader)
+            with show_play("drill") as bar:
+                bar.say("start", 0.0)
+                bar.say("stop", 1.0)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,7 +1,6 @@
 """`perdure watch` and `map --watch` on a real terminal: what is drawn, keys, signals, leaving.
 
-The job is a directory with a snapshot in it, and a lock that says that it lives; pyte is the
-terminal that reads what is drawn.
+No process is behind the job; pyte is the terminal that reads what is drawn.
 """
 
 import contextlib
@@ -9,6 +8,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -16,70 +16,41 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyte
 import pytest
-
-from perdure.cli.looking.watch import _leave_on_signals, _read_keys
-from perdure.model.codec import encode
-from perdure.model.job import JobSpec
-from perdure.model.report import DeviceRow, RankRow, Snapshot
-from perdure.service.jobfiles import LOCK, write_document
+from tests.living import LivingJob
 
 ALT_ON, ALT_OFF, CURSOR_OFF, CURSOR_ON = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25l", b"\x1b[?25h"
 PATIENCE_S = 60.0
 
 
-class LivingJob:
-    """A job of 2 ranks as its controller and its `perdure run` leave it on disk."""
-
-    def __init__(self, home: Path) -> None:
-        self.home, self.root = home, home / "jobs" / "j"
-        self.root.mkdir(parents=True)
-        (self.root / "job.json").write_bytes(encode(JobSpec(name="j", script="x.py", nproc=2)))
-        (self.root / "endpoint.json").write_text(
-            '{"url":"nats://x:1","token":"","clock_offset_s":0}'
-        )
-        self.lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
-        self.picture = Snapshot(
-            version=1, job="j", state="running", at_s=0.0, started_s=0.0, generation=0, restarts=0,
-            step=7, steps_per_s=8.0, world_size=2, depth="resumable", reason="",
-            ranks=tuple(RankRow(r, 0, 9, "running", "step", 7, 8.0, "allreduce #7", 1.0, 1)
-                        for r in range(2)),
-            devices=(DeviceRow("cpu-x-0", 0, (0,), (), "in use", ("node0/slot0",)),),
-        )  # fmt: skip
-        self.write()
-
-    def write(self, **changes: object) -> None:
-        now = time.monotonic()
-        self.picture = msgspec.structs.replace(self.picture, at_s=now, **changes)
-        write_document(str(self.root / "state.json"), self.picture)
-
-    def die(self) -> None:
-        """`perdure run` is gone, and has not ended the job."""
-        os.close(self.lock)
-        self.lock = -1
-
-
 class Terminal:
     """A command on a pseudo-terminal of its own."""
 
-    def __init__(self, home: Path, *args: str, columns: int = 80, lines: int = 24) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *args: str,
+        columns: int = 80,
+        lines: int = 24,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.screen = pyte.Screen(columns, lines)
         self.stream = pyte.ByteStream(self.screen)
         self.raw = b""
         self.fd, self.tty = pty.openpty()
         fcntl.ioctl(self.tty, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.before = termios.tcgetattr(self.tty)
-        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
-        env |= {"TERM": "xterm-256color", "PERDURE_HOME": str(home)}
+        own = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+        own |= {"TERM": "xterm-256color", "PERDURE_HOME": str(home)} | dict(env or {})
         self.process = subprocess.Popen(
             [sys.executable, "-m", "perdure", *args],
-            stdin=self.tty, stdout=self.tty, stderr=self.tty, env=env, start_new_session=True,
+            stdin=self.tty, stdout=self.tty, stderr=self.tty, env=own, start_new_session=True,
         )  # fmt: skip
 
     @property
@@ -137,8 +108,8 @@ def job(tmp_path: Path) -> Iterator[LivingJob]:
 def start(job: LivingJob) -> Iterator[Callable[..., Terminal]]:
     with contextlib.ExitStack() as stack:
 
-        def begin(*args: str, columns: int = 80, lines: int = 24) -> Terminal:
-            terminal = Terminal(job.home, *args, columns=columns, lines=lines)
+        def begin(*args: str, **options: Any) -> Terminal:
+            terminal = Terminal(job.home, *args, **options)
             stack.callback(terminal.close)
             return terminal
 
@@ -148,22 +119,14 @@ def start(job: LivingJob) -> Iterator[Callable[..., Terminal]]:
 def test_it_follows_the_job_until_q(job: LivingJob, start: Callable[..., Terminal]) -> None:
     terminal = start("watch", "j", "--every", "0.1")
     terminal.wait_text("j running  step 7  8.0 steps/s  2 ranks")
-    assert "allreduce #7" in terminal.text
+    terminal.wait_text("allreduce #7")
     assert termios.tcgetattr(terminal.tty) != terminal.before
     job.write(step=9, state="paused")
     terminal.wait_text("j paused  step 9")
-    terminal.type(b"xq")
+    terminal.type(b"q")
     assert terminal.wait() == 0
     assert terminal.is_given_back()
     assert "j paused  step 9" in terminal.text  # What was last seen stays.
-
-
-def test_a_key_looks_at_once(job: LivingJob, start: Callable[..., Terminal]) -> None:
-    terminal = start("watch", "j", "--every", "3600")
-    terminal.wait_text("step 7")
-    job.write(step=8)
-    terminal.type(b" ")
-    terminal.wait_text("step 8")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -177,61 +140,12 @@ def test_a_signal_gives_the_terminal_back(
     assert terminal.is_given_back()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_that_comes_as_a_wait_begins_is_not_forgotten(number: signal.Signals) -> None:
-    """Nor one that came while an object was finalized, where what a handler raises is dropped."""
-
-    class Finalized:
-        def __del__(self) -> None:
-            signal.raise_signal(number)
-
-    with _leave_on_signals() as (leave_if_asked, woken), _read_keys(woken) as wait_key:
-        leave_if_asked()
-        one = Finalized()
-        del one
-        began_s = time.monotonic()
-        assert not wait_key(3600.0)
-        assert time.monotonic() - began_s < 10.0
-        with pytest.raises(SystemExit) as ended:
-            leave_if_asked()
-    assert ended.value.code == 128 + number
-
-
-def test_a_narrow_window_keeps_what_matters(start: Callable[..., Terminal]) -> None:
-    terminal = start("watch", "j", columns=40, lines=10)
-    terminal.wait_text("steps/s")
-    assert max(len(line.rstrip()) for line in terminal.screen.display) <= 40
-    table = next(line for line in terminal.screen.display if line.startswith("ranks"))
-    assert table.split() == ["ranks", "state", "step", "steps/s"]
-
-
-def test_the_end_of_the_job_ends_it(job: LivingJob, start: Callable[..., Terminal]) -> None:
-    terminal = start("watch", "j", "--every", "0.1")
-    terminal.wait_text("step 7")
-    job.write(state="done", step=10, reason="done")
-    assert terminal.wait() == 0
-    assert terminal.is_given_back()
-    assert "j done  step 10" in terminal.text
-    assert "perdure report j" in terminal.text
-
-
-def test_a_job_whose_run_was_killed_is_told_of(
-    job: LivingJob, start: Callable[..., Terminal]
-) -> None:
-    terminal = start("watch", "j", "--every", "0.1")
-    terminal.wait_text("step 7")
-    job.die()
-    assert terminal.wait() == 0
-    assert "j lost" in terminal.text
-    assert "the same --name resumes it" in terminal.text
-    assert "perdure diagnose j" in terminal.text
-
-
-def test_an_old_picture_says_so(job: LivingJob, start: Callable[..., Terminal]) -> None:
-    job.picture = msgspec.structs.replace(job.picture, at_s=time.monotonic() - 600)
-    write_document(str(job.root / "state.json"), job.picture)
-    terminal = start("watch", "j", "--every", "0.1")
-    terminal.wait_text("the controller has said nothing for 6")
+def test_colours_are_left_out_where_nobody_wants_them(start: Callable[..., Terminal]) -> None:
+    terminal = start("watch", "j", env={"NO_COLOR": "1", "COLORTERM": "truecolor"})
+    terminal.wait_text("j running  step 7")
+    colours = re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", terminal.raw)
+    assert colours
+    assert all(len(set(colour)) == 1 for colour in colours)  # Nothing but grey.
 
 
 def test_the_map_is_followed_too(job: LivingJob, start: Callable[..., Terminal]) -> None:
@@ -239,12 +153,39 @@ def test_the_map_is_followed_too(job: LivingJob, start: Callable[..., Terminal])
         msgspec.structs.replace(job.picture.devices[0], device=f"cpu-x-{i}") for i in range(40)
     )
     job.write(devices=(*devices, msgspec.structs.replace(devices[0], device="bad", state="lost")))
-    terminal = start("map", "j", "--watch", lines=12)
-    terminal.wait_text("and 32 more: perdure map j")
-    assert terminal.screen.display[2].startswith("bad ")
+    terminal = start("map", "j", "--watch", lines=16)
+    terminal.wait_text("bad ")
+    rows = [line for line in terminal.screen.display if "cpu-x-" in line or "bad " in line]
+    assert rows[0].strip().startswith("bad ")  # Whoever is not well comes first.
     terminal.type(b"q")
     assert terminal.wait() == 0
     assert terminal.is_given_back()
+
+
+def test_lines_are_there_for_whom_the_screen_is_not(
+    job: LivingJob, start: Callable[..., Terminal]
+) -> None:
+    job.write(state="done")
+    plain = start("watch", "j", "--plain")
+    assert plain.wait() == 0
+    assert ALT_ON not in plain.raw
+    assert "j done  step 7" in plain.text
+
+
+def test_without_textual_there_are_lines_and_a_word(job: LivingJob, tmp_path: Path) -> None:
+    (tmp_path / "textual.py").write_text(
+        "raise ModuleNotFoundError('No module named textual', name='textual')"
+    )
+    job.write(state="done")
+    code = "import sys; from perdure.cli.looking import watch; watch.show_screen('j', 0.1)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S,
+        env=os.environ | {"PERDURE_HOME": str(job.home), "PYTHONPATH": os.pathsep.join(
+            [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "j done  step 7" in done.stdout
+    assert "pip install textual" in done.stderr
 
 
 def test_programs_follow_the_map_by_its_changes(job: LivingJob) -> None:

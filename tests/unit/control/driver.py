@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec import convert
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model.events import (
     BoundaryAnswered,
     ControllerStarted,

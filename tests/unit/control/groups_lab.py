@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,

@@ -4,7 +4,7 @@ from itertools import groupby
 
 import pytest
 
-from perdure.control import Memory
+from perdure.control.memory import Memory
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     BoundaryAnswered,

@@ -1,6 +1,6 @@
 """Events in, orders out: who is in the next epoch, and when a restart is taken instead."""
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.control.membership.elastic import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
 from perdure.model.events import (
     ControllerStarted,

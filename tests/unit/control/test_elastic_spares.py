@@ -3,7 +3,7 @@
 import pytest
 from tests.slowness import find_slowness, move_verdict
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model.events import (
     ControllerStarted,
     GenerationStopped,

@@ -11,7 +11,8 @@ from perdure.model.events import (
     PreemptionNoticed,
     TimerFired,
 )
-from perdure.model.orders import AnswerCommand, AssignNodes
+from perdure.model.job import TorchftConfig
+from perdure.model.orders import AnswerCommand, AssignNodes, RecordEvent
 
 
 def ask(driver: Driver, machine: str, **more: object) -> AnswerCommand:
@@ -32,6 +33,35 @@ def test_each_machine_has_a_place_of_its_own_and_the_same_when_it_asks_again() -
     assert "nodes 1, 2 are taken" in refused.reason
     driver.now += 31.0
     assert ask(driver, "z").result["node"] == 1, "x has never come"
+
+
+def test_a_machine_with_groups_keeps_its_place_until_its_login_is_ended() -> None:
+    """Whoever came to it before would have the same login, and tell of ranks under its name."""
+    driver = Driver(torchft=TorchftConfig(replicas=1, elsewhere=True), remote=2)
+    made = {"id": "i1", "digest": "0" * 64, "expires_s": 60.0, "uses": 0}
+
+    def order(kind: str, **args: object) -> AnswerCommand:
+        id_ = f"{kind}-{len(driver.log)}"
+        event = CommandReceived(id=id_, kind=kind, args=args, who="", at_s=driver.now)
+        actions = driver.do(event)
+        for record in (action for action in actions if isinstance(action, RecordEvent)):
+            driver.do(record.event)
+        return one(actions, AnswerCommand)
+
+    assert order("invite", **made).ok
+
+    def come(machine: str) -> int:
+        came = {"machine": machine, "host": machine, "invitation": "i1", "proof": "0" * 64}
+        return int(order("join", **came).result["node"])
+
+    assert [come(machine) for machine in ("x", "y", "x")] == [0, 1, 0]
+    driver.now += 1e6
+    refused = ask(driver, "z")
+    assert "places 0, 1 are taken" in refused.reason
+    assert order("revoke", id="i1").result["nodes"] == [0, 1]
+    assert "places 0, 1 are taken" in ask(driver, "z").reason
+    assert order("revoke", id="i1", end_login=True).ok
+    assert ask(driver, "z").result["node"] == 0
 
 
 def test_a_copy_of_a_machine_that_is_heard_of_gets_no_place() -> None:

@@ -4,8 +4,7 @@ import typing
 
 from tests.unit.control.driver import Driver, agree, one, started, verdict
 
-from perdure.control import Controller
-from perdure.control.machine import HANDLERS
+from perdure.control.machine import HANDLERS, Controller
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,

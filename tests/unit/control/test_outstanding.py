@@ -2,7 +2,7 @@
 
 from tests.unit.control.driver import Driver, agree, one, started, verdict
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model.events import (
     BoundaryReached,
     CheckpointSaved,

@@ -13,8 +13,9 @@ from tests.golden.decisions import FAMILIES, decide_again, find_recorded, play, 
 from tests.unit.control.groups_lab import Lab
 
 import perdure.control
-from perdure.control import Controller, job, world
+from perdure.control import job, world
 from perdure.control.job import JobState
+from perdure.control.machine import Controller
 from perdure.control.recovery.formation import FORM_TIMEOUT_S
 from perdure.control.world import WorldState
 from perdure.model.events import (

@@ -10,7 +10,7 @@ from tests.unit.control.test_placement import run
 from tests.unit.control.test_placement import start as start_placed
 from tests.unit.control.test_verbs import agree, ask, hold, save
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     ControllerStarted,

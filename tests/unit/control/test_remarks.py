@@ -4,7 +4,7 @@ import pytest
 from tests.unit.control.driver import Driver
 from tests.unit.control.groups_lab import Lab
 
-from perdure.control import Controller
+from perdure.control.machine import Controller
 from perdure.model.events import CommandReceived, JobSubmitted, OperatorNoted
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnswerCommand, AnyAction, RecordEvent

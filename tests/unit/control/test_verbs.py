@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.unit.control.driver import Driver, one
+from tests.unit.control.driver import Driver, one, started
 from tests.unit.control.test_placement import start
 
 from perdure.control.job import JobState
@@ -33,6 +33,7 @@ from perdure.model.orders import (
     AnyAction,
     AssignNodes,
     CordonNode,
+    InjectFault,
     NoteDraining,
     RestoreNode,
     ResumeRanks,
@@ -407,3 +408,25 @@ def test_moves_survive_being_written_down() -> None:
             hold(driver, sent)
         else:
             save(driver, sent.step)
+
+
+def test_a_fault_for_a_step_is_kept_for_a_job_that_does_not_train_yet() -> None:
+    """And given to each generation until it has taken place."""
+    driver = Driver()
+    answer = one(ask(driver, "inject", id_="i", rank=1, at_step=50), AnswerCommand)
+    assert (answer.ok, answer.reason) == (True, "armed")
+    refused = one(ask(driver, "inject", id_="far", rank=9, at_step=50), AnswerCommand)
+    assert not refused.ok
+    driver.register()
+    driver.run()
+    sent = driver.do(GenerationStepping(generation=0, step=0, at_s=driver.now))
+    order = one(sent, InjectFault)
+    assert (order.id, order.rank, order.at_step, order.generation) == ("i", 1, 50, 0)
+
+
+def test_a_fault_for_a_step_of_a_script_without_steps_is_refused() -> None:
+    driver = started()
+    driver.do(GenerationStepping(generation=0, step=-1, at_s=driver.now))
+    answer = one(ask(driver, "inject", rank=1, at_step=50), AnswerCommand)
+    assert not answer.ok
+    assert "declared no step so far" in answer.reason

@@ -1,6 +1,8 @@
 """Lines and staircases of plots."""
 
+import math
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -34,3 +36,31 @@ def test_every_line_is_within_the_plot_and_named() -> None:
     assert all(0 <= x <= 960 and 0 <= y <= 300 for x, y in points)
     assert "<title>a</title>" in svg
     assert "<title>b</title>" in svg
+
+
+def test_names_in_the_legend_cover_no_other() -> None:
+    names = ["restart-hang", "U1", "x" * 300, *(f"policy {n}" for n in range(9))]
+    svg = render_lines([(n, [(0.0, 1.0), (1.0, 2.0)]) for n in names], x_label="x", y_label="y")
+    words = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="start">([^<]+)<', svg)[:-1]
+    assert [word for *_, word in words[:2]] == names[:2]
+    assert len(words) == len(names)
+    places = sorted((float(y), float(x), len(word)) for x, y, word in words)
+    for (y, x, size), (next_y, next_x, _) in pairwise(places):
+        assert next_y - y >= 17 or (next_y == y and next_x - x >= 9 * size), "16.5px on a phone"
+    assert all(x + 9 * size <= 960 for _, x, size in places)
+    top = min(float(y) for y in re.findall(r'points="[\d.]+,([\d.]+)', svg))
+    assert top > places[-1][0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308])
+def test_what_cannot_be_drawn_is_left_out_or_cut(value: float) -> None:
+    lines = [("a", [(0.0, 1.0), (1.0, value), (value, 2.0)]), ("b", [(0.0, value)])]
+    svg = render_lines(lines, x_label="x", y_label="y")
+    assert "polyline" in svg
+    assert not re.search(r'"[^"]*\b(nan|inf)\b[^"]*"', svg)
+
+
+def test_values_below_the_axis_are_within_the_plot() -> None:
+    svg = render_lines([("a", [(0.0, -5.0), (1.0, -5.0)])], x_label="x", y_label="y")
+    (path,) = re.findall(r'points="([^"]*)"', svg)
+    assert all(0.0 <= float(point.split(",")[1]) <= 300.0 for point in path.split())

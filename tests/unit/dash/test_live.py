@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_status_names_the_last_incident() -> None:
+def test_status_names_the_last_verdict() -> None:
     verdict = Verdict(
         kind="Crash",
         culprit=Culprit(rank=1),
@@ -44,7 +44,7 @@ def test_status_names_the_last_incident() -> None:
     text = render_status(msgspec.structs.replace(SNAPSHOT, verdicts=(verdict,), restarts=2))
     assert text == (
         "demo running  step 12  4.0 steps/s  loss 2.346  2 ranks  2 restarts  "
-        "last incident: Crash of rank 1"
+        "last verdict: Crash of rank 1"
     )
 
 
@@ -73,3 +73,15 @@ def test_on_a_terminal_lines_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     text = output.getvalue()
     assert "[rank 0] [bold]no markup[/bold] :smile: " + "x" * 80 in text
     assert "demo running" in text
+
+
+def test_a_trainers_loss_comes_before_what_else_it_logs() -> None:
+    metrics = {
+        "epoch": 0.8,
+        "grad_norm": 0.8,
+        "learning_rate": 1e-4,
+        "train_loss": 4.4,
+        "loss": 4.2,
+    }
+    line = render_status(msgspec.structs.replace(SNAPSHOT, metrics=metrics))
+    assert "loss 4.2  train_loss 4.4  2 ranks" in line

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from tests.unit.detect.drive import ACTED_S
 
-from perdure.detect import Detector
+from perdure.detect.detector import Detector
 from perdure.model.events import AnyEvent, RanksStarted, VerdictReached
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import (

@@ -1,6 +1,6 @@
 """The detector over a simulated training: what it said, and when."""
 
-from perdure.detect import Detector
+from perdure.detect.detector import Detector
 from perdure.model.events import AnyEvent, NodeLost, RanksStarted, VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.verdicts import Verdict

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from tests.unit.detect.drive import inject
 
-from perdure.detect import Detector
 from perdure.detect.cadence import Habits
 from perdure.detect.certainty import AGAIN, SOONEST_S, TIMEOUT_S, decide_grounds, measure_stillness
+from perdure.detect.detector import Detector
 from perdure.model.events import (
     ControllerStarted,
     StacksTaken,

@@ -3,7 +3,7 @@ import random
 import msgspec
 import pytest
 
-from perdure.detect import Detector
+from perdure.detect.detector import Detector
 from perdure.model.events import (
     ControllerStarted,
     GenerationStepping,

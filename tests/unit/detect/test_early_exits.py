@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from perdure.detect import Detector
+from perdure.detect.detector import Detector
 from perdure.model.events import RankExited, WorldReformed
 from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount

@@ -198,3 +198,19 @@ def test_what_was_taken_back_as_a_busy_hosts_is_not_told_again_with_each_pause_o
     run = play(Fault("slow-link", FAULT_S, 0, 1, 3.0), Layout(2), change, 40.0)
     said = [v.kind for v in run.verdicts if v.kind != "HostBusy"]
     assert 1 <= len(said) <= 2
+
+
+def test_a_straggler_that_its_cpu_limit_stops_is_said_to_be_stopped_by_it():
+    def change(beat):
+        struck = beat.sent_s >= FAULT_S and beat.node == 1
+        look = HostLoad(f"boot{beat.node}", 64, 2.0, 1.9, throttled=0.7 if struck else 0.04)
+        return replace(beat, host=look)
+
+    fault = Fault("slow-backward", FAULT_S, 1, 1, 3.0)
+    verdict = play(fault, Layout(2), change, 8.0).standing
+    assert (verdict.kind, str(verdict.culprit)) == ("Straggler", "rank 1")
+    assert "the CPU limit of its cgroup stopped it in" in verdict.reason
+    assert verdict.evidence["cpu_throttled"] >= 0.1
+    other = play(Fault("slow-backward", FAULT_S, 0, 1, 3.0), Layout(2), change, 8.0).standing
+    assert "CPU limit" not in other.reason, "it is the other one's"
+    assert "cpu_throttled" not in other.evidence

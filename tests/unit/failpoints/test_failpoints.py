@@ -109,6 +109,16 @@ def test_a_fault_happens_when_its_conditions_hold(monkeypatch: pytest.MonkeyPatc
     assert count_faults(1) == [1]
 
 
+def test_a_fault_is_switched_by_a_file_while_the_process_runs(tmp_path: Path) -> None:
+    there = tmp_path / "full"
+    switch({SWITCH: f"file/rename=error(ENOSPC),file={there}"})
+    assert count_faults(2) == []
+    there.touch()
+    assert count_faults(2) == [1, 2]
+    there.unlink()
+    assert count_faults(2) == []
+
+
 def test_a_seed_has_the_same_faults_each_run() -> None:
     found = []
     for seed in (1, 1, 2):

@@ -1,5 +1,7 @@
 """A user's job under a trace: what its status tells, and what it could have made."""
 
+import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from tests.unit.lab.test_replay_play import ACTS
 from perdure.lab.live.driving import (
     DriveWish,
     _scale,
+    _sweep,
     _tell,
     assign_nodes,
     check_drive,
@@ -33,7 +36,8 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.report import RankRow, Snapshot
-from perdure.service.jobfiles import load_snapshot, paths_of, write_document
+from perdure.service.jobfiles import load_snapshot, write_document
+from perdure.service.jobfolders import paths_of
 
 
 def make_row(rank: int, step: int, state: str = "running") -> RankRow:
@@ -222,6 +226,9 @@ class Ended:
     def read_told(self) -> tuple[list[JournalEntry], float]:
         return [JournalEntry(seq=0, at_s=0.0, body=JobSubmitted(spec=self.spec, at_s=0.0))], 0.0
 
+    def list_waits(self) -> tuple[()]:
+        return ()
+
 
 def test_a_job_of_which_nothing_is_taken_reaches_all_that_it_could(tmp_path: Path) -> None:
     """Ten steps a second, seen as six, six and three in half a second each: no median of these."""
@@ -240,3 +247,13 @@ def test_a_job_of_which_nothing_is_taken_reaches_all_that_it_could(tmp_path: Pat
     assert found.systems[0].fraction_of_u1 == pytest.approx(1.0, rel=0.01)
     assert found.assumed == (1,)
     assert (found.systems[0].losses, found.systems[0].joins) == (0, 0)
+
+
+def test_what_drives_of_this_machine_have_left_is_removed_and_no_other(tmp_path: Path) -> None:
+    host = platform.node()
+    dead, living = (tmp_path / f"drive-{host}-{pid}-x" for pid in (999999999, os.getpid()))
+    elsewhere = tmp_path / f"drive-{host}-1-999999999-x"
+    for path in (dead, living, elsewhere):
+        path.mkdir()
+    _sweep(tmp_path)
+    assert set(tmp_path.iterdir()) == {living, elsewhere}

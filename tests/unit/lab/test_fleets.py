@@ -1,9 +1,11 @@
 """The nodes of jobs elsewhere, against an ssh and a kubectl that are played."""
 
 import json
+import math
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from perdure.lab.live.driving import DriveWish, _tell
 from perdure.lab.live.fleets.boxes import BoxFleet
 from perdure.lab.live.fleets.local import LocalFleet
 from perdure.lab.live.fleets.pods import PodFleet
+from perdure.lab.live.ledger import cut_ledger
 from perdure.lab.live.live import Act, Schedule, play
 from perdure.lab.live.systems import Driven
 from perdure.lab.traces import read_trace
@@ -22,8 +25,9 @@ from perdure.launch.catalog import load_profile
 from perdure.launch.exchange import UnreachedError
 from perdure.launch.kubernetes.client import Client
 from perdure.launch.platforms import Here
+from perdure.launch.ssh import boxes
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
-from perdure.model.events import JournalEntry
+from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import KubernetesSection
 from perdure.model.platforms.launching import LaunchRecord
@@ -188,6 +192,68 @@ def test_a_node_that_is_not_reached_ends_the_play_and_what_was_seen_is_told() ->
     assert answer.systems[0].losses == 1
 
 
+class Ended(Unreached):
+    """Boxes that are told to end."""
+
+    stopped: bool | None = None
+
+    def end(self, *, stop: bool) -> None:
+        self.stopped = stop
+
+
+def test_a_job_is_stopped_though_nobody_reads_that_it_is() -> None:
+    """`2>&1 | tee log`, where Ctrl-C ends the one who reads first."""
+
+    def tell() -> None:
+        raise BrokenPipeError
+
+    fleet = Ended(SPEC, ("a", "b", "c"), HERE)
+    with pytest.raises(BrokenPipeError):
+        Driven(fleet, stop=True, ending=tell).end()
+    assert fleet.stopped
+
+
+class Door:
+    """A lock that tells of who comes to it."""
+
+    def __init__(self) -> None:
+        self.lock, self.came = threading.Lock(), threading.Semaphore(0)
+
+    def __enter__(self) -> None:
+        self.came.release()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_a_node_that_is_taken_while_it_starts_is_given_back_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of the start was taken for the newest word: the user's job went on without it."""
+    go_on, taken, door = threading.Event(), list[object](), Door()
+
+    def give(box: object, here: object) -> None:
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(boxes, "give", give)
+    monkeypatch.setattr(boxes, "take", taken.append)
+    fleet = BoxFleet(SPEC, ("a", "b", "c"), HERE)
+    box: Any = object()
+    fleet._boxes, fleet._locks = {1: box}, {1: door}  # type: ignore[dict-item]
+    fleet.take([1])
+    assert door.came.acquire(timeout=10)
+    fleet.give([1])
+    assert door.came.acquire(timeout=10)
+    second = threading.Thread(target=fleet.take, args=([1],))
+    second.start()
+    assert door.came.acquire(timeout=10), "it waits for the start"
+    go_on.set()
+    second.join(10)
+    assert taken == [box, box]
+    assert fleet._away == {1}
+
+
 class Lost(BoxFleet):
     """Boxes of which one does not start again."""
 
@@ -207,3 +273,18 @@ def test_a_node_that_does_not_come_back_ends_the_play_and_is_named() -> None:
     played = play(system, Schedule((0, 1), acts), 90.0, {}, lambda *_: None)
     assert (played.over, str(system.trouble)) == (True, "node 1 did not start")
     assert played.run.end_s < 30
+
+
+def test_what_a_node_waits_in_the_queue_is_idle_in_the_ledger() -> None:
+    """The trace has node 1 from 10 s on, Slurm from 40 s on; the job knows nothing of it."""
+    spec = msgspec.structs.replace(SPEC, nodes=2, nproc=4)
+    alone_told = msgspec.structs.replace(spec, nodes=1)
+    begun = [JournalEntry(1, 990.0, JobSubmitted(spec=alone_told, at_s=990.0))]
+    both, alone = frozenset({0, 1}), frozenset({0})
+    present = [(0.0, both), (5.0, alone), (10.0, both)]
+    shares = cut_ledger(begun, spec, present, 1000.0, 50.0, [(1, 10.0, 40.0), (1, 49.0, math.inf)])
+    paid_s = 4 * (50.0 + 45.0)
+    assert shares["idle"] == pytest.approx(4 * (30.0 + 1.0) / paid_s)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    early = cut_ledger(begun, spec, present, 1000.0, 50.0, [(1, 6.0, 12.0)])
+    assert early["idle"] == pytest.approx(4 * 2.0 / paid_s), "paid for from 10 s on only"

@@ -1,18 +1,23 @@
 """What a live replay refuses, and places that keep a node's processes from starting."""
 
+import os
+import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.waiting import wait_until
 
+from perdure.cli.trace import hear_stop
 from perdure.files import is_locked
-from perdure.lab.live.fleets.local import Gates
+from perdure.lab.live.fleets.local import Gates, kill_nodes
 from perdure.lab.live.session import NODES_MAX, check_rising, check_trace
 from perdure.lab.policies.throughput import Shape, Throughput
 from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.service.jobfiles import paths_of
+from perdure.service.jobfiles import Parts, write_document
+from perdure.service.jobfolders import paths_of
 from perdure.service.processes import find_by_title
 
 
@@ -70,3 +75,48 @@ def test_a_process_is_found_by_its_whole_title() -> None:
             assert find_by_title("perdure keeper titled 1") == []
         finally:
             process.kill()
+
+
+def test_a_job_of_the_same_name_below_another_home_is_left_alone(tmp_path: Path) -> None:
+    """Nor is who has the number now of an agent that has ended."""
+    home = tmp_path / "mine"
+    title = 'exec -a "perdure keeper twin 1" sleep 60'
+    with ExitStack() as stack:
+
+        def start(whose: Path) -> "subprocess.Popen[bytes]":
+            env = os.environ | {"PERDURE_JOB": "twin", "PERDURE_HOME": str(whose)}
+            process = subprocess.Popen(["bash", "-c", title], env=env)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        mine, theirs = start(home), start(tmp_path / "theirs")
+        stranger = subprocess.Popen(["sleep", "60"])
+        stack.callback(stranger.wait)
+        stack.callback(stranger.kill)
+        paths = paths_of(str(home), "twin")
+        os.makedirs(paths.root)
+        parts = Parts(started_s=0.0, run=0, agents={1: stranger.pid})
+        write_document(paths.parts, parts)
+        found = {mine.pid, theirs.pid}
+        wait_until(lambda: {*find_by_title("perdure keeper twin 1")} == found)
+        (tmp_path / "link").symlink_to(home)
+        assert kill_nodes("twin", str(tmp_path / "link"), [1]) == 1
+        assert mine.wait(10) == -signal.SIGKILL
+        assert (theirs.poll(), stranger.poll()) == (None, None)
+
+
+def test_a_hang_up_ends_a_play_but_under_nohup() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        for found, then in (
+            (signal.SIG_DFL, signal.default_int_handler),
+            (signal.SIG_IGN, signal.SIG_IGN),
+        ):
+            signal.signal(signal.SIGHUP, found)
+            hear_stop()
+            assert signal.getsignal(signal.SIGHUP) is then
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

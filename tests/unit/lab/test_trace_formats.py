@@ -136,9 +136,10 @@ def test_every_format_is_written_as_it_is_read(format_: object) -> None:
         ('[{"Time": 0, "GPUs": 4},\n', "1:25", "expected JSON"),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "1:30", "> 0"),
         ('{"metadata": {"gap_seconds": 9}, "data": [1, 2.5]}', "1:46", "got `float`"),
+        ('{"metadata": {"gap_seconds": 1e308}, "data": [1, 2, 3]}', "1:30", "an end, got 3 such"),
         ("2021-12-11, 11:11:30, 5\n2021-12-11, 11:11, 5\n", "2:1", "HH:MM:SS"),
         ("2021-12-11, 11:11:30, 5\n2021-12-11, 11:12:30, many\n", "2:22", "number of nodes"),
-        ("2021-12-11, 11:11:30, 5\n2021-12-11, 11:10:30, 5\n", "2:1", "not before"),
+        ("2021-12-11, 11:11:30, 5\n2021-12-11, 10:10:30, 5\n", "2:1", "not long before"),
         ('[{"node_id": "x", "event_time": 1, "event_type": "fault_end"}]', "1:50",
          "a fault that has started"),
         ('{"perdure_trace": 2, "name": "n", "duration_s": 1, "nodes": []}', "1:19", "version 1"),
@@ -160,3 +161,17 @@ def test_one_instant_has_no_length_unless_it_is_given() -> None:
     with pytest.raises(ConfigError, match="no end"):
         read_trace("0,add,a\n", "t")
     assert read_trace("0,add,a\n", "t", duration_s=60.0).duration_s == 60.0
+
+
+def test_polls_of_several_pollers_are_sorted_and_told() -> None:
+    lines = [
+        "2023-01-01, 00:00:30, 4",
+        "2023-01-01, 00:00:00, 5",  # Earlier than the first line.
+        "2023-01-01, 00:02:00, 3",
+        "2023-01-01, 00:01:30, 2",
+        "2023-01-01, 00:05:00, 4",
+    ]
+    told: list[str] = []
+    mixed = read_trace("\n".join(lines), "t", tell=told.append)
+    assert told == ["t: 2 lines were not in the order of time, and sorted: 2, 4"]
+    assert mixed == read_trace("\n".join(sorted(lines)), "t")

@@ -3,7 +3,7 @@
 from msgspec import structs
 
 from perdure.launch.environment import explain_default_threads, rank_environment
-from perdure.model.job import CheckpointConfig, JobSpec, TorchftConfig
+from perdure.model.job import CheckpointConfig, JobSpec, TorchftConfig, TrackingConfig
 from perdure.model.nccl import ELASTIC, NCCL_DEFAULTS, SUPERVISED
 from perdure.model.orders import Assignment
 from perdure.model.paths import job_paths
@@ -69,6 +69,11 @@ def test_threads_are_the_users_where_set() -> None:
     assert explain_default_threads(one, {}) == ""
     assert "OMP_NUM_THREADS" not in make(one, 0)
     assert make(several, 0, {"OMP_NUM_THREADS": "6"})["OMP_NUM_THREADS"] == "6"
+    emulated = JobSpec(script="s.py", nodes=4)
+    assert "each of the 4 ranks of a machine" in explain_default_threads(emulated, {})
+    assert make(emulated, 0)["OMP_NUM_THREADS"] == "1"
+    for apart in (JobSpec(script="s.py", nodes=4, remote=3), JobSpec(script="s.py", spares=1)):
+        assert explain_default_threads(apart, {}) == ""
     own = JobSpec(script="s.py", nproc=2, env={"OMP_NUM_THREADS": "4"})
     assert explain_default_threads(own, {}) == ""
     assert make(own, 0)["OMP_NUM_THREADS"] == "4"
@@ -122,6 +127,13 @@ def test_layers() -> None:
     assert env["PERDURE_RECORDER"] == "off"
     assert env["PERDURE_CHECKPOINT_URL"] == "s3://b/k"
     assert base["A"] == "base"
+
+
+def test_a_scripts_runs_are_in_the_group_of_perdures_own_unless_it_says_otherwise() -> None:
+    tracked = JobSpec(name="j", script="s.py", tracking=TrackingConfig(wandb="p"))
+    assert make(tracked, 0)["WANDB_RUN_GROUP"] == "j"
+    assert make(tracked, 0, {"WANDB_RUN_GROUP": "mine"})["WANDB_RUN_GROUP"] == "mine"
+    assert "WANDB_RUN_GROUP" not in make(JobSpec(name="j", script="s.py"), 0)
 
 
 def test_spare_node_stands_in_under_the_ranks_of_the_one_it_replaces() -> None:

@@ -196,7 +196,8 @@ def test_d5_the_linter_says_what_a_restricted_namespace_refuses(path: str, value
         ({}, "note", "run as user 1000"),
         ({"run_as_user": 0}, "note", "whose user is root does not start"),
         ({"security": "image"}, "warning", "whom the image says"),
-        ({"ptrace": True}, "warning", "which serves root only"),
+        ({"ptrace": True}, "warning", "SYS_PTRACE, which serves root only"),
+        ({"net_admin": True}, "warning", "NET_ADMIN, which serves root only"),
         ({"host_paths": ("/opt/envs",)}, "warning", "volumes: hostPath"),
     ],
 )
@@ -210,6 +211,14 @@ def test_d5_nothing_is_asked_for_where_the_image_decides() -> None:
     for pod in make_pods(security="image"):
         assert "securityContext" not in pod
         assert "securityContext" not in pod["containers"][0]
+
+
+@pytest.mark.parametrize("security", ["restricted", "image"])
+def test_d5_a_capability_is_added_for_who_asks_for_it(security: str) -> None:
+    for pod in make_pods(security=security, ptrace=True, net_admin=True):
+        context = pod["containers"][0]["securityContext"]
+        assert context == {"capabilities": {"add": ["SYS_PTRACE", "NET_ADMIN"]}}
+        assert not {"runAsUser", "runAsNonRoot"} & {*pod.get("securityContext", {})}
 
 
 def test_d5_a_user_without_a_name_has_a_home_and_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,14 @@ from perdure.launch.catalog import load_profile
 from perdure.launch.ssh.check import check_torch
 from perdure.launch.ssh.render import _render_setup
 from perdure.launch.wheel import ASK, OLDEST, choose_extras, read_program
-from perdure.model.job import JobSpec, LaunchConfig, MetricsConfig, TorchftConfig
+from perdure.model.job import (
+    CheckpointConfig,
+    JobSpec,
+    LaunchConfig,
+    MetricsConfig,
+    TorchftConfig,
+    TrackingConfig,
+)
 
 PROGRAMS = ("box.py", "results.py")
 
@@ -106,6 +113,8 @@ def test_p5_a_torch_that_is_too_old_is_said_before_anything_is_sent(
         ("import perdure.torchft\n", {"metrics": MetricsConfig(prometheus_port=9)},
          ("metrics", "torchft")),
         ("", {"torchft": TorchftConfig(replicas=2)}, ("torchft",)),
+        ("", {"tracking": TrackingConfig(wandb="p"), "checkpoint": CheckpointConfig(url="s3://b")},
+         ("s3", "wandb")),
     ],
 )  # fmt: skip
 def test_p5_extras_are_those_that_the_job_needs(

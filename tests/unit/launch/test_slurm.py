@@ -1,8 +1,10 @@
 """Slurm without Slurm: the script, the lint, what its states mean, and what follows a run."""
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -10,19 +12,25 @@ from perdure.launch.catalog import load_profile
 from perdure.launch.platforms import Here
 from perdure.launch.runs import STUCK_RUNS, Run, decide
 from perdure.launch.slurm import render
+from perdure.launch.slurm.batch import Chain
+from perdure.launch.slurm.containers import Container, check_container
+from perdure.launch.slurm.refusal import explain_partition
 from perdure.launch.slurm.render import check_cluster, quote
+from perdure.launch.slurm.size import Size, count_given
 from perdure.launch.slurm.submit import expand
-from perdure.model.errors import ConfigError
-from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.job import BusConfig, CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.platforms.outcome import Outcome
 from perdure.model.platforms.profile import LaunchSection, Profile
 from perdure.model.platforms.slurm import (
     Allocation,
     SlurmRow,
     SlurmSection,
+    count_nodes,
     explain_attempt,
     explain_attempts,
     explain_rows,
+    fit_nodes,
     join_ends,
     list_tasks,
     parse_job_id,
@@ -32,6 +40,7 @@ from perdure.model.platforms.slurm import (
     read_allocation,
     read_scontrol,
 )
+from perdure.model.platforms.slurm_reasons import explain_refusal, is_silent
 
 # What `sacct -D -n -P` of Slurm 22.05 with slurmdbd said of real jobs; the dates are shortened.
 TIMEOUT = """\
@@ -138,6 +147,85 @@ def test_what_scontrol_tells() -> None:
     assert (row.restarts, row.nodes, row.signal) == (2, "n1", 15)
     assert explain_rows([row], "7").state == "waiting"
     assert read_scontrol(parse_scontrol("")) is None
+
+
+# What sbatch of Slurm 22.05 said with slurmdbd and AccountingStorageEnforce=limits,qos.
+POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "setting", "text"),
+    [
+        ("allocation failure: Invalid account or account/partition combination specified\n",
+         "account", "Invalid account or account/partition combination specified"),
+        ("sbatch: error: invalid partition specified: nope\n"
+         "allocation failure: Invalid partition name specified\n",
+         "partition", "invalid partition specified: nope"),
+        ("allocation failure: Invalid qos specification\n", "qos", "Invalid qos specification"),
+        ("sbatch: error: QOSMaxCpuPerJobLimit\nallocation failure: " + POLICY,
+         "limit", "QOSMaxCpuPerJobLimit: its QOS gives no job so much (cores)"),
+        ("sbatch: error: Batch job submission failed: " + POLICY, "limit", POLICY.strip()),
+        ("allocation failure: Invalid feature specification\n", "constraint",
+         "Invalid feature specification"),
+        ("sbatch: error: Invalid --time specification\n", "time_limit",
+         "Invalid --time specification"),
+        ("", "", "it gives no reason"),
+    ],
+)  # fmt: skip
+def test_why_slurm_refuses_a_job(said: str, setting: str, text: str) -> None:
+    refusal = explain_refusal(said)
+    assert (refusal.setting, refusal.text) == (setting, text)
+    assert refusal.hint
+    assert not is_silent(said)
+
+
+def test_a_controller_that_is_away_refuses_nothing() -> None:
+    assert is_silent("allocation failure: Unable to contact slurm controller (connect failure)\n")
+
+
+@pytest.mark.parametrize(
+    ("reason", "never", "word"),
+    [
+        ("Resources", False, "taken"),
+        ("ReqNodeNotAvail,_UnavailableNodes:n1", False, "UnavailableNodes:n1"),
+        ("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_"
+         "partitions", False, "drained"),
+        ("DependencyNeverSatisfied", True, "slurm.dependency"),
+        ("PartitionTimeLimit", True, "slurm.time_limit"),
+        ("PartitionNodeLimit", True, "so many nodes"),
+        ("JobHeldUser", True, "scontrol release"),
+        ("AssocGrpCpuLimit", False, "its account"),
+        ("AssocGrpCPUMinutesLimit", False, "core-minutes"),
+        ("QOSMaxCpuPerJobLimit", True, "cores"),
+        ("QOSMaxGRESPerUser", False, "all jobs of a user in its QOS"),
+        ("QOSMinGRES", True, "wants more"),
+        ("SomethingNew", False, "SomethingNew"),
+        ("", False, ""),
+    ],
+)  # fmt: skip
+def test_what_a_job_in_the_queue_waits_for(reason: str, never: bool, word: str) -> None:
+    row = SlurmRow(id="7", state="PENDING", reason=reason)
+    told = explain_attempt([row]).reason
+    assert ("will not start as it is" in told, word in told) == (never, True)
+    assert told.startswith(reason.partition(",")[0])
+
+
+def test_what_of_a_partition_stands_against_a_job() -> None:
+    said = (
+        "PartitionName=tiny AllowGroups=ALL AllowAccounts=broke AllowQos=ALL Default=NO "
+        "MaxNodes=1 MaxTime=00:10:00 MinNodes=0 Nodes=n1 State=UP TotalCPUs=4 TotalNodes=1"
+    )
+    told = explain_partition(
+        parse_scontrol(said), spec(nodes=2), SlurmSection(time_limit="20", account="lab")
+    )
+    assert told == [
+        "partition tiny gives a job 00:10:00 at most", "partition tiny gives a job 1 nodes at most",
+        "partition tiny is for accounts broke",
+    ]  # fmt: skip
+    easy = said.replace("State=UP", "State=DOWN").replace("00:10:00", "UNLIMITED")
+    fits = SlurmSection(time_limit="20", account="broke")
+    assert explain_partition(parse_scontrol(easy), spec(), fits) == ["partition tiny is DOWN"]
+    assert explain_partition({}, spec(), fits) == []
 
 
 def test_an_array_is_as_its_tasks_are() -> None:
@@ -286,3 +374,119 @@ def test_a_chain_that_gets_nowhere_is_ended() -> None:
     assert decide(end(checkpoint=11), [end()] * (STUCK_RUNS - 1), 99)[0] == "requeue"
     preempted = [end(warned=False, ended_by="TERM")] * STUCK_RUNS
     assert decide(end(), preempted, 99)[0] == "requeue"
+
+
+def read_directives(script: str) -> list[str]:
+    """Return what a script asks of sbatch."""
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
+
+
+def test_a_range_of_nodes_is_asked_for_where_a_job_may_grow() -> None:
+    lines = read_directives(render(spec(nodes=1, nodes_max=3), profile()).files["job.sbatch"])
+    assert "--nodes=1-3" in lines
+    assert not any(line.startswith("--ntasks") for line in lines)  # Slurm would take the fewest.
+    lines = read_directives(
+        render(spec(nodes=1, nodes_max=3, remote=2), profile()).files["job.sbatch"]
+    )
+    assert "--nodes=1" in lines, "two come from other allocations"
+    many = spec(nodes=1, nodes_max=4, bus=BusConfig(replicas=3))
+    assert ("error", "") in levels(profile(), many)
+    assert levels(profile(), structs.replace(many, nodes=3)) == []
+    assert ("error", "") in levels(profile(), spec(nodes_max=2, observe=True))
+
+
+@pytest.mark.parametrize("given", [1, 2, 3])
+def test_a_run_on_what_slurm_gave_is_a_job_that_run_takes(given: int) -> None:
+    whole = spec(nodes=1, nodes_max=4, remote=1)
+    assert count_nodes(whole) == (1, 3)
+    size = Size(whole, count_given(whole, {"SLURM_JOB_NUM_NODES": str(given)}))
+    run = fit_nodes(whole, size.nodes)
+    assert (run.nodes, run.local_nodes, run.num_nodes) == (given, given, 4)
+    assert run.remote >= run.growth, "else perdure run refuses it"
+
+
+def test_a_world_of_a_fixed_size_waits_for_as_many_nodes_as_it_had(tmp_path: Path) -> None:
+    whole = spec(nodes=1, nodes_max=3)
+    size = Size(whole, 1)
+    assert size.find_wanted([end(nodes=2)]) == 0, "elastic"
+    assert size.find_wanted([end(nodes=2, fixed=True)]) == 2
+    assert size.find_wanted([end(nodes=1, fixed=True)]) == 0
+    assert size.find_wanted([end(nodes=5, fixed=True)]) == 0, "of a launch that asked for others"
+    assert Size(spec(nodes=2), 2).find_wanted([end(nodes=1, fixed=True)]) == 0
+    path, fitted = size.write(tmp_path, "7")
+    assert msgspec.json.decode(path.read_bytes(), type=JobSpec) == fitted
+    assert Size(spec(nodes=2), 2).write(tmp_path, "7")[0] == tmp_path / "job.json"
+
+
+def test_a_further_node_is_a_slurm_job_of_its_own() -> None:
+    found = profile(partition="gpu", array="0-1", dependency="afterok:3", warn_s=120, mem="9G")
+    files = render(spec(nodes=3, remote=2), found).files
+    lines = read_directives(files["join.sbatch"])
+    assert lines[:3] == ["--job-name=j-node", "--nodes=1", "--ntasks-per-node=1"]
+    assert {"--partition=gpu", "--mem=9G", "--signal=B:USR1@120", "--no-requeue"} <= set(lines)
+    assert not [line for line in lines if line.startswith(("--array", "--dep", "--kill", "--req"))]
+    assert 'slurm.joined "$place" j "${1:-$SLURM_JOB_ID}" "${2:-60}"' in files["join.sbatch"]
+    assert "join.sbatch" not in render(spec(nodes=3), found).files
+
+
+def read_container(found: Profile, job: JobSpec) -> tuple[str, Container]:
+    plan = render(job, found)
+    chain = msgspec.json.decode(plan.files["chain.json"], type=Chain)
+    return plan.files["job.sbatch"], chain.container
+
+
+def test_apptainer_carries_the_agent_in_and_leaves_the_batch_script_outside() -> None:
+    found = profile(container="apptainer exec --nv $HOME/torch.sif", container_mounts=("/data",))
+    script, container = read_container(found, spec(gpus=4))
+    assert "apptainer" not in script
+    seen = "/srv/proj,/scratch/$USER/perdure,/data"
+    assert f'export APPTAINER_BIND="{seen}${{APPTAINER_BIND:+,$APPTAINER_BIND}}"\n' in script
+    assert container.command == ("apptainer", "exec", "--nv", "$HOME/torch.sif")
+    assert (container.options, container.python) == ((), "python3")
+
+
+def test_pyxis_is_asked_by_options_of_the_agents_steps() -> None:
+    found = profile(
+        container_image="nvcr.io#nvidia/pytorch:25.01-py3", container_mounts=("/data", "/a:/b:ro"),
+        container_python="/opt/py",
+    )  # fmt: skip
+    script, container = read_container(found, spec())
+    assert "container" not in script, "a batch script in an image could not ask Slurm"
+    seen = "/srv/proj:/srv/proj,/scratch/$USER/perdure:/scratch/$USER/perdure"
+    assert container.options == (
+        "--container-image=nvcr.io#nvidia/pytorch:25.01-py3",
+        f"--container-mounts={seen},/data:/data,/a:/b:ro",
+    )
+    assert (container.command, container.python) == ((), "/opt/py")
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({"container": "apptainer exec --nv x.sif"}, []),
+        ({"container": "apptainer exec x.sif"}, ["warning"]),
+        ({"container": "apptainer exec --nv --pid x.sif"}, ["error"]),
+        ({"container": "singularity exec --nv -C x.sif"}, ["error"]),
+        ({"container": "apptainer exec --nv --cleanenv x.sif"}, ["error"]),
+        ({"container": "apptainer run --nv x.sif"}, ["error"]),
+        ({"container": "ch-run /images/torch --"}, []),
+        ({"container": "apptainer exec 'x.sif"}, ["error"]),
+        ({"container_image": "docker://x"}, []),
+        ({"container_image": "docker://x", "container": "ch-run x --"}, ["error"]),
+        ({"container_mounts": ("/data",)}, ["error"]),
+    ],
+)
+def test_a_container_that_cannot_work_is_found(changes: Any, level: list[str]) -> None:
+    found = check_container(SlurmSection(**changes), gpus=True, groups=False)
+    assert [finding.level for finding in found] == level
+
+
+def test_a_container_s_words_are_expanded_where_the_job_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WHERE", "/bin")
+    assert Container(command=("$WHERE/sh", "-c"), options=("--x=$WHERE",)).expand() == (
+        ["--x=/bin"], ["/bin/sh", "-c"],
+    )  # fmt: skip
+    with pytest.raises(PlatformError, match="is not there"):
+        Container(command=("no-such-runtime", "exec")).expand()

@@ -57,6 +57,12 @@ def test_beyond_the_largest_a_ring_is_assumed_and_said() -> None:
     assert not profile.is_extrapolated("cluster", 4)
 
 
+SHARED = (
+    '{"blocks": [%s], "parameter_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 0, '
+    '"update_s": 0.0}'
+)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -67,6 +73,9 @@ def test_beyond_the_largest_a_ring_is_assumed_and_said() -> None:
         ('"4": {', '"8": {', r"b0 measured with the micro-batches of all|b1 measured with"),
         ('"weight_s": 2.0', '"weight_s": 5.0', "expected a part of backward_s, 4 s"),
         ('"machine"', '"engine"', "unknown field `engine`"),
+        ('"shared": []', f'"shared": [{SHARED % "1, 0"}]', "expected places of two blocks or more"),
+        ('"shared": []', f'"shared": [{SHARED % "0, 2"}]', "expected places of two blocks or more"),
+        ('"shared": []', f'"shared": [{SHARED % "0, 1"}]', "expected what each block has, 0"),
     ],
 )
 def test_what_is_malformed_is_said_with_its_place(old: str, new: str, said: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from tests.unit.model.test_chain import flip
 
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.codec import encode
 from perdure.model.errors import ProtocolError
 from perdure.model.job import JobSpec

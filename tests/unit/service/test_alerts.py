@@ -115,6 +115,48 @@ async def test_a_command_gets_it_on_its_input_and_a_stuck_one_is_killed(tmp_path
     assert time.monotonic() - began_s < 5.0
 
 
+async def tell_by_apprise(receiver: Receiver, apprise: Callable[[int], str]) -> Alerter:
+    """Deliver one alert by addresses made for the receiver's port."""
+    server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
+    address = apprise(server.sockets[0].getsockname()[1])
+    alerter = Alerter("job", AlertsConfig(apprise=address, events=EVENTS, attempts=2), pause_s=0.01)
+    task = asyncio.create_task(alerter.run())
+    alerter.note([entry(1)])
+    await alerter.flush(60)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    server.close()
+    await server.wait_closed()
+    return alerter
+
+
+async def test_any_service_of_apprises_is_told_in_words(tmp_path: Path) -> None:
+    pytest.importorskip("apprise")
+
+    def write(port: int) -> str:
+        lines = f"# whom to tell\n\njson://127.0.0.1:{port}/one\njson://127.0.0.1:{port}/two\n"
+        (tmp_path / "addresses").write_text(lines)
+        return f"@{tmp_path / 'addresses'}"
+
+    receiver = Receiver(500)  # One refuses: all are asked again.
+    alerter = await tell_by_apprise(receiver, write)
+    assert alerter.dropped == 0
+    assert {(a["title"], a["message"]) for a in receiver.alerts} == {
+        ("perdure: job: part", "agent 1 died (signal 9) and was started again")
+    }
+    assert len(receiver.alerts) == 3
+
+
+async def test_an_address_that_apprise_does_not_know_is_said_and_not_repeated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("apprise")
+    alerter = await tell_by_apprise(Receiver(), lambda port: "nowhere://token-that-is-secret")
+    assert alerter.dropped == 1
+    assert "address 1 is none that apprise knows" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_a_url_may_stand_in_a_file_and_is_never_repeated(tmp_path: Path) -> None:
     (tmp_path / "url").write_text("https://hooks.example/secret\n")
     assert read_url(f"@{tmp_path / 'url'}") == "https://hooks.example/secret"

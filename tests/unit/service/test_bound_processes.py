@@ -37,3 +37,20 @@ def test_nothing_outlives_who_has_started_it(program: str) -> None:
         parent.stdout.close()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
+
+
+def test_what_an_interrupted_way_out_leaves_is_ended() -> None:
+    """A second Ctrl-C comes while a job is being stopped after the first."""
+    program = GUARDED.replace("time.sleep(1000)", "input(); raise KeyboardInterrupt")
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL,
+    ) as parent:  # fmt: skip
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        parent.wait(10)
+        _, alive = psutil.wait_procs([worker], timeout=10)
+    assert alive == []

@@ -11,7 +11,7 @@ import pytest
 from perdure.adapters.nats import server_config
 from perdure.model.job import BusConfig, JobSpec
 from perdure.service.controller import process as controller
-from perdure.service.jobfiles import paths_of
+from perdure.service.jobfolders import paths_of
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

@@ -14,8 +14,9 @@ from perdure.model.codec import encode
 from perdure.model.events import AnyEvent, FaultInjected, ReplicaSeen
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.orders import LIGHTHOUSE, EvictReplica, HoldReplicas, InjectFault
-from perdure.service.jobfiles import LighthouseFile, read_document
-from perdure.service.lighthouse import IDS, LighthouseService
+from perdure.service.jobfiles import read_document
+from perdure.service.lighthouse.loop import IDS, LighthouseService
+from perdure.service.lighthouse.remembered import LighthouseFile
 
 
 async def test_the_newest_word_on_patience_holds(tmp_path: Path) -> None:

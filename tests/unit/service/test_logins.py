@@ -35,7 +35,8 @@ from perdure.service.access.credentials import (
 )
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
-from perdure.service.jobfiles import MINE, load_endpoint, paths_of, write_document
+from perdure.service.jobfiles import MINE, load_endpoint, write_document
+from perdure.service.jobfolders import paths_of
 from perdure.service.supervisor import Supervisor
 
 JOB = "far"

@@ -13,10 +13,10 @@ from tests.unit.service.test_controller import Rig
 
 from perdure.adapters.checkpoints import verify_all
 from perdure.cli.app import run_command
-from perdure.control import Memory
-from perdure.control.memory import decode_memory, encode_memory
+from perdure.control.memory import Memory, decode_memory, encode_memory
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.version import PROTOCOL, Spoken, can_talk
-from perdure.model.bus.wire import Endpoint, Invitation
+from perdure.model.bus.wire import Invitation
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import (
@@ -29,7 +29,8 @@ from perdure.model.events import (
 )
 from perdure.service.access.joining import read_invitation
 from perdure.service.agent.shell import _main as run_agent
-from perdure.service.jobfiles import MINE, parse_journal, paths_of, write_atomic, write_document
+from perdure.service.jobfiles import MINE, parse_journal, write_atomic, write_document
+from perdure.service.jobfolders import paths_of
 
 NEWER = Spoken(PROTOCOL + 2, PROTOCOL + 1, "9.0.0")
 

@@ -4,8 +4,10 @@ import stat
 from pathlib import Path
 
 from perdure.launch.catalog import load_profile
-from perdure.launch.records import LaunchRecord, write_record
-from perdure.service.jobfiles import JobLock, paths_of
+from perdure.launch.records import write_record
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.service.jobfiles import JobLock
+from perdure.service.jobfolders import paths_of
 from perdure.service.queue.store import QueueStore
 
 

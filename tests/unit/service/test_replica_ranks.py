@@ -25,7 +25,7 @@ from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.orders import LIGHTHOUSE, FenceAbort, SendBoundary
 from perdure.model.paths import JobPaths, lighthouse_door
 from perdure.service.agent.outbox import Outbox
-from perdure.service.replica_ranks import ReplicaRanks
+from perdure.service.lighthouse.replica_ranks import ReplicaRanks
 
 SPEC = JobSpec(script="", name="ft", nproc=2, torchft=TorchftConfig(replicas=1, elsewhere=True))
 PROMISE = SendBoundary(
@@ -44,7 +44,7 @@ class Lighthouse:
             self.outbox,
             clock=lambda: 1.0,
             clock_offset_s=7.0,
-            find=lambda name: (1, 5) if name == "train_1:ab" else (-1, -1),
+            find=self._find,
             ended=lambda life, why: self.ended.append((life, why)),
         )
         self.paths = JobPaths(str(folder), str(folder), str(folder))
@@ -52,6 +52,9 @@ class Lighthouse:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self.door = lighthouse_door(os.getuid(), self.port)
+
+    async def _find(self, name: str) -> tuple[int, int]:
+        return (1, 5) if name == "train_1:ab" else (-1, -1)
 
     def _take(self, source: str, seq: int, event: Any, done: Any) -> None:
         self.taken.append((source, seq, event))
@@ -110,6 +113,29 @@ async def test_events_go_one_way_and_orders_the_other(lighthouse: Lighthouse) ->
     )
     assert not lighthouse.ranks.take(older), "of a life that nobody has a line of"
     writer.close()
+
+
+@pytest.mark.asyncio
+async def test_of_very_many_groups_that_train_each_hears_what_is_for_it(
+    lighthouse: Lighthouse,
+) -> None:
+    lines = []
+    for group in range(100):
+        reader, writer = await asyncio.open_unix_connection(lighthouse.door)
+        hello = WorkerHello("run 2", 2 * group, group, os.getpid())
+        writer.write(
+            encode(hello)
+            + b"\n"
+            + encode(WorkerEvent(1, KeysDeclared(generation=group, keys=())))
+            + b"\n"
+        )
+        assert isinstance(await read_message(reader), WorkerAck)
+        lines.append((reader, writer))
+    everybody = tuple(range(100))
+    lighthouse.ranks.tell_groups(everybody, FenceAbort(quorum_id=1, groups=everybody, reason="r"))
+    for reader, writer in lines:
+        assert isinstance(await read_message(reader), FenceAbort)
+        writer.close()
 
 
 @pytest.mark.asyncio

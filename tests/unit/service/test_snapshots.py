@@ -11,7 +11,7 @@ from tests.fakes import FakeBus, FakeStream
 from tests.journals import reseal
 from tests.unit.service.test_controller import SPEC, Rig, encode
 
-from perdure.control import Memory
+from perdure.control.memory import Memory
 from perdure.model.bus.wire import Command, subject_commands
 from perdure.model.chain import read_link
 from perdure.model.codec import decode

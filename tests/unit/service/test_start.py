@@ -5,7 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from perdure.service.jobfiles import is_alive, paths_of, wait_for_start
+from perdure.service.jobfiles import wait_for_start
+from perdure.service.jobfolders import is_alive, paths_of
 
 HOLDER = """
 import fcntl, sys, time

@@ -16,7 +16,8 @@ from perdure.model.events import RoomNoted
 from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.plan.checkpoints import RESERVE_BYTES, FreeSpace
 from perdure.service import storage_watch
-from perdure.service.jobfiles import paths_of, write_document
+from perdure.service.jobfiles import write_document
+from perdure.service.jobfolders import paths_of
 
 
 def save(root: Path, step: int, loss: float, size: int = 1000) -> None:

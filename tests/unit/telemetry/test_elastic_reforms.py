@@ -2,6 +2,8 @@
 
 from msgspec import structs
 
+from perdure.dash.ranktime import Span, render_rank_time
+from perdure.dash.watch import holds
 from perdure.model.events import (
     AnyEvent,
     Decision,
@@ -19,8 +21,8 @@ from perdure.model.events import (
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
-from perdure.telemetry import SnapshotFold
 from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.snapshot import SnapshotFold
 
 
 def account(step: int, last_step_s: float) -> RankAccount:
@@ -111,6 +113,22 @@ def test_a_slot_is_accounted_for_whoever_has_it() -> None:
     assert spent == {
         "useful": 3.6 + 2.0, "lost_work": 0.1, "idle": 0.5, "reconfiguration.warmup": 1.5,
     }  # fmt: skip
+
+
+def test_a_crash_that_others_went_on_after_is_no_trouble_of_now_but_an_incident() -> None:
+    screen, ledger = SnapshotFold(JobSpec(name="j", script="t.py", nproc=3)), LedgerFold()
+    seen = []
+    for seq, (at_s, body) in enumerate(replaced(), 1):
+        screen.add(JournalEntry(seq, at_s, body))
+        ledger.add(JournalEntry(seq, at_s, body))
+        picture = screen.snapshot(at_s)
+        seen.append(any(holds(verdict, picture) for verdict in picture.verdicts))
+    assert True in seen, "while nothing was formed anew"
+    assert not seen[-1]
+    assert (picture.incidents, picture.reason) == (1, "")
+    drawn = render_rank_time(ledger.segments(9.0), 3, 0.0, Span(0.0, 9.0))
+    assert "rank 1, 4<" in drawn, "who has had the slot"
+    assert "rank 4, generation 0: useful" in drawn
 
 
 def test_what_a_member_s_start_has_waited_for_is_told_with_its_epoch() -> None:

@@ -2,7 +2,7 @@ import pytest
 from tests.journals import Story, tell
 
 from perdure.model.report import ACCOUNTS
-from perdure.telemetry import LedgerFold
+from perdure.telemetry.ledger import LedgerFold
 
 
 def report_of(story):

@@ -7,11 +7,11 @@ from tests.journals import Story
 
 from perdure.model.events import MachineReported, NodeLost, NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.telemetry import list_verdicts
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import list_recoveries
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.segments import Presence, Segment, cut_idle
+from perdure.telemetry.verdicts import list_verdicts
 
 WORDS = "pod job-nodes-abcde: out of memory: OOMKilled"
 

@@ -7,10 +7,10 @@ from tests.journals import Story
 
 from perdure.model.events import NodeLost, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.failures import ExitRecord
-from perdure.telemetry import list_verdicts
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import list_recoveries
 from perdure.telemetry.platforms import NoticeFold
+from perdure.telemetry.verdicts import list_verdicts
 
 
 def noticed(**more: Any) -> Story:

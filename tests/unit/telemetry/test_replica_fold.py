@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from perdure.dash.watch import holds
 from perdure.model.events import (
     AnyEvent,
+    CommandReceived,
     JournalEntry,
     QuorumFormed,
     RankExited,
@@ -145,6 +147,46 @@ def test_steps_of_all_groups_come_with_heartbeats_of_their_own_generations() -> 
     for group in range(3):
         beat(lab, group, 20 + group, generation=2 - group)
     assert [row.step for row in lab.picture().replicas][:3] == [20, 21, 22]
+
+
+def test_a_group_that_heals_leaps_to_its_peers_step_which_is_no_speed() -> None:
+    lab = running()
+    for number, step in enumerate((0, 850, 855, 860)):
+        at_s = 150.0 + number
+        account = RankAccount(
+            step=step, first_step_s=150.0, last_step_s=at_s, heal_s=0.1 * (step > 0)
+        )
+        progress = RankProgress(
+            rank=1, pid=9, phase="step", phase_since_s=1.0, heartbeat_s=at_s, account=account
+        )
+        beats = NodeBeat(1, "a", 1, at_s, generation=1, ranks=(progress,))
+        lab.fold.take_beat(at_s, beats)
+    assert lab.picture().ranks[1].steps_per_s == 5.0
+
+
+def test_groups_that_were_asked_to_end_have_not_failed() -> None:
+    lab = running()
+    lab.add(CommandReceived(id="c", kind="stop", args={}, who="me"))
+    for group in range(3):
+        record = ExitRecord(group, group, 10, 2.0, signal=15, asked=True)
+        account = RankAccount(step=95, first_step_s=1.0, last_step_s=2.0)
+        lab.add(RankExited(node=group, record=record, account=account, detected_s=2.0))
+    picture = lab.picture()
+    assert picture.step == 95
+    assert [row.state for row in picture.replicas][:3] == ["left"] * 3
+    assert [row.state for row in picture.ranks][:3] == ["exited"] * 3
+    assert picture.incidents == 0
+
+
+def test_what_is_wrong_with_one_group_is_wrong_now_until_its_next_life() -> None:
+    lab = running()
+    record = ExitRecord(rank=1, generation=1, pid=10, at_s=2.0, signal=9)
+    lab.add(RankExited(node=1, record=record, account=RankAccount(), detected_s=2.0))
+    picture = lab.picture()
+    assert [holds(verdict, picture) for verdict in picture.verdicts] == [True]
+    lab.start(1, 4)
+    picture = lab.picture()
+    assert [holds(verdict, picture) for verdict in picture.verdicts] == [False]
 
 
 def test_without_word_from_the_lighthouse_steps_say_who_trains() -> None:

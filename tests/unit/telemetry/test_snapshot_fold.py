@@ -12,7 +12,8 @@ from perdure.model.signals.progress import (
     RankProgress,
 )
 from perdure.model.steering import Change, KeySpec
-from perdure.telemetry import SnapshotFold, make_series
+from perdure.telemetry.series import make_series
+from perdure.telemetry.snapshot import SnapshotFold
 
 
 def fold_of(story):
@@ -61,6 +62,65 @@ def test_heartbeats_give_steps_speed_and_waiting():
     assert (row.state, row.pid, row.cpu_s, row.rss_bytes) == ("waiting", 101, 3.0, 9)
     assert row.collective == "allreduce #7 (waiting 2.0 s)"
     assert codec.decode(codec.encode(snapshot), Snapshot) == snapshot
+
+
+def follow(fold, story, seconds, declare, steps):
+    """Let two ranks train, of which `steps` and `declare` say how far and what for, and look."""
+    for i in range(seconds):
+        made, said = steps(i), declare(i)
+        ranks = tuple(
+            msgspec.structs.replace(
+                rank,
+                account=msgspec.structs.replace(rank.account, step=made[rank.rank]),
+                num_steps=said[rank.rank],
+            )
+            for rank in beat(i, story.now + i, 0).ranks
+        )
+        fold.take_beat(story.now + i, NodeBeat(0, "a", i, story.now + i, 0, ranks))
+    story.now += seconds
+    return fold.snapshot(story.now - 1)
+
+
+def declare(fold, story, num_steps):
+    story.write(KeysDeclared(generation=0, keys=(), num_steps=num_steps))
+    fold.add(story.entries[-1])
+
+
+def test_a_job_takes_as_long_as_its_slowest_rank():
+    story = Story()
+    story.start()
+    fold = fold_of(story)
+    declare(fold, story, 1000)
+    seen = follow(fold, story, 120, lambda i: (1000, 1000), lambda i: (8 * i + 1, i + 1))
+    assert seen.num_steps == 1000
+    assert seen.left_s[0] <= 1000 - 120 <= seen.left_s[1]
+    assert seen.left_s[0] > 800
+
+
+def test_ranks_that_say_different_numbers_of_steps_leave_it_unknown():
+    story = Story()
+    story.start()
+    fold = fold_of(story)
+    declare(fold, story, 1000)
+    differ = follow(fold, story, 60, lambda i: (1000, 2000), lambda i: (i + 1, i + 1))
+    assert (differ.num_steps, differ.left_s) == (0, None)
+    declare(fold, story, 2000)
+    agree = follow(fold, story, 60, lambda i: (2000, 2000), lambda i: (i + 61, i + 61))
+    assert agree.num_steps == 2000
+    assert agree.left_s is not None
+
+
+def test_of_who_says_nothing_or_was_passed_nothing_is_said():
+    story = Story()
+    story.start()
+    fold = fold_of(story)
+    declare(fold, story, 1000)
+    older = follow(fold, story, 60, lambda i: (0, 0), lambda i: (i + 1, i + 1))
+    assert older.num_steps == 1000, "a rank of an older perdure does not say"
+    assert older.left_s is not None
+    declare(fold, story, 40)
+    passed = follow(fold, story, 60, lambda i: (40, 40), lambda i: (i + 61, i + 61))
+    assert (passed.num_steps, passed.left_s) == (0, None)
 
 
 def test_a_rank_that_cannot_be_seen_leaves_the_step_to_the_others():

@@ -1,6 +1,6 @@
 """Stacks: perdure's own part left out, equal ones together, common outer frames once."""
 
-from perdure.telemetry import group_stacks, render_stacks
+from perdure.telemetry.stacks import group_stacks, render_stacks
 
 MAIN = """Process 7: perdure rank j g0 r{rank}: train.py
 Python v3.11.7 (/usr/bin/python3.11)

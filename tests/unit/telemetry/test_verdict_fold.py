@@ -15,8 +15,7 @@ from perdure.model.events import (
 from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.telemetry import list_verdicts
-from perdure.telemetry.verdicts import VerdictFold
+from perdure.telemetry.verdicts import VerdictFold, list_verdicts
 
 
 def test_crash_and_hang_are_found_in_order_of_time():

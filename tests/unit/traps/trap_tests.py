@@ -72,6 +72,8 @@ TESTS: dict[str, dict[str, str]] = {
     "U17": {"prevented": "contract/test_bus.py::test_request_without_answer_times_out"},
     "U18": {"watched": "unit/service/test_alerts.py::"
                        "test_a_command_gets_it_on_its_input_and_a_stuck_one_is_killed"},
+    "U19": {"prevented": "unit/cli/test_told_trackers.py::"
+                         "test_each_run_of_a_job_has_an_id_of_its_own_and_is_told_whole"},
     "U20": {"prevented": "contract/test_journal.py::"
                          "test_journal_is_read_from_the_store_when_there_is_no_mirror"},
     "U21": {"watched": f"{_DEVICES}::"

@@ -17,7 +17,7 @@ from perdure.worker import attach
 from perdure.worker.busy import declare_busy
 from perdure.worker.compiling import Compilation, Tally, declare_compilations
 from perdure.worker.progress import Progress
-from perdure.worker.start.cold import after_import
+from perdure.worker.start.cold import after_import, while_importing
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,7 @@ def compiler(ring, tmp_path, monkeypatch):  # noqa: F811
     shown.look = lambda: ring().busy_phase
     monkeypatch.setitem(sys.modules, "shown", shown)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     yield "compiler"
     sys.modules.pop("compiler", None)
 
@@ -97,7 +98,8 @@ def test_the_main_threads_import_of_what_compiles_is_shown_too(
 ):
     """It takes seconds in mid-training; beside another thread's the main one may hang."""
     done: list[types.ModuleType] = []
-    after_import(compiler, done.append, within=declare_busy("compile", at_most_s=60))
+    while_importing((compiler,), declare_busy("compile", at_most_s=60))
+    after_import(compiler, done.append)
     if beside:
         thread = threading.Thread(target=importlib.import_module, args=(compiler,))
         thread.start()
@@ -106,6 +108,20 @@ def test_the_main_threads_import_of_what_compiles_is_shown_too(
         importlib.import_module(compiler)
     assert [getattr(module.at_import, "name", "") for module in done] == [busy]
     assert ring().busy_phase is None
+
+
+def test_a_finder_of_an_older_python_is_passed_over_as_python_does(
+    ring,  # noqa: F811
+    compiler,
+):
+    """A script that nobody here wrote may bring one."""
+    done: list[types.ModuleType] = []
+    while_importing((compiler,), declare_busy("compile", at_most_s=60))
+    after_import(compiler, done.append)
+    sys.meta_path.append(types.SimpleNamespace(find_module=lambda *_: None))  # type: ignore[arg-type]
+    sys.meta_path.insert(2, sys.meta_path.pop())
+    importlib.import_module(compiler)
+    assert [module.at_import.name for module in done] == ["compile"]
 
 
 class Clock:

@@ -1,5 +1,8 @@
 """An elastic world breaks under one of its members: what the loop still knows afterwards."""
 
+import functools
+import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -139,15 +142,26 @@ SCENARIOS = (
 )
 
 
-@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[one.__name__ for one in SCENARIOS])
-def test_in_a_sharded_world(number: int) -> None:
-    """In a process of its own: a fork of a later test must not collect what is left of gloo."""
+@functools.cache
+def play_scenarios() -> tuple[dict[str, int], str]:
+    """Return the exit code of each, and what they said.
+
+    Not in this process: a fork of a later test must not collect what is left of gloo.
+    """
     env = {n: v for n, v in os.environ.items() if not n.startswith("PERDURE_")}
     done = subprocess.run(
-        [sys.executable, __file__, str(number)], env=env | {"RANK": "0", "WORLD_SIZE": "1"},
+        [sys.executable, __file__], env=env | {"RANK": "0", "WORLD_SIZE": "1"},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+    codes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return codes, done.stderr
+
+
+@pytest.mark.parametrize("name", [one.__name__ for one in SCENARIOS])
+def test_in_a_sharded_world(name: str) -> None:
+    codes, said = play_scenarios()
+    assert codes[name] == 0, said[-2000:]
 
 
 @pytest.mark.parametrize("who", [(2, 3), (3, 2)])
@@ -173,4 +187,10 @@ def test_a_newcomer_takes_settings_from_who_is_there_whatever_their_numbers(
 
 
 if __name__ == "__main__":
-    SCENARIOS[int(sys.argv[1])]()
+    # Each in a fork of what has imported torch, and has no world yet.
+    processes = {one.__name__: multiprocessing.get_context("fork").Process(target=one)
+                 for one in SCENARIOS}  # fmt: skip
+    for process in processes.values():
+        process.start()
+        process.join()
+    print(json.dumps({name: process.exitcode for name, process in processes.items()}))

@@ -43,6 +43,31 @@ def test_a_fault_waits_for_its_step_and_is_told_before_it_happens(faults):
     assert (faults.told[0].id, faults.told[0].at_s, faults.told[0].error) == ("f1", 12.0, "")
 
 
+def test_a_fault_for_a_step_is_kept_until_there_are_steps(faults):
+    """It was asked for while the script still imported, or built its model with collectives."""
+    armed: list[object] = []
+    faults.arm_collectives = armed.append
+    faults.handle(order("exit", at_step=5, code=9))
+    assert (faults.told, armed) == ([], [])
+    faults.handle(order("slow", id="f2", s=0.0, steps=1))
+    armed[-1]()  # A collective before the first step.
+    assert [told.id for told in faults.told] == ["f2"]
+    faults.step = 4
+    assert faults.next_step == 5
+    faults.act(4)
+    with pytest.raises(SystemExit):
+        faults.act(5)
+
+
+def test_a_fault_for_a_step_that_the_first_one_is_beyond_is_refused(faults):
+    """It was asked for before the script had resumed from its checkpoint."""
+    faults.handle(order("exit", at_step=5, code=9))
+    faults.step = 40
+    assert faults.next_step <= 40
+    faults.act(40)
+    assert [told.error for told in faults.told] == ["already at step 40"]
+
+
 def test_it_happens_once_however_often_it_is_asked_for(faults):
     faults.step = 0
     faults.handle(order("slow", s=0.0, steps=1))
@@ -71,7 +96,6 @@ def test_a_fault_for_another_generation_is_not_for_this_process(faults):
 @pytest.mark.parametrize(
     ("step", "asked", "why"),
     [
-        (-1, order("crash", at_step=9), "declares no steps"),
         (-1, order("spin"), "needs run.steps"),
         (7, order("stop", at_step=6), "already at step 7"),
         (7, order("earthquake"), "unknown fault"),

@@ -1,10 +1,13 @@
+import math
 import signal
 
+import numpy as np
 import pytest
 from tests.rings import read_records
 
 from perdure.adapters.rings import read_ring
-from perdure.model.events import BoundaryReached, MetricsLogged
+from perdure.model.codec import decode, encode
+from perdure.model.events import AnyEvent, BoundaryReached, KeysDeclared, MetricsLogged
 from perdure.model.orders import SendBoundary
 from perdure.worker.attach import Attachment
 from perdure.worker.config import Config
@@ -100,6 +103,23 @@ def test_restoring_comes_before_the_first_step(tmp_path, rank):
     assert (account.start_step, account.step, account.first_step_s) == (40, 40, 0.0)
     assert account.restored_s > 0
     assert (rank.config.lr, rank.config.wd, rank.config.epoch) == (0.5, 0.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "told"),
+    [
+        (100, 100), (1e3, 1000), (99.5, 100), (np.int64(7), 7), (np.float32(8.0), 8), (True, 1),
+        (0, 0), (-3, 0), (1e30, 0), (math.inf, 0), (math.nan, 0),
+    ],
+)  # fmt: skip
+def test_how_many_steps_there_are_is_told_as_a_number_of_steps(rank, num_steps, told):
+    """A float was told as one, and the controller did not understand any of the declaration."""
+    rank.loop.begin()
+    rank.loop.aim(5)
+    rank.loop.aim(num_steps)
+    declared = [event for event in rank.control.events if isinstance(event, KeysDeclared)]
+    assert decode(encode(declared[-1]), AnyEvent).num_steps == told
+    assert read_ring(rank.path, 0.0).num_steps == told
 
 
 def test_every_instant_is_in_one_account(rank):

@@ -25,9 +25,10 @@ def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
     assert read_kept(kept, LinkFigures, request) is None
 
 
+@pytest.mark.long
 def test_the_processes_that_measure_links_are_silent() -> None:
     """Python warned on the user's terminal, once for each rank, that the module was there twice."""
     command = [sys.executable, "-m", "perdure.worker.profiling.links", "0", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "Warning" not in done.stderr
-    assert "expected 4, got 2" in done.stderr
+    assert "expected at least 4, got 2" in done.stderr

@@ -2,6 +2,9 @@
 
 import socket
 import struct
+import threading
+import time
+from datetime import timedelta
 
 import pytest
 
@@ -76,12 +79,49 @@ def test_a_group_that_is_being_formed_lets_go_of_its_store(pairs: list[int]) -> 
         host, port = server.getsockname()
         kept = socket.create_connection((host, port))
         kept_end, _ = server.accept()
+        fences.prepare(group)
+        first = socket.create_connection((host, port))
+        first_end, _ = server.accept()
         fences.begin(group, 8, port)
         rendezvous = socket.create_connection((host, port))
         rendezvous_end, _ = server.accept()
-        assert fences.break_up(8) == 1
+        assert fences.break_up(8) == 2
+        assert not is_open(first_end)
         assert not is_open(rendezvous_end)
         assert is_open(kept_end)
-        for sock in (kept, kept_end, rendezvous, rendezvous_end):
+        for sock in (kept, kept_end, first, first_end, rendezvous, rendezvous_end):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
             sock.close()
+
+
+@pytest.mark.torch
+def test_who_waits_at_the_rendezvous_for_one_that_does_not_come_is_let_go() -> None:
+    torchft = pytest.importorskip("torchft")
+    from torch.distributed import TCPStore
+
+    from perdure.worker.torchft import manager
+
+    manager.install(torchft)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=60))
+    said: list[str] = []
+
+    def form() -> None:
+        try:
+            group.configure(f"127.0.0.1:{store.port}/q/7/0", "a", 0, 2, quorum_id=7)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    forming = threading.Thread(target=form)
+    forming.start()
+    fences, deadline = manager.replica.fences, time.monotonic() + 20
+    while not store.check(["q/7/0/0/0"]):  # Its own address, before it waits for the other's.
+        assert time.monotonic() < deadline, said
+        time.sleep(0.01)
+    broken_s = time.monotonic()
+    assert fences.break_up(6) == 0
+    assert fences.break_up(7) == 1
+    forming.join(20)
+    assert time.monotonic() - broken_s < 10.0
+    assert len(said) == 1
+    assert store.check(["q/7/0/0/0"]), "others' connections go on"

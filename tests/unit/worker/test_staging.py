@@ -239,6 +239,7 @@ def test_what_is_loaded_is_what_was_there_to_the_bit(
         assert torch.equal(one, two)
 
 
+@pytest.mark.long
 def test_later_checkpoints_pin_nothing_more(device: PlayedDevice, tmp_path: Path) -> None:
     net, optimizer, saver, events = make_trainee(tmp_path, Staging(device), 1)
     train(net, optimizer, 1)

@@ -12,13 +12,9 @@ if "aiohttp" not in sys.modules:
     finally:
         del sys.modules["aiohttp"]
 
-from perdure.adapters.nats.bus import NatsBus
-from perdure.adapters.nats.credentials import (
-    choose_file,
-    make_certificate,
-    read_credentials,
-    read_pem,
-)
+from perdure.adapters.nats.bus import NatsBus, UntrustedError
+from perdure.adapters.nats.certificates import make_authority, make_certificate
+from perdure.adapters.nats.credentials import choose_file, read_credentials, read_pem
 from perdure.adapters.nats.lease import ElectionWatch, NatsLease
 from perdure.adapters.nats.server import (
     SYSTEM,
@@ -38,9 +34,11 @@ __all__ = [
     "NatsLease",
     "NatsServer",
     "NatsStream",
+    "UntrustedError",
     "User",
     "choose_file",
     "find_binary",
+    "make_authority",
     "make_certificate",
     "read_credentials",
     "read_pem",

@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 
 from perdure.adapters.nats.credentials import make_login
 from perdure.model.bus.access import inbox_prefix
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.errors import PlatformError, RequestError
 
 log = logging.getLogger("perdure.nats")
@@ -29,6 +29,8 @@ T = TypeVar("T")
 _GOODBYE_S = 1.0
 _ATTEMPT_S = 5.0
 _RETRY_S = 0.1
+_AGAIN_S = 0.03
+"""Until who has swallowed a cancellation gets the next; no multiple of nats-py's own pauses."""
 _LOOK_S = 1.0
 """Between two looks at whether nats-py has given up: it does not always say so."""
 _LOST = (nats.errors.Error, OSError, asyncio.TimeoutError)
@@ -65,6 +67,14 @@ class _Client(Client):
             self._pending, self._pending_data_size = [], 0
             self._status = Client.DISCONNECTED
             await super()._close(status, do_cbs)
+
+
+_NOT_NOW = (9, 10)
+"""OpenSSL's codes of a certificate that begins later or has ended: the clocks may differ."""
+
+
+class UntrustedError(PlatformError):
+    """Whoever answers shows a certificate of another authority, or of another address."""
 
 
 class NatsBus:
@@ -143,8 +153,7 @@ class NatsBus:
         while True:
             client = _Client()
             try:
-                async with asyncio.timeout(_ATTEMPT_S):
-                    await client.connect(**self._options)
+                await _give(_ATTEMPT_S, client.connect(**self._options))
             except Exception as error:  # Also of a file that is just being written.
                 await self._note_error(error)
             finally:
@@ -214,7 +223,9 @@ class NatsBus:
             )
         if isinstance(cause, ssl.SSLError):
             why = getattr(cause, "verify_message", "") or cause.reason or cause
-            return PlatformError(
+            code = getattr(cause, "verify_code", None)
+            final = code is not None and code not in _NOT_NOW
+            return (UntrustedError if final else PlatformError)(
                 f"no safe connection to the NATS server at {url}: {why}",
                 hint="--nats-tls-ca FILE: the authority that has signed its certificate",
             )
@@ -351,8 +362,28 @@ class NatsBus:
 async def _close(client: Client) -> None:
     """Close `client`, whatever state it is in."""
     with contextlib.suppress(*_LOST, ssl.SSLError):
-        async with asyncio.timeout(_GOODBYE_S):
-            await client.close()
+        await _give(_GOODBYE_S, client.close())
+
+
+async def _give(seconds: float, doing: Coroutine[Any, Any, None]) -> None:
+    """Await what nats-py does, so long at most.
+
+    It swallows a cancellation that comes while it says goodbye, and goes on: so that happens in a
+    task of its own, which is cancelled until it has ended.
+
+    Raises:
+        TimeoutError: it has not ended by itself.
+    """
+    task = asyncio.create_task(doing)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_AGAIN_S)
+    if task.cancelled():
+        raise TimeoutError
+    task.result()
 
 
 def _make_tls(endpoint: Endpoint) -> ssl.SSLContext | None:

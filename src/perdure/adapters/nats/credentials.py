@@ -3,23 +3,15 @@
 That is perdure's own user and password, or the user's own files. A file is recognized by what is in
 it: a NATS credentials file (JWT and seed), an NKey seed, or JSON with `user` and `password`, or
 `token`. The secret itself never leaves this process.
-
-A certificate is made at a server's start, trusted by the job's own parts alone. `openssl` makes it:
-a library that can is a compiled one of its own, for one call that a job on loopback never needs.
-The key never leaves its file, which only its owner can read; clients get the certificate itself as
-their only authority.
 """
 
 import contextlib
 import importlib.util
-import ipaddress
 import os
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 
@@ -91,55 +83,6 @@ def _need_nkeys(path: str, login: dict[str, Any]) -> dict[str, Any]:
     if importlib.util.find_spec("nkeys") is None:
         raise PlatformError(f"{path} needs the library nkeys", hint="pip install nkeys")
     return login
-
-
-_DAYS = 3650
-"""Longer than any run: a certificate that ends before the job would end it."""
-_COMMAND_S = 20.0
-
-
-def make_certificate(folder: str, host: str) -> tuple[str, str]:
-    """Return the paths of a new self-signed certificate for `host`, and of its key.
-
-    Raises:
-        PlatformError: there is no `openssl`, or it fails.
-    """
-    cert, key = os.path.join(folder, "tls.crt"), os.path.join(folder, "tls.key")
-    try:
-        ipaddress.ip_address(host)
-        name = f"IP:{host}"
-    except ValueError:
-        name = f"DNS:{host}"
-    command = [
-        *("openssl", "req", "-x509", "-nodes", "-newkey", "ec"),
-        *("-pkeyopt", "ec_paramgen_curve:P-256", "-days", str(_DAYS)),
-        *("-subj", "/CN=perdure", "-addext", f"subjectAltName={name}"),
-    ]
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tls-", dir=folder) as work:  # 0700
-        made = [os.path.join(work, "crt"), os.path.join(work, "key")]
-        try:
-            done = subprocess.run(
-                [*command, "-out", made[0], "-keyout", made[1]],
-                capture_output=True,
-                text=True,
-                timeout=_COMMAND_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise PlatformError(
-                f"no certificate for {host} can be made: openssl: {error}",
-                hint="install openssl, or give --nats-tls-cert and --nats-tls-key",
-            ) from error
-        if done.returncode:
-            raise PlatformError(
-                f"no certificate for {host} can be made: {done.stderr.strip()[-200:]}",
-                hint="give --nats-tls-cert and --nats-tls-key",
-            )
-        os.chmod(made[1], 0o600)
-        os.replace(made[0], cert)
-        os.replace(made[1], key)
-    return cert, key
 
 
 def read_pem(path: str) -> str:

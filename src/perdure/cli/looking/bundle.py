@@ -7,36 +7,25 @@ list is shown before anything is written.
 """
 
 import contextlib
-import getpass
-import gzip
-import importlib.metadata
-import io
-import json
 import os
-import platform
-import pwd
 import re
-import socket
-import subprocess
 import sys
-import tarfile
-import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.adapters.nats.server import find_binary
 from perdure.cli.jobs import find_here, read_newest_change_s
-from perdure.cli.looking.redaction import SECRET_NAME, Redactor, find_secrets_in_args
+from perdure.cli.looking.redaction import SECRET_NAME
 from perdure.cli.speech.say import JobName, Json, answer
-from perdure.launch.records import read_remote
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, SafetyError
-from perdure.model.paths import JobPaths
-from perdure.service.jobfiles import load_parts, paths_of, resolve_home
+from perdure.service.jobfolders import paths_of, resolve_home
+
+if TYPE_CHECKING:
+    from perdure.cli.looking.redaction import Redactor
+    from perdure.model.paths import JobPaths
 
 FILE_HEAD_BYTES, FILE_TAIL_BYTES = 64 << 10, 256 << 10
 JOURNAL_HEAD_BYTES, JOURNAL_TAIL_BYTES = 1 << 20, 7 << 20
@@ -72,9 +61,18 @@ _ASKED = {
     "doctor": ("doctor",),
 }
 _SKIPPED = frozenset(
-    {"credentials", "nats", "previous", "checkpoints", "compile-cache", "rings", "snapshots"}
+    {
+        "credentials",
+        "nats",
+        "previous",
+        "checkpoints",
+        "compile-cache",
+        "rings",
+        "snapshots",
+        "tracking",
+    }
 )
-"""Of a job's folder: secrets, what is large, and what is no text."""
+"""Of a job's folder: secrets, what is large, what is no text, and what trackers' libraries keep."""
 _SECRET_FILES = frozenset({"endpoint.json", "run.lock"})
 _NO_TEXT = frozenset({"curves/kept", "curves/damaged", "curves/lock"})
 
@@ -91,11 +89,14 @@ def bundle(
     yes: Annotated[bool, typer.Option("--yes", help="Write it without a question.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write one redacted archive of a job for a bug report: what is in it is shown before.
+    """Write one redacted archive of a job for a bug report.
 
-    Journal and logs (head and tail), job file, report, diagnosis with stacks, findings of doctor
-    and versions are in it. Secrets, values of [env], people, hosts and addresses are not.
+    What is in it is shown before. Journal and logs (head and tail), job file, report, diagnosis
+    with stacks, findings of doctor and versions are in it. Secrets, values of [env], people, hosts
+    and addresses are not.
     """
+    from perdure.cli.looking.redaction import Redactor
+
     home = resolve_home()
     root = _locate_folder(job, home)
     target = Path(out or f"{job}-bundle.tar.gz").absolute()
@@ -119,6 +120,8 @@ def bundle(
 
 
 def _locate_folder(job: str, home: str) -> Path:
+    from perdure.launch.records import read_remote
+
     root = Path(paths_of(home, job).root)
     if "/" in job or job in ("", ".", "..") or not root.is_dir():
         record = read_remote(home, job)
@@ -156,8 +159,15 @@ def _render(told: Mapping[str, Any]) -> str:
 # --- what must not be in it ----------------------------------------------------------------------
 
 
-def teach(redactor: Redactor, paths: JobPaths, home: str) -> None:
+def teach(redactor: "Redactor", paths: "JobPaths", home: str) -> None:
     """Tell `redactor` every secret, person, host and path that can be known beforehand."""
+    import getpass
+    import platform
+    import pwd
+    import socket
+
+    from perdure.service.jobfiles import load_parts
+
     for path in (paths.endpoint, *map(str, Path(paths.root, "credentials").glob("*"))):
         _teach_credential(redactor, path)
     for name, value in [*os.environ.items(), *_read_environ(paths)]:
@@ -186,7 +196,7 @@ def teach(redactor: Redactor, paths: JobPaths, home: str) -> None:
     redactor.add_path(os.path.expanduser("~"), "~")
 
 
-def _teach_credential(redactor: Redactor, path: str) -> None:
+def _teach_credential(redactor: "Redactor", path: str) -> None:
     """Every long string of a credential is secret, but where the server is."""
     document = _read_json(path)
     if document is None:
@@ -197,7 +207,9 @@ def _teach_credential(redactor: Redactor, path: str) -> None:
             redactor.add_secret(value, "<credential>")
 
 
-def _teach_job(redactor: Redactor, path: str) -> None:
+def _teach_job(redactor: "Redactor", path: str) -> None:
+    from perdure.cli.looking.redaction import find_secrets_in_args
+
     spec = _read_json(path, errors="replace") or {}
     try:
         env, args = dict(spec.get("env", {})), [str(arg) for arg in spec.get("args", ())]
@@ -210,13 +222,16 @@ def _teach_job(redactor: Redactor, path: str) -> None:
     command = [str(word) for word in alerts.get("command", ())]
     for value in (*find_secrets_in_args(args), *find_secrets_in_args(command)):
         redactor.add_secret(value)
-    webhook = str(alerts.get("webhook", ""))
-    if webhook and not webhook.startswith("@"):
-        redactor.add_secret(webhook, "<webhook>")
+    for name in ("webhook", "apprise"):
+        address = str(alerts.get(name, ""))
+        if address and not address.startswith("@"):
+            redactor.add_secret(address, f"<{name}>")
 
 
-def _read_environ(paths: JobPaths) -> Iterator[tuple[str, str]]:
+def _read_environ(paths: "JobPaths") -> Iterator[tuple[str, str]]:
     """Yield the variables of the job's own processes, where it runs and they may be read."""
+    from perdure.service.jobfiles import load_parts
+
     parts = load_parts(paths)
     for pid in (parts.run, *parts.agents.values()) if parts is not None else ():
         with contextlib.suppress(OSError):
@@ -226,7 +241,7 @@ def _read_environ(paths: JobPaths) -> Iterator[tuple[str, str]]:
                     yield name, value
 
 
-def redact_all(redactor: Redactor, taken: Mapping[str, str]) -> Text:
+def redact_all(redactor: "Redactor", taken: Mapping[str, str]) -> Text:
     """Return all texts, redacted with what is known after all of them were looked at."""
     for text in taken.values():
         for host in re.findall(r'"host(?:name)?": ?"([^"]+)"', text):
@@ -292,6 +307,8 @@ def ask_commands(job: str) -> Text:
     One process asks them all and says each answer at once, so that one that hangs or dies costs
     only those that come after it.
     """
+    import json
+
     program = f"from perdure.cli.looking.bundle import answer_all; answer_all({job!r})"
     found = {f"{name}.json": json.dumps({"error": "no answer"}) for name in _ASKED}
     for line in _run([sys.executable, "-P", "-c", program], _ASK_S).splitlines():
@@ -303,6 +320,10 @@ def ask_commands(job: str) -> Text:
 
 def answer_all(job: str) -> None:
     """Print what each command says, one a line."""
+    import io
+    import json
+    import traceback
+
     from perdure.cli.app import run_command
 
     answers = sys.stdout
@@ -319,6 +340,8 @@ def answer_all(job: str) -> None:
 
 def _run(command: list[str], timeout_s: float) -> str:
     """Return what `command` has printed, also where it did not end in time."""
+    import subprocess
+
     try:
         output = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False).stdout
     except subprocess.TimeoutExpired as error:
@@ -330,6 +353,12 @@ def _run(command: list[str], timeout_s: float) -> str:
 
 def tell_versions() -> str:
     """Return versions and the machine's kind as JSON."""
+    import importlib.metadata
+    import json
+    import platform
+
+    from perdure.adapters.nats.server import find_binary
+
     packages = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -360,6 +389,8 @@ def _read_json(path: str | Path, errors: str = "strict") -> dict[str, Any] | Non
 
     `errors` says what is done with bytes that are no UTF-8, as for `bytes.decode`.
     """
+    import json
+
     try:
         found = json.loads(Path(path).read_bytes().decode("utf-8", errors))
     except (OSError, ValueError):
@@ -372,6 +403,10 @@ def _read_json(path: str | Path, errors: str = "strict") -> dict[str, Any] | Non
 
 def pack(folder: str, texts: Mapping[str, str]) -> bytes:
     """Return a tar.gz of `texts` that says nothing of who made it."""
+    import gzip
+    import io
+    import tarfile
+
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as zipped,
@@ -392,6 +427,8 @@ def write_new(target: Path, data: bytes) -> None:
         ConfigError: it is there already.
         PlatformError: it cannot be written.
     """
+    import tempfile
+
     try:
         with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", dir=target.parent) as file:
             file.write(data)

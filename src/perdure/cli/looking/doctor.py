@@ -3,26 +3,19 @@
 import os
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from perdure.adapters.box import mend_line_ends, mend_secrets, read_box
-from perdure.adapters.devices import list_gpus
-from perdure.adapters.exporters import check_exporters
-from perdure.adapters.health import check_machine
-from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
-from perdure.cli.platforms.asking import check_platform
-from perdure.cli.platforms.profiles import Host, choose_profile
+from perdure.cli.platforms.profiles import Host
+from perdure.cli.speech.pages import point_to_pages
 from perdure.cli.speech.say import Json, answer, note, render_table
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
-from perdure.model.platforms.traps import Check, Scope, Trap
-from perdure.service.jobfiles import load_endpoint, resolve_home
-from perdure.service.storage_watch import compute_storage_budget
-from perdure.traps import judge
-from perdure.worker.native.build import find_nccl_plugin
-from perdure.worker.native.build import status as recorder_status
+from perdure.service.jobfolders import resolve_home
+
+if TYPE_CHECKING:
+    from perdure.model.platforms.traps import Check, Scope, Trap
 
 _PING_S = 5.0
 _PROBE_S = 30.0
@@ -58,10 +51,15 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check what perdure can see and do here, and which traps lie ahead; with JOB, of that job.
+    """Check what perdure can see and do here, or for a job or profile.
 
     Every trap is in docs/doctor.md, with what prevents, detects, watches for or diagnoses it.
     """
+    from perdure.adapters.exporters import check_exporters
+    from perdure.adapters.health import check_machine
+    from perdure.cli.platforms.asking import check_platform
+    from perdure.cli.platforms.profiles import choose_profile
+
     if probe and job is None:
         raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
     mended = mend(project) if fix else []
@@ -94,12 +92,18 @@ def doctor(
         raise typer.Exit(PlatformError.exit_code)
 
 
-def look_for_traps(job: Job | None, on: str | None, project: str) -> tuple[tuple[Trap, Check], ...]:
+def look_for_traps(
+    job: Job | None, on: str | None, project: str
+) -> "tuple[tuple[Trap, Check], ...]":
     """Return what this machine says of the traps of a platform; without one, of its own.
 
     Raises:
         ConfigError: there is no such profile.
     """
+    from perdure.adapters.box import read_box
+    from perdure.cli.platforms.profiles import choose_profile
+    from perdure.traps import judge
+
     home = resolve_home()
     kind = choose_profile(on, None, home).profile.kind if on is not None else "ssh"
     scopes: set[Scope] = {"any", "nodes"} if kind == "local" else {"any", "nodes", kind}
@@ -112,12 +116,14 @@ def look_for_traps(job: Job | None, on: str | None, project: str) -> tuple[tuple
 
 def mend(project: str) -> list[str]:
     """Mend what can be mended without asking; return what was done, a line each."""
+    from perdure.adapters.box import mend_line_ends, mend_secrets
+
     changed = [f"U26: line ends of {name}" for name in mend_line_ends(os.path.abspath(project))]
     secrets = mend_secrets(os.path.expanduser("~"))
     return changed + [f"U34: nobody else may read {path}" for path in secrets]
 
 
-def render_traps(traps: tuple[tuple[Trap, Check], ...], *, every: bool = False) -> str:
+def render_traps(traps: "tuple[tuple[Trap, Check], ...]", *, every: bool = False) -> str:
     """Return the traps that lie ahead (with `every`: all that were looked for) as a table."""
     shown = [(trap, check) for trap, check in traps if every or check.state != "ok"]
     rows = [(c.state, t.id, t.title, c.evidence) for t, c in shown]
@@ -127,7 +133,8 @@ def render_traps(traps: tuple[tuple[Trap, Check], ...], *, every: bool = False) 
     ]
     lines = _render_mends(("state", "trap", "what", "evidence"), rows, mends, "what")
     well = sum(check.state == "ok" for _, check in traps)
-    end = f"{len(traps)} traps were looked for, {well} do not lie ahead; docs/doctor.md"
+    page = point_to_pages("docs/doctor.md")
+    end = f"{len(traps)} traps were looked for, {well} do not lie ahead; {page}"
     return "\n".join([*(lines if rows else []), end])
 
 
@@ -142,8 +149,11 @@ def _render_mends(
     return lines
 
 
-def check_recorder() -> Check:
+def check_recorder() -> "Check":
     """Return which recorder a rank would get here, and what it costs."""
+    from perdure.model.platforms.traps import Check
+    from perdure.worker.native.build import status as recorder_status
+
     found = recorder_status()
     name, evidence = "recorder", f"{found.kind} ({found.reason}), {found.cost}"
     if found.kind == "compiled":
@@ -158,8 +168,12 @@ def check_recorder() -> Check:
     )
 
 
-def check_nccl_plugin() -> Check:
+def check_nccl_plugin() -> "Check":
     """Return whether NCCL could be given perdure's profiler plugin; only GPUs need it."""
+    from perdure.adapters.devices import list_gpus
+    from perdure.model.platforms.traps import Check
+    from perdure.worker.native.build import find_nccl_plugin
+
     path, gpus = find_nccl_plugin(), list_gpus()
     if path:
         idle = "" if gpus else "; used where there are GPUs"
@@ -172,14 +186,16 @@ def check_nccl_plugin() -> Check:
     )
 
 
-def render_checks(checks: tuple[Check, ...]) -> str:
+def render_checks(checks: "tuple[Check, ...]") -> str:
     """Return checks as a table, the mend of each below it."""
     rows = [(c.state, c.name, c.evidence) for c in checks]
     mends = [check.mend if check.state != "ok" else "" for check in checks]
     return "\n".join(_render_mends(("state", "check", "evidence"), rows, mends, "evidence"))
 
 
-def _check_job(job: Job) -> tuple[Check, ...]:
+def _check_job(job: Job) -> "tuple[Check, ...]":
+    from perdure.model.platforms.traps import Check
+
     if not job.alive:
         state = job.snapshot().state
         return (
@@ -194,8 +210,11 @@ def _check_job(job: Job) -> tuple[Check, ...]:
     return (*checks, *_check_storage(job), *_check_ranks(job))
 
 
-def _check_storage(job: Job) -> list[Check]:
+def _check_storage(job: Job) -> "list[Check]":
     """Say whether the checkpoints to come find room, by the size of the newest one."""
+    from perdure.model.platforms.traps import Check
+    from perdure.service.storage_watch import compute_storage_budget
+
     budget = compute_storage_budget(job.spec, job.paths)
     if budget is None:
         return []
@@ -204,8 +223,10 @@ def _check_storage(job: Job) -> list[Check]:
     return [Check(name="storage", state=state, evidence=budget.reason, mend=mend)]
 
 
-def _probe(job: Job) -> Check:
+def _probe(job: Job) -> "Check":
     """Have the job's agents transfer and compute, beside the training; say what was slow."""
+    from perdure.model.platforms.traps import Check
+
     note("probing: a few seconds, outside the training's own connections")
     found = send_command(job, "probe", {}, timeout_s=_PROBE_S)
     evidence = f"{found['reason']} (confidence {found['confidence']:.0%})"
@@ -218,7 +239,9 @@ def _probe(job: Job) -> Check:
     return Check(name="probe", state="degraded", evidence=evidence, mend=mend)
 
 
-def _check_controller(job: Job) -> Check:
+def _check_controller(job: Job) -> "Check":
+    from perdure.model.platforms.traps import Check
+
     began = time.perf_counter()
     try:
         found = send_command(job, "ping", {}, timeout_s=_PING_S)
@@ -234,8 +257,12 @@ def _check_controller(job: Job) -> Check:
     return Check(name="controller", state="ok", evidence=evidence)
 
 
-def _check_ranks(job: Job) -> list[Check]:
+def _check_ranks(job: Job) -> "list[Check]":
     """Say of each rank who records it, and how long ago it was last heard of."""
+    from perdure.adapters.rings import read_ring
+    from perdure.model.platforms.traps import Check
+    from perdure.service.jobfiles import load_endpoint
+
     generation = job.snapshot().generation
     offset_s = load_endpoint(job.paths).clock_offset_s
     now = time.monotonic() + offset_s
@@ -256,7 +283,8 @@ def _check_ranks(job: Job) -> list[Check]:
             evidence += "; times of a device's collectives are those of enqueuing"
         mend = ""
         if sees is None:
-            mend = "hangs are told by steps alone; see docs/ring.md for what a recorder needs"
+            page = point_to_pages("docs/ring.md")
+            mend = f"hangs are told by steps alone; see {page} for what a recorder needs"
         elif age_s > _STALE_S and reading.phase == "step":
             mend = f"perdure diagnose {job.name}"
         state: Literal["ok", "degraded"] = "degraded" if mend else "ok"

@@ -1,27 +1,27 @@
 """`perdure metrics`: a job's figures for the monitoring that is there already."""
 
+import contextlib
+import faulthandler
+import os
+import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.adapters.exporters import (
-    PrometheusServer,
-    Row,
-    export_spans,
-    make_otlp_exporter,
-    render_prometheus,
-    write_tensorboard,
-    write_wandb,
-)
 from perdure.cli.jobs import Job, find_job
-from perdure.cli.looking.story import AGREEMENTS, tell_story
-from perdure.cli.looking.watch import look_again
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
-from perdure.model.codec import encode
-from perdure.model.events import MetricsLogged
-from perdure.telemetry.curves import Bucket, Curves, list_buckets
-from perdure.telemetry.monitoring import RANKS_MAX, list_incident_spans, list_metrics
+from perdure.model.errors import ConfigError
+from perdure.telemetry.monitoring import RANKS_MAX
+
+if TYPE_CHECKING:
+    from perdure.telemetry.curves import Bucket
+
+_LEAVE_S = 10.0
+_NICE = 10
+"""Of a process that the controller has started: ranks come first."""
+_SPARED_LAST = 800
+"""Of such a process: where memory runs out, the kernel is to kill it before any rank."""
 
 
 def metrics(
@@ -40,39 +40,49 @@ def metrics(
     ] = None,
     tensorboard: Annotated[
         Path | None,
-        typer.Option("--tensorboard", metavar="DIR", help="Write run.log for TensorBoard."),
+        typer.Option("--tensorboard", metavar="DIR", help="Tell TensorBoard of it."),
     ] = None,
     wandb: Annotated[
         str | None,
-        typer.Option("--wandb", metavar="PROJECT", help="Write run.log for Weights & Biases."),
+        typer.Option("--wandb", metavar="PROJECT", help="Tell Weights & Biases of it."),
     ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option("--mlflow", metavar="URL", help="Tell MLflow of it.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Tell one tracker until the job has ended.")
+    ] = False,
+    run_log: Annotated[
+        bool, typer.Option("--run-log/--no-run-log", help="Trackers get run.log's values as well.")
+    ] = True,
     curves: Annotated[
         bool, typer.Option("--curves", help="Print run.log: a line for some steps of a name.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print a job's metrics for Prometheus, serve them, or hand its past to other tools."""
+    """Hand a job's metrics to Prometheus, TensorBoard and others."""
+    from perdure.adapters import exporters
+    from perdure.cli.looking.watch import look_again
+    from perdure.telemetry.monitoring import list_metrics
+
     found = find_job(job)
     if curves:
         _print_curves(read_logged(found), as_json=as_json)
         return
+    named = {"tensorboard": tensorboard and str(tensorboard.absolute()), "wandb": wandb}
+    targets = {name: to for name, to in (named | {"mlflow": mlflow}).items() if to}
     done: dict[str, object] = {}
-    if traces is not None or tensorboard is not None or wandb is not None:
+    if follow and len(targets) != 1:
+        hint = "perdure metrics JOB --tensorboard DIR --follow"
+        raise ConfigError("--follow tells one tracker at a time", hint=hint)
+    if traces is not None or targets:
         if traces is not None:
-            story = tell_story(found, page=False)
-            spans = list_incident_spans(story.report)
-            export_spans(spans, f"{job}@{story.first_s}", make_otlp_exporter(traces))
-            done["incidents"] = len(spans)
-        rows = _collect_rows(read_logged(found))
-        if tensorboard is not None:
-            done["tensorboard_rows"] = write_tensorboard(str(tensorboard), rows)
-        if wandb is not None:
-            folder = str(Path(found.paths.root) / "wandb")
-            done["wandb_rows"] = write_wandb(wandb, job, folder, rows)
-            done["wandb_folder"] = folder
+            done["incidents"] = _send_traces(found, traces)
+        for kind, target in targets.items():
+            done |= _tell(found, kind, target, follow=follow, run_log=run_log)
         answer(done, "  ".join(f"{name} {value}" for name, value in done.items()), as_json=as_json)
     elif port is not None:
-        server = PrometheusServer(found.snapshot, host, port, ranks_max)
+        server = exporters.PrometheusServer(found.snapshot, host, port, ranks_max)
         try:
             note(f"serving http://{host}:{server.port}/metrics until {job} has ended")
             for _ in look_again(found, 1.0):
@@ -83,11 +93,15 @@ def metrics(
         listed = list_metrics(found.snapshot(), ranks_max)
         print_json({"metrics": [metric._asdict() for metric in listed]})
     else:
-        print(render_prometheus(found.snapshot(), ranks_max), end="")
+        print(exporters.render_prometheus(found.snapshot(), ranks_max), end="")
 
 
-def read_logged(job: Job) -> dict[str, list[Bucket]]:
+def read_logged(job: Job) -> "dict[str, list[Bucket]]":
     """Return what was logged under each name, by step: of an older job what its journal has."""
+    from perdure.cli.looking.story import AGREEMENTS
+    from perdure.model.events import MetricsLogged
+    from perdure.telemetry.curves import Curves, list_buckets
+
     logged = Curves()
     for entry in job.read(without=(*AGREEMENTS, "ProgressNoted", "LinksNoted", "RankExited")):
         if isinstance(entry.body, MetricsLogged):
@@ -95,7 +109,10 @@ def read_logged(job: Job) -> dict[str, list[Bucket]]:
     return list_buckets(logged, job.read_curves())
 
 
-def _print_curves(logged: dict[str, list[Bucket]], *, as_json: bool) -> None:
+def _print_curves(logged: "dict[str, list[Bucket]]", *, as_json: bool) -> None:
+    from perdure.model.codec import encode
+    from perdure.telemetry.curves import Bucket
+
     if not as_json:
         print(",".join(("name", *Bucket._fields)))
     for name, buckets in logged.items():
@@ -106,12 +123,45 @@ def _print_curves(logged: dict[str, list[Bucket]], *, as_json: bool) -> None:
                 print(",".join((f'"{name.replace(chr(34), chr(34) * 2)}"', *map(str, bucket))))
 
 
-def _collect_rows(logged: dict[str, list[Bucket]]) -> list[Row]:
-    """Return what was logged by step: the newest singly, of older steps the means of some."""
-    rows: dict[int, Row] = {}
-    for name, buckets in logged.items():
-        for bucket in buckets:
-            step = int(bucket.step)
-            values, at_s = rows[step][1:] if step in rows else ({}, bucket.at_s)
-            rows[step] = (step, values | {name: bucket.mean}, at_s)
-    return [rows[step] for step in sorted(rows)]
+def _send_traces(found: Job, url: str) -> int:
+    """Send the incidents to an OpenTelemetry collector; return how many there are."""
+    from perdure.adapters import exporters
+    from perdure.cli.looking.story import tell_story
+    from perdure.telemetry.monitoring import list_incident_spans
+
+    story = tell_story(found, page=False)
+    spans = list_incident_spans(story.report)
+    key = f"{found.name}@{story.first_s}"
+    exporters.export_spans(spans, key, exporters.make_otlp_exporter(url))
+    return len(spans)
+
+
+def _tell(found: Job, kind: str, target: str, *, follow: bool, run_log: bool) -> dict[str, object]:
+    """Tell a tracker what it does not know of a job yet; return what that was.
+
+    A library may hang once more as the process ends: a controller's is then ended by force.
+    """
+    from perdure.cli.looking.tracking import JobTracking
+    from perdure.service.controller.tracking import CONTROLLER_PID
+    from perdure.worker.process import die_with
+
+    if controller := os.environ.get(CONTROLLER_PID):
+        die_with(int(controller), signal.SIGTERM)
+        os.nice(_NICE)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(_SPARED_LAST))
+    tracking = JobTracking(found, kind, target, run_log=run_log)
+    try:
+        if follow:
+            tracking.follow()
+        else:
+            tracking.tell()
+    except Exception:
+        if controller:
+            faulthandler.dump_traceback_later(_LEAVE_S, exit=True)
+        raise
+    if tracking.left:  # Whoever waits for this process is not to think that all was told.
+        raise typer.Exit(128 + signal.SIGTERM)
+    run = {} if kind == "tensorboard" else {f"{kind}_run": tracking.run}
+    run |= {"wandb_folder": found.paths.tracking} if kind == "wandb" else {}
+    return {f"{kind}_rows": tracking.rows, f"{kind}_marks": tracking.marks, **run}

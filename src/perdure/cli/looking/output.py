@@ -4,24 +4,23 @@ import os
 import re
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from perdure.cli.jobs import find_job, read_start_s, say_damage
-from perdure.cli.speech.say import JobName, Json, print_json
-from perdure.files.rotation import measure_file, read_piece
+from perdure.cli.speech.pages import point_to_pages
+from perdure.cli.speech.say import AnyJob, Json, note, print_json
 from perdure.launch.exchange import print_output
-from perdure.model.chain import EntryReader, Link
-from perdure.model.codec import encode
 from perdure.model.errors import ConfigError
-from perdure.model.events import Decision, JobEnded, JournalEntry
 from perdure.model.plain import REASON_MAX, shorten_line
-from perdure.service.jobfiles import MINE
+
+if TYPE_CHECKING:
+    from perdure.model.events import JournalEntry
 
 POLL_S = 0.2
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
@@ -51,11 +50,14 @@ class Stream:
         A line of more than `_PIECE` comes in pieces. What is written while this is read is for
         the next time, however fast it comes. What is not kept any more is said in its place.
         """
+        from perdure.files.rotation import measure_file, read_piece
+
         end = measure_file(self.path)
         while self.offset < end:
             begin, data = read_piece(self.path, self.offset, min(_PIECE, end - self.offset))
             if begin > self.offset:
-                yield f"… {begin - self.offset:,} bytes are not kept (docs/observability.md)"
+                page = point_to_pages("docs/observability.md")
+                yield f"… {begin - self.offset:,} bytes are not kept ({page})"
                 self.offset = begin
             whole = data.rfind(b"\n") + 1
             if not whole and len(data) == _PIECE:
@@ -70,6 +72,8 @@ class Stream:
 
     def _is_cut_off(self, length: int, end: int) -> bool:
         """Return whether what follows the next `length` bytes is not kept."""
+        from perdure.files.rotation import read_piece
+
         after = self.offset + length
         return after < end and read_piece(self.path, after, 1)[0] > after
 
@@ -93,7 +97,7 @@ def list_streams(folder: str) -> list[Stream]:
 
 
 def logs(
-    job: JobName,
+    job: AnyJob,
     follow: Follow = False,
     rank: Annotated[
         int | None, typer.Option("--rank", min=0, help="Of this rank only; without a prefix.")
@@ -109,6 +113,12 @@ def logs(
 ) -> None:
     """Show what the ranks wrote."""
     found = find_job(job)
+    if found.spec.served and part is None:
+        note(
+            f"the groups of job {job} write to the terminals in which others have started them; "
+            f"who came and left: perdure logs {job} --part lighthouse"
+        )
+        return
     if rank is not None and rank >= found.spec.world_size:
         raise ConfigError(
             f"there is no rank {rank}", hint=f"the ranks are 0 to {found.spec.world_size - 1}"
@@ -158,68 +168,78 @@ def logs(
 
 
 def events(
-    job: JobName,
+    job: AnyJob,
     follow: Follow = False,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option("--kind", metavar="KIND", help="Only such as VerdictReached; repeatable."),
+    ] = None,
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="Only what was decided, and why.")
+    ] = False,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="TIME", help="Such as 10m, 2h or 14:05.")
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option("--tail", min=0, help="Only the last so many.")
+    ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Also what says again and again how far something is.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the journal: what happened, and what was decided, with the reason."""
+    """Show the journal: what happened, what was decided, and why."""
+    from perdure.cli.looking.chosen import BULK, Chosen, read_kinds, read_moment
+    from perdure.cli.looking.mirror import MirrorTail
+    from perdure.model.events import JobEnded
+
     found = find_job(job)
+    chosen = Chosen(
+        kinds=read_kinds(kind or ()),
+        left_out=frozenset() if show_all or kind or as_json else BULK,
+        decisions=decisions,
+        since_s=read_moment(since) if since else 0.0,
+    )
+    passed = Counter[str]()
     state = {"seq": 0, "start_s": 0.0}
 
-    def show(entries: Iterable[JournalEntry]) -> None:
+    def select(entries: "Iterable[JournalEntry]") -> "Iterator[JournalEntry]":
         for entry in entries:
-            if entry.seq <= state["seq"]:
-                continue
-            if not state["start_s"]:
-                state["start_s"] = read_start_s(entry)
-            state["seq"] = entry.seq
+            if entry.seq > state["seq"]:
+                state["start_s"] = state["start_s"] or read_start_s(entry)
+                state["seq"] = entry.seq
+                yield from chosen.select([entry], passed)
+
+    def show(entries: "Iterable[JournalEntry]") -> None:
+        for entry in entries:
             if as_json:
                 print_json(describe_entry(entry))
             else:
-                print(render_entry(entry, state["start_s"]), flush=True)
+                at = time.strftime("%T", time.localtime(entry.at_s))
+                print(f"{at} {render_entry(entry, state['start_s'])}", flush=True)
 
-    tail = MirrorTail(found.paths.journal)
+    mirror = MirrorTail(found.paths.journal)
+    if follow and found.alive and tail is not None:
+        show(deque(select(mirror.poll()), maxlen=tail))
+        tail = None
     while follow and found.alive:
-        fresh = tail.poll()
-        show(fresh)
+        fresh = mirror.poll()
+        show(select(fresh))
         if any(isinstance(entry.body, JobEnded) for entry in fresh):
             return
         time.sleep(POLL_S)
     reader = found.read()
-    show(reader)
+    rest = select(reader)
+    show(rest if tail is None else deque(rest, maxlen=tail))
     damage = say_damage(reader.tally)
     if damage and as_json:
         print_json(damage)
+    if passed:
+        kinds = ", ".join(f"{count} {name}" for name, count in passed.most_common())
+        note(f"left out: {kinds}; --all shows them")
 
 
-class MirrorTail:
-    """New entries of `journal.jsonl`, which a restarted controller writes anew."""
-
-    def __init__(self, path: str) -> None:
-        """Follow `path`, which need not be there yet."""
-        self._path, self._inode, self._offset = path, 0, 0
-        self._last: Link | None = None
-
-    def poll(self) -> list[JournalEntry]:
-        """Return the entries since the last call; all of them again for a new file."""
-        try:
-            with open(self._path, "rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:
-                    self._inode, self._offset, self._last = inode, 0, None
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]  # The rest has yet to be written.
-        self._offset += len(whole)
-        reader = EntryReader(whole.splitlines(keepends=True), mine=MINE, last=self._last)
-        entries = list(reader)
-        self._last = reader.last
-        return entries
-
-
-def describe_entry(entry: JournalEntry) -> dict[str, Any]:
+def describe_entry(entry: "JournalEntry") -> dict[str, Any]:
     """Return an entry as `events --json` shows it: seq, t, kind, then the body's own fields.
 
     A body's own `kind` (of a fault, of a command) is called `what`.
@@ -228,14 +248,18 @@ def describe_entry(entry: JournalEntry) -> dict[str, Any]:
     >>> describe_entry(JournalEntry(seq=3, at_s=1.5, body=TimerFired()))
     {'seq': 3, 't': 1.5, 'kind': 'TimerFired'}
     """
+    import msgspec
+
     fields = msgspec.to_builtins(entry.body)
     kind = fields.pop("type")
     own = {"what" if name == "kind" else name: value for name, value in fields.items()}
     return {"seq": entry.seq, "t": entry.at_s, "kind": kind, **own}
 
 
-def render_entry(entry: JournalEntry, start_s: float) -> str:
+def render_entry(entry: "JournalEntry", start_s: float) -> str:
     """Return an entry as one line."""
+    from perdure.model.events import Decision
+
     body = entry.body
     if isinstance(body, Decision):
         text = f"-> {body.action}: {body.summary} ({shorten_line(body.reason, REASON_MAX)})"
@@ -255,6 +279,8 @@ def _since(name: str, value: Any, start_s: float) -> Any:
 
 
 def _clip(value: Any) -> str:
+    from perdure.model.codec import encode
+
     text = value if isinstance(value, str) else encode(value).decode()
     text = text.replace("\n", "\\n")
     return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."

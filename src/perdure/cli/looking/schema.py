@@ -1,17 +1,44 @@
-"""`perdure schema`: what goes over the bus, for programs that perdure did not write."""
+"""`perdure schema`: what goes over the bus, and what may be written in a job file or a profile.
 
-from typing import Annotated
+The schemas of files are shipped as well (`launch/schemas`), where editors find them: a line
+`#:schema PATH` on top of a TOML file tells taplo and Even Better TOML of one.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import inspect
 
 import perdure
-from perdure.cli.speech.say import Json
+from perdure.cli.speech.say import Json, read_meanings
+from perdure.launch.catalog import SHIPPED
 from perdure.model.bus.access import ROLES, build_access
 from perdure.model.bus.asyncapi import make_asyncapi
+from perdure.model.errors import ConfigError
+from perdure.model.job import JobSpec
+from perdure.model.platforms.profile import Profile
+
+SCHEMAS = SHIPPED.parent / "schemas"
+"""`job.json` and `profile.json`, as this module makes them."""
+
+
+class What(StrEnum):
+    """Whose schema."""
+
+    BUS = "bus"
+    JOB = "job"
+    PROFILE = "profile"
 
 
 def schema(
+    what: Annotated[
+        What,
+        typer.Argument(help="Messages on the bus, or what a job file or a profile may hold."),
+    ] = What.BUS,
     permissions: Annotated[
         str | None,
         typer.Option(
@@ -20,12 +47,70 @@ def schema(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the AsyncAPI document of all messages, or the permissions that each role needs.
+    """Print the schema of messages or files, or each role's permissions.
 
-    Both are JSON, with or without --json.
+    All are JSON, with or without --json.
     """
-    if permissions is None:
+    if permissions is not None and what is not What.BUS:
+        raise ConfigError(f"--permissions are of the bus, not of a {what}", hint="leave one out")
+    document: dict[str, Any]
+    if permissions is not None:
+        access = {role: build_access(role, permissions) for role in ROLES}
+        document = msgspec.to_builtins(access)
+    elif what is What.BUS:
         document = make_asyncapi(perdure.__version__)
     else:
-        document = {role: msgspec.to_builtins(build_access(role, permissions)) for role in ROLES}
-    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+        document = make_file_schema(what)
+    print(render_schema(document), end="")
+
+
+def render_schema(document: dict[str, Any]) -> str:
+    """Return a schema as it is printed and shipped."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+
+
+def make_file_schema(what: What) -> dict[str, Any]:
+    """Return the JSON Schema of a job file or a profile; each field says what its docstring says.
+
+    `nproc` of a job file may be a word. A profile is a difference to its base, which lacks nothing.
+    """
+    type_: type[msgspec.Struct] = Profile if what is What.PROFILE else JobSpec
+    document = msgspec.json.schema(type_)
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
+    for cls in _list_structs(inspect.type_info(type_), set()):
+        properties = document["$defs"][cls.__name__]["properties"]
+        for name, meaning in read_meanings(cls).items():
+            if name in properties:
+                properties[name]["description"] = meaning
+    if what is What.PROFILE:
+        del document["$defs"]["Profile"]["required"]
+    else:
+        nproc = document["$defs"]["JobSpec"]["properties"]["nproc"]
+        ranks = {"type": nproc.pop("type"), "minimum": nproc.pop("minimum")}
+        nproc["anyOf"] = [ranks, {"enum": ["auto", "cpu", "gpu"]}]
+    return document
+
+
+def _list_structs(node: Any, seen: set[type]) -> Iterator[type[msgspec.Struct]]:
+    """Yield every struct that a document may hold, once."""
+    if isinstance(node, inspect.StructType) and node.cls not in seen:
+        seen.add(node.cls)
+        yield node.cls
+        for field in node.fields:
+            yield from _list_structs(field.type, seen)
+    for name in ("item_type", "value_type", "type"):
+        if isinstance(inner := getattr(node, name, None), inspect.Type):
+            yield from _list_structs(inner, seen)
+    for inner in (*getattr(node, "types", ()), *getattr(node, "item_types", ())):
+        yield from _list_structs(inner, seen)
+
+
+def make_schema_line(folder: Path) -> str:
+    """Return the line by which a TOML job file in `folder` tells editors of the shipped schema.
+
+    The path is relative where perdure is installed below the folder (`.venv`), so that the file may
+    be committed; else absolute, and where it leads nowhere editors do without.
+    """
+    path, folder = SCHEMAS / "job.json", folder.resolve()
+    inside = path.is_relative_to(folder)
+    return f"#:schema {'./' + str(path.relative_to(folder)) if inside else path.as_uri()}"

@@ -1,22 +1,13 @@
 """`perdure image`: what a cluster's pods run, for any builder of images."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from perdure.cli.platforms.launch import render_finding
 from perdure.cli.speech.say import Json, note, print_json
 from perdure.dash.terminal import print_exact
-from perdure.launch.kubernetes.image import (
-    BASE,
-    NO_TORCH,
-    check_folder,
-    make_image,
-    write_context,
-)
-from perdure.launch.platforms import write_files
+from perdure.model.platforms.kubernetes import IMAGE_BASE, NO_TORCH
 
 
 def image(
@@ -30,7 +21,7 @@ def image(
         ),
     ] = None,
     base: Annotated[str, typer.Option("--base", metavar="IMAGE", help="What it is built on.")] = (
-        BASE
+        IMAGE_BASE
     ),
     out: Annotated[
         Path | None,
@@ -55,7 +46,13 @@ def image(
     ] = True,
     as_json: Json = False,
 ) -> int:
-    """Print the Dockerfile of an image for the pods of a cluster; build nothing."""
+    """Print the Dockerfile of an image for pods; build nothing."""
+    import shlex
+
+    from perdure.cli.platforms.launch import render_finding
+    from perdure.launch.kubernetes.image import check_folder, make_image, write_context
+    from perdure.launch.platforms import write_files
+
     if out is not None:
         check_folder(out)
     folder = str(out or "DIR")

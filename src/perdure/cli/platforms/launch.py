@@ -1,36 +1,24 @@
 """`perdure render` and `perdure launch`: one job file, any platform."""
 
 import os
-import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
-from perdure.cli.platforms.profiles import Host, choose_profile, here, render_danger
-from perdure.cli.platforms.remote import attach
-from perdure.cli.running.jobspec import (
-    check_environment,
-    check_module,
-    check_script,
-    choose_name,
-    read_job_file,
-    validate,
-)
+from perdure.cli.platforms.profiles import Host
 from perdure.cli.speech.say import Json, answer, note, print_json
 from perdure.dash.terminal import print_exact
-from perdure.launch.catalog import Resolved, overlay
-from perdure.launch.platforms import Here, Platform, load_platform, write_files
-from perdure.launch.records import read_record, read_remote, write_record
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.job import JobSpec
-from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
-from perdure.model.platforms.profile import Profile, list_unmeasured
-from perdure.service.jobfiles import is_alive, paths_of, resolve_home, wait_for_start
+from perdure.service.jobfolders import is_alive, paths_of, resolve_home
+
+if TYPE_CHECKING:
+    from perdure.launch.platforms import Here, Platform
+    from perdure.model.job import JobSpec
+    from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
+    from perdure.model.platforms.profile import Profile
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")]
 On = Annotated[str, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")]
@@ -53,7 +41,13 @@ def render(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Print the scripts, manifest or notebook that a launch would submit; touch nothing."""
+    """Print what a launch would submit; touch nothing.
+
+    What is printed are scripts, a manifest or a notebook.
+    """
+    from perdure.cli.platforms.profiles import choose_profile
+    from perdure.launch.platforms import write_files
+
     home = resolve_home()
     plan = make_plan(make_launch_spec(job_file, home), choose_profile(on, host, home).profile)
     if kustomize is not None and out is not None:
@@ -90,7 +84,16 @@ def launch(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Render a job for a platform, check it, submit it and leave it: it outlives this machine."""
+    """Check a job for a platform, submit it and leave it running.
+
+    The job outlives this machine: controller and agent run beside it.
+    """
+    import shlex
+
+    from perdure.cli.platforms.profiles import choose_profile, here, render_danger
+    from perdure.cli.speech.bar import Bar
+    from perdure.service.jobfiles import wait_for_start
+
     place = here()
     home = place.home
     spec = make_launch_spec(job_file, home)
@@ -112,7 +115,9 @@ def launch(
         return 0
     if stop:
         return 128 + signal.SIGTERM
-    record = submit(spec, plan, place)
+    with Bar(as_json=as_json) as bar:
+        bar.say("launch", None, plan.profile.platform)
+        record = submit(spec, plan, place)
     if plan.kind == "local":
         wait_for_start(paths_of(home, plan.job), int(record.id))
     how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
@@ -125,7 +130,7 @@ def launch(
     return _follow(plan.job, stop) if follow else 0
 
 
-def check_launch(spec: JobSpec, plan: Plan, place: Here) -> Plan:
+def check_launch(spec: "JobSpec", plan: "Plan", place: "Here") -> "Plan":
     """Return the plan for what the place itself says, and say what is amiss.
 
     Raises:
@@ -133,6 +138,8 @@ def check_launch(spec: JobSpec, plan: Plan, place: Here) -> Plan:
         SafetyError: something is amiss that a launch would not survive.
         PlatformError: the place cannot be reached.
     """
+    from perdure.launch.platforms import load_platform
+
     check_name(plan, place.home)
     plan = check_place(spec, plan, load_platform(plan.kind), place)
     for finding in plan.findings:
@@ -143,16 +150,23 @@ def check_launch(spec: JobSpec, plan: Plan, place: Here) -> Plan:
     return plan
 
 
-def submit(spec: JobSpec, plan: Plan, place: Here) -> LaunchRecord:
+def submit(spec: "JobSpec", plan: "Plan", place: "Here") -> "LaunchRecord":
     """Submit a plan that was checked; return what is remembered of it."""
+    from perdure.launch.platforms import load_platform
+    from perdure.launch.records import read_record, write_record
+
     done = load_platform(plan.kind).submit(plan, place)
     record = _keep_account(spec, done, read_record(place.home, plan.job))
     write_record(place.home, record)
     return record
 
 
-def _keep_account(spec: JobSpec, record: LaunchRecord, before: LaunchRecord | None) -> LaunchRecord:
+def _keep_account(
+    spec: "JobSpec", record: "LaunchRecord", before: "LaunchRecord | None"
+) -> "LaunchRecord":
     """Return a record with what reminders need; a launch that goes on is billed from the first."""
+    import msgspec
+
     since_s = record.launched_s
     if before and not before.torn_down_s and _place(before.profile) == _place(record.profile):
         since_s = before.billed_since_s or before.launched_s
@@ -161,8 +175,11 @@ def _keep_account(spec: JobSpec, record: LaunchRecord, before: LaunchRecord | No
     )
 
 
-def _runs_there(plan: Plan, place: Here) -> bool:
+def _runs_there(plan: "Plan", place: "Here") -> bool:
     """Return whether the job was launched to this very place before, and waits or runs."""
+    from perdure.launch.platforms import load_platform
+    from perdure.launch.records import read_record
+
     record = read_record(place.home, plan.job)
     if record is None or record.torn_down_s or _place(record.profile) != _place(plan.profile):
         return False
@@ -187,6 +204,9 @@ def _hear_stop() -> list[int]:
 
 def _follow(job: str, heard: list[int]) -> int:
     """Follow a job to its end and return its exit code; SIGTERM stops the job itself."""
+    import subprocess
+
+    from perdure.cli.platforms.remote import attach
 
     def ask(number: int, frame: object) -> None:
         raise _Asked
@@ -204,21 +224,34 @@ def _follow(job: str, heard: list[int]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def make_plan(spec: JobSpec, profile: Profile) -> Plan:
+def make_plan(spec: "JobSpec", profile: "Profile") -> "Plan":
     """Return the plan of a job on a profile.
 
     Raises:
         ConfigError: the two do not go together.
     """
+    from perdure.launch.platforms import load_platform
+
     return load_platform(profile.kind).render(spec, profile)
 
 
-def make_launch_spec(job_file: str, home: str) -> JobSpec:
+def make_launch_spec(job_file: str, home: str) -> "JobSpec":
     """Return the job of a job file, its project as an absolute path, its script looked at.
 
     Raises:
         ConfigError: a field is wrong or too large, the script is not there or does not compile.
     """
+    import msgspec
+
+    from perdure.cli.running.jobspec import (
+        check_environment,
+        check_module,
+        check_script,
+        choose_name,
+        read_job_file,
+        validate,
+    )
+
     document = read_job_file(job_file)
     document.setdefault("script", "")
     spec = validate(document, job_file)
@@ -240,12 +273,14 @@ def make_launch_spec(job_file: str, home: str) -> JobSpec:
     return spec if "name" in document else choose_name(spec, home)
 
 
-def check_name(plan: Plan, home: str) -> None:
+def check_name(plan: "Plan", home: str) -> None:
     """Refuse a name under which a job runs here, or may still cost money at another place.
 
     Raises:
         ConfigError: it is taken.
     """
+    from perdure.launch.records import read_remote
+
     job, hint = plan.job, f"perdure status {plan.job}, or another `name`"
     if is_alive(paths_of(home, job)):
         raise ConfigError(f"job `{job}` is running", hint=hint)
@@ -258,16 +293,21 @@ def check_name(plan: Plan, home: str) -> None:
         )
 
 
-def _place(profile: Profile) -> tuple[str, str]:
+def _place(profile: "Profile") -> tuple[str, str]:
     return profile.platform, profile.launch.host
 
 
-def check_place(spec: JobSpec, plan: Plan, platform: Platform, place: Here) -> Plan:
+def check_place(spec: "JobSpec", plan: "Plan", platform: "Platform", place: "Here") -> "Plan":
     """Return the plan for what the place itself says: values measured, findings added.
 
     Raises:
         PlatformError: it cannot be reached.
     """
+    import msgspec
+
+    from perdure.launch.catalog import Resolved, overlay
+    from perdure.model.platforms.profile import list_unmeasured
+
     values, findings = platform.check(plan, place)
     wanted = set(list_unmeasured(plan.profile))
     measured = {key: value for key, value in values.items() if key in wanted}
@@ -278,7 +318,7 @@ def check_place(spec: JobSpec, plan: Plan, platform: Platform, place: Here) -> P
     return msgspec.structs.replace(plan, findings=(*plan.findings, *findings))
 
 
-def list_files(plan: Plan) -> dict[str, str]:
+def list_files(plan: "Plan") -> dict[str, str]:
     """Return a plan's files; those of further boxes that differ, below the box's name."""
     files = dict(plan.files)
     for other in plan.others:
@@ -287,8 +327,10 @@ def list_files(plan: Plan) -> dict[str, str]:
     return files
 
 
-def describe_plan(plan: Plan) -> dict[str, Any]:
+def describe_plan(plan: "Plan") -> dict[str, Any]:
     """Return a plan as `--json` shows it."""
+    import msgspec
+
     return {
         "job": plan.job,
         "kind": plan.kind,
@@ -300,7 +342,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def render_finding(finding: Finding) -> str:
+def render_finding(finding: "Finding") -> str:
     """Return a finding as one line, and one for its hint."""
     trap = f" [{finding.trap}]" if finding.trap else ""
     hint = f"\n         {finding.hint}" if finding.hint else ""

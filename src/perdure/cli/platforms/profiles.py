@@ -2,24 +2,17 @@
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from perdure.cli.speech.say import Json, answer, note, read_meanings, render_table
-from perdure.launch.catalog import (
-    Resolved,
-    describe_source,
-    flatten,
-    list_profiles,
-    load_profile,
-    overlay,
-)
-from perdure.launch.platforms import Here, load_platform
-from perdure.model.platforms.profile import HOST_DEPENDENT, Profile, list_unmeasured
-from perdure.model.source import list_sections
-from perdure.service.jobfiles import resolve_home
+from perdure.service.jobfolders import resolve_home
+
+if TYPE_CHECKING:
+    from perdure.launch.catalog import Resolved
+    from perdure.launch.platforms import Here
+    from perdure.model.platforms.profile import Profile
 
 Host = Annotated[
     str | None,
@@ -39,10 +32,15 @@ def profiles(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the platforms, or show one: each value, what it means, and what it came from.
+    """List the platforms, or show one: each value and its source.
 
     Your own lie in $PERDURE_HOME/profiles, each a diff against its `base`.
     """
+    import msgspec
+
+    from perdure.launch.catalog import describe_source, flatten
+    from perdure.model.platforms.profile import list_unmeasured
+
     home = resolve_home()
     if name is None:
         _list(home, as_json)
@@ -68,17 +66,21 @@ def profiles(
     )
 
 
-def here() -> Here:
+def here() -> "Here":
     """Return this machine, as launchers meet it; progress goes to standard error."""
+    from perdure.launch.platforms import Here
+
     return Here(resolve_home(), dict(os.environ), note)
 
 
-def choose_profile(name: str, host: str | None, home: str) -> Resolved:
+def choose_profile(name: str, host: str | None, home: str) -> "Resolved":
     """Return the profile `name`, for the box `host` where one was named.
 
     Raises:
         ConfigError: there is none, or it is malformed.
     """
+    from perdure.launch.catalog import load_profile, overlay
+
     resolved = load_profile(name, home)
     if not host:
         return resolved
@@ -87,12 +89,16 @@ def choose_profile(name: str, host: str | None, home: str) -> Resolved:
     return overlay(resolved, named, "--host")
 
 
-def measure_profile(resolved: Resolved, on: Here) -> Resolved:
+def measure_profile(resolved: "Resolved", on: "Here") -> "Resolved":
     """Return the profile with what the box says in place of `host-dependent`.
 
     Raises:
         PlatformError: it cannot be reached.
     """
+    from perdure.launch.catalog import overlay
+    from perdure.launch.platforms import load_platform
+    from perdure.model.platforms.profile import list_unmeasured
+
     platform = load_platform(resolved.profile.kind)
     from perdure.model.job import JobSpec
 
@@ -103,7 +109,7 @@ def measure_profile(resolved: Resolved, on: Here) -> Resolved:
     return overlay(resolved, {k: v for k, v in values.items() if k in wanted}, "measured")
 
 
-def render_danger(profile: Profile) -> str:
+def render_danger(profile: "Profile") -> str:
     """Return what has to be known before money is spent: the danger clock, the survival matrix."""
     teardown, grace = profile.teardown, profile.spot_grace
     undo = "it deletes the disk" if profile.meter_stop_irreversible else "the disk stays"
@@ -111,7 +117,7 @@ def render_danger(profile: Profile) -> str:
     day = f"; {hourly:g} {teardown.currency} an hour, {hourly * 24:.2f} a day" if hourly else ""
     words = f"{grace:g} s after a notice" if isinstance(grace, float) and grace else "at once"
     lines = (
-        (profile.danger, f"DANGER  {profile.danger}"),
+        (profile.danger, f"{'NOTE' if profile.kind == 'local' else 'DANGER':<8}{profile.danger}"),
         (
             not profile.ends_by_itself,
             f"METER   stopped by: {profile.meter_stop_verb} ({undo}){day}",
@@ -137,8 +143,13 @@ def render_danger(profile: Profile) -> str:
     return "\n".join([*told, *(["", render_table(head, rows)] if rows else [])])
 
 
-def render_profile(resolved: Resolved) -> str:
+def render_profile(resolved: "Resolved") -> str:
     """Return every value of a profile, what it came from, and what it means."""
+    import msgspec
+
+    from perdure.launch.catalog import flatten
+    from perdure.model.platforms.profile import HOST_DEPENDENT
+
     notes = read_key_meanings()
     rows: list[tuple[Any, ...]] = []
     for key, value in flatten(msgspec.to_builtins(resolved.profile)).items():
@@ -149,8 +160,12 @@ def render_profile(resolved: Resolved) -> str:
     return render_table(("key", "value", "from", "meaning"), rows)
 
 
-def render_sources(resolved: Resolved) -> str:
+def render_sources(resolved: "Resolved") -> str:
     """Return where each fact of a platform was read and when; empty where there is no fact."""
+    import msgspec
+
+    from perdure.launch.catalog import describe_source, flatten
+
     facts: dict[str, list[str]] = {}
     for key in flatten(msgspec.to_builtins(resolved.profile)):
         if source := describe_source(resolved, key):
@@ -160,6 +175,8 @@ def render_sources(resolved: Resolved) -> str:
 
 
 def _list(home: str, as_json: bool) -> None:
+    from perdure.launch.catalog import list_profiles, load_profile
+
     known = {name: load_profile(name, home).profile for name in list_profiles(home)}
     rows = [
         {
@@ -192,6 +209,9 @@ def _show(value: Any) -> str:
 
 def read_key_meanings() -> dict[str, str]:
     """Return dotted key -> what its docstring says, where the key is defined."""
+    from perdure.model.platforms.profile import Profile
+    from perdure.model.source import list_sections
+
     places: dict[type, str] = {Profile: ""}
     places |= {type_: f"{name}." for name, type_ in list_sections(Profile).items()}
     return {

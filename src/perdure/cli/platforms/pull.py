@@ -1,42 +1,26 @@
 """`perdure pull`: results home, with what nobody had named, before a box is given back."""
 
+import contextlib
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from perdure.cli.jobs import ENDED, find_here
-from perdure.cli.platforms.profiles import ask_person, here
+from perdure.cli.platforms.profiles import here
 from perdure.cli.speech.say import JobName, Json, answer
-from perdure.launch.exchange import name_first
-from perdure.launch.platforms import Here, load_platform
-from perdure.launch.records import read_record, write_record
-from perdure.launch.results.pulling import (
-    Found,
-    Sources,
-    build_roster,
-    compare_files,
-    describe_changed,
-    drop_sent,
-    list_areas,
-    look_into,
-    open_sources,
-    pull_files,
-    write_verified,
-)
+from perdure.launch.records import write_record
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.platforms.launching import (
-    PULL_VERIFIED,
-    BoxState,
-    LaunchRecord,
-    PulledFile,
-    PullManifest,
-)
+
+if TYPE_CHECKING:
+    from perdure.launch.platforms import Here
+    from perdure.launch.results.pulling import Sources
+    from perdure.model.platforms.launching import BoxState, LaunchRecord, PulledFile, PullManifest
 
 _LEAVE_S = 20.0
 """Given to further boxes to leave a job that has ended on its first."""
@@ -80,11 +64,15 @@ def pull(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
-    """Bring a job's checkpoints, journal, logs and outputs here from its box, or all of them.
+    """Bring a job's checkpoints, journal, logs and outputs here.
 
     So is every file of the project and the data folders there that is not here as it was sent, but
     for caches and environments. What has arrived stays: the same command goes on from there.
     """
+    import msgspec
+
+    from perdure.launch.results.pulling import describe_changed, open_sources
+
     place = here()
     record = mark_gone(read_launched_record(place.home, job), gone or [])
     for box in record.boxes:
@@ -102,7 +90,7 @@ def pull(
         manifest = _make_roster(record, sources, tuple(leave or ()), place)
         _ask_size(record, manifest, up_to_gb, yes=yes or dry_run)
         if not dry_run:
-            manifest = pull_files(record, manifest, directory, sources, place.tell, live=live)
+            manifest = _bring(record, manifest, directory, sources, place, live, as_json)
     if manifest.changed:
         place.tell(f"{describe_changed(manifest.changed)} while the job runs: here as they arrived")
     if not dry_run:
@@ -124,15 +112,43 @@ def pull(
     return 0
 
 
-def describe_files(files: Sequence[PulledFile]) -> str:
+def _bring(
+    record: "LaunchRecord",
+    manifest: "PullManifest",
+    directory: Path,
+    sources: "Sources",
+    place: "Here",
+    live: bool,
+    as_json: bool,
+) -> "PullManifest":
+    """Pull the files, and show on a terminal how far that is, by what lies here already."""
+    from perdure.cli.speech.bar import Bar
+    from perdure.launch.results.pulling import pull_files
+
+    def measure() -> float:
+        here = 0
+        for folder, _, names in os.walk(directory):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    here += os.stat(os.path.join(folder, name)).st_size
+        return here
+
+    with Bar(as_json=as_json) as bar:
+        bar.watch("pull", sum(file.bytes for file in manifest.files), measure)
+        return pull_files(record, manifest, directory, sources, place.tell, live=live)
+
+
+def describe_files(files: "Sequence[PulledFile]") -> str:
     """Return how many files they are, and how large together."""
     return f"{len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB"
 
 
 def _make_roster(
-    record: LaunchRecord, sources: Sources, leave: tuple[str, ...], place: Here
-) -> PullManifest:
+    record: "LaunchRecord", sources: "Sources", leave: tuple[str, ...], place: "Here"
+) -> "PullManifest":
     """Return what is to be brought, with hashes; what nobody named is told first, by its size."""
+    from perdure.launch.results.pulling import build_roster, drop_sent, list_areas
+
     if any(list_areas(box) for box in record.boxes):
         sizes = build_roster(record, sources, leave=leave, hashes=False)
         for line in describe_finds(record, drop_sent(sizes, record.project, hashes=False)):
@@ -140,16 +156,20 @@ def _make_roster(
     return drop_sent(build_roster(record, sources, leave=leave), record.project)
 
 
-def list_unnamed_files(record: LaunchRecord, manifest: PullManifest) -> list[PulledFile]:
+def list_unnamed_files(record: "LaunchRecord", manifest: "PullManifest") -> "list[PulledFile]":
     """Return the files that nobody named as results."""
+    from perdure.launch.results.pulling import list_areas
+
     areas = {area for box in record.boxes for area in set(list_areas(box)) - set(box.roots)}
     names = {label: re.sub("^boxes/[^/]*/", "", label) for label in manifest.roots}
     labels = tuple(f"{label}/" for label, name in names.items() if name in areas)
     return [file for file in manifest.files if file.path.startswith(labels)]
 
 
-def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
+def describe_finds(record: "LaunchRecord", manifest: "PullManifest") -> list[str]:
     """Return what lies on the box beside the results, line by line, the largest folders first."""
+    from perdure.launch.exchange import name_first
+
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for file in list_unnamed_files(record, manifest):
@@ -174,12 +194,16 @@ def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
     return [*lines, *(text for there, text in more if there)]
 
 
-def _ask_size(record: LaunchRecord, manifest: PullManifest, up_to_gb: float, *, yes: bool) -> None:
+def _ask_size(
+    record: "LaunchRecord", manifest: "PullManifest", up_to_gb: float, *, yes: bool
+) -> None:
     """Ask a person before much comes that nobody named.
 
     Raises:
         SafetyError: there is nobody who could be asked, or who does not want it.
     """
+    from perdure.cli.platforms.profiles import ask_person
+
     size = sum(file.bytes for file in list_unnamed_files(record, manifest))
     if yes or size <= up_to_gb * 1e9:
         return
@@ -193,7 +217,7 @@ def _ask_size(record: LaunchRecord, manifest: PullManifest, up_to_gb: float, *, 
     )
 
 
-def wait_over(box: LaunchRecord, place: Here, for_s: float) -> BoxState:
+def wait_over(box: "LaunchRecord", place: "Here", for_s: float) -> "BoxState":
     """Return how the job is on a box, after up to `for_s` in which it may end."""
     deadline = time.monotonic() + for_s
     while True:
@@ -203,12 +227,14 @@ def wait_over(box: LaunchRecord, place: Here, for_s: float) -> BoxState:
         time.sleep(0.5)
 
 
-def mark_gone(record: LaunchRecord, hosts: list[str]) -> LaunchRecord:
+def mark_gone(record: "LaunchRecord", hosts: list[str]) -> "LaunchRecord":
     """Return a job's record with the boxes `hosts` as gone.
 
     Raises:
         ConfigError: one is not among them, or nothing would be left to ask.
     """
+    import msgspec
+
     names = [box.box for box in (record, *record.others)]
     unknown = next((host for host in hosts if host not in names), None)
     if unknown is not None:
@@ -228,14 +254,28 @@ def mark_gone(record: LaunchRecord, hosts: list[str]) -> LaunchRecord:
 
 def verify_pulled(
     directory: Path,
-    manifest: PullManifest,
+    manifest: "PullManifest",
     *,
     allow_pickle: bool,
     nothing_to_keep: bool,
     as_json: bool,
 ) -> int:
     """Compare a pulled directory with its roster, load what has tensors; return the exit code."""
-    problems = compare_files(directory, manifest)
+    from perdure.cli.speech.bar import Bar
+    from perdure.launch.exchange import name_first
+    from perdure.launch.results.pulling import (
+        Found,
+        compare_files,
+        describe_changed,
+        look_into,
+        write_verified,
+    )
+    from perdure.model.platforms.launching import PULL_VERIFIED
+
+    with Bar(as_json=as_json) as bar:
+        problems = compare_files(
+            directory, manifest, lambda done, total: bar.count("verify", done, total)
+        )
     found = Found() if problems else look_into(directory, manifest, allow_pickle=allow_pickle)
     problems += found.problems
     if not (problems or found.tensors or nothing_to_keep):
@@ -278,12 +318,14 @@ def verify_pulled(
     return 3 if problems else 0
 
 
-def read_launched_record(home: str, job: str) -> LaunchRecord:
+def read_launched_record(home: str, job: str) -> "LaunchRecord":
     """Return what is remembered of a launched job.
 
     Raises:
         ConfigError: there is none.
     """
+    from perdure.launch.records import read_record
+
     record = read_record(home, job)
     if record is None:
         raise ConfigError(
@@ -295,12 +337,15 @@ def read_launched_record(home: str, job: str) -> LaunchRecord:
     return record
 
 
-def query_state(record: LaunchRecord, place: Here) -> BoxState:
+def query_state(record: "LaunchRecord", place: "Here") -> "BoxState":
     """Return how the job is, by its platform; of this machine's own, by the job's files.
 
     Raises:
         PlatformError: nobody answered, which says nothing about the job.
     """
+    from perdure.launch.platforms import load_platform
+    from perdure.model.platforms.launching import BoxState
+
     if record.profile.kind != "local":
         return load_platform(record.profile.kind).query_state(record, place)
     job = find_here(record.job, record.home)

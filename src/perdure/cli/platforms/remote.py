@@ -4,17 +4,12 @@ How each box of such a job is, is told with when it was last seen from here. `pe
 what they cost that nobody looks after; so do lines of `ps` and `status`.
 """
 
-import asyncio
 import contextlib
-import io
-import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from perdure.cli.jobs import (
@@ -25,28 +20,33 @@ from perdure.cli.jobs import (
     find_launched,
     list_jobs_elsewhere,
 )
-from perdure.cli.platforms.profiles import here
 from perdure.cli.speech.say import JobName, Json, answer, note, print_json
-from perdure.launch.platforms import Here, Platform, load_platform
-from perdure.launch.reminding import collect_reminders
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.platforms.launching import BoxRow, BoxState, LaunchRecord, Reminder
-from perdure.service.controller.alerts import Alerter
-from perdure.service.jobfiles import read_document, write_document
-from perdure.telemetry.alerts import Alert
+
+if TYPE_CHECKING:
+    from perdure.launch.platforms import Here, Platform
+    from perdure.model.platforms.launching import BoxRow, BoxState, LaunchRecord, Reminder
 
 
-def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
+def look_at_boxes(record: "LaunchRecord", place: "Here") -> "list[BoxRow]":
     """Return how a job's part on each box is; all are asked at once.
 
     What was seen is remembered, beside the job's record: of a box that does not answer it is told
     when it last did, and as which boot.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
+    import msgspec
+
+    from perdure.launch.platforms import load_platform
+    from perdure.model.platforms.launching import BoxRow
+    from perdure.service.jobfiles import write_document
+
     platform = load_platform(record.profile.kind)
     path = _locate_seen(place.home, record.job)
     seen = {row.host: row for row in read_seen(place.home, record.job)}
 
-    def look(box: LaunchRecord) -> BoxRow:
+    def look(box: "LaunchRecord") -> "BoxRow":
         try:
             state = platform.query_state(box, place)
         except PlatformError as error:
@@ -72,8 +72,11 @@ def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
     return rows
 
 
-def read_seen(home: str, job: str) -> list[BoxRow]:
+def read_seen(home: str, job: str) -> "list[BoxRow]":
     """Return how a job's boxes were when they were last asked."""
+    from perdure.model.platforms.launching import BoxRow
+    from perdure.service.jobfiles import read_document
+
     return read_document(str(_locate_seen(home, job)), list[BoxRow]) or []
 
 
@@ -81,8 +84,10 @@ def _locate_seen(home: str, job: str) -> Path:
     return Path(home, "launches", "seen", f"{job}.json")
 
 
-def _describe_launch(box: LaunchRecord) -> BoxRow:
+def _describe_launch(box: "LaunchRecord") -> "BoxRow":
     """Return what is known of a box that has not answered since the launch."""
+    from perdure.model.platforms.launching import BoxRow
+
     return BoxRow(
         host=box.box,
         state="unreached",
@@ -93,13 +98,13 @@ def _describe_launch(box: LaunchRecord) -> BoxRow:
     )
 
 
-def tell_boxes(record: LaunchRecord, place: Here) -> None:
+def tell_boxes(record: "LaunchRecord", place: "Here") -> None:
     """Say how each box is."""
     for row in look_at_boxes(record, place):
         note(describe_row(row))
 
 
-def describe_row(row: BoxRow) -> str:
+def describe_row(row: "BoxRow") -> str:
     """Return in one sentence how a job's part on a box is."""
     if row.state == "unreached":
         ago_s = max(0.0, time.time() - row.seen_s)
@@ -109,11 +114,14 @@ def describe_row(row: BoxRow) -> str:
     return f"{row.host}: {row.state}: {row.reason}{more}"
 
 
-def print_status(record: LaunchRecord, place: Here, run: Callable[[], int]) -> int:
+def print_status(record: "LaunchRecord", place: "Here", run: Callable[[], int]) -> int:
     """Print one document: what `run` prints of the job's own, and every box; return `run`'s code.
 
     Where the job's own box does not answer, the others are told all the same, with exit code 3.
     """
+    import io
+    import json
+
     printed, code = io.StringIO(), PlatformError.exit_code
     document: dict[str, Any] = {"job": record.job}
     try:
@@ -124,11 +132,14 @@ def print_status(record: LaunchRecord, place: Here, run: Callable[[], int]) -> i
         document |= {"state": "unreached", "reason": error.message, "hint": error.hint}
     except json.JSONDecodeError:
         document |= {"state": "unknown", "reason": printed.getvalue().strip()}
-    print_json({**document, "boxes": look_at_boxes(record, place)})
+    rows = look_at_boxes(record, place)
+    if not printed.getvalue() and code == 0:  # It has said nothing yet: what its platform says.
+        document |= {"state": rows[0].state, "reason": rows[0].reason}
+    print_json({**document, "boxes": rows})
     return code
 
 
-def find_box(record: LaunchRecord, host: str | None) -> LaunchRecord:
+def find_box(record: "LaunchRecord", host: str | None) -> "LaunchRecord":
     """Return the job's box of that name; its first one without a name.
 
     Raises:
@@ -146,17 +157,21 @@ AGAIN_S = 24 * 3600.0
 """An alert of the same kind for the same job is sent again after this."""
 
 
-def list_reminders(record: LaunchRecord, home: str) -> list[Reminder]:
+def list_reminders(record: "LaunchRecord", home: str) -> "list[Reminder]":
     """Return what a person should look after, by what was last seen; nobody is asked."""
+    from perdure.launch.reminding import collect_reminders
+
     return collect_reminders(record, read_seen(home, record.job), time.time())
 
 
 def remind(as_json: Json = False) -> int:
-    """Ask every box of a launched job, and say what costs money that nobody looks after.
+    """Say what costs money that nobody looks after.
 
-    Each reminder goes to the job's own [alerts] too, once a day: cron may run this. Nothing is
-    ever stopped by it.
+    Every box of a launched job is asked. Each reminder goes to the job's own [alerts] too, once a
+    day: cron may run this. Nothing is ever stopped by it.
     """
+    from perdure.cli.platforms.profiles import here
+
     place = here()
     found: list[Reminder] = []
     undelivered = 0
@@ -171,8 +186,14 @@ def remind(as_json: Json = False) -> int:
     return 3 if undelivered else 0
 
 
-def _send(record: LaunchRecord, reminders: list[Reminder], place: Here) -> int:
+def _send(record: "LaunchRecord", reminders: "list[Reminder]", place: "Here") -> int:
     """Send each reminder to the job's alerts, unless it was a day ago or less; return the lost."""
+    import asyncio
+
+    from perdure.service.controller.alerts import Alerter  # With a library of retries.
+    from perdure.service.jobfiles import read_document, write_document
+    from perdure.telemetry.alerts import Alert
+
     alerter = Alerter(record.job, record.alerts)
     path = Path(place.home, "launches", "seen", f"{record.job}.reminded.json")
     sent = read_document(str(path), dict[str, float]) or {}
@@ -202,11 +223,14 @@ _POLLS_AT_END = 60
 """After a job's last line its supervisor, or the platform, may take so long to say so."""
 
 
-def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
+def run_there(record: "LaunchRecord", argv: Sequence[str]) -> int:
     """Run a command line where its job is; return its exit code."""
+    from perdure.cli.platforms.profiles import here
+    from perdure.launch.platforms import load_platform
+
     platform, place = load_platform(record.profile.kind), here()
     pods = record.profile.kind == "kubernetes"
-    if argv[0] == "status" and "--json" in argv and record.profile.kind == "ssh":
+    if argv[0] == "status" and "--json" in argv and record.profile.kind in ("ssh", "slurm"):
         return print_status(record, place, lambda: platform.run(record, argv, place))
     told = argv[0] in ("status", "diagnose") and "--json" not in argv
     try:
@@ -221,7 +245,7 @@ def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
                 note(reminder.text)
 
 
-def _tell_pods(record: LaunchRecord, place: Here) -> None:
+def _tell_pods(record: "LaunchRecord", place: "Here") -> None:
     """Say how a job's pods are, and what happened to them and their nodes before."""
     from perdure.launch.kubernetes import list_past, query_state
 
@@ -229,13 +253,15 @@ def _tell_pods(record: LaunchRecord, place: Here) -> None:
         note(line)
 
 
-def describe_state(record: LaunchRecord, state: BoxState) -> str:
+def describe_state(record: "LaunchRecord", state: "BoxState") -> str:
     """Return in one sentence how a job is, by what its supervisor wrote down."""
+    from perdure.model.platforms.launching import BoxRow
+
     return describe_row(BoxRow(host=record.box, state=state.state, reason=state.reason))
 
 
 def attach(job: JobName, as_json: Json = False) -> int:
-    """Follow a job's output until it ends, wherever it runs; leave with its exit code.
+    """Follow a job's output to its end; leave with its exit code.
 
     A connection that breaks is made again, and the output goes on where it was. Ctrl-C leaves the
     job running.
@@ -262,16 +288,24 @@ def _attach_here(found: Job, as_json: bool) -> int:
 
 
 def follow_to_end(
-    platform: Platform,
-    record: LaunchRecord,
+    platform: "Platform",
+    record: "LaunchRecord",
     words: Sequence[str],
-    place: Here,
+    place: "Here",
     sleep: Callable[[float], None] = time.sleep,
-) -> BoxState:
-    """Show what `words` print of a job, over all its lives; return its state once it is over."""
-    state = platform.query_state(record, place)
+) -> "BoxState":
+    """Show what `words` print of a job, over all its lives; return its state once it is over.
+
+    While it waits, each reason is told once.
+    """
+    state, told = platform.query_state(record, place), set[str]()
     while True:
         ended = False
+        if state.state != "waiting":
+            told.clear()
+        elif (why := state.reason.partition(":")[0]) not in told:  # They come and go for hours.
+            told.add(why)
+            note(describe_state(record, state))
         if state.state != "waiting":
             # Where it broke off, the state says whether there is more to come.
             with contextlib.suppress(PlatformError):
@@ -283,16 +317,17 @@ def follow_to_end(
             polls, state = polls - 1, platform.query_state(record, place)
         if state.over and before.state != "waiting":
             return state
-        if state.state == "waiting" and before.state != "waiting":
-            note(describe_state(record, state))
         sleep(_POLL_S)
 
 
-def _name_life(state: BoxState) -> tuple[str, int]:
+def _name_life(state: "BoxState") -> tuple[str, int]:
     return state.state, state.attempt
 
 
-def _attach_there(record: LaunchRecord, as_json: bool) -> int:
+def _attach_there(record: "LaunchRecord", as_json: bool) -> int:
+    from perdure.cli.platforms.profiles import here
+    from perdure.launch.platforms import load_platform
+
     words = ["logs", record.job, "-f", *(["--json"] if as_json else [])]
     state = follow_to_end(load_platform(record.profile.kind), record, words, here())
     note(describe_state(record, state))
@@ -315,7 +350,10 @@ def tunnel(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Make ports of the box reachable here, on loopback, until Ctrl-C; made again when broken."""
+    """Make ports of the job's machine reachable here, on loopback.
+
+    This lasts until Ctrl-C; a connection that breaks is made again.
+    """
     record = find_launched(job, f"http://127.0.0.1:{port[0]}")
     from perdure.launch import kubernetes
     from perdure.launch.channel import Channel
@@ -338,11 +376,13 @@ def scale(
     pods: Annotated[int, typer.Argument(min=0, metavar="PODS", help="0 has it save and wait.")],
     as_json: Json = False,
 ) -> None:
-    """Give a job on Kubernetes more or fewer pods while it trains on.
+    """Give a job on Kubernetes more or fewer pods as it trains.
 
     An elastic job grows up to `nodes_max` and shrinks to `nodes`. Pods that go leave at a step that
     all agree on: nothing is made again.
     """
+    from perdure.cli.platforms.profiles import here
+
     record = find_launched(job, "perdure join brings others")
     if record.profile.kind != "kubernetes":
         raise ConfigError(f"nothing to scale on a platform of kind {record.profile.kind}")

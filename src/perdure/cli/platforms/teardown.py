@@ -5,53 +5,25 @@ and once more afterwards, while nothing can be started there.
 """
 
 import contextlib
-import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from perdure.cli.platforms.launch import render_finding
 from perdure.cli.platforms.profiles import ask_person, here, is_terminal
-from perdure.cli.platforms.pull import (
-    DryRun,
-    Leave,
-    describe_files,
-    query_state,
-    read_launched_record,
-)
+from perdure.cli.platforms.pull import DryRun, Leave, read_launched_record
 from perdure.cli.speech.say import JobName, Json, answer, keep_given, note, print_json
-from perdure.launch.exchange import UnfinishedError, UnreachedError, name_first
-from perdure.launch.platforms import Here, load_teardown
-from perdure.launch.records import forget_record, list_records, write_record
-from perdure.launch.results import gone
-from perdure.launch.results.gate import (
-    find_obstacles,
-    list_changed_files,
-    list_known_jobs,
-    list_neighbours,
-)
-from perdure.launch.results.gone import ask_gone, fill_words
-from perdure.launch.results.pulling import (
-    build_roster,
-    compare_files,
-    drop_sent,
-    open_sources,
-    read_manifest,
-    read_verified,
-)
+from perdure.launch.platforms import load_teardown
+from perdure.launch.results.gone import fill_words
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
-from perdure.model.platforms.launching import (
-    BoxState,
-    Finding,
-    LaunchRecord,
-    PullManifest,
-)
-from perdure.model.platforms.profile import TeardownSection
+
+if TYPE_CHECKING:
+    from perdure.launch.platforms import Here
+    from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, PullManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +40,8 @@ class Waived:
 class Look:
     """One look of the gate, and what it has seen."""
 
-    obstacles: list[Finding]
-    rosters: dict[str, PullManifest]
+    obstacles: "list[Finding]"
+    rosters: "dict[str, PullManifest]"
     """Job -> all files on its boxes at that moment, the sent ones among them."""
 
 
@@ -104,7 +76,7 @@ def teardown(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
-    """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
+    """Stop the meter, once all was pulled and verified."""
     place = here()
     record = name_boxes(read_launched_record(place.home, job), ids or [])
     deletion = load_teardown(record.profile.kind).render_deletion(record, with_volume=with_volume)
@@ -145,12 +117,16 @@ def teardown(
     return _close(place.home, record, told, as_json=as_json)
 
 
-def name_boxes(record: LaunchRecord, ids: list[str]) -> LaunchRecord:
+def name_boxes(record: "LaunchRecord", ids: list[str]) -> "LaunchRecord":
     """Return a job's record with what the platform calls its boxes, the first one first.
 
     Raises:
         ConfigError: they are not as many as the boxes, or cannot be ids.
     """
+    import msgspec
+
+    from perdure.model.platforms.profile import TeardownSection
+
     boxes = (record, *record.others)
     if not ids:
         return record
@@ -169,20 +145,26 @@ def name_boxes(record: LaunchRecord, ids: list[str]) -> LaunchRecord:
 
 
 def _stop_under_lock(
-    record: LaunchRecord,
-    place: Here,
+    record: "LaunchRecord",
+    place: "Here",
     waived: Waived,
     look: Look,
     deletion: tuple[str, ...],
     *,
     by_hand: bool,
-) -> LaunchRecord:
+) -> "LaunchRecord":
     """Look at the boxes once more and stop them, while nothing can start there; return the record.
 
     Raises:
         SafetyError: something is otherwise than it was.
         PlatformError: a stop command failed.
     """
+    import shlex
+
+    from perdure.launch.platforms import load_teardown
+    from perdure.launch.results import gone
+    from perdure.launch.results.gone import fill_words
+
     with _hold(record, waived, by_hand=by_hand):
         _look_again(record, place, waived, look)
         record = _note_waived(place.home, record, waived, look)
@@ -199,8 +181,12 @@ def _stop_under_lock(
     return record
 
 
-def _close(home: str, record: LaunchRecord, told: dict[str, Any], *, as_json: bool) -> int:
+def _close(home: str, record: "LaunchRecord", told: dict[str, Any], *, as_json: bool) -> int:
     """Write down that a job is torn down, and say so."""
+    import msgspec
+
+    from perdure.launch.records import write_record
+
     write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
     answer(
         {**told, "torn_down": True},
@@ -223,10 +209,15 @@ def forget(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Forget a job whose box is gone, with whatever was never brought home.
+    """Forget a job whose box is gone, and what was not brought home.
 
     Nothing is stopped by it. The record is set aside, and the name is free again.
     """
+    import msgspec
+
+    from perdure.launch.records import forget_record, write_record
+    from perdure.launch.results.gone import ask_gone
+
     place = here()
     record = read_launched_record(place.home, job)
     if record.profile.kind == "local":
@@ -274,12 +265,15 @@ def forget(
     return 0
 
 
-def _hear(box: LaunchRecord, place: Here) -> tuple[bool, str]:
+def _hear(box: "LaunchRecord", place: "Here") -> tuple[bool, str]:
     """Return whether a box answers that is asked how the job is, and what is known of it.
 
     One over ssh whose program fails, or does not end, may well live, and is billed: its disk may be
     full, or its storage hang. Of one that is not reached nothing is known.
     """
+    from perdure.cli.platforms.pull import query_state
+    from perdure.launch.exchange import UnfinishedError, UnreachedError
+
     try:
         return True, f"answers, and says {query_state(box, place).state}"
     except PlatformError as error:
@@ -290,8 +284,11 @@ def _hear(box: LaunchRecord, place: Here) -> tuple[bool, str]:
     return False, ""
 
 
-def describe_lost(record: LaunchRecord) -> list[str]:
+def describe_lost(record: "LaunchRecord") -> list[str]:
     """Return what was never brought home of a job whose box is gone, line by line."""
+    from perdure.cli.platforms.pull import describe_files
+    from perdure.launch.results.pulling import read_manifest, read_verified
+
     pulled = read_manifest(Path(record.pulled_to)) if record.pulled_to else None
     if pulled is None:
         lines = ["nothing of it was ever brought home"]
@@ -312,9 +309,15 @@ def describe_lost(record: LaunchRecord) -> list[str]:
 
 
 def _foretell(
-    record: LaunchRecord, told: dict[str, Any], words: tuple[tuple[str, ...], ...], *, as_json: bool
+    record: "LaunchRecord",
+    told: dict[str, Any],
+    words: tuple[tuple[str, ...], ...],
+    *,
+    as_json: bool,
 ) -> None:
     """Say what would be run."""
+    import shlex
+
     if as_json:
         print_json({**told, "dry_run": True})
     elif not told["obstacles"]:
@@ -323,11 +326,16 @@ def _foretell(
         print(f"the gate is open; after the name is typed, it would run: {way}")
 
 
-def check_gate(record: LaunchRecord, place: Here, waived: Waived) -> Look:
+def check_gate(record: "LaunchRecord", place: "Here", waived: Waived) -> Look:
     """Return why the box may not be given back yet, if it may not, and what was seen.
 
     What other jobs have on the same box goes with it, so they are looked at as well.
     """
+    import msgspec
+
+    from perdure.launch.records import list_records
+    from perdure.launch.results.gate import list_known_jobs, list_neighbours
+
     records = list_records(place.home)
     known = list_known_jobs(record, records)
     rosters: dict[str, PullManifest] = {}
@@ -347,12 +355,24 @@ def check_gate(record: LaunchRecord, place: Here, waived: Waived) -> Look:
 
 
 def _look(
-    record: LaunchRecord,
-    place: Here,
+    record: "LaunchRecord",
+    place: "Here",
     waived: Waived,
-    rosters: dict[str, PullManifest],
+    rosters: "dict[str, PullManifest]",
     known: frozenset[str],
-) -> list[Finding]:
+) -> "list[Finding]":
+    from perdure.cli.platforms.pull import query_state
+    from perdure.launch.exchange import UnreachedError
+    from perdure.launch.results.gate import find_obstacles
+    from perdure.launch.results.pulling import (
+        build_roster,
+        compare_files,
+        drop_sent,
+        open_sources,
+        read_manifest,
+        read_verified,
+    )
+
     directory = Path(record.pulled_to) if record.pulled_to else None
     pulled = read_manifest(directory) if directory else None
     differences = compare_files(directory, pulled) if directory and pulled else []
@@ -381,8 +401,12 @@ def _look(
     )
 
 
-def _look_for_others(record: LaunchRecord) -> list[Finding]:
+def _look_for_others(record: "LaunchRecord") -> "list[Finding]":
     """Return who else is on a machine that the stop verb takes: processes and logins."""
+    from perdure.launch.exchange import UnreachedError
+    from perdure.launch.platforms import load_teardown
+    from perdure.model.platforms.launching import Finding
+
     platform, found = load_teardown(record.profile.kind), []
     hint = "--others-agree, once it may go with the box"
     for box in record.boxes:
@@ -393,12 +417,14 @@ def _look_for_others(record: LaunchRecord) -> list[Finding]:
 
 
 @contextlib.contextmanager
-def _hold(record: LaunchRecord, waived: Waived, *, by_hand: bool) -> Iterator[None]:
+def _hold(record: "LaunchRecord", waived: Waived, *, by_hand: bool) -> Iterator[None]:
     """Let nothing start on the boxes of a job while the body runs.
 
     Raises:
         SafetyError: something has been started there meanwhile.
     """
+    from perdure.launch.platforms import load_teardown
+
     platform = load_teardown(record.profile.kind)
     with contextlib.ExitStack() as stack:
         for box in () if waived.box_is_gone or by_hand else record.boxes:
@@ -409,12 +435,18 @@ def _hold(record: LaunchRecord, waived: Waived, *, by_hand: bool) -> Iterator[No
         yield
 
 
-def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look) -> None:
+def _look_again(record: "LaunchRecord", place: "Here", waived: Waived, before: Look) -> None:
     """Look at the boxes once more, after a person has taken their time to say yes.
 
     Raises:
         SafetyError: something is otherwise than it was.
     """
+    from perdure.cli.platforms.pull import query_state
+    from perdure.launch.exchange import name_first
+    from perdure.launch.records import list_records
+    from perdure.launch.results.gate import list_changed_files, list_neighbours
+    from perdure.launch.results.pulling import build_roster, open_sources
+
     if waived.box_is_gone:
         return
     neighbours = list_neighbours(record, list_records(place.home))
@@ -440,8 +472,12 @@ def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look)
         raise SafetyError(f"not torn down: {others[0].text}", hint=others[0].hint)
 
 
-def _note_waived(home: str, record: LaunchRecord, waived: Waived, look: Look) -> LaunchRecord:
+def _note_waived(home: str, record: "LaunchRecord", waived: Waived, look: Look) -> "LaunchRecord":
     """Write down what a person has let go of; return the record."""
+    import msgspec
+
+    from perdure.launch.records import write_record
+
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     roster = look.rosters.get(record.job)
     files, left = (roster.files, roster.left) if roster else ((), ())
@@ -465,15 +501,15 @@ def _note_waived(home: str, record: LaunchRecord, waived: Waived, look: Look) ->
     return record
 
 
-def _how(record: LaunchRecord) -> str:
+def _how(record: "LaunchRecord") -> str:
     return record.profile.teardown.how or "see your provider"
 
 
-def _left(record: LaunchRecord) -> str:
+def _left(record: "LaunchRecord") -> str:
     return record.profile.teardown.keeps_billing or "nothing that this profile knows of"
 
 
-def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
+def _ask_name(job: str, confirm: str | None, record: "LaunchRecord") -> None:
     """Have a person type the job's name."""
     if confirm is None and is_terminal():
         undo = "its disk is deleted" if record.profile.meter_stop_irreversible else "the disk stays"
@@ -484,12 +520,14 @@ def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
         raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
 
 
-def _ask_platform(record: LaunchRecord, place: Here, waived: Waived) -> None:
+def _ask_platform(record: "LaunchRecord", place: "Here", waived: Waived) -> None:
     """Say what the platform says of each box before anything is stopped.
 
     Raises:
         SafetyError: it does not know one: it is another's name, or another account's.
     """
+    from perdure.launch.results.gone import ask_gone
+
     for box in (record, *record.others):
         answer = ask_gone(box)
         if answer is None:
@@ -505,8 +543,13 @@ def _ask_platform(record: LaunchRecord, place: Here, waived: Waived) -> None:
             )
 
 
-def _stop_all(home: str, record: LaunchRecord, place: Here) -> LaunchRecord:
+def _stop_all(home: str, record: "LaunchRecord", place: "Here") -> "LaunchRecord":
     """Stop every box, also where one of them cannot be; return the record."""
+    import msgspec
+
+    from perdure.launch.records import write_record
+    from perdure.launch.results import gone
+
     record = msgspec.structs.replace(record, stop_asked_s=time.time())
     write_record(home, record)  # Before it is: whatever breaks now, somebody looks after it.
     failed: list[PlatformError] = []
@@ -520,12 +563,15 @@ def _stop_all(home: str, record: LaunchRecord, place: Here) -> LaunchRecord:
     return record
 
 
-def _await_end(record: LaunchRecord, place: Here, *, by_hand: bool) -> None:
+def _await_end(record: "LaunchRecord", place: "Here", *, by_hand: bool) -> None:
     """Wait until the platform says of every box that it is gone.
 
     Raises:
         PlatformError: it does not, or cannot be asked; the meter may still run.
     """
+    from perdure.launch.results import gone
+    from perdure.launch.results.gone import fill_words
+
     for box in (record, *record.others):
         answer = gone.wait_gone(box, place.tell)
         if answer is not None and not answer.gone:
@@ -543,8 +589,10 @@ def _await_end(record: LaunchRecord, place: Here, *, by_hand: bool) -> None:
             )
 
 
-def _is_gone(record: LaunchRecord) -> bool:
+def _is_gone(record: "LaunchRecord") -> bool:
     """Return whether a stop was asked for, and the platform says by now that all is gone."""
+    from perdure.launch.results.gone import ask_gone
+
     if not record.stop_asked_s:
         return False
     answers = [ask_gone(box) for box in (record, *record.others)]

@@ -27,8 +27,8 @@ from perdure.cli.running.torchrun import (
     count_cpus,
     list_rdzv_notes,
     list_visible_gpus,
-    parse_nnodes,
     parse_nproc,
+    read_rendezvous,
 )
 from perdure.launch.catalog import find_line
 from perdure.launch.environment import explain_default_threads
@@ -38,13 +38,14 @@ from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
 from perdure.model.source import BOM, find_misfit, parse_toml
-from perdure.service.jobfiles import is_alive, paths_of
+from perdure.service.jobfolders import is_alive, paths_of
 
 _PATHS = {
     "nats": ("creds", "tls_cert", "tls_key", "tls_ca"),
     "notify": ("webhook_token_file",),
     "preemption": ("file",),
     "bus": ("arbiter",),
+    "tracking": ("tensorboard",),
 }
 """Fields that are nothing but a path."""
 
@@ -97,8 +98,20 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
         _take_nproc(document, options)
         validate(document, options.config)  # So that options are written over what has its shape.
     _apply_options(document, options)
+    met = read_rendezvous(options.map_rendezvous(), options.environ)
+    if met is not None:
+        document["nodes"] = met.nodes_min
+        document["nodes_max"] = met.nodes_max if met.nodes_max > met.nodes_min else 0
     spec = validate(document, "options")
+    if met is not None:
+        for wrong, message, hint in _check_rendezvous(spec, options):
+            if wrong:
+                raise ConfigError(message, hint=hint)
+        spec = msgspec.structs.replace(spec, remote=spec.num_nodes - 1)
     if not spec.script:
+        if options.config:
+            hint = f'script = "train.py" in it; perdure run -c {options.config} SCRIPT has one too'
+            raise ConfigError(f"{options.config}: no script to run", hint=hint)
         raise ConfigError("no script to run", hint="perdure run [OPTIONS] SCRIPT [ARGS...]")
     if spec.module and spec.no_python:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
@@ -109,12 +122,12 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
 def locate_all(spec: JobSpec) -> JobSpec:
     """Return the job with absolute paths: what is relative is so to where the script runs."""
     cwd = os.path.abspath(spec.cwd)
-    url, webhook = os.path.expandvars(spec.checkpoint.url), spec.alerts.webhook
-    if webhook.startswith("@"):
-        webhook = "@" + _locate(webhook[1:], cwd)
+    url = os.path.expandvars(spec.checkpoint.url)
+    told = {"webhook": spec.alerts.webhook, "apprise": spec.alerts.apprise}
+    told |= {n: "@" + _locate(v[1:], cwd) for n, v in told.items() if v.startswith("@")}
     parts: dict[str, Any] = {
         "checkpoint": msgspec.structs.replace(spec.checkpoint, url=_locate(url, cwd)),
-        "alerts": msgspec.structs.replace(spec.alerts, webhook=webhook),
+        "alerts": msgspec.structs.replace(spec.alerts, **told),
     }
     for section, names in _PATHS.items():
         part = getattr(spec, section)
@@ -122,6 +135,8 @@ def locate_all(spec: JobSpec) -> JobSpec:
         parts[section] = msgspec.structs.replace(part, **paths)
     return msgspec.structs.replace(spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), **parts)
 
+
+_LOGIN = re.compile(r"://[^/]*@")
 
 Faults = tuple[tuple[object, str, str], ...]
 """(whether it is so, what is wrong, a hint)."""
@@ -142,7 +157,8 @@ def lay_out(spec: JobSpec) -> JobSpec:
         placed = msgspec.structs.replace(placed, torchft=stock)
     own = "no --observe" if observed else 'torchft.lighthouse = "perdure"'
     of_groups = _check_groups(placed, groups, spec.nodes, "" if held else own) if groups else ()
-    for wrong, message, hint in (*of_groups, *_check_nodes(placed, observed)):
+    on_nodes = _check_nodes(placed, observed)
+    for wrong, message, hint in (*of_groups, *on_nodes, *_check_tracking(placed.tracking)):
         if wrong:
             raise ConfigError(message, hint=hint)
     return placed
@@ -200,6 +216,35 @@ def _check_groups(spec: JobSpec, groups: int, nodes: int, own: str) -> Faults:
     )
 
 
+def _check_rendezvous(spec: JobSpec, options: RunOptions) -> Faults:
+    """Return what does not go with a command that is typed on every node."""
+    here = "the first node starts all of them, and the others join it"
+    return (
+        (
+            options.nodes is not None or options.remote is not None,
+            "--nnodes says how many nodes there are; --nodes and --remote go without it",
+            "--nnodes N alone",
+        ),
+        (options.placement, "--placement and --nnodes exclude one another", ""),
+        (
+            options.detach,
+            "--detach: on each node the command stays there as long as the node trains",
+            "nohup perdure run ... &, or `perdure launch`",
+        ),
+        (spec.groups, "--nnodes: replica groups of torchft are all on one machine", ""),
+        (
+            spec.bus.replicas > 1,
+            f"bus.replicas = {spec.bus.replicas}: with --nnodes the servers are on the first node",
+            "leave it out: where the first node is lost, the same command there resumes the job",
+        ),
+        (
+            spec.nats.url or spec.nats.tls_cert,
+            f"nats: with --nnodes the server and its certificate are perdure's own; {here}",
+            "leave it out, or perdure invite and perdure join",
+        ),
+    )
+
+
 def _check_nodes(spec: JobSpec, observed: bool) -> Faults:
     """Return what the nodes do not go with, such as replicas of the bus that guard against nothing.
 
@@ -246,6 +291,27 @@ def _check_nodes(spec: JobSpec, observed: bool) -> Faults:
     )
 
 
+def _check_tracking(tracking: job.TrackingConfig) -> Faults:
+    """Return what trackers do not go with: a job file is kept, and shown to who looks."""
+    return (
+        (
+            _LOGIN.search(tracking.mlflow),
+            "tracking.mlflow has a login in it, which would be kept with the job",
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+        ),
+        (
+            tracking.wandb.count("/") > 1 or "://" in tracking.wandb,
+            f"tracking.wandb = {tracking.wandb}: not PROJECT or ENTITY/PROJECT",
+            "where a server of your own is, says WANDB_BASE_URL",
+        ),
+        (
+            "://" in tracking.tensorboard,
+            f"tracking.tensorboard = {tracking.tensorboard}: not a folder",
+            "a folder that this machine sees",
+        ),
+    )
+
+
 def _locate(path: str, cwd: str) -> str:
     if not path or "://" in path or path.startswith("$"):
         return path
@@ -257,13 +323,17 @@ def _take_nproc(document: dict[str, Any], options: RunOptions) -> None:
     if options.nproc is not None:
         document.pop("nproc", None)
     elif isinstance(document.get("nproc"), str):
-        document["nproc"] = parse_nproc(document["nproc"], options.environ)
+        try:
+            document["nproc"] = parse_nproc(document["nproc"], options.environ)
+        except ConfigError as error:
+            path = options.config or ""
+            line = find_line(Path(path).read_text(errors="replace"), ["nproc"])
+            text = error.message.replace("-n ", "nproc: ", 1)
+            raise ConfigError(f"{path}, line {line}: {text}", hint=error.hint) from None
 
 
 def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
     """Write what was given on the command line over the job file's document."""
-    if options.nnodes:
-        parse_nnodes(options.nnodes)
     given = {
         field or option: value
         for option, field in _FIELDS.items()
@@ -324,16 +394,8 @@ def _find_line(source: str, keys: list[str]) -> str:
 
 
 def _list_option_notes(options: RunOptions, spec: JobSpec) -> list[str]:
-    notes = list_rdzv_notes(
-        {
-            "--rdzv-backend": options.rdzv_backend,
-            "--rdzv-endpoint": options.rdzv_endpoint,
-            "--rdzv-conf": options.rdzv_conf,
-            "--master-addr": options.master_addr,
-            "--master-port": options.master_port,
-            "--node-rank": options.node_rank,
-        }
-    )
+    given = options.map_rendezvous()
+    notes = [] if read_rendezvous(given, options.environ) else list_rdzv_notes(given)
     more = (
         (spec.observe, "observed only: nothing is acted upon; a rank that fails ends the job"),
         (
@@ -348,6 +410,10 @@ def _list_option_notes(options: RunOptions, spec: JobSpec) -> list[str]:
     return [*notes, *(text for given, text in more if given)]
 
 
+_BUCKETS = {"s3": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
+"""Scheme of a URL -> perdure's extra, and the module that it brings for fsspec."""
+_TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+"""Tracker -> the package that is installed for it."""
 FREE_BYTES_MIN = 64 << 20
 """Below this much free space a journal and logs would soon fail."""
 _STRING_MAX = 128 << 10
@@ -365,22 +431,41 @@ def check_job(spec: JobSpec, home: str, environ: dict[str, str]) -> list[str]:
         ConfigError: the script cannot run.
         PlatformError: the machine cannot take the job.
     """
+    notes: list[str] = []
     if spec.no_python:
         check_program(spec)
     elif spec.module:
         check_module(spec)
     else:
-        check_script(spec)
+        notes = check_script(spec)
     check_environment(spec, environ)
     check_folder(home)
     url = spec.checkpoint.url
     if url and "://" not in url:
         check_folder(url)
-    return [*check_torch_version(read_installed("torch")), *check_devices(spec, environ)]
+    extra, module = _BUCKETS.get(url.partition("://")[0], ("", ""))
+    if extra and find_spec(module) is None:
+        raise ConfigError(
+            f"checkpoint.url = {url} needs {module}", hint=f"pip install 'perdure[{extra}]'"
+        )
+    notes += check_torch_version(read_installed("torch"))
+    notes += [
+        f"tracking.{kind}: {_TRACKERS[kind]} is not installed, so nothing is told there; "
+        f"pip install 'perdure[{kind}]'"
+        for kind in spec.tracking.targets
+        if not read_installed(_TRACKERS[kind])
+    ]
+    return notes + check_devices(spec, environ)
 
 
-def check_script(spec: JobSpec) -> None:
-    """Check that the script is a readable file whose syntax this Python accepts.
+_SPAWNS = re.compile(
+    rb"^[^#\n]{0,400}?\b(?:(?:mp|multiprocessing)\.spawn|notebook_launcher|debug_launcher)\s*\(",
+    re.MULTILINE,
+)
+
+
+def check_script(spec: JobSpec) -> list[str]:
+    """Check that the script is a readable file whose syntax this Python accepts; return notes.
 
     Raises:
         ConfigError: otherwise; the hint names files of similar names, the message the line.
@@ -415,6 +500,14 @@ def check_script(spec: JobSpec) -> None:
             f"{spec.script}: not Python source: {error}",
             hint="--no-python runs a program, -m a module",
         ) from None
+    if found := _SPAWNS.search(source):
+        line = source[: found.end()].count(b"\n") + 1
+        return [
+            f"{spec.script}, line {line} makes processes of its own, which nobody here watches: "
+            "each rank would start a world in itself, so let it train in the process that it is, "
+            "with RANK and WORLD_SIZE from the environment as under torchrun"
+        ]
+    return []
 
 
 def check_program(spec: JobSpec) -> None:
@@ -505,7 +598,8 @@ def check_folder(folder: str) -> None:
         ) from error
     if free < FREE_BYTES_MIN:
         raise PlatformError(
-            f"no space left: {free >> 20} MiB free at {folder}",
+            f"no space left: {free >> 20} MiB free at {folder}, and a job takes at least "
+            f"{FREE_BYTES_MIN >> 20} MiB, its checkpoints not counted",
             hint="make room, or choose another place with PERDURE_HOME or checkpoint.url",
         )
 
@@ -526,7 +620,7 @@ def check_devices(spec: JobSpec, environ: dict[str, str]) -> list[str]:
 
     Nothing is refused: whether a script needs a GPU for each rank only the script knows.
     """
-    ranks, gpus = spec.machine_ranks, len(list_visible_gpus({**environ, **spec.env}))
+    ranks, gpus = spec.local_ranks, len(list_visible_gpus({**environ, **spec.env}))
     threads = explain_default_threads(spec, environ)
     notes = [threads] if threads else []
     if gpus and ranks > gpus and spec.groups:
@@ -543,9 +637,17 @@ def check_devices(spec: JobSpec, environ: dict[str, str]) -> list[str]:
 
 def choose_name(spec: JobSpec, home: str) -> JobSpec:
     """Return the job under a name of its own: the script's, numbered while such a job lives."""
-    stem = spec.script.rsplit(".", 1)[-1] if spec.module else Path(spec.script).stem
-    base = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-._")[:56] or "job"
+    base = name_after(spec.script.rsplit(".", 1)[-1] if spec.module else Path(spec.script).stem)
     name, number = base, 2
     while is_alive(paths_of(home, name)):
         name, number = f"{base}-{number}", number + 1
     return msgspec.structs.replace(spec, name=name)
+
+
+def name_after(stem: str) -> str:
+    """Return the name of a job that is called as its script is.
+
+    >>> name_after("my train (2)"), name_after("__")
+    ('my-train-2', 'job')
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-._")[:56] or "job"

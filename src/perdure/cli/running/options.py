@@ -165,18 +165,26 @@ class RunOptions:
             "--shutdown-timeout", min=0, help="Seconds between SIGTERM and SIGKILL (default 2)."
         ),
     ] = None
-    nnodes: Annotated[str | None, _torchrun("--nnodes", help="1, 1:1; more needs --nodes.")] = None
+    nnodes: Annotated[
+        str | None,
+        _torchrun("--nnodes", metavar="N", help="Nodes on which this is typed: N, MIN:MAX, auto."),
+    ] = None
     standalone: Annotated[
         bool, _torchrun("--standalone", help="Always so here: perdure makes the rendezvous.")
     ] = False
     rdzv_backend: Annotated[str | None, _torchrun("--rdzv-backend", help="Ignored.")] = None
     rdzv_endpoint: Annotated[
-        str | None, _torchrun("--rdzv-endpoint", help="Ignored if it names this machine.")
+        str | None,
+        _torchrun("--rdzv-endpoint", metavar="HOST[:PORT]", help="Where several nodes meet."),
     ] = None
-    rdzv_id: Annotated[str | None, _torchrun("--rdzv-id", help="Becomes TORCHELASTIC_RUN_ID.")] = (
-        None
-    )
-    rdzv_conf: Annotated[str | None, _torchrun("--rdzv-conf", help="Ignored.")] = None
+    rdzv_id: Annotated[
+        str | None,
+        _torchrun("--rdzv-id", help="TORCHELASTIC_RUN_ID; names a job of several nodes."),
+    ] = None
+    rdzv_conf: Annotated[
+        str | None,
+        _torchrun("--rdzv-conf", metavar="K=V,...", help="secret_file=PATH, join_timeout=S."),
+    ] = None
     monitor_interval: Annotated[
         float | None, _torchrun("--monitor-interval", help="Ignored: exits are seen at once.")
     ] = None
@@ -184,10 +192,31 @@ class RunOptions:
         str | None,
         _torchrun("--start-method", help="Ignored: ranks are forked from a warm image, or --cold."),
     ] = None
-    node_rank: Annotated[str | None, _torchrun("--node-rank", help="0.")] = None
-    master_addr: Annotated[
-        str | None, _torchrun("--master-addr", help="Ignored if it names this machine.")
+    node_rank: Annotated[
+        str | None, _torchrun("--node-rank", help="0 is the first node; else --rdzv-endpoint says.")
     ] = None
-    master_port: Annotated[str | None, _torchrun("--master-port", help="Ignored.")] = None
+    master_addr: Annotated[
+        str | None, _torchrun("--master-addr", help="As --rdzv-endpoint, without the port.")
+    ] = None
+    master_port: Annotated[str | None, _torchrun("--master-port", help="Its port (29500).")] = None
+    local_addr: Annotated[
+        str | None,
+        _torchrun("--local-addr", metavar="IP", help="Where other nodes reach this one."),
+    ] = None
     environ: dict[str, str] = field(default_factory=dict)
     """The environment of `perdure run` itself, which is no option."""
+
+    def map_rendezvous(self) -> dict[str, str | bool | None]:
+        """Return torchrun's options about nodes and where they meet, by name."""
+        return {
+            "--nnodes": self.nnodes,
+            "--node-rank": self.node_rank,
+            "--standalone": self.standalone,
+            "--rdzv-backend": self.rdzv_backend,
+            "--rdzv-endpoint": self.rdzv_endpoint,
+            "--rdzv-id": self.rdzv_id,
+            "--rdzv-conf": self.rdzv_conf,
+            "--master-addr": self.master_addr,
+            "--master-port": self.master_port,
+            "--local-addr": self.local_addr,
+        }

@@ -4,21 +4,19 @@ There is no script and there are no ranks here: whoever runs torchrun in another
 another machine points TORCHFT_LIGHTHOUSE at what this command prints.
 """
 
-import ipaddress
-import socket
-from importlib.util import find_spec
-from typing import Annotated, Any
+import os
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.cli.running.jobspec import check_folder, locate_all, read_job_file, validate
-from perdure.cli.running.run import supervise
-from perdure.cli.speech.say import JobName, Json, keep_given
+from perdure.cli.speech.say import JobName, Json, keep_given, note
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.job import JobSpec
-from perdure.model.report import ReplicaRow, Snapshot
-from perdure.service.access.credentials import check_outside
-from perdure.service.jobfiles import is_alive, paths_of, resolve_home
+from perdure.service.jobfolders import is_alive, paths_of, resolve_home
+
+if TYPE_CHECKING:
+    from perdure.model.job import JobSpec
+    from perdure.model.paths import JobPaths
+    from perdure.model.report import ReplicaRow, Snapshot
 
 PORT = 29510
 """Where torchft's own lighthouse listens, too."""
@@ -27,12 +25,15 @@ PORT = 29510
 def serve(
     job: JobName,
     port: Annotated[
-        int,
-        typer.Option("--lighthouse-port", min=0, max=65535, help="0: one that is free."),
-    ] = PORT,
+        int | None,
+        typer.Option(
+            "--lighthouse-port", min=0, max=65535, help="0: one that is free (default 29510)."
+        ),
+    ] = None,
     bind: Annotated[
-        str, typer.Option("--bind", metavar="ADDRESS", help="Where the lighthouse listens.")
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option("--bind", metavar="ADDRESS", help="Where it listens (default 127.0.0.1)."),
+    ] = None,
     unprotected: Annotated[
         bool,
         typer.Option(
@@ -47,44 +48,102 @@ def serve(
         int | None,
         typer.Option("--nproc-per-node", "-n", min=1, help="Ranks of each group (default 1)."),
     ] = None,
+    remote: Annotated[
+        int | None,
+        typer.Option(
+            "--remote",
+            metavar="K",
+            min=1,
+            help="Hear ranks with the line on so many other machines, which are invited.",
+        ),
+    ] = None,
     config: Annotated[
         str | None, typer.Option("--config", "-c", help="A job file; options win over it.")
     ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the lighthouse serves.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Serve replica groups that others start: bus, controller and lighthouse, and no ranks.
+    """Serve torchft replica groups that others start by torchrun.
 
-    Runs until SIGINT or SIGTERM, or `perdure stop`; whoever trains then goes on without
-    a lighthouse. Groups join by TORCHFT_LIGHTHOUSE, which is printed.
+    Bus, controller and lighthouse run here, and no ranks. Runs until SIGINT or SIGTERM, or `perdure
+    stop`; whoever trains then goes on without a lighthouse. Groups join by TORCHFT_LIGHTHOUSE,
+    which is printed.
     """
+    from importlib.util import find_spec
+
+    from perdure.cli.running.jobspec import check_folder
+    from perdure.cli.running.run import detach as hand_over
+    from perdure.service.access.credentials import check_outside  # With NATS.
+
     home = resolve_home()
-    torchft = {"bind": bind, "port": port, **keep_given(min_replicas=min_replicas)}
-    spec = make_served_spec(job, torchft, config, nproc)
+    torchft = keep_given(bind=bind, port=port, min_replicas=min_replicas)
+    spec = make_served_spec(job, torchft, config, nproc, remote)
     check_outside(spec)
-    check_bind(bind, unprotected=unprotected)
+    check_bind(spec.torchft.bind, unprotected=unprotected, joined=bool(spec.remote))
     if find_spec("grpc") is None:
         raise ConfigError("perdure serve needs grpcio", hint="pip install 'perdure[torchft]'")
     if is_alive(paths_of(home, job)):
         hint = f"`perdure status {job}`, `perdure stop {job}`, or another name"
         raise ConfigError(f"job `{job}` is running", hint=hint)
     check_folder(home)
-    check_port(bind, port)
+    check_port(spec.torchft.bind, spec.torchft.port)
+    spec = hold_again(spec, paths_of(home, job))
+    return (hand_over if detach else serve_here)(spec, home, as_json=as_json)
+
+
+def serve_here(spec: "JobSpec", home: str, *, as_json: bool) -> int:
+    """Serve in this process until it ends; return the exit code.
+
+    Raises:
+        PerdureError: it cannot be served.
+    """
+    from perdure.cli.running.run import supervise
+
     arrivals = Arrivals()
 
-    def tell(snapshot: Snapshot) -> list[str]:
+    def tell(snapshot: "Snapshot") -> list[str]:
         return [f"[perdure] {line}" for line in arrivals.take(snapshot.replicas)]
 
-    return supervise(spec, home, as_json=as_json, tells=tell)
+    placement = write_placement(spec, home) if spec.remote else ""
+    return supervise(spec, home, as_json=as_json, tells=tell, placement=placement)
+
+
+def write_placement(spec: "JobSpec", home: str) -> str:
+    """Write that the bus is where the lighthouse is, for machines that join; return the file.
+
+    Port, certificate and `joiner`'s password are kept beside it, so that those who have joined come
+    back by their invitations when this is started anew.
+
+    Raises:
+        PlatformError: it cannot be written.
+    """
+    from perdure.service.jobfiles import RENDEZVOUS, on_disk, write_document
+    from perdure.service.placement import Placement
+
+    folder = os.path.join(paths_of(home, spec.name).root, RENDEZVOUS)
+    with on_disk(f"write {folder}"):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    path = os.path.join(folder, "placement.json")
+    write_document(path, Placement(bind=spec.torchft.bind, door="door.json"))
+    return path
 
 
 def make_served_spec(
-    name: str, torchft: dict[str, Any], config: str | None = None, nproc: int | None = None
-) -> JobSpec:
+    name: str,
+    torchft: dict[str, Any],
+    config: str | None = None,
+    nproc: int | None = None,
+    remote: int | None = None,
+) -> "JobSpec":
     """Return the job: `torchft` has what was said of its lighthouse.
 
     Raises:
         ConfigError: the job file is wrong, or has what a job without ranks of its own cannot have.
     """
+    from perdure.cli.running.jobspec import locate_all, read_job_file, validate
+
     document: dict[str, Any] = {"script": "", **(read_job_file(config) if config else {})}
     said = validate(document, config or "options")  # So that it has the shape that is written over.
     if said.script:
@@ -92,8 +151,9 @@ def make_served_spec(
             f"{config}: script: the groups of `perdure serve` are started by others",
             hint="leave it out; `perdure run --torchft` starts groups itself",
         )
-    document |= {"name": name, **keep_given(nproc=nproc)}
+    document |= {"name": name, **keep_given(nproc=nproc, remote=remote)}
     document["torchft"] = {
+        "port": PORT,
         **document.get("torchft", {}),
         **torchft,
         "replicas": 1,
@@ -101,7 +161,8 @@ def make_served_spec(
     }
     spec = validate(document, "options")
     wrong = (
-        (spec.nodes > 1 or spec.spares or spec.remote or spec.nodes_max, "nodes and spares"),
+        (spec.nodes > 1 or spec.spares or spec.nodes_max, "nodes and spares"),
+        (spec.remote and spec.nats.url, "nats.url with remote"),
         (document.get("observe"), "observe"),
         (spec.bus.replicas > 1, "bus.replicas"),
         (not (spec.lighthouse and spec.lighthouse.own), "torchft.lighthouse"),
@@ -114,12 +175,16 @@ def make_served_spec(
     return locate_all(spec)
 
 
-def check_bind(bind: str, *, unprotected: bool) -> None:
-    """Check that the lighthouse may listen at `bind`.
+def check_bind(bind: str, *, unprotected: bool, joined: bool) -> None:
+    """Check that the lighthouse may listen at `bind`; with `joined`, the bus as well.
 
     Raises:
         ConfigError: it is no address, or others than this machine's users would reach it.
     """
+    import ipaddress
+
+    from perdure.service.placement import CLOSED, is_closed
+
     try:
         address = ipaddress.ip_address("127.0.0.1" if bind == "localhost" else bind)
     except ValueError:
@@ -131,6 +196,12 @@ def check_bind(bind: str, *, unprotected: bool) -> None:
             "others a state, or end a group: torchft's protocol has no credentials",
             hint="--unprotected where only your own machines reach it (docs/torchft.md)",
         )
+    if joined and not is_closed(str(address)):
+        raise ConfigError(
+            f"--bind {bind} with --remote: machines that join have to be told one address, which "
+            "strangers do not reach",
+            hint=f"{CLOSED}: that of this machine in the network of the others",
+        )
 
 
 def check_port(bind: str, port: int) -> None:
@@ -139,6 +210,8 @@ def check_port(bind: str, port: int) -> None:
     Raises:
         PlatformError: otherwise.
     """
+    import socket
+
     try:
         [(family, kind, proto, _, address), *_] = socket.getaddrinfo(
             bind, port, type=socket.SOCK_STREAM
@@ -153,6 +226,27 @@ def check_port(bind: str, port: int) -> None:
         ) from error
 
 
+def hold_again(spec: "JobSpec", paths: "JobPaths") -> "JobSpec":
+    """Return the job with the holds of the serve that was killed, and say whom it holds."""
+    import msgspec
+
+    from perdure.service.holds import read_holds
+
+    holds = read_holds(paths)
+    for held in holds.groups:
+        alive = f", but for {held.trains}" if held.trains else ""
+        note(
+            f"group {held.number} ({held.name}) is held, as before{alive}: "
+            f"perdure restore {spec.name} {held.name}"
+        )
+    for replica in holds.lost:
+        note(f"{replica} was held, and cannot be known again by its name: drain it once it is back")
+    if holds.damage:
+        note(f"the journal of the serve before is damaged, so holds may be missing: {holds.damage}")
+    torchft = msgspec.structs.replace(spec.torchft, held=holds.groups or spec.torchft.held)
+    return msgspec.structs.replace(spec, torchft=torchft)
+
+
 class Arrivals:
     """Tells in lines who has come, trains, and has gone."""
 
@@ -160,7 +254,7 @@ class Arrivals:
         """Begin with nobody there."""
         self._known: dict[int, tuple[str, str]] = {}
 
-    def take(self, rows: tuple[ReplicaRow, ...]) -> list[str]:
+    def take(self, rows: "tuple[ReplicaRow, ...]") -> list[str]:
         """Return what is new.
 
         >>> row = ReplicaRow(0, "train_0:ab", 0, "training", 3, 2, since_s=1.0)

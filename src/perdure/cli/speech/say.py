@@ -17,12 +17,49 @@ from typing import Annotated, Any
 
 import typer
 
-from perdure.dash.shape import align
+from perdure.cli.speech.pages import point_to_pages
 from perdure.model.codec import encode
-from perdure.model.errors import PlatformError
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.plain import shorten_line, show_controls
 
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
+
+def complete_jobs(incomplete: str) -> list[str]:
+    """Return the names of jobs that begin like this, the newest first."""
+    from perdure.service.jobfolders import list_jobs, resolve_home
+
+    return [name for name in reversed(list_jobs(resolve_home())) if name.startswith(incomplete)]
+
+
+def choose_newest_job() -> str:
+    """Return the newest job's name, for a command that only looks and was given none.
+
+    Raises:
+        ConfigError: there is no job.
+    """
+    from perdure.service.jobfolders import list_jobs, resolve_home
+
+    home = resolve_home()
+    names = list_jobs(home)
+    if not names:
+        raise ConfigError(f"there are no jobs under {home}", hint="perdure run SCRIPT starts one")
+    return names[-1]
+
+
+JobName = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job's name.", autocompletion=complete_jobs)
+]
+AnyJob = Annotated[
+    str,
+    typer.Argument(
+        metavar="[JOB]",
+        help="The job's name; else the newest.",
+        default_factory=choose_newest_job,
+        show_default=False,
+        autocompletion=complete_jobs,
+    ),
+]
+"""Of a command that only looks."""
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it without a question.")]
 Json = Annotated[bool, typer.Option("--json", help="The answer as JSON.")]
 Timeout = Annotated[
     float, typer.Option("--timeout-s", min=0.1, help="How long to wait for the answer.")
@@ -39,6 +76,7 @@ def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> in
     Where standard output takes no JSON (its disk is full), standard error has the two lines. What
     quotes a value of kilobytes is shown with both its ends; JSON has all of it.
     """
+    message, hint = point_to_pages(message), point_to_pages(hint)
     with contextlib.suppress(OSError):
         if as_json:
             document = {"error": message, "hint": hint, "exit_code": exit_code}
@@ -53,7 +91,7 @@ def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> in
 
 def note(text: str) -> None:
     """Say something beside the answer."""
-    print(f"perdure: {text}", file=sys.stderr, flush=True)
+    print(f"perdure: {point_to_pages(text)}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -103,6 +141,8 @@ def write_asked(path: Path, text: str, *, hint: str = "another FILE") -> None:
 def render_table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
     """Return a table with columns as wide as their widest cell; numbers lean to the right."""
     # On one line each, and as wide as it is counted.
+    from perdure.dash.shape import align
+
     shown = [[show_controls(str(cell)).replace("\n", "\\n") for cell in row] for row in rows]
     right = [
         column

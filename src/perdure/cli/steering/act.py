@@ -88,7 +88,10 @@ def note(
     timeout_s: Timeout = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Keep a remark in the job's journal: `report` shows it, and marks it on curves."""
+    """Keep a remark in the job's journal, for report and curves.
+
+    `report` shows it, and marks it on curves.
+    """
     fault = find_note_fault(text)
     if fault:
         raise ConfigError(fault, hint=f"perdure note {job} TEXT")
@@ -104,7 +107,7 @@ def stop(
     timeout_s: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
-    """End the job after a checkpoint at a step that all ranks agree on.
+    """End the job, after a checkpoint at an agreed step.
 
     A script that does not call perdure.init() gets SIGTERM.
     """
@@ -162,11 +165,11 @@ def drain(
     why: Why = "",
     as_json: Json = False,
 ) -> None:
-    """Move the ranks off a node after a checkpoint, so that no committed step is lost.
+    """Move the ranks off a node; no committed step is lost.
 
-    All ranks agree on a step, save, and make no step after it; a spare node stands in, and the
-    new world goes on from there. Refused where no spare node is ready, and where the script does
-    not call perdure.init().
+    The ranks save a checkpoint and leave. All ranks agree on a step, save, and make no step after
+    it; a spare node stands in, and the new world goes on from there. Refused where no spare node is
+    ready, and where the script does not call perdure.init().
     """
     _send(job, "drain", targets, deadline, why, dry_run, as_json, force=force, wait=wait)
 
@@ -178,7 +181,10 @@ def cordon(
     why: Why = "",
     as_json: Json = False,
 ) -> None:
-    """Let a node take no new ranks from the next world on; those that run there stay."""
+    """Let a node take no new ranks; those that run there stay.
+
+    It counts from the next world on.
+    """
     _send(job, "cordon", targets, None, why, dry_run, as_json)
 
 
@@ -191,7 +197,10 @@ def evict(
     why: Why = "",
     as_json: Json = False,
 ) -> None:
-    """End the ranks on a node now; a spare node stands in, from the newest checkpoint."""
+    """End the ranks on a node now; a spare node stands in.
+
+    It goes on from the newest checkpoint.
+    """
     _send(job, "evict", targets, deadline, why, dry_run, as_json, wait=wait)
 
 
@@ -248,11 +257,11 @@ def notify(
     timeout_s: Timeout = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Tell a job of what it cannot see: a failed device, or a machine that will be taken away.
+    """Tell a job of a failed device, or a machine that will go.
 
-    A failed device makes the verdict UnhealthyDevice, which `policy.unhealthy_device` acts upon;
-    a preemption has the node left within its grace, unless it is withdrawn; `machine` says why
-    one is gone.
+    The job cannot see it by itself. A failed device makes the verdict UnhealthyDevice, which
+    `policy.unhealthy_device` acts upon; a preemption has the node left within its grace, unless it
+    is withdrawn; `machine` says why one is gone.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown notice `{kind}`", hint=f"one of {', '.join(KINDS)}")
@@ -278,20 +287,24 @@ def set_(
         int | None, typer.Option("--at-step", min=0, help="Begin with this step; else soon.")
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Take the newest change back.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Without changes: list also what nobody has changed.")
+    ] = False,
     why: Why = "",
     timeout_s: Timeout = 60.0,
     as_json: Json = False,
 ) -> None:
-    """Change settings of a running job: all of them, on every rank, from one step on, or none.
+    """Change settings of a running job, on all ranks from one step on.
 
-    Keys are those that the script has declared (run.config.declare), and perdure's own. A rank
-    that cannot apply a change refuses it for all.
+    All of them are in force, on every rank, from one step on, or none. Keys are those that the
+    script has declared (run.config.declare), and perdure's own. A rank that cannot apply a change
+    refuses it for all.
     """
     found = find_job(job)
     snapshot = found.snapshot()
-    keys = {spec.name: spec for spec in (*snapshot.keys, *list_own_keys(found.spec))}
+    keys = _list_keys(found, snapshot)
     if not changes and not undo:
-        _list(job, keys, snapshot, as_json)
+        _list(job, keys, snapshot, show_all=show_all, as_json=as_json)
         return
     if changes and undo:
         raise ConfigError("--undo takes no values", hint=f"perdure set {job} --undo")
@@ -306,10 +319,10 @@ def set_(
 
 
 def pause(job: JobName, why: Why = "", timeout_s: Timeout = 300.0, as_json: Json = False) -> None:
-    """Have all ranks stand still before the same step, until they are resumed.
+    """Have all ranks stand still before the same step.
 
-    A paused job can be set, saved and stopped. A world that fails meanwhile begins again, makes
-    up for what was lost, and stands at the same step.
+    They stand until they are resumed. A paused job can be set, saved and stopped. A world that
+    fails meanwhile begins again, makes up for what was lost, and stands at the same step.
     """
     result = send_command(find_job(job), "pause", {"why": why}, timeout_s=timeout_s)
     _answer(job, result, f"paused before step {result.get('step', '?')}", as_json)
@@ -327,6 +340,20 @@ def _answer(job: str, result: dict[str, Any], text: str, as_json: bool) -> None:
 
 
 # --- what was typed -----------------------------------------------------------------------------
+
+
+def parse_changes(job: Job, changes: list[str]) -> dict[str, Value]:
+    """Return the values of `KEY=VALUE` texts, checked against what the job has declared.
+
+    Raises:
+        ConfigError: one of them cannot be.
+    """
+    snapshot = job.snapshot()
+    return _parse(job, _list_keys(job, snapshot), snapshot, changes)
+
+
+def _list_keys(job: Job, snapshot: Snapshot) -> dict[str, KeySpec]:
+    return {spec.name: spec for spec in (*snapshot.keys, *list_own_keys(job.spec))}
 
 
 def _parse(
@@ -348,7 +375,8 @@ def _parse(
             own = ", ".join(sorted(n for n, s in keys.items() if s.owner == "script"))
             raise ConfigError(
                 f"unknown key `{name}`",
-                hint=f"the script has declared {own or 'none'}; perdure set {job.name} lists all",
+                hint=f"the script has declared {own or 'none'}; "
+                f"perdure set {job.name} --all lists all",
             )
         else:
             values[name] = _guess(text)  # The script has not declared its keys yet.
@@ -375,7 +403,9 @@ def _read_values(keys: dict[str, KeySpec], snapshot: Snapshot) -> dict[str, Any]
     return {name: snapshot.settings.get(name, spec.default) for name, spec in keys.items()}
 
 
-def _list(job: str, keys: dict[str, KeySpec], snapshot: Snapshot, as_json: bool) -> None:
+def _list(
+    job: str, keys: dict[str, KeySpec], snapshot: Snapshot, *, show_all: bool, as_json: bool
+) -> None:
     values = _read_values(keys, snapshot)
     meanings = {
         f"{section}.{field}": text
@@ -394,6 +424,11 @@ def _list(job: str, keys: dict[str, KeySpec], snapshot: Snapshot, as_json: bool)
         }
         for s in order
     ]
-    cells = [(s.name, s.type, render_value(values[s.name]), s.range, notes[s.name]) for s in order]
-    table = render_table(("key", "type", "value", "range", "note"), cells)
-    answer({"job": job, "epoch": snapshot.epoch, "settings": rows}, table, as_json=as_json)
+    shown = [s for s in order if show_all or s.owner == "script" or s.name in snapshot.settings]
+    cells = [(s.name, s.type, render_value(values[s.name]), s.range, notes[s.name]) for s in shown]
+    lines = [render_table(("key", "type", "value", "range", "note"), cells)] if cells else []
+    if len(shown) < len(order):
+        own = "settings of perdure's own, which nobody has changed"
+        lines.append(f"{len(order) - len(shown)} {own}: perdure set {job} --all")
+    document = {"job": job, "epoch": snapshot.epoch, "settings": rows}
+    answer(document, "\n".join(lines), as_json=as_json)

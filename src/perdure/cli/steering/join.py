@@ -8,16 +8,19 @@ from typing import Annotated
 import typer
 
 from perdure.cli.jobs import Job, find_job, send_command
-from perdure.cli.speech.say import JobName, Json, answer, note, print_json, render_table
-from perdure.model.codec import encode
+from perdure.cli.speech.say import (
+    JobName,
+    Json,
+    answer,
+    keep_given,
+    note,
+    print_json,
+    render_table,
+)
 from perdure.model.errors import ConfigError
 from perdure.model.events import EXPIRES_S
-from perdure.service.access.credentials import end_logins
-from perdure.service.access.joining import join as join_job
-from perdure.service.access.joining import make_invitation, read_invitation, read_source
-from perdure.service.jobfiles import resolve_home, write_atomic
+from perdure.service.jobfolders import resolve_home
 
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _ANSWER_S = 30.0
 
 
@@ -44,11 +47,16 @@ def invite(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what a machine needs to join a job. It holds a secret: pass it over a pipe or a file.
+    """Print what a machine needs to join a job (a secret).
 
-    It serves one machine, which may come back with it, and can be used for the first time until it
-    expires. The job has places for machines from elsewhere if it was started with --remote.
+    It holds a secret: pass it over a pipe or a file. It serves one machine, which may come back
+    with it, and can be used for the first time until it expires. The job has places for machines
+    from elsewhere if it was started with --remote.
     """
+    from perdure.model.codec import encode
+    from perdure.service.access.joining import make_invitation
+    from perdure.service.jobfiles import write_atomic
+
     found = find_job(job)
     if list_all:
         _list(found, as_json)
@@ -77,11 +85,13 @@ def parse_time(text: str) -> float:
     Raises:
         ConfigError: it is none of these, or not above 0.
     """
+    from perdure.cli.looking.chosen import UNITS_S
+
     if text == "never":
         return 0.0
-    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS_S else (text, "s")
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS_S else (text, "s")
     try:
-        time_s = float(number) * _UNITS_S[unit]
+        time_s = float(number) * UNITS_S[unit]
     except ValueError:
         time_s = 0.0
     if not 0 < time_s < 1e10:
@@ -109,7 +119,10 @@ def _list(found: Job, as_json: bool) -> None:
 
 
 def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:
-    result = send_command(found, "revoke", {"id": id_}, timeout_s=_ANSWER_S)
+    from perdure.service.access.credentials import end_logins
+
+    asked = keep_given(id=id_, end_login=end_login)
+    result = send_command(found, "revoke", asked, timeout_s=_ANSWER_S)
     ended = result["served"] if end_login else []
     if ended:
         end_logins(found.paths, ended)
@@ -122,10 +135,11 @@ def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:
     ]
     document = {"job": found.name, **result, "logins_ended": ended}
     answer(document, "\n".join(lines), as_json=as_json)
+    moves = "" if found.spec.served else f"perdure evict {found.name} {{0}} moves its ranks; "
     for node in () if as_json or end_login else result["nodes"]:
         note(
-            f"node {node} came by it and is there, with its login: perdure evict {found.name} "
-            f"{node} moves its ranks; --revoke {id_} --end-login cuts it off"
+            f"node {node} came by it and is there, with its login: {moves.format(node)}"
+            f"--revoke {id_} --end-login cuts it off"
         )
 
 
@@ -147,10 +161,14 @@ def join(
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Make this machine a node of a running job, until the job ends or the node is left.
+    """Make this machine a node of a running job.
 
-    SIGTERM, SIGINT and SIGUSR1 are notices: the node is left within the grace.
+    It stays until the job ends or the node is left. SIGTERM, SIGINT and SIGUSR1 are notices: the
+    node is left within the grace.
     """
+    from perdure.service.access.joining import join as join_job
+    from perdure.service.access.joining import read_invitation, read_source
+
     invitation = read_invitation(read_source(source))
     home = resolve_home()
 
@@ -162,7 +180,7 @@ def join(
 
     if cwd is not None and not os.path.isdir(cwd):
         raise ConfigError(f"--cwd {cwd}: no such directory")
-    code = join_job(
+    left = join_job(
         invitation,
         home=home,
         address=address,
@@ -171,4 +189,4 @@ def join(
         wait_s=wait_s,
         on_line=say,
     )
-    raise typer.Exit(code)
+    raise typer.Exit(left.code)

@@ -13,6 +13,13 @@ class Answered(msgspec.Struct, frozen=True):
     members: tuple[Member, ...]
 
 
+class Refused(msgspec.Struct, frozen=True):
+    """Answer who holds this token with an error: there is no quorum for it."""
+
+    token: int
+    reason: str
+
+
 class Formed(msgspec.Struct, frozen=True):
     """The members have changed, or the id. To be on disk before anyone is answered."""
 
@@ -63,6 +70,8 @@ class LeftOut(_OfReplica, frozen=True):
     """No heartbeat of it comes any more."""
     generation: int = -1
     """As in `Seen`."""
+    heard_s: float = 0.0
+    """Where it is `silent`: when it was heard last."""
 
 
 class Fenced(msgspec.Struct, frozen=True):
@@ -73,4 +82,4 @@ class Fenced(msgspec.Struct, frozen=True):
     reason: str
 
 
-Output = Answered | Formed | Seen | Stands | Late | LeftOut | Fenced
+Output = Answered | Refused | Formed | Seen | Stands | Late | LeftOut | Fenced

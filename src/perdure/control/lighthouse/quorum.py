@@ -24,20 +24,22 @@ of the quorum, so that a process group formed since is left alone. Newcomers joi
 quorum, and nobody waits for them, save before the first.
 
 Where others start the groups (`QuorumConfig.elsewhere`) their names tell them apart, silence is
-what is known of a death, and a new life of a group ends the one before, unless that is heard still.
+what is known of a death, and a new life of a group is the end of the one before, since when that
+was heard last. Where it was heard a moment ago, its next heartbeat is waited for: two scripts may
+have one name.
 
 Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 """
 
 import math
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
 
+from perdure.control.lighthouse.evicted import Evicted
 from perdure.control.lighthouse.names import Names
 from perdure.control.lighthouse.outputs import (
     Answered,
@@ -53,7 +55,6 @@ from perdure.control.lighthouse.patience import QuorumConfig, Silences
 from perdure.model.bus.lighthouse import Member, set_step
 from perdure.model.orders import ReplicaGroup
 
-_KEPT_EVICTED = 1000
 _GAP_KEPT = 0.95
 _GAPS = 3.0
 """A member is silent after so many times the longest gap between its heartbeats of late."""
@@ -68,7 +69,7 @@ _TOLD_S_MAX = 7 * 86400.0
 _GONE = 3.0
 """Of a group that others have started: silent for so many times `heartbeat_s`, it is gone."""
 _ALIVE = 2.0
-"""Heard within so many times `silent_s`, it lives: no script is started again so soon."""
+"""Heard within so many times `silent_s`, it may live."""
 
 
 @dataclass(slots=True)
@@ -80,6 +81,8 @@ class Replica:
     heard_s: float
     manager: str = ""
     """Where its manager listens."""
+    ranks: int = 0
+    """How many it has, where it has asked."""
     home: tuple[int, int] = (-1, -1)
     """Its group and the generation of its processes; -1 where its store is not one of ours."""
     asked: Member | None = None
@@ -113,6 +116,11 @@ class Replica:
     took: tuple[int, int] = (-1, 0)
     """Step and commit failures of its request that the last quorum answered."""
 
+    @property
+    def last_s(self) -> float:
+        """Return when it was heard last, or was first spoken of."""
+        return self.heard_s if self.beat_s == -math.inf else self.beat_s
+
 
 @dataclass(slots=True)
 class Quorums:
@@ -133,7 +141,7 @@ class Quorums:
     """Why there is no quorum at this moment."""
     _held: set[int] = field(default_factory=set)
     """Of these groups."""
-    _evicted: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_EVICTED))
+    _evicted: Evicted = field(default_factory=Evicted)
     _last: tuple[Member, ...] = ()
     _formed_s: float | None = None
     _still_s: float = -math.inf
@@ -144,22 +152,22 @@ class Quorums:
     """How long members have waited for one another so far."""
     names: Names = field(default_factory=Names)
     """Of groups that others start."""
+    _open: dict[str, float] = field(default_factory=dict)
+    """Replicas of which it is open whether they are a group's next life, and when they came."""
 
     # --- in -----------------------------------------------------------------------------------
 
     def ask(self, now: float, token: int, member: Member) -> list[Output]:
         """Take a request for a quorum; `token` stands for the caller."""
-        if member.replica in self._evicted:
-            return []  # It is dead, or about to be: it may wait.
+        if member.replica in self._evicted:  # It is dead, or about to be: it may wait.
+            if self.config.elsewhere:
+                self._evicted.refuse(now, token, member.replica)
+            return []
         replica = self._meet(now, member.replica)
-        replica.store, replica.manager = member.store, member.manager
+        replica.store, replica.manager, replica.ranks = member.store, member.manager, member.ranks
         outputs: list[Output] = []
         if not replica.quorums or replica.out:
             outputs += self._settle(now, replica)
-            seen = Seen(member.replica, self.group_of(replica), replica.home[1])
-            outputs.append(
-                msgspec.structs.replace(seen, manager=member.manager, ranks=member.ranks)
-            )
         outputs += self._arrive(now, replica)
         replica.heard_s, replica.beat_s = max(replica.heard_s, now), now
         waited = replica.waiting_s if member.commit_failures else None
@@ -179,8 +187,11 @@ class Quorums:
         replica = self._meet(now, name)
         if replica.home[0] >= 0:
             return []
-        outputs = self._settle(now, replica)
-        return [*outputs, Seen(name, self.group_of(replica), replica.home[1])]
+        return self._settle(now, replica) + self.tick(now)
+
+    def is_open(self, name: str) -> bool:
+        """Return whether it will only be seen in a moment which group a replica is."""
+        return name in self._open
 
     def hear(self, now: float, name: str) -> list[Output]:
         """Take a heartbeat."""
@@ -191,10 +202,11 @@ class Quorums:
         back = now > self._silence_due(replica)
         replica.gap_s = max(_GAP_KEPT * replica.gap_s, min(gap_s, self.config.silent_s))
         replica.heard_s, replica.beat_s = max(replica.heard_s, now), now
-        return self.tick(now) if back and replica.asked is not None else []
+        return self.tick(now) if self._open or (back and replica.asked is not None) else []
 
     def hang_up(self, now: float, token: int) -> list[Output]:
         """Forget what a caller that is gone had asked for."""
+        self._evicted.hang_up(token)
         for replica in self.replicas.values():
             if replica.token == token:
                 replica.asked, replica.token = None, -1
@@ -263,17 +275,24 @@ class Quorums:
 
         Without `fence` nobody is interrupted: what it had to send to the others, it has sent.
         """
+        known = name in self.replicas
+        outputs = self._forget(now, name, reason, fence=fence)
+        return outputs + self.tick(now) if known else []
+
+    def _forget(self, now: float, name: str, reason: str, *, fence: bool = True) -> list[Output]:
+        """Forget a replica for ever; what follows from that for the others is the next tick's."""
         if name in self._evicted or not name:
             return []
-        self._evicted.append(name)
+        self._evicted.add(name, reason)
+        self._open.pop(name, None)
         replica = self.replicas.pop(name, None)
         if replica is None:
             return []
-        outputs: list[Output] = []
-        if name in self.members and not replica.out:
-            silent = self.config.elsewhere
-            outputs = self._leave_out(replica, reason, fence=fence, silent=silent)
-        return outputs + self.tick(now)
+        if replica.asked is not None and self.config.elsewhere:
+            self._evicted.refuse(now, replica.token, name)
+        if name not in self.members or replica.out:
+            return []
+        return self._leave_out(replica, reason, fence=fence, silent=self.config.elsewhere)
 
     def regroup(self, now: float, groups: tuple[ReplicaGroup, ...]) -> list[Output]:
         """Take over what the controller says of the groups: stores, generations, who is held.
@@ -341,6 +360,10 @@ class Quorums:
         """Return when `tick` is wanted."""
         broken = self._is_broken()
         times = [self._silence_due(r, broken) for r in self._awaited()]
+        refused_s = self._evicted.next_deadline()
+        times += [] if refused_s is None else [refused_s]
+        for name, came_s in self._open.items():
+            times.append(max((self._over_due(r) for r in self._list_alike(name)), default=came_s))
         asking = [r.asked_s for r in self.replicas.values() if r.asked is not None]
         impatient_s = self._impatient_since()
         waiting = [r.waiting_s for r in self._present() if r.waiting_s is not None]
@@ -361,7 +384,9 @@ class Quorums:
 
     def tick(self, now: float) -> list[Output]:
         """Do what is due, or has become possible."""
-        outputs: list[Output] = []
+        outputs: list[Output] = [*self._evicted.take_due(now)]
+        for name in list(self._open):
+            outputs += self._settle(now, self.replicas[name])
         broken = self._is_broken()
         for replica in self._awaited():
             silent_s = now - replica.heard_s
@@ -372,7 +397,24 @@ class Quorums:
                 outputs += self._leave_out(replica, why, silent=not stopped)
                 broken = self._is_broken()
         outputs += self._end_hung(now)
+        outputs += self._tell_gone(now)
         return outputs + self._tell_held() + self._form(now) + self._report_late(now)
+
+    def _tell_gone(self, now: float) -> list[Output]:
+        """Tell of those that nobody waited for, since they were in no quorum or held."""
+        if not self.config.elsewhere or len(self.replicas) == len(self.members):
+            return []
+        gone = [
+            replica
+            for replica in self.replicas.values()
+            if replica.home[0] >= 0 and not replica.out and replica.name not in self.members
+            if now > self._gone_due(replica)
+        ]
+        outputs: list[Output] = []
+        for replica in gone:
+            why = f"no heartbeat, silent for {now - replica.heard_s:.2f} s"
+            outputs += self._leave_out(replica, why, silent=True)
+        return outputs
 
     def _report_late(self, now: float) -> list[Output]:
         """Tell, once each, of those whom others wait for for longer than they ever did."""
@@ -424,7 +466,7 @@ class Quorums:
     def _tell_held(self) -> list[Output]:
         """Tell, once after each order about holds, of those who are held and ask."""
         asking = [(r, r.asked.step) for r in self.replicas.values() if r.asked is not None]
-        held = [(r, step) for r, step in asking if not r.told and not self._may_join(r)]
+        held = [(r, step) for r, step in asking if not r.told and self.group_of(r) in self._held]
         for replica, _ in held:
             replica.told = True
         return [Stands(r.name, self.group_of(r), step) for r, step in held]
@@ -545,7 +587,15 @@ class Quorums:
         replica.out, replica.waiting_s = True, None
         replica.late, replica.missed_s = False, missed_s
         group = self.group_of(replica)
-        left = LeftOut(replica.name, group, reason, replica.stopped, silent, replica.home[1])
+        left = LeftOut(
+            replica.name,
+            group,
+            reason,
+            replica.stopped,
+            silent,
+            replica.home[1],
+            replica.last_s if silent else 0.0,
+        )
         if replica.name not in self.members or not fence:
             return [left]
         self._stand_in()
@@ -572,30 +622,61 @@ class Quorums:
         """Return the replica of this name, which may be new; forget those long gone."""
         if name not in self.replicas:
             for old in list(self.replicas.values()):
-                gone = now - old.heard_s > self.config.startup_s and old.asked is None
-                if gone and old.name not in self.members:
+                silent = now - old.heard_s > self.config.startup_s
+                asks = old.asked is not None  # Where its machine is gone, nobody hangs up.
+                if silent and old.name not in self.members and self.config.elsewhere >= asks:
                     del self.replicas[old.name]
+                    self._open.pop(old.name, None)
+                    if asks:
+                        self._evicted.refuse_silent(now, old.token, old.name)
             self.replicas[name] = Replica(name, "", now)
         return self.replicas[name]
 
     def _settle(self, now: float, replica: Replica) -> list[Output]:
-        """Know which life of which group has come; one that others started ends the one before."""
+        """Know which life of which group has come, and tell of it; of a newcomer once that is seen.
+
+        The next life of a group that others start is the end of the one before. Two scripts may
+        have one name, though, and whoever trains is not ended by the other one: the heartbeats of
+        one that was heard a moment ago are waited for, and a dead one sends none.
+        """
         if not self.config.elsewhere:
             known = self.groups.get(replica.store)
             if known is not None:
                 replica.home = (known.group, known.generation)
-            return []
-        if replica.home[0] >= 0:
+        if not self.config.elsewhere or replica.home[0] >= 0:
+            return [self._introduce(replica)]
+        name, _, life = replica.name.rpartition(":")
+        came_s = self._open.pop(replica.name, now)
+        alike = self._list_alike(replica.name)
+        if any(r.beat_s > came_s for r in alike):
+            name = ""  # They are two.
+        elif any(now < self._over_due(r) for r in alike):
+            self._open[replica.name] = came_s
             return []
         others = [r for r in self.replicas.values() if r is not replica and r.home[0] >= 0]
         present = {r.home[0] for r in others if now < self._gone_due(r)}
-        name, _, life = replica.name.rpartition(":")
-        alike = [r for r in others if name and r.name.rpartition(":")[0] == name]
-        if any(now - r.beat_s < max(_ALIVE * self.config.silent_s, _GAPS * r.gap_s) for r in alike):
-            name = ""  # Two scripts with one name: whoever trains is not ended by the other one.
-        replica.home = self.names.place(f"{name}:{life}" if name else life, present)
-        before = [r.name for r in others if r.home[0] == replica.home[0]]
-        return [o for name in before for o in self.evict(now, name, "its group was started again")]
+        kept = {*self._held, *(r.home[0] for r in others)}  # One that is silent may come back.
+        replica.home = self.names.place(f"{name}:{life}" if name else life, present, kept)
+        ended: list[Output] = []
+        for before in [r for r in others if r.home[0] == replica.home[0]]:
+            why = f"its group was started again, {now - before.last_s:.2f} s after it was heard"
+            ended += self._forget(now, before.name, why)
+        return [*ended, self._introduce(replica)]
+
+    def _introduce(self, replica: Replica) -> Seen:
+        group, life = self.group_of(replica), replica.home[1]
+        return Seen(replica.name, group, life, replica.manager, replica.ranks)
+
+    def _list_alike(self, name: str) -> list[Replica]:
+        """Return the lives that are known of a group that others start, by the name of another."""
+        group = name.rpartition(":")[0]
+        known = [r for r in self.replicas.values() if group and r.home[0] >= 0 and r.name != name]
+        return [r for r in known if r.name.rpartition(":")[0] == group]
+
+    def _over_due(self, replica: Replica) -> float:
+        """Return when it is over, should it not be heard until then."""
+        stood_s = self._lag_s if self._still_s > replica.beat_s else 0.0
+        return replica.beat_s + stood_s + max(_ALIVE * self.config.silent_s, _GAPS * replica.gap_s)
 
     def group_of(self, replica: Replica) -> int:
         """Return the group of a replica: by its store, or by the digits at the end of its name.
@@ -629,7 +710,7 @@ class Quorums:
         return next((r for r in self.replicas.values() if r.home[1] == life >= 0), None)
 
     def _may_join(self, replica: Replica) -> bool:
-        return self.group_of(replica) not in self._held
+        return self.group_of(replica) not in self._held and replica.name not in self._open
 
     def _expected(self) -> int:
         """Return how many groups the first quorum waits for."""

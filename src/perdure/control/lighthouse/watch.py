@@ -15,7 +15,7 @@ Both `gone` events carry no replica id: nobody here knows it. Pure: time is an a
 from dataclasses import dataclass, field
 
 from perdure.control.lighthouse.patience import QuorumConfig, Silences
-from perdure.detect import Unwatched
+from perdure.detect.detector import Unwatched
 from perdure.model.events import (
     AnyEvent,
     JobEnded,

@@ -127,9 +127,10 @@ class Fixed:
     def sets_at_once(self, state: JobState) -> bool:
         """Return whether what only perdure's own parts look at is set without a step.
 
-        What ranks can agree upon, they do.
+        What ranks can agree upon, they do; but once a hang was found they may come to no step, and
+        how long it is left alone is what somebody wants to set then.
         """
-        return bool(self.refuse_step(state))
+        return state.world.stacks is not None or bool(self.refuse_step(state))
 
     def has_declared(self, state: JobState) -> bool:
         """Return whether it is known which keys the script has: or it trains without any."""

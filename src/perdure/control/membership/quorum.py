@@ -180,7 +180,8 @@ def promote(state: JobState, reason: str) -> list[AnyAction]:
     return [hold_groups(state, reason)] if changed else []
 
 
-_OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
+_OF_MACHINES = ("join", "invite", "revoke")
+"""Only where others start the groups is there anything for another machine to do."""
 
 
 class Quorum(Fixed):
@@ -193,7 +194,7 @@ class Quorum(Fixed):
 
         Groups are held at the lighthouse, which has nobody to hold before they begin.
         """
-        if kind in _OF_ONE_WORLD:
+        if kind == "probe" or (kind in _OF_MACHINES and not state.the_spec().served):
             return f"{kind} is not for a torchft job; see docs/torchft.md"
         if kind in ("pause", "resume") and state.phase != "running":
             return f"the job is {state.phase}"

@@ -12,6 +12,7 @@ from perdure.control.agreement.changes import note_high
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
 from perdure.control.promises import make_steering
+from perdure.control.recovery.elsewhere import hold_known
 from perdure.control.recovery.placement import place_nodes
 from perdure.control.world import WorldState
 from perdure.model.events import GenerationStopped, JobEnded, JobSubmitted, RanksStarted, StoreReady
@@ -30,7 +31,7 @@ def note_submission(state: JobState, now: float, event: JobSubmitted) -> list[An
     state.worlds = membership_of(state).make_worlds()
     if event.spec.served:
         state.enter("enough nodes are there")
-        return []
+        return hold_known(state)
     patience_s = event.spec.restart.node_wait_s if event.spec.remote else 0.0
     state.deadline_s = now + max(REGISTER_TIMEOUT_S, patience_s)
     return []
@@ -220,7 +221,8 @@ def end_job(
     for id_, command in sorted(state.commands.items()):  # The end is all that can become of it.
         answers += state.answer(id_, command.kind in ("stop", "kill"), why, {})
     all_ = membership_of(state).make_farewell(state)
-    state.farewell = _number(state, all_, "end", reason, grace_s)
+    farewell = _number(state, all_, "end", reason, grace_s)
+    state.farewell = structs.replace(farewell, exit_code=exit_code)
     for world in state.worlds.values():
         if world.alive:
             world.end()

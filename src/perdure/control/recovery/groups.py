@@ -289,6 +289,7 @@ def _attach(state: JobState, now: float, event: RankAttached) -> list[AnyAction]
     group = state.find_world(event.generation)
     if group is not None:
         group.joined.add(event.rank)
+        group.replica.places.setdefault(event.rank, event.place)
     return []
 
 

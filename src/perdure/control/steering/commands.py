@@ -126,11 +126,17 @@ def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyA
 def _receive_inject(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     rank = int(command.args.get("rank", -1))
     world = membership_of(state).find_world_of(state, rank)
-    if world is None:
-        return state.answer(command.id, False, f"there is no rank {rank}", {})
     at_step = int(command.args.get("at_step", -1))
+    if world is None:
+        if at_step < 0 or not 0 <= rank < state.the_spec().world_size:
+            return state.answer(command.id, False, f"there is no rank {rank}", {})
+        state.injects[command.id] = command  # For when there is: `inject_again`.
+        return state.answer(command.id, True, "armed", dict(command.args))
     if at_step >= 0 and state.the_spec().served and rank not in world.joined:
         why = f"rank {rank} has no line `import perdure.torchft`: it counts no steps for a fault"
+        return state.answer(command.id, False, why, {})
+    if at_step >= 0 and world is state.world and world.stepping and state.step < 0:
+        why = "it trains, and the script has declared no step so far (run.steps)"
         return state.answer(command.id, False, why, {})
     state.injects[command.id] = command
     reason = f"asked for by {command.who or 'an operator'}"

@@ -19,7 +19,7 @@ from perdure.control.membership.quorum import (
     list_spare_groups,
     refuse_drain,
 )
-from perdure.control.recovery.elsewhere import admit_elsewhere
+from perdure.control.recovery.elsewhere import admit_elsewhere, refuse_holds
 from perdure.control.recovery.formation import begin_generation
 from perdure.control.recovery.placement import bar, count_shortage
 from perdure.control.steering.group_moves import take_back
@@ -400,6 +400,7 @@ def _plan_restore_groups(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
 def _plan_cordon_groups(state: JobState, todo: list[int], already: list[str]) -> GroupPlan:
     free = [n for n, g in state.worlds.items() if g.alive and n not in {*todo, *state.barred}]
     refusal = describe_lack(state, len(free), "could be started again") if todo else ""
+    refusal = refuse_holds(state, todo) or refusal
     elsewhere = state.the_spec().served
     after = "its next life is held" if elsewhere else "is not started again once it ends"
     parts = [f"replica {n} trains on, and {after}" for n in todo]
@@ -422,7 +423,8 @@ def _plan_leave_groups(
     spares = [g.number for g in list_spare_groups(state) if g.number not in todo]
     lost = sum(state.worlds[n].replica.active and state.worlds[n].alive for n in todo)
     stand_ins = spares[:lost]
-    refusal = _refuse_leaving(state, verb, members, left, before, bool(args.get("wait")))
+    refusal = refuse_holds(state, todo)
+    refusal = refusal or _refuse_leaving(state, verb, members, left, before, bool(args.get("wait")))
     ready = f"{name_all('replica', stand_ins)} stand{'' if len(stand_ins) > 1 else 's'} in"
     how = "after their step" if verb == "drain" else "at once; the step in flight is made again"
     words = [

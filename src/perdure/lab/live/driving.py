@@ -8,6 +8,8 @@ enough, and in proportion to the nearest of these elsewhere.
 
 import bisect
 import os
+import platform
+import re
 import shutil
 import tempfile
 import time
@@ -182,7 +184,9 @@ def make_folder(home: str) -> Iterator[Path]:
     _sweep(folders)
     with (
         guarded("PERDURE_REPLAY"),
-        tempfile.TemporaryDirectory(prefix=f"drive-{os.getpid()}-", dir=folders) as folder,
+        tempfile.TemporaryDirectory(
+            prefix=f"drive-{platform.node()}-{os.getpid()}-", dir=folders
+        ) as folder,
     ):
         yield Path(folder)
 
@@ -204,9 +208,11 @@ def _check_enough(system: Driven, trace: AvailabilityTrace, spec: JobSpec, say: 
 
 
 def _sweep(folders: Path) -> None:
-    """Remove what drives that were killed have left."""
-    for path in folders.glob("drive-*"):
-        if not os.path.exists(f"/proc/{path.name.split('-')[1]}"):
+    """Remove what drives of this machine that were killed have left; others may share the disk."""
+    here = re.escape(f"drive-{platform.node()}-")
+    for path in folders.iterdir():
+        name = re.fullmatch(rf"{here}(\d+)-[^-]+", path.name)
+        if name is not None and not os.path.exists(f"/proc/{name[1]}"):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -363,7 +369,9 @@ def _tell(
     losses, joins = count_moves(played.run)
     ledger = result.systems[0].ledger  # By its steps alone, where its journal cannot be read.
     if entries:
-        ledger = cut_ledger(entries, spec, played.run.present, zero_s, played.run.end_s)
+        begun_s, waits = played.begun_s, system.fleet.list_waits()
+        waited = [(node, from_s - begun_s, to_s - begun_s) for node, from_s, to_s in waits]
+        ledger = cut_ledger(entries, spec, played.run.present, zero_s, played.run.end_s, waited)
     row = msgspec.structs.replace(result.systems[0], losses=losses, joins=joins, ledger=ledger)
     fields = msgspec.structs.asdict(result) | {"systems": (row,)}
     if costs is not None or (result.costs is not None and result.costs.losses < losses):

@@ -148,23 +148,44 @@ def close_ledger(run: Run) -> dict[str, float]:
     return ledger.close(slot_s)
 
 
+Waits = Sequence[tuple[int, float, float]]
+"""(node, from, to): the trace had it, and the place had no machine for it yet."""
+
+
 def cut_ledger(
-    entries: Iterable[JournalEntry], spec: JobSpec, present: Present, zero_s: float, end_s: float
+    entries: Iterable[JournalEntry],
+    spec: JobSpec,
+    present: Present,
+    zero_s: float,
+    end_s: float,
+    waits: Waits = (),
 ) -> dict[str, float]:
     """Return each account's share of what was paid for, by the job's own ledger.
 
     Job time `zero_s` is where the replay began; slots are paid for while their node is there.
+    Those of a node that `waits` are idle, but for what the job itself knows of them.
     """
     fold, ledger = LedgerFold(), Ledger()
+    known = [0.0] * len(waits)
     for entry in entries:
         fold.add(entry)
     for segment in fold.segments(zero_s + end_s):
         begin_s, until_s = max(0.0, segment.begin_s - zero_s), min(end_s, segment.end_s - zero_s)
+        node = spec.node_of(segment.rank)
         for from_s, to_s, here in _cut(present, begin_s, until_s):
-            if spec.node_of(segment.rank) in here:
+            if node in here:
                 share = (to_s - from_s) / (segment.end_s - segment.begin_s)
+                told = sum(s for name, s in segment.seconds if name != "unattributed")
+                for number, (who, wait_s, come_s) in enumerate(waits):
+                    within_s = min(to_s, come_s) - max(from_s, wait_s)
+                    if who == node and within_s > 0:
+                        known[number] += told * share * within_s / (to_s - from_s)
                 for account, seconds in segment.seconds:
                     ledger.spend(account, seconds * share)
+    for (node, wait_s, come_s), known_s in zip(waits, known, strict=True):
+        cut = _cut(present, max(0.0, wait_s), min(end_s, come_s))
+        waited_s = sum(e - b for b, e, here in cut if node in here)
+        ledger.spend("idle", max(0.0, spec.nproc * waited_s - known_s))
     paid_s = sum((e - b) * len(here) for b, e, here in _cut(present, 0.0, end_s))
     return ledger.close(spec.nproc * paid_s)
 
@@ -308,8 +329,13 @@ def compute_rates(run: Run) -> tuple[tuple[float, float], ...]:
 def count_changes(run: Run) -> tuple[int, int, float]:
     """Return losses, joins, and the longest time between two commits, seconds."""
     times = _time_changes(run)
+    return len(times["loss"]), len(times["join"]), find_longest_gap(run)
+
+
+def find_longest_gap(run: Run) -> float:
+    """Return the longest time between two commits, or to the beginning or end, seconds."""
     stamps = [0.0, *(step.at_s for step in run.steps if step.at_s > 0), run.end_s]
-    return len(times["loss"]), len(times["join"]), max(b - a for a, b in pairwise(stamps))
+    return max(b - a for a, b in pairwise(stamps))
 
 
 def count_moves(run: Run) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from perdure.lab.report import FormedShape, MadeStep
 from perdure.lab.traces import AvailabilityTrace, list_changes, list_intervals
 from perdure.model.events import JournalEntry, WorldReformed
 from perdure.model.report import Recovery
-from perdure.telemetry import make_report
+from perdure.telemetry.ledger import make_report
 
 _ORDER = ("leave", "come", "notice")
 """At one instant."""

@@ -13,10 +13,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -163,8 +163,41 @@ def train_ddp(folder: Path, count: int, pace_s: float, places: str) -> None:
             path.with_suffix(".tmp").rename(path)
 
 
+class Cut(NamedTuple):
+    """A model that is cut into stages, and what it is trained with."""
+
+    blocks: Sequence[nn.Module]
+    """Called in their order; alike in all ranks."""
+    make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+    load: Callable[[int, Sequence[int]], tuple[Tensor, Tensor]]
+    """Inputs and targets of some micro-batches of a step, one behind the other."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """The mean loss of a micro-batch."""
+    micro_batches: int
+    """Of a step."""
+
+
 def train_pipeline(folder: Path, count: int, pace_s: float, places: str, more: str) -> None:
-    """Train under torchrun, D copies of a model in STAGES stages, a rank in each of `places`.
+    """Train under torchrun, D copies of a model in STAGES stages, a rank in each of `places`."""
+    torch.manual_seed(0)
+    device = Device(pace_s, count)
+
+    def load(step: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        data = torch.cat([device.load(step, number) for number in numbers])
+        return data, data
+
+    cut = Cut(
+        [Block(device) for _ in range(BLOCKS)],
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+        load,
+        lambda outputs, _: outputs.square().mean(),
+        count,
+    )
+    train_cut(folder, cut, int(more), [int(place) for place in places.split(",")])
+
+
+def train_cut(folder: Path, cut: Cut, stages: int, places: Sequence[int]) -> None:
+    """Train under torchrun, copies of `cut` in so many stages, a rank in each of `places`.
 
     Torch's own pipelining (1F1B). The first copy saves its blocks each by itself, so that they can
     be cut otherwise: every `SAVE_EVERY_S`, and where the file `notice` is there.
@@ -173,16 +206,14 @@ def train_pipeline(folder: Path, count: int, pace_s: float, places: str, more: s
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    device, stages, rank = Device(pace_s, count), int(more), dist.get_rank()
+    blocks, count, rank = cut.blocks, cut.micro_batches, dist.get_rank()
     copies, (copy, stage) = dist.get_world_size() // stages, divmod(rank, stages)
     rows = [[c * stages + s for s in range(stages)] for c in range(copies)]
     line = [dist.new_group(row) for row in rows][copy]
     peers = [dist.new_group([row[s] for row in rows]) for s in range(stages)][stage]
-    blocks = [Block(device) for _ in range(BLOCKS)]
-    mine = range(BLOCKS * stage // stages, BLOCKS * (stage + 1) // stages)
+    mine = range(len(blocks) * stage // stages, len(blocks) * (stage + 1) // stages)
     model = nn.Sequential(*(blocks[number] for number in mine))
-    optimizers = {n: torch.optim.AdamW(blocks[n].parameters(), lr=1e-4) for n in mine}
+    optimizers = {n: cut.make_optimizer(blocks[n].parameters()) for n in mine}
     latest, start = folder / "latest", 0
     if latest.exists():
         start = int(latest.read_text())
@@ -192,21 +223,19 @@ def train_pipeline(folder: Path, count: int, pace_s: float, places: str, more: s
             optimizers[number].load_state_dict(state["optim"])
     part = PipelineStage(model, stage, stages, torch.device("cpu"), group=line)
     numbers = list(range(count))[copy::copies]
-    schedule = Schedule1F1B(
-        part, len(numbers), lambda outputs, _: outputs.square().mean(), scale_grads=False
-    )
+    schedule = Schedule1F1B(part, len(numbers), cut.loss, scale_grads=False)
     made, saved_s = Made(folder, "0") if rank == 0 else None, time.monotonic()
     flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
     for step in range(start, _STEPS):
-        data = torch.cat([device.load(step, number) for number in numbers])
-        inputs = (data,) if stage == 0 else ()
-        schedule.step(*inputs, target=data if stage == stages - 1 else None)
+        inputs, targets = cut.load(step, numbers)
+        first = (inputs,) if stage == 0 else ()
+        schedule.step(*first, target=targets if stage == stages - 1 else None)
         _add_up(model, flat, peers, count)
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
         if made is not None:
-            made.note(step, count, [int(place) for place in places.split(",")])
+            made.note(step, count, places)
         due = time.monotonic() - saved_s >= SAVE_EVERY_S or (folder / "notice").exists()
         flag = torch.tensor([float(due)])
         dist.broadcast(flag, 0)

@@ -291,8 +291,10 @@ class Driven(System):
         """Stop the job, or leave it with all its nodes; whatever it made of the trace is told."""
         if not self._ended:
             self._ended = True
-            self._ending()
-            self.fleet.end(stop=self._stop)
+            try:
+                self._ending()
+            finally:
+                self.fleet.end(stop=self._stop)
 
 
 def _name_targets(places: Sequence[int]) -> dict[str, object]:
@@ -327,19 +329,21 @@ class Torchrun(System):
         self._places |= set(places)
         self._launch()
 
-    def choose(self, places: Sequence[int]) -> tuple[str, Sequence[int], tuple[str, ...]]:
-        """Return what to train in which of `places`: a mode of `paced`, and its last arguments."""
-        return "ddp", places, ()
+    def choose(self, places: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+        """Return in which of `places` to train, and what torchrun is to start there."""
+        return places, self._call_paced("ddp", places)
+
+    def _call_paced(self, mode: str, places: Sequence[int], *more: object) -> list[str]:
+        words = (mode, self._folder, MICRO_BATCHES, self._pace_s, ",".join(map(str, places)), *more)
+        return ["-m", _NAME, *map(str, words)]
 
     def _launch(self) -> None:
         self.end()
-        mode, places, more = self.choose(sorted(self._places))
+        places, words = self.choose(sorted(self._places))
         if not places:
             return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={len(places)}", "--max-restarts=1000000", "-m", _NAME]
-        command += [mode, str(self._folder), str(MICRO_BATCHES), str(self._pace_s)]
-        command += [",".join(map(str, places)), *more]
+        command += [f"--nproc-per-node={len(places)}", "--max-restarts=1000000", *words]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._process = start_process(self._folder / "torchrun.out", command, env)
 
@@ -351,7 +355,9 @@ class Torchrun(System):
             self._process = None
 
 
-def choose_grid(nodes: int, stages: int, blocks: int = 8) -> tuple[int, int]:
+def choose_grid(
+    nodes: int, stages: int, blocks: int = 8, micro_batches: int = MICRO_BATCHES
+) -> tuple[int, int]:
     """Return the copies and stages that are fastest on so many nodes; (0, 0) where none fit.
 
     A copy needs `stages` stages at least. A step takes, of the copy with most micro-batches and in
@@ -361,7 +367,7 @@ def choose_grid(nodes: int, stages: int, blocks: int = 8) -> tuple[int, int]:
 
     def compute_passes(shape: tuple[int, int]) -> tuple[int, int]:
         copies, deep = shape
-        return (-(-MICRO_BATCHES // copies) + deep - 1) * -(-blocks // deep), copies * deep
+        return (-(-micro_batches // copies) + deep - 1) * -(-blocks // deep), copies * deep
 
     shapes = [(nodes // deep, deep) for deep in range(stages, min(nodes, blocks) + 1)]
     return min(shapes, key=compute_passes, default=(0, 0))
@@ -383,10 +389,11 @@ class Morphing(Torchrun):
         """Have it save."""
         (self._folder / "notice").touch()
 
-    def choose(self, places: Sequence[int]) -> tuple[str, Sequence[int], tuple[str, ...]]:
-        """Return the fastest grid."""
+    def choose(self, places: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+        """Return the places of the fastest grid."""
         copies, deep = choose_grid(len(places), self._stages)
-        return "pipeline", places[: copies * deep], (str(deep),)
+        used = places[: copies * deep]
+        return used, self._call_paced("pipeline", used, deep)
 
 
 class TorchftTimes(NamedTuple):

@@ -208,6 +208,8 @@ def read_skypilot(source: Source) -> AvailabilityTrace:
     document: _SkyPilot = source.decode(_SkyPilot)
     gap_s = document.metadata.gap_seconds
     rows = [(index * gap_s, count) for index, count in enumerate(document.data)]
+    if not math.isfinite(len(rows) * gap_s):
+        source.fail_in(["metadata", "gap_seconds"], f"expected an end, got {len(rows)} such gaps")
     return from_counts(source.name, rows, len(rows) * gap_s)
 
 
@@ -222,10 +224,20 @@ def write_skypilot(trace: AvailabilityTrace, gap_s: float) -> str:
     return json.dumps({"metadata": {"gap_seconds": gap_s}, "data": counts}) + "\n"
 
 
+_DISORDER_MAX = timedelta(minutes=10)
+"""Pollers that share a file are this far apart at most; what is older is another recording."""
+_NAMED_MAX = 10
+
+
 def read_polls(source: Source) -> AvailabilityTrace:
-    """Read `date, time, nodes` a line, as a poll of the cloud writes it."""
-    rows: list[tuple[float, int]] = []
-    began: datetime | None = None
+    """Read `date, time, nodes` a line, as a poll of the cloud writes it.
+
+    Where several pollers write one file, lines come a little out of order: they are sorted, and
+    named in `source.notes`. A time of more than `_DISORDER_MAX` before the newest is an error.
+    """
+    rows: list[tuple[datetime, int]] = []
+    newest: datetime | None = None
+    early: list[int] = []
     for number, line in source.lines():
         fields = line.split(",")
         if len(fields) != 3:
@@ -238,12 +250,22 @@ def read_polls(source: Source) -> AvailabilityTrace:
         column = len(fields[0]) + len(fields[1]) + 3
         if not fields[2].strip().isdecimal():
             source.fail(number, column, f"expected a number of nodes, got {fields[2].strip()!r}")
-        began = began or at
-        at_s = (at - began).total_seconds()
-        if rows and at_s < rows[-1][0]:
-            source.fail(number, 1, "expected a time not before the one above")
-        rows.append((at_s, int(fields[2])))
-    return from_counts(source.name, rows, guess_end([0.0, *(t for t, _ in rows)]))
+        newest = max(at, newest or at)
+        if newest - at > _DISORDER_MAX:
+            source.fail(number, 1, f"expected a time not long before {newest:%Y-%m-%d, %H:%M:%S}")
+        if at < newest:
+            early.append(number)
+        rows.append((at, int(fields[2])))
+    if early:
+        lines = ", ".join(map(str, early[:_NAMED_MAX])) + (
+            "" if len(early) <= _NAMED_MAX else ", ..."
+        )
+        source.notes.append(
+            f"{len(early)} lines were not in the order of time, and sorted: {lines}"
+        )
+    rows.sort(key=lambda row: row[0])
+    counts = [((at - rows[0][0]).total_seconds(), count) for at, count in rows]
+    return from_counts(source.name, counts, guess_end([0.0, *(t for t, _ in counts)]))
 
 
 def write_polls(trace: AvailabilityTrace, gap_s: float) -> str:
@@ -400,7 +422,12 @@ def find_format(name: str) -> Format:
 
 
 def read_trace(
-    text: str, name: str, *, format_name: str | None = None, duration_s: float | None = None
+    text: str,
+    name: str,
+    *,
+    format_name: str | None = None,
+    duration_s: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> AvailabilityTrace:
     """Return the trace in `text`, whichever format it has.
 
@@ -409,6 +436,7 @@ def read_trace(
         name: What it is called, in errors and in reports.
         format_name: Its format, instead of the one that its beginning tells.
         duration_s: Its end, instead of the one that it says or lets guess.
+        tell: Takes each line about what was odd in it, and was put right.
 
     Raises:
         ConfigError: It is malformed; names line, column and what was expected.
@@ -416,6 +444,8 @@ def read_trace(
     source = Source(name, text)
     format_ = find_format(format_name) if format_name else _recognise(source)
     trace = format_.read(source)
+    for text in source.notes:
+        tell(f"{name}: {text}")
     if duration_s is not None:
         trace = msgspec.structs.replace(trace, duration_s=duration_s)
     if not trace.duration_s > 0:

@@ -16,12 +16,10 @@ import msgspec
 from perdure.launch.wheel import name_wheel, write_wheel
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
-from perdure.model.platforms.kubernetes import KubernetesSection
+from perdure.model.platforms.kubernetes import IMAGE_BASE, NO_TORCH, KubernetesSection
 from perdure.model.platforms.launching import Finding
 from perdure.traps.findings import note, warning
 
-BASE = "python:3.12.11-slim-bookworm"
-NO_TORCH = "none"
 DOCKERFILE, IGNORED, PINS, WHEELS = "Dockerfile", ".dockerignore", "constraints.txt", "wheels"
 LABEL = "dev.perdure.version"
 _HOME = "/opt/perdure"
@@ -92,7 +90,7 @@ def make_image(
     check_installed()
     found = look_at_wheel(wheel)
     brought = any(torch == NO_TORCH or f"{_RECORDER}{torch}-" in name for name in found.recorders)
-    compiles = compiles and not brought and (torch, base) != (NO_TORCH, BASE)
+    compiles = compiles and not brought and (torch, base) != (NO_TORCH, IMAGE_BASE)
     tag = f"perdure:{found.version.replace('+', '-')}" if tag is None else tag
     if check_reference(tag, "--tag")["digest"]:
         raise ConfigError(f"--tag {tag}: a digest is what an image gets once it is built")
@@ -268,12 +266,12 @@ def explain_image(base: str, torch: str, wheel: _Wheel, *, recorded: bool) -> li
             "means",
         ),
         *note(
-            torch == NO_TORCH and base == BASE,
+            torch == NO_TORCH and base == IMAGE_BASE,
             "no torch is in it: jobs that import torch fail",
             "--torch VERSION, or a base that has it",
         ),
         *warning(
-            not recorded and (torch, base) != (NO_TORCH, BASE),
+            not recorded and (torch, base) != (NO_TORCH, IMAGE_BASE),
             "no compiled recorder: no durations, stages or waits; no slow rank by its collectives",
             "without --no-compile, or --wheel of scripts/build_wheel.sh for this torch",
         ),

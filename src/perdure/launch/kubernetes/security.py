@@ -33,10 +33,11 @@ def secure_pod(section: KubernetesSection) -> dict[str, Any]:
     """Return the securityContext of a pod; empty where the image alone decides."""
     if section.security == "image":
         return {}
+    root = bool(_list_added(section))
     context = {
         "seccompProfile": {"type": "RuntimeDefault"},
-        "runAsNonRoot": not section.ptrace,
-        "runAsUser": 0 if section.ptrace else section.run_as_user,
+        "runAsNonRoot": not root,
+        "runAsUser": 0 if root else section.run_as_user,
         "fsGroup": section.fs_group,
         # What is on the volume already is given to the group once, and not at each start.
         "fsGroupChangePolicy": "OnRootMismatch" if section.fs_group else "",
@@ -46,11 +47,17 @@ def secure_pod(section: KubernetesSection) -> dict[str, Any]:
 
 def secure_container(section: KubernetesSection) -> dict[str, Any]:
     """Return the securityContext of a pod's container."""
+    if added := _list_added(section):
+        return {"capabilities": {"add": added}}
     if section.security == "image":
         return {}
-    if section.ptrace:
-        return {"capabilities": {"add": ["SYS_PTRACE"]}}
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def _list_added(section: KubernetesSection) -> list[str]:
+    """Return the capabilities that the profile asks for."""
+    asked = {"SYS_PTRACE": section.ptrace, "NET_ADMIN": section.net_admin}
+    return [name for name, wanted in asked.items() if wanted]
 
 
 def explain_security(section: KubernetesSection) -> list[Finding]:
@@ -58,9 +65,10 @@ def explain_security(section: KubernetesSection) -> list[Finding]:
     if section.security == "image":
         text = "pods run as whom the image says, often root, with the runtime's own capabilities"
         return warning(True, text, 'kubernetes.security = "restricted" asks for neither')
-    if section.ptrace:
-        text = "kubernetes.ptrace: SYS_PTRACE, which serves root only; pods run as the image says"
-        return warning(True, text, "doctor in the job says whether stacks need it")
+    if added := _list_added(section):
+        text = f"{' and '.join(added)}, which serves root only; pods run as the image says"
+        hint = "kubernetes.ptrace: doctor in the job says whether stacks need it; net_admin: for tc"
+        return warning(True, text, hint)
     user = section.run_as_user
     text = "an image whose user is root does not start (CreateContainerConfigError)"
     return [

@@ -12,6 +12,7 @@ import json
 import lzma
 import tarfile
 import tempfile
+import tokenize
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -184,17 +185,43 @@ def read_project(project: Path, exclude: Sequence[str]) -> dict[str, bytes]:
     return found
 
 
+_AT_HOME = tuple(
+    f"perdure/{part}/"
+    for part in (
+        "cli/adopting", "cli/page", "cli/watching", "dash/static/vendor", "lab", "launch/schemas",
+        "sim",
+    )
+)  # fmt: skip
+"""Parts that a session does not use: traces, the simulator, `perdure init`, the live page, the
+screen. A notebook has no room for them (`KAGGLE_SOURCE_MAX`)."""
+
+
 def _store_wheel() -> bytes:
     stored = io.BytesIO()
     with tempfile.TemporaryDirectory(prefix="perdure-") as scratch:
         path = write_wheel(Path(scratch))
         with zipfile.ZipFile(path) as wheel, zipfile.ZipFile(stored, "w") as plain:
             for name in wheel.namelist():
+                if name.startswith(_AT_HOME):
+                    continue
                 content = wheel.read(name)
-                if name.endswith(".py") and not name.startswith(_KEPT):
-                    content = strip_docstrings(content.decode()).encode()
+                if name.endswith(".py"):
+                    source = strip_comments(content.decode())
+                    if not name.startswith(_KEPT):
+                        source = strip_docstrings(source)
+                    content = source.encode()
                 plain.writestr(zipfile.ZipInfo(name, _LONG_AGO), content)
     return stored.getvalue()
+
+
+def strip_comments(source: str) -> str:
+    """Return Python source without its comments; every line keeps its number."""
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip() + "\n"
+    return "".join(lines)
 
 
 def strip_docstrings(source: str) -> str:

@@ -406,12 +406,22 @@ def read_manifest(target: Path) -> PullManifest | None:
     return manifest
 
 
-def compare_files(target: Path, manifest: PullManifest) -> list[str]:
-    """Return what differs between `target` and its manifest; an empty roster is a difference."""
+def compare_files(
+    target: Path,
+    manifest: PullManifest,
+    tell: Callable[[float, float], None] = lambda done, total: None,
+) -> list[str]:
+    """Return what differs between `target` and its manifest; an empty roster is a difference.
+
+    `tell` hears how many bytes were read, of how many.
+    """
     problems = [] if manifest.files else ["the roster is empty: nothing was pulled"]
     expected = {file.path: file for file in manifest.files}
+    done, total = 0, sum(file.bytes for file in manifest.files)
     for name, file in expected.items():
         path = target / name
+        tell(done, total)
+        done += file.bytes
         if path.is_symlink() or not path.is_file():
             problems.append(f"{name} is missing")
         elif path.stat().st_size != file.bytes:

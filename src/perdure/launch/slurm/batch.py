@@ -31,8 +31,11 @@ from perdure.launch.runs import (
     locate_own_job,
     look_at_job,
     read_runs,
+    read_status,
     say,
 )
+from perdure.launch.slurm.containers import Container
+from perdure.launch.slurm.size import Size, count_given
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -48,6 +51,13 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     requeue_max: int
     cpus: int
     gres: str
+    container: Container = Container()
+
+    def list_step_words(self) -> list[str]:
+        """Return the command line of a step of one task on one node, with all that it has."""
+        gres = [f"--gres={self.gres}"] if self.gres else []
+        return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--cpus-per-task={self.cpus}",
+                "--kill-on-bad-exit=0", *gres]  # fmt: skip
 
 
 def main(place: str, warned: str) -> int:
@@ -61,9 +71,15 @@ def main(place: str, warned: str) -> int:
     told = hear(signal.SIGUSR1, signal.SIGTERM)
     if os.path.exists(warned):  # Before our handler stood.
         told.append(signal.SIGUSR1)
-    command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(folder / "job.json")]
     restart = int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0)
+    records = folder / (f"runs-{task}.jsonl" if task else RUNS)
+    before, size = read_runs(records), Size(spec, count_given(spec, os.environ))
+    if wanted := size.find_wanted(before):
+        say(f"a world of a fixed size waits for {wanted} nodes, and Slurm gave {size.nodes}")
+        return requeue(job, wanted) if restart < chain.requeue_max else 1
+    document, spec = size.write(folder, job)
     notice = folder / f"notice-{job}-{restart}"
+    command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(document)]
     command += ["--name", name, *place_nodes(spec, folder, chain, notice)]
     say(f"run {restart} of job {job} ({name}) on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
     paths = locate_own_job(name)
@@ -76,15 +92,14 @@ def main(place: str, warned: str) -> int:
     run = Run(
         job=job, restart=restart, state=state, code=code, checkpoint=checkpoint,
         warned=signal.SIGUSR1 in told, ended_by="TERM" if signal.SIGTERM in told else "",
-        started_s=began_s, ended_s=time.time(),
+        started_s=began_s, ended_s=time.time(), nodes=size.nodes,
+        fixed=bool((status := read_status(paths)) and status.fixed),
     )  # fmt: skip
-    records = folder / (f"runs-{task}.jsonl" if task else RUNS)
-    before = read_runs(records)
     append_run(records, run)
     what, why = decide(run, before, chain.requeue_max)
     say(f"{what}: {why}")
     if what == "requeue":
-        return requeue(job)
+        return requeue(job, size.find_fixed([run]))
     return 1 if what == "give up" else code
 
 
@@ -120,11 +135,12 @@ def wait_for_predecessor(paths: JobPaths) -> None:
                 time.sleep(1.0)
 
 
-def requeue(job: str) -> int:
+def requeue(job: str, nodes: int = 0) -> int:
     """Put this job back into the queue, under its own id; return 0 once it is.
 
-    A preempted job is back already: then Slurm says that it is pending, and all is well. Where
-    this succeeds, Slurm ends this very program; leaving at once spares the wait until KillWait.
+    With `nodes` it waits there for exactly so many. A preempted job is back already: then Slurm
+    says that it is pending, and all is well. Where this succeeds, Slurm ends this very program;
+    leaving at once spares the wait until KillWait.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for attempt in range(5):
@@ -136,37 +152,57 @@ def requeue(job: str) -> int:
             say(f"scontrol requeue: {error}")
         else:
             if done.returncode == 0 or "pending" in done.stderr:
-                return 0
+                return pin(job, nodes) if nodes else 0
             say(f"scontrol requeue: {done.stderr.strip()}")
         time.sleep(2.0**attempt)
     say("cannot be put back; `perdure launch` with the same name goes on from the checkpoint")
     return 75
 
 
+def pin(job: str, nodes: int) -> int:
+    """Have a job that was put back wait for exactly so many nodes; return 0.
+
+    Where that cannot be said, its next run finds out, and puts it back again.
+    """
+    words = ["scontrol", "update", f"jobid={job}", f"NumNodes={nodes}-{nodes}"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_CALL_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"scontrol update: {error}")
+    else:
+        if done.returncode:
+            say(f"scontrol update: {done.stderr.strip()}")
+    return 0
+
+
 def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list[str]:
     """Return the option of `perdure run` that puts an agent on each node of the allocation."""
-    if spec.num_nodes < 2 or spec.groups:
+    several, container = spec.num_nodes > 1 and not spec.groups, chain.container
+    if not (several or container.python):
         return []
-    hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
-        capture_output=True,
-        text=True,
-        timeout=_CALL_S,
-        check=True,
-    ).stdout.split()
-    addresses = resolve_addresses(hosts)
-    here = all(_is_loopback(address) for address in addresses)
-    step = ["srun", "--nodes=1", "--ntasks=1", "--relative={node}", "--overlap",
-            f"--cpus-per-task={chain.cpus}", "--kill-on-bad-exit=0", "--input=none",
-            *([f"--gres={chain.gres}"] if chain.gres else [])]  # fmt: skip
-    document = {
-        "bind": "127.0.0.1" if here else addresses[0],
-        "addresses": [] if here else addresses,
-        "command": [*step, sys.executable, "-P", "-m", "perdure.launch.slurm.node", str(notice)],
-    }
+    options, words = container.expand()
+    words += [container.python or sys.executable, "-P", "-m", "perdure.launch.slurm.node"]
+    words.append(str(notice))
+    if several or options:
+        words = [*chain.list_step_words(), "--input=none", "--relative={node}", *options, *words]
+    document: dict[str, object] = {"command": words}
+    if several:
+        addresses = resolve_addresses(list_hosts())
+        here = all(is_loopback(address) for address in addresses)
+        document |= {"bind": "127.0.0.1", "addresses": []} if here else {
+            "bind": addresses[0], "addresses": addresses,
+        }  # fmt: skip
     path = folder / f"placement-{os.environ['SLURM_JOB_ID']}.json"
     path.write_bytes(msgspec.json.encode(document))
     return ["--placement", str(path)]
+
+
+def list_hosts() -> list[str]:
+    """Return the nodes of the allocation."""
+    words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=_CALL_S, check=True
+    ).stdout.split()
 
 
 def resolve_addresses(hosts: Sequence[str]) -> list[str]:
@@ -178,11 +214,11 @@ def resolve_addresses(hosts: Sequence[str]) -> list[str]:
         PlatformError: a node has none that the others could use.
     """
     found = {host: resolve_address(host) for host in dict.fromkeys(hosts)}
-    outside = [address for address in found.values() if not _is_loopback(address)]
+    outside = [address for address in found.values() if not is_loopback(address)]
     for host, address in found.items():
-        if outside and _is_loopback(address) and is_here(host):
+        if outside and is_loopback(address) and is_here(host):
             found[host] = read_route_address(outside[0])
-    lost = next((host for host in found if outside and _is_loopback(found[host])), "")
+    lost = next((host for host in found if outside and is_loopback(found[host])), "")
     if lost or "" in found.values():
         host = lost or next(host for host, address in found.items() if not address)
         raise PlatformError(
@@ -198,7 +234,7 @@ def resolve_address(host: str) -> str:
     On Debian and Ubuntu a machine's own name is 127.0.1.1 to itself.
     """
     answers = resolve(host)
-    if not answers or all(_is_loopback(answer) for answer in answers):
+    if not answers or all(is_loopback(answer) for answer in answers):
         done = subprocess.run(
             ["scontrol", "-o", "show", "node", host],
             capture_output=True,
@@ -208,7 +244,7 @@ def resolve_address(host: str) -> str:
         )
         fields = dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)
         answers += resolve(fields.get("NodeAddr", ""))
-    return min(answers, key=_is_loopback, default="")
+    return min(answers, key=is_loopback, default="")
 
 
 def resolve(name: str) -> list[str]:
@@ -236,7 +272,8 @@ def is_here(host: str) -> bool:
     return host in names or host in {name.partition(".")[0] for name in names}
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether an IPv4 address is a machine's own."""
     return address.startswith("127.")
 
 

@@ -4,10 +4,10 @@ Each call is one short, bounded command: Slurm's own retry for minutes when a co
 and a question that was not answered says nothing about the job.
 """
 
-import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 import msgspec
 from msgspec.structs import replace
@@ -35,10 +35,12 @@ from perdure.model.platforms.slurm import (
     parse_scontrol,
     read_scontrol,
 )
+from perdure.model.platforms.slurm_reasons import explain_refusal, extract_reason, is_silent
 
 TIMEOUT_S = 20.0
 SUBMITTED = "submitted"
 """In a job's folder: a line for each submission, its token and Slurm's id."""
+_IS_UP = "is slurmctld up? sinfo says"
 _NO_ANSWER = 124
 _NOT_FOUND = 127
 _SUBMIT = """\
@@ -62,14 +64,12 @@ def render_hook(profile: Profile) -> str:
     return f"{hook}\n" if hook and profile.launch.host else ""
 
 
-def extract_reason(said: str) -> str:
-    """Return the first thing that one of Slurm's commands complains of; the rest repeats it.
+def locate_nodes(home: str, job: str) -> PurePosixPath:
+    """Return where each machine that has joined a job has a PERDURE_HOME, by its name.
 
-    >>> extract_reason("sbatch: error: invalid partition specified: x")
-    'invalid partition specified: x'
+    `home` is the job's own. They hold logins, and are not pulled.
     """
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return re.sub(r"^(\w+: )?(error|fatal): ", "", lines[0]) if lines else "it gives no reason"
+    return PurePosixPath(home).parent / "nodes" / job
 
 
 class Slurm:
@@ -95,8 +95,7 @@ class Slurm:
             )
         if done.code == _NO_ANSWER:
             raise UnreachedError(
-                f"{self._channel.name}: Slurm did not answer in {TIMEOUT_S:g} s",
-                hint="is slurmctld up? sinfo says",
+                f"{self._channel.name}: Slurm did not answer in {TIMEOUT_S:g} s", hint=_IS_UP
             )
         return done
 
@@ -118,11 +117,23 @@ class Slurm:
         )
         job = parse_job_id(done.out.splitlines())
         if done.code or not job:
+            said = done.err or done.out
+            self._check_heard(said)
+            refusal = explain_refusal(said)
             raise PlatformError(
-                f"sbatch refuses: {extract_reason(done.err or done.out)}",
-                hint=f"look at {folder}/job.sbatch",
+                f"sbatch refuses: {refusal.text}",
+                hint=f"{refusal.hint}; the script is {folder}/job.sbatch",
             )
         return job
+
+    def _check_heard(self, said: str) -> None:
+        """Tell a controller that is away from one that refuses.
+
+        Raises:
+            PlatformError: nobody has answered a command that complains so.
+        """
+        if is_silent(said):
+            raise UnreachedError(f"{self._channel.name}: {extract_reason(said)}", hint=_IS_UP)
 
     def find_submitted(self, folder: str) -> str:
         """Return the id of the newest submission from `folder`; empty for none."""
@@ -130,9 +141,25 @@ class Slurm:
         return done.out.strip().rpartition(" ")[2]
 
     def test_submit(self, script: str) -> str:
-        """Return why Slurm would refuse a script; empty where it would take it."""
+        """Return what sbatch says against a script; empty where Slurm would take it.
+
+        Raises:
+            PlatformError: nobody answered.
+        """
         code, out, err = self.call("sbatch", "--test-only", stdin=script)
-        return extract_reason(err or out) if code else ""
+        if code:
+            self._check_heard(err or out)
+        return (err or out or "it gives no reason") if code else ""
+
+    def read_partition(self, name: str) -> Mapping[str, str]:
+        """Return the fields of a partition, the default one without a name; none if unknown."""
+        _, out, _ = self.call("scontrol", "-o", "show", "partition", *([name] if name else []))
+        rows = [parse_scontrol(line) for line in out.splitlines()]
+        return next((row for row in rows if name or row.get("Default") == "YES"), {})
+
+    def has_pyxis(self) -> bool:
+        """Return whether srun takes Pyxis' options."""
+        return "--container-image" in self.call("srun", "--help")[1]
 
     def read_config(self) -> Mapping[str, str]:
         """Return the cluster's configuration."""
@@ -140,9 +167,51 @@ class Slurm:
         rows = [line.partition("=") for line in out.splitlines() if "=" in line]
         return {name.strip(): value.strip() for name, _, value in rows}
 
-    def cancel(self, job: str) -> None:
-        """Take a job out of the queue, or end it."""
-        code, _, err = self.call("scancel", job)
+    def submit_join(self, folder: str, name: str, grace_s: float, after: str) -> str:
+        """Submit one further node of the job in `folder`; return its own job's id.
+
+        It starts no sooner than Slurm job `after`. As `name` it gets the place that it had; a
+        warning is a notice of `grace_s`, or as the profile has it where that is 0.
+
+        Raises:
+            PlatformError: Slurm refuses it.
+        """
+        words = ["sbatch", "--parsable", f"--dependency=after:{after}", "join.sbatch", name]
+        words += [f"{grace_s:g}"] if grace_s else []
+        done = self._channel.run(f"{self._hook}cd {shlex.quote(folder)} && {shlex.join(words)}")
+        job = parse_job_id(done.out.splitlines())
+        if done.code or not job:
+            refusal = explain_refusal(done.err or done.out)
+            raise PlatformError(f"sbatch refuses node {name}: {refusal.text}", hint=refusal.hint)
+        return job
+
+    def find_machines(self, home: str, job: str) -> Mapping[str, int]:
+        """Return which node each machine is that has joined the job in `home` by `submit_join`."""
+        pattern = f"{shlex.quote(str(locate_nodes(home, job)))}/*/jobs/{job}/credentials/agent-*"
+        found = {}
+        for line in self.ask(f"ls -tr {pattern} 2>/dev/null; true").out.splitlines():
+            parts = line.split("/")
+            number = parts[-1].removeprefix("agent-").removesuffix(".json")
+            if len(parts) > 5 and number.isdigit():
+                found[parts[-5]] = int(number)
+        return found
+
+    def warn(self, job: str) -> None:
+        """Send a job's batch script what Slurm sends it before the walltime."""
+        self.call("scancel", "--signal=USR1", "--batch", job)
+
+    def kill(self, jobs: Sequence[str]) -> None:
+        """End jobs at once, and without a word to what runs in them; one may be over already.
+
+        Raises:
+            PlatformError: nobody answered.
+        """
+        for words in (("--signal=KILL", "--full"), ()):  # Those that wait are cancelled.
+            self._check_heard(self.call("scancel", *words, *jobs)[2] if jobs else "")
+
+    def cancel(self, *jobs: str) -> None:
+        """Take jobs out of the queue, or end them."""
+        code, _, err = self.call("scancel", *jobs)
         if code:
             raise PlatformError(f"scancel: {err}")
 
@@ -214,6 +283,8 @@ def query_state(record: LaunchRecord, here: Here) -> BoxState:
     end, row = _look(record)
     if end.state == "unknown":
         return _read_runs(record)
+    if end.over and end.state != "done" and (own := _find_own_end(record, row)):
+        return replace(own, reason=f"{own.reason}, although Slurm calls it {end.reason}")
     where = f"Slurm job {row.id} on {row.nodes}" if row and row.nodes else "in Slurm's queue"
     if end.over and end.state != "done":
         end = replace(end, code=end.code or 1)
@@ -224,14 +295,50 @@ def query_state(record: LaunchRecord, here: Here) -> BoxState:
 def _look(record: LaunchRecord) -> tuple[Outcome, SlurmRow | None]:
     """Return how Slurm has the job; a submission whose answer was lost is found at its place."""
     slurm = Slurm(record.profile)
-    job = record.id or slurm.find_submitted(_locate_launch_folder(record))
+    job = record.id or slurm.find_submitted(locate_launch_folder(record))
     if not job:
         raise PlatformError(f"job {record.job} was not submitted", hint="perdure launch it again")
     return slurm.look(job)
 
 
-def _locate_launch_folder(record: LaunchRecord) -> str:
+def locate_launch_folder(record: LaunchRecord) -> str:
+    """Return the folder of the job's script, where Slurm is."""
     return f"{record.place}/launch" if record.profile.launch.host else record.place
+
+
+def _find_own_end(record: LaunchRecord, row: SlurmRow | None) -> BoxState | None:
+    """Return how the newest run ended by its own record, where it went through to its end.
+
+    Slurm remembers each step's death for want of memory, or with its node; a job may have recovered
+    from it, and ended well.
+    """
+    run = _read_last_run(record)
+    job, restart = (row.id, row.restarts) if row else (record.id, run.restart if run else 0)
+    if run is None or (run.job, run.restart, run.code) != (job, restart, 0):
+        return None
+    stopped = run.state == "stopped" and not (run.ended_by or run.warned)
+    return _judge_run(run) if run.state == "done" or stopped else None
+
+
+def _judge_run(run: Run) -> BoxState:
+    return BoxState(
+        state="ended" if run.state in ("done", "failed", "stopped") else "killed",
+        code=run.code,
+        attempt=run.restart + 1,
+        ended_s=run.ended_s,
+        reason=f"its last run's own record says {run.state}",
+    )
+
+
+def _read_last_run(record: LaunchRecord) -> Run | None:
+    """Return what the newest run has written down of itself; None where none has."""
+    name, _, task = record.job.rpartition("-")
+    file = f"runs-{task}.jsonl" if name and "_" in record.id else RUNS
+    done = Slurm(record.profile).ask(f'tail -n 1 "{locate_launch_folder(record)}/{file}"')
+    try:
+        return msgspec.json.decode(done.out.strip() or "{}", type=Run)
+    except msgspec.MsgspecError:
+        return None
 
 
 def _read_runs(record: LaunchRecord) -> BoxState:
@@ -240,22 +347,13 @@ def _read_runs(record: LaunchRecord) -> BoxState:
     Raises:
         PlatformError: there is none.
     """
-    name, _, task = record.job.rpartition("-")
-    file = f"runs-{task}.jsonl" if name and "_" in record.id else RUNS
-    done = Slurm(record.profile).ask(f'tail -n 1 "{_locate_launch_folder(record)}/{file}"')
-    try:
-        run = msgspec.json.decode(done.out.strip() or "{}", type=Run)
-    except msgspec.MsgspecError:
+    run = _read_last_run(record)
+    if run is None:
         raise PlatformError(
             f"Slurm says nothing of job {record.id}", hint=f"sacct -D -j {record.id}"
-        ) from None
-    return BoxState(
-        state="ended" if run.state in ("done", "failed", "stopped") else "killed",
-        code=run.code,
-        attempt=run.restart + 1,
-        ended_s=run.ended_s,
-        reason=f"Slurm has forgotten it; its last run's own record says {run.state}",
-    )
+        )
+    own = _judge_run(run)
+    return replace(own, reason=f"Slurm has forgotten it; {own.reason}")
 
 
 def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
@@ -264,25 +362,23 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     if list_tasks(record.profile.slurm.array) and "_" not in record.id:
         return _run_array(record, command, here)
     if command == "logs" and {"-f", "--follow"} & set(argv):
-        return _follow_chain(record, argv)
+        return _follow_chain(record, argv, here)
     end, row = _look(record)
-    if command == "stop" and not end.over and not _has_begun(record, end):
+    waits = end.state == "waiting"
+    if command == "stop" and not end.over and (waits or not _has_written(record)):
         Slurm(record.profile).cancel(record.id)
         here.tell(f"{record.job} had not begun, and is out of the queue")
         return 0
+    if command == "status" and waits and not _has_written(record):
+        return 0  # As of an array, the one who asks says how Slurm has it.
     # While it is COMPLETING, it counts as running, and takes no step any more.
     node = row.nodes if row is not None and row.state == "RUNNING" else ""
 
-    def carry(record: LaunchRecord, argv: Sequence[str]) -> str:
-        return _carry(record, argv, node)
-
-    return ask.run(record, argv, here, carry=carry)
+    return ask.run(record, argv, here, carry=lambda record, argv: carry(record, argv, node))
 
 
-def _has_begun(record: LaunchRecord, end: Outcome) -> bool:
-    """Return whether there is anything yet that could be asked to stop."""
-    if end.state == "waiting":
-        return False
+def _has_written(record: LaunchRecord) -> bool:
+    """Return whether a job has ever run far enough to be asked."""
     return Slurm(record.profile).ask(f"test -e {_locate_document(record)}").code == 0
 
 
@@ -301,16 +397,21 @@ def _run_array(record: LaunchRecord, command: str, here: Here) -> int:
     )
 
 
-def _carry(record: LaunchRecord, argv: Sequence[str], node: str) -> str:
+def render_step(record: LaunchRecord, node: str, words: Sequence[str]) -> str:
+    """Return the script that runs a command line as a step on a node of the job's allocation."""
+    options = f"--jobid={record.id} --overlap --nodes=1 --ntasks=1 --nodelist={node}"
+    return _STEP.format(options=f"{options} --quiet --input=none", words=shlex.join(words))
+
+
+def carry(record: LaunchRecord, argv: Sequence[str], node: str) -> str:
     """Return the script that runs a command line: in the allocation where `node` is named.
 
     What only reads files needs no step of its own.
     """
-    words = shlex.join([record.python, "-P", "-m", "perdure", *argv])
-    command = f"exec {words}"
+    words = [record.python, "-P", "-m", "perdure", *argv]
+    command = f"exec {shlex.join(words)}"
     if node and argv[0] != "logs":
-        options = f"--jobid={record.id} --overlap --nodes=1 --ntasks=1 --nodelist={node}"
-        command = _STEP.format(options=f"{options} --quiet --input=none", words=words)
+        command = render_step(record, node, words)
     return render_hook(record.profile) + (
         f"test -e {_locate_document(record)} || "
         f"{{ echo 'perdure: it has written nothing yet' >&2; exit {_NOT_YET}; }}\n"
@@ -323,26 +424,30 @@ def _locate_document(record: LaunchRecord) -> str:
     return shlex.quote(f"{record.home}/jobs/{record.job}/job.json")
 
 
-def _follow_chain(record: LaunchRecord, argv: Sequence[str]) -> int:
+def _follow_chain(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     """Follow the output of all runs of a job from the present one on; return the last exit code.
 
-    A run's files are only read once they are its own: the one before had the same place.
+    A run's files are only read once they are its own: the one before had the same place. Between
+    two of them each reason why the next one waits is told once.
     """
     channel, code = Channel(record.profile.launch), 0
-    restart, show = -1, make_lines(argv)
+    restart, show, told = -1, make_lines(argv), set[str]()
     while True:
         end, row = _look(record)
         if row is not None and row.restarts != restart:
-            restart, show = row.restarts, make_lines(argv)
+            restart, show, told = row.restarts, make_lines(argv), set()
+        if end.state == "waiting" and row is not None and row.reason not in told:
+            told.add(row.reason)
+            here.tell(f"{record.job} waits: {end.reason}")
         parts = shlex.quote(f"{record.home}/jobs/{record.job}/parts.json")
         mark = f'"job":"{record.id}","restart":{max(restart, 0)}}}'
         own = f"grep -qsF {shlex.quote(mark)} {parts} || exit 0\n"
 
-        def carry(record: LaunchRecord, argv: Sequence[str], own: str = own) -> str:
-            return own + _carry(record, argv, "")
+        def look(record: LaunchRecord, argv: Sequence[str], own: str = own) -> str:
+            return own + carry(record, argv, "")
 
         if end.state != "waiting":
-            code = ask.follow(channel, record, argv, carry, show)
+            code = ask.follow(channel, record, argv, look, show)
         if end.over or end.state == "unknown":
             return code
         time.sleep(_POLL_S)

@@ -25,7 +25,11 @@ _PAUSE_S = 0.05
 
 
 def main(mark: str, command: list[str]) -> int:
-    """Keep `command` up until it leaves with 0; return its last exit code."""
+    """Keep `command` up until it leaves with 0; return its last exit code.
+
+    It was put together by another Python, which a container may not have: this one takes its place.
+    """
+    command = [sys.executable, *command[1:]]
     env = dict(os.environ)
     if _is_elsewhere(env):
         # `perdure run` is on another machine: what goes with it here is Slurm's own daemon, and

@@ -3,23 +3,32 @@
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from perdure.launch.lint import check_plan
 from perdure.launch.platforms import expand_tilde, locate_in_project, place_job, render_job
 from perdure.launch.slurm.batch import Chain
+from perdure.launch.slurm.containers import check_container, make_container, render_binds
 from perdure.launch.ssh.render import render as render_ssh
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, Plan, Step
 from perdure.model.platforms.profile import Profile
-from perdure.model.platforms.slurm import JITTER_S, SlurmSection, list_tasks, parse_time_limit
+from perdure.model.platforms.slurm import (
+    JITTER_S,
+    SlurmSection,
+    count_nodes,
+    list_tasks,
+    parse_time_limit,
+)
 from perdure.traps.findings import error, finding, note, warning
 
 SIGNAL = "USR1"
 """The warning. With TERM, Slurm's log says CANCELLED, and a shell without a trap dies at once."""
+
+_ONE_TASK = "--ntasks-per-node=1"
 
 _BODY = """\
 set -u
@@ -46,6 +55,20 @@ done
 exit "$code"
 """
 
+_JOIN = """\
+# One more node of the job: sbatch join.sbatch [NAME [GRACE]]. Who comes again under the same name
+# gets the place that it had; a warning (--signal) is a notice of GRACE seconds.
+set -u
+{hooks}\
+{env}\
+place={place}
+cd {cwd} || exit 2
+exec {command} "$place" {job} "${{1:-$SLURM_JOB_ID}}" "${{2:-{grace}}}"
+"""
+_NOT_OF_ONE = ("--job-name", "--nodes", _ONE_TASK, "--requeue", "--array", "--dependency",
+               "--kill-on-invalid-dep")  # fmt: skip
+_GRACE_S_MIN = 5
+
 _CREDENTIALS = """\
 if [ -n "$CRED_FILE" ] && [ -r "$CRED_FILE" ]; then set -a; . "$CRED_FILE"; set +a; fi
 """
@@ -60,10 +83,12 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         requeue_max=profile.slurm.requeue_max,
         cpus=count_node_cpus(spec, profile.slurm),
         gres=render_gres(spec, profile.slurm),
+        container=make_container(profile.slurm, list_seen(spec, profile)),
     )
     files = {
         "job.sbatch": render_script(spec, profile),
         "job.json": render_job(_place_job(spec, there=bool(host))),
+        **({"join.sbatch": render_join(spec, profile)} if spec.remote else {}),
         "chain.json": msgspec.json.format(msgspec.json.encode(chain)).decode() + "\n",
     }
     steps: tuple[Step, ...] = (Step("submit it", ("sbatch", "--parsable", f"{place}/job.sbatch")),)
@@ -99,6 +124,38 @@ def _place_job(spec: JobSpec, *, there: bool) -> JobSpec:
 
 def render_script(spec: JobSpec, profile: Profile) -> str:
     """Return the script."""
+    lines = list_directives(spec, profile.slurm)
+    return _fill(_BODY, spec, profile, lines, "perdure.launch.slurm.batch")
+
+
+def render_join(spec: JobSpec, profile: Profile) -> str:
+    """Return the script of one further node that is a Slurm job of its own.
+
+    It is not put back: who has it come again submits it again.
+    """
+    lines = [
+        f"--job-name={name_join(spec)}",
+        "--nodes=1",
+        _ONE_TASK,
+        *(
+            line
+            for line in list_directives(spec, profile.slurm)
+            if not line.startswith(_NOT_OF_ONE)
+        ),
+        "--no-requeue",
+    ]
+    return _fill(_JOIN, spec, profile, lines, "perdure.launch.slurm.joined")
+
+
+def name_join(spec: JobSpec) -> str:
+    """Return what Slurm calls a further node that is a job of its own."""
+    return f"{spec.name}-node"
+
+
+def _fill(
+    body: str, spec: JobSpec, profile: Profile, directives: Sequence[str], module: str
+) -> str:
+    """Return a script that runs one of perdure's programs in the job's environment."""
     section, there = profile.slurm, bool(profile.launch.host)
     modules = "".join(f"module load {shlex.quote(name)}\n" for name in section.modules)
     hook = f"{profile.overrides.PROXY_HOOK}\n" if profile.overrides.PROXY_HOOK and not there else ""
@@ -113,16 +170,18 @@ def render_script(spec: JobSpec, profile: Profile) -> str:
         folder = spec.launch.project.replace("%", "%%")  # It would begin a pattern.
         output = f"{folder}/slurm-{spec.name}-%j.out"
     output = f'"{output}"' if " " in output else output
-    body = _BODY.format(
+    filled = body.format(
         hooks=modules + hook,
-        env=env,
+        env=env + render_binds(section, list_seen(spec, profile)),
         place=quote(place),
         signal=SIGNAL,
         cwd=cwd,
-        command=f"{section.container} {python}".strip() + " -P -m perdure.launch.slurm.batch",
+        command=f"{python} -P -m {module}",
+        job=spec.name,
+        grace=max(_GRACE_S_MIN, section.warn_s - JITTER_S),
     )
-    head = "".join(f"#SBATCH {line}\n" for line in list_directives(spec, section))
-    return f"#!/bin/bash\n{head}#SBATCH --output={output}\n{body}"
+    head = "".join(f"#SBATCH {line}\n" for line in directives)
+    return f"#!/bin/bash\n{head}#SBATCH --output={output}\n{filled}"
 
 
 def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
@@ -133,10 +192,12 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
         "gres": render_gres(spec, section),
         "dependency": section.dependency,
     }
+    fewest, most = count_nodes(spec)
+    # With its tasks named, Slurm takes the fewest nodes of a range, however many are idle.
+    nodes = [f"--nodes={fewest}-{most}"] if most > fewest else [f"--nodes={most}", _ONE_TASK]
     return [
         f"--job-name={spec.name}",
-        f"--nodes={1 if spec.groups else spec.local_nodes}",
-        "--ntasks-per-node=1",
+        *nodes,
         f"--cpus-per-task={count_node_cpus(spec, section)}",
         f"--time={section.time_limit}",
         f"--signal=B:{SIGNAL}@{section.warn_s}",
@@ -147,6 +208,13 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
         *(["--kill-on-invalid-dep=yes"] if section.dependency else []),
         *section.extra,
     ]
+
+
+def list_seen(spec: JobSpec, profile: Profile) -> list[str]:
+    """Return the folders that a container has to see as they are, variables unexpanded."""
+    url, durable = spec.checkpoint.url, expand_tilde(profile.overrides.DURABLE_DIR)
+    project = "$JOB_DIR" if profile.launch.host else spec.launch.project
+    return [project, durable, *([expand_tilde(url)] if url.startswith(("/", "$", "~")) else [])]
 
 
 def choose_python(profile: Profile) -> str:
@@ -191,7 +259,7 @@ def check_job(spec: JobSpec, profile: Profile) -> list[Finding]:
     """
     section, url = profile.slurm, spec.checkpoint.url
     warn_s, startup_s = section.warn_s, section.startup_s
-    limit_s = parse_time_limit(section.time_limit)
+    limit_s, (fewest, most) = parse_time_limit(section.time_limit), count_nodes(spec)
     needed_s = warn_s + JITTER_S + startup_s
     return [
         *error(
@@ -215,6 +283,17 @@ def check_job(spec: JobSpec, profile: Profile) -> list[Finding]:
             f"{spec.num_nodes} nodes, and DURABLE_DIR is not known to be on a shared file system",
             "shared_fs = true in the profile, once you have looked",
             "SLURM5",
+        ),
+        *check_container(section, gpus=bool(render_gres(spec, section)), groups=bool(spec.groups)),
+        *error(
+            spec.growth and (spec.groups or not spec.unordered.leaves),
+            "nodes_max: replica groups, and a world that is only observed, do not grow",
+            "nodes alone",
+        ),
+        *error(
+            most > fewest < spec.bus.replicas,
+            f"bus.replicas = {spec.bus.replicas}, and Slurm may give {fewest} of {most} nodes",
+            f"nodes = {spec.bus.replicas} or more, or no replicas",
         ),
         *error(
             section.array and url and "SLURM_ARRAY_TASK_ID" not in url,

@@ -12,6 +12,7 @@ import msgspec
 from perdure.launch.platforms import Here, expand_tilde, write_files
 from perdure.launch.records import write_record
 from perdure.launch.slurm.client import Slurm
+from perdure.launch.slurm.refusal import find_refusal
 from perdure.launch.slurm.render import check_cluster, locate_home
 from perdure.launch.ssh.check import (
     check_banner,
@@ -34,8 +35,13 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     if plan.profile.launch.host:
         measured, found = _check_login(plan, here)
     found += check_cluster(slurm.read_config())
-    refusal = slurm.test_submit(plan.files["job.sbatch"])
-    found += error(refusal, f"sbatch would refuse it: {refusal}", "sinfo; the profile's [slurm]")
+    spec = msgspec.json.decode(plan.files["job.json"], type=JobSpec)
+    found += error(
+        plan.profile.slurm.container_image and not slurm.has_pyxis(),
+        "slurm.container_image: srun has no --container-image here: Pyxis is not installed",
+        "slurm.container with a command, such as apptainer exec image.sif",
+    )
+    found += find_refusal(slurm, plan.files["job.sbatch"], spec, plan.profile.slurm)
     return measured, (*found, *_check_running(slurm, plan, here))
 
 

@@ -7,12 +7,17 @@
                 the journal's end
     operator    commands, queries, notices, replay   answers to itself, the journal
     agent       its node's events and beats, probes, its own orders, probes and
-                its questions for what is compiled   questions for what is compiled
-    lighthouse  its events, orders (fenced aborts)   its own orders, events, beats
+                its questions for what is compiled,  questions for what is compiled
+                its place's lines
+    lighthouse  its events, orders (fenced aborts),  its own orders, events, beats,
+                answers to relays                    lines
     viewer      queries                              answers to itself, the journal
     worker      queries                              answers to itself
     monitor     notices                              answers to itself
     joiner      requests for a place                 answers to itself
+
+Where others start the groups (`perdure serve`) there are no agents. The relay of a machine with
+such groups has the login of an agent, by the number of its place, and passes on what ranks say.
 
 Every role hears answers under an inbox of its own only, so that none reads another's. A viewer
 reads the journal message by message (`DIRECT.GET`) and may make no consumer: a consumer's
@@ -42,6 +47,7 @@ from perdure.model.bus.wire import (
     subject_events,
     subject_joins,
     subject_journal,
+    subject_lines,
     subject_notices,
     subject_orders,
     subject_queries,
@@ -58,8 +64,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 Sender = Literal["controller", "run", "agent", "rank", "lighthouse"]
-"""Who brings events. A rank's come by way of its node's agent, or of the lighthouse where others
-have started it. Operators, monitors, viewers and
+"""Who brings events. A rank's come by way of its node's agent; where others have started it, of the
+lighthouse or of its machine's relay. Operators, monitors, viewers and
 machines that join bring none: they ask (`COMMANDS`), and the controller journals what was asked."""
 
 BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
@@ -95,7 +101,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.NodeDraining: ("controller",),
         events.NodeAsked: ("agent",),
         events.CommandReceived: ("controller",),
-        events.BoundaryAnswered: ("rank",),
+        events.BoundaryAnswered: ("rank", "lighthouse"),
         events.BoundaryReached: ("rank",),
         events.RanksAgreed: ("controller",),
         events.FaultInjected: ("agent", "rank", "lighthouse"),
@@ -203,6 +209,7 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
                 subject_beats(job, me),
                 subject_probe(job, "*"),
                 subject_compiled(job, "*", me),
+                subject_lines(job, me),
             ),
             (
                 orders(job, me),
@@ -213,7 +220,7 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
         ),
         "lighthouse": (
             (subject_events(job, LIGHTHOUSE), orders(job, "*")),
-            (orders(job, LIGHTHOUSE), events_, beats),
+            (orders(job, LIGHTHOUSE), events_, beats, subject_lines(job, "*")),
         ),
         "viewer": ((ask, info, direct, f"{direct}.>"), (journal,)),
         "worker": ((ask,), ()),
@@ -222,4 +229,4 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
     }
     said, heard = said_and_heard[role]
     inbox = f"{inbox_prefix(user)}.>"
-    return Access(publish=said, subscribe=(*heard, inbox), answers=role == "agent")
+    return Access(publish=said, subscribe=(*heard, inbox), answers=role in ("agent", "lighthouse"))

@@ -26,6 +26,9 @@ PATIENCE = {
     "TORCHFT_QUORUM_RETRIES": "1000000",  # 0.1 s apart
 }
 """With these a manager waits where its group is held, and while the lighthouse is started anew."""
+ENDED_KEPT = 32
+"""Groups of those that others start of which nothing is heard any more: so many are remembered, and
+shown. A month has thousands of them, and the journal has them all."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _STEP, _WORLD_SIZE = 4, 5
 _TEXT_MAX = 1000

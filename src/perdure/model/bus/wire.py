@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.version import Spoken
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
@@ -48,6 +49,8 @@ subject_notices = partial(_name, "notices")
 """What a cluster's own monitor knows: a `Notice`, answered by `CommandReply` if asked to."""
 subject_joins = partial(_name, "joins")
 """Requests of nodes from elsewhere for a place: a `JoinRequest`, answered by `CommandReply`."""
+subject_lines = partial(_name, "lines")
+"""Requests of the relay of a place to the lighthouse: `LinesHeld`, answered by `LinesKnown`."""
 subject_journal = partial(_name, "journal")
 """The journal's subject inside its JetStream stream."""
 
@@ -193,14 +196,14 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
     node: int
     spec: JobSpec
-    endpoint: "Endpoint"
+    endpoint: Endpoint
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     """What `perdure invite` prints and `perdure join` reads. It holds a secret."""
 
     job: str
-    endpoint: "Endpoint"
+    endpoint: Endpoint
     id: str = ""
     secret: str = ""
     until_s: float = 0.0
@@ -277,6 +280,32 @@ class ReplicaWelcome(msgspec.Struct, frozen=True, kw_only=True):
     """What it has where it uses no GPU."""
     refusal: str = ""
     """Why it is not taken."""
+    place: int = -1
+    """Of its machine, where that is not the lighthouse's."""
+
+
+class LinesHeld(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which ranks on another machine have a line to its relay: said again and again."""
+
+    lines: dict[int, int] = {}
+    """Rank -> the life of its group."""
+    ended: dict[int, str] = {}
+    """Life -> how it is known that a process of it has ended; until it is answered."""
+    find: str = ""
+    """A replica id, of which group and life are asked."""
+
+
+class LinesKnown(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The lighthouse's answer to the relay of a place."""
+
+    at_s: float
+    """Job time of the answer."""
+    port: int
+    """Where replicas reach the lighthouse."""
+    line: str
+    """What ranks name as the job in their hello: only this run of the job knows it."""
+    group: int = -1
+    life: int = -1
 
 
 FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery | ReplicaHello
@@ -396,33 +425,3 @@ class KeeperStopped(OfGeneration, frozen=True):
 
 
 FromKeeper = KeeperState | KeeperSpawned | KeeperStoreReady | KeeperExited | KeeperStopped
-
-
-class Endpoint(msgspec.Struct, frozen=True):
-    """How one part of a job finds the bus, with what that part may do there.
-
-    `endpoint.json` is the operator's, `credentials/USER.json` that of the others; each is readable
-    by its owner only.
-    """
-
-    url: str
-    """A server; the first of `servers` where there are several."""
-    token: str
-    """Password of `user`; without one, a token."""
-    clock_offset_s: float
-    """Job time = CLOCK_MONOTONIC of this boot + this, for every part on this machine."""
-    external: bool = False
-    """The NATS server is the user's own (`--nats URL`)."""
-    user: str = ""
-    """Such as `operator` or `agent-0`."""
-    ca: str = ""
-    """PEM of the authority that has signed the server's certificate; empty: the system's."""
-    creds: str = ""
-    """Path of the user's own credentials (`--nats-creds`)."""
-    tls_cert: str = ""
-    """Path of the certificate that is shown to the user's own server; with `tls_key`."""
-    tls_key: str = ""
-    servers: tuple[str, ...] = ()
-    """All servers of the cluster, in the order in which they are tried; empty: `url` alone."""
-    speaks: Spoken = Spoken()
-    """What the job's controller speaks."""

@@ -64,6 +64,26 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
+class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters that several blocks have in common, as an embedding and its head may.
+
+    Each of these blocks counts them in full. A device that has several of the blocks has them once;
+    over all devices that have one, their gradients are summed once a step, after all others.
+    """
+
+    blocks: tuple[int, ...]
+    """Places among the profile's blocks, rising."""
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    update_s: Seconds
+
+    @property
+    def state_bytes(self) -> int:
+        """What a device holds of them whatever is in flight."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message from one device to another."""
 
@@ -91,6 +111,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: tuple[Block, ...]
     transfers: tuple[Transfer, ...] = ()
     all_reduces: tuple[AllReduce, ...] = ()
+    shared: tuple[Shared, ...] = ()
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -100,7 +121,10 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change with any of its figures."""
-        return sha256(encode(self)).hexdigest()[:16]
+        text = encode(self)
+        if not self.shared:  # As it was before there was such a field.
+            text = text.replace(b',"shared":[]', b"")
+        return sha256(text).hexdigest()[:16]
 
     def estimate_transfer(self, place: Place) -> Transfer:
         """Return what a message costs there.
@@ -182,6 +206,19 @@ def read_profile(text: str, name: str) -> CostProfile:
             if cost.weight_s is not None and cost.weight_s > cost.backward_s:
                 path: list[str | int] = ["blocks", at, "costs", str(size), "weight_s"]
                 source.fail_in(path, f"expected a part of backward_s, {cost.backward_s:g} s")
+    for at, shared in enumerate(document.shared):
+        if (
+            len(shared.blocks) < 2
+            or list(shared.blocks) != sorted(set(shared.blocks))
+            or not 0 <= shared.blocks[0] <= shared.blocks[-1] < len(document.blocks)
+        ):
+            source.fail_in(
+                ["shared", at, "blocks"], "expected places of two blocks or more, rising"
+            )
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "update_s"):
+            having = min(getattr(document.blocks[b], name) for b in shared.blocks)
+            if getattr(shared, name) > having:
+                source.fail_in(["shared", at, name], f"expected what each block has, {having:g}")
     return msgspec.convert(document, CostProfile, from_attributes=True)
 
 
@@ -193,6 +230,23 @@ def write_profile(profile: CostProfile) -> str:
 
 ASK = "PERDURE_PROFILE"
 """Environment variable with a `ProfileRequest`: `perdure.elastic.train` measures, and ends."""
+
+
+LINKS = "perdure.worker.profiling.links"
+"""The program of a process that measures links."""
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where one process of each of several machines meets the others."""
+
+    nodes: int
+    address: str
+    """Of the first machine, as the others reach it."""
+    port: int
+    interface: str
+    """Name of this machine's interface, whose figures are measured."""
+    wait_s: float
+    """How long they wait for one another."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True):
@@ -212,6 +266,8 @@ class ProfileRequest(msgspec.Struct, frozen=True):
     """At least so long for each micro-batch size."""
     again: bool = False
     """Measure also what was measured before."""
+    meeting: Meeting | None = None
+    """With which other machines the links between nodes are measured."""
 
 
 class ProfileReport(msgspec.Struct, frozen=True):
@@ -220,7 +276,7 @@ class ProfileReport(msgspec.Struct, frozen=True):
     path: str = ""
     """The cost profile's."""
     measured: tuple[str, ...] = ()
-    """What was measured for it, `blocks` and `links`; the rest was kept from before."""
+    """What was measured for it (`blocks`, `links`, `links between nodes`); the rest was kept."""
     spread: float = 0.0
     """Half of the measurements of a figure lie within this share of it: the worst figure's."""
     spread_of: str = ""

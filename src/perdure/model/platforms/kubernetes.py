@@ -19,6 +19,10 @@ Object = Mapping[str, Any]
 Label = Annotated[str, Meta(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63)]
 Count = Annotated[int, Meta(ge=0)]
 
+IMAGE_BASE = "python:3.12.11-slim-bookworm"
+"""What an image for pods is built on, where nobody says otherwise."""
+NO_TORCH = "none"
+"""The version of torch of an image whose base has it."""
 JOB_LABEL = "perdure.dev/job"
 """Of every object of a job -> its name."""
 LEFT_ON_NOTICE = 143
@@ -113,6 +117,9 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     ptrace: bool = False
     """SYS_PTRACE, for stacks where the node's Yama asks for it (doctor says so). It serves root
     only, so the image's own user runs, and `restricted` refuses the pod."""
+    net_admin: bool = False
+    """NET_ADMIN, for failures that are made by `tc` in a pod's own network (docs/c4d.md). It serves
+    root only, so the image's own user runs, and `restricted` refuses the pod."""
 
 
 class Right(msgspec.Struct, frozen=True):

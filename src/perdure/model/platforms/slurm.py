@@ -9,11 +9,16 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from perdure.model.errors import ConfigError
+from perdure.model.job import JobSpec
 from perdure.model.platforms.outcome import Outcome, State
+from perdure.model.platforms.slurm_reasons import explain_reason
 
 Count = Annotated[int, Meta(ge=0)]
 Word = Annotated[str, Meta(pattern=r"^[^\s'\"\\$`;&|<>]*$")]
 """Goes into an `#SBATCH` line as it is."""
+
+Mount = Annotated[str, Meta(pattern=r"^[^\s'\"\\`;&|<>,]+$")]
+"""Goes into a list of mounts; `$NAME` is expanded on the first node."""
 
 JITTER_S = 60
 """Slurm checks time limits once a minute: a warning may come that much early or late."""
@@ -53,9 +58,48 @@ class SlurmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     modules: tuple[str, ...] = ()
     """Loaded before anything else (`module load`)."""
     container: str = ""
-    """A command that carries perdure into a container, such as `apptainer exec --nv image.sif`."""
+    """A command that carries each node's agent with its ranks into a container, such as
+    `apptainer exec --nv image.sif`; what asks Slurm stays outside."""
+    container_image: str = ""
+    """The same by Pyxis: an image for `srun --container-image`."""
+    container_mounts: tuple[Mount, ...] = ()
+    """Seen in the container as well (`SRC` or `SRC:DST[:FLAGS]`), beside the project and
+    DURABLE_DIR, which are always."""
+    container_python: str = "python3"
+    """The Python in the container; it has perdure and torch."""
     extra: tuple[str, ...] = ()
     """More lines for the head of the script, such as `--exclude=n7`."""
+
+
+def count_nodes(spec: JobSpec) -> tuple[int, int]:
+    """Return the fewest and the most nodes that a job asks Slurm for.
+
+    They differ by what an elastic job may grow (`nodes_max`), less what `remote` says comes from
+    other allocations.
+
+    >>> count_nodes(JobSpec(script="t.py", nodes=1, nodes_max=3))
+    (1, 3)
+    >>> count_nodes(JobSpec(script="t.py", nodes=1, nodes_max=3, remote=1))
+    (1, 2)
+    """
+    if spec.groups:
+        return 1, 1
+    return spec.local_nodes - max(0, spec.growth - spec.remote), spec.local_nodes
+
+
+def fit_nodes(spec: JobSpec, nodes: int) -> JobSpec:
+    """Return the job that a run on `nodes` nodes is, of those that `count_nodes` has asked for.
+
+    Its world begins with all of them; those that are missing are places for machines that join.
+
+    >>> run = fit_nodes(JobSpec(script="t.py", nodes=1, nodes_max=3), 2)
+    >>> run.nodes, run.growth, run.remote, run.local_nodes
+    (2, 1, 1, 2)
+    """
+    fewest, most = count_nodes(spec)
+    if fewest == most:
+        return spec
+    return replace(spec, nodes=spec.nodes + nodes - fewest, remote=spec.remote + most - nodes)
 
 
 def parse_time_limit(text: str) -> int:
@@ -181,7 +225,7 @@ def explain_attempt(rows: Sequence[SlurmRow]) -> Outcome:
         nodes=own.nodes,
     )
     if state in ("waiting", "running"):
-        return replace(end, reason=own.reason)
+        return replace(end, reason=explain_reason(own.reason))
     found = [(map_state(row.state), row) for row in rows]
     for worst in _WORST:
         for kind, row in found:

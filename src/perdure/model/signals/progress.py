@@ -241,6 +241,8 @@ class RankProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """Something else lies in the place of its ring: nothing but `proc` is known of it."""
     device: tuple[DeviceComm, ...] = ()
     """What NCCL's profiler plugin has told of collectives on the device."""
+    num_steps: int = 0
+    """So many steps its loop is to make, counted over the whole run; 0: it does not say."""
 
 
 class HostLoad(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -258,6 +260,8 @@ class HostLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     pressure: float = -1.0
     """Share of the time in which something on the machine waited for a CPU (the kernel's PSI);
     -1 where unknown."""
+    throttled: float = 0.0
+    """Share of the scheduler's periods in which a CPU limit (cgroup) stopped the node's ranks."""
 
 
 class JobHabits(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -68,6 +68,11 @@ class Layout(msgspec.Struct, frozen=True):
         """Return the number of the place that `member` has."""
         return next(i for i, members in enumerate(self.copies) if member in members)
 
+    def place_of_block(self, block: int) -> int:
+        """Return the number of the place that has `block`."""
+        stage = next(i for i, (_, stop) in enumerate(self.sections) if block < stop)
+        return stage % len(self.copies)
+
 
 class Model(msgspec.Struct, frozen=True):
     """What a layout is made from."""

@@ -2,8 +2,10 @@
 
 An action begins when its cell has done what stands before it in its list, and what it needs has
 arrived. A message occupies its directed link for bytes / bandwidth, arrives a latency later, and
-takes no time from either cell. The gradients of a stage are reduced over its copies once all of
-them have finished it, beside the other stages of the cells; then the optimizer's step follows.
+takes no time from either cell. The gradients of a cell's stages are reduced over its copies once
+all of these have done what they do in a step; a part of them leaves while the last backward runs,
+where the cell has one stage. Then come those of parameters that stages share, over all who have one
+of these, one after another; then the optimizer's step follows.
 
 All is a function of its arguments: what the lists leave open does not exist.
 """
@@ -31,8 +33,10 @@ class Pipe(msgspec.Struct, frozen=True):
     """Stage -> its all-reduce; 0 where it has one copy."""
     slowdowns: Sequence[float] = ()
     """Cell -> factor on its work; all 1 if empty."""
-    overlap: float = 0.0
-    """The share of an all-reduce that the last backward of its stage can hide."""
+    overlap: Sequence[float] = ()
+    """Stage -> the share of its all-reduce that its last backward can hide; none if empty."""
+    ties: Sequence[tuple[tuple[int, ...], float]] = ()
+    """Stages that share parameters, and the all-reduce of these over all that have such a stage."""
 
     def work_s(self, action: Action, cell: int) -> float:
         """Return how long an action takes on a cell."""
@@ -143,7 +147,8 @@ class _State:
 def _finish(executed: list[list[Executed]], pipe: Pipe) -> Timeline:
     """Add all-reduces and optimizer steps to what the cells have done.
 
-    A cell's stages are reduced one after another, in the order in which they are finished.
+    Of a backward and an all-reduce of n equal parts, each of which leaves as it is made, all but
+    one can run side by side: (n-1)/n of the shorter one is hidden.
     """
     last = [Executed(Action("F", stage, -1), 0.0, 0.0) for stage in range(len(pipe.stages))]
     stages = []
@@ -152,18 +157,29 @@ def _finish(executed: list[list[Executed]], pipe: Pipe) -> Timeline:
         stages.append(sorted(ends))
         for stage, entry in ends.items():
             last[stage] = max(last[stage], entry, key=lambda e: e.end_s)
-    cells = []
+    reduced, exposed = list[float](), list[float]()
+    """By cell: when its stages are reduced, and how long it has only waited for that."""
     for done, mine in zip(executed, stages, strict=True):
-        computed_s = done[-1].end_s if done else 0.0
-        reduced_s = exposed_s = 0.0
-        for stage in sorted(mine, key=lambda s: last[s].end_s):
-            reduce_s, final = pipe.reduce_s[stage], last[stage]
-            hidden_s = min(pipe.overlap * reduce_s, final.end_s - final.begin_s)
-            begin_s = max(reduced_s, final.end_s - hidden_s)
-            reduced_s = begin_s + reduce_s
-            exposed_s += max(0.0, reduced_s - max(begin_s, computed_s)) if reduce_s else 0.0
+        final = max((last[stage] for stage in mine), key=lambda e: e.end_s, default=None)
+        if final is None:
+            reduced.append(0.0)
+            exposed.append(0.0)
+            continue
+        reduce_s = sum(pipe.reduce_s[stage] for stage in mine)
+        share = pipe.overlap[mine[0]] if pipe.overlap and len(mine) == 1 else 0.0
+        rest_s = reduce_s - share * min(reduce_s, final.end_s - final.begin_s)
+        reduced.append(final.end_s + rest_s if reduce_s else done[-1].end_s)
+        exposed.append(rest_s)
+    for tied, reduce_s in pipe.ties:
+        having = [cell for cell, mine in enumerate(stages) if set(mine) & set(tied)]
+        end_s = max((reduced[cell] for cell in having), default=0.0) + reduce_s
+        for cell in having:
+            reduced[cell] = end_s
+            exposed[cell] += reduce_s
+    cells = []
+    for cell, (done, mine) in enumerate(zip(executed, stages, strict=True)):
         update_s = sum(pipe.stages[stage].update_s for stage in mine)
         busy_s = sum(entry.end_s - entry.begin_s for entry in done)
-        end_s = max(computed_s, reduced_s) + update_s
-        cells.append(CellTimes(tuple(done), busy_s, exposed_s, update_s, end_s))
+        end_s = reduced[cell] + update_s
+        cells.append(CellTimes(tuple(done), busy_s, exposed[cell], update_s, end_s))
     return Timeline(max((cell.end_s for cell in cells), default=0.0), tuple(cells))

@@ -21,7 +21,7 @@ from perdure.model.planning.costs import Place
 from perdure.model.planning.world import Device, ScheduleName, Stage, World
 from perdure.plan.pipeline.orders import choose_groups, order_replica
 from perdure.plan.worlds.chain import Chain, Cutter
-from perdure.plan.worlds.score import Scorer
+from perdure.plan.worlds.score import Scorer, compute_overlap
 
 Layout = Literal["replica", "stage"]
 """Neighbours in the order of nodes are of one replica, or of one stage."""
@@ -279,7 +279,7 @@ class Shaper:
         column = chosen[:: family.ranks] if together else chosen[: copies + more]
         stage = self.scorer.chain(family.micro_batch).stage(cuts[0], cuts[1], False)
         reduce_s = self.scorer.compute_reduce_s(column, stage.gradient_bytes)
-        return reduce_s * (1.0 - self.scorer.overlap)
+        return reduce_s * (1.0 - compute_overlap(family.schedule, stage.gradient_bytes))
 
     def _make_cutter(
         self,

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from perdure.model.planning.costs import CostProfile
+from perdure.model.planning.costs import CostProfile, Shared
 
 T = TypeVar("T", int, float)
 
@@ -35,6 +35,7 @@ class StageCost(msgspec.Struct, frozen=True):
     """The part of the backward that may be done later; 0 where the backward is not split."""
     input_bytes: int
     gradient_bytes: int
+    """Without what it shares with blocks of other stages."""
     update_s: float
 
     def spent_s(self, kind: str) -> float:
@@ -59,6 +60,7 @@ class Chain:
         self.state = _sum(block.state_bytes for block in profile.blocks)
         self.gradients = _sum(block.gradient_bytes for block in profile.blocks)
         self.updates_s = _sum(block.update_s for block in profile.blocks)
+        self.shared = profile.shared
         self.longest_s = max(cost.forward_s + cost.backward_s for cost in costs)
         """Forward and backward of the block that takes longest: no stage is faster."""
         self._widest = cache(self._compute_widest)
@@ -76,9 +78,18 @@ class Chain:
         """Return the bytes that a stage needs, without the profile's `base_bytes`."""
         kept = self.inputs if recompute else self.stored
         widest = self._widest(first)[stop - first - 1] if recompute else 0
-        return int(
-            self.state[stop] - self.state[first] + in_flight * (kept[stop] - kept[first]) + widest
+        state = self.state[stop] - self.state[first] - self.count_twice([(first, stop)])
+        return int(state + in_flight * (kept[stop] - kept[first]) + widest)
+
+    def count_twice(self, runs: Sequence[tuple[int, int]]) -> int:
+        """Return the bytes of state that blocks of `runs`, on one device, count and share."""
+        return sum(
+            shared.state_bytes * max(0, self._count_sharing(shared, runs) - 1)
+            for shared in self.shared
         )
+
+    def _count_sharing(self, shared: Shared, runs: Sequence[tuple[int, int]]) -> int:
+        return sum(first <= block < stop for block in shared.blocks for first, stop in runs)
 
     def work(self, first: int, stop: int, recompute: bool) -> float:
         """Return the seconds of one micro-batch in a stage."""
@@ -101,13 +112,20 @@ class Chain:
         weight_s = self.weight_s[stop] - self.weight_s[first] if split else 0.0
         backward_s = self.backward_s[stop] - self.backward_s[first] - weight_s
         again_s = self.recompute_s[stop] - self.recompute_s[first] if recompute else 0.0
+        gradients = self.gradients[stop] - self.gradients[first]
+        update_s = self.updates_s[stop] - self.updates_s[first]
+        for shared in self.shared:
+            here = self._count_sharing(shared, [(first, stop)])
+            whole = here == len(shared.blocks)  # Else it is reduced with those of other stages.
+            gradients -= shared.gradient_bytes * (here - whole)
+            update_s -= shared.update_s * max(0, here - 1)
         return StageCost(
             forward_s=self.forward_s[stop] - self.forward_s[first],
             backward_s=backward_s + again_s,
             weight_s=weight_s,
             input_bytes=self.costs[first].input_bytes,
-            gradient_bytes=int(self.gradients[stop] - self.gradients[first]),
-            update_s=self.updates_s[stop] - self.updates_s[first],
+            gradient_bytes=int(gradients),
+            update_s=max(0.0, update_s),
         )
 
     def _compute_widest(self, first: int) -> list[int]:

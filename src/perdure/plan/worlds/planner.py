@@ -47,8 +47,6 @@ class Request(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
     recompute: Recompute = "auto"
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "rerouted")
-    overlap: float = 0.0
-    """Share of an all-reduce that the last backward of its stage hides."""
     options: int = 5
     """How many of the best are wanted, of different families."""
 
@@ -103,7 +101,7 @@ _Entry = tuple[float, int, Family, int, Iterator[int], Shape | None]
 class _Search:
     def __init__(self, profile: CostProfile, devices: Sequence[Device], request: Request) -> None:
         self.profile, self.devices, self.request = profile, devices, request
-        self.scorer = Scorer(profile, devices, overlap=request.overlap)
+        self.scorer = Scorer(profile, devices)
         self.shaper = Shaper(self.scorer, devices, request.global_batch, request.recompute)
         self.best: dict[Family, Option] = {}
         self.seen: set[World] = set()
@@ -298,6 +296,13 @@ class _Search:
                     f"{world.shape}: no all-reduce over {len(names)} devices was measured; a "
                     "ring's is assumed from the largest that was"
                 )
+        for shared in self.profile.shared if options else ():
+            numbers = ", ".join(map(str, shared.blocks))
+            size = f"{shared.gradient_bytes / 1e6:.1f} MB"
+            yield (
+                f"blocks {numbers} share parameters: {size} of gradients are summed over the stages"
+                " that have one of them, after all others"
+            )
         if self.spent and options:
             least_s = min(options[0].step_s, min(entry[0] for entry in self.waiting))
             gain = 100.0 * (1.0 - least_s / options[0].step_s)

@@ -5,14 +5,14 @@ all-reduces that join them. Of very many micro-batches only the first and the la
 them a pipeline repeats itself, and the time of one repetition is taken for the rest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from perdure.model.planning.costs import CostProfile, Place
 from perdure.model.planning.pipeline import Orders, Timeline
-from perdure.model.planning.world import Device, World
+from perdure.model.planning.world import Device, ScheduleName, World
 from perdure.plan.pipeline.orders import (
     join_replicas,
     number_runs,
@@ -23,6 +23,8 @@ from perdure.plan.pipeline.orders import (
 from perdure.plan.pipeline.simulate import Hop, Pipe, simulate
 from perdure.plan.worlds.chain import Chain
 
+BUCKET_BYTES = 8 << 20
+"""Gradients that leave together, about."""
 WINDOW_MIN = 128
 """Micro-batches, at least, from which a pipeline's repetition is taken; up to twice as many are
 simulated in full."""
@@ -70,11 +72,9 @@ def plan_orders(world: World) -> tuple[Orders, tuple[str, ...]]:
 class Scorer:
     """Scores worlds from one profile over one set of devices."""
 
-    def __init__(
-        self, profile: CostProfile, devices: Sequence[Device], *, overlap: float = 0.0
-    ) -> None:
-        """Score on `devices`; `overlap` is the share of an all-reduce that a backward hides."""
-        self.profile, self.overlap = profile, overlap
+    def __init__(self, profile: CostProfile, devices: Sequence[Device]) -> None:
+        """Score on `devices`."""
+        self.profile = profile
         self.devices: Mapping[str, Device] = {device.name: device for device in devices}
         self.actions = 0
         """Simulated so far: what scoring has cost."""
@@ -121,7 +121,7 @@ class Scorer:
         releases = "W" if world.schedule == "zero-bubble" else "B"
         most = 0
         for mine in orders:
-            held = sum(fixed[stage] for stage in {action.stage for action in mine})
+            held = self._sum_state(world, fixed, {action.stage for action in mine})
             most = max(most, held)
             for action in mine:
                 if action.kind == "F":
@@ -132,6 +132,13 @@ class Scorer:
         return most + self.profile.base_bytes
 
     # --- within ---------------------------------------------------------------------------------
+
+    def _sum_state(self, world: World, fixed: Sequence[int], stages: Collection[int]) -> int:
+        """Return the bytes of `stages` on one device, `fixed` each; what they share once."""
+        chain, runs = self.chain(world.micro_batch), [world.stages[s] for s in sorted(stages)]
+        spans = [(run.first, run.stop) for run in runs]
+        apart = sum(chain.count_twice([span]) for span in spans)
+        return sum(fixed[s] for s in stages) - chain.count_twice(spans) + apart
 
     def _score_replicas(self, world: World) -> Score:
         kinds = self._group_kinds(world)
@@ -232,8 +239,24 @@ class Scorer:
                 for part, cost in zip(world.stages, stages, strict=True)
             ],
             slowdowns=[device.slowdown for device in there],
-            overlap=self.overlap,
+            overlap=[compute_overlap(world.schedule, cost.gradient_bytes) for cost in stages],
+            ties=self._list_ties(world),
         )
+
+    def _list_ties(self, world: World) -> list[tuple[tuple[int, ...], float]]:
+        """Return the stages that share parameters, and what it takes to sum their gradients."""
+        ties = []
+        for shared in self.profile.shared:
+            tied = tuple(
+                number
+                for number, stage in enumerate(world.stages)
+                if any(stage.first <= block < stage.stop for block in shared.blocks)
+            )
+            if len(tied) > 1:
+                names = dict.fromkeys(name for s in tied for name in world.stages[s].devices)
+                there = [self.devices[name] for name in names]
+                ties.append((tied, self.compute_reduce_s(there, shared.gradient_bytes)))
+        return ties
 
     def compute_reduce_s(self, there: Sequence[Device], size: int) -> float:
         """Return the seconds of an all-reduce of `size` bytes over these devices."""
@@ -243,6 +266,18 @@ class Scorer:
         place: Place = "node" if near else "cluster"
         cost = self.profile.estimate_all_reduce(place, len(there))
         return cost.latency_s + size / cost.bytes_per_s
+
+
+def compute_overlap(schedule: ScheduleName, gradient_bytes: int) -> float:
+    """Return the share of a stage's all-reduce that its last backward can hide.
+
+    Gradients leave bucket by bucket as that backward makes them; the last bucket leaves when it
+    has ended. None leave earlier where the backward is in two parts, or where a rank has two
+    stages: the first bucket is then of the other one, whose gradients were there before.
+    """
+    if schedule in ("zero-bubble", "interleaved") or gradient_bytes <= BUCKET_BYTES:
+        return 0.0
+    return 1.0 - BUCKET_BYTES / gradient_bytes
 
 
 def _order(world: World, shares: Sequence[int]) -> Orders:

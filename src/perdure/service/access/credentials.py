@@ -48,7 +48,7 @@ from perdure.adapters.nats import (
 )
 from perdure.files import replace_file, sync_path
 from perdure.model.bus.access import ROLES, Role, build_access, user_name
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.job import JobSpec, NatsConfig
@@ -68,8 +68,8 @@ log = logging.getLogger("perdure.run")
 
 
 def list_users(spec: JobSpec) -> list[tuple[Role, int | None]]:
-    """Return everybody who may connect: each role once, agents one a node."""
-    nodes = {"agent": range(spec.num_nodes)}
+    """Return everybody who may connect: each role once, agents one a node or place."""
+    nodes = {"agent": range(spec.num_logins)}
     return [(role, node) for role in ROLES for node in nodes.get(role, (None,))]
 
 
@@ -122,7 +122,7 @@ def set_certificates(servers: Sequence[NatsServer], config: NatsConfig) -> None:
 
     Raises:
         ConfigError: only one of certificate and key was given.
-        PlatformError: a file cannot be read, or no certificate can be made.
+        PlatformError: a file cannot be read, or written.
     """
     for server in servers:
         set_certificate(server, config)
@@ -140,7 +140,7 @@ def set_certificate(server: NatsServer, config: NatsConfig) -> None:
 
     Raises:
         ConfigError: only one of certificate and key was given.
-        PlatformError: a file cannot be read, or no certificate can be made.
+        PlatformError: a file cannot be read, or written.
     """
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ConfigError("nats: tls_cert and tls_key belong together", hint="give both")
@@ -148,7 +148,8 @@ def set_certificate(server: NatsServer, config: NatsConfig) -> None:
         read_pem(config.tls_cert)
         server.certificate = (config.tls_cert, config.tls_key)
     elif server.certificate is None and not is_loopback(server.host):
-        server.certificate = make_certificate(server.folder, server.host)
+        with on_disk(f"write to {server.folder}"):
+            server.certificate = make_certificate(server.folder, server.host)
 
 
 def check_outside(spec: JobSpec) -> None:
@@ -380,6 +381,8 @@ class KeptEndpoint(msgspec.Struct, frozen=True):
     certificate: str = ""
     """PEM; empty where the user gives one, or the address is loopback."""
     key: str = ""
+    fixed: bool = False
+    """Others know the port and come there: another one would be worth nothing."""
 
 
 def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
@@ -388,7 +391,8 @@ def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
     `certificate`: one is to be made and kept as well.
 
     Raises:
-        PlatformError: the server's address is not on this machine, or the file cannot be written.
+        PlatformError: the server's address is not on this machine, its port is fixed and taken, or
+            the file cannot be written.
     """
     endpoint = read_document(path, KeptEndpoint)
     if (
@@ -398,6 +402,11 @@ def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
     ):
         endpoint = _make_endpoint(server, certificate)
     elif not _is_free(server.host, endpoint.port):
+        if endpoint.fixed:
+            raise PlatformError(
+                f"port {endpoint.port} of {server.host} is taken",
+                hint="by another job? Another port in --rdzv-endpoint, the same on every node",
+            )
         log.warning("port %d is taken: who joined before needs another invitation", endpoint.port)
         endpoint = msgspec.structs.replace(endpoint, port=_choose_port(server.host))
     folder = os.path.dirname(path)
@@ -415,9 +424,12 @@ def keep_endpoint(server: NatsServer, path: str, *, certificate: bool) -> None:
 
 
 def _make_endpoint(server: NatsServer, certificate: bool) -> KeptEndpoint:
-    files = make_certificate(server.folder, server.host) if certificate else ()
-    made = [Path(file).read_text() for file in files]
-    return KeptEndpoint(server.host, _choose_port(server.host), secrets.token_urlsafe(24), *made)
+    port, password = _choose_port(server.host), secrets.token_urlsafe(24)
+    if not certificate:
+        return KeptEndpoint(server.host, port, password)
+    with on_disk(f"write to {server.folder}"):
+        pem, key = (Path(file).read_text() for file in make_certificate(server.folder, server.host))
+    return KeptEndpoint(server.host, port, password, pem, key)
 
 
 def _choose_port(host: str) -> int:

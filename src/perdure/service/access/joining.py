@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex, token_urlsafe
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.host import read_text
-from perdure.adapters.nats import NatsBus
+from perdure.adapters.nats import NatsBus, UntrustedError
 from perdure.control.job import JobState
 from perdure.control.joining import note_invitation
 from perdure.model.bus.version import check_spoken
@@ -59,13 +60,14 @@ from perdure.service.jobfiles import (
     JobLock,
     load_endpoint,
     make_folders,
-    paths_of,
+    read_document,
     read_lines,
     remove_folders,
     set_previous_aside,
     write_atomic,
     write_document,
 )
+from perdure.service.jobfolders import paths_of
 from perdure.service.processes import (
     Child,
     describe_exit,
@@ -75,12 +77,15 @@ from perdure.service.processes import (
     reap_adopted,
     start_child,
 )
+from perdure.service.tail import RankTails
 from perdure.worker.process import set_subreaper
 
 log = logging.getLogger("perdure.join")
 
 _CONNECT_S = 10.0
 _ANSWER_S = 5.0
+_ANEW_S = 60.0
+"""Given to a job that was started anew to answer who was there before."""
 _AGAIN_S = 0.5
 _POLL_S = 0.1
 _RESTARTS_MAX = 30
@@ -173,22 +178,26 @@ def read_invitations(folder: str) -> list[dict[str, Any]]:
     ]
 
 
-async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> Admission:
+async def ask_place(
+    invitation: Invitation,
+    machine: str,
+    *,
+    wait_s: float,
+    on_wait: Callable[[str], None] = lambda why: None,
+) -> Admission:
     """Return the place that the controller gives this machine, asking for up to `wait_s`.
 
-    The server may come up meanwhile: the job's own machine may have just started as well.
+    The server may come up meanwhile: the job's own machine may have just started as well. `on_wait`
+    hears why there is no place yet, again and again.
 
     Raises:
         PlatformError: the server cannot be reached, or the controller does not answer.
+        UntrustedError: it is reached, and is not the server of this invitation.
         SafetyError: there is no place.
     """
     began_s = time.monotonic()
     deadline = began_s + wait_s
-    bus = await NatsBus.connect(
-        invitation.endpoint,
-        name=f"perdure join {invitation.job}",
-        timeout_s=max(_CONNECT_S, wait_s),
-    )
+    bus = await _connect(invitation, max(_CONNECT_S, wait_s), on_wait)
     try:
         while True:
             asked = JoinRequest(
@@ -219,9 +228,42 @@ async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> A
                 )
             if time.monotonic() + _AGAIN_S > deadline:
                 raise why
+            on_wait(why.message)
             await asyncio.sleep(_AGAIN_S)
     finally:
         await bus.close()
+
+
+async def _connect(
+    invitation: Invitation, wait_s: float, on_wait: Callable[[str], None]
+) -> NatsBus:
+    deadline = time.monotonic() + wait_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            return await NatsBus.connect(
+                invitation.endpoint,
+                name=f"perdure join {invitation.job}",
+                timeout_s=max(0.1, min(_CONNECT_S, left_s)),
+            )
+        except UntrustedError:
+            raise
+        except PlatformError as error:
+            if left_s <= _CONNECT_S:
+                raise
+            on_wait(error.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How a machine from elsewhere has left its job."""
+
+    code: int
+    """Exit code of the one who joined."""
+    asked: signal.Signals | None = None
+    """The first signal that asked it to leave, if any did."""
+    job_code: int | None = None
+    """Exit code that the job ended with, where it did."""
 
 
 def join(
@@ -233,10 +275,13 @@ def join(
     cwd: str | None,
     wait_s: float,
     on_line: Callable[[str], None],
-) -> int:
-    """Be a node of a job until the job ends or the node is left; return an exit code.
+    on_wait: Callable[[str], None] = lambda why: None,
+    on_output: Callable[[str], None] | None = None,
+) -> Left:
+    """Be a node of a job until the job ends or the node is left; return how.
 
     Where the job is started anew meanwhile, and still takes the invitation, be one of it again.
+    `on_output` gets the lines of this machine's ranks, prefixed `[rank 0]`.
 
     Raises:
         SafetyError: there is no place.
@@ -250,18 +295,31 @@ def join(
         set_subreaper()
         while True:
             end_family(job, home, spare=frozenset(list_living_descendants(os.getpid())))
-            admission = asyncio.run(ask_place(invitation, _name_machine(paths), wait_s=wait_s))
-            on_line(f"this machine is node {admission.node} of {job}")
+            asked = ask_place(invitation, _name_machine(paths), wait_s=wait_s, on_wait=on_wait)
+            admission = asyncio.run(asked)
+            on_line(_describe_place(admission))
             _write_files(paths, admission, grace_s, cwd)
-            code = _Joined(admission, home, paths, address, grace_s, on_line).run()
+            joined = _Joined(admission, home, paths, address, grace_s, on_line, on_output)
+            code = joined.run()
             if code is not None:
-                return code
+                return Left(code, joined.asked, read_document(paths.ended, int))
             end_family(job, home, spare=frozenset())
             on_line(f"{job} was started anew, or ended this login: asking for a place again")
+            wait_s = max(wait_s, _ANEW_S)  # Its server is up a little before its controller.
     finally:
         end_family(job, home, spare=frozenset())
         remove_folders(paths)
         lock.release()
+
+
+def _describe_place(admission: Admission) -> str:
+    job, number = admission.spec.name, admission.node
+    if not admission.spec.served:
+        return f"this machine is node {number} of {job}"
+    return (
+        f"this machine has place {number} of {job}: ranks started here that import perdure.torchft "
+        "are heard, whose TORCHFT_LIGHTHOUSE is what perdure serve has printed"
+    )
 
 
 def _name_machine(paths: JobPaths) -> str:
@@ -294,7 +352,7 @@ def _write_files(paths: JobPaths, admission: Admission, grace_s: float, cwd: str
 
 
 class _Joined:
-    """The agent's supervisor on a machine from elsewhere."""
+    """The supervisor of an agent, or of a relay of ranks, on a machine from elsewhere."""
 
     def __init__(
         self,
@@ -304,8 +362,13 @@ class _Joined:
         address: str,
         grace_s: float,
         on_line: Callable[[str], None],
+        on_output: Callable[[str], None] | None,
     ) -> None:
+        self._on_output = on_output
+        self._tails = RankTails(admission.spec.log_dir or os.path.join(paths.logs, "ranks"))
         self._spec, self._node, self._paths = admission.spec, admission.node, paths
+        self._part = "relay" if admission.spec.served else "agent"
+        self._log = paths.log(f"{self._part}-{admission.node}")
         self._grace_s, self._on_line = grace_s, on_line
         self._env = os.environ | {
             "PERDURE_HOME": home,
@@ -316,6 +379,11 @@ class _Joined:
         }
         self._signals: list[signal.Signals] = []
         self._agent: Child | None = None
+
+    @property
+    def asked(self) -> signal.Signals | None:
+        """The first signal that asked this machine to leave."""
+        return self._signals[0] if self._signals else None
 
     def run(self) -> int | None:
         """Keep the agent up until it leaves; return None where the job was started anew."""
@@ -336,8 +404,9 @@ class _Joined:
         while True:
             time.sleep(_POLL_S)
             status = self._agent.process.poll()
+            self._show_output(last=status is not None)
             if status == 0:
-                self._on_line("the agent has left: the job has ended, or this node was left")
+                self._on_line(f"the {self._part} has left: the job has ended, or this machine has")
                 return 0
             if status == StartedAnewError.exit_code:
                 return 0 if self._signals else None
@@ -355,9 +424,11 @@ class _Joined:
             if status is not None:
                 restarts += 1
                 if restarts > _RESTARTS_MAX:
-                    log_file = self._paths.log(f"agent-{self._node}")
-                    raise PlatformError("the agent does not stay up", hint=f"see {log_file}")
-                self._on_line(f"the agent died ({describe_exit(status)}) and is started again")
+                    why = f"the {self._part} does not stay up"
+                    raise PlatformError(why, hint=f"see {self._log}")
+                self._on_line(
+                    f"the {self._part} died ({describe_exit(status)}) and is started again"
+                )
                 self._agent.close()
                 self._agent = self._start()
             reap_adopted({self._agent.pid})
@@ -375,10 +446,14 @@ class _Joined:
                 self._on_line("the grace is over")
                 return 0
 
+    def _show_output(self, *, last: bool) -> None:
+        if self._on_output is not None and self._spec.tee == "all":
+            for line in self._tails.poll(last=last):
+                self._on_output(line)
+
     def _start(self) -> Child:
-        command = part_command("agent", self._spec.name, str(self._node))
-        path = self._paths.log(f"agent-{self._node}")
-        return start_child(f"agent {self._node}", command, self._env, path)
+        command = part_command(self._part, self._spec.name, str(self._node))
+        return start_child(f"{self._part} {self._node}", command, self._env, self._log)
 
 
 def read_source(path: str) -> bytes:

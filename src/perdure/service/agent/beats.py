@@ -8,7 +8,14 @@ from collections.abc import Iterable
 
 import msgspec
 
-from perdure.adapters.host import CoreMeter, ProcSampler, list_children, measure_cpu, read_boot_id
+from perdure.adapters.host import (
+    CoreMeter,
+    LimitMeter,
+    ProcSampler,
+    list_children,
+    measure_cpu,
+    read_boot_id,
+)
 from perdure.adapters.nccl_follow import RANKS_A_BEAT, NcclFollower
 from perdure.adapters.nccl_links import DeviceRank
 from perdure.adapters.ring_follow import RingFollower
@@ -40,6 +47,7 @@ class RankReader:
         self._offset_s, self._asides = clock_offset_s, asides
         self._sampler = ProcSampler()
         self._host, self._cores, self._host_s = read_boot_id(), CoreMeter(), float("-inf")
+        self._limits = LimitMeter()
         self._used: dict[int, tuple[float, float]] = {}
         """Process -> CPU seconds and seconds without one, at the last look at the cores."""
         self._marks: dict[int, tuple[float, float]] = {}
@@ -83,10 +91,11 @@ class RankReader:
         if now - self._host_s < HOST_S:
             return None
         window_s, self._host_s = now - self._host_s, now
-        look = self._cores.measure(now)
+        look, throttled = self._cores.measure(now), self._limits.measure(pids, now)
         used = {os.getpid(): (time.process_time(), 0.0)}
-        used |= {pid: (cpu_s, 0.0) for pid, cpu_s in _measure_family(keeper).items()}
-        for pid in pids:
+        ranks = set(pids)
+        used |= {pid: (cpu_s, 0.0) for pid, cpu_s in _measure_family(keeper, ranks).items()}
+        for pid in ranks:
             proc = self._sampler.sample(pid, now)
             used[pid] = (proc.cpu_s, proc.run_delay_s)
         last, self._used = self._used, used
@@ -103,6 +112,7 @@ class RankReader:
             own=round(own_s / window_s, 3),
             waited=round(waited_s / window_s, 3),
             pressure=round(pressure, 3),
+            throttled=round(throttled, 3),
         )
 
     def _look(
@@ -209,10 +219,10 @@ class RankReader:
         return newest, tuple(sorted(pair for pair in found if pair[0] == last))
 
 
-def _measure_family(keeper: int) -> dict[int, float]:
-    """Return the CPU seconds of a keeper and of what it runs: ranks, images, those that start."""
+def _measure_family(keeper: int, ranks: set[int]) -> dict[int, float]:
+    """Return the CPU seconds of a keeper and of what it runs but `ranks`: images, for example."""
     with contextlib.suppress(OSError):
-        return {pid: measure_cpu(pid) for pid in (keeper, *list_children(keeper))}
+        return {pid: measure_cpu(pid) for pid in {keeper, *list_children(keeper)} - ranks}
     return {}
 
 

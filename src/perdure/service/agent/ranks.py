@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from perdure.agent.messages import WorkerSaid
@@ -74,7 +74,7 @@ class WorkerServer:
         say: Callable[[WorkerSaid], None],
         asides: Asides,
         *,
-        admit: Callable[[ReplicaHello], ReplicaWelcome] | None = None,
+        admit: Callable[[ReplicaHello], Awaitable[ReplicaWelcome]] | None = None,
         gone: Callable[[WorkerHello], None] = lambda hello: None,
     ) -> None:
         """Serve the ranks of `job`; `asides` counts what they say and nobody can read.
@@ -119,7 +119,7 @@ class WorkerServer:
                     self._set_aside(line, text, error)
                     continue
                 if isinstance(message, ReplicaHello) and self._admit is not None and line is None:
-                    writer.write(encode(self._admit(message)) + b"\n")
+                    writer.write(encode(await self._admit(message)) + b"\n")
                     return
                 if line is None:
                     line = self._welcome(message, writer)

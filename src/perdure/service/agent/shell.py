@@ -6,6 +6,7 @@ ring is read, and the event is in the outbox.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -45,7 +46,7 @@ from perdure.agent.messages import (
 )
 from perdure.agent.state import NodeIdentity
 from perdure.failpoints import failpoint
-from perdure.launch.environment import GROUP_DEVICES, rank_environment
+from perdure.launch.environment import GROUP_DEVICES, RDZV_SECRET, rank_environment
 from perdure.model.bus.version import check_spoken
 from perdure.model.bus.wire import (
     Endpoint,
@@ -80,14 +81,8 @@ from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
 from perdure.service.caches import choose_caches, choose_shared, read_fingerprint
-from perdure.service.jobfiles import (
-    MINE,
-    load_endpoint,
-    load_spec,
-    paths_of,
-    resolve_home,
-    write_steering,
-)
+from perdure.service.jobfiles import MINE, load_endpoint, load_spec, write_document, write_steering
+from perdure.service.jobfolders import paths_of, resolve_home
 from perdure.service.part import Asides, Tasks, read_run_pid, run_part, watch_process
 from perdure.service.placement import LOOPBACK, choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
@@ -101,8 +96,8 @@ _FLUSH_S = 3.0
 _ASIDES_S = 1.0
 _SPAWN_AGAIN_S = 0.5
 """Until a full disk is tried again."""
-RANK_ONLY = ("PERDURE_RING", "PERDURE_RANK", "PERDURE_GENERATION", "PERDURE_KEEPER")
-"""Never handed down to the keeper, should perdure itself run below a rank."""
+RANK_ONLY = ("PERDURE_RING", "PERDURE_RANK", "PERDURE_GENERATION", "PERDURE_KEEPER", RDZV_SECRET)
+"""Never handed down to the keeper, should perdure itself run below a rank; nor is a secret."""
 
 
 class AgentService:
@@ -344,9 +339,17 @@ class AgentService:
                 log.info("leaving: %s", reason)
                 if replaced and self._node >= self._spec.local_nodes:
                     self._failed = self._failed or ReplacedError(reason)
+                self._note_end()
                 self._left.set()
             case _:
                 assert_never(request)
+
+    def _note_end(self) -> None:
+        """Leave the job's exit code to who keeps this agent up on a machine from elsewhere."""
+        told = self.machine.state.assignment
+        if told is not None and told.exit_code is not None and self._node >= self._spec.local_nodes:
+            with contextlib.suppress(PlatformError):  # Its disk is full; then nobody is told.
+                write_document(self._paths.ended, told.exit_code)
 
     def _do_all(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -541,7 +544,7 @@ async def _main(job: str, node: int) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     run_pid = read_run_pid()
-    bus = await _connect(endpoint, f"perdure agent {job} {node}", run_pid, node)
+    bus = await connect(endpoint, f"perdure agent {job} {node}", run_pid, node)
     if bus is None:
         log.error("`perdure run` (pid %d) is gone", run_pid)
         return
@@ -565,7 +568,7 @@ async def _main(job: str, node: int) -> None:
         await bus.close()
 
 
-async def _connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> NatsBus | None:
+async def connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> NatsBus | None:
     """Return a connection, however long it takes; None once process `run_pid` is gone."""
     while True:
         try:

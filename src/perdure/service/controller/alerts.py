@@ -1,4 +1,6 @@
-"""Alerts on their way out: a command, a webhook, or both, beside the loop and never in its way.
+"""Alerts on their way out: a command, a webhook, any service that apprise knows.
+
+All of it is beside the loop and never in its way.
 
 The queue is bounded, each attempt has a time-out, attempts are repeated with growing pauses, and
 what cannot be delivered is logged and dropped. Above the rate limit, alerts are counted and told
@@ -8,11 +10,13 @@ them.
 
 import asyncio
 import logging
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,6 +33,10 @@ log = logging.getLogger("perdure.alerts")
 
 QUEUE_MAX = 200
 WINDOW_S = 60.0
+APPRISE = "perdure.service.controller.apprising"
+"""The process that tells services by the library apprise."""
+_LOADED_S = 20.0
+"""How long that may take to begin, on a machine that is busy."""
 _PAUSE_S = 0.5
 _PAUSE_S_MAX = 30.0
 
@@ -58,7 +66,7 @@ class Alerter:
     @property
     def wanted(self) -> bool:
         """Whether anybody is to be told."""
-        return bool(self._config.command or self._config.webhook)
+        return bool(self._config.command or self._config.webhook or self._config.apprise)
 
     def note(self, entries: Iterable[JournalEntry]) -> None:
         """Take entries that are in the journal by now. Returns at once."""
@@ -117,6 +125,8 @@ class Alerter:
             await self._try(f"command {self._config.command[0]}", self._call, data)
         if self._config.webhook:
             await self._try("webhook", self._post, data)
+        if self._config.apprise:
+            await self._try("apprise", partial(self._notify, alert), data)
 
     async def _try(self, what: str, send: Callable[[bytes], Awaitable[None]], data: bytes) -> None:
         attempts = tenacity.AsyncRetrying(
@@ -137,21 +147,25 @@ class Alerter:
         Raises:
             OSError: it cannot be run, fails, or takes too long.
         """
+        await self._run(self._config.command, data + b"\n")
+
+    async def _run(self, command: Sequence[str], data: bytes, more_s: float = 0.0) -> None:
         process = await asyncio.create_subprocess_exec(
-            *self._config.command,
+            *command,
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE if more_s else asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            async with asyncio.timeout(self._config.timeout_s):
-                await process.communicate(data + b"\n")
+            async with asyncio.timeout(self._config.timeout_s + more_s):
+                said, _ = await process.communicate(data)
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            raise OSError(f"exit code {process.returncode}")
+            why = said.decode(errors="replace").strip() if said else ""
+            raise OSError(why or f"exit code {process.returncode}")
 
     async def _post(self, data: bytes) -> None:
         """Post to the webhook once.
@@ -165,6 +179,32 @@ class Alerter:
             url, data=data, headers={"Content-Type": "application/json"}, method="POST"
         )
         await asyncio.to_thread(_open, request, self._config.timeout_s)
+
+    async def _notify(self, alert: Alert, data: bytes) -> None:
+        """Tell all addresses of apprise's once.
+
+        It has a process of its own: the library takes a second and tens of megabytes to load.
+
+        Raises:
+            OSError: the library is not there, or one of them cannot be told.
+        """
+        asked = {
+            "addresses": read_addresses(self._config.apprise),
+            "title": f"perdure: {alert.job}: {alert.kind}",
+            "body": alert.summary,
+        }
+        await self._run([sys.executable, "-m", APPRISE], encode(asked), _LOADED_S)
+
+
+def read_addresses(apprise: str) -> list[str]:
+    """Return the address that `apprise` is, or those that stand in its file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    text = Path(apprise[1:]).read_text() if apprise.startswith("@") else apprise
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def read_url(webhook: str) -> str:

@@ -210,7 +210,7 @@ class Inbox:
         who = describe_sender(sender)
         try:
             beat: NodeBeat = decode(data, NodeBeat)
-            if not 0 <= beat.node < self._spec.num_nodes:
+            if self._spec.served or not 0 <= beat.node < self._spec.num_nodes:
                 raise ProtocolError(f"there is no node {beat.node}")
             if str(beat.node) != sender:
                 raise ProtocolError(f"it says that it is node {beat.node}")

@@ -30,7 +30,7 @@ from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.adapters.shared_folder import open_journal
 from perdure.failpoints import failpoint
 from perdure.files import read_size, replace_file, sync_path
-from perdure.model.bus.wire import Endpoint
+from perdure.model.bus.endpoint import Endpoint
 from perdure.model.chain import FIRST, EntryReader, Link, Tally, seal, split_lines
 from perdure.model.codec import encode
 from perdure.model.errors import (

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.control import Memory
 from perdure.control.joining import preview_invitations
 from perdure.control.lighthouse.watch import ReplicaWatch
 from perdure.control.membership.quorum import make_quorum_config
+from perdure.control.memory import Memory
 from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import make_journal_event
 from perdure.control.senders import describe_sender, find_role, find_untrue, sift_beat
-from perdure.control.steering.verbs import preview_verb
-from perdure.detect import Detector, Unwatched
+from perdure.control.steering.preview import preview
+from perdure.detect.detector import Detector, Unwatched
 from perdure.detect.devices import DeviceJudge
 from perdure.failpoints import failpoint
 from perdure.model.bus.version import can_talk, check_journal
@@ -69,7 +69,7 @@ from perdure.service.curves import CurveFiles
 from perdure.service.jobfiles import MINE
 from perdure.service.part import wait_event
 from perdure.service.ports import Bus, Reply
-from perdure.telemetry import LinkFold
+from perdure.telemetry.links import LinkFold
 
 log = logging.getLogger("perdure.controller")
 
@@ -423,7 +423,7 @@ class ControllerService:
                     )
                 known = (
                     state.answered.get(command.id)
-                    or preview_verb(state, kind, command.args)
+                    or preview(state, kind, command.args)
                     or preview_invitations(state, turn.now, kind, command.args)
                 )
                 if known is not None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from secrets import token_hex
+from typing import Any
 
 from perdure.adapters.exporters import PrometheusServer
 from perdure.adapters.host import read_state, send_signal
@@ -32,6 +33,7 @@ from perdure.service.controller.leading import lead, open_stream, run_while
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.pod_watch import open_watch
 from perdure.service.controller.snapshots import SnapshotFiles
+from perdure.service.controller.tracking import Trackers
 from perdure.service.controller.webhook import Webhook
 from perdure.service.curves import CurveFiles
 from perdure.service.jobfiles import (
@@ -39,10 +41,10 @@ from perdure.service.jobfiles import (
     load_parts,
     load_snapshot,
     load_spec,
-    paths_of,
-    resolve_home,
+    read_document,
     write_document,
 )
+from perdure.service.jobfolders import paths_of, resolve_home
 from perdure.service.part import Tasks, read_run_pid, run_part, watch_process
 from perdure.service.processes import find_by_argument, find_marked
 from perdure.telemetry.outcome import RUN_LOST
@@ -115,6 +117,9 @@ async def _main(job: str, node: int) -> None:
             known_seq=before.seq if before is not None else 0,
         )
         service.inbox.admit = lambda node: read_admission(spec, paths, node)
+        for args in read_document(paths.invited, list[dict[str, Any]]) or ():
+            who = "the run before" if "machines" in args else "perdure run"
+            service.command(Command(id=f"invite-{args['id']}", kind="invite", args=args, who=who))
         async with _reach_out(spec, paths, service, alerter):
             gone = partial(_end_job, service)
             with _serve_metrics(spec, newest), watch_process(read_run_pid(), gone):
@@ -127,8 +132,9 @@ async def _main(job: str, node: int) -> None:
 async def _reach_out(
     spec: JobSpec, paths: JobPaths, service: ControllerService, alerter: Alerter
 ) -> AsyncIterator[None]:
-    """Serve the webhook, watch pods and send alerts meanwhile; none can end the controller."""
-    tasks = Tasks()
+    """Serve the webhook, watch pods, alert and tell trackers; none can end the controller."""
+    tasks, trackers = Tasks(), Trackers(spec, paths)
+    trackers.start()
     if alerter.wanted:
         tasks.spawn(alerter.run())
     if (pods := open_watch(service.command)) is not None:
@@ -149,7 +155,9 @@ async def _reach_out(
         yield
         if alerter.wanted:
             await alerter.flush(_FLUSH_S)
+        await trackers.finish()
     finally:
+        await trackers.end()
         await tasks.end()
 
 

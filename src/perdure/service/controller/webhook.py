@@ -2,10 +2,9 @@
 
     curl -H "Authorization: Bearer $(cat TOKEN)" -d '{"kind":"device-failed","device":"GPU-1"}' URL
 
-A `Notice` as JSON in, a `CommandReply` as JSON out, one request a connection. It speaks just enough
-HTTP/1.1 for that: a length is required, everything is bounded in size and in time. Who does not
-know the token learns nothing but that. The answer is the controller's, so 200 means that the
-notice is in the journal.
+A `Notice` as JSON in, a `CommandReply` as JSON out, one request a connection; everything is bounded
+in size and in time. Who does not know the token learns nothing but that. The answer is the
+controller's, so 200 means that the notice is in the journal.
 """
 
 import asyncio
@@ -14,6 +13,8 @@ import hmac
 import logging
 import ssl
 from http import HTTPStatus
+
+import h11
 
 from perdure.model.bus.wire import CommandReply
 from perdure.model.codec import decode, encode
@@ -26,6 +27,8 @@ BODY_BYTES_MAX = 16_384
 OPEN_MAX = 32
 READ_S = 5.0
 ANSWER_S = 10.0
+_READ_BYTES = 512
+"""So much a head may be larger than HEAD_BYTES_MAX: it is measured only while it is incomplete."""
 _BIND_AGAIN_S = 1.0
 
 
@@ -70,58 +73,72 @@ class Webhook:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
+        http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
         try:
             if self._open > OPEN_MAX:
                 raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
             async with asyncio.timeout(READ_S):
-                body = await self._read(reader)
+                body = await self._read(http, reader)
             status, data = await self._ask(body)
         except Refusal as refusal:
             log.warning("refused: %s", refusal.reason)
             status = refusal.status
             data = encode(CommandReply(id="", ok=False, reason=refusal.reason))
-        except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
+        except (TimeoutError, OSError, EOFError):
             status, data = HTTPStatus.REQUEST_TIMEOUT, b"{}"
         finally:
             self._open -= 1
-        head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
-        )
+        with contextlib.suppress(h11.ProtocolError):  # To who has gone nothing can be said.
+            writer.write(_render(http, status, data))
         with contextlib.suppress(OSError, TimeoutError):
-            writer.write(head.encode() + data)
             async with asyncio.timeout(READ_S):
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
+        writer.transport.abort()  # Of who does not read its answer.
 
-    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+    async def _read(self, http: h11.Connection, reader: asyncio.StreamReader) -> bytes:
         """Return the body of an authorized request.
 
         Raises:
             Refusal: it is none.
+            EOFError: the caller has gone in the middle of it.
         """
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        except asyncio.LimitOverrunError:
-            raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers too large") from None
-        request, *lines = head.split("\r\n")
-        headers = {k.strip().lower(): v.strip() for k, _, v in (ln.partition(":") for ln in lines)}
-        wanted, given = f"Bearer {self._token}", headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), wanted.encode()):
+        body = b""
+        while True:
+            try:
+                event = http.next_event()
+            except h11.RemoteProtocolError as error:
+                status = HTTPStatus(error.error_status_hint)
+                raise Refusal(status, f"not a request: {error}") from None
+            match event:
+                case h11.NEED_DATA:
+                    http.receive_data(await reader.read(_READ_BYTES))
+                case h11.Request():
+                    self._check(event)
+                case h11.Data():
+                    body += event.data
+                    _check_size(len(body))
+                case h11.EndOfMessage():
+                    return body
+                case _:
+                    raise EOFError
+
+    def _check(self, request: h11.Request) -> None:
+        """Refuse before anything more is read of it.
+
+        Raises:
+            Refusal: its sender may not, or it is not what is taken here.
+        """
+        headers = dict(request.headers)
+        wanted, given = f"Bearer {self._token}".encode(), headers.get(b"authorization", b"")
+        if not hmac.compare_digest(given, wanted):
             raise Refusal(HTTPStatus.UNAUTHORIZED, "no token, or a wrong one")
-        method, _, rest = request.partition(" ")
-        if rest.partition(" ")[0] != "/notify":
+        if request.target != b"/notify":
             raise Refusal(HTTPStatus.NOT_FOUND, "there is /notify and nothing else")
-        if method != "POST":
+        if request.method != b"POST":
             raise Refusal(HTTPStatus.METHOD_NOT_ALLOWED, "POST it")
-        length = headers.get("content-length", "")
-        if not length.isascii() or not length.isdigit():
-            raise Refusal(HTTPStatus.LENGTH_REQUIRED, "no Content-Length")
-        if len(length) > 9 or int(length) > BODY_BYTES_MAX:
-            reason = f"more than {BODY_BYTES_MAX} bytes"
-            raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
-        return await reader.readexactly(int(length))
+        _check_size(int(headers.get(b"content-length", 0)))
 
     async def _ask(self, body: bytes) -> tuple[HTTPStatus, bytes]:
         """Return what the controller answers."""
@@ -143,3 +160,24 @@ class Webhook:
             return HTTPStatus.OK, data
         malformed = told.reason.startswith("refused: ")
         return HTTPStatus.BAD_REQUEST if malformed else HTTPStatus.CONFLICT, data
+
+
+def _check_size(size: int) -> None:
+    if size > BODY_BYTES_MAX:
+        reason = f"more than {BODY_BYTES_MAX} bytes"
+        raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+
+
+def _render(http: h11.Connection, status: HTTPStatus, data: bytes) -> bytes:
+    """Return an answer as it is sent.
+
+    Raises:
+        h11.ProtocolError: what the caller has sent lets none be given.
+    """
+    headers = [
+        ("Content-Type", "application/json"),
+        ("Content-Length", str(len(data))),
+        ("Connection", "close"),
+    ]
+    head = http.send(h11.Response(status_code=status, reason=status.phrase, headers=headers))
+    return (head or b"") + (http.send(h11.Data(data=data)) or b"")

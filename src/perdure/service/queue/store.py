@@ -27,7 +27,8 @@ from perdure.files import create_file, is_locked, sync_path
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.queue import NAME, Claim, Ending, Item, Record
 from perdure.model.records import decode_record, encode_record
-from perdure.service.jobfiles import load_snapshot, on_disk, paths_of, read_document
+from perdure.service.jobfiles import load_snapshot, on_disk, read_document
+from perdure.service.jobfolders import paths_of
 
 log = logging.getLogger("perdure.queue")
 

@@ -252,7 +252,10 @@ class SaveTask:
             if part.exists():
                 self._read_part(part)
             if time.monotonic() > deadline:
-                raise PlatformError(f"rank {rank} did not finish its share in {TIMEOUT_S:.0f} s")
+                raise PlatformError(
+                    f"rank {rank} did not finish its share in {TIMEOUT_S:.0f} s",
+                    hint=f"do all nodes see {self._root}? [checkpoint] url",
+                )
             time.sleep(_POLL_S)
         return path
 

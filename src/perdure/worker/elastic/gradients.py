@@ -41,6 +41,7 @@ from perdure.plan.elastic.microbatches import (
     root_of,
     sibling_of,
 )
+from perdure.plan.worlds.score import BUCKET_BYTES as BUCKET_BYTES
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.group import Broken, Group
 
@@ -184,10 +185,11 @@ class Tally:
         return Numbers(counts.view(self._parts, -1), losses, votes, more)
 
 
-BUCKET_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the first all-reduce begins early."""
 _EXACT_ENOUGH = (torch.float32, torch.float64)
+Apart = tuple[int, ...]
+"""The blocks that share a parameter, whose gradient is not whole before all of them are done."""
 
 
 @dataclass(slots=True)
@@ -216,29 +218,45 @@ class Buckets:
     """The gradients of `params`."""
 
     def __init__(
-        self, params: Sequence[Tensor], bucket_bytes: int, sets: int = 2, rider: int = 0
+        self,
+        params: Sequence[Tensor],
+        bucket_bytes: int,
+        sets: int = 2,
+        rider: int = 0,
+        apart: Mapping[Tensor, Apart] | None = None,
     ) -> None:
         """Make buffers for two steps (or one), and watch each parameter's gradient.
 
         `rider` numbers are summed with the first bucket: a collective of their own would cost
         more than all else that a step does here. Where that bucket has less than 32 bits a number,
-        there are none.
+        there are none. Those of `params` that are `apart` have buckets of their own, by what it
+        says of them; they never leave by themselves.
         """
         self.params = [p for p in params if p.requires_grad]
-        groups = _split(self.params, bucket_bytes)
+        apart = {p: apart[p] for p in self.params if p in apart} if apart else {}
+        alone = [p for p in self.params if p not in apart]
+        groups = _split(alone, bucket_bytes)
         if not groups or groups[0][0].dtype not in _EXACT_ENOUGH:
             rider = 0
-        self.buckets = [
+        self._leaving = [
             _make_bucket(group, sets, 0 if number else rider) for number, group in enumerate(groups)
         ]
+        self._apart = {
+            one: [
+                _make_bucket(group, sets, 0)
+                for group in _split([p for p in apart if apart[p] == one], bucket_bytes)
+            ]
+            for one in sorted(set(apart.values()))
+        }
+        self.buckets = [*self._leaving, *(b for found in self._apart.values() for b in found)]
         self.riders = [flat[-rider:] for flat in self.buckets[0].flats] if rider else []
         """For even and odd steps; gradients are scaled, and these are not."""
-        self._of = {p: b for b in self.buckets for p in b.params}
+        self._of = {p: b for b in self._leaving for p in b.params}
         self._pass: _Pass | None = None
         self._failure: Exception | None = None
         self._hooks: list[Any] = [
             param.register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
-            for param in self.params
+            for param in alone
         ]
 
     def close(self) -> None:
@@ -261,7 +279,7 @@ class Buckets:
     def arm(self, step: int, scale: float, send: Callable[[Tensor], None]) -> None:
         """Hand each bucket, times `scale`, to `send` once the coming backward has filled it."""
         self._pass, self._failure = _Pass(step, send, scale), None
-        for bucket in self.buckets:
+        for bucket in self._leaving:
             bucket.missing = len(bucket.params)
 
     def flush(self) -> None:
@@ -273,7 +291,7 @@ class Buckets:
         if self._failure is not None:
             raise self._failure
         if current is not None:
-            for bucket in self.buckets[current.next :]:
+            for bucket in self._leaving[current.next :]:
                 self._send(current, bucket)
 
     def disarm(self) -> None:
@@ -285,6 +303,13 @@ class Buckets:
         for bucket in self.buckets:
             _fill(bucket, step, scale)
         return self.flats(step)
+
+    def copy_apart(self, step: int, scale: float, apart: Apart) -> list[Tensor]:
+        """Copy the gradients of what is `apart` like this, and return their buffers."""
+        found = self._apart.get(apart, [])
+        for bucket in found:
+            _fill(bucket, step, scale)
+        return [_of_step(bucket.flats, step) for bucket in found]
 
     def expose(self, step: int) -> None:
         """Make the buffers of `step` the parameters' gradients."""
@@ -303,8 +328,8 @@ class Buckets:
         if current is None:
             return
         self._of[param].missing -= 1
-        while current.next < len(self.buckets) and not self.buckets[current.next].missing:
-            bucket = self.buckets[current.next]
+        while current.next < len(self._leaving) and not self._leaving[current.next].missing:
+            bucket = self._leaving[current.next]
             current.next += 1
             if self._failure is None:
                 try:

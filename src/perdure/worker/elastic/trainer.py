@@ -149,6 +149,7 @@ class Trainer:
         """
         self._total, self._over = total, False
         self._membership.break_groups = self._break  # An order may come before the first world.
+        self._membership.attachment.ring.aim(self._steering.executor.aim(total))
         self._steering.executor.gate.reopen()
         warm_up()  # What the first optimizer step costs is paid before others wait for it.
         if self.state.whole and self.state.applied == FRESH:

@@ -333,17 +333,12 @@ class Runner:
 
     def _finish(self, stage: int, m: int) -> None:
         """All of a micro-batch's gradients are there: forget the rest of it."""
-        del self._passes[stage, m]
+        kept = self._passes.pop((stage, m))
         if (stage, m) in self._counted:
             return
-        part = self._parts[stage]
         if self._trees is not None:
-            for number, block in enumerate(part.blocks, part.first):
-                trained = [p for p in block.parameters() if p.requires_grad]
-                mine = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trained]
-                for p in trained:
-                    p.grad = None
-                self._trees[number].add((0, m), mine)
+            for number, gradients in sorted(kept.gradients.items()):
+                self._trees[number].add((0, m), gradients)
         self.done.add((stage, m))
 
     def _take_sample(self, m: int, which: int) -> Any:

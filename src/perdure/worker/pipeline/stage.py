@@ -9,6 +9,7 @@ ran before it, and a second forward needs no state of the first.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,8 @@ class Pass:
     """By piece: what it took, leaves of its graph; what it returned, or is to be made again."""
     weights: list[Callable[[], object]] = field(default_factory=list)
     """Backward of weights that was put off."""
+    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By block, where blocks are apart: of its trained parameters, in their order."""
 
 
 class StageBlocks:
@@ -77,7 +80,8 @@ class StageBlocks:
     def backward(self, grads: Gradients | None, kept: Pass, want: Want) -> Gradients:
         """Return the gradients of the stage's input; those of weights are added to `p.grad`.
 
-        `grads` are those of its output; None for a loss.
+        `grads` are those of its output; None for a loss. Where blocks are apart, those of weights
+        are taken from `p.grad` block by block: what two blocks share has a gradient in each.
         """
         pieces = self._pieces()
         found: Gradients = []
@@ -85,9 +89,16 @@ class StageBlocks:
             taken, made = kept.runs.pop()
             if self.recompute:
                 made = self._compute(at, taken, kept)
-            weights = [p for block in pieces[at] for p in block.parameters() if p.requires_grad]
+            every = (p for block in pieces[at] for p in block.parameters() if p.requires_grad)
+            weights = list(dict.fromkeys(every))
             found = _backward(taken, made, grads, want, weights, kept.weights)
             grads = found
+            if self.apart and want != "inputs":
+                take = partial(_take_gradients, weights, self.first + at, kept)
+                if want == "split":
+                    kept.weights.append(take)
+                else:
+                    take()
         return found
 
     def backward_weights(self, kept: Pass) -> None:
@@ -205,6 +216,12 @@ def _map_used_leaves(outputs: Sequence[Tensor]) -> dict[int, Any]:
             found[id(leaf)] = node
         waiting += [following for following, _ in node.next_functions]
     return found
+
+
+def _take_gradients(weights: Sequence[nn.Parameter], block: int, kept: Pass) -> None:
+    kept.gradients[block] = [p.grad if p.grad is not None else torch.zeros_like(p) for p in weights]
+    for p in weights:
+        p.grad = None
 
 
 def _take(leaf: Tensor) -> Tensor | None:

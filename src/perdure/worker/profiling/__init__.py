@@ -5,9 +5,9 @@ their code, shapes and settings; of the machine its processor, torch and threads
 figures are kept by themselves, for they are the same for every model.
 
 Blocks are run as a pipeline's stage runs them, round after round (`BlockMeter`). In each round
-every block is run once, so that whatever else the machine does in one moment is spread over all of
-them; the first rounds warm up and do not count. Bytes are counted and not measured: what a forward
-leaves for its backward is what autograd has saved, each storage once.
+every block is run once with each micro-batch size, so that whatever else the machine does in one
+moment is spread over all of them; the first rounds warm up and do not count. Bytes are counted and
+not measured: what a forward leaves for its backward is what autograd has saved, each storage once.
 """
 
 import functools
@@ -36,6 +36,7 @@ from perdure.model.planning.costs import (
     CostProfile,
     ProfileReport,
     ProfileRequest,
+    Shared,
     write_profile,
 )
 from perdure.plan.elastic.microbatches import plan_batches
@@ -43,6 +44,7 @@ from perdure.plan.worlds.measures import settle
 from perdure.worker.data import MicroBatches
 from perdure.worker.elastic import list_blocks
 from perdure.worker.elastic.moving import collect_tensors, map_tensors
+from perdure.worker.elastic.state.blocks import find_shared
 from perdure.worker.elastic.state.replicated import make_model
 from perdure.worker.pipeline.messages import list_tensors
 from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks, make_leaves
@@ -69,6 +71,7 @@ class Figures(msgspec.Struct, frozen=True):
     spread: float
     spread_of: str
     notes: tuple[str, ...]
+    shared: tuple[Shared, ...] = ()
 
 
 class BlockMeter:
@@ -80,6 +83,7 @@ class BlockMeter:
         """Measure `blocks` for `seconds` a micro-batch size at least; `say` hears of progress."""
         self.parts = [StageBlocks(0, [block], index) for index, block in enumerate(blocks)]
         self.parts[-1].loss = loss
+        self._shared = find_shared(blocks)
         self.names = [f"{i} {type(block).__name__}" for i, block in enumerate(blocks)]
         self.seconds, self.say = seconds, say
         self.notes: list[str] = []
@@ -100,30 +104,33 @@ class BlockMeter:
             ConfigError: a block returns what cannot go to another rank.
         """
         found: list[dict[int, BlockCost]] = [{} for _ in self.parts]
-        for size, (inputs, targets) in sorted(batches.items()):
-            sizes = self._count_bytes(inputs, targets)
-            samples = self._sample(size, inputs, targets)
+        counts = {size: self._count_bytes(*batch) for size, batch in sorted(batches.items())}
+        for size, samples in self._sample(batches).items():
             for index, mine in enumerate(samples):
-                found[index][size] = self._settle(index, size, mine, *sizes[index])
-        state = self._measure_optimizer(optimizer)
+                found[index][size] = self._settle(index, size, mine, *counts[size][index])
+        state, shared = self._measure_optimizer(optimizer)
         blocks = tuple(
             Block(name, *state[index], costs=found[index]) for index, name in enumerate(self.names)
         )
-        return Figures(blocks, base_bytes, *max(self._spreads), tuple(self.notes))
+        return Figures(blocks, base_bytes, *max(self._spreads), tuple(self.notes), shared)
 
     # --- time -----------------------------------------------------------------------------------
 
-    def _sample(self, size: int, inputs: Any, targets: Any) -> list[Samples]:
-        for _ in range(_WARM):
-            self._round(inputs, targets, [Samples(list) for _ in self.parts])
-        samples = [Samples(list) for _ in self.parts]
-        began, rounds = time.monotonic(), 0
+    def _sample(self, batches: Mapping[int, tuple[Any, Any]]) -> dict[int, list[Samples]]:
+        """Return what each block took with each micro-batch size; the sizes take turns."""
+        samples: dict[int, list[Samples]] = {}
+        began, rounds = time.monotonic(), -_WARM
         while rounds < ROUNDS_MIN or (
-            time.monotonic() - began < self.seconds and rounds < ROUNDS_MAX
+            time.monotonic() - began < self.seconds * len(batches) and rounds < ROUNDS_MAX
         ):
-            self._round(inputs, targets, samples)
+            if rounds == 0:
+                began, samples = time.monotonic(), {}
+            for size, batch in sorted(batches.items()):
+                mine = samples.setdefault(size, [Samples(list) for _ in self.parts])
+                self._round(*batch, mine)
             rounds += 1
-        self.say(f"micro-batch {size}: {rounds} rounds of {len(self.parts)} blocks")
+        sizes = ", ".join(map(str, sorted(batches)))
+        self.say(f"micro-batch {sizes}: {rounds} rounds of {len(self.parts)} blocks")
         return samples
 
     def _round(self, value: Any, targets: Any, samples: Sequence[Samples]) -> None:
@@ -208,12 +215,13 @@ class BlockMeter:
 
     def _measure_optimizer(
         self, optimizer: Callable[[Any], Any]
-    ) -> list[tuple[int, int, int, float]]:
+    ) -> tuple[list[tuple[int, int, int, float]], tuple[Shared, ...]]:
         """Return (parameter, gradient and optimizer bytes, update seconds) of each block.
 
-        A step is measured as a whole, and shared out by the bytes that it touches.
+        And the same of what blocks share. A step is measured as a whole, and shared out by the
+        bytes that it touches.
         """
-        params = [p for part in self.parts for p in part.parameters()]
+        params = list(dict.fromkeys(p for part in self.parts for p in part.parameters()))
         for p in params:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         made = optimizer(iter(params))
@@ -224,15 +232,25 @@ class BlockMeter:
             made.step()
             took.append(_clock() - began)
         whole_s = settle(took[_WARM:], "the optimizer's step").value if trained else 0.0
-        found = []
-        for part in self.parts:
-            mine = list(part.parameters())
+
+        def weigh(mine: Sequence[Tensor]) -> tuple[int, int, int]:
             state = sum(t.nbytes for p in mine for t in collect_tensors(made.state.get(p, {})))
             gradients = sum(p.nbytes for p in mine if p.requires_grad)
-            found.append((sum(p.nbytes for p in mine), gradients, state))
-        touched = [2 * gradients + state for _, gradients, state in found]
-        total = sum(touched) or 1
-        return [(*sizes, whole_s * t / total) for sizes, t in zip(found, touched, strict=True)]
+            return sum(p.nbytes for p in mine), gradients, state
+
+        def weigh_whole(mine: Sequence[Tensor]) -> tuple[int, int, int, float]:
+            parameters, gradients, state = weigh(mine)
+            return parameters, gradients, state, whole_s * (2 * gradients + state) / total
+
+        _, gradients, state = weigh(params)
+        total = 2 * gradients + state or 1
+        shared = [
+            Shared(
+                blocks, *weigh_whole([p for p, those in self._shared.items() if those == blocks])
+            )
+            for blocks in sorted(set(self._shared.values()))
+        ]
+        return [weigh_whole(list(part.parameters())) for part in self.parts], tuple(shared)
 
 
 def _note(saved: dict[int, int], known: set[int], tensor: Tensor) -> Tensor:
@@ -292,16 +310,21 @@ def _measure(request: ProfileRequest, script: Any) -> ProfileReport:
     # A program as well, which Python warns of where its package has it already.
     from perdure.worker.profiling.links import LinkFigures, measure_links
 
+    measured = []
+    between = LinkFigures((), (), 0.0, "")
+    if request.meeting is not None:  # First, since the other machines wait.
+        between = measure_links(request.meeting.nodes, say, request.meeting)
+        measured.append("links between nodes")
     base_bytes = _measure_base_bytes(script.device)
     chain = [block.to(script.device) for block in list_blocks(make_model(script.blocks))]
     sizes = request.micro_batches or _list_sizes(script.global_batch, script.micro_batch)
     batches = _load(script, sizes)
     machine = _describe_machine(script.device)
-    key = _hash(*machine, *map(_describe_block, chain), _shapes(batches),
+    ties = [(blocks, tuple(p.shape)) for p, blocks in find_shared(chain).items()]
+    key = _hash(*machine, *map(_describe_block, chain), *ties, _shapes(batches),
                 _source(script.loss), _source(script.optimizer), request.seconds)  # fmt: skip
     folder = Path(request.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    measured = []
 
     def take(what: str, name: str, kind: Any, measure: Callable[[], Any]) -> Any:
         """Return what was measured before, or is now."""
@@ -321,11 +344,11 @@ def _measure(request: ProfileRequest, script: Any) -> ProfileReport:
     links = take("links", name, LinkFigures, lambda: measure_links(request.ranks, say))
     profile = CostProfile(
         request.model, ", ".join(machine), kept.base_bytes, kept.blocks,
-        links.transfers, links.all_reduces,
+        links.transfers + between.transfers, links.all_reduces + between.all_reduces, kept.shared,
     )  # fmt: skip
     path = folder / f"{Path(request.model).stem}-{key}.json"
     replace_file(path, write_profile(profile).encode())
-    spread, spread_of = max((kept.spread, kept.spread_of), (links.spread, links.spread_of))
+    spread, spread_of = max((found.spread, found.spread_of) for found in (kept, links, between))
     notes = list(kept.notes)
     if spread > _NOISY:
         notes.append(f"{spread_of}: half of its measurements lie {spread:.0%} apart")

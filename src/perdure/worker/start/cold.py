@@ -19,22 +19,24 @@ from perdure.worker.start.streams import survive_full_disks
 from perdure.worker.stderr import say
 
 
-def after_import(
-    name: str,
-    act: Callable[[ModuleType], None],
-    *,
-    within: AbstractContextManager[object] | None = None,
-) -> None:
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     """Call `act` with the module `name`: now, or as soon as a script has imported it.
 
-    The main thread's import of it takes place `within` that, where it is given: another thread's
-    does not hold up the training. An error of `act` is said on standard error and never reaches
-    the script.
+    An error of `act` is said on standard error and never reaches the script.
     """
     if name in sys.modules:
         _try(act, sys.modules[name])
     else:
-        sys.meta_path.insert(0, _After(name, act, within or nullcontext()))
+        sys.meta_path.insert(0, _After(name, act))
+
+
+def while_importing(names: tuple[str, ...], within: AbstractContextManager[object]) -> None:
+    """Let the main thread import, from now on, what begins with one of `names` `within` that.
+
+    Another thread's import does not hold up the training. `within` is entered again in itself,
+    where one module imports another.
+    """
+    sys.meta_path.insert(0, _While(names, within))
 
 
 def _try(act: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -47,13 +49,8 @@ def _try(act: Callable[[ModuleType], None], module: ModuleType) -> None:
 class _After(MetaPathFinder):
     """Finds the module as the others do, once."""
 
-    def __init__(
-        self,
-        name: str,
-        act: Callable[[ModuleType], None],
-        within: AbstractContextManager[object],
-    ) -> None:
-        self._name, self._act, self._within = name, act, within
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -61,25 +58,65 @@ class _After(MetaPathFinder):
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        for finder in sys.meta_path:
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Acting(spec.loader, self._act, self._within)
-                return spec
-        return None
+        pid = os.getpid()
+
+        def load(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+            exec_module(module)
+            if os.getpid() == pid:
+                _try(self._act, module)
+
+        return _find_elsewhere(self, load, fullname, path, target)
 
 
-class _Acting(Loader):
-    """Loads by another loader, puts that one back, then acts."""
+class _While(MetaPathFinder):
+    """Finds modules as the others do, and runs them within something."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        act: Callable[[ModuleType], None],
-        within: AbstractContextManager[object],
-    ) -> None:
-        self._loader, self._act, self._within = loader, act, within
-        self._pid = os.getpid()
+    def __init__(self, names: tuple[str, ...], within: AbstractContextManager[object]) -> None:
+        self._names, self._within = names, within
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(self._names):
+            return None
+
+        def load(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+            main = threading.current_thread() is threading.main_thread()
+            with self._within if main else nullcontext():
+                exec_module(module)
+
+        return _find_elsewhere(self, load, fullname, path, target)
+
+
+_Load = Callable[[Callable[[ModuleType], None], ModuleType], None]
+
+
+def _find_elsewhere(
+    finder: MetaPathFinder,
+    load: _Load,
+    fullname: str,
+    path: Sequence[str] | None,
+    target: ModuleType | None,
+) -> ModuleSpec | None:
+    """Return what the first finder but that one finds, to be loaded by `load`."""
+    for other in list(sys.meta_path):
+        if other is finder or not hasattr(other, "find_spec"):  # Python passes over those, too.
+            continue
+        spec = other.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loading(spec.loader, load)
+            return spec
+    return None
+
+
+class _Loading(Loader):
+    """Puts another loader back, and has `load` call it."""
+
+    def __init__(self, loader: Loader, load: _Load) -> None:
+        self._loader, self._load = loader, load
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -88,11 +125,7 @@ class _Acting(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        main = threading.current_thread() is threading.main_thread()
-        with self._within if main else nullcontext():
-            self._loader.exec_module(module)
-        if os.getpid() == self._pid:
-            _try(self._act, module)
+        self._load(self._loader.exec_module, module)
 
 
 def arm(traceback_file: str, title: str, imports: str) -> None:

@@ -1,12 +1,15 @@
 """Which modules the next generation's image may import beforehand.
 
-Each rank 0 of a node notes what it imported. Only what is installed counts: a module of the
-user's own is read again at each start, since it may have changed in between. Known starters of
-threads and callers of CUDA stay out; the image finds the unknown ones by itself.
+The first rank of each node notes what it imported, and notes it again whenever that is more:
+trainers and optimizers import at their first step, and at the first validation. Only what is
+installed counts: a module of the user's own is read again at each start, since it may have changed
+in between. Known starters of threads and callers of CUDA stay out; the image finds the unknown
+ones by itself.
 """
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import site
@@ -28,8 +31,10 @@ DENIED = frozenset({
 })  # fmt: skip
 """Top-level names that start threads, ask a device, or belong to one process only."""
 
-_WHEN_S = (3.0, 12.0)
-"""Seconds after start, each since the one before: optimizers import more at their first use."""
+_LOOK_S = (1.0, 10.0)
+"""Seconds between two looks while modules are imported, and once none have been for long."""
+_SLOWER = 1.3
+"""How much longer each time is than the one before where nothing was imported."""
 
 
 def list_installed_folders() -> tuple[str, ...]:
@@ -55,7 +60,7 @@ def list_preloadable(installed: Iterable[str], script_dir: str) -> list[str]:
         origin = getattr(spec, "origin", None)
         if getattr(spec, "name", None) != name or not isinstance(origin, str):
             continue
-        place = os.path.realpath(origin)
+        place = os.path.join(_resolve(os.path.dirname(origin)), "")
         if name.partition(".")[0] in DENIED or not place.startswith(installed):
             continue
         if not place.startswith(own):
@@ -63,29 +68,39 @@ def list_preloadable(installed: Iterable[str], script_dir: str) -> list[str]:
     return names
 
 
-def record_imports(path: str, script_dir: str) -> None:
-    """Write them to `path` a few seconds from now, again later, and at exit.
+@functools.cache
+def _resolve(folder: str) -> str:
+    """Return the real path of a folder: modules have few, and looks are many."""
+    return os.path.realpath(folder)
 
-    The thread is over when the last is done, and a child process records nothing.
+
+def record_imports(path: str, script_dir: str) -> None:
+    """Write them to `path` within a second, whenever there are more of them, and at exit.
+
+    A child process records nothing.
     """
     pid = os.getpid()
     installed = list_installed_folders()
     lock = threading.Lock()
-    written = 0
+    looked = written = 0
 
-    def write() -> None:
-        nonlocal written
+    def write() -> bool:
+        """Return whether something was imported since the last look."""
+        nonlocal looked, written
         with lock:
+            before, looked = looked, len(sys.modules)
+            if os.getpid() != pid or looked == before:
+                return False
             names = list_preloadable(installed, script_dir)
-            if os.getpid() == pid and len(names) != written:
+            if len(names) != written:
                 write_imports(path, names)
                 written = len(names)
+            return True
 
     def run() -> None:
-        for delay_s in _WHEN_S:
-            if over.wait(delay_s):
-                return
-            write()
+        delay_s = _LOOK_S[0]
+        while not over.wait(delay_s):
+            delay_s = _LOOK_S[0] if write() else min(_SLOWER * delay_s, _LOOK_S[1])
 
     over = threading.Event()
     threading.Thread(target=run, name="perdure-imports", daemon=True).start()

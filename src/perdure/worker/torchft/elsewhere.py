@@ -1,10 +1,12 @@
 """A rank that somebody else has started, and its line to the lighthouse of `perdure serve`.
 
 A script that imports `perdure.torchft` looks, once it has made its Manager, for a socket of the
-lighthouse that TORCHFT_LIGHTHOUSE names. It lies in a directory of this user's on the lighthouse's
-own machine, so who can open it is who may, and nothing has to be configured. From then on the rank
-has what perdure's own ranks have: it promises settings, hears fences, and tells of long waits. On
-another machine, at a lighthouse of torchft's, or without any, the script runs on without.
+lighthouse that TORCHFT_LIGHTHOUSE names. It lies in a directory of this user's, so who can open it
+is who may, and nothing has to be configured. On the lighthouse's own machine the lighthouse listens
+there, on others the relay that was invited (`service/lighthouse`). From then on the rank has
+what perdure's own ranks have: it promises settings, hears fences, and tells of long waits. On a
+machine that has not joined, at a lighthouse of torchft's, or without any, the script runs on
+without.
 """
 
 import atexit
@@ -45,8 +47,18 @@ def find_door(environ: Mapping[str, str]) -> str:
         host, port = parts.hostname, parts.port
     except ValueError:
         return ""
-    path = lighthouse_door(os.getuid(), port or 0)
-    return path if host and _is_ours(path) and _is_here(host) else ""
+    return next(filter(_is_ours, _list_doors(host, port or 0)), "") if host else ""
+
+
+def _list_doors(host: str, port: int) -> list[str]:
+    """Return where the line to a lighthouse may be: it is on this machine, or on another one."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    here = [lighthouse_door(os.getuid(), port)] if any(map(_is_here, addresses)) else []
+    return here + [lighthouse_door(os.getuid(), port, address) for address in addresses]
 
 
 def prepare_elsewhere(environ: MutableMapping[str, str]) -> None:
@@ -78,6 +90,7 @@ def open_line(manager: Any, door: str) -> Attachment | None:
     attachment.job, attachment.clock_offset_s = welcome.job, welcome.clock_offset_s
     name = WorkerHello(welcome.line, welcome.rank, welcome.generation, os.getpid())
     attachment.open_control(Control(os.path.realpath(door), name))
+    attachment.place = welcome.place
     attachment.emit(_describe(attachment, list_devices() or (welcome.device,)))
     atexit.register(_leave, attachment)
     return attachment
@@ -106,6 +119,7 @@ def _describe(attachment: Attachment, devices: tuple[str, ...]) -> RankAttached:
         host=socket.gethostname(),
         devices=devices,
         at_s=attachment.now(),
+        place=attachment.place,
     )
 
 

@@ -280,6 +280,8 @@ def install(torchft: ModuleType) -> None:
         found = vars(groups).get(name)
         if found is not None:
             _wrap(found, "_create_pg", _create_pg)
+    if hasattr(groups, "ProcessGroupWrapper"):
+        _wrap(groups.ProcessGroupWrapper, "configure", _configure)
     for name, around in _AROUND.items():
         _wrap(manager.Manager, name, around)
     if hasattr(manager, "_ManagedWork"):
@@ -378,6 +380,11 @@ def _wait(original: Callable[..., bool], work: Any, *args: Any, **kwargs: Any) -
         return False
     finally:
         replica.end_wait(since_s, well=bool(ended) and work._manager.errored() is None)
+
+
+def _configure(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
+    replica.fences.prepare(group)
+    original(group, *args, **kwargs)
 
 
 def _create_pg(original: Callable[..., Any], group: Any, store: Any, *args: Any, **kw: Any) -> Any:

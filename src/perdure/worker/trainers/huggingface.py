@@ -124,6 +124,7 @@ class _Attached(Driven, TrainerCallback):  # type: ignore[misc]
         )
         if trainer.accelerator.scaler is not None:
             self._run.register(scaler=trainer.accelerator.scaler)
+        self._loop.aim(state.max_steps)
         self.restore()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

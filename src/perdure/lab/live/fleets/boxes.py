@@ -13,24 +13,22 @@ from functools import partial
 
 import msgspec
 
-from perdure.lab.live.fleets.elsewhere import JobElsewhere, at_once, run_aside, wait
+from perdure.lab.live.fleets.elsewhere import FleetElsewhere, JobElsewhere, at_once, run_aside, wait
 from perdure.lab.live.fleets.fleet import Node
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.ssh import boxes
 from perdure.launch.ssh.ask import ask_state, run_beside
-from perdure.model.errors import ConfigError, PerdureError, PlatformError
-from perdure.model.events import JournalEntry
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import LaunchRecord
-from perdure.model.report import Snapshot
 
 _LEAVE_S = 15.0
 """Given to a box to leave by itself when the job has ended."""
 _FIRST = "it has the job's controller and bus"
 
 
-class BoxFleet:
+class BoxFleet(FleetElsewhere):
     """A job on several boxes; `launch` starts it, or `record` says where it runs."""
 
     def __init__(
@@ -43,13 +41,11 @@ class BoxFleet:
         launch: Callable[[], LaunchRecord] | None = None,
     ) -> None:
         """Touch nothing yet."""
-        self.spec, self._hosts, self._here = spec, hosts, here
-        self._record, self._launch = record, launch
-        self._job: JobElsewhere | None = None
+        super().__init__(spec, here, record)
+        self._hosts, self._launch = hosts, launch
         self._boxes: dict[int, LaunchRecord] = {}
         """Node -> its box, of those that may be taken."""
         self._away: set[int] = set()
-        self._troubles: list[PerdureError] = []
         self._locks: dict[int, threading.Lock] = {}
         """Held while a node is being started: it is not taken before."""
 
@@ -114,10 +110,10 @@ class BoxFleet:
         """Kill all that the job has on these boxes, on all of them at once."""
 
         def take_one(node: int) -> None:
-            with self._locks[node]:
+            with self._locks[node]:  # Once a start that is under way is through.
+                self._away.add(node)
                 boxes.take(self._boxes[node])
 
-        self._away |= set(nodes)
         at_once(take_one, nodes)
 
     def give(self, nodes: Sequence[int]) -> None:
@@ -125,32 +121,10 @@ class BoxFleet:
         for node in nodes:
             run_aside(partial(self._give_one, node), self._troubles.append)
 
-    def find_trouble(self) -> PerdureError | None:
-        """Return why a box could not be given back, or the first one is not heard any more."""
-        lost = self._job.lost if self._job else ""
-        return next(iter(self._troubles), PlatformError(lost) if lost else None)
-
     def _give_one(self, node: int) -> None:
         with self._locks[node]:
             boxes.give(self._boxes[node], self._here)
             self._away.discard(node)
-
-    def read_snapshot(self) -> Snapshot | None:
-        """Return the newest status that has come."""
-        return self._job.read_snapshot() if self._job else None
-
-    def compute_offset_s(self) -> float:
-        """Return job time less CLOCK_MONOTONIC here."""
-        return self._job.compute_offset_s() if self._job else 0.0
-
-    def read_entries(self) -> list[JournalEntry]:
-        """Return the job's journal."""
-        assert self._job is not None
-        return self._job.read_entries()
-
-    def over(self) -> bool:
-        """Return whether the job has ended, or its first box is not heard any more."""
-        return self._job is not None and self._job.over()
 
     def end(self, *, stop: bool) -> None:
         """Stop the job on all boxes, or start the parts of those that are away."""

@@ -15,12 +15,15 @@ from typing import TypeVar
 
 import msgspec
 
+from perdure.lab.live.fleets.fleet import Fleet
 from perdure.launch.channel import Channel, Done
 from perdure.launch.exchange import UnreachedError, last_line
+from perdure.launch.platforms import Here
 from perdure.launch.ssh.ask import Carry, follow
 from perdure.model.chain import EntryReader
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JournalEntry
+from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.report import Snapshot
 from perdure.service.jobfiles import MINE
@@ -29,7 +32,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 _ENDED = ("done", "failed", "stopped", "lost")
 _CLOCK = (
-    "import sys, time; from perdure.service.jobfiles import load_endpoint, paths_of, resolve_home; "
+    "import sys, time; from perdure.service.jobfiles import load_endpoint; "
+    "from perdure.service.jobfolders import paths_of, resolve_home; "
     "offset_s = load_endpoint(paths_of(resolve_home(), sys.argv[1])).clock_offset_s\n"
     "for _ in range(5): print(time.monotonic() + offset_s, flush=True); time.sleep(0.05)"
 )
@@ -41,9 +45,20 @@ _STOP_S = 120.0
 class JobElsewhere:
     """One job, as its own machine tells of it."""
 
-    def __init__(self, record: LaunchRecord, channel: Channel, carry: Carry) -> None:
-        """Ask nothing yet. `carry` runs a command of perdure's beside the job."""
+    def __init__(
+        self,
+        record: LaunchRecord,
+        channel: Channel,
+        carry: Carry,
+        place: Callable[[str], str] = lambda script: script,
+    ) -> None:
+        """Ask nothing yet.
+
+        `carry` runs a command of perdure's beside the job; `place` has a script run on the job's
+        own machine, where the channel leads to another one.
+        """
         self.record, self._channel, self._carry = record, channel, carry
+        self._place = place
         self._newest: Snapshot | None = None
         self._lags: list[float] = []
         """Job time less the clock here, as read here: too little by a delay each time."""
@@ -63,7 +78,7 @@ class JobElsewhere:
         home, python = shlex.quote(self.record.home), shlex.quote(self.record.python)
         script = f"PERDURE_HOME={home} {python} -P -c {shlex.quote(_CLOCK)} {self.record.job}"
         began_s = time.monotonic()
-        code = self._channel.stream(script, self._hear_clock, silence_s=_FIRST_S)
+        code = self._channel.stream(self._place(script), self._hear_clock, silence_s=_FIRST_S)
         self.asking_s = time.monotonic() - began_s
         if code or not self._lags:
             raise PlatformError(
@@ -153,6 +168,49 @@ class JobElsewhere:
                     self.run(["stop", self.record.job, *words], timeout_s=_STOP_S)
                 if wait(is_over, _STOP_S):
                     return
+
+
+class FleetElsewhere(Fleet):
+    """What a fleet elsewhere answers in its job's words: all of a `Fleet` that is not of its place.
+
+    Before the job is followed, nothing is known of it.
+    """
+
+    def __init__(self, spec: JobSpec, here: Here, record: LaunchRecord | None = None) -> None:
+        """Know no job yet; `record` says where it runs, if it does."""
+        self.spec, self._here, self._record = spec, here, record
+        self._job: JobElsewhere | None = None
+        self._troubles: list[PerdureError] = []
+        """What could not be given back."""
+
+    def _of(self) -> LaunchRecord:
+        assert self._record is not None
+        return self._record
+
+    def find_trouble(self) -> PerdureError | None:
+        """Return why a node could not be given back, or the job is not heard any more."""
+        lost = self._job.lost if self._job else ""
+        return next(iter(self._troubles), PlatformError(lost) if lost else None)
+
+    def read_snapshot(self) -> Snapshot | None:
+        """Return the newest status that has come."""
+        return self._job.read_snapshot() if self._job else None
+
+    def compute_offset_s(self) -> float:
+        """Return job time less CLOCK_MONOTONIC here."""
+        return self._job.compute_offset_s() if self._job else 0.0
+
+    def read_entries(self) -> list[JournalEntry]:
+        """Return the job's journal.
+
+        Raises:
+            PlatformError: it cannot be read.
+        """
+        return self._job.read_entries() if self._job else []
+
+    def over(self) -> bool:
+        """Return whether the job has ended, or is not heard any more."""
+        return self._job is not None and self._job.over()
 
 
 def wait(condition: Callable[[], bool], timeout_s: float) -> bool:

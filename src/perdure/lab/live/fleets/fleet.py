@@ -73,6 +73,10 @@ class Fleet(Protocol):
             PlatformError: it cannot be read.
         """
 
+    def list_waits(self) -> Sequence[tuple[int, float, float]]:
+        """Return which nodes have waited for a machine, from when to when, by CLOCK_MONOTONIC."""
+        return ()
+
     def over(self) -> bool:
         """Return whether the job has ended, as far as is known, or is not heard any more."""
 

@@ -19,7 +19,8 @@ from secrets import token_hex
 
 import msgspec
 
-from perdure.lab.live.fleets.fleet import Node
+from perdure.adapters.host import read_environ
+from perdure.lab.live.fleets.fleet import Fleet, Node
 from perdure.launch.local import render
 from perdure.model.bus.wire import Command
 from perdure.model.errors import ConfigError, PerdureError
@@ -29,14 +30,8 @@ from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
 from perdure.service.commands import ask_controller
 from perdure.service.controller.journal import read_journal
-from perdure.service.jobfiles import (
-    is_alive,
-    load_endpoint,
-    load_parts,
-    load_snapshot,
-    on_disk,
-    paths_of,
-)
+from perdure.service.jobfiles import load_endpoint, load_parts, load_snapshot, on_disk
+from perdure.service.jobfolders import is_alive, paths_of
 from perdure.service.processes import find_by_title, list_living_descendants
 
 _DRIVEN = "driven"
@@ -110,9 +105,22 @@ def kill_nodes(job: str, home: str, nodes: Sequence[int]) -> int:
     parts = load_parts(paths_of(home, job))
     agents = [parts.agents[node] for node in nodes if parts and node in parts.agents]
     keepers = [pid for node in nodes for pid in find_by_title(f"perdure keeper {job} {node}")]
+    agents, keepers = (
+        [pid for pid in pids if _is_of(pid, job, home)] for pids in (agents, keepers)
+    )
     ranks = [pid for root in (*agents, *keepers) for pid in list_living_descendants(root)]
     # An agent would tell of its keeper.
     return _kill(dict.fromkeys((*agents, *keepers, *ranks)))
+
+
+def _is_of(pid: int, job: str, home: str) -> bool:
+    """Return whether a process is this job's: below another home a job may have the same name.
+
+    An agent that was killed before may have left its number to a stranger.
+    """
+    marks = read_environ(pid)
+    same_home = os.path.realpath(marks.get("PERDURE_HOME", "")) == os.path.realpath(home)
+    return marks.get("PERDURE_JOB") == job and same_home
 
 
 def kill_tree(pid: int) -> None:
@@ -146,7 +154,7 @@ def start_process(
         )
 
 
-class LocalFleet:
+class LocalFleet(Fleet):
     """A job under `perdure run --nodes`: a keeper, an agent and ranks for each node.
 
     With a folder it is started there, and ends with this object; without one it runs already.

@@ -21,7 +21,7 @@ from functools import partial
 
 import msgspec
 
-from perdure.lab.live.fleets.elsewhere import JobElsewhere, at_once, run_aside
+from perdure.lab.live.fleets.elsewhere import FleetElsewhere, JobElsewhere, at_once, run_aside
 from perdure.lab.live.fleets.fleet import Node
 from perdure.launch.exchange import UnreachedError
 from perdure.launch.kubernetes.client import (
@@ -70,7 +70,7 @@ for _ in range(50):
 """Run in a container, kills all that was started in it; its first process's end ends us, too."""
 
 
-class PodFleet:
+class PodFleet(FleetElsewhere):
     """A job on Kubernetes; `launch` starts it, or `record` says where it runs."""
 
     def __init__(
@@ -83,9 +83,8 @@ class PodFleet:
         launch: Callable[[], LaunchRecord] | None = None,
     ) -> None:
         """Touch nothing yet."""
-        self.spec, self._client, self._here = spec, client, here
-        self._record, self._launch = record, launch
-        self._job: JobElsewhere | None = None
+        super().__init__(spec, here, record)
+        self._client, self._launch = client, launch
         self._pods: dict[int, str] = {}
         """Node -> its pod, as it was last known."""
         self._jobs: dict[int, str] = {}
@@ -97,7 +96,6 @@ class PodFleet:
         self._wanted: dict[str, int] = {}
         self._away: set[int] = set()
         """Nodes for which their Job runs a pod less."""
-        self._troubles: list[PerdureError] = []
         self._lock = threading.Lock()
 
     def list_nodes(self) -> list[Node]:
@@ -273,26 +271,9 @@ class PodFleet:
         for node in nodes:
             run_aside(partial(self.give_now, node), self._troubles.append)
 
-    def find_trouble(self) -> PerdureError | None:
-        """Return why a pod could not be let come, or the first one is not heard any more."""
-        lost = self._job.lost if self._job else ""
-        return next(iter(self._troubles), PlatformError(lost) if lost else None)
-
     def give_now(self, node: int) -> None:
         """Let the Job of a node make its pod again."""
         self._hold(node, away=False)
-
-    def _of(self) -> LaunchRecord:
-        assert self._record is not None
-        return self._record
-
-    def read_snapshot(self) -> Snapshot | None:
-        """Return the newest status that has come."""
-        return self._job.read_snapshot() if self._job else None
-
-    def compute_offset_s(self) -> float:
-        """Return job time less CLOCK_MONOTONIC here."""
-        return self._job.compute_offset_s() if self._job else 0.0
 
     def read_entries(self) -> list[JournalEntry]:
         """Return the job's journal; of one that is over, by a pod that reads its volume."""
@@ -300,10 +281,6 @@ class PodFleet:
             return []
         with open_pod(self._of(), self._here) as there:
             return self._job.read_entries(there)
-
-    def over(self) -> bool:
-        """Return whether the job has ended, or its first pod is not heard any more."""
-        return self._job is not None and self._job.over()
 
     def end(self, *, stop: bool) -> None:
         """Stop the job, or not; either way its Jobs run as many pods as before."""

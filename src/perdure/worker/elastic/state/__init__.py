@@ -258,8 +258,52 @@ def read_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str,
 def load_settings(
     optimizer: torch.optim.Optimizer, scheduler: Any, settings: Mapping[str, Any]
 ) -> None:
-    """Take over what `read_settings` returned, where it is there."""
-    for group, saved in zip(optimizer.param_groups, settings.get("groups", ()), strict=False):
-        group.update(saved)
+    """Take over what `read_settings` returned, where it is there.
+
+    Whose it was may have had other parameters, and so other groups of them (`match_groups`): then
+    only what a schedule changes is taken over. A schedule's lists, a value for each group, follow.
+    """
+    groups, saved = optimizer.param_groups, settings.get("groups", ())
+    chosen, same = match_groups(groups, saved), len(saved) == len(groups)
+    for group, number in zip(groups, chosen, strict=False):
+        taken = saved[number].items()
+        group.update({key: value for key, value in taken if same or key in _SCHEDULED})
     if scheduler is not None and "scheduler" in settings:
-        scheduler.load_state_dict(settings["scheduler"])
+        state = dict(settings["scheduler"])
+        if not same:
+            for key, value in state.items():
+                if isinstance(value, list) and len(value) == len(saved):
+                    state[key] = [value[number] for number in chosen]
+        scheduler.load_state_dict(state)
+
+
+def match_groups(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Return for each of an optimizer's groups the number of the saved one that it takes over.
+
+    By their `name`, where all have one; as many as there were, by their places. Else a part of the
+    model lacks the parameters of some group (a stage without norms): each takes the first of those
+    that are most like it in what no schedule changes, such as the weight decay. None are saved by a
+    part that has not begun; then there is nothing to take.
+    """
+    if not saved:
+        return []
+    names = [group.get("name") for group in saved]
+    if all(group.get("name") in names for group in groups) and None not in names:
+        return [names.index(group["name"]) for group in groups]
+    if len(groups) == len(saved):
+        return list(range(len(saved)))
+
+    def likeness(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+        kept = one.keys() & other.keys() - _SCHEDULED
+        return sum(one[key] == other[key] for key in kept)
+
+    return [
+        max(range(len(saved)), key=lambda number: (likeness(group, saved[number]), -number))
+        for group in groups
+    ]
+
+
+_SCHEDULED = {"params", "lr", "initial_lr", "momentum", "betas"}
+"""What differs between two groups that a schedule has moved, or is no setting."""

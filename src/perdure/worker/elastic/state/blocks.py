@@ -5,14 +5,20 @@ of its parameters. What is left (learning rates, the schedule) is small and the 
 member: the *plain* part. The model keeps all of its blocks; those of other members are empty.
 The optimizer is made anew for other blocks, and given back what it had for each parameter.
 
-In a checkpoint the first copy of each stage saves its blocks, by their names (`StageRegistry`). It
-does not know of stages: it is read into any layout, by each member what it needs.
+A parameter that several blocks share (an embedding that is the head's weight too) is in the state
+of each of them. A member has it once, however many of these blocks it has, and members whose
+blocks share it keep it equal: its gradients are summed over all of them, so that all make the same
+update. Its *home* is the first block that has it, and its name there.
+
+In a checkpoint the first copy of each stage saves its blocks, by their names (`StageRegistry`), and
+what is shared where its home is. It does not know of stages: it is read into any layout, by each
+member what it needs.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +48,24 @@ class StagedReplica:
         """Train `blocks`, called in order; `adopt` says which of them are this member's.
 
         Raises:
-            ConfigError: two blocks share a parameter.
+            ConfigError: two blocks have different parameters over the same memory.
         """
         self.blocks = list(blocks)
         self.model = nn.Sequential(*blocks)
-        _refuse_shared(self.blocks)
+        _refuse_views(self.blocks)
+        self.shared = find_shared(self.blocks)
+        """Parameter -> the blocks that have it, where these are several."""
+        self.homes: dict[tuple[int, str], tuple[int, str]] = {}
+        """(block, name) of what it shares with a block before it -> the first such, its name."""
+        first: dict[Tensor, tuple[int, str]] = {}
+        for number, block in enumerate(self.blocks):
+            for name, parameter in block.named_parameters(remove_duplicate=False):
+                home = first.setdefault(parameter, (number, name))
+                if home[0] != number:
+                    self.homes[number, name] = home
+        trained = self.trained(range(len(self.blocks)))
+        self.places = {parameter: place for place, parameter in enumerate(trained)}
+        """Trained parameter -> its place among all of the model's."""
         self.clip_norm = clip_norm
         self.norm = 0.0
         """The norm of all blocks' gradients, by which the next update is clipped."""
@@ -78,8 +97,9 @@ class StagedReplica:
         return self.trained(self.mine)
 
     def trained(self, blocks: Iterable[int]) -> list[Tensor]:
-        """Return the parameters of `blocks` that are trained."""
-        return [p for b in blocks for p in self.blocks[b].parameters() if p.requires_grad]
+        """Return the parameters of `blocks` that are trained, each once."""
+        found = (p for b in blocks for p in self.blocks[b].parameters() if p.requires_grad)
+        return list(dict.fromkeys(found))
 
     # --- the state ----------------------------------------------------------------------------
 
@@ -128,8 +148,9 @@ class StagedReplica:
                 mine = {k: v for k, v in state[name].items() if k != PARAMETER}
                 if mine:
                     entries[parameter] = mine
+        kept = {t for b in list_blocks(runs) for t in _list_tensors(self.blocks[b]).values()}
         for block in set(range(len(self.blocks))) - set(list_blocks(runs)):
-            for tensor in _list_tensors(self.blocks[block]).values():
+            for tensor in set(_list_tensors(self.blocks[block]).values()) - kept:
                 tensor.grad = None
                 tensor.data = tensor.data.new_empty(0)
         self.runs = runs
@@ -144,6 +165,18 @@ class StagedReplica:
 
     # --- a step -------------------------------------------------------------------------------
 
+    def describe_update(self, blocks: tuple[int, ...]) -> str:
+        """Return the optimizer's settings for each parameter that exactly `blocks` share.
+
+        Members that share it have to have the same ones, or it would not stay equal.
+        """
+        told: dict[Tensor, Any] = {}
+        for group in self.optimizer.param_groups:
+            plain = {k: _read_plain(v) for k, v in group.items() if k != "params"}
+            told |= dict.fromkeys(group["params"], plain)
+        mine = [told.get(p) for p, having in self.shared.items() if having == blocks]
+        return repr([type(self.optimizer).__name__, *mine])
+
     def update(self) -> None:
         """Apply the gradients that its parameters have."""
         if self.clip_norm:
@@ -153,10 +186,28 @@ class StagedReplica:
             self.scheduler.step()
 
 
+def _read_plain(value: Any) -> Any:
+    """Return a setting as it reads on every rank alike; of what is no number or word, its kind."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_read_plain(one) for one in value]
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def find_shared(blocks: Sequence[nn.Module]) -> dict[Tensor, tuple[int, ...]]:
+    """Return the parameters that several of `blocks` have, each with their numbers."""
+    having: dict[Tensor, list[int]] = {}
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            having.setdefault(parameter, []).append(number)
+    return {parameter: tuple(those) for parameter, those in having.items() if len(those) > 1}
+
+
 def compute_norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of each gradient."""
     if not gradients:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float64)
     return torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(gradients))])
 
 
@@ -171,17 +222,46 @@ def _count_bytes(block: nn.Module) -> int:
     return moments + sum(t.nbytes for t in _list_tensors(block).values())
 
 
-def _refuse_shared(blocks: Sequence[nn.Module]) -> None:
-    seen: dict[int, str] = {}
+def _refuse_views(blocks: Sequence[nn.Module]) -> None:
+    """Refuse what is one memory and not one parameter: an update of one is not one of the other."""
+    spans: dict[tuple[torch.device, int], list[_Span]] = {}
     for number, block in enumerate(blocks):
         for name, tensor in block.named_parameters():
-            first = seen.setdefault(id(tensor), f"{number}.{name}")
-            if int(first.partition(".")[0]) != number:
-                raise ConfigError(
-                    f"elastic: blocks share the parameter {first} = {number}.{name}, whose "
-                    "gradients would be on different ranks",
-                    hint="put what shares a parameter into one block, or untie it",
-                )
+            if type(tensor) is not nn.Parameter or not tensor.numel():
+                continue  # What is a tensor of another kind need not lie in a memory.
+            memory = tensor.device, tensor.untyped_storage().data_ptr()
+            if memory[1]:
+                spans.setdefault(memory, []).append(_span(number, f"{number}.{name}", tensor))
+    for found in spans.values():
+        for at, one in enumerate(found):
+            for other in found[:at]:
+                if (
+                    one.block != other.block
+                    and one.tensor is not other.tensor
+                    and max(one.first, other.first) < min(one.stop, other.stop)
+                ):
+                    raise ConfigError(
+                        f"elastic: the parameters {other.name} and {one.name} are views of one "
+                        "memory, which blocks on different ranks cannot have in common",
+                        hint="share the parameter itself (b.weight = a.weight), or copy it",
+                    )
+
+
+class _Span(NamedTuple):
+    """Where a parameter lies in its memory, bytes."""
+
+    first: int
+    stop: int
+    block: int
+    name: str
+    tensor: Tensor
+
+
+def _span(block: int, name: str, tensor: Tensor) -> _Span:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    first, last = int(tensor.storage_offset()), sum((int(n) - 1) * int(s) for n, s in steps)
+    size = tensor.itemsize
+    return _Span(first * size, (first + last + 1) * size, block, name, tensor)
 
 
 _SEPARATOR = "/"
@@ -205,8 +285,9 @@ class StageRegistry(Registry):
         """Yield all of its blocks' state, by paths that no other block has."""
         for block in self._replica.mine:
             for name, values in self._replica.state_of(block).items():
-                for key, value in values.items():
-                    yield f"{block}.{name}{_SEPARATOR}{key}", value
+                if (block, name) not in self._replica.homes:
+                    for key, value in values.items():
+                        yield f"{block}.{name}{_SEPARATOR}{key}", value
 
     def own(self) -> dict[str, Any]:
         """Return the rest of its state, and what the tensors are."""
@@ -238,31 +319,45 @@ class StageRegistry(Registry):
 
         Raises:
             KeyError: it has a block less.
+            ValueError: it is of another model.
         """
-        mine = self._replica.mine
-        kinds = own["stage"]["kinds"]
+        replica, kinds = self._replica, own["stage"]["kinds"]
+        mine = {(block, name) for block in replica.mine for name in replica.shapes[block]}
+        for block, name in mine & replica.homes.keys():
+            if f"{block}.{name}{_SEPARATOR}" in kinds:
+                raise ValueError(f"{block}.{name} is shared with another block, and was not then")
+        homes = {_name(*replica.homes.get(one, one)) for one in mine}
         self._targets = {
             key: torch.empty(shape, dtype=dtype)
             for key, (shape, dtype) in kinds.items()
-            if int(key.partition(".")[0]) in mine
+            if int(key.partition(".")[0]) in replica.mine or key.rpartition(_SEPARATOR)[0] in homes
         }
-        for block in mine:
-            for name in self._replica.shapes[block]:
-                if (
-                    self._targets[f"{block}.{name}{_SEPARATOR}"].shape
-                    != (self._replica.shapes[block][name])
-                ):
-                    raise ValueError(f"block {block}: {name} has another shape")
+        for block, name in mine:
+            its = f"{_name(*replica.homes.get((block, name), (block, name)))}{_SEPARATOR}"
+            if self._targets[its].shape != replica.shapes[block][name]:
+                raise ValueError(f"block {block}: {name} has another shape")
         return self._targets
 
     def load_own(self, own: dict[str, Any]) -> list[str]:
         """Become what was read."""
-        numbers = own["stage"]["numbers"]
-        states: dict[int, BlockState] = {block: {} for block in self._replica.mine}
+        replica, numbers = self._replica, own["stage"]["numbers"]
+        found: dict[str, dict[str, Any]] = {}
         for path, tensor in self._targets.items():
-            full, _, key = path.rpartition(_SEPARATOR)
-            block, _, name = full.partition(".")
-            states[int(block)].setdefault(name, dict(numbers.get(full, {})))[key] = tensor
+            name, _, key = path.rpartition(_SEPARATOR)
+            found.setdefault(name, dict(numbers.get(name, {})))[key] = tensor
         self._targets = {}
-        self._replica.adopt(self._replica.runs, states, own["plain"])
+        mine = {(block, name) for block in replica.mine for name in replica.shapes[block]}
+        states: dict[int, BlockState] = {block: {} for block in replica.mine}
+        for path, state in found.items():
+            block, _, name = path.partition(".")
+            if int(block) in states:
+                states[int(block)][name] = state
+        for (number, name), home in replica.homes.items():
+            if (number, name) in mine:
+                states[number][name] = found[_name(*home)]
+        replica.adopt(replica.runs, states, own["plain"])
         return []
+
+
+def _name(block: int, name: str) -> str:
+    return f"{block}.{name}"

@@ -71,8 +71,16 @@ class Skeleton:
         """Keep `model`'s structure and buffers; `options` go to `fully_shard`.
 
         Raises:
-            ConfigError: a parameter has no rows.
+            ConfigError: a parameter has no rows, or two modules share it.
         """
+        first: dict[Tensor, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if first.setdefault(parameter, name) != name:
+                raise ConfigError(
+                    f"elastic: {first[parameter]} and {name} are one parameter, which shards "
+                    "cannot share",
+                    hint="train it replicated, cut it into stages (pipeline=), or untie it",
+                )
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         for name, shape in self.shapes.items():
             if not shape:
@@ -211,12 +219,10 @@ def _strip(model: nn.Module) -> nn.Module:
 
 
 def _list_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield (module, attribute, name) of every parameter; a shared one has the first's name."""
-    first: dict[int, str] = {}
+    """Yield (module, attribute, name) of every parameter."""
     for path, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{key}" if path else key
-            yield module, key, first.setdefault(id(parameter), name)
+        for key, _ in module.named_parameters(recurse=False):
+            yield module, key, f"{path}.{key}" if path else key
 
 
 def _places_of(unit: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perdure.model.errors import ConfigError
 from perdure.model.planning.pipeline import Action, Executed
 from perdure.plan.elastic.commit import FRESH, NO_LINE
 from perdure.plan.elastic.stage_commit import (
@@ -39,7 +40,14 @@ from perdure.plan.elastic.stage_commit import (
 from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, list_blocks, remaining_layout
 from perdure.plan.worlds.measures import StageTimes, collect_times
-from perdure.worker.elastic.gradients import BUCKET_BYTES, Buckets, GradientTree, Tally, Work
+from perdure.worker.elastic.gradients import (
+    BUCKET_BYTES,
+    Apart,
+    Buckets,
+    GradientTree,
+    Tally,
+    Work,
+)
 from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.elastic.membership import read_node_name
 from perdure.worker.elastic.moving import collect_tensors, map_tensors, move_blocks, share_plain
@@ -74,7 +82,7 @@ class Passing(Work):
         device: str | torch.device,
     ) -> None:
         """Have no blocks yet, and nothing to do."""
-        more = len(replica.parameters)  # Norms of reduced gradients, in the model's order.
+        more = len(replica.places)  # Norms of reduced gradients, in the model's order.
         tally = Tally(len(replica.blocks), count, votes=2, more=more)
         super().__init__(Buckets((), bucket_bytes, sets=1), tally, {})
         self.layout = Layout((), ())
@@ -88,6 +96,8 @@ class Passing(Work):
         self._world: Group
         self._stage: Group
         """The members that have the same blocks."""
+        self._ties: dict[Apart, Group] = {}
+        """Blocks that share parameters -> the members that have one of them, this among them."""
         self._steady: Passes | None = None
         """An undisturbed step's."""
         self._passes: Passes | None = None
@@ -109,13 +119,21 @@ class Passing(Work):
             self.layout = layout
         if self._replica.runs != self._fitted:
             self.buckets.close()
-            self.buckets = Buckets(self._replica.parameters, self._bucket_bytes, sets=1)
+            replica = self._replica
+            self.buckets = Buckets(
+                replica.parameters, self._bucket_bytes, sets=1, apart=replica.shared
+            )
             self._trees = {b: GradientTree(self._count) for b in self._replica.mine}
             self._fitted = self._replica.runs
 
-    def enter(self, plan: StageReformation, world: Group, stage: Group) -> None:
-        """Pass what is missing of the step under way through the copies of `stage`."""
-        self._world, self._stage = world, stage
+    def enter(
+        self, plan: StageReformation, world: Group, stage: Group, ties: dict[Apart, Group]
+    ) -> None:
+        """Pass what is missing of the step under way through the copies of `stage`.
+
+        `ties` are the members among whom blocks share parameters.
+        """
+        self._world, self._stage, self._ties = world, stage, ties
         self._steady = self._passes = None
         self._take(plan.passes, plan.todo[world.me])
 
@@ -199,17 +217,53 @@ class Passing(Work):
                 self._arm()
             self.buckets.flush()
         self._stage.wait()
+        if not self._exact:
+            self._reduce_shared(step)
         self._note_norms(step)
 
+    def _reduce_shared(self, step: int) -> None:
+        """Sum the gradients of what blocks share over all members that have one of these.
+
+        It is done once all else is: where one member has several of the blocks, its sum is whole
+        only then. The groups come in one order, so that no two members wait for each other.
+        """
+        for blocks, group in self._ties.items():
+            for flat in self.buckets.copy_apart(step, 1.0 / self._count, blocks):
+                group.all_reduce(flat)
+            group.wait()
+
     def _reduce_trees(self, step: int) -> None:
+        """Sum along the trees; what blocks share is the sum of theirs, in the blocks' order."""
         assert self._passes is not None
         views, me = self.buckets.list_views(step), self._world.me
+        parts: dict[Tensor, dict[int, Tensor]] = {p: {} for p in self._replica.shared}
         for number, run in self._list_stages():
             for block in range(*run):
-                out = [views[p] for p in self._replica.trained([block])]
+                trained = self._replica.trained([block])
+                for p in trained:
+                    if p in parts:
+                        parts[p][block] = torch.empty_like(p)
+                out = [parts[p][block] if p in parts else views[p] for p in trained]
                 if out:
                     self._trees[block].reduce(self._stage, self._passes.counted[number], me, out)
-                    torch._foreach_mul_(out, 1.0 / self._count)
+        for blocks, group in self._ties.items():
+            for p, having in self._replica.shared.items():
+                if having == blocks and p.requires_grad:
+                    self._share_parts(views[p], parts[p], blocks, group)
+        if views:
+            torch._foreach_mul_(list(views.values()), 1.0 / self._count)
+
+    def _share_parts(
+        self, out: Tensor, mine: Mapping[int, Tensor], blocks: Apart, group: Group
+    ) -> None:
+        """Sum the gradients that a parameter has in each of `blocks`; `mine` are those of here."""
+        found = [mine[block] if block in mine else torch.empty_like(out) for block in blocks]
+        for block, part in zip(blocks, found, strict=True):
+            group.broadcast(part, self.layout.copies[self.layout.place_of_block(block)][0])
+        group.wait()
+        out.copy_(found[0])
+        for part in found[1:]:
+            out.add_(part)
 
     def _take_done(self, runner: Runner) -> None:
         """Note what the gradients contain."""
@@ -227,10 +281,14 @@ class Passing(Work):
         norms.zero_()
         if replica.clip_norm and self._stage.index == 0:
             views = self.buckets.list_views(step)
-            for first, stop in replica.runs:
-                before = len(replica.trained(range(first)))
-                found = compute_norms([views[p] for p in replica.trained(range(first, stop))])
-                norms[before : before + len(found)] = found
+            mine = [p for p in replica.parameters if self._is_told_here(p)]
+            places = torch.tensor([replica.places[p] for p in mine], dtype=torch.int64)
+            norms[places] = compute_norms([views[p] for p in mine]).to(norms.device)
+
+    def _is_told_here(self, parameter: Tensor) -> bool:
+        """Return whether its norm is this stage's to tell: of several, the first block's."""
+        blocks = self._replica.shared.get(parameter)
+        return blocks is None or blocks[0] in self._replica.mine
 
     def drop_unfinished(self) -> None:
         """Keep what was finished."""
@@ -405,10 +463,49 @@ class StagedState(PartState, Followed):
         line: int,
     ) -> None:
         """Be a copy of a stage, and pass what the plan says."""
-        number = plan.layout.place_of(self._me)
-        stage = group.open(Group, f"stage/{number}", plan.layout.copies[number])
+        layout, number = plan.layout, plan.layout.place_of(self._me)
+        stage = group.open(Group, f"stage/{number}", layout.copies[number])
         self.groups = (stage,)
-        self.work.enter(plan, group, stage)
+        opened: dict[tuple[int, ...], Group] = {(number,): stage}
+        ties: dict[Apart, Group] = {}
+        trained = {b for p, b in self.replica.shared.items() if p.requires_grad}
+        for blocks in sorted(trained):
+            places = tuple(sorted({layout.place_of_block(block) for block in blocks}))
+            if number in places:
+                ties[blocks] = opened.get(places) or self._open_tie(group, layout, places)
+                opened[places] = ties[blocks]
+                self._compare_settings(ties[blocks], blocks)
+        self.work.enter(plan, group, stage, ties)
+
+    def _open_tie(self, group: Group, layout: Layout, places: tuple[int, ...]) -> Group:
+        """Return the group of the members of several places.
+
+        All open theirs in one order.
+
+        Raises:
+            Broken: a member was lost.
+        """
+        members = tuple(sorted(m for place in places for m in layout.copies[place]))
+        tie = group.open(Group, "tie/" + "-".join(map(str, places)), members)
+        self.groups = (*self.groups, tie)
+        return tie
+
+    def _compare_settings(self, tie: Group, blocks: Apart) -> None:
+        """See that all members of a tie make the same update of what they share.
+
+        Raises:
+            Broken: a newer epoch was ordered.
+            ConfigError: they do not.
+        """
+        name = "update/" + "-".join(map(str, blocks))
+        tie.store.set(f"{name}/{tie.me}", self.replica.describe_update(blocks))
+        told = tie.read([f"{name}/{member}" for member in tie.members])
+        if len(set(told)) > 1:
+            raise ConfigError(
+                f"elastic: blocks {', '.join(map(str, blocks))} share parameters, to which the "
+                "optimizer gives other settings on another rank",
+                hint="let what an optimizer does to a parameter not depend on those beside it",
+            )
 
     def describe(self, plan: StageReformation) -> dict[str, Any]:
         """Return how the model is cut, what this member has of it, and what moved."""

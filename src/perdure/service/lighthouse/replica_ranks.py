@@ -1,15 +1,16 @@
-"""The lighthouse's ears for ranks that others have started: what an agent is to a node's ranks.
+"""The ears for ranks that others have started: what an agent is to a node's ranks.
 
 They speak as perdure's own ranks do (`service/agent/ranks.py`), over a unix socket that a link in
-this user's private directory leads to, by the lighthouse's port. Each life of a group is to the
-relay what a node is in an agent: one keeper's view, with the ranks that have a line.
+this user's private directory leads to, by where the lighthouse is. The lighthouse has such ears on
+its own machine, and on others each machine's relay (`replica_relay.py`). Each life of a
+group is here what a node is in an agent: one keeper's view, with the ranks that have a line.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from perdure.adapters.devices import read_machine_id
@@ -34,7 +35,7 @@ from perdure.service.part import Asides
 log = logging.getLogger("perdure.lighthouse")
 
 _LIVES_KEPT = 64
-"""Lives of groups whose agreements are remembered."""
+"""Lives of groups that have ended, and whose agreements are remembered."""
 _SETTLE_S = 0.2
 """After the end of a line, until it is looked whether its process has ended, too."""
 
@@ -55,14 +56,16 @@ class ReplicaRanks:
         *,
         clock: Callable[[], float],
         clock_offset_s: float,
-        find: Callable[[str], tuple[int, int]],
+        find: Callable[[str], Awaitable[tuple[int, int]]],
         ended: Callable[[int, str], None],
+        place: int = -1,
     ) -> None:
-        """Serve ranks of `spec`.
+        """Serve ranks of `spec`, at the place of this machine where it is not the lighthouse's.
 
         `find` returns group and life of a replica id, -1 where it is not known; `ended` hears
         that the process of a life has ended, and how that is known.
         """
+        self._place = place
         self._spec, self._clock, self._offset_s = spec, clock, clock_offset_s
         self._find, self._ended = find, ended
         self._lives: dict[int, _Life] = {}
@@ -71,10 +74,11 @@ class ReplicaRanks:
         )
         self._door = ""
 
-    async def start(self, paths: JobPaths, port: int, name: str) -> None:
+    async def start(self, paths: JobPaths, port: int, name: str, address: str = "") -> None:
         """Listen, where the ranks look for the lighthouse on this port; `name` is of the line."""
         self._server.job = name
-        path, door = os.path.join(paths.sockets, "ranks"), lighthouse_door(os.getuid(), port)
+        path = os.path.join(paths.sockets, "ranks")
+        door = lighthouse_door(os.getuid(), port, address)
         await self._server.start(path)
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -103,6 +107,14 @@ class ReplicaRanks:
             self._do(requests)
         return passed
 
+    @property
+    def lines(self) -> dict[int, int]:
+        """Rank -> life, of those that have a line and whose process lives."""
+        known = sorted(self._lives.items())
+        return {
+            rank: life for life, k in known if k.state.keeper for rank in k.state.keeper.running
+        }
+
     def tell_groups(self, groups: tuple[int, ...], order: Order) -> None:
         """Have every rank of these groups that has a line carry out `order`."""
         for known in self._lives.values():
@@ -116,14 +128,14 @@ class ReplicaRanks:
 
     # --- in -----------------------------------------------------------------------------------
 
-    def _admit(self, hello: ReplicaHello) -> ReplicaWelcome:
+    async def _admit(self, hello: ReplicaHello) -> ReplicaWelcome:
         nproc = self._spec.nproc
         if hello.ranks != nproc or not 0 <= hello.local_rank < nproc:
             return ReplicaWelcome(
                 refusal=f"its group has {hello.ranks} ranks, and job {self._spec.name} was served "
                 f"for {nproc}: perdure serve -n {hello.ranks}"
             )
-        group, life = self._find(hello.replica)
+        group, life = await self._find(hello.replica)
         if life < 0:
             return ReplicaWelcome(refusal=f"the lighthouse does not know {hello.replica}")
         slot = hello.local_rank
@@ -134,6 +146,7 @@ class ReplicaRanks:
             generation=life,
             clock_offset_s=self._offset_s,
             device=f"cpu-{read_machine_id()}-{group}-{slot}",
+            place=self._place,
         )
 
     def _hear(self, said: WorkerSaid) -> None:
@@ -144,14 +157,22 @@ class ReplicaRanks:
         if known is None:
             known = self._lives[said.generation] = _Life(group)
             known.state.keeper = KeeperView(pid=0, generation=said.generation)
-            for old in sorted(self._lives)[:-_LIVES_KEPT]:
-                del self._lives[old]
+            self._forget_ended()
         keeper = known.state.keeper
         if isinstance(said.message, WorkerHello) and keeper is not None:
             keeper.running[said.rank] = said.message.pid
             log.info("rank %d of life %d has a line", said.rank, said.generation)
         identity = NodeIdentity(node=group, incarnation="")
         self._do(answer_worker(known.state, identity, self._clock(), said))
+
+    def _forget_ended(self) -> None:
+        """Forget the oldest lives that a newer one has followed, or whose ranks have ended."""
+        lives = sorted(self._lives.items())
+        newest = {known.group: life for life, known in lives}
+        runs = {life for life, known in lives if (k := known.state.keeper) and k.running}
+        ended = [life for life, known in lives if newest[known.group] != life or life not in runs]
+        for life in ended[: max(0, len(ended) - _LIVES_KEPT)]:
+            del self._lives[life]
 
     def _note_gone(self, hello: WorkerHello) -> None:
         """Look, in a moment, whether a line has ended with its process."""

@@ -1,34 +1,22 @@
-"""The lighthouse's process: torchft's protocol in front, `control.lighthouse.quorum` behind it.
+"""The lighthouse's loop: torchft's protocol in front, `control.lighthouse.quorum` behind it.
 
 It needs nobody to go on. What the controller orders (who is held, who is evicted, which store is
 whose) are levels that it keeps; the deaths that agents report it hears on the bus at the same
 time as the controller, and acts upon them at once, since they are facts and not decisions. While
 the bus is away replicas go on asking and are answered.
-
-Its own death costs a fork: the process that serves is the child of one that has imported all of
-this and only waits for the child's end (or for it to be stopped). Should that one die as well, the
-supervisor starts both again. The next lighthouse takes the same port, reads the last quorum from
-`lighthouse.json`, and waits for its members; ids below the reserved bound are never used again.
 """
 
 import asyncio
-import importlib
 import itertools
 import logging
 import math
-import os
 import secrets
-import shutil
-import signal
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from perdure.adapters.host import pick_free_port
-from perdure.adapters.lighthouse import LighthouseServer, kill_replica
+from perdure.adapters.lighthouse import LighthouseServer
 from perdure.control.lighthouse.names import Names
 from perdure.control.lighthouse.outputs import (
     Answered,
@@ -37,6 +25,7 @@ from perdure.control.lighthouse.outputs import (
     Late,
     LeftOut,
     Output,
+    Refused,
     Seen,
     Stands,
 )
@@ -46,17 +35,20 @@ from perdure.failpoints import failpoint
 from perdure.model.bus.lighthouse import encode_response, parse_heartbeat, parse_request
 from perdure.model.bus.wire import (
     EventMessage,
+    LinesHeld,
+    LinesKnown,
     NodeOrder,
     read_order,
     subject_beats,
     subject_events,
+    subject_lines,
     subject_orders,
 )
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
+from perdure.model.errors import PlatformError, ProtocolError, SafetyError
 from perdure.model.events import (
     AnyEvent,
-    FaultInjected,
+    BoundaryAnswered,
     KeeperLost,
     QuorumFormed,
     QuorumIdsReserved,
@@ -68,35 +60,25 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec, Lighthouse
 from perdure.model.orders import (
     LIGHTHOUSE,
+    AnyOrder,
     EvictReplica,
     FenceAbort,
     HoldReplicas,
     InjectFault,
     RankOrder,
+    ReplicaGroup,
+    SendBoundary,
 )
 from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.outbox import Outbox
-from perdure.service.jobfiles import (
-    LighthouseFile,
-    load_endpoint,
-    load_spec,
-    paths_of,
-    read_document,
-    resolve_home,
-    write_document,
-)
-from perdure.service.part import (
-    Tasks,
-    read_run_pid,
-    run_part,
-    set_up_log,
-    wait_event,
-    watch_process,
-)
+from perdure.service.jobfiles import read_document, write_document
+from perdure.service.lighthouse.endings import Endings
+from perdure.service.lighthouse.relays import TOLD_S, Relays
+from perdure.service.lighthouse.remembered import LighthouseFile
+from perdure.service.lighthouse.replica_ranks import ReplicaRanks
+from perdure.service.part import Tasks, wait_event
 from perdure.service.ports import Bus, Reply
-from perdure.service.replica_ranks import ReplicaRanks
-from perdure.worker.process import die_with, set_title
 
 log = logging.getLogger("perdure.lighthouse")
 
@@ -110,10 +92,8 @@ _LAG_S = 0.2
 """After a turn that came so much too late, nobody's silence counts."""
 _TICK_S_MIN = 0.01
 _BIND_S = 10.0
-_LIVES = 1000
-_HEARD_S = 0.15
-"""A heartbeat comes in such a time, of a manager that was to end."""
-_STOCK = "torchft_lighthouse"
+_OPEN_S = 1.0
+"""It is looked so often whether a replica is known that was not seen."""
 
 
 class _Passing(Outbox):
@@ -147,9 +127,10 @@ class LighthouseService:
         self._incarnation, self._place = incarnation, spec.lighthouse or Lighthouse()
         self.machine = Quorums(make_quorum_config(spec))
         self._server = LighthouseServer(self._take_request, self._take_heartbeat)
+        self.tasks = Tasks()
         self._futures: dict[int, asyncio.Future[bytes]] = {}
         self._tokens = itertools.count(1)
-        self._wake = asyncio.Event()
+        self._wake, self._seen = asyncio.Event(), asyncio.Event()
         self._file = LighthouseFile(port=0)
         self._bus: Bus | None = None
         subject = subject_events(spec.name, LIGHTHOUSE)
@@ -163,11 +144,12 @@ class LighthouseService:
             find=self._find_life,
             ended=self._take_end,
         )
+        self._relays = Relays(clock, spec.nproc)
         self._hold_number = -1
-        self._ending: set[str] = set()
-        """Replicas that are being ended."""
+        self._endings = Endings(
+            spec, self.machine, self._outbox, self.tasks, clock=clock, forget=self._forget
+        )
         self._noted: tuple[float, int] = (0.0, -1)
-        self.tasks = Tasks()
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -193,12 +175,22 @@ class LighthouseService:
             self.machine.names = Names(dict(known.names), known.lives)
         elif self._spec.served:  # A manager that outlived an earlier run takes its id for known.
             self.machine.next_id = 1 + secrets.randbelow(_FIRST_ID_MAX)
+            self._hold_known()
         until = self.machine.next_id + IDS
         line = known.line if known is not None else secrets.token_hex(8)
         kept = msgspec.structs.replace(known or self._file, port=port, ids_until=until, line=line)
         self._keep(kept)
         self._outbox.put(QuorumIdsReserved(until=until, at_s=self._clock()))
         return port
+
+    def _hold_known(self) -> None:
+        """Hold those with whom the job begins held, before the controller has said so."""
+        held = self._spec.torchft.held
+        names = {group.name: group.number for group in held}
+        groups = tuple(ReplicaGroup(number, -1, "", held=True) for number in names.values())
+        self.machine.names = Names(names)
+        self.machine.regroup(self._clock(), groups)
+        self._file = msgspec.structs.replace(self._file, groups=groups, names=dict(names))
 
     async def run(self) -> None:
         """Look at what is due, until cancelled."""
@@ -230,6 +222,8 @@ class LighthouseService:
         await bus.subscribe(subject_orders(job, LIGHTHOUSE), self._take_order)
         await bus.serve_each(subject_events(job, "*"), self._take_events)
         await bus.serve_each(subject_beats(job, "*"), self._take_beat)
+        if self._spec.served:
+            await bus.serve_each(subject_lines(job, "*"), self._take_lines)
 
     async def hear_ranks(self, paths: JobPaths, port: int) -> None:
         """Take the lines of ranks that others have started."""
@@ -270,97 +264,69 @@ class LighthouseService:
                 case HoldReplicas() if order.number > self._hold_number:
                     self._take_groups(now, order)
                 case EvictReplica(kill=True):
-                    self._kill(order)
+                    self._endings.kill(order)
+                case InjectFault() if self._relays.holds(order.rank, order.generation):
+                    self._pass_on(order)
                 case InjectFault():
                     if not self._ranks.take(order):
-                        self._harm(order)
+                        self._endings.harm(order)
                 case RankOrder():
                     self._ranks.take(order)
+                    self._pass_on(order)
+                    if isinstance(order, SendBoundary) and order.move == "prepare":
+                        self._refuse_for_lost(order)
                 case EvictReplica():
                     self._do(self.machine.evict(now, order.replica, order.reason))
                     self._do(self.machine.end(now, order.generation, order.reason, fence=True))
 
-    def _kill(self, order: EvictReplica) -> None:
-        """End a replica that others have started, and tell of it, as often as it is ordered."""
-        reason = order.reason
-
-        def tell(why: str) -> None:
-            said = f"{reason}; {why}" if why else reason
-            self._tell_ended(order.replica, (order.group, order.generation), said, ended=not why)
-
-        self._end(order.replica, reason, tell)
-
-    def _harm(self, order: InjectFault) -> None:
-        """Do harm to a replica that others have started: it can be ended, and no more."""
-        replica = self.machine.find_life(order.generation)
-        first = order.rank % self._spec.nproc == 0
-        if replica is None or order.kind != "crash" or order.at_step >= 0 or not first:
-            why = "only crash, now, and of a group's first rank" if replica else "it is not there"
-            why = (
-                f"{order.kind} on rank {order.rank}: {why}, where no line of perdure is in a script"
-            )
-            self._tell_harmed(order, why)
+    def _refuse_for_lost(self, order: SendBoundary) -> None:
+        """Say no for a rank whose line is lost: it trains on, and would be waited for in vain."""
+        own, life = self._ranks.lines, order.generation
+        lost = (r for r in order.ranks if own.get(r) != life and self._relays.has_lost(r, life))
+        if (rank := next(lost, None)) is None:
             return
-        name, home = replica.name, replica.home
-
-        def tell(why: str) -> None:
-            self._tell_harmed(order, why)
-            if not why:
-                self._tell_ended(name, home, "crash, injected", ended=True)
-
-        self._end(name, f"crash, injected: {order.reason}", tell, anyway=False)
-
-    def _end(
-        self, name: str, reason: str, tell: Callable[[str], None], *, anyway: bool = True
-    ) -> None:
-        """Have a replica end by its manager; `tell` why it has not, or nothing.
-
-        It is forgotten for ever, `anyway` or where it has ended.
-        """
-        if name in self._ending:
-            return
-        self._ending.add(name)
-        known = self.machine.replicas.get(name)
-
-        async def end() -> None:
-            why = await kill_replica(known.manager, reason) if known else ""
-            if known and not why:
-                done_s = self._clock()
-                await asyncio.sleep(_HEARD_S)
-                if known.beat_s > done_s + _HEARD_S / 3:
-                    why = f"its heartbeats go on: its manager, {known.manager}, is not reached"
-            self._ending.discard(name)
-            log.warning("%s: %s: %s", name, reason, why or "it has ended")
-            ended = anyway or not why
-            told = self.machine.evict(self._now(), name, reason) if ended else []
-            tell(why)
-            self._do([output for output in told if not isinstance(output, LeftOut)])
-
-        self.tasks.spawn(end())
-
-    def _tell_harmed(self, order: InjectFault, error: str) -> None:
-        event = FaultInjected(
-            id=order.id, rank=order.rank, kind=order.kind, at_s=self._clock(), error=error
-        )
-        note = "" if error else "by its manager's Kill"
-        self._outbox.put(msgspec.structs.replace(event, note=note))
-
-    def _tell_ended(self, name: str, home: tuple[int, int], reason: str, *, ended: bool) -> None:
+        why = "it has no line to the lighthouse any more: is perdure join up on its machine?"
         self._outbox.put(
-            ReplicaSeen(
-                replica=name,
-                group=home[0],
-                at_s=self._clock(),
-                gone=True,
-                reason=reason,
-                silent=ended,
-                step=self.machine.step,
-                life=home[1],
-            )
+            BoundaryAnswered(id=order.id, rank=rank, ok=False, step=-1, reason=why, refused=True)
         )
 
-    def _find_life(self, name: str) -> tuple[int, int]:
+    def _forget(self, name: str, reason: str) -> None:
+        """Go on without a replica of whose end it was told already."""
+        told = self.machine.evict(self._now(), name, reason)
+        self._do([output for output in told if not isinstance(output, LeftOut)])
+
+    def _take_lines(self, place: str, data: bytes, reply: Reply) -> None:
+        """Take which ranks the relay of a place hears, and answer what it asks."""
+        said: LinesHeld | None = self._decode(data, LinesHeld)
+        if said is None:
+            return
+        for life, reason in self._relays.take(place, said, self._ranks.lines).items():
+            self._take_end(life, reason)
+        self.tasks.spawn(self._answer_lines(said.find, reply))
+
+    async def _answer_lines(self, replica: str, reply: Reply) -> None:
+        """Answer a relay; of a replica, once the controller knows it: its ranks speak next."""
+        group, life = await self._find_life(replica) if replica else (-1, -1)
+        if replica and not await self._outbox.flush(TOLD_S):
+            return  # It asks again.
+        kept, now = self._file, self._clock()
+        known = LinesKnown(at_s=now, port=kept.port, line=kept.line, group=group, life=life)
+        await reply(encode(known))
+
+    def _pass_on(self, order: AnyOrder) -> None:
+        """Have the relays tell it to those of their ranks that it is for."""
+        if self._bus is None:
+            return
+        data = encode(NodeOrder(controller=self._incarnation, orders=(order,)))
+        for place in self._relays.places:
+            self.tasks.spawn(self._bus.publish(subject_orders(self._spec.name, place), data))
+
+    async def _find_life(self, name: str) -> tuple[int, int]:
+        """Return group and life of a replica, once it is seen which these are; -1 if unknown."""
         self._do(self.machine.introduce(self._now(), name))
+        while self.machine.is_open(name):
+            self._seen.clear()
+            await wait_event(self._seen, _OPEN_S)
         known = self.machine.replicas.get(name)
         return known.home if known is not None else (-1, -1)
 
@@ -390,12 +356,17 @@ class LighthouseService:
         self._do(self.machine.regroup(now, hold.groups))
 
     def _take_events(self, sender: str, data: bytes, _: Reply) -> None:
-        """Take what a node's agent tells of the group that it runs, and of no other."""
+        """Take what an agent tells of its node's group, or a relay of its ranks; of no other."""
         message: EventMessage | None = self._decode(data, EventMessage)
         now = self._now()
         batches = message.batches if message is not None else ()
         for event in (event for batch in batches for event in batch.events):
             match event:
+                case ReplicaWaiting(rank=rank, generation=life) if self._spec.served:
+                    if self._relays.holds(rank, life, sender):
+                        self._take_waiting(event)
+                case _ if self._spec.served:
+                    pass  # No agent is there.
                 case RankExited(record=record) if self._is_home(record.generation, sender):
                     why = f"rank {record.rank}: {record.cause}"
                     ended = self.machine.end(now, record.generation, why, fence=record.failed)
@@ -448,6 +419,11 @@ class LighthouseService:
                         future = self._futures.pop(token, None)
                         if future is not None and not future.done():
                             future.set_result(answer)
+                case Refused(token=token, reason=reason):
+                    future = self._futures.pop(token, None)
+                    if future is not None and not future.done():
+                        log.warning("refused: %s", reason)
+                        future.set_exception(SafetyError(reason))
                 case Fenced():
                     self._fence(output)
                 case Seen():
@@ -464,6 +440,7 @@ class LighthouseService:
                     self._outbox.put(stands)
 
     def _tell_seen(self, seen: Seen) -> None:
+        self._seen.set()
         log.info("%s of group %d, generation %d asks", seen.replica, seen.group, seen.generation)
         event = ReplicaSeen(replica=seen.replica, group=seen.group, at_s=self._clock())
         if self._spec.served:  # Nobody else knows of it.
@@ -523,6 +500,7 @@ class LighthouseService:
         order = FenceAbort(quorum_id=fenced.quorum_id, groups=fenced.groups, reason=fenced.reason)
         if self._spec.served:
             self._ranks.tell_groups(fenced.groups, order)
+            self._pass_on(order)
             return
         if self._bus is None:
             return
@@ -544,6 +522,7 @@ class LighthouseService:
                 silent=left.silent,
                 step=self.machine.step,
                 life=left.generation if self._spec.served else -1,
+                heard_s=left.heard_s if self._spec.served else 0.0,
             )
         )
 
@@ -570,104 +549,3 @@ class LighthouseService:
             write_document(self._path, file)
         except PlatformError as error:
             log.error("%s: ids stay unique, but a restart will not know the members", error)
-
-
-# --- the process --------------------------------------------------------------------------------
-
-
-def main(job: str) -> int:
-    """Run the lighthouse of `job` as a process; return its exit code."""
-    set_up_log()
-    try:
-        paths = paths_of(resolve_home(), job)
-        spec = load_spec(paths)
-        if spec.lighthouse is not None and not spec.lighthouse.own:
-            _become_stock(spec.lighthouse, paths.lighthouse)
-        return _keep_serving(spec, paths.lighthouse)
-    except PerdureError as error:
-        log.error("%s (%s)", error.message, error.hint)
-        return error.exit_code
-
-
-def _keep_serving(spec: JobSpec, path: str) -> int:
-    """Have a child serve, and another one at once should it be killed or stopped."""
-    asked: list[int] = []
-    parent, child = os.getpid(), 0
-
-    def leave(number: int, frame: object) -> None:
-        asked.append(number)
-        if child:
-            os.kill(child, signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, leave)
-    for _ in range(_LIVES):
-        child = os.fork()
-        if child == 0:
-            die_with(parent)
-            os._exit(_serve(spec, path))
-        _, status = os.waitpid(child, os.WUNTRACED)
-        if os.WIFSTOPPED(status):
-            log.warning("the lighthouse (pid %d) is stopped: replacing it", child)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        elif asked or os.WIFEXITED(status):
-            return os.waitstatus_to_exitcode(status)
-        log.warning("the lighthouse (pid %d) has died: the next one serves", child)
-    return 1
-
-
-def _serve(spec: JobSpec, path: str) -> int:
-    """Be the lighthouse; return the exit code."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    set_title(f"perdure lighthouse {spec.name}: serving")
-    try:
-        return run_part(_main(spec, path), log, "")
-    except BaseException:
-        log.exception("the lighthouse has failed")
-        return 1
-
-
-async def _main(spec: JobSpec, path: str) -> None:
-    endpoint = load_endpoint(paths_of(resolve_home(), spec.name), LIGHTHOUSE)
-    offset_s = endpoint.clock_offset_s
-    task = asyncio.current_task()
-    assert task is not None
-    service = LighthouseService(
-        spec,
-        path,
-        clock=lambda: time.monotonic() + offset_s,
-        incarnation=f"l{os.getpid()}-{secrets.token_hex(3)}",
-        clock_offset_s=offset_s,
-    )
-
-    async def connect() -> None:
-        # Its import takes longer than all the rest: replicas are served meanwhile.
-        nats = await asyncio.to_thread(importlib.import_module, "perdure.adapters.nats")
-        name = f"perdure lighthouse {spec.name}"
-        await service.join(await nats.NatsBus.connect(endpoint, name=name))
-
-    with watch_process(read_run_pid(), task.cancel):
-        port = await service.start()
-        log.info("listening on port %d", port)
-        if spec.served:
-            await service.hear_ranks(paths_of(resolve_home(), spec.name), port)
-        service.tasks.spawn(connect())
-        try:
-            await service.run()
-        finally:
-            await service.close()
-
-
-def _become_stock(lighthouse: Lighthouse, path: str) -> None:
-    """Become torchft's own lighthouse, on the port of the one before or a new one.
-
-    Raises:
-        ConfigError: torchft is not installed.
-    """
-    program = shutil.which(_STOCK, path=f"{os.path.dirname(sys.executable)}:{os.defpath}")
-    if program is None:
-        raise ConfigError(f"there is no {_STOCK}", hint="pip install torchft==0.2.0")
-    known = read_document(path, LighthouseFile)
-    port = (known and known.port) or pick_free_port("127.0.0.1")
-    write_document(path, LighthouseFile(port=port))
-    os.execv(program, [program, "--bind", f"127.0.0.1:{port}", *lighthouse.stock_words])

@@ -1,0 +1,1 @@
+"""`perdure init`: what a training script is, what to write for it, and whether that holds."""

@@ -1,0 +1,347 @@
+"""`perdure init`: a training script that has never heard of perdure gets a job file and its lines.
+
+The script is read, not run, but with --try. Nothing is written over: neither a job file nor,
+without --apply, the script; with it the script as it was is kept beside the changed one.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perdure.cli.speech.say import Json, answer, note
+from perdure.model.errors import ConfigError, PlatformError, SafetyError
+
+if TYPE_CHECKING:  # It is imported where a script is tried.
+    from perdure.cli.adopting.edits import Change
+    from perdure.cli.adopting.jobfile import Project
+    from perdure.cli.adopting.script import Reading, Script
+    from perdure.cli.adopting.trial import Trial
+
+JOB_FILE = "job.toml"
+_KINDS = {
+    "perdure": "it uses perdure",
+    "torchft": "it trains with torchft",
+    "huggingface": "Hugging Face's Trainer trains",
+    "lightning": "Lightning's Trainer trains",
+    "accelerate": "a loop of its own, by accelerate",
+    "deepspeed": "a loop of its own, by DeepSpeed",
+    "torch": "a loop of its own, in torch",
+    "other": "it does not import torch",
+}
+
+
+def init(
+    script: Annotated[
+        str | None,
+        typer.Argument(help="The training script; else the only one in this folder."),
+    ] = None,
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments, behind `--`.", metavar="-- ARGS")
+    ] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Change the script, and keep it as it was beside.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over a job.toml, and keep it beside.")
+    ] = False,
+    try_: Annotated[
+        bool, typer.Option("--try", help="Run it in a copy, kill a rank, and compare the losses.")
+    ] = False,
+    budget: Annotated[
+        float, typer.Option("--budget", min=5, help="Seconds that --try may take.")
+    ] = 60.0,
+    as_json: Json = False,
+) -> int:
+    """Write a job file for a training script, and propose its lines.
+
+    What it proposes is a diff that `patch -p0` and `git apply` take; where it is not sure, it says
+    why and what to do by hand. Nothing of the script is run, but by --try, in a copy of its folder.
+    """
+    path = Path(script) if script else find_script(Path.cwd())
+    data, text = read_script(path)
+
+    import msgspec
+
+    from perdure.cli.adopting.edits import render_diff
+    from perdure.cli.adopting.jobfile import render_job_file
+
+    facts, change, project = look_into(path, text)
+    job_file = project.folder / JOB_FILE
+    diff = render_diff(path.name, text, change.text) if change.text else ""
+    job_text = render_job_file(project, facts, args or (), os.environ)
+    wrote, job_text = write_job_file(job_file, job_text, force=force)
+    applied = ""
+    if apply and diff:
+        applied = write_script(path, data, change.text)
+    elif apply:
+        note(f"{path} is left alone: {change.why}")
+    told = tell(path, facts, change, diff, job_file, wrote=wrote, job_text=job_text,
+                applied=applied)  # fmt: skip
+    document: dict[str, Any] = {
+        "script": str(path),
+        "facts": msgspec.to_builtins(facts),
+        "diff": diff,
+        "why_no_diff": change.why,
+        "by_hand": list(change.by_hand),
+        "job_file": str(job_file),
+        "job_file_written": wrote,
+        "job_file_text": job_text,
+        "backup": applied,
+    }
+    if not try_:
+        answer(document, told, as_json=as_json)
+        return 0
+    if not as_json:
+        print(told, flush=True)
+    trial = try_script(path, project, change.text or text, budget)
+    document["trial"] = msgspec.to_builtins(trial)
+    answer(document, f"tried: {trial.verdict}: {trial.text}", as_json=as_json)
+    return 0 if trial.passed else 1
+
+
+def look_into(path: Path, text: str) -> "tuple[Script, Change, Project]":
+    """Return what a script is, the change that is proposed, and where it is run."""
+    import msgspec
+
+    from perdure.cli.adopting.change import propose_change
+    from perdure.cli.adopting.jobfile import find_project
+    from perdure.cli.adopting.script import Reading
+
+    reading = Reading(text, str(path))
+    facts, change, project = (
+        reading.describe(),
+        propose_change(reading),
+        find_project(path, reading),
+    )
+    if not (change.text or facts.loops or facts.trainers):
+        by_hand = (*find_elsewhere(path, project, reading), *change.by_hand)
+        change = msgspec.structs.replace(change, by_hand=by_hand)
+    return facts, change, project
+
+
+def try_script(path: Path, project: "Project", text: str, budget_s: float) -> "Trial":
+    """Return what a kill test of a script with `text` in it has shown.
+
+    Raises:
+        SafetyError: its folder is too large to be copied.
+        PlatformError: it cannot be copied.
+    """
+    from perdure.cli.adopting.trial import try_kill
+    from perdure.lab.drill.copies import list_links
+
+    folder = project.folder.resolve()
+    if links := list_links(folder):
+        note(f"what links lead to is not copied, but used as it is: {', '.join(links[:5])}")
+    note(f"two runs in copies of {folder}, at most {budget_s:g} s or so")
+    document = read_spec(project.folder / JOB_FILE)
+    return try_kill(project, path, text, document, budget_s=budget_s, environ=os.environ, tell=note)
+
+
+def find_elsewhere(path: Path, project: "Project", reading: "Reading") -> list[str]:
+    """Return in words which of the files that a script imports has the loop that trains."""
+    from perdure.cli.adopting.script import Reading
+
+    found = []
+    for file in reading.list_imported_files((project.folder, path.parent)):
+        with contextlib.suppress(ConfigError, PlatformError):
+            other = Reading(read_script(file)[1], str(file))
+            chains = [chain[-1] for chain in other.find_training_loops()]
+            for loop in chains or other.find_object_loops():
+                found.append(f"line {loop.lineno} of {file} has a loop that trains")
+    return list(dict.fromkeys(found))[:3]
+
+
+def find_script(folder: Path) -> Path:
+    """Return the only script in a folder that trains, or `train.py`.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    from perdure.cli.adopting.script import Reading
+
+    found = []
+    for path in sorted(folder.glob("*.py"))[:200]:
+        with contextlib.suppress(ConfigError, PlatformError):
+            facts = Reading(read_script(path)[1], path.name).describe()
+            if facts.loops or facts.trainers:
+                found.append(Path(path.name))
+    if Path("train.py") in found:
+        return Path("train.py")
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(map(str, found[:5])) if found else "none was found"
+    raise ConfigError(f"which script trains? {names}", hint="perdure init SCRIPT")
+
+
+def read_script(path: Path) -> tuple[bytes, str]:
+    """Return a script's bytes, and its text without a byte order mark.
+
+    Raises:
+        ConfigError: it is not there, too large, or not UTF-8.
+        PlatformError: it may not be read.
+    """
+    from perdure.cli.adopting.script import BYTES_MAX
+    from perdure.model.source import BOM
+
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory", hint="name a Python file in it")
+        if not path.is_file() and path.exists():
+            raise ConfigError(f"{path} is no file", hint="name a Python file")
+        with open(path, "rb") as file:
+            data = file.read(BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"no such script: {path}", hint="perdure init SCRIPT") from None
+    except OSError as error:
+        raise PlatformError(f"cannot read {path}: {error.strerror}", hint="its rights?") from error
+    except ValueError:  # A NUL in its name.
+        raise ConfigError(f"no such script: {str(path)!r}", hint="perdure init SCRIPT") from None
+    if len(data) > BYTES_MAX:
+        raise ConfigError(
+            f"{path} is larger than {BYTES_MAX >> 20} MiB, which no training script is",
+            hint="write job.toml by hand, with `script` in it",
+        )
+    try:
+        return data, data.decode().removeprefix(BOM)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8, at byte {error.start}", hint="save it as UTF-8, or name another"
+        ) from None
+
+
+def write_job_file(path: Path, text: str, *, force: bool) -> tuple[bool, str]:
+    """Write `text` as the job file; return whether, and what would be there.
+
+    Where it is there to the letter, there is nothing to say of it. Another one stays, without
+    `force`; with it, it stays under the name of a backup.
+
+    Raises:
+        PlatformError: it cannot be written.
+        SafetyError: there is a backup already.
+    """
+    from perdure.files import create_file, replace_file
+
+    try:
+        if create_file(path, text.encode()):
+            return True, text
+        if path.read_bytes() == text.encode():
+            return False, ""
+        if not force:
+            note(f"{path} is there already and is left alone; --force writes over it")
+            return False, text
+        keep(path, path.read_bytes())
+        replace_file(path, text.encode(), synced=True)
+    except OSError as error:
+        raise PlatformError(
+            f"cannot write {path}: {error.strerror}", hint="a folder that is yours"
+        ) from error
+    return True, text
+
+
+def write_script(path: Path, before: bytes, text: str) -> str:
+    """Put a changed text in the place of a script; return the name of what it was.
+
+    Raises:
+        SafetyError: it has changed meanwhile, or there is a backup already.
+        PlatformError: it cannot be written.
+    """
+    from perdure.files import replace_file
+    from perdure.model.source import BOM
+
+    target = path.resolve()  # A link stays one.
+    mark = BOM.encode() if before.startswith(BOM.encode()) else b""
+    try:
+        backup = keep(target, before)
+        if target.read_bytes() != before:
+            raise SafetyError(f"{path} has changed just now", hint="perdure init again")
+        mode = target.stat().st_mode & 0o7777
+        replace_file(target, mark + text.encode(), mode=mode, synced=True)
+    except OSError as error:
+        raise PlatformError(f"cannot write {path}: {error.strerror}", hint="its rights?") from error
+    return str(backup)
+
+
+def keep(path: Path, data: bytes) -> Path:
+    """Keep what a file holds beside it, as `NAME.orig`; return where.
+
+    Raises:
+        SafetyError: something else is there.
+    """
+    from perdure.files import create_file
+
+    backup = path.with_name(f"{path.name}.orig")
+    if not create_file(backup, data) and backup.read_bytes() != data:
+        raise SafetyError(
+            f"{backup} is there already, and is not what {path.name} is now",
+            hint="move it away; it may be what you want to keep",
+        )
+    return backup
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """Return the job file's document, which is one that perdure takes."""
+    from perdure.cli.running.jobspec import read_job_file, validate
+
+    document = read_job_file(str(path))
+    validate({"script": "", **document, "nproc": 1}, str(path))
+    return document
+
+
+def tell(
+    path: Path,
+    facts: "Script",
+    change: "Change",
+    diff: str,
+    job_file: Path,
+    *,
+    wrote: bool,
+    job_text: str,
+    applied: str,
+) -> str:
+    """Return in words what was found, written and proposed."""
+    import shlex
+
+    from perdure.cli.speech.pages import point_to_pages
+
+    lines = [f"{path}: {_KINDS[facts.kind]}"]
+    lines += [f"  {', '.join(facts.parallel)}"] if facts.parallel else []
+    lines += [f"  line {loop.line}: {loop.text}" for loop in facts.loops]
+    for word in ("models", "optimizers", "schedulers", "scalers", "trainers"):
+        if names := getattr(facts, word):
+            lines.append(f"  {word}: {', '.join(names)}")
+    lines.append("")
+    if wrote:
+        lines.append(f"wrote {job_file}")
+    elif not job_text:
+        lines.append(f"{job_file} is there, as it would be written")
+    else:
+        lines += [f"{job_file} was there; it would be:", *_indent(job_text)]
+    if applied:
+        lines += [f"changed {path}, as it was: {applied}", "", diff.rstrip("\n")]
+    elif diff:
+        lines += [
+            "these lines make it resumable (--apply writes them, so does patch -p0):",
+            "",
+            diff.rstrip("\n"),
+        ]
+    else:
+        lines.append(f"no line is proposed for the script: {change.why}")
+    lines += (
+        ["", "by hand:", *(f"- {point_to_pages(word)}" for word in change.by_hand)]
+        if change.by_hand
+        else []
+    )
+    folder = shlex.quote(str(job_file.parent))
+    go = "" if folder == "." else f"cd {folder} && "
+    lacking = (
+        "   # the script as it is; with these lines: --apply first" if diff and not applied else ""
+    )
+    lines += ["", f"next: {go}perdure run -c {JOB_FILE}{lacking}"]
+    return "\n".join(lines)
+
+
+def _indent(text: str) -> list[str]:
+    return [f"    {line}".rstrip() for line in text.rstrip("\n").split("\n")]

@@ -1,0 +1,146 @@
+"""The commands a person can type: where each is, what for, and its line in the help.
+
+The help and the completion of a shell are made of this table, so that neither imports a command.
+`tests/unit/cli/test_commands.py` holds that each summary is what its command says of itself.
+"""
+
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """One command of the table."""
+
+    module: str
+    """Below `perdure.cli`."""
+    summary: str
+    """The first sentence of its docstring."""
+
+
+PANELS: dict[str, dict[str, Entry]] = {
+    "Run a job": {
+        "init": Entry(
+            "adopting.init", "Write a job file for a training script, and propose its lines."
+        ),
+        "run": Entry("running.run", "Run a training script on this machine, and keep it running."),
+        "launch": Entry(
+            "platforms.launch", "Check a job for a platform, submit it and leave it running."
+        ),
+        "attach": Entry(
+            "platforms.remote", "Follow a job's output to its end; leave with its exit code."
+        ),
+        "serve": Entry(
+            "running.serve", "Serve torchft replica groups that others start by torchrun."
+        ),
+        "queue": Entry("queue", "Many runs, each until it is done."),
+    },
+    "See what it does": {
+        "ps": Entry(
+            "looking.look", "List the jobs of this machine, and those it launched elsewhere."
+        ),
+        "status": Entry("looking.look", "Show a job now: its state and each rank."),
+        "watch": Entry("looking.watch", "Watch jobs live, and steer them by keys."),
+        "dash": Entry(
+            "page.dash",
+            "Show jobs as a live page in a browser, as they are or were.",
+        ),
+        "logs": Entry("looking.output", "Show what the ranks wrote."),
+        "events": Entry(
+            "looking.output", "Show the journal: what happened, what was decided, and why."
+        ),
+        "map": Entry(
+            "looking.look", "Show which device runs which rank, or how slow the links are."
+        ),
+        "metrics": Entry(
+            "looking.metrics", "Hand a job's metrics to Prometheus, TensorBoard and others."
+        ),
+    },
+    "Know what happened": {
+        "diagnose": Entry(
+            "looking.diagnosis", "Say what went wrong: each verdict with culprit and evidence."
+        ),
+        "report": Entry(
+            "looking.report", "Print the ledger of the paid time, and each recovery by phase."
+        ),
+        "compare": Entry(
+            "looking.compare", "Show two jobs beside each other: time, goodput, settings, losses."
+        ),
+        "bundle": Entry("looking.bundle", "Write one redacted archive of a job for a bug report."),
+    },
+    "Steer it while it runs": {
+        "set": Entry(
+            "steering.act", "Change settings of a running job, on all ranks from one step on."
+        ),
+        "pause": Entry("steering.act", "Have all ranks stand still before the same step."),
+        "resume": Entry("steering.act", "Let a paused job go on."),
+        "checkpoint": Entry("steering.act", "Save a checkpoint at a step that all ranks agree on."),
+        "stop": Entry("steering.act", "End the job, after a checkpoint at an agreed step."),
+        "note": Entry("steering.act", "Keep a remark in the job's journal, for report and curves."),
+        "inject": Entry("steering.act", "Harm a rank on purpose, to see what happens."),
+    },
+    "Nodes that come and go": {
+        "drain": Entry("steering.act", "Move the ranks off a node; no committed step is lost."),
+        "cordon": Entry("steering.act", "Let a node take no new ranks; those that run there stay."),
+        "evict": Entry("steering.act", "End the ranks on a node now; a spare node stands in."),
+        "restore": Entry(
+            "steering.act", "Let a node run ranks again: undoes cordon, drain and evict."
+        ),
+        "notify": Entry(
+            "steering.act", "Tell a job of a failed device, or a machine that will go."
+        ),
+        "invite": Entry("steering.join", "Print what a machine needs to join a job (a secret)."),
+        "join": Entry("steering.join", "Make this machine a node of a running job."),
+        "scale": Entry(
+            "platforms.remote", "Give a job on Kubernetes more or fewer pods as it trains."
+        ),
+    },
+    "Other machines": {
+        "profiles": Entry(
+            "platforms.profiles", "List the platforms, or show one: each value and its source."
+        ),
+        "render": Entry("platforms.launch", "Print what a launch would submit; touch nothing."),
+        "image": Entry(
+            "platforms.image", "Print the Dockerfile of an image for pods; build nothing."
+        ),
+        "tunnel": Entry(
+            "platforms.remote", "Make ports of the job's machine reachable here, on loopback."
+        ),
+        "pull": Entry(
+            "platforms.pull", "Bring a job's checkpoints, journal, logs and outputs here."
+        ),
+        "teardown": Entry(
+            "platforms.teardown", "Stop the meter, once all was pulled and verified."
+        ),
+        "forget": Entry(
+            "platforms.teardown", "Forget a job whose box is gone, and what was not brought home."
+        ),
+        "remind": Entry("platforms.remote", "Say what costs money that nobody looks after."),
+    },
+    "Plan and rehearse": {
+        "profile": Entry("profile", "Measure what a model's blocks and links cost, for `plan`."),
+        "plan": Entry("plan", "Choose D, P, micro-batch, recompute, schedule and placement."),
+        "drill": Entry("drill", "Rehearse a job: harm a copy of it, and grade what follows."),
+        # The module adds its command to those of `trace`.
+        "trace": Entry(
+            "drive", "Recorded availability: show, convert, generate, simulate, replay."
+        ),
+    },
+    "Files, and this machine": {
+        "doctor": Entry(
+            "looking.doctor", "Check what perdure can see and do here, or for a job or profile."
+        ),
+        "verify": Entry("checkpoints", "Read checkpoints back and compare sizes and hashes."),
+        "prune": Entry(
+            "checkpoints", "Remove checkpoints until there is room: damaged ones first."
+        ),
+        "rm": Entry("removal", "Remove jobs that have ended, with their checkpoints and logs."),
+        "completion": Entry(
+            "completion", "Print what makes bash, zsh or fish complete commands and jobs."
+        ),
+        "schema": Entry(
+            "looking.schema", "Print the schema of messages or files, or each role's permissions."
+        ),
+    },
+}
+"""What a person wants -> the commands for it."""
+
+COMMANDS = {name: entry for panel in PANELS.values() for name, entry in panel.items()}

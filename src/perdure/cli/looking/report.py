@@ -1,0 +1,52 @@
+"""`perdure report`: the ledger of the paid time, as text, page or document."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perdure.cli.jobs import (
+    find_job,
+    say_damage,
+)
+from perdure.cli.speech.say import (
+    AnyJob,
+    Json,
+    Width,
+    answer,
+    write_asked,
+)
+
+
+def report(
+    job: AnyJob,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")
+    ] = None,
+    width: Width = 100,
+    as_json: Json = False,
+) -> None:
+    """Print the ledger of the paid time, and each recovery by phase."""
+    found = find_job(job)
+
+    import msgspec
+
+    from perdure.cli.looking.story import tell_story
+    from perdure.cli.speech.bar import Bar
+    from perdure.dash.page import render_html
+    from perdure.dash.text import render_text
+
+    with Bar(as_json=as_json) as bar:
+        story = tell_story(
+            found,
+            page=html is not None,
+            tell=lambda done, total: bar.count("read", done, total, "entries"),
+        )
+    result, series = story.report, story.series
+    damage = say_damage(story.tally)
+    if html is not None:
+        page = render_html(result, found.snapshot(), series, story.matrix)
+        write_asked(html, page, hint="--html FILE")
+    text = render_text(result, series, width=width)
+    document = msgspec.to_builtins(result) | damage
+    answer(document, text.removesuffix("\n"), as_json=as_json)

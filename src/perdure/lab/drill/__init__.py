@@ -1,0 +1,1 @@
+"""Faults made on purpose to a copy of a user's own job, one after another, and their outcome."""

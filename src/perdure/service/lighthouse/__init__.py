@@ -1,0 +1,1 @@
+"""torchft's lighthouse as a process, and what hears ranks that others have started."""

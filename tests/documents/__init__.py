@@ -1,0 +1,1 @@
+"""The documents are held to what the commands really print."""

@@ -1,0 +1,96 @@
+"""A finished job on disk, and `perdure dash` served beside it."""
+
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from perdure.model.codec import encode
+from perdure.telemetry.snapshot import SnapshotFold
+from tests.journals import Story, tell
+
+
+def lay_down(home: Path, name: str = "job", story: Story | None = None) -> Story:
+    """Write a job that has ended below `home`, as its controller leaves it."""
+    story = story or tell(Story())
+    folder = home / "jobs" / name
+    (folder / "logs/ranks/g2").mkdir(parents=True)
+    (folder / "job.json").write_bytes(encode(story.spec))
+    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
+    fold = SnapshotFold(story.spec)
+    for entry in story.entries:
+        fold.add(entry)
+    (folder / "state.json").write_bytes(encode(fold.snapshot(story.now)))
+    endpoint = {"url": "nats://127.0.0.1:1", "token": "", "clock_offset_s": 0}
+    (folder / "endpoint.json").write_text(json.dumps(endpoint))
+    return story
+
+
+class Page:
+    """A `perdure dash`, asked as a browser asks it."""
+
+    def __init__(self, process: "subprocess.Popen[str]", home: Path) -> None:
+        self.process, self.home = process, str(home)
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        self.port, self.urls = told["port"], told["urls"]
+        self.host = f"127.0.0.1:{self.port}"
+        self.cookie = ""
+
+    def enter(self, role: str = "view") -> None:
+        """Come in by the address that was printed."""
+        path = self.urls[role].partition(self.host)[2]
+        status, headers, _ = self.ask(path)
+        assert status == 303
+        assert "token" not in headers["location"]
+        self.cookie = headers["set-cookie"].partition(";")[0]
+
+    def ask(
+        self, path: str, *, method: str = "GET", body: Any = None, **headers: str
+    ) -> tuple[int, dict[str, str], str]:
+        """Return status, headers (of lower case) and text."""
+        sent = {"Host": self.host, "Cookie": self.cookie}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, body=data, headers=sent)
+            answer = connection.getresponse()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, found, answer.read().decode()
+        finally:
+            connection.close()
+
+    def steer(self, job: str, **act: Any) -> tuple[int, dict[str, Any]]:
+        """Ask for a verb as the page's own script does."""
+        status, _, text = self.ask(
+            f"/jobs/{job}/ask", method="POST", body=act,
+            Origin=f"http://{self.host}", Content_Type="application/json",
+        )  # fmt: skip
+        return status, json.loads(text)
+
+
+@contextmanager
+def serve(home: Path, *words: str) -> Iterator[Page]:
+    """Yield a `perdure dash` of the jobs below `home`."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "perdure", "dash", *words, "--port", "0", "--json"],
+        env=os.environ | {"PERDURE_HOME": str(home)},
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield Page(process, home)
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def read_text(html: str) -> str:
+    """Return what a page shows, without its markup."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))

@@ -1,0 +1,299 @@
+"""What `perdure init` writes is taken by run and launch, and nothing is written over."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.cli.adopting import scripts
+
+from perdure.cli.adopting import init, jobfile
+from perdure.cli.adopting.script import Reading
+from perdure.cli.app import run_command
+from perdure.cli.platforms.launch import make_launch_spec
+from perdure.cli.running.jobspec import make_spec, read_job_file
+from perdure.cli.running.options import RunOptions
+from perdure.model.errors import PerdureError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def write(path: Path, text: str = scripts.STEPS) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def run_init(capsys: Any, *words: str) -> dict[str, Any]:
+    assert run_command(["init", "--json", *words]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+@pytest.mark.parametrize(
+    "kind", ["STEPS", "EPOCHS", "HUGGINGFACE", "LIGHTNING", "FSDP1", "PERDURE"]
+)
+@pytest.mark.parametrize("name", ["train.py", 'my "train" \\ (ü).py'])
+def test_the_job_file_is_taken_by_run_and_launch(kind, name, folder, capsys) -> None:
+    write(folder / name, getattr(scripts, kind))
+    document = run_init(capsys, name, "--", "--lr", '0.1 "x"\n\x7f')
+    assert document["job_file_written"]
+    assert (folder / "job.toml").read_text() == document["job_file_text"]
+    job_file = read_job_file("job.toml")
+    assert job_file["args"] == ["--lr", '0.1 "x"\n\x7f']
+    assert job_file["script"] == name
+    assert job_file["checkpoint"] == {}, "as often as is best, and not every ten minutes"
+    spec, named, _ = make_spec(RunOptions(config="job.toml", environ={}))
+    assert named
+    launched = make_launch_spec("job.toml", str(folder / "home"))
+    assert (
+        (launched.script, launched.nproc) == (spec.script, spec.nproc) == (name, job_file["nproc"])
+    )
+
+
+def test_suggestions_are_taken_once_they_are_no_comments(folder, capsys) -> None:
+    text = run_init(capsys, str(write(folder / "train.py")))["job_file_text"]
+    bare = [line.removeprefix("# ") for line in text.splitlines() if not line.startswith("#:")]
+    lines = [line for line in bare if line.startswith("[") or " = " in line]
+    at = [line for line in lines if line.startswith("args")]
+    assert len(at) == 1
+    (folder / "all.toml").write_text("\n".join(lines))
+    make_spec(RunOptions(config="all.toml", environ={}))
+
+
+def test_torchft_gets_groups(folder, capsys) -> None:
+    text = run_init(capsys, str(write(folder / "train.py", scripts.TORCHFT)))["job_file_text"]
+    assert "[torchft]\nreplicas = 2\n" in text
+    assert "[checkpoint]" not in text
+
+
+def test_ranks_are_the_gpus_where_there_are_any() -> None:
+    script = Reading(scripts.STEPS).describe()
+    assert jobfile.suggest_nproc(script, {"CUDA_VISIBLE_DEVICES": ""})[0] == 2
+    lone = Reading(scripts.EPOCHS).describe()
+    assert jobfile.suggest_nproc(lone, {})[0] == 1
+
+
+def test_a_job_file_is_not_written_over(folder, capsys) -> None:
+    write(folder / "train.py")
+    write(folder / "job.toml", "name = 'mine'\n")
+    assert run_command(["init", "train.py"]) == 0
+    told = capsys.readouterr()
+    assert (folder / "job.toml").read_text() == "name = 'mine'\n"
+    assert "--force writes over it" in told.err
+    assert '    script = "train.py"' in told.out
+    assert run_init(capsys, "train.py", "--force")["job_file_written"]
+    assert (folder / "job.toml.orig").read_text() == "name = 'mine'\n"
+    again = run_init(capsys, "train.py", "--force")
+    assert not again["job_file_written"]
+    assert (folder / "job.toml.orig").read_text() == "name = 'mine'\n"
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_apply_changes_the_script_and_keeps_it(mark, end, folder, capsys) -> None:
+    before = (mark + scripts.STEPS).replace("\n", end).encode()
+    path = folder / "train.py"
+    path.write_bytes(before)
+    path.chmod(0o754)
+    document = run_init(capsys, "train.py", "--apply")
+    assert Path(document["backup"]).read_bytes() == before
+    assert path.read_bytes().startswith(mark.encode())
+    assert b"run.steps(args.steps):" + end.encode() in path.read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o754
+    compile(path.read_bytes(), "train.py", "exec")
+    after = path.read_bytes()
+    again = run_init(capsys, "train.py", "--apply")
+    assert (again["diff"], again["backup"]) == ("", "")
+    assert path.read_bytes() == after
+
+
+def test_apply_keeps_a_link_and_an_older_backup(folder, capsys) -> None:
+    (folder / "real").mkdir()
+    write(folder / "real" / "train.py")
+    os.symlink("real/train.py", folder / "train.py")
+    write(folder / "real" / "train.py.orig", "mine")
+    assert run_command(["init", "train.py", "--apply"]) == 4
+    assert "train.py.orig is there already" in capsys.readouterr().err
+    assert (folder / "train.py").read_text() == scripts.STEPS
+    (folder / "real" / "train.py.orig").unlink()
+    run_init(capsys, "train.py", "--apply")
+    assert (folder / "train.py").is_symlink()
+    assert "run.steps" in (folder / "real" / "train.py").read_text()
+
+
+def test_a_script_that_changes_meanwhile_is_left_alone(folder) -> None:
+    path = write(folder / "train.py", "import torch\n")
+    with pytest.raises(PerdureError, match="changed just now"):
+        init.write_script(path, b"something else", "x = 1\n")
+    assert path.read_text() == "import torch\n"
+
+
+def test_nothing_of_the_script_is_run(folder, capsys) -> None:
+    write(folder / "train.py", "open('ran', 'w')\nraise SystemExit(3)\n" + scripts.STEPS)
+    run_init(capsys, "train.py", "--apply")
+    assert not (folder / "ran").exists()
+
+
+DEEP = "x = " + "(" * 5000 + ")" * 5000
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is empty"),
+        (b"  \n", "is empty"),
+        (b"\xff\xfe", "not UTF-8, at byte 0"),
+        (b"# coding: latin-1\nx = '\xe4'", "not UTF-8"),
+        (b"import (", "line 1:"),
+        (b"x = 1\0", "null bytes"),
+        (b"x = 1\n" * 2_000_000, "larger than 1 MiB"),
+        (DEEP.encode(), "train.py"),
+        (b"\x7fELF\x02\x01\x01", "train.py"),
+        (b"x = '\\ud800'\n" + b"-" * 3000 + b"1", None),
+        (b"a" + b".b" * 20_000, None),
+        (b"x = 1" + b"+1" * 30_000, None),
+    ],
+)
+def test_poison_is_told_in_a_line(data: bytes, words: str | None, folder, capsys) -> None:
+    """How deep an expression may be depends on the Python."""
+    (folder / "train.py").write_bytes(data)
+    code = run_command(["init", "train.py"])
+    told = capsys.readouterr()
+    assert code in (0, 2)
+    assert words is None or (code == 2 and words in told.err)
+    assert len(told.err) < 3000
+    assert (folder / "job.toml").exists() == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["nosuch.py"], 2, "no such script"),
+        (["."], 2, "is a directory"),
+        ([], 2, "which script trains? none was found"),
+        (["/dev/null"], 2, "is no file"),
+        (["train.py", "--budget", "nan"], 2, ""),
+    ],
+)
+def test_what_is_not_there(words, code, text, folder, capsys) -> None:
+    assert run_command(["init", *words]) == code
+    told = capsys.readouterr().err
+    assert text in told
+    assert "hint:" in told
+    assert not (folder / "job.toml").exists()
+
+
+def test_the_only_script_that_trains_is_found(folder, capsys) -> None:
+    write(folder / "model.py", "import torch\n")
+    write(folder / "broken.py", "import (")
+    write(folder / "fit.py", scripts.LIGHTNING)
+    assert run_init(capsys)["script"] == "fit.py"
+    (folder / "job.toml").unlink()
+    write(folder / "pretrain.py")
+    assert run_command(["init"]) == 2
+    assert "fit.py, pretrain.py" in capsys.readouterr().err
+    write(folder / "train.py")
+    assert run_init(capsys)["script"] == "train.py"
+
+
+def test_a_folder_that_cannot_be_written(folder, capsys, monkeypatch) -> None:
+    place = folder / "there"
+    place.mkdir()
+    write(place / "train.py")
+    (place / "job.toml").mkdir()
+    assert run_command(["init", "there/train.py"]) == 3
+    assert "job.toml" in capsys.readouterr().err
+    assert (place / "train.py").read_text() == scripts.STEPS
+
+
+def test_the_next_command_is_said_for_the_folder(folder, capsys) -> None:
+    (folder / "my jobs").mkdir()
+    write(folder / "my jobs" / "train.py")
+    assert run_command(["init", "my jobs/train.py"]) == 0
+    said = "next: cd 'my jobs' && perdure run -c job.toml"
+    assert f"{said}   # the script as it is" in capsys.readouterr().out
+    assert run_command(["init", "my jobs/train.py", "--apply"]) == 0
+    assert capsys.readouterr().out.endswith(f"{said}\n")
+
+
+ENGINE = """
+import torch
+from torch.utils.data import DataLoader
+
+
+class Engine:
+    def __init__(self):
+        self.model = torch.nn.Linear(8, 1)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def fit(self, data):
+        for epoch in range(3):
+            for batch in DataLoader(data):
+                self.opt.zero_grad()
+                self.model(batch).sum().backward()
+                self.opt.step()
+"""
+MAIN = """
+import torch
+import torch.distributed as dist
+from mypkg.engine import Engine
+
+dist.init_process_group("gloo")
+Engine().fit(torch.randn(4, 8))
+"""
+
+
+@pytest.fixture
+def package(folder: Path) -> Path:
+    (folder / "mypkg").mkdir()
+    write(folder / "mypkg" / "__init__.py", "")
+    write(folder / "mypkg" / "engine.py", ENGINE)
+    write(folder / "mypkg" / "train.py", MAIN)
+    return folder
+
+
+@pytest.mark.parametrize("where", ["above", "within", "absolute"])
+def test_a_module_of_a_package_is_run_as_one(where, package, capsys, monkeypatch) -> None:
+    name = "mypkg/train.py"
+    if where == "within":
+        monkeypatch.chdir(package / "mypkg")
+        name = "train.py"
+    if where == "absolute":
+        name = str(package / name)
+    document = run_init(capsys, name)
+    assert Path(document["job_file"]).resolve() == package / "job.toml"
+    monkeypatch.chdir(package)
+    spec, _, _ = make_spec(RunOptions(config="job.toml", environ={}))
+    assert (spec.script, spec.module, spec.name) == ("mypkg.train", True, "train")
+
+
+def test_a_script_that_only_lies_in_a_package_is_run_as_it_is(package, capsys) -> None:
+    write(package / "mypkg" / "train.py", MAIN.replace("from mypkg.engine", "from engine"))
+    assert run_init(capsys, "mypkg/train.py")["job_file"] == "mypkg/job.toml"
+    assert read_job_file("mypkg/job.toml")["script"] == "train.py"
+
+
+@pytest.mark.parametrize("name", ["mypkg.engine", ".engine", "engine"])
+def test_the_file_with_the_loop_is_named(name, package, capsys) -> None:
+    write(package / "mypkg" / "train.py", MAIN.replace("mypkg.engine", name))
+    document = run_init(capsys, "mypkg/train.py")
+    assert "no training loop found" in document["why_no_diff"]
+    assert document["by_hand"][0].endswith("mypkg/engine.py has a loop that trains")
+    assert document["by_hand"][0].startswith("line 13 of ")
+    assert "run.register(model=model, optimizer=optimizer)" in document["by_hand"][1]
+    engine = run_init(capsys, "mypkg/engine.py")
+    assert engine["why_no_diff"].startswith("line 13: its optimizer belongs to an object")
+
+
+def test_a_page_that_is_named_is_there(package, capsys) -> None:
+    assert run_command(["init", "mypkg/train.py"]) == 0
+    words = capsys.readouterr().out.split()
+    (page,) = [word for word in words if word.endswith("tutorial.md")]
+    assert Path(page).is_file()
