@@ -340,13 +340,17 @@ async def test_nothing_survives_perdure_run(tmp_path: Path) -> None:
 
 
 def measure_look() -> float:
-    """Return the CPU seconds of reading a `/proc/PID/stat`, which tells how fast a machine is."""
+    """Return the CPU seconds of reading a `/proc/PID/stat`, which tells how fast a machine is.
+
+    That of a few in a row, as the agent reads them: a machine whose caches others fill is slow
+    for who has just slept, and not for who reads thousands.
+    """
     with open("/proc/self/stat", "rb", buffering=0) as file:
         began_s = time.process_time()
-        for _ in range(2_000):
+        for _ in range(40):
             words = os.pread(file.fileno(), 2048, 0).rpartition(b")")[2].split()
             assert sum(int(word) for word in words[11:15]) >= 0
-        return (time.process_time() - began_s) / 2_000
+        return (time.process_time() - began_s) / 40
 
 
 @pytest.mark.slow
@@ -366,9 +370,9 @@ async def test_budget(tmp_path: Path) -> None:
         await asyncio.sleep(1)
         stat = ProcStat(driver.agent.pid)
         before, beats, began_s = stat.sample(), len(driver.beats), time.monotonic()
-        looks = [measure_look()]
-        for _ in range(2):
-            await asyncio.sleep(5)
+        looks = []
+        for _ in range(50):
+            await asyncio.sleep(0.2)
             looks.append(measure_look())
         after, wall_s = stat.sample(), time.monotonic() - began_s
         stat.close()

@@ -20,6 +20,8 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 TREE_S = 5.0
 """How often the whole process table is looked at for descendants of the ranks."""
+DELAY_S = 0.5
+"""How old what its threads waited for a CPU may be: each of them has a file of its own."""
 _GONE = ProcSample(state="X")
 _KERNEL_LATE_S = 5.0
 _KERNEL_DRIFT = 2e-4
@@ -229,6 +231,8 @@ class _Watched:
     below: dict[int, ProcStat] = field(default_factory=dict)
     newest: ProcSample = _GONE
     taken_s: float = float("-inf")
+    delay_s: float = 0.0
+    delay_taken_s: float = float("-inf")
 
 
 class ProcSampler:
@@ -263,6 +267,8 @@ class ProcSampler:
             self._follow_descendants()
             for other in self._watched.values():
                 other.root.follow_threads()
+        if now - watched.delay_taken_s >= DELAY_S:
+            watched.delay_taken_s, watched.delay_s = now, watched.root.measure_delay()
         looks = [watched.root.sample()]
         for child, stat in list(watched.below.items()):
             look = stat.sample()
@@ -277,7 +283,7 @@ class ProcSampler:
             io_bytes=max(sum(look.io_bytes for look in looks), watched.newest.io_bytes),
             rss_bytes=sum(look.rss_bytes for look in looks),
             num_threads=sum(look.num_threads for look in looks),
-            run_delay_s=watched.root.measure_delay(),
+            run_delay_s=watched.delay_s,
             blocked=sum(look.state == "D" for look in looks),
         )
         return watched.newest
