@@ -578,8 +578,11 @@ def test_the_journal_of_a_job_whose_run_is_gone_is_read_once_and_told_as_by_stat
     story.crash(1)
     lay_down(tmp_path, "job", story)
     job = find_here("job", str(tmp_path))
-    picture = JobReading(job).look()
+    reading = JobReading(job)
+    picture = reading.look()
     assert picture.snapshot == job.snapshot()
+    assert reading._moment is not None
+    assert reading._moment.certain.history is reading._fold.series.ledger.history
     assert picture.report.state == "lost"
     (tmp_path / "jobs/job/state.json").unlink()
     assert JobReading(job).look().snapshot == picture.snapshot

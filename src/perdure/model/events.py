@@ -967,6 +967,11 @@ AnyEvent = (
 )
 
 
+OF_EVERY_RANK = (RankJoined, CheckpointRestored)
+"""Said by every rank of every generation, so that they are most of a large job's entries: who does
+not heed them passes them over first. They tell of no failure."""
+
+
 class Newest(msgspec.Struct, frozen=True):
     """How it was a moment ago, of what the journal is told seldom (`newest.json`)."""
 

@@ -225,12 +225,22 @@ class History:
         self.last_s = max(self.last_s, entry.at_s)
         self.presence.take(entry)
         match entry.body:
-            case ProgressNoted() as event:  # The most frequent one.
+            case ProgressNoted() as event:  # The first four are the most frequent ones.
                 generation = self._of(event.generation)
                 generation.noted = event.step
                 first = min(generation.first, *event.accounts) if event.accounts else 0
                 for rank, account in event.accounts.items():
                     self._take_account(generation, rank, account, first)
+            case CheckpointRestored() as event:
+                self._of(event.generation).restored[event.rank] = event.step
+                self._note_skipped(entry.at_s, event)
+            case RankJoined() as event:
+                generation = self._of(event.generation)
+                generation.rank(event.rank)
+                generation.ready.setdefault(event.rank, entry.at_s)
+                self.meets |= bool(event.store)
+            case RankExited() as event:
+                self._end(event)
             case JobSubmitted() as event:
                 self.spec, self.start_s = event.spec, event.at_s
             case JobEnded() as event:
@@ -239,8 +249,6 @@ class History:
                 self.reason = decision.reason or decision.summary
             case FailureDecided() as event:
                 self._fail(event)
-            case RankExited() as event:
-                self._end(event)
             case RanksStarted() as event:
                 generation = self._of(event.generation)
                 generation.started.setdefault(event.node, event)
@@ -283,14 +291,6 @@ class History:
                 self.checkpoints.append(event)
             case WorldReformed() as event if not event.finished:
                 self._reform(event)
-            case CheckpointRestored() as event:
-                self._of(event.generation).restored[event.rank] = event.step
-                self._note_skipped(entry.at_s, event)
-            case RankJoined() as event:
-                generation = self._of(event.generation)
-                generation.rank(event.rank)
-                generation.ready.setdefault(event.rank, entry.at_s)
-                self.meets |= bool(event.store)
 
     def _note_skipped(self, at_s: float, event: CheckpointRestored) -> None:
         if not event.skipped:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from perdure.model.events import (
+    OF_EVERY_RANK,
     ActionWithheld,
     ControllerStarted,
     Decision,
@@ -69,6 +70,8 @@ class OlderFailures:
 
     def decide(self, history: "History", entry: JournalEntry) -> FailureDecided | None:
         """Return what `entry`, which `history` knows already, says of a failure."""
+        if isinstance(entry.body, OF_EVERY_RANK):
+            return None
         match entry.body:
             case ControllerStarted() as event:
                 known = history.newest.incident if history.newest is not None else None

@@ -43,7 +43,7 @@ class SeriesFold:
     def __init__(self, ledger: LedgerFold | None = None) -> None:
         """Begin before the first entry, beside a `ledger` that is folded already."""
         self.ledger, self._own = ledger or LedgerFold(), ledger is None
-        self._verdicts = VerdictFold()
+        self.verdicts = VerdictFold()
         self._logged = Curves()
         self._progress: list[tuple[float, int]] = []
         self._saved: list[CheckpointSaved] = []
@@ -54,7 +54,7 @@ class SeriesFold:
         """Take the next entry."""
         if self._own:
             self.ledger.add(entry)
-        self._verdicts.add(entry)
+        self.verdicts.add(entry)
         match entry.body:
             case MetricsLogged() as event:  # Of 0.1: they were facts of the journal.
                 self._logged.take(entry.at_s, entry.source, event.rows, 0)
@@ -83,7 +83,7 @@ class SeriesFold:
             },
             progress=tuple(self._progress),
             segments=segments,
-            verdicts=self._verdicts.verdicts(),
+            verdicts=self.verdicts.verdicts(),
             checkpoints=tuple(self._saved),
             checkpoints_failed=tuple(self._failed),
             changes=tuple(self._changes),

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.events import (
-    CheckpointRestored,
+    OF_EVERY_RANK,
     CommandReceived,
     Decision,
     JournalEntry,
     MetricsLogged,
     NodeAsked,
-    RankJoined,
     RanksStarted,
 )
 from perdure.model.job import JobSpec
@@ -28,6 +27,7 @@ from perdure.telemetry.ledger import count_committed_steps
 from perdure.telemetry.reforms import ShapeFold
 from perdure.telemetry.replicas import ReplicaFold
 from perdure.telemetry.rows import RankRows
+from perdure.telemetry.series import SeriesFold
 from perdure.telemetry.steering import SteeringFold
 from perdure.telemetry.timeleft import SILENT_S, StepPace
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
@@ -37,9 +37,6 @@ _WITHHELD_SHOWN = 20
 CHECKPOINTS_SHOWN = 20
 _OF_CHECKPOINT = ("step", "path", "bytes", "at_s", "stall_s", "save_s", "reason")
 _OVER = ("exited", "failed")
-_OF_HISTORY = (CheckpointRestored, RankJoined)
-"""Said by every rank of every generation, so that they are most of a large job's entries. Nothing
-but its history heeds them."""
 CONDENSE_EVERY = 1000
 """Entries between two clearances, should no generation begin."""
 
@@ -71,10 +68,18 @@ class Certain:
 class SnapshotFold:
     """Folds journal and heartbeats into a `Snapshot`."""
 
-    def __init__(self, spec: JobSpec, certain: Certain | None = None) -> None:
-        """Begin before the first entry, or after those that `certain` was made of."""
-        self._spec = spec
+    def __init__(
+        self, spec: JobSpec, certain: Certain | None = None, *, beside: SeriesFold | None = None
+    ) -> None:
+        """Begin before the first entry, or after those that `certain` was made of.
+
+        What a report's fold `beside` has taken of an entry already is not taken again, and nothing
+        of it is forgotten, for a report tells all of it.
+        """
+        self._spec, self._own = spec, beside is None
         self.certain = certain or Certain()
+        if beside is not None:
+            self.certain.history, self.certain.verdicts = beside.ledger.history, beside.verdicts
         """What follows from the journal alone; the rest came with heartbeats."""
         self._beats = 0
         self._devices = DeviceView(spec)
@@ -88,11 +93,13 @@ class SnapshotFold:
         certain = self.certain
         certain.entries += 1
         certain.seq = entry.seq
-        certain.history.add(entry)
-        if isinstance(entry.body, _OF_HISTORY) and certain.entries % CONDENSE_EVERY:
+        if self._own:
+            certain.history.add(entry)
+        if isinstance(entry.body, OF_EVERY_RANK) and certain.entries % CONDENSE_EVERY:
             return
         self._rows.add(entry)
-        certain.verdicts.add(entry)
+        if self._own:
+            certain.verdicts.add(entry)
         if not isinstance(entry.body, Decision):
             if self._spec.groups:
                 certain.replicas.add(entry.body)
@@ -113,13 +120,16 @@ class SnapshotFold:
                     certain.metrics |= values
             case CommandReceived() | NodeAsked() as event if event.kind in ("stop", "kill"):
                 certain.stopping = True
-        certain.history.step_times_s.clear()  # A ledger's, and there would be no end of them.
+        if self._own:
+            certain.history.step_times_s.clear()  # A ledger's: there would be no end of them.
         if certain.entries % CONDENSE_EVERY == 0:
             self._condense(certain.generation)
 
     def _condense(self, generation: int) -> None:
         """Forget what no picture shows; the last generation's late news are still awaited."""
         self.certain.generation = generation
+        if not self._own:
+            return
         self.certain.history.condense(generation - 1, CHECKPOINTS_SHOWN)
         self.certain.verdicts.condense(generation - 1, VERDICTS_SHOWN)
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from perdure.model.events import (
+    OF_EVERY_RANK,
     ActionWithheld,
     JournalEntry,
     KeeperLost,
@@ -80,7 +81,7 @@ class VerdictFold:
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry."""
-        if self._is_taken(entry):
+        if isinstance(entry.body, OF_EVERY_RANK) or self._is_taken(entry):
             return
         match entry.body:
             case VerdictReached() as event:

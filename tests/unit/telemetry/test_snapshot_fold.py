@@ -2,7 +2,13 @@ import msgspec
 from tests.journals import Story, tell
 
 from perdure.model import codec
-from perdure.model.events import BoundaryReached, CommandReceived, KeysDeclared, SettingsChanged
+from perdure.model.events import (
+    BoundaryReached,
+    CommandReceived,
+    KeysDeclared,
+    OperatorNoted,
+    SettingsChanged,
+)
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import (
     CommProgress,
@@ -12,8 +18,9 @@ from perdure.model.signals.progress import (
     RankProgress,
 )
 from perdure.model.steering import Change, KeySpec
-from perdure.telemetry.series import make_series
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.ledger import make_report
+from perdure.telemetry.series import SeriesFold, make_series
+from perdure.telemetry.snapshot import CONDENSE_EVERY, SnapshotFold
 
 
 def fold_of(story):
@@ -181,3 +188,26 @@ def test_a_step_logged_again_counts_once():
     assert steps == list(range(1, 106))
     assert len(series.checkpoints) == 21
     assert {s.rank for s in series.segments} == {0, 1}
+
+
+def test_a_picture_beside_a_report_is_the_same_and_takes_nothing_from_it():
+    story = Story(nproc=4, nodes=2)
+    for _ in range(30):  # More entries than a picture of its own keeps.
+        story.start()
+        story.train(20)
+        story.crash(3)
+        story.lose_controller()
+        story.write(OperatorNoted(id="n", text="seen", step=3, at_s=story.now, who="me"))
+    story.hang(1)
+    series, alone = SeriesFold(), SnapshotFold(story.spec)
+    beside = SnapshotFold(story.spec, beside=series)
+    for count, entry in enumerate(story.entries):
+        alone.add(entry)
+        series.add(entry)
+        beside.add(entry)
+        if count % 100 == 0 or count == len(story.entries) - 1:
+            assert beside.snapshot(entry.at_s) == alone.snapshot(entry.at_s)
+    assert len(story.entries) > CONDENSE_EVERY
+    assert series.ledger.report(story.now) == make_report(story.entries, story.now)
+    told = series.series(series.ledger.segments(story.now))
+    assert told == make_series(story.entries, story.now)

@@ -40,7 +40,7 @@ class StoryFold:
         """Begin before the first entry; what only a `page` shows is else left out."""
         self._page = page
         self._ledger = LedgerFold()
-        self._series = SeriesFold(self._ledger)
+        self.series = SeriesFold(self._ledger)
         self._links: JournalEntry | None = None
         self.first_s = self.last_s = 0.0
 
@@ -53,7 +53,7 @@ class StoryFold:
         """Take the next entry."""
         self._ledger.add(entry)
         if self._page or isinstance(entry.body, MetricsLogged):
-            self._series.add(entry)
+            self.series.add(entry)
         if isinstance(entry.body, LinksNoted):
             self._links = entry
         self.first_s, self.last_s = self.first_s or entry.at_s, entry.at_s
@@ -67,7 +67,7 @@ class StoryFold:
             report = msgspec.structs.replace(report, state=LOST, reason=LOST_REASON)
         return Story(
             report,
-            self._series.series(segments if self._page else (), curves),
+            self.series.series(segments if self._page else (), curves),
             read_delay_matrix([self._links] if self._links else [], newest.links),
             tally,
             self.first_s,

@@ -88,7 +88,8 @@ class JobReading:
         """Return the picture that the journal tells, where no controller has left the last one."""
         if self._moment is None:  # It is folded beside the story, in one reading.
             self._tail, self._begun = MirrorTail(self.job.paths.journal, AGREEMENTS), 0
-            self._fold, self._moment = StoryFold(), SnapshotFold(self.job.spec)
+            self._fold = StoryFold()
+            self._moment = SnapshotFold(self.job.spec, beside=self._fold.series)
         self._read()
         self._moment.know_metrics(self.job.read_curves().list_newest())
         return self._moment.snapshot(self._fold.last_s)
@@ -98,7 +99,8 @@ class JobReading:
         while entries := self._tail.poll_piece():
             if self._tail.begun != self._begun:
                 self._begun, self._fold = self._tail.begun, StoryFold()
-                self._moment = self._moment and SnapshotFold(self.job.spec)
+                if self._moment is not None:
+                    self._moment = SnapshotFold(self.job.spec, beside=self._fold.series)
             if not self._fold.first_s:  # The journal's own beginning may be lost.
                 entries = list(self.job.complete(entries))
             self._add(entries)
@@ -183,7 +185,8 @@ class _Walk:
         """Stand before the first entry."""
         self.at_s = -1.0
         self._job = job
-        self._fold, self._moment = StoryFold(), SnapshotFold(job.spec)
+        self._fold = StoryFold()
+        self._moment = SnapshotFold(job.spec, beside=self._fold.series)
         self._reader = job.read(without=AGREEMENTS)
         self._rest = job.complete(self._reader)
         self._next = next(self._rest, None)
