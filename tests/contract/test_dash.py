@@ -424,6 +424,7 @@ def test_a_browser_that_stays_is_waited_for_by_nobody(
     )
     opener.chmod(0o700)
     monkeypatch.setenv("BROWSER", str(opener))
+    before = signal.signal(number, signal.SIG_DFL)  # Under nohup it is ignored, and inherited.
     try:
         with serve(tmp_path, "job", "--open") as page:
             page.enter()
@@ -436,6 +437,7 @@ def test_a_browser_that_stays_is_waited_for_by_nobody(
             assert not door.parent.exists()
     finally:
         over.touch()
+        signal.signal(number, before)
 
 
 def test_servers_at_the_same_far_port_have_cookies_of_their_own(page: Page) -> None:
