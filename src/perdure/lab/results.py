@@ -36,7 +36,7 @@ KEPT_MAX = 50
 """Of each kind."""
 TOTAL_MAX = 32 << 20
 """Bytes of all results together: what a page can still list in a few seconds."""
-SIZE_MAX = 2 << 20
+SIZE_MAX = 1 << 20
 """Bytes of a document; a plan of 4,096 devices has 0.2 MB, and others have less."""
 FILES_MAX = 10_000
 """Files in the folder; where somebody has put more, it is neither listed nor added to."""

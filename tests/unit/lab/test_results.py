@@ -16,7 +16,7 @@ import pytest
 from tests.results import CARD, REPLAY
 
 from perdure.cli.app import run_command
-from perdure.cli.page.results import OTHERS_MAX, Results
+from perdure.cli.page.results import OTHERS_MAX, PAGE_MAX, Results
 from perdure.failpoints import SWITCH, switch
 from perdure.lab.drill.card import Card
 from perdure.lab.results import (
@@ -31,6 +31,7 @@ from perdure.lab.results import (
     locate_results,
     read_result,
 )
+from perdure.model.codec import encode
 from perdure.model.errors import PlatformError, ProtocolError
 
 PROFILE = Path(__file__).resolve().parents[3] / "examples" / "cost_profile.json"
@@ -142,7 +143,7 @@ def test_what_cannot_be_a_page_is_said_in_a_line(tmp_path: Path) -> None:
     system = REPLAY.systems[0]
     replace = msgspec.structs.replace
     strange = {
-        "characters": replace(REPLAY, systems=(replace(system, system="s"),) * 2500),
+        "characters": replace(REPLAY, systems=(replace(system, system="s"),) * 1500),
         "its page would": replace(REPLAY, unit="x" * (SIZE_MAX - 10_000)),
         "KeyError": replace(REPLAY, systems=(replace(system, ledger={"useful": 1.0}),)),
     }
@@ -155,6 +156,21 @@ def test_what_cannot_be_a_page_is_said_in_a_line(tmp_path: Path) -> None:
     listing = results.look()
     assert len(listing.rows["replay"]) == len(strange)
     assert all(len(row.said) < 400 for row in listing.rows["replay"])
+
+
+def test_what_weighs_more_than_a_page_may_is_refused_by_its_size_alone(tmp_path: Path) -> None:
+    system = msgspec.structs.replace(REPLAY.systems[0], system="s")
+    heavy = KeptReplay(result=msgspec.structs.replace(REPLAY, systems=(system,) * 2500))
+    data = encode(heavy)
+    assert PAGE_MAX < len(data) < 2 * PAGE_MAX
+    with pytest.raises(PlatformError, match="too large to be kept"):
+        keep_result(str(tmp_path), heavy)
+    path = keep_result(str(tmp_path), KeptReplay(result=REPLAY))
+    path.write_bytes(data)
+    results = Results(str(tmp_path))
+    with pytest.raises(ProtocolError, match="it has 2 MiB; no result has more than 1"):
+        results.open(path.stem)
+    assert [why for _, why in results.look().faults] == ["it has 2 MiB; no result has more than 1"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -5.0, 0.0, 1e300])

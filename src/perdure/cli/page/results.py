@@ -12,6 +12,7 @@ from perdure.dash.page import Document
 from perdure.lab.drill.screens import make_card_document, render_counts
 from perdure.lab.report import DriveResult, ReplayResult
 from perdure.lab.results import (
+    SIZE_MAX,
     KeptDrill,
     KeptDrive,
     KeptPlan,
@@ -44,8 +45,11 @@ KINDS = {
 """What each kind of result is headed by, in the order of the page."""
 OTHERS_MAX = 20
 """Files that are no results, and are named."""
-PAGE_MAX = 1 << 20
-"""Characters of a result's page: one that says more is nobody's reading."""
+PAGE_MAX = SIZE_MAX
+"""Characters of a result's page: one that says more is nobody's reading.
+
+A file with more bytes is refused before it is read; a page is only made of those below.
+"""
 _TITLE_MAX, _SAID_MAX, _TOLD_MAX = 120, 300, 4000
 
 
