@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from perdure.cli.app import run_command
+from perdure.dash.sections import BEAT_S
 from perdure.dash.svg import LEFT, RIGHT, WIDTH
 from perdure.lab.results import KeptDrill, KeptReplay, keep_result
 from tests.e2e.harness import SCRIPTS, Job
@@ -306,6 +308,30 @@ def test_a_page_says_that_its_server_is_gone_and_goes_on_with_the_next(
         tab = open_page(browser, page.urls["view"])
         assert tab.locator("#lost").is_hidden()
     wait("word of it", lambda: "No answer" in tab.locator("#lost").inner_text())
+
+
+def test_a_page_says_that_it_hears_nothing_after_two_beats_of_its_server(
+    browser: Any, tmp_path: Path
+) -> None:
+    lay_down(tmp_path)
+
+    def beat_often(route: Any) -> None:
+        answer = route.fetch()
+        told = f'data-beat-s="{BEAT_S}"'
+        assert told in answer.text()
+        route.fulfill(response=answer, body=answer.text().replace(told, 'data-beat-s="0.5"'))
+
+    with serve(tmp_path, "job") as page:
+        tab = open_page(browser, page.urls["view"])
+        assert tab.evaluate("QUIET_MS") == 2000 * BEAT_S
+        tab.route("**/jobs/job", beat_often)
+        tab.reload()
+        wait("curve", lambda: tab.locator("figure.drawn canvas").count())
+        page.process.send_signal(signal.SIGSTOP)
+        try:
+            wait("word of it", lambda: "Nothing was heard" in tab.locator("#lost").inner_text(), 15)
+        finally:
+            page.process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.long

@@ -36,6 +36,8 @@ CURVES_MAX = 6
 CHECKPOINTS_MAX = 100
 GROUPS_MAX = 24
 """Rows of a table of ranks."""
+BEAT_S = 10.0
+"""Without news something is sent a page all the same: it says so once it hears nothing for two."""
 INCIDENTS_MAX = 200
 """Of a live page, the newest."""
 EVIDENCE_MAX = 100_000
@@ -112,6 +114,7 @@ def open_templates() -> "Environment":
         "PHASES": PHASES,
         "LOST_UNKNOWN": LOST_UNKNOWN,
         "TROUBLE": TROUBLE,
+        "beat_s": BEAT_S,
         "incidents_max": INCIDENTS_MAX,
     }
     found.globals |= {function.__name__: function for function in _CALLED}

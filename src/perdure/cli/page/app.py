@@ -55,7 +55,7 @@ from perdure.cli.page.acts import ACTS, Act, ask
 from perdure.cli.page.reading import JobReading, Snapshots
 from perdure.cli.page.results import KINDS, Results
 from perdure.dash.page import read_style, render_html
-from perdure.dash.sections import SAVED, Asked, Picture, list_marks, render, render_section
+from perdure.dash.sections import BEAT_S, SAVED, Asked, Picture, list_marks, render, render_section
 from perdure.dash.svg import thin
 from perdure.lab.results import KEPT_MAX, TOTAL_MAX, is_result
 from perdure.model.errors import PerdureError
@@ -92,8 +92,6 @@ LOOK_EVERY_S, LOOK_EVERY_S_MAX = 0.5, 10.0
 """Between two looks of an open page; of a large job more, see `_SHARE`."""
 _SHARE = 0.2
 """Of the time, at most so much goes into looks: ranks may need the machine."""
-BEAT_S = 10.0
-"""Without news something is sent all the same, so that a page knows that it is served."""
 READINGS_MAX = 32
 """Jobs whose journals are held folded; of more, the ones that were opened first are read again."""
 _LOOKERS = 4

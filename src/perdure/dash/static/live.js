@@ -11,7 +11,7 @@ const byId = (id) => document.getElementById(id);
 let stream = null;
 let heard = Infinity;
 let again = 0;
-const QUIET_MS = 20000;
+const QUIET_MS = 2000 * Number(byId("lost")?.dataset.beatS); // Two beats of the server.
 
 /** Put a section's HTML in place of the old one, element by element: what is open stays open. */
 function place(name, html) {
