@@ -1,6 +1,7 @@
 """What the live page costs its server, and the browser, at few and at very many ranks.
 
 usage: python -m bench.bench_dash [RANKS ...]
+       python -m bench.bench_dash --job [PAGES] [--window-s S]
 
 For each number of RANKS (2, 1,000 and 10,000) a job with two incidents is written down as its
 controller leaves it, and shown by `perdure dash`. Told are: what a look at it costs the server (the
@@ -9,11 +10,12 @@ also where the job's `perdure run` is gone, so that the journal has to tell all 
 the past where the job was over by a tenth, a half and nine tenths, each folded from the beginning,
 and such a tenth later; the bytes of the page; and in Chromium, where there is one, the first paint,
 and the milliseconds that the largest section takes to be put in place. Medians.
+
+`--job` tells what an open page costs a job that trains beside it (`bench.open_page`).
 """
 
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from bench import open_page
 from tests.journals import Story
 from tests.pages import lay_down, serve
 
@@ -35,7 +38,6 @@ from perdure.model.report import Snapshot
 
 RANKS = (2, 1000, 10_000)
 LOOKS = 5
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 _PLACE = """() => {
   let longest = 0;
   for (const body of document.querySelectorAll(".body")) {
@@ -124,13 +126,13 @@ def look_at_server(home: Path) -> dict[str, Any]:
 
 def look_at_browser(home: Path) -> dict[str, Any]:
     """Return the first paint and the longest section's time in place, in milliseconds."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    chromium = open_page.find_chromium()
     if chromium is None:
         return {}
     from playwright.sync_api import sync_playwright
 
     with serve(home, "job") as page, sync_playwright() as known:
-        browser = known.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        browser = known.chromium.launch(executable_path=chromium, args=list(open_page.FLAGS))
         paints, placed = [], []
         for _ in range(LOOKS):
             tab = browser.new_page()
@@ -147,6 +149,9 @@ def look_at_browser(home: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Print one line of JSON a number of ranks."""
+    if "--job" in sys.argv:
+        open_page.main(sys.argv[sys.argv.index("--job") + 1 :])
+        return
     for ranks in [int(word) for word in sys.argv[1:]] or RANKS:
         with tempfile.TemporaryDirectory(prefix="perdure-bench-") as folder:
             home = Path(folder)
