@@ -10,6 +10,7 @@ from perdure.model.events import (
     AnyEvent,
     CheckpointRestored,
     CheckpointSaved,
+    CommandReceived,
     ControllerLost,
     Decision,
     GenerationStepping,
@@ -180,6 +181,15 @@ class Story:
 
     def hang(self, rank: int = 0) -> float:
         """A rank is stopped in the middle of a step. Returns when it was last well."""
+        verdict = self.suspect(rank)
+        self.now += 0.5
+        self.write(VerdictReached(verdict=msgspec.structs.replace(verdict, actionable=True)))
+        self.now += 0.01
+        self._take_down(None)
+        return verdict.first_seen_s
+
+    def suspect(self, rank: int = 0) -> Verdict:
+        """A rank hangs in the middle of a step, and it is found."""
         self.now += self.step_s / 2
         well = self.now
         self.now += 1.2
@@ -195,11 +205,13 @@ class Story:
             step=self.step if self.resumable else -1,
         )
         self.write(VerdictReached(verdict=verdict))
-        self.now += 0.5
-        self.write(VerdictReached(verdict=msgspec.structs.replace(verdict, actionable=True)))
-        self.now += 0.01
+        return verdict
+
+    def stop(self) -> None:
+        """Somebody ends the job, whose ranks are killed."""
+        self.write(CommandReceived(id=f"stop-{self.now}", kind="kill", who="al", at_s=self.now))
         self._take_down(None)
-        return well
+        self.finish("stopped")
 
     def _take_down(self, dead: int | None) -> None:
         self.decide("restart the world")

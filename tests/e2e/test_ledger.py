@@ -3,6 +3,7 @@
 What each step took is in the trail that the script leaves, however busy the machine was.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,3 +57,36 @@ def test_useful_is_what_the_committed_steps_took(start: Start, tmp_path: Path) -
     assert again_s > 0
     step_s = committed_s / STEPS / RANKS
     assert ledger["lost_work"] == pytest.approx(again_s, abs=RANKS * 3 * step_s), ledger
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("declared", [(), ("--declare",)], ids=["supervised", "resumable"])
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_hang_in_which_the_job_is_ended_is_loss(
+    start: Start, how: str, declared: tuple[str, ...]
+) -> None:
+    job = start("hangs", "-n", str(RANKS), str(SCRIPTS / "stall.py"), "read", "--for-s", "600",
+                *declared)  # fmt: skip
+
+    def hung_s() -> float:
+        found = [v for v in job.state().get("verdicts", ()) if v["culprit"].get("rank") == 1]
+        return max((job.state()["at_s"] - v["first_seen_s"] for v in found), default=0.0)
+
+    job.wait_until(lambda: hung_s() > 8, "a hang of 8 s")
+    if how == "stop":
+        job.cli("stop", "hangs", "--now")
+        job.wait()
+    else:
+        job.process.kill()
+        job.process.wait()
+        while job.leftovers() and time.monotonic() < job.deadline:
+            time.sleep(0.1)  # Its guard ends them.
+        assert not job.leftovers()
+    report = job.report()
+    ledger = {name: row["s"] for name, row in report["ledger"].items()}
+    (recovery,) = report["recoveries"]
+    assert (recovery["culprit"], recovery["rung"]) == ("rank 1", "stop")
+    assert recovery["total_s"] > 8
+    lost_s = sum(ledger[f"reconfiguration.{phase}"] for phase in ("detect", "decide", "abort"))
+    assert lost_s == pytest.approx(RANKS * recovery["total_s"], abs=RANKS * 1.0), ledger
+    assert ledger["useful"] < report["slot_s"] - lost_s

@@ -9,13 +9,12 @@ know most: what is found, until when it is left alone, and how to end it now.
 from perdure.dash.live import render_count
 from perdure.model.plain import name_step, shorten_line, show_controls
 from perdure.model.report import IncidentRow, Snapshot
-from perdure.model.verdicts import Verdict
+from perdure.model.verdicts import HANGS, Verdict
 
 OPEN_S = 2.0
 """An incident that lasts longer is told before it is over as well."""
 HANGS_S = 10.0
 """A hang that lasts longer, and is left alone for as long again, is told."""
-_HANGS = ("ComputeHang", "CommHang")
 _CAUSE_MAX = 120
 _KEPT = 1000
 
@@ -49,7 +48,7 @@ class StoryTeller:
         lines = []
         now_s = snapshot.at_s
         for verdict in snapshot.verdicts:
-            if verdict.kind not in _HANGS or verdict.generation != snapshot.generation:
+            if verdict.kind not in HANGS or verdict.generation != snapshot.generation:
                 continue
             what = f"{verdict.kind} of {verdict.culprit}"
             key = (verdict.generation, verdict.first_seen_s, what)

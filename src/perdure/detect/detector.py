@@ -47,10 +47,9 @@ from perdure.model.events import (
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import CommProgress, JobHabits, NodeBeat, RankProgress
 from perdure.model.signals.stacks import ThreadStack, parse_threads
-from perdure.model.verdicts import Activity, Culprit, Ground, Verdict
+from perdure.model.verdicts import HANGS, Activity, Culprit, Ground, Verdict
 
 SLOW = ("CommSlow", "Straggler", "HostBusy")
-HANGS = ("CommHang", "ComputeHang")
 LOOK_S = 5.0
 """A second look at a suspect's stack is waited for no longer than this."""
 PLACE_MAX = 200

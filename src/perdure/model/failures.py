@@ -123,9 +123,10 @@ _SIGNALS = {
     9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE", 14: "SIGALRM",
     15: "SIGTERM", 19: "SIGSTOP", 24: "SIGXCPU", 25: "SIGXFSZ",
 }  # fmt: skip
-Rung = Literal["restart", "give up", "reform", "retry", "move", "none"]
-"""What follows: the next generation; the end; the next epoch without who was lost, or with the same
-members; the next world without nodes that were to be left; nothing, for it was no failure."""
+Rung = Literal["restart", "give up", "stop", "reform", "retry", "move", "none"]
+"""What follows: the next generation; the end; the end, at somebody's word before anything was done;
+the next epoch without who was lost, or with the same members; the next world without nodes that
+were to be left; nothing, for it was no failure."""
 BROKEN = "the world broke"
 """Cause of an epoch that was formed again although nobody was lost."""
 

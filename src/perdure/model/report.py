@@ -55,10 +55,10 @@ class Recovery(msgspec.Struct, frozen=True):
     """None: unknown, because the script declares no steps."""
     lost_microbatches: int | None
     rung: str
-    """`restart`, `give up`, or `none` where training did not stop (a part of perdure died). Of an
-    elastic world, in place: `retry`, `shrink`, `replace` (spares stood in at once), `morph`, and
-    `join`, which ends no incident. Of a replica group `left out`: it lived, and healed if it came
-    back."""
+    """`restart`, `give up`, `stop` where the job was ended while it hung, or `none` where training
+    did not stop (a part of perdure died). Of an elastic world, in place: `retry`, `shrink`,
+    `replace` (spares stood in at once), `morph`, and `join`, which ends no incident. Of a replica
+    group `left out`: it lived, and healed if it came back."""
     reason: str = ""
     generation: int = -1
     """The one that it ended; -1 where none was."""

@@ -22,6 +22,9 @@ VerdictKind = Literal[
 `Unresponsive`: a part of perdure itself lives on that node and does not answer.
 `HostBusy`: work that is not the job's keeps its ranks from their CPUs."""
 
+HANGS = ("CommHang", "ComputeHang")
+"""No progress beyond what the job's own steps have taught."""
+
 Activity = Literal["gone", "stopped", "quiet", "busy", "blocked"]
 """What a culprit's process does: nothing any more, state T, alive but still, burning CPU or I/O,
 state D (it waits in the kernel, mostly for a disk)."""

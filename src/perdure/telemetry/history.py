@@ -6,6 +6,7 @@ have explained ends up as `unattributed` and somebody asks why.
 
 import sys
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from msgspec import structs
 
@@ -13,6 +14,7 @@ from perdure.model.events import (
     ActionWithheld,
     CheckpointRestored,
     CheckpointSaved,
+    CommandReceived,
     ControllerLost,
     Decision,
     FailureDecided,
@@ -29,12 +31,15 @@ from perdure.model.events import (
     RankExited,
     RankJoined,
     RanksStarted,
+    VerdictReached,
+    VerdictWithdrawn,
     WorldReformed,
 )
-from perdure.model.failures import ExitRecord
+from perdure.model.failures import ExitRecord, explain_verdict
 from perdure.model.job import JobSpec
 from perdure.model.report import MendRow, NoteRow, SkipRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
+from perdure.model.verdicts import HANGS, Culprit, Verdict
 from perdure.telemetry.older import OlderFailures
 from perdure.telemetry.platforms import MachineFold
 from perdure.telemetry.reforms import Reform, Stall, make_stall
@@ -79,6 +84,8 @@ class Generation:
     """Rank -> step it resumed from."""
     incident: FailureDecided | None = None
     """Why it ended, as was decided; in place, until a member is in the next epoch."""
+    hangs: dict[str, Verdict] = field(default_factory=dict)
+    """Those that stand, and that nothing was decided about."""
     condensed: bool = False
     first: int = sys.maxsize
     """The lowest of its ranks."""
@@ -168,6 +175,10 @@ class History:
     start_s: float = 0.0
     last_s: float = 0.0
     ended: JobEnded | None = None
+    asked_s: float = 0.0
+    """When somebody first asked for the end of the newest generation's job; 0: nobody has."""
+    lost: bool = False
+    """It was ended, and no entry says so; whoever sees its processes says it here."""
     meets: bool = False
     """Its ranks serve stores at which worlds meet that are formed in place."""
     generations: dict[int, Generation] = field(default_factory=dict)
@@ -201,7 +212,7 @@ class History:
     @property
     def num_incidents(self) -> int:
         """Return how many generations, or worlds in place, have failed, and own parts died."""
-        failed = sum(g.incident is not None for g in self.generations.values())
+        failed = sum(self.find_incident(g) is not None for g in self.generations.values())
         failed += sum(bool(reform.cause) for reform in self.reforms)
         return self.dropped_incidents + failed + len(self.lost_parts)
 
@@ -209,6 +220,25 @@ class History:
     def newest(self) -> Generation | None:
         """Return the newest generation; None before the first."""
         return self.generations.get(self.newest_number)
+
+    def find_incident(self, generation: Generation) -> FailureDecided | None:
+        """Return what ended a generation: what was decided, or a hang in which it was left."""
+        over = self.ended is not None or self.lost or generation is not self.newest
+        return self.explain(generation) if over else generation.incident
+
+    def explain(self, generation: Generation) -> FailureDecided | None:
+        """Return since when, and why, a generation trains no more: also while it hangs."""
+        done = self.ended is not None and self.ended.status == "done"
+        if generation.incident is not None or not generation.hangs or done:
+            return generation.incident
+        cause = explain_verdict(min(generation.hangs.values(), key=attrgetter("first_seen_s")))
+        asked_s = self.asked_s or (self.ended.at_s if self.ended is not None else 0.0)
+        if asked_s:
+            asked_s = max(asked_s, cause.detected_s)
+        return FailureDecided(
+            id=f"hang-{generation.number}", world=generation.number, rung="stop", at_s=asked_s,
+            **structs.asdict(cause),
+        )  # fmt: skip
 
     def ordered(self) -> list[Generation]:
         """Return the generations, oldest first."""
@@ -245,6 +275,10 @@ class History:
                 self.spec, self.start_s = event.spec, event.at_s
             case JobEnded() as event:
                 self.ended, self.reason = event, event.reason
+            case VerdictReached() | VerdictWithdrawn() as event:
+                self._note_verdict(event)
+            case CommandReceived(kind="stop" | "kill"):
+                self.asked_s = self.asked_s or entry.at_s
             case Decision() as decision if decision.action != "AnswerCommand":
                 self.reason = decision.reason or decision.summary
             case FailureDecided() as event:
@@ -274,23 +308,28 @@ class History:
                     self.reason = ""  # All groups train.
             case ControllerLost() as event:
                 self.lost_parts.append(event)
-            case OperatorNoted() as event:
-                note = NoteRow(event.at_s, event.step, event.who, event.text)
-                self.notes = [*self.notes[-NOTES_MAX + 1 :], note]
-            case JournalMended() as event:
-                mend = MendRow(entry.at_s, event.restored, event.lost, event.reason)
-                self.mended = [*self.mended[-MENDED_MAX + 1 :], mend]
-            case ActionWithheld() as event if event.would:
-                row = WithheldRow(
-                    event.at_s, event.step, event.would, event.cause, event.culprit, event.reason
-                )
-                self.withheld = [*self.withheld[-WITHHELD_MAX + 1 :], row]
+            case OperatorNoted() | JournalMended() | ActionWithheld() as event:
+                self._note(entry.at_s, event)
             case MachineReported() as event:
                 self.machines.take(event)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
             case WorldReformed() as event if not event.finished:
                 self._reform(event)
+
+    def _note(self, at_s: float, event: OperatorNoted | JournalMended | ActionWithheld) -> None:
+        match event:
+            case OperatorNoted():
+                note = NoteRow(event.at_s, event.step, event.who, event.text)
+                self.notes = [*self.notes[-NOTES_MAX + 1 :], note]
+            case JournalMended():
+                mend = MendRow(at_s, event.restored, event.lost, event.reason)
+                self.mended = [*self.mended[-MENDED_MAX + 1 :], mend]
+            case ActionWithheld(would=would) if would:
+                row = WithheldRow(
+                    event.at_s, event.step, would, event.cause, event.culprit, event.reason
+                )
+                self.withheld = [*self.withheld[-WITHHELD_MAX + 1 :], row]
 
     def _note_skipped(self, at_s: float, event: CheckpointRestored) -> None:
         if not event.skipped:
@@ -338,7 +377,7 @@ class History:
                 del self.generations[generation.number]
                 self.dropped += 1
                 self.dropped_to = max(self.dropped_to, generation.number)
-                self.dropped_incidents += generation.incident is not None
+                self.dropped_incidents += self.find_incident(generation) is not None
 
     def _find_at_most(self, number: int) -> Generation | None:
         """Return the newest generation that is not newer than `number`."""
@@ -360,7 +399,8 @@ class History:
             known = Generation(number)
             if number > self.dropped_to:
                 self.generations[number] = known
-                self.newest_number = max(self.newest_number, number)
+                if number > self.newest_number:
+                    self.newest_number, self.asked_s = number, 0.0
         return known
 
     def _reform(self, event: WorldReformed) -> None:
@@ -414,6 +454,21 @@ class History:
         history = generation.rank(record.rank)
         if history.exit is None:
             history.exit = record
+        if not record.failed and not record.asked:  # It was on its way out.
+            mine = Culprit(rank=record.rank)
+            generation.hangs = {k: v for k, v in generation.hangs.items() if v.culprit != mine}
+
+    def _note_verdict(self, event: VerdictReached | VerdictWithdrawn) -> None:
+        """Keep which hangs of a generation stand."""
+        verdict = event.verdict
+        generation = self.generations.get(verdict.generation)
+        if generation is None or verdict.kind not in HANGS:
+            return
+        key = f"{verdict.kind} {verdict.culprit}"
+        if isinstance(event, VerdictReached):
+            generation.hangs.setdefault(key, verdict)
+        else:
+            generation.hangs.pop(key, None)
 
     def _fail(self, event: FailureDecided) -> None:
         """Keep what was decided: of a generation, or of an epoch that members are in already."""
@@ -426,3 +481,5 @@ class History:
         if event.at_step < 0 and not in_place:
             event = structs.replace(event, at_step=generation.step)
         generation.incident = event if event.rung != "none" else None
+        if generation.incident is not None:
+            generation.hangs.clear()

@@ -62,9 +62,9 @@ def _find_recoveries(history: History, numbers: Iterable[int], end_s: float) -> 
     """Return the incidents of those generations that something ended, the oldest first."""
     chosen = [history.generations[number] for number in sorted(numbers)]
     return [
-        _build_recovery(history, generation, generation.incident, end_s)
+        _build_recovery(history, generation, incident, end_s)
         for generation in chosen
-        if generation.incident is not None
+        if (incident := history.find_incident(generation)) is not None
     ]
 
 
@@ -201,8 +201,8 @@ def _build_recovery(
         group_s, restored_s, first_s = _newest_stamps(after)
         if first_s is not None:
             over_s = first_s
-        elif after.incident is not None:
-            over_s = after.incident.failure_s
+        elif (later := history.explain(after)) is not None:
+            over_s = later.failure_s
     elif ended:
         over_s = stopped_s or end_s
     moments = [
@@ -221,6 +221,8 @@ def _build_recovery(
     lost: int | None = None
     if generation.resumable and generation.step >= 0 and resumed is not None:
         lost = max(0, generation.step - resumed)
+    rung = "give up" if after is None and ended else "restart"
+    rung = "stop" if incident.rung == "stop" else rung
     return Recovery(
         cause=incident.cause,
         culprit=incident.culprit,
@@ -235,7 +237,7 @@ def _build_recovery(
         total_s=max(0.0, over_s - incident.failure_s),
         lost_steps=lost,
         lost_microbatches=None,
-        rung="give up" if after is None and ended else "restart",
+        rung=rung,
         reason="; ".join([incident.reason, *_list_awaited(after)]),
         generation=generation.number,
     )

@@ -33,6 +33,8 @@ class World:
     """A generation, and what all of its slots ask of it: found once, and not once a slot."""
 
     generation: Generation
+    incident: FailureDecided | None
+    """What ended it, or the hang in which it is."""
     resumable: bool
     kept: int | None
     """Up to which step its work was kept; None keeps all."""
@@ -66,6 +68,7 @@ def list_worlds(history: History, kept: dict[int, int | None]) -> list[World]:
         found.append(
             World(
                 generation,
+                incident=history.explain(generation),
                 resumable=generation.resumable,
                 kept=limit,
                 started_s=started_s,
@@ -143,7 +146,7 @@ class WorldTimeline(Timeline):
         """Account for one process; `until_s` is when its successor in the slot was started."""
         generation = world.generation
         history = generation.ranks.get(number) or RankHistory()
-        account, incident = history.account, generation.incident
+        account, incident = history.account, world.incident
         first_s = stages[-1][2]
         fail_s = incident.failure_s if incident else None
         if first_s and (fail_s is None or first_s <= fail_s):

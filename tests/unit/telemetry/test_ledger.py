@@ -1,6 +1,7 @@
 import pytest
 from tests.journals import Story, tell
 
+from perdure.model.events import VerdictWithdrawn
 from perdure.model.report import ACCOUNTS
 from perdure.telemetry.ledger import LedgerFold
 
@@ -190,6 +191,69 @@ def test_a_failure_before_the_first_step_is_start_up():
     check_sum(report)
     assert report.ledger["startup"].s == pytest.approx(2 * (died - 1000.0))
     assert report.ledger["unattributed"].fraction <= 0.005
+
+
+def left_hanging(resumable):
+    story = Story(resumable=resumable)
+    story.start()
+    story.train(20)
+    trained_s = story.now
+    verdict = story.suspect(1)
+    story.now += 300.0
+    return story, verdict, trained_s
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+@pytest.mark.parametrize("how", ["stopped", "lost"])
+def test_a_hang_in_which_the_job_was_ended_is_an_incident_and_its_time_is_lost(resumable, how):
+    story, verdict, _ = left_hanging(resumable)
+    fold = LedgerFold()
+    if how == "stopped":
+        story.stop()
+    for entry in story.entries:
+        fold.add(entry)
+    fold.history.lost = how == "lost"
+    report = fold.report(story.now)
+    check_sum(report)
+    (recovery,) = report.recoveries
+    assert (recovery.culprit, recovery.rung) == ("rank 1", "stop")
+    assert recovery.cause == "ComputeHang (stopped)"
+    assert recovery.at_s == verdict.first_seen_s
+    assert recovery.total_s == pytest.approx(301.3, abs=0.5)
+    assert report.ledger["useful"].s <= 2 * (20 * 0.2 + 0.11)
+    assert report.ledger["reconfiguration.detect"].s == pytest.approx(2 * 1.2)
+    assert report.ledger["reconfiguration.decide"].s == pytest.approx(2 * 300.0)
+    assert report.ledger["unattributed"].s <= 0.1
+    assert not report.lost_unknown
+    assert fold.history.num_incidents == 1
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_while_a_hang_stands_its_time_is_lost_and_it_is_no_incident_yet(resumable):
+    story, _, _ = left_hanging(resumable)
+    report = report_of(story)
+    check_sum(report)
+    assert report.recoveries == ()
+    assert report.state == "running"
+    assert report.ledger["useful"].s <= 2 * (20 * 0.2 + 0.11)
+    assert report.ledger["reconfiguration.decide"].s == pytest.approx(2 * 300.0)
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_hang_that_was_over_before_the_job_was_ended_is_none(resumable):
+    story, verdict, _ = left_hanging(resumable)
+    story.write(VerdictWithdrawn(verdict=verdict, at_s=story.now, reason="it moves"))
+    story.train(5)
+    story.stop()
+    assert report_of(story).recoveries == ()
+
+
+def test_who_was_late_on_its_way_out_was_in_no_hang():
+    story, _, _ = left_hanging(True)
+    story.exit(1, story.now)
+    story.crash(0)
+    (recovery,) = report_of(story).recoveries
+    assert recovery.culprit == "rank 0"
 
 
 def test_a_running_job_leaves_only_the_step_in_progress_open():

@@ -79,6 +79,19 @@ def test_the_end_of_the_job_ends_them():
     assert row.total_s is not None
 
 
+def test_a_hang_in_which_the_job_was_ended_is_told():
+    story = began()
+    story.suspect(1)
+    assert Told().add(story.entries).rows(story.now) == ()
+    story.now += 60.0
+    story.stop()
+    told = Told().add(story.entries)
+    (row,) = told.rows(story.now)
+    assert (row.culprit, row.rung) == ("rank 1", "stop")
+    assert row.total_s == pytest.approx(61.3, abs=0.2)
+    assert told.history.num_incidents == 1
+
+
 def test_a_recovery_that_failed_itself_is_over_when_the_next_begins():
     story = began()
     story.crash()

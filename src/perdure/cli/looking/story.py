@@ -61,6 +61,7 @@ class StoryFold:
     def tell(self, job: Job, now: float, tally: Tally, newest: Newest, curves: Curves) -> Story:
         """Return what the entries so far tell, beside what is told the journal seldom."""
         self._ledger.take_newest(newest.progress)
+        self._ledger.history.lost = not job.alive
         segments = self._ledger.segments(now)
         report = _say_where_it_began(job, self._ledger.report(now, segments))
         if report.state not in ENDED and not job.alive:
