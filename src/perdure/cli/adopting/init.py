@@ -41,6 +41,9 @@ def init(
     args: Annotated[
         list[str] | None, typer.Argument(help="Its arguments, behind `--`.", metavar="-- ARGS")
     ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
+    ] = False,
     apply: Annotated[
         bool, typer.Option("--apply", help="Change the script, and keep it as it was beside.")
     ] = False,
@@ -60,7 +63,7 @@ def init(
     What it proposes is a diff that `patch -p0` and `git apply` take; where it is not sure, it says
     why and what to do by hand. Nothing of the script is run, but by --try, in a copy of its folder.
     """
-    path = Path(script) if script else find_script(Path.cwd())
+    path = find_script(script, module=module)
     data, text = read_script(path)
 
     import msgspec
@@ -68,9 +71,9 @@ def init(
     from perdure.cli.adopting.edits import render_diff
     from perdure.cli.adopting.jobfile import render_job_file
 
-    facts, change, project = look_into(path, text)
+    facts, change, project = look_into(path, text, script if module else None)
     job_file = project.folder / JOB_FILE
-    diff = render_diff(path.name, text, change.text) if change.text else ""
+    diff = render_diff(name_in_diff(path), text, change.text) if change.text else ""
     job_text = render_job_file(project, facts, args or (), os.environ)
     wrote, job_text = write_job_file(job_file, job_text, force=force)
     applied = ""
@@ -102,24 +105,30 @@ def init(
     return 0 if trial.passed else 1
 
 
-def look_into(path: Path, text: str) -> "tuple[Script, Change, Project]":
-    """Return what a script is, the change that is proposed, and where it is run."""
+def look_into(path: Path, text: str, module: str | None = None) -> "tuple[Script, Change, Project]":
+    """Return what a script is, the change that is proposed, and where it is run.
+
+    It is run in this folder where the user names it as a `module`.
+    """
     import msgspec
 
     from perdure.cli.adopting.change import propose_change
-    from perdure.cli.adopting.jobfile import find_project
+    from perdure.cli.adopting.jobfile import Project, find_project
     from perdure.cli.adopting.script import Reading
 
     reading = Reading(text, str(path))
-    facts, change, project = (
-        reading.describe(),
-        propose_change(reading),
-        find_project(path, reading),
-    )
+    facts, change = reading.describe(), propose_change(reading)
+    project = Project(Path(), module, True) if module else find_project(path, reading)
     if not (change.text or facts.loops or facts.trainers):
         by_hand = (*find_elsewhere(path, project, reading), *change.by_hand)
         change = msgspec.structs.replace(change, by_hand=by_hand)
     return facts, change, project
+
+
+def name_in_diff(path: Path) -> str:
+    """Return what a diff that is applied in this folder calls a file; of one elsewhere its name."""
+    here = Path(os.path.abspath(path))
+    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else path.name
 
 
 def try_script(path: Path, project: "Project", text: str, budget_s: float) -> "Trial":
@@ -154,16 +163,22 @@ def find_elsewhere(path: Path, project: "Project", reading: "Reading") -> list[s
     return list(dict.fromkeys(found))[:3]
 
 
-def find_script(folder: Path) -> Path:
-    """Return the only script in a folder that trains, or `train.py`.
+def find_script(name: str | None, *, module: bool) -> Path:
+    """Return the file of the script, or module, that is named.
+
+    Without a name it is the only script in this folder that trains, or `train.py`.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: there is no such module, no script that trains, or several.
     """
+    if module:
+        return find_module(name or "")
+    if name:
+        return Path(name)
     from perdure.cli.adopting.script import Reading
 
     found = []
-    for path in sorted(folder.glob("*.py"))[:200]:
+    for path in sorted(Path.cwd().glob("*.py"))[:200]:
         with contextlib.suppress(ConfigError, PlatformError):
             facts = Reading(read_script(path)[1], path.name).describe()
             if facts.loops or facts.trainers:
@@ -174,6 +189,24 @@ def find_script(folder: Path) -> Path:
         return found[0]
     names = ", ".join(map(str, found[:5])) if found else "none was found"
     raise ConfigError(f"which script trains? {names}", hint="perdure init SCRIPT")
+
+
+def find_module(name: str) -> Path:
+    """Return the file that `python -m NAME` runs in this folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    words = name.split(".")
+    if all(word.isidentifier() for word in words):
+        path = Path(*words)
+        for file in (path / "__main__.py", path.with_suffix(".py")):
+            if file.is_file():
+                return file
+    raise ConfigError(
+        f"no module `{name}` in this folder" if name else "-m without the name of a module",
+        hint="run it where `python -m` finds it: perdure init -m PACKAGE.MODULE",
+    )
 
 
 def read_script(path: Path) -> tuple[bytes, str]:

@@ -66,7 +66,7 @@ def render_job_file(
         f'name = "{name_after(stem)}"  # the same name again goes on where it was\n'
         f"script = {word[project.script]}\n"
     )
-    head += "module = true  # as by python -m: it imports from its own package\n" * project.module
+    head += "module = true  # as by python -m, in this folder\n" * project.module
     head += (
         f"args = [{', '.join(word[arg] for arg in args)}]\n"
         if args

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,41 @@ def test_a_module_of_a_package_is_run_as_one(where, package, capsys, monkeypatch
     monkeypatch.chdir(package)
     spec, _, _ = make_spec(RunOptions(config="job.toml", environ={}))
     assert (spec.script, spec.module, spec.name) == ("mypkg.train", True, "train")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("mypkg/train.py", "mypkg.train"),
+        ("mypkg/__main__.py", "mypkg"),
+        ("tools/fit.py", "tools.fit"),
+    ],
+)
+def test_a_module_is_named_as_to_python(file, name, package, capsys, monkeypatch) -> None:
+    """Also one that imports nothing of its own package, and one in a folder that is none."""
+    Path(file).parent.mkdir(exist_ok=True)
+    write(package / file, "import torch\n")
+    document = run_init(capsys, "-m", name, "--", "--lr", "0.1")
+    assert (document["script"], document["job_file"]) == (file, "job.toml")
+    spec, _, _ = make_spec(RunOptions(config="job.toml", environ={}))
+    assert (spec.script, spec.module, spec.args) == (name, True, ("--lr", "0.1"))
+
+
+@pytest.mark.parametrize("words", [["mypkg/train.py"], ["-m", "mypkg.train"]])
+def test_patch_takes_the_diff_of_a_script_in_a_folder(words, package, capsys) -> None:
+    write(package / "mypkg" / "train.py", scripts.STEPS)
+    diff = run_init(capsys, *words)["diff"]
+    subprocess.run(["patch", "-p0"], input=diff, text=True, check=True, timeout=30)
+    assert "run.steps(" in (package / "mypkg" / "train.py").read_text()
+
+
+@pytest.mark.parametrize("name", ["mypkg.gone", "mypkg/train.py", "..mypkg", ""])
+def test_a_module_that_is_none_is_refused(name, package, capsys) -> None:
+    assert run_command(["init", "-m", *[name] * bool(name)]) == 2
+    said = capsys.readouterr().err
+    assert (f"no module `{name}` in this folder" if name else "without the name") in said
+    assert "perdure init -m PACKAGE.MODULE" in said
+    assert not Path("job.toml").exists()
 
 
 def test_a_script_that_only_lies_in_a_package_is_run_as_it_is(package, capsys) -> None:
