@@ -129,7 +129,7 @@ class Window:
 def compare(alone: Sequence[float], opened: Sequence[float]) -> dict[str, float]:
     """Return medians, and by how much windows differ from those on both sides of them.
 
-    >>> compare([1, 1, 1.5, 1], [2, 2, 2])
+    >>> compare([1, 1, 1.5, 1], [2.0, 2.0, 2.0])
     {'without': 1.0, 'with': 2.0, 'more': 0.75, 'a_a_spread': 0.5}
     """
     more = [

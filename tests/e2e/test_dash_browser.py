@@ -13,7 +13,7 @@ from msgspec import structs
 
 from perdure.cli.app import run_command
 from perdure.dash.sections import BEAT_S
-from perdure.dash.svg import LEFT, RIGHT, WIDTH
+from perdure.dash.svg import RIGHT, WIDTH
 from perdure.lab.results import KeptDrill, KeptReplay, keep_result
 from tests.e2e.harness import SCRIPTS, Job
 from tests.journals import Story
@@ -212,6 +212,67 @@ def test_a_phone_shows_all_of_it_without_a_sideways_scroll(browser: Any, tmp_pat
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360
         assert measure_text(tab) >= 10.9
         assert tab.locator("#s-incidents table").is_visible()
+        assert not tab.said, tab.said
+
+
+_CUT_OFF = """() => {
+  const cut = [];
+  for (const text of document.querySelectorAll("svg.plot text")) {
+    const [own, all] = [text, text.ownerSVGElement].map((e) => e.getBoundingClientRect());
+    if (own.left < all.left - 0.5 || own.right > all.right + 0.5) cut.push(text.textContent);
+  }
+  return cut; }"""
+_BROKEN = """() => {
+  const range = document.createRange(), broken = [];
+  for (const cell of document.querySelectorAll("#s-ledger td:first-child, #s-nodes .few"))
+    for (const text of cell.childNodes) {
+      range.selectNodeContents(text);
+      const lines = new Set([...range.getClientRects()].map((box) => Math.round(box.top)));
+      if (text.nodeType === 3 && lines.size > 1) broken.push(cell.textContent);
+    }
+  return broken; }"""
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (375, "light"),
+        pytest.param(375, "dark", marks=pytest.mark.long),
+        pytest.param(1280, "light", marks=pytest.mark.long),
+    ],
+)
+def test_a_large_job_that_is_lost_is_read_on_a_phone(
+    browser: Any, tmp_path: Path, width: int, scheme: str
+) -> None:
+    """Names of rows and accounts are whole, and the state is told from its ground."""
+    story = Story(nproc=8, nodes=140)
+    story.start()
+    story.train(6)
+    story.crash(1119)
+    story.start()
+    story.train(6)
+    lay_down(tmp_path, "lost", story)
+    with serve(tmp_path, "lost") as page:
+        screen = {"width": width, "height": 740}
+        tab = open_page(browser, page.urls["view"], color_scheme=scheme, viewport=screen)
+        wait("curve", lambda: tab.locator("figure.drawn canvas").count())
+        state = tab.locator("#s-bar .state")
+        assert state.inner_text() == "lost"
+        ink, ground = state.evaluate(
+            "e => [getComputedStyle(e).color, getComputedStyle(e).backgroundColor]"
+        )
+        assert ink != ground, "axe passes over what has the colour of its ground"
+        assert find_faults(tab) == []
+        assert "1104-1119" in tab.locator("#s-ranktime").inner_text()
+        assert tab.evaluate(_CUT_OFF) == []
+        ledger = tab.locator("#s-ledger table").inner_text()
+        assert "detect" in ledger
+        assert tab.evaluate(_BROKEN) == []
+        heights = tab.evaluate(
+            """() => [...document.querySelectorAll("#s-ledger tr:has(td)")]
+              .map((row) => row.getBoundingClientRect().height).filter(Boolean)"""
+        )
+        assert max(sorted(heights)[:-1]) < 30, "one row has a heading, and all others a line"
         assert not tab.said, tab.said
 
 
@@ -429,9 +490,10 @@ def _zoom_by_mouse(tab: Any) -> None:
     plot = tab.locator("#s-ranktime svg.plot")
     plot.evaluate("svg => svg.scrollIntoView({ block: 'center' })")  # Not below the scrubber.
     box, end_s = plot.bounding_box(), float(tab.locator("#scrubber").get_attribute("max"))
-    axis = WIDTH - LEFT - RIGHT
+    left = float(plot.get_attribute("data-left"))
+    axis = WIDTH - left - RIGHT
     for part, act in ((0.25, tab.mouse.down), (0.75, tab.mouse.up)):
-        x = box["x"] + (LEFT + part * axis) / WIDTH * box["width"]
+        x = box["x"] + (left + part * axis) / WIDTH * box["width"]
         tab.mouse.move(x, box["y"] + 20)
         act()
     wait("zoom", lambda: "begin=" in tab.evaluate("location.search"))

@@ -57,6 +57,8 @@ _HUGE = 1e300
 """The difference of two values is still finite below it."""
 WIDTH, LEFT, RIGHT = 960, 64, 16
 """Of a plot, and of what is beside its axes."""
+_ROW_LETTER = 10.2
+"""How wide a letter of a row's name is where it is drawn largest: on a phone."""
 _TOP = 14
 
 
@@ -170,15 +172,16 @@ def render_timeline(
     pitch = 22 if len(rows) <= 24 else max(4, 528 // len(rows))
     bottom = _TOP + pitch * len(rows)
     height = bottom + 34
-    scale = (WIDTH - LEFT - RIGHT) / (end_s - begin_s)
+    left = max(LEFT, round(8 + _ROW_LETTER * max(map(len, rows))))
+    scale = (WIDTH - left - RIGHT) / (end_s - begin_s)
 
     def at_x(at_s: float) -> float:
-        return LEFT + (min(max(at_s, begin_s), end_s) - begin_s) * scale
+        return left + (min(max(at_s, begin_s), end_s) - begin_s) * scale
 
-    out = [begin_plot(height, "timeline of ranks", sides=True)]
+    out = [begin_plot(height, "timeline of ranks", left=left)]
     for index, name in enumerate(rows):
         if pitch >= 12 or index % max(1, len(rows) // 24) == 0:
-            out.append(draw_text(LEFT - 8, _TOP + pitch * (index + 0.7), name, "end"))
+            out.append(draw_text(left - 8, _TOP + pitch * (index + 0.7), name, "end"))
     shapes: dict[str, list[str]] = {}
     for bar in bars:
         x, width = at_x(bar.begin_s), at_x(bar.end_s) - at_x(bar.begin_s)
@@ -249,13 +252,13 @@ def choose_ticks(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step) + 1)]
 
 
-def begin_plot(height: int, label: str, *, sides: bool = False) -> str:
+def begin_plot(height: int, label: str, *, left: int | None = None) -> str:
     """Return the begin of an SVG; what is no higher than a line of text is as wide as its place.
 
-    `sides` tells a script how much of it lies beside the axes.
+    A script is told how much of it lies beside the axes where that is said, by `left`.
     """
     stretch = ' preserveAspectRatio="none"' if height <= 40 else ""
-    stretch += f' data-left="{LEFT}" data-right="{RIGHT}"' if sides else ""
+    stretch += f' data-left="{left}" data-right="{RIGHT}"' if left is not None else ""
     box = f'viewBox="0 0 {WIDTH} {height}"'
     return f'<svg {box} role="img" aria-label="{escape(label)}" class="plot"{stretch}>'
 
