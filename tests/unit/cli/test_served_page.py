@@ -1,11 +1,21 @@
 """What another machine's page says of itself: a box that lies sends nobody's browser anywhere."""
 
 import json
+import os
+import signal
+import time
+from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from perdure.cli.app import run_command
+from perdure.cli.page import dash
 from perdure.cli.page.dash import read_served
+from perdure.launch.catalog import load_profile
+from perdure.launch.records import write_record
 from perdure.model.errors import PlatformError
+from perdure.model.platforms.launching import LaunchRecord
 
 OWN = "http://127.0.0.1:4000/job?token=abc"
 
@@ -41,3 +51,30 @@ def test_what_is_no_page_is_said_in_one_short_line(said: bytes) -> None:
         read_served(said, "box")
     assert len(caught.value.message) < 600
     assert "\x1b" not in caught.value.message
+
+
+@pytest.mark.parametrize("login", ["", "echo Welcome; "])
+def test_a_machine_that_lets_in_and_says_nothing_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], login: str
+) -> None:
+    ssh = tmp_path / "bin/ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f"#!/bin/sh\n{login}echo $$ > {tmp_path}/pid\nexec sleep 600\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    monkeypatch.setattr(dash, "_SILENCE_S", 0.5)
+    profile = load_profile("generic-ssh", str(tmp_path)).profile
+    profile = structs.replace(profile, launch=structs.replace(profile.launch, host="box"))
+    record = LaunchRecord(job="far", profile=profile, place="/b", home="/b/s", python="python3")
+    write_record(str(tmp_path), record)
+    begun, before = time.monotonic(), signal.getsignal(signal.SIGTERM)
+    try:
+        assert run_command(["dash", "far", "--port", "0"]) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert time.monotonic() - begun < 30
+    told = capfd.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in told] == ["perdure", "hint"]
+    assert "says nothing for 0.5 s" in told[0]
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_urlsafe
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PORT = 8787
 _PROBE_S, _PROBE_S_MAX = 0.05, 60.0
+_SILENCE_S = 60.0
+"""A machine that is asked for a page, and says nothing for so long, is given up."""
 _LINE_MAX = 65_536
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -121,7 +123,7 @@ def _show_there(
 
     Raises:
         ElsewhereError: that machine is not one behind SSH.
-        PlatformError: it does not serve, or the connection broke.
+        PlatformError: it does not serve, says nothing, or the connection broke.
     """
     from perdure.launch.channel import Channel
     from perdure.launch.ssh.ask import run_beside
@@ -137,10 +139,7 @@ def _show_there(
     with channel.serve(run_beside(record, words)) as process:
         try:
             assert process.stdout is not None
-            said = b""
-            while not said.startswith(b'{"') and (line := process.stdout.readline(_LINE_MAX)):
-                said = line.strip() or said
-            served = read_served(said, record.box)
+            served = read_served(_hear(process.stdout, record.box), record.box)
             way = channel.connect_port(port, served.port)
             _wait_port(port, way)
             far, near = (f"://127.0.0.1:{number}/" for number in (served.port, port))
@@ -160,6 +159,26 @@ def _show_there(
                     started.terminate()
             if way is not None:
                 way.wait()
+
+
+def _hear(pipe: IO[bytes], box: str) -> bytes:
+    """Return the first line that may be a server's own; of one that ends without, its last.
+
+    Raises:
+        UnfinishedError: it says nothing, and does not end.
+    """
+    from perdure.launch.exchange import UnfinishedError, listen
+
+    said, lines = b"", listen(pipe, _SILENCE_S)
+    try:
+        while not said.startswith(b'{"') and (line := lines.readline(_LINE_MAX)):
+            said = line.strip() or said
+    except subprocess.TimeoutExpired:
+        raise UnfinishedError(
+            f"{box} shows no page: it says nothing for {_SILENCE_S:g} s",
+            hint=f"this says nothing about the job; does `ssh {box} true` end?",
+        ) from None
+    return said
 
 
 class Served(msgspec.Struct, frozen=True):
