@@ -23,7 +23,7 @@ from perdure.detect.waitfor import (
 )
 from perdure.detect.watch import RankWatch
 from perdure.model.signals.progress import CommProgress
-from perdure.model.verdicts import VerdictKind
+from perdure.model.verdicts import INSIDE, VerdictKind
 
 UNHEARD_S = 1.0
 """Without a heartbeat for so long, five of them."""
@@ -57,7 +57,7 @@ class Stuck(msgspec.Struct, frozen=True):
     seq: int
     arrived: tuple[int, ...]
     missing: tuple[int, ...]
-    certain: bool
+    recorded: bool
     """The record of one that waits can tell ends, and says that it is inside."""
 
 
@@ -91,8 +91,8 @@ def list_stuck_comms(
         left = any(r in exited for r in missing)  # Who is out of it again has failed.
         if missing and (inside or left):
             living = [members[r] for r in arrived if r in watches]  # The others' records are old.
-            certain = any(0 <= c.ended_seq < top for c in living)
-            stuck.append(Stuck(name, members[arrived[0]].op, top, arrived, missing, certain))
+            recorded = any(0 <= c.ended_seq < top for c in living)
+            stuck.append(Stuck(name, members[arrived[0]].op, top, arrived, missing, recorded))
     return tuple(stuck)
 
 
@@ -361,7 +361,7 @@ def _blame(
             "missing": list(named.missing[:SHOWN]),
             "arrived": list(named.arrived[:SHOWN]),
             "num_arrived": len(named.arrived),
-            "certain": named.certain,
+            INSIDE: named.recorded,
         }
     return Finding(kind, rank, confidence, reason, evidence)
 

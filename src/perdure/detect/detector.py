@@ -47,7 +47,15 @@ from perdure.model.events import (
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import CommProgress, JobHabits, NodeBeat, RankProgress
 from perdure.model.signals.stacks import ThreadStack, parse_threads
-from perdure.model.verdicts import HANGS, Activity, Culprit, Ground, Verdict
+from perdure.model.verdicts import (
+    HANGS,
+    INSIDE,
+    Activity,
+    Culprit,
+    Ground,
+    Verdict,
+    rename_evidence,
+)
 
 SLOW = ("CommSlow", "Straggler", "HostBusy")
 LOOK_S = 5.0
@@ -407,7 +415,7 @@ class Detector:
                 self._stacks[rank] = stack
 
     def _note_verdict(self, event: VerdictReached | VerdictWithdrawn) -> None:
-        verdict = event.verdict
+        verdict = rename_evidence(event.verdict)
         if verdict.generation != self._generation:
             return
         rank = verdict.culprit.rank
@@ -658,7 +666,7 @@ class Detector:
 
     def _find_fact(self, now: float, verdict: Verdict) -> Ground:
         """Return what records, or the kernel, prove about `verdict` as things look now."""
-        if verdict.kind == "EarlyExit" and verdict.evidence.get("certain"):
+        if verdict.kind == "EarlyExit" and verdict.evidence.get(INSIDE):
             return "ended"
         if verdict.kind != "CommHang":
             return ""

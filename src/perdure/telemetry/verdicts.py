@@ -29,7 +29,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord, explain_exit
 from perdure.model.plain import name_step
-from perdure.model.verdicts import Culprit, Verdict, VerdictKind
+from perdure.model.verdicts import Culprit, Verdict, VerdictKind, rename_evidence
 from perdure.telemetry.platforms import MachineFold, Notice, NoticeFold
 
 _SLOW = ("CommSlow", "Straggler", "HostBusy")
@@ -85,11 +85,12 @@ class VerdictFold:
             return
         match entry.body:
             case VerdictReached() as event:
-                self.reached[_key(event.verdict)] = event.verdict
+                self.reached[_key(event.verdict)] = rename_evidence(event.verdict)
             case VerdictWithdrawn() as event:
-                evidence = {**event.verdict.evidence, "withdrawn": event.reason}
+                verdict = rename_evidence(event.verdict)
+                evidence = {**verdict.evidence, "withdrawn": event.reason}
                 evidence["withdrawn_s"] = event.at_s
-                verdict = msgspec.structs.replace(event.verdict, evidence=evidence)
+                verdict = msgspec.structs.replace(verdict, evidence=evidence)
                 self.reached[_key(verdict)] = verdict
             case ActionWithheld() as event:
                 key = f"{event.generation} {event.cause} {event.culprit} {event.first_seen_s!r}"

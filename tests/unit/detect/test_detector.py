@@ -3,6 +3,7 @@ import random
 import msgspec
 import pytest
 
+from perdure.dash.verdicts import render_verdict
 from perdure.detect.detector import Detector
 from perdure.model.events import (
     ControllerStarted,
@@ -76,6 +77,10 @@ def test_a_rank_that_did_not_arrive_is_named_and_acted_upon_as_the_job_file_says
     expected = {"busy": 300.0, "quiet": 30.0}[activity]
     assert expected <= acted.evidence["acted_after_s"] <= expected + 3.0
     assert (acted.ground, acted.certain) == ("job file", False)
+    told = render_verdict(acted, at_s)
+    assert "not certain; " in told
+    assert told.count("certain") == 1, "evidence says nothing of the verdict's certainty"
+    assert "recorded_inside: True" in told
 
 
 def test_a_first_evaluation_of_60_s_on_rank_0_survives(make_world):
