@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from perdure.cli.speech.say import note
 from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.paths import JobPaths
+from perdure.service.jobfolders import ENDED as ENDED
 from perdure.service.jobfolders import is_alive, list_jobs, paths_of, resolve_home
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from perdure.telemetry.curves import Curves
     from perdure.telemetry.outcome import JobOutcome, Vanishing
 
-ENDED = ("done", "failed", "stopped")
 LOST = "lost"
 """State of a job whose `perdure run` is gone without having ended it."""
 LOST_REASON = "`perdure run` ended without ending the job; the same --name resumes it"

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def render_text(report: Report, series: "Series | None" = None, width: int = 100) -> str:
+def render_text(
+    report: Report, series: "Series | None" = None, width: int = 100, *, ledger: bool = True
+) -> str:
     """Return incidents by phase, the loss curve and the ledger, `width` columns wide."""
     parts = [_render_head(report), _render_recoveries(report, series, width)]
     parts.append(_render_notes(report, series, width))
@@ -25,7 +27,8 @@ def render_text(report: Report, series: "Series | None" = None, width: int = 100
     parts.append(render_skipped(report.skipped))
     if series is not None:
         parts.append(_render_loss(report, series, width))
-    parts.append(render_ledger(report, width))
+    if ledger:
+        parts.append(render_ledger(report, width))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -39,16 +39,24 @@ def show_controls(text: str) -> str:
     return _ACTS.sub(_escape, text)
 
 
+def show_overwritten(line: str) -> str:
+    r"""Return what is left of a line that a program wrote over with carriage returns, as bars are.
+
+    >>> show_overwritten("10%\r20%\r")
+    '20%'
+    """
+    return next((part for part in reversed(line.split("\r")) if part), "")
+
+
 def show_output(line: str) -> str:
     r"""Return one line of a program's own output: colours stay, nothing else that would act does.
 
-    A colour ends with its line. Of what a program wrote over itself with carriage returns, as
-    progress bars do, the last is shown.
+    A colour ends with its line. Of what a program wrote over itself the last is shown.
 
     >>> show_output("10%\r20%\r"), show_output("\x1b[31mred"), show_output("\x1b[2Jgone")
     ('20%', '\x1b[31mred\x1b[0m', '\\x1b[2Jgone')
     """
-    line = next((part for part in reversed(line.split("\r")) if part), "")
+    line = show_overwritten(line)
     parts = _COLOR.split(line)  # Every second one is a colour.
     shown = "".join(
         part if index % 2 else show_controls(part).replace("\n", "\\n")

@@ -12,6 +12,9 @@ from perdure.files import is_locked
 from perdure.model.errors import ConfigError
 from perdure.model.paths import JobPaths, job_paths
 
+ENDED = ("done", "failed", "stopped")
+"""States of a job that has ended."""
+
 
 def resolve_home(env: dict[str, str] | None = None) -> str:
     """Return the absolute state directory: `$PERDURE_HOME`, or `~/.perdure`.

@@ -59,7 +59,7 @@ from perdure.service.jobfiles import (
     set_previous_aside,
     write_document,
 )
-from perdure.service.jobfolders import paths_of
+from perdure.service.jobfolders import ENDED, paths_of
 from perdure.service.lighthouse.remembered import LighthouseFile
 from perdure.service.part import Tasks, run_until
 from perdure.service.placement import HERE, Placement
@@ -567,6 +567,8 @@ class Supervisor:
             self._shown = changed
             snapshot = load_snapshot(self._paths)
             if snapshot is not None:
+                if snapshot.state in ENDED:  # What ranks have left unfinished comes before that.
+                    self._show_lines(last=True)
                 self._on_snapshot(snapshot)
                 for row in snapshot.mended:
                     if row.at_s > self._mended_s:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.files.rotation import measure_file, read_piece
+from perdure.model.plain import show_overwritten
 
 _FOLDER = re.compile(r"g(\d+)")
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
@@ -81,18 +82,28 @@ class RankTails:
             file.offset = file.count_unread_bytes()
 
     def poll(self, *, last: bool = False) -> Iterator[str]:
-        """Yield the lines that are new; with `last` also a line without an end."""
+        """Yield the lines that are new; with `last` also a line without an end.
+
+        Such a line comes as well once its rank has begun again: who wrote it is gone.
+        """
         found = [
             (generation, file, file.count_unread_bytes())
             for generation, file in self._list_unread()
         ]
-        news = [(file, behind) for _, file, behind in found if behind or (last and file.rest)]
+        newest = {file.rank: generation for generation, file, _ in found}
+        news = [
+            (file, behind, last or generation < newest[file.rank])
+            for generation, file, behind in found
+        ]
+        news = [
+            (file, behind, over) for file, behind, over in news if behind or (over and file.rest)
+        ]
         share = _POLL_BYTES // max(len(news), 1)
-        for file, behind in news:
+        for file, behind, over in news:
             if behind > (share if last else _BEHIND_MAX):
                 yield f"[rank {file.rank}] {file.skip(behind - share)}"
-            for line in file.read(share, last=last):
-                yield f"[rank {file.rank}] {line}"
+            for line in file.read(share, last=last or (over and behind <= share)):
+                yield f"[rank {file.rank}] {show_overwritten(line)}"
         old = sorted({generation for generation, _, _ in found})[:-_KEPT_GENERATIONS]
         self._closed |= set(old) - {number for number, _, behind in found if behind > share}
 

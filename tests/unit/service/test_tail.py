@@ -24,6 +24,19 @@ def test_lines_come_whole_and_once(tmp_path: Path) -> None:
     assert list(tails.poll(last=True)) == []
 
 
+def test_a_line_that_a_killed_rank_has_left_unfinished_comes_once_it_begins_again(
+    tmp_path: Path,
+) -> None:
+    tails = RankTails(str(tmp_path))
+    write(tmp_path, 0, 0, "\r 10%\r 20%", "err")
+    write(tmp_path, 1, 1, "\r 30%", "err")
+    assert list(tails.poll()) == [], "they may go on"
+    write(tmp_path, 2, 0, "\r 15%\r 16%", "err")
+    assert list(tails.poll()) == ["[rank 0]  20%"], "rank 1 is another group's, and lives"
+    write(tmp_path, 2, 0, "\r100%\n", "err")
+    assert list(tails.poll()) == ["[rank 0] 100%"]
+
+
 def test_generations_that_came_and_went_between_two_polls_are_shown(tmp_path: Path) -> None:
     tails = RankTails(str(tmp_path))
     for generation in range(12):

@@ -13,12 +13,14 @@ from perdure.cli.running import options as o
 from perdure.cli.speech.say import answer, note
 from perdure.cli.speech.unread import UnreadStream
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
+from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.service.jobfolders import is_alive, paths_of, resolve_home
 
 if TYPE_CHECKING:
+    from perdure.cli.jobs import Job
     from perdure.cli.running.torchrun import Rendezvous
     from perdure.model.job import JobSpec
-    from perdure.model.report import Snapshot
+    from perdure.model.report import Report, Snapshot
 
 CONTEXT: dict[str, Any] = {
     "allow_interspersed_args": False,
@@ -29,6 +31,7 @@ _DOOR = re.compile(r"export TORCHFT_LIGHTHOUSE=(\S+)\n")
 _DOOR_S = 30.0
 _OUTPUT_MAX = 1 << 20
 _LINE = re.compile(r"\[rank (\d+)\] ")
+_RANK = re.compile(r"\brank (\d+)\b")
 
 
 @o.take_options(o.RunOptions)
@@ -327,9 +330,29 @@ def summarize(name: str, code: int, as_json: bool) -> None:
     from perdure.dash.text import render_text
 
     try:
-        story = tell_story(find_here(name, resolve_home()), page=False)
+        job = find_here(name, resolve_home())
+        story = tell_story(job, page=False)
     except PerdureError as error:
         note(f"no report: {error}")
         return
-    text = render_text(story.report, story.series).removesuffix("\n")
+    trained = story.report.state != "failed" or story.report.goodput > 0
+    text = render_text(story.report, story.series, ledger=trained).removesuffix("\n")
+    if story.report.state == "failed":
+        text = "\n".join([text, "", *describe_failure(job, story.report)])
     answer({"exit_code": code, **msgspec.to_builtins(story.report)}, text, as_json=as_json)
+
+
+def describe_failure(job: "Job", report: "Report") -> list[str]:
+    """Return what a failed job ended of, and where more of it stands: the last that is read."""
+    lines = [f"{report.job} failed: {shorten_line(report.reason, REASON_MAX)}"]
+    found = [r for r in report.recoveries if r.failed][-1:]
+    for recovery in found:
+        rank = _RANK.search(recovery.culprit)
+        if rank is None or recovery.generation < 0:
+            continue
+        for name in ("err", "out"):
+            path = job.paths.stream(recovery.generation, int(rank[1]), name, job.spec.log_dir)
+            if os.path.exists(path) and os.path.getsize(path):
+                lines.append(f"  what rank {rank[1]} has written: {path}")
+                break
+    return [*lines, f"  all that is known of it: perdure diagnose {report.job}"]
