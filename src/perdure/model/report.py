@@ -26,6 +26,8 @@ ACCOUNTS = (
 """Every slot-second paid for is in exactly one of these."""
 
 
+UNFAILED = ("none", "join")
+"""Rungs of what no training stopped for."""
 PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 """Of a recovery, one after another."""
 
@@ -68,7 +70,7 @@ class Recovery(msgspec.Struct, frozen=True):
     @property
     def failed(self) -> bool:
         """Return whether training stopped for it."""
-        return self.rung not in ("none", "join")
+        return self.rung not in UNFAILED
 
 
 class WithheldRow(msgspec.Struct, frozen=True):
@@ -139,6 +141,8 @@ class Report(msgspec.Struct, frozen=True):
     """What was found damaged of the journal, the oldest first."""
     skipped: tuple[SkipRow, ...] = ()
     """Checkpoints that could not be used, the oldest first."""
+    incidents: int = 0
+    """Of `recoveries` all but joins: what failed, of the job or of perdure's own parts."""
     lost_unknown: bool = False
     """The world was started again and the script declares no steps: of what counts as useful,
     some or all before the last restart may be lost."""
@@ -282,7 +286,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     """Last logged values."""
     incidents: int = 0
-    """Of the whole job; `recent` holds the last few."""
+    """Of the whole job, as in a report; `recent` holds the last few, and joins."""
     recent: tuple[IncidentRow, ...] = ()
     replicas: tuple[ReplicaRow, ...] = ()
     replicas_ended: int = 0

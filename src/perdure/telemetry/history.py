@@ -203,6 +203,7 @@ class History:
     """Generations that are only counted any more, and the number of the newest of them."""
     dropped_to: int = -1
     dropped_incidents: int = 0
+    dropped_parts: int = 0
 
     @property
     def num_generations(self) -> int:
@@ -213,8 +214,13 @@ class History:
     def num_incidents(self) -> int:
         """Return how many generations, or worlds in place, have failed, and own parts died."""
         failed = sum(self.find_incident(g) is not None for g in self.generations.values())
-        failed += sum(bool(reform.cause) for reform in self.reforms)
-        return self.dropped_incidents + failed + len(self.lost_parts)
+        failed += sum(reform.failed for reform in self.reforms)
+        return self.dropped_incidents + failed + self.num_parts_lost
+
+    @property
+    def num_parts_lost(self) -> int:
+        """Return how often a part of perdure's own died."""
+        return self.dropped_parts + len(self.lost_parts)
 
     @property
     def newest(self) -> Generation | None:
@@ -351,9 +357,9 @@ class History:
                 history.stalls.clear()
         if self.spec is not None and not self.spec.groups:  # A group's own may be an old one.
             self._drop(before)
-        self.dropped_incidents += len(self.lost_parts)
+        self.dropped_parts += len(self.lost_parts)
         self.lost_parts.clear()
-        self.dropped_incidents += sum(bool(r.cause) for r in self.reforms[:-REFORMS_KEPT])
+        self.dropped_incidents += sum(r.failed for r in self.reforms[:-REFORMS_KEPT])
         del self.reforms[:-REFORMS_KEPT]
         furthest = max(self.checkpoints, key=lambda c: c.step, default=None)
         kept = self.checkpoints[-checkpoints:]

@@ -95,9 +95,9 @@ class LedgerFold:
             notes=tuple(history.notes),
             mended=tuple(history.mended),
             skipped=tuple(history.skipped),
-            lost_unknown=any(
-                r.failed and r.rung != "stop" and r.lost_steps is None for r in recoveries
-            ),
+            incidents=sum(r.rung != "join" for r in recoveries),
+            lost_unknown=sums["useful"] > 0
+            and any(r.failed and r.rung != "stop" and r.lost_steps is None for r in recoveries),
         )
 
     def list_recoveries(self, end_s: float) -> tuple[Recovery, ...]:

@@ -128,7 +128,7 @@ def describe_change(change: Change) -> str:
 def _make_incident(seq: int, r: Recovery, step: int) -> Mark:
     kind, values = "incident", {"seconds_lost": r.total_s}
     parts = [f"{r.culprit}: {r.cause}{name_step(r.at_step)}"]
-    if r.rung in ("none", "join"):
+    if not r.failed:
         kind, values = "part" if r.rung == "none" else "join", {}
         parts.append(r.reason)
     else:

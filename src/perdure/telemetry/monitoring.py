@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from perdure.model.report import PHASES, DeviceRow, RankRow, Recovery, Report, Snapshot
+from perdure.model.report import PHASES, UNFAILED, DeviceRow, RankRow, Recovery, Report, Snapshot
 
 RANKS_MAX = 512
 STATES = (
@@ -46,8 +46,9 @@ def list_metrics(snapshot: Snapshot, ranks_max: int = RANKS_MAX) -> list[Metric]
         return Metric(f"perdure_{name}", "gauge", help, ("job", label), samples)
 
     over = [
-        row.total_s for row in snapshot.recent if row.total_s is not None and row.rung != "none"
-    ]
+        row.total_s for row in snapshot.recent
+        if row.total_s is not None and row.rung not in UNFAILED
+    ]  # fmt: skip
     ranks = Counter(row.state for row in snapshot.ranks)
     numbers = {k: float(v) for k, v in snapshot.settings.items() if isinstance(v, int | float)}
     open_kinds = Counter(

@@ -128,7 +128,7 @@ class MachineFold:
         A world that broke without a loss that was known by then has the nearest end as its cause.
         """
         kind, _, number = recovery.culprit.partition(" ")
-        if kind not in ("node", "the") or recovery.rung in ("none", "join"):
+        if kind not in ("node", "the") or not recovery.failed:
             return recovery
         found = self.find_report(int(number) if kind == "node" else None, recovery.at_s)
         if found is None:

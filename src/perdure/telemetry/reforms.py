@@ -52,6 +52,11 @@ class Reform:
         return bool(self.cause or self.new)
 
     @property
+    def failed(self) -> bool:
+        """Return whether it is an incident: a join is none."""
+        return self.told and self.rung != "join"
+
+    @property
     def rung(self) -> str:
         """Return what was done, in a word."""
         if self.back:

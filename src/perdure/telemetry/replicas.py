@@ -235,7 +235,7 @@ class ReplicaFold:
             step=step,
             steps_per_s=max(speeds, default=0.0) if state in ("running", "recovering") else 0.0,
             restarts=self.starts,
-            incidents=self.losses,
+            incidents=picture.incidents + self.losses,
             depth="torchft",
             fixed=f"torchft: {FIXED_WORLD}",
             world_size=sum(r.ranks for r in rows) if elsewhere else picture.world_size,

@@ -224,7 +224,7 @@ class SnapshotFold:
                 for saved in history.checkpoints[-CHECKPOINTS_SHOWN:]
             ),
             metrics=dict(sorted((self.certain.metrics | self._metrics).items())),
-            incidents=history.num_incidents,
+            incidents=history.num_parts_lost if self._spec.groups else history.num_incidents,
             settings=settings,
             keys=steering.keys,
             epoch=epoch,

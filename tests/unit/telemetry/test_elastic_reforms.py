@@ -2,10 +2,13 @@
 
 from msgspec import structs
 
+from perdure.cli.watching.views import describe_time
 from perdure.dash.ranktime import Span, render_rank_time
+from perdure.dash.sections import Picture, render_section
 from perdure.dash.watch import holds
 from perdure.model.events import (
     AnyEvent,
+    ControllerLost,
     Decision,
     JobEnded,
     JobSubmitted,
@@ -21,7 +24,9 @@ from perdure.model.events import (
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.ledger import LedgerFold, make_report
+from perdure.telemetry.monitoring import list_metrics
+from perdure.telemetry.series import make_series
 from perdure.telemetry.snapshot import SnapshotFold
 
 
@@ -129,6 +134,29 @@ def test_a_crash_that_others_went_on_after_is_no_trouble_of_now_but_an_incident(
     drawn = render_rank_time(ledger.segments(9.0), 3, 0.0, Span(0.0, 9.0))
     assert "rank 1, 4<" in drawn, "who has had the slot"
     assert "rank 4, generation 0: useful" in drawn
+
+
+def test_one_count_of_incidents_stands_everywhere_and_a_join_is_none() -> None:
+    lost = ControllerLost(
+        part="controller", at_s=8.0, pid=7, cause="signal 9 (SIGKILL)", restarted_s=8.3
+    )
+    screen = SnapshotFold(JobSpec(name="j", script="t.py", nproc=3))
+    told = [*replaced(), (8.3, lost)]
+    entries = [JournalEntry(seq, at_s, body) for seq, (at_s, body) in enumerate(told, 1)]
+    for entry in entries:
+        screen.add(entry)
+    report, snapshot = make_report(entries, 9.0), screen.snapshot(9.0)
+    assert [r.rung for r in report.recoveries] == ["shrink", "join", "none"]
+    assert (report.incidents, snapshot.incidents) == (2, 2)
+    picture = Picture(report, snapshot, make_series(entries, 9.0))
+    shown = "".join(render_section(name, picture, verbs=False) for name in ("bar", "tiles"))
+    assert "<dt>incidents</dt><dd>2</dd>" in shown
+    assert '<span class="soft">incidents</span><b>2</b>' in shown
+    assert "2 incidents, " in describe_time(picture, 100).plain
+    counted = {metric.name: metric.samples for metric in list_metrics(snapshot)}
+    assert [value for _, value in counted["perdure_incidents_total"]] == [2]
+    recovered = [value for _, value in counted["perdure_last_recovery_seconds"]]
+    assert recovered == [report.recoveries[0].total_s], "a join is no recovery"
 
 
 def test_what_a_member_s_start_has_waited_for_is_told_with_its_epoch() -> None:

@@ -47,7 +47,7 @@ def _list_facts(job: Job, story: "Story") -> dict[str, Any]:
         "step_s": report.step_s,
         "goodput": report.goodput,
         "goodput is an upper bound": report.lost_unknown,
-        "incidents": sum(r.failed for r in report.recoveries),
+        "incidents": report.incidents,
         "away_s": round(sum(r.total_s for r in report.recoveries if r.failed), 2),
     }
     facts |= {f"share of {name}": account.fraction for name, account in report.ledger.items()}

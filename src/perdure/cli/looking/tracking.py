@@ -188,7 +188,7 @@ class JobTracking:
             "perdure/lost_share": sum(lost),
             "perdure/ranks_alive": float(sum(row.state not in _OVER for row in picture.ranks)),
             "perdure/steps_per_second": picture.steps_per_s,
-            "perdure/incidents": float(len(report.recoveries)),
+            "perdure/incidents": float(report.incidents),
             "perdure/restarts": float(picture.restarts),
         }
         return picture.step, values, now

@@ -317,6 +317,6 @@ def describe_time(picture: Picture, width: int) -> Text:
     known = [(LOST_UNKNOWN, "yellow")] if report.lost_unknown else []
     ledger = render_ledger(report, max(60, width))
     damage = [(f"The journal is damaged: {picture.damage}", "red")] if picture.damage else []
-    incidents = render_count(len([r for r in report.recoveries if r.failed]), "incident")
+    incidents = render_count(report.incidents, "incident")
     last = f"{incidents}, {show_seconds(report.wall_s)} of wall time"
     return plain_lines([*known, (ledger, ""), *damage, (last, "dim")])
