@@ -17,12 +17,12 @@ _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _VERSION_FLAG = 1
 _PATH_BENEATH = 1
 _PR_SET_NO_NEW_PRIVS = 38
-_ABI_MIN = 2
+ABI_MIN = 2
 """From which on files may be renamed between folders that may be written."""
 _WRITE = 1 << 1 | sum(1 << bit for bit in range(4, 13))
 """Write a file; remove and make files, folders, sockets, devices and links."""
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
-_ABI_TRUNCATE = 3
+ABI_TRUNCATE = 3
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -34,7 +34,7 @@ def read_abi() -> int:
 
 def can_confine() -> bool:
     """Return whether this kernel can hold a process to folders."""
-    return read_abi() >= _ABI_MIN
+    return read_abi() >= ABI_MIN
 
 
 class Confinement:
@@ -47,9 +47,9 @@ class Confinement:
             OSError: the kernel cannot do it.
         """
         abi = read_abi()
-        if abi < _ABI_MIN:
-            raise OSError(f"Landlock {abi}: {_ABI_MIN} is needed (Linux 5.19)")
-        rights = _WRITE | _REFER | (_TRUNCATE if abi >= _ABI_TRUNCATE else 0)
+        if abi < ABI_MIN:
+            raise OSError(f"Landlock {abi}: {ABI_MIN} is needed (Linux 5.19)")
+        rights = _WRITE | _REFER | (_TRUNCATE if abi >= ABI_TRUNCATE else 0)
         attributes = struct.pack("=Q", rights)
         self._fd = _check(_libc.syscall(_CREATE, attributes, len(attributes), 0))
         try:

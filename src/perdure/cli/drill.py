@@ -1,17 +1,19 @@
 """`perdure drill`: a rehearsal of the user's own job, in a copy: does it survive its failures?
 
-Drills run on this machine so far; nodes are emulated here. What is drilled is a copy of the job's
-project, held to its own folders by the kernel: nothing of the user's is written.
+It runs on this machine, where nodes are emulated, or on the boxes of a profile (`--on`). What is
+drilled is a copy of the job's project, held to its own folders by the kernel: nothing of the user's
+is written.
 """
 
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from perdure.cli.page.keeping import keep
+from perdure.cli.platforms.profiles import Host
 from perdure.cli.running.options import RunOptions
 from perdure.cli.speech.say import Json, Width, Yes, answer, note, write_asked
 from perdure.cli.trace import Html
@@ -20,12 +22,20 @@ from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:
-    from perdure.lab.drill.rehearsal import DrillWish
+    from collections.abc import Callable, Sequence
+
+    from perdure.lab.drill.boxes import Surroundings
+    from perdure.lab.drill.card import Card
+    from perdure.lab.drill.planning import DrillWish
+    from perdure.lab.drill.rehearsal import Say
     from perdure.model.job import JobSpec
+    from perdure.model.platforms.launching import Plan
+    from perdure.model.platforms.profile import Profile
 
 _BUDGET_MIN_S = 20.0
 _WORLDS_STOP = ("crash", "stop", "hang", "node", "torn")
 """Faults for which the world starts again."""
+_UNCONFINED = "--unconfined, if your script writes nothing at absolute paths that you need"
 _ROOM_BYTES = 256 << 20
 """Of a disk, beyond the copies: for journals, logs, and checkpoints of a small model."""
 
@@ -43,6 +53,11 @@ def drill(
         list[str] | None,
         typer.Option("--fault", metavar="NAME", help=f"Only this; repeatable: {', '.join(FAULTS)}"),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="PROFILE", help="On its boxes, behind ssh; else here."),
+    ] = None,
+    host: Host = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="Emulated nodes; else the job file's.")
     ] = None,
@@ -69,28 +84,26 @@ def drill(
     and whether losses equal those of an undisturbed run. It is told before what it costs. Ctrl-C
     ends it, and leaves nothing.
     """
-    from perdure.cli.platforms.profiles import ask_person
     from perdure.cli.trace import check_writable, show_play
 
-    wish = make_wish(job, parse_budget(budget), seed, fault or list(FAULTS), nodes, writable or [])
+    request = Request(job, parse_budget(budget), seed, fault or list(FAULTS), nodes,
+                      writable or [], not unconfined)  # fmt: skip
     check_writable(html)
-    wish = wish._replace(confined=not unconfined)
-    told = describe_cost(wish)
+    check_faults(request)
+    if host and on in (None, "local"):
+        raise ConfigError("--host: no box is meant", hint="--on PROFILE, such as generic-ssh")
+    site = look_here(request) if on in (None, "local") else look_at_boxes(request, str(on), host)
     if dry_run:
-        tell_plan(wish, told, as_json=as_json)
+        tell_plan(site.wish, site.told, as_json=as_json)
         return 0
-    check_confinement(unconfined=unconfined)
-    if not yes:
-        for line in told:
-            note(line)
-        if ask_person("go on? [y/N] ").lower() not in ("y", "yes"):
-            raise SafetyError("not drilled: it was not confirmed", hint="--yes, or --dry-run")
-    from perdure.lab.drill.rehearsal import drill as drill_job
+    if site.forbidden is not None:
+        raise site.forbidden
+    confirm(site.told, yes=yes)
     from perdure.lab.drill.screens import make_card_document, render_card
     from perdure.lab.results import KeptDrill
 
     with show_play("drill") as bar:
-        card = drill_job(wish, bar.say)
+        card = site.drill(bar.say)
     keep(KeptDrill(card=card))
     if html is not None:
         write_asked(html, make_card_document(card).render_file())
@@ -98,9 +111,214 @@ def drill(
     return card.exit_code
 
 
-def make_wish(
-    job: str, budget_s: float, seed: int, names: list[str], nodes: int | None, writable: list[Path]
-) -> "DrillWish":
+class Request(NamedTuple):
+    """What was asked for on the command line."""
+
+    job: str
+    budget_s: float
+    seed: int
+    names: list[str]
+    nodes: int | None
+    writable: list[Path]
+    confined: bool
+
+
+class Site(NamedTuple):
+    """Where a drill would be, looked at, and not touched."""
+
+    wish: "DrillWish"
+    told: list[str]
+    """What it costs and touches."""
+    forbidden: SafetyError | None
+    """Why it may not be done, though it can be planned."""
+    drill: "Callable[[Say], Card]"
+
+
+def check_faults(request: Request) -> None:
+    """Refuse what is no job file, and faults that there are not.
+
+    Raises:
+        ConfigError: that is so.
+    """
+    job = request.job
+    if job.endswith(".py"):
+        hint = f"perdure init {job} writes one, job.toml"
+        raise ConfigError(f"{job} is a script, and a drill is of a job file", hint=hint)
+    if wrong := [name for name in request.names if name not in FAULTS]:
+        raise ConfigError(f"--fault {wrong[0]}: no such fault", hint=f"one of {', '.join(FAULTS)}")
+
+
+def confirm(told: list[str], *, yes: bool) -> None:
+    """Have a person agree to what it costs, or have agreed before.
+
+    Raises:
+        SafetyError: nobody does.
+    """
+    from perdure.cli.platforms.profiles import ask_person
+
+    if yes:
+        return
+    for line in told:
+        note(line)
+    if ask_person("go on? [y/N] ").lower() not in ("y", "yes"):
+        raise SafetyError("not drilled: it was not confirmed", hint="--yes, or --dry-run")
+
+
+def look_here(request: Request) -> Site:
+    """Return a drill on this machine.
+
+    Raises:
+        ConfigError: the job file is wrong, or such a job cannot be drilled.
+        SafetyError: its project is too large to be copied.
+        PlatformError: the machine cannot take the job, or has no room for a copy.
+    """
+    from functools import partial
+
+    from perdure.lab.drill.here import drill as drill_here
+
+    wish = make_wish(request)
+    told, forbidden = describe_cost(wish), check_confinement(confined=request.confined)
+    return Site(wish, told, forbidden, partial(drill_here, wish))
+
+
+def look_at_boxes(request: Request, on: str, host: str | None) -> Site:
+    """Return a drill on the boxes of a profile, which are looked at; nothing is sent.
+
+    Raises:
+        ConfigError: job and profile do not go together, or it is a platform of another kind.
+        SafetyError: something is amiss there that a launch would not survive.
+        PlatformError: a box does not answer.
+    """
+    import msgspec
+
+    from perdure.adapters.confinement import ABI_MIN
+    from perdure.cli.platforms.launch import check_launch, make_launch_spec
+    from perdure.cli.platforms.profiles import choose_profile, here
+    from perdure.lab.drill import boxes
+    from perdure.lab.drill.isolation import check_drillable, isolate_elsewhere
+    from perdure.lab.drill.onbox import Kept
+    from perdure.lab.drill.planning import DrillWish, keep_first, plan_acts
+
+    place = here()
+    profile = choose_profile(on, host, place.home).profile
+    _check_kind(profile)
+    for path in request.writable:
+        if not path.is_absolute():
+            raise ConfigError(f"--writable {path}: not absolute", hint="a folder of the boxes")
+    spec = make_launch_spec(request.job, place.home)
+    if request.nodes is not None:
+        spec = msgspec.structs.replace(spec, nodes=request.nodes)
+    check_drillable(spec)
+    acts, left_out = plan_acts(
+        request.names, request.seed, spec.nodes, spec.nproc, python=not spec.no_python
+    )
+    acts, left_out = keep_first(acts, left_out, boxes.list_hosts(profile), spec.nodes)
+    wish = DrillWish(
+        spec, Path(spec.launch.project), place.home, acts, left_out, request.seed,
+        request.budget_s, place.environ, [str(path) for path in request.writable],
+        request.confined,
+    )  # fmt: skip
+    name = boxes.name_run(spec)
+    plan = boxes.plan_run(spec, profile, name, Kept(confined=wish.confined))
+    plan = check_launch(isolate_elsewhere(spec, name), plan, place)
+    measured = msgspec.structs.replace(profile, shared_fs=plan.profile.shared_fs)
+    around = boxes.look_around(measured)
+    told = _describe_boxes(wish, measured, plan, around)
+    bare = [each.host for each in around if each.abi < ABI_MIN]
+    forbidden = None
+    if bare and wish.confined:
+        forbidden = SafetyError(
+            f"{', '.join(bare)}: no Landlock (Linux 5.19), which would hold the script to its copy",
+            hint=_UNCONFINED,
+        )
+    return Site(wish, told, forbidden, lambda say: boxes.drill(wish, measured, place, say))
+
+
+_WHY_NOT = {
+    "slurm": "what holds the script to its copy and ends it without its drill is started with the "
+    "job by ssh, and not yet below srun; its nodes are the administrator's to drain",
+    "kubernetes": "what holds the script to its copy and ends it without its drill is started with "
+    "the job by ssh, and not yet in a pod",
+    "notebook": "a session has no address, at which faults could be made to it",
+}
+
+
+def _check_kind(profile: "Profile") -> None:
+    """Refuse what is no box behind ssh.
+
+    Raises:
+        ConfigError: it is none, or none is named.
+    """
+    hint = "a profile of kind ssh; or without --on, on this machine"
+    if why := _WHY_NOT.get(profile.kind):
+        raise ConfigError(f"platforms of kind {profile.kind} are not drilled: {why}", hint=hint)
+    if not (profile.launch.hosts or profile.launch.host):
+        raise ConfigError(f"--on {profile.platform}: no box is named", hint="--host ALIAS")
+
+
+def _describe_boxes(
+    wish: "DrillWish", profile: "Profile", plan: "Plan", around: "Sequence[Surroundings]"
+) -> list[str]:
+    """Return what a drill on boxes will cost, what it touches, and what is not held back."""
+    from perdure.adapters.confinement import ABI_MIN, ABI_TRUNCATE
+    from perdure.lab.drill.isolation import list_changes
+    from perdure.lab.drill.onbox import LEASE_S
+    from perdure.launch.ssh.check import measure_project
+
+    spec, hosts, overrides = wish.spec, [each.host for each in around], profile.overrides
+    size, most_min = measure_project(plan)[0], wish.budget_s / 60
+    several = f"{len(hosts)} boxes, " if len(hosts) > 1 else ""
+    price = profile.teardown.price_per_hour
+    cost = len(hosts) * price * 2 * most_min / 60
+    told = [
+        f"drill of `{spec.name}` on {several}{', '.join(hosts)} ({profile.platform}): "
+        f"{spec.world_size} ranks, {len(wish.acts)} faults "
+        f"({', '.join(act.fault for act in wish.acts)}), seed {wish.seed}",
+        f"they are used for at most {most_min:.4g} min or so, and as long again for an undisturbed "
+        f"run, after the environment was made; its ranks start about {_count_starts(wish)} times"
+        + (f"; {cost:.2f} {profile.teardown.currency} by the profile's price" if price else "")
+        + ". No box is stopped or given back by it",
+        f"the project ({size / (1 << 20):.1f} MiB) is sent at each start; there, folders below "
+        f"{overrides.DATA_DIR} and {overrides.DURABLE_DIR} named {plan.job[:-6]}... are the "
+        "drill's, and removed afterwards; an environment that has to be made stays, as after a "
+        f"launch ({overrides.DATA_DIR}/envs)",
+        f"where this machine is not heard for {LEASE_S:g} s, all of it ends there by itself",
+    ]
+    if any(act.fault == "node" for act in wish.acts):
+        told.append(
+            "node: what the drill's own job has on a box is killed, and nothing else there; the "
+            "box itself stays up"
+        )
+    if not profile.launch.native and any(act.fault == "slow" for act in wish.acts):
+        told.append("slow: launch.native = false, and without its recorder no slow rank is found")
+    held = "its copy, in the drill's folders and in caches of the home there"
+    held += "".join(f", in {path}" for path in wish.writable)
+    for each in around:
+        if not wish.confined:
+            text = "--unconfined: the script may write wherever it wants to"
+        elif each.abi < ABI_MIN:
+            text = "its kernel has no Landlock: the script cannot be held to its copy"
+        else:
+            text = f"its kernel lets the script write in {held} only"
+            if each.abi < ABI_TRUNCATE:
+                text += ", but cannot hold back who cuts a file short by its name (before 6.2)"
+        told.append(f"{each.host}: {text}")
+        told += [f"{each.host}: is used by others as well: {who}" for who in each.others]
+    told += [
+        "not held back: what the script sends by a network to an address that it has itself (a "
+        "tracking server, a bucket), and what is done for it by another process there",
+        "trackers (Weights & Biases, Comet, Neptune, ClearML) are off and their keys stay here, "
+        "MLflow writes into the copy",
+    ]
+    told += list_changes(spec, elsewhere=True)
+    return told + [f"{name} is not tried: {why}" for name, why in wish.left_out.items()]
+
+
+def _count_starts(wish: "DrillWish") -> int:
+    return 2 + sum(act.fault in _WORLDS_STOP for act in wish.acts)
+
+
+def make_wish(request: Request) -> "DrillWish":
     """Return what is to be done, checked.
 
     Raises:
@@ -112,14 +330,9 @@ def make_wish(
 
     from perdure.cli.running.jobspec import check_job, make_spec
     from perdure.lab.drill.isolation import check_drillable
-    from perdure.lab.drill.planning import plan_acts
-    from perdure.lab.drill.rehearsal import DrillWish
+    from perdure.lab.drill.planning import DrillWish, plan_acts
 
-    if job.endswith(".py"):
-        hint = f"perdure init {job} writes one, job.toml"
-        raise ConfigError(f"{job} is a script, and a drill is of a job file", hint=hint)
-    if wrong := [name for name in names if name not in FAULTS]:
-        raise ConfigError(f"--fault {wrong[0]}: no such fault", hint=f"one of {', '.join(FAULTS)}")
+    job, budget_s, seed, names, nodes, writable, confined = request
     for path in writable:
         if not path.is_dir():
             raise ConfigError(f"--writable {path}: no such folder", hint="a folder that is there")
@@ -138,7 +351,7 @@ def make_wish(
     acts, left_out = plan_acts(names, seed, spec.nodes, spec.nproc, python=not spec.no_python)
     return DrillWish(
         spec, project, home, acts, left_out, seed, budget_s, environ,
-        writable=[str(path.resolve()) for path in writable],
+        writable=[str(path.resolve()) for path in writable], confined=confined,
     )  # fmt: skip
 
 
@@ -194,13 +407,12 @@ def describe_cost(wish: "DrillWish") -> list[str]:
             f"{(2 * size + _ROOM_BYTES) >> 20}, and room for checkpoints",
             hint="make room, or another PERDURE_HOME",
         )
-    stops = sum(act.fault in _WORLDS_STOP for act in wish.acts)
     names = ", ".join(act.fault for act in wish.acts)
     told = [
         f"drill of `{spec.name}` on this machine: {spec.world_size} ranks, {len(wish.acts)} faults "
         f"({names}), seed {wish.seed}",
         f"it takes at most {wish.budget_s / 60:.4g} min or so, and then an undisturbed run of as "
-        f"many steps; its ranks start about {stops + 2} times",
+        f"many steps; its ranks start about {_count_starts(wish)} times",
         f"disk: copies of {wish.project} ({size / (1 << 20):.1f} MiB) and the checkpoints of the "
         f"job below {wish.home}/drill ({free >> 20} MiB free), removed afterwards",
         "trackers (Weights & Biases, Comet, Neptune, ClearML) are off, MLflow writes into the "
@@ -214,19 +426,16 @@ def describe_cost(wish: "DrillWish") -> list[str]:
     return told + [f"{name} is not tried: {why}" for name, why in wish.left_out.items()]
 
 
-def check_confinement(*, unconfined: bool) -> None:
-    """Refuse a kernel that cannot hold the script to its copy, unless that is wanted.
-
-    Raises:
-        SafetyError: it cannot.
-    """
+def check_confinement(*, confined: bool) -> SafetyError | None:
+    """Return the refusal of a kernel that cannot hold the script to its copy, as is wanted."""
     from perdure.adapters.confinement import can_confine
 
-    if not unconfined and not can_confine():
-        raise SafetyError(
-            "this kernel has no Landlock (Linux 5.19), which would hold the script to its copy",
-            hint="--unconfined, if your script writes nothing at absolute paths that you need",
-        )
+    if not confined or can_confine():
+        return None
+    return SafetyError(
+        "this kernel has no Landlock (Linux 5.19), which would hold the script to its copy",
+        hint=_UNCONFINED,
+    )
 
 
 def tell_plan(wish: "DrillWish", told: list[str], *, as_json: bool) -> None:

@@ -123,7 +123,7 @@ ASK = (
 
 @cache
 def read_program(name: str) -> str:
-    """Return the source of `box.py` or `results.py`, without its annotations.
+    """Return the source of a program such as `box.py`, beside it by path, without annotations.
 
     What 3.6 cannot read is annotations, and nobody needs them there.
     """

@@ -11,6 +11,7 @@ from tests.results import CARD
 
 from perdure.cli.drill import locate_project, parse_budget
 from perdure.lab.drill.copies import CopiedRun, check_size, copy_project
+from perdure.lab.drill.here import sweep
 from perdure.lab.drill.isolation import (
     check_drillable,
     clean_environ,
@@ -18,10 +19,11 @@ from perdure.lab.drill.isolation import (
     list_changes,
     list_writable,
 )
+from perdure.lab.drill.place import NotMadeError
 from perdure.lab.drill.planning import FAULTS, Act, choose_lead, plan_acts
-from perdure.lab.drill.rehearsal import aim, sweep
+from perdure.lab.drill.rehearsal import aim
 from perdure.lab.drill.screens import make_card_document, render_card
-from perdure.lab.drill.strikes import NotMadeError, Target
+from perdure.lab.drill.strikes import Target
 from perdure.lab.live.fleets.local import Gates
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec

@@ -15,6 +15,7 @@ import pytest
 
 from perdure.lab.live.driving import DriveWish, _tell
 from perdure.lab.live.fleets.boxes import BoxFleet
+from perdure.lab.live.fleets.elsewhere import JobElsewhere
 from perdure.lab.live.fleets.local import LocalFleet
 from perdure.lab.live.fleets.pods import PodFleet
 from perdure.lab.live.ledger import cut_ledger
@@ -22,10 +23,12 @@ from perdure.lab.live.live import Act, Schedule, play
 from perdure.lab.live.systems import Driven
 from perdure.lab.traces import read_trace
 from perdure.launch.catalog import load_profile
+from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnreachedError
 from perdure.launch.kubernetes.client import Client
 from perdure.launch.platforms import Here
 from perdure.launch.ssh import boxes
+from perdure.model.codec import encode
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
@@ -288,3 +291,20 @@ def test_what_a_node_waits_in_the_queue_is_idle_in_the_ledger() -> None:
     assert sum(shares.values()) == pytest.approx(1.0)
     early = cut_ledger(begun, spec, present, 1000.0, 50.0, [(1, 6.0, 12.0)])
     assert early["idle"] == pytest.approx(4 * 2.0 / paid_s), "paid for from 10 s on only"
+
+
+def test_a_status_with_a_loss_that_is_not_finite_is_heard() -> None:
+    profile = load_profile("generic-ssh", "/nonexistent").profile
+    record = LaunchRecord(job="gpt", profile=profile, place="/p", home="/h", python="python3")
+    job = JobElsewhere(record, Channel(profile.launch), lambda record, argv: "")
+    job._hear_clock("7.0")
+    seen = Snapshot(
+        version=1, job="gpt", state="running", at_s=1.0, started_s=0.0, generation=0, restarts=0,
+        step=9, steps_per_s=1.0, world_size=1, depth="resumable", reason="", ranks=(),
+    )  # fmt: skip
+    job._hear(encode(seen).decode())
+    job._hear(encode(msgspec.structs.replace(seen, step=10, metrics={"loss": math.nan})).decode())
+    job._hear("not a status")
+    found = job.read_snapshot()
+    assert found is not None
+    assert found.step == 10

@@ -69,6 +69,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What else was seen, such as failures that nobody had made."""
     version: str = ""
     """Perdure's."""
+    place: str = ""
+    """Where it was, such as `box1, box2`; empty: on one machine, whose nodes are emulated."""
 
     @property
     def exit_code(self) -> int:

@@ -15,15 +15,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from perdure.adapters.confinement import Confinement
 from perdure.launch.notebook.runner import end_with_parent
 from perdure.launch.ssh.results import is_environment
 from perdure.model.codec import encode
 from perdure.model.errors import SafetyError
+from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.service.curves import read_curves
 from perdure.service.jobfiles import load_snapshot
 from perdure.service.jobfolders import paths_of
+from perdure.service.restarts import read_began
+from perdure.telemetry.restarts import Began
 
 COPY_BYTES_MAX = 256 << 20
 COPY_FILES_MAX = 20_000
@@ -37,7 +42,69 @@ _LOSS = re.compile(
 _LINES_MAX = 1 << 20
 
 
-class CopiedRun:
+class RunFiles:
+    """One `perdure run` by what it leaves on this machine's disk."""
+
+    def __init__(self, name: str, home: Path, log: Path) -> None:
+        """Read nothing yet; `log` is where it writes."""
+        self.name, self.home, self.log = name, home, log
+        self.paths = paths_of(str(home), name)
+        self.own: Path = home
+        """A folder in which everything is the drill's."""
+
+    @property
+    def root(self) -> int:
+        """Return the process below which all of the job is; 0 where there is none."""
+        return 0
+
+    @property
+    def over(self) -> bool:
+        """Return whether it has ended."""
+        return self.root == 0
+
+    def look(self) -> Snapshot | None:
+        """Return its newest snapshot; None before there is one."""
+        return load_snapshot(self.paths)
+
+    def read_losses(self) -> tuple[str, dict[Any, str]]:
+        """Return what was compared by, and what was logged, or else printed, at each step."""
+        curves = read_curves(self.paths.curves).curves
+        names = sorted(curves, key=lambda name: ("loss" not in name, name))
+        if names and "loss" in names[0]:
+            found = {int(bucket.step): bucket.last.hex() for bucket in curves[names[0]]}
+            return names[0], found
+        lines: dict[Any, str] = {}
+        for line in self.read_lines():
+            if match := _LOSS.match(line):
+                lines[match[1]] = match[2]  # The newest of a step that was made twice.
+        return "lines", {key: value for key, value in lines.items() if re.search(r"\d", key)}
+
+    def read_lines(self) -> list[str]:
+        """Return what rank 0 has written."""
+        with open(self.log, "rb") as file:
+            text = file.read(_LINES_MAX).decode(errors="replace")
+        return [
+            line.removeprefix("[rank 0] ")
+            for line in text.splitlines()
+            if line.startswith("[rank 0] ")
+        ]
+
+    def read_began(self, spec: JobSpec, generation: int) -> Began | None:
+        """Return where a script without steps began in a generation; None: not known yet."""
+        return read_began(self.paths, structs.replace(spec, log_dir=""), generation)
+
+    def tail(self) -> str:
+        """Return the last line of what went wrong."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        wrong = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b|error:", line)]
+        return (wrong or lines or ["it wrote nothing"])[-1][:300]
+
+    def was_refused(self) -> bool:
+        """Return whether something that it wanted to do was not permitted."""
+        return "Permission denied" in self.log.read_text(errors="replace")
+
+
+class CopiedRun(RunFiles):
     """One `perdure run` in a copy of a project."""
 
     def __init__(
@@ -53,12 +120,10 @@ class CopiedRun:
         Raises:
             OSError: it cannot be copied.
         """
-        self.name, self.home = name, scratch / "home"
+        super().__init__(name, scratch / "home", scratch / f"{name}.out")
         self.folder = scratch / name
-        self.log = scratch / f"{name}.out"
         copy_project(project, self.folder, (scratch, *without))
         (scratch / f"{name}.json").write_bytes(encode(document))
-        self.paths = paths_of(str(self.home), name)
         self._document = scratch / f"{name}.json"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -84,13 +149,19 @@ class CopiedRun:
             )
 
     @property
+    def root(self) -> int:
+        """Return its process; 0 before it was started."""
+        return self.process.pid if self.process is not None else 0
+
+    @property
     def over(self) -> bool:
         """Return whether it has ended."""
         return self.process is None or self.process.poll() is not None
 
-    def look(self) -> Snapshot | None:
-        """Return its newest snapshot; None before there is one."""
-        return load_snapshot(self.paths)
+    @property
+    def code(self) -> int:
+        """Return its exit code; 0 while it runs."""
+        return (self.process.poll() or 0) if self.process is not None else 0
 
     def end(self, *, first_s: float = _STOP_S) -> None:
         """Have it stop at an agreed step, within `first_s`; where it does not, end it."""
@@ -104,35 +175,6 @@ class CopiedRun:
                 process.send_signal(number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(wait_s)
-
-    def read_losses(self) -> tuple[str, dict[Any, str]]:
-        """Return what was compared by, and what was logged, or else printed, at each step."""
-        curves = read_curves(self.paths.curves).curves
-        names = sorted(curves, key=lambda name: ("loss" not in name, name))
-        if names and "loss" in names[0]:
-            found = {int(bucket.step): bucket.last.hex() for bucket in curves[names[0]]}
-            return names[0], found
-        lines: dict[Any, str] = {}
-        for line in self.read_lines():
-            if match := _LOSS.match(line):
-                lines[match[1]] = match[2]  # The newest of a step that was made twice.
-        return "lines", {key: value for key, value in lines.items() if re.search(r"\d", key)}
-
-    def read_lines(self) -> list[str]:
-        """Return what rank 0 has written."""
-        with open(self.log, "rb") as file:
-            text = file.read(_LINES_MAX).decode(errors="replace")
-        return [
-            line.removeprefix("[rank 0] ")
-            for line in text.splitlines()
-            if line.startswith("[rank 0] ")
-        ]
-
-    def tail(self) -> str:
-        """Return the last line of what went wrong."""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        wrong = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b|error:", line)]
-        return (wrong or lines or ["it wrote nothing"])[-1][:300]
 
 
 def list_links(project: Path) -> list[str]:

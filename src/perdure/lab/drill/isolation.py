@@ -76,6 +76,21 @@ def isolate(spec: JobSpec, name: str, project: Path, copy: Path, scratch: Path) 
     )
 
 
+def isolate_elsewhere(spec: JobSpec, name: str) -> JobSpec:
+    """Return the job that is launched to other machines under `name`.
+
+    Its project is the copy that a launch sends; no key of a tracker is among its secrets. Machines
+    that it would grow by are as the profile has them.
+    """
+    project = Path(spec.launch.project)
+    secrets = tuple(name for name in spec.launch.secrets if name not in _KEYS)
+    return structs.replace(
+        isolate(spec, name, project, project, Path()),
+        nodes_max=spec.nodes_max,
+        launch=structs.replace(spec.launch, secrets=secrets, budget=0.0),
+    )
+
+
 def check_drillable(spec: JobSpec) -> None:
     """Refuse a job that cannot be drilled.
 
@@ -93,8 +108,11 @@ def check_drillable(spec: JobSpec) -> None:
         )
 
 
-def list_changes(spec: JobSpec) -> list[str]:
-    """Return what is otherwise in a drill than in the user's job, a sentence each."""
+def list_changes(spec: JobSpec, *, elsewhere: bool = False) -> list[str]:
+    """Return what is otherwise in a drill than in the user's job, a sentence each.
+
+    `elsewhere` it runs on machines that are its own nodes.
+    """
     detect, url = spec.detect, spec.checkpoint.url
     changes = (
         (
@@ -115,7 +133,7 @@ def list_changes(spec: JobSpec) -> list[str]:
             "there is one nats-server and one controller (no bus.replicas, no bus.arbiter)",
         ),
         (
-            bool(spec.remote or spec.growth),
+            bool(spec.remote or spec.growth) and not elsewhere,
             "nodes from elsewhere are emulated on this machine, and none come while it trains",
         ),
         (

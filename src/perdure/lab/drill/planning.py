@@ -1,8 +1,11 @@
 """Which faults a drill makes, to whom, and how far between two checkpoints: from a seed alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
+
+from perdure.model.job import JobSpec
 
 SPIN_ACTION_S = 5.0
 """`detect.hang_action_s` of a drill where the job file has none."""
@@ -37,6 +40,24 @@ class Act(NamedTuple):
     """How far into the time until it has to have happened, 0 to 1."""
 
 
+class DrillWish(NamedTuple):
+    """A request for a drill."""
+
+    spec: JobSpec
+    """The user's, with absolute paths."""
+    project: Path
+    """The folder that is copied."""
+    home: str
+    acts: Sequence[Act]
+    left_out: Mapping[str, str]
+    seed: int
+    budget_s: float
+    environ: Mapping[str, str]
+    writable: Sequence[str] = ()
+    """Folders outside in which the script may write."""
+    confined: bool = True
+
+
 def plan_acts(
     names: Sequence[str], seed: int, nodes: int, nproc: int, *, python: bool = True
 ) -> tuple[list[Act], dict[str, str]]:
@@ -58,6 +79,23 @@ def plan_acts(
         else:
             acts.append(Act(name, rank, node if name == "node" else rank // nproc, where))
     return acts, left_out
+
+
+def keep_first(
+    acts: Sequence[Act], left_out: Mapping[str, str], hosts: Sequence[str], nodes: int
+) -> tuple[list[Act], dict[str, str]]:
+    """Return the faults of a job on boxes, of which the first stays: it has controller and bus."""
+    kept, left = [], dict(left_out)
+    asked = "node" in left or any(act.fault == "node" for act in acts)
+    if asked and len(hosts) < 2:
+        left["node"] = f"the job is on {hosts[0]} alone, and without that box there is no job"
+    elif nodes < 2 and "node" in left:
+        left["node"] = f"all ranks are on {hosts[0]}, and without that box there is no job"
+    for act in acts:
+        if act.fault == "node" and len(hosts) < 2:
+            continue
+        kept.append(act._replace(node=1 + act.node % (nodes - 1)) if act.fault == "node" else act)
+    return kept, left
 
 
 def choose_lead(where: float, steps_per_s: float) -> int:

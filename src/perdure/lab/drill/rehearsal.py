@@ -7,25 +7,16 @@ budget.
 """
 
 import math
-import os
-import platform
-import re
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from perdure import __version__
-from perdure.adapters.confinement import Confinement
 from perdure.lab.drill.card import Card, FaultRow, Losses
-from perdure.lab.drill.copies import CopiedRun
 from perdure.lab.drill.grading import (
     Outcome,
     Strike,
@@ -36,17 +27,11 @@ from perdure.lab.drill.grading import (
     list_unmade,
     read_outcome,
 )
-from perdure.lab.drill.isolation import clean_environ, isolate, list_changes, list_writable
-from perdure.lab.drill.planning import FAULTS, NEEDS_STEPS, Act, choose_lead
-from perdure.lab.drill.strikes import INJECTED, NotMadeError, Target
-from perdure.lab.live.fleets.local import Gates
+from perdure.lab.drill.place import NotMadeError, Place, Run, Victim
+from perdure.lab.drill.planning import FAULTS, NEEDS_STEPS, Act, DrillWish, choose_lead
+from perdure.lab.drill.strikes import INJECTED
 from perdure.model.errors import PlatformError
-from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
-from perdure.service.jobfiles import remove_folders
-from perdure.service.jobfolders import paths_of
-from perdure.service.processes import guarded
-from perdure.service.restarts import read_began
 from perdure.telemetry.restarts import Began
 
 _LOOK_S = 0.1
@@ -74,24 +59,6 @@ Say = Callable[[str, float, str], None]
 """What is being done, the share of it that is, and more in words."""
 
 
-class DrillWish(NamedTuple):
-    """A request for a drill."""
-
-    spec: JobSpec
-    """The user's, with absolute paths."""
-    project: Path
-    """The folder that is copied."""
-    home: str
-    acts: Sequence[Act]
-    left_out: Mapping[str, str]
-    seed: int
-    budget_s: float
-    environ: Mapping[str, str]
-    writable: Sequence[str] = ()
-    """Folders outside in which the script may write."""
-    confined: bool = True
-
-
 class _Ended(Exception):
     """The job has ended, or does not go on; and why."""
 
@@ -100,7 +67,7 @@ class _Ended(Exception):
 class _Pass:
     """One start of the job, and what was done to it."""
 
-    run: CopiedRun
+    run: Run
     rows: list[FaultRow] = field(default_factory=list)
     strikes: list[tuple[Strike, Outcome]] = field(default_factory=list)
     """With rows of the same numbers."""
@@ -112,7 +79,7 @@ class _Pass:
     """The last step that is compared."""
 
 
-def _read_before(run: CopiedRun, strike: Strike) -> dict[int, str]:
+def _read_before(run: Run, strike: Strike) -> dict[int, str]:
     """Return the losses of steps that were made before a fault; empty where that is not known."""
     what, losses = run.read_losses()
     seen = run.look()
@@ -121,84 +88,35 @@ def _read_before(run: CopiedRun, strike: Strike) -> dict[int, str]:
     return {step: loss for step, loss in losses.items() if step < strike.step}
 
 
-@contextmanager
-def make_scratch(home: str) -> Iterator[tuple[Path, Path]]:
-    """Give a folder for a drill, and a short one for what is passing; both are gone afterwards.
+def aim(act: Act, seen: Snapshot, stays: frozenset[int] = frozenset()) -> Act:
+    """Return an act for who is there: ranks of an elastic world get new numbers, nodes may lack.
 
-    What drills that were killed have left is removed first.
-
-    Raises:
-        PlatformError: no folder can be made there.
+    Nodes that `stay` are not taken, as long as there is another.
     """
-    folders, short = Path(home, "drill"), Path(f"/tmp/perdure-{os.getuid()}")
-    try:
-        folders.mkdir(parents=True, exist_ok=True)
-        short.mkdir(mode=0o700, exist_ok=True)
-        sweep(folders, short)
-        prefix = f"drill-{platform.node()}-{os.getpid()}-"
-        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folders)).resolve()
-        temporary = Path(tempfile.mkdtemp(prefix=f"drill-{os.getpid()}-", dir=short))
-    except OSError as error:
-        raise PlatformError(
-            f"cannot make a folder for the drill: {error}", hint="another PERDURE_HOME"
-        ) from error
-    try:
-        with guarded("PERDURE_DRILL"):
-            yield scratch, temporary
-    finally:
-        remove_drill(scratch)
-        shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):
-            folders.rmdir()
-
-
-def sweep(folders: Path, short: Path) -> None:
-    """Remove what drills of this machine that were killed have left.
-
-    The first folder may be on a disk that other machines share, whose drills are not known here.
-    """
-    here = re.escape(f"drill-{platform.node()}-")  # Of gpu, and not of gpu-1.
-    for folder, begin in ((folders, here), (short, "drill-")):
-        for path in folder.iterdir():
-            name = re.fullmatch(rf"{begin}(\d+)-[^-]+", path.name)
-            if name is not None and not os.path.exists(f"/proc/{name[1]}"):
-                remove_drill(path)
-
-
-def remove_drill(scratch: Path) -> None:
-    """Remove a drill's folder, and what its jobs have outside it."""
-    home = str(scratch / "home")
-    for job in (scratch / "home" / "jobs").glob("*"):
-        remove_folders(paths_of(home, job.name))
-    shutil.rmtree(scratch, ignore_errors=True)
-
-
-def aim(act: Act, seen: Snapshot) -> Act:
-    """Return an act for who is there: ranks of an elastic world get new numbers, nodes may lack."""
     homes = {row.rank: row.node for row in seen.ranks if row.state not in ("exited", "failed")}
-    if act.fault == "node" and act.node not in homes.values():
-        return act._replace(node=sorted(homes.values())[act.node % len(homes)])
+    able = sorted(node for node in homes.values() if node not in stays) or sorted(homes.values())
+    if act.fault == "node" and act.node not in able:
+        return act._replace(node=able[act.node % len(able)])
     if act.rank in homes or act.fault == "node":
         return act
     rank = sorted(homes)[act.rank % len(homes)]
     return act._replace(rank=rank, node=homes[rank])
 
 
-def drill(wish: DrillWish, say: Say) -> Card:
-    """Drill a job, and return its card. Ctrl-C ends it, and nothing of it is left.
+def rehearse(wish: DrillWish, place: Place, say: Say) -> Card:
+    """Drill a job where it runs, and return its card; the budget counts from now.
 
     Raises:
-        PlatformError: the folder cannot be copied.
+        PlatformError: the job cannot be started.
     """
-    with make_scratch(wish.home) as (scratch, temporary):
-        return _Drill(wish, scratch, temporary, say).drill()
+    return _Drill(wish, place, say).drill()
 
 
 class _Drill:
-    """All of one drill, in its folder."""
+    """All of one drill."""
 
-    def __init__(self, wish: DrillWish, scratch: Path, temporary: Path, say: Say) -> None:
-        self.wish, self._scratch, self._temporary, self._say = wish, scratch, temporary, say
+    def __init__(self, wish: DrillWish, place: Place, say: Say) -> None:
+        self.wish, self._place, self._say = wish, place, say
         self._deadline_s = time.monotonic() + wish.budget_s
         self._passes: list[_Pass] = []
         self._reason = ""
@@ -245,51 +163,12 @@ class _Drill:
     def _left_s(self) -> float:
         return self._deadline_s - time.monotonic()
 
-    @contextmanager
-    def _running(self, what: str, *, switches: bool) -> Iterator[tuple[CopiedRun, Target]]:
-        """Give a job that was started in a copy; it is ended, and has nothing outside any more."""
-        name = f"{self.wish.spec.name[:40]}-drill-{token_hex(3)}"
-        folder = self._scratch / name
-        spec = isolate(self.wish.spec, name, self.wish.project, folder, self._scratch)
-        try:
-            run = CopiedRun(
-                self._scratch, self.wish.project, name, msgspec.to_builtins(spec),
-                without=(Path(self.wish.home).resolve(),),
-            )  # fmt: skip
-        except OSError as error:
-            raise PlatformError(
-                f"cannot copy {self.wish.project}: {error.strerror or error}",
-                hint=f"make room in {self._scratch.parent}",
-            ) from error
-        run.home.mkdir(exist_ok=True)
-        Path(run.paths.away).mkdir(parents=True, exist_ok=True)
-        target = Target(run, self._scratch / f"{name}.full", Gates(run.paths))
-        environ = clean_environ(self.wish.environ, self._temporary)
-        environ |= target.switches() if switches else {}
-        confinement = self._confine() if self.wish.confined else None
-        self._say(what, 0.0, "starts")
-        try:
-            run.start(environ, confinement)
-            yield run, target
-        finally:
-            target.gates.free()
-            run.end(first_s=0.5)
-            remove_folders(run.paths)
-            shutil.rmtree(folder, ignore_errors=True)
-            if confinement is not None:
-                confinement.close()
-
-    def _confine(self) -> Confinement:
-        wish = self.wish
-        short = str(self._temporary.parent)
-        folders = [str(self._scratch), short, *list_writable(wish.environ, wish.spec)]
-        return Confinement([*folders, *wish.writable])
-
     def _play(self, number: int, acts: Sequence[Act]) -> list[Act]:
         """Start the job, and make faults to it; return those that are left."""
         left = list(acts)
-        with self._running(f"start {number + 1}", switches=True) as (run, target):
-            done = _Pass(run)
+        self._say(f"start {number + 1}", 0.0, "starts")
+        with self._place.open(switches=True) as target:
+            run, done = target.run, _Pass(target.run)
             self._passes.append(done)
             try:
                 self._wait_training(run)
@@ -308,7 +187,7 @@ class _Drill:
             self._keep(done, target)
         return left
 
-    def _wait_training(self, run: CopiedRun) -> Snapshot:
+    def _wait_training(self, run: Run) -> Snapshot:
         """Return the job once all its ranks train.
 
         Raises:
@@ -333,29 +212,28 @@ class _Drill:
                 raise _Ended(f"the budget was spent before it trained ({state}): a larger --budget")
             time.sleep(_LOOK_S)
 
-    def _explain_end(self, run: CopiedRun, seen: Snapshot | None) -> str:
-        code = run.process.returncode if run.process is not None else 0
-        if code:
+    def _explain_end(self, run: Run, seen: Snapshot | None) -> str:
+        if run.code:
             return f"it fails by itself, undisturbed: {run.tail()}{self._explain_refusal(run)}"
         steps = f" after {seen.step} steps" if seen is not None and seen.step >= 0 else ""
         return f"it ended by itself{steps}, before a fault could be made: more steps"
 
-    def _explain_refusal(self, run: CopiedRun) -> str:
-        if not self.wish.confined or "Permission denied" not in run.log.read_text(errors="replace"):
+    def _explain_refusal(self, run: Run) -> str:
+        if not self.wish.confined or not run.was_refused():
             return ""
         return (
             " (a drill's script may write in its own copy only; --writable DIR allows a folder "
             "that may change)"
         )
 
-    def _perform(self, done: _Pass, target: Target, act: Act) -> None:
+    def _perform(self, done: _Pass, target: Victim, act: Act) -> None:
         """Make one fault, and wait until it is over.
 
         Raises:
             _Ended: the job had ended before.
         """
         run = target.run
-        act = aim(act, self._wait_training(run))
+        act = aim(act, self._wait_training(run), self._place.stays)
         share = self._made / max(1, len(self.wish.acts))
         self._say(act.fault, share, FAULTS[act.fault])
         strike = self._make(target, act)
@@ -381,7 +259,7 @@ class _Drill:
         back = f", back after {row.back_s:.2f} s" if row.back_s is not None else ""
         self._say(f"{act.fault}: {row.verdict}", self._made / len(self.wish.acts), found + back)
 
-    def _make(self, target: Target, act: Act) -> Strike | None:
+    def _make(self, target: Victim, act: Act) -> Strike | None:
         """Make a fault; None where it cannot be, after some attempts.
 
         Raises:
@@ -399,27 +277,26 @@ class _Drill:
         self._unmade.add(act.fault)
         return None
 
-    def _is_ending(self, run: CopiedRun) -> bool:
+    def _is_ending(self, run: Run) -> bool:
         """Return whether the job ends within a moment."""
         until_s = time.monotonic() + 3.0
         while time.monotonic() < until_s and not run.over:
             time.sleep(_LOOK_S)
         return run.over
 
-    def _read_began(self, run: CopiedRun, strike: Strike) -> Began | None:
+    def _read_began(self, run: Run, strike: Strike) -> Began | None:
         """Return where a script without steps began again, once its output says it."""
         spec, until_s = self.wish.spec, time.monotonic() + min(10.0, max(0.0, self._left_s()))
-        spec = msgspec.structs.replace(spec, log_dir="")
         while time.monotonic() < until_s and not run.over:
             seen = run.look()
             if seen is not None and seen.generation > strike.generation:
-                began = read_began(run.paths, spec, seen.generation)
+                began = run.read_began(spec, seen.generation)
                 if began is not None:
                     return began
             time.sleep(0.5)
         return None
 
-    def _strike(self, target: Target, act: Act) -> Strike:
+    def _strike(self, target: Victim, act: Act) -> Strike:
         """Make a fault at its random step.
 
         Raises:
@@ -452,12 +329,12 @@ class _Drill:
     def _limit_s(self, at_most_s: float) -> float:
         return max(5.0, min(at_most_s, self._left_s()))
 
-    def _sleep(self, run: CopiedRun, seconds: float) -> None:
+    def _sleep(self, run: Run, seconds: float) -> None:
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s and not run.over:
             time.sleep(_LOOK_S)
 
-    def _wait_step(self, run: CopiedRun, step: int) -> Snapshot:
+    def _wait_step(self, run: Run, step: int) -> Snapshot:
         """Return the job once it has made so many steps.
 
         Raises:
@@ -473,7 +350,7 @@ class _Drill:
                 raise _Ended("the budget was spent")
             time.sleep(_LOOK_S)
 
-    def _wait_over(self, target: Target, act: Act, strike: Strike) -> tuple[Strike, Outcome, float]:
+    def _wait_over(self, target: Victim, act: Act, strike: Strike) -> tuple[Strike, Outcome, float]:
         """Wait until a fault is over, and end it in time; return what became of it."""
         begun_s, patience_s = time.monotonic(), self._count_patience(act)
         outcome, read_s = Outcome(), 0.0
@@ -517,7 +394,7 @@ class _Drill:
         }.get(act.fault, 0.0)
         return _PATIENCE_S + more
 
-    def _settle(self, done: _Pass, run: CopiedRun) -> None:
+    def _settle(self, done: _Pass, run: Run) -> None:
         """Let the job make some steps more, by which the last fault's losses are judged."""
         if not done.strikes or not self._declares:
             return
@@ -530,7 +407,7 @@ class _Drill:
                 return
             time.sleep(_LOOK_S)
 
-    def _keep(self, done: _Pass, target: Target) -> None:
+    def _keep(self, done: _Pass, target: Victim) -> None:
         """Keep of a pass what is compared, and note what nobody had made."""
         run = done.run
         run.end(first_s=0.5)
@@ -559,7 +436,9 @@ class _Drill:
         if not any(done.losses for done in self._passes):
             self._say_uncompared("no loss is logged (run.log(loss=...)), or printed with its step")
             return 0.0
-        with self._running("undisturbed", switches=False) as (run, _):
+        self._say("undisturbed", 0.0, "starts")
+        with self._place.open(switches=False) as target:
+            run = target.run
             until_s = limit_s if last else min(limit_s, begun_s + max(20.0, 0.5 * drilled_s))
             while not run.over and time.monotonic() < until_s:
                 seen = run.look()
@@ -633,7 +512,8 @@ class _Drill:
             drilled_s=round(drilled_s, 1),
             undisturbed_s=round(undisturbed_s, 1),
             starts=len(self._passes),
-            changed=tuple(list_changes(spec)),
-            notes=tuple(dict.fromkeys(self._notes)),
+            changed=tuple(self._place.list_changes()),
+            notes=tuple(dict.fromkeys([*self._notes, *self._place.list_notes()])),
+            place=self._place.describe(),
             version=__version__,
         )

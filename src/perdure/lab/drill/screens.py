@@ -34,6 +34,7 @@ def render_headline(card: Card) -> str:
     if card.undisturbed_s:
         spent += f", and {card.undisturbed_s:.0f} s undisturbed"
     nodes = f" on {card.nodes} emulated nodes" if card.nodes > 1 else ""
+    nodes = f" on {card.place}" if card.place else nodes
     text = (
         f"{card.job}: {verdict} ({told}); {card.ranks} rank{'s' * (card.ranks != 1)}{nodes}, "
         f"{'' if card.declares_steps else 'no steps declared, '}seed {card.seed}, {spent}"

@@ -1,6 +1,7 @@
 """The faults, really made to a job that runs: by the harm that ranks can do themselves, or a kill.
 
 Only processes below the drill's own `perdure run` are touched, by the pids that its own files tell.
+This runs where that run is: on this machine, or on a box (`onbox.py`).
 """
 
 import os
@@ -10,11 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from perdure.failpoints import SWITCH
-from perdure.lab.drill.copies import CopiedRun
+from perdure.lab.drill.copies import RunFiles
 from perdure.lab.drill.grading import Strike
+from perdure.lab.drill.place import NotMadeError
 from perdure.lab.drill.planning import Act
 from perdure.lab.live.fleets.local import Gates, kill_nodes
 from perdure.model.bus.wire import Command
@@ -25,22 +27,19 @@ from perdure.service.commands import ask_controller
 from perdure.service.jobfiles import load_endpoint, load_parts, read_mirror
 from perdure.service.processes import list_living_descendants
 
+R = TypeVar("R", bound=RunFiles)
 INJECTED = {"crash": "crash", "stop": "stop", "hang": "spin", "slow": "slow-forward"}
 """What ranks do to themselves, as by `perdure inject`."""
-_SIGNALS = {"crash": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"crash": signal.SIGKILL, "stop": signal.SIGSTOP}
 _ANSWER_S = 20.0
 _SLOW_MS_MIN = 20.0
 
 
-class NotMadeError(Exception):
-    """A fault could not be made, and why."""
-
-
 @dataclass(slots=True)
-class Target:
+class Target(Generic[R]):
     """A job that faults are made to."""
 
-    run: CopiedRun
+    run: R
     full: Path
     """While this file is there, no checkpoint can be written."""
     gates: Gates
@@ -79,7 +78,7 @@ class Target:
         Raises:
             NotMadeError: it cannot be.
         """
-        if act.fault in _SIGNALS and at_step < 0:  # A program of its own has nobody inside.
+        if act.fault in SIGNALS and at_step < 0:  # A program of its own has nobody inside.
             return self._signal(act, seen)
         if act.fault in INJECTED:
             return self._inject(act, seen, at_step)
@@ -100,7 +99,7 @@ class Target:
             self.full.unlink(missing_ok=True)
 
     def _signal(self, act: Act, seen: Snapshot) -> Strike:
-        number, pid = _SIGNALS[act.fault], self._find_pid(act, seen)
+        number, pid = SIGNALS[act.fault], self._find_pid(act, seen)
         at_s = self.now()
         _kill(pid, number)
         return self._note(act, seen, f"rank {act.rank}: {number.name}", at_s, seen.step)
@@ -158,7 +157,7 @@ class Target:
         if len(saved) < 2:
             raise NotMadeError("there is no second checkpoint to go back to")
         newest = Path(saved[-1].path)
-        if not newest.resolve().is_relative_to(self.run.home.resolve()):
+        if not newest.resolve().is_relative_to(self.run.own.resolve()):
             raise NotMadeError(f"{newest} is not the drill's own")
         files = [path for path in newest.rglob("*") if path.is_file() and not path.is_symlink()]
         if not files:
@@ -202,8 +201,8 @@ class Target:
 
     def _is_own(self, pid: int) -> bool:
         """Return whether a process is below the drill's run; a number may be a stranger's now."""
-        process = self.run.process
-        return process is not None and pid in list_living_descendants(process.pid)
+        root = self.run.root
+        return root > 0 and pid in list_living_descendants(root)
 
 
 def _kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -87,6 +87,10 @@ class BoxFleet(FleetElsewhere):
             self._boxes[place] = box
         self._locks = {node: threading.Lock() for node in self._boxes}
 
+    def locate(self, node: int) -> LaunchRecord:
+        """Return the box that is a node, once the job was launched."""
+        return self._boxes[node] if node else self._of()
+
     def start(self) -> None:
         """Launch the job where it is to be, and follow what it tells."""
         if self._launch is not None:

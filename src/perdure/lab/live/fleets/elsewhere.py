@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import msgspec
-
 from perdure.lab.live.fleets.fleet import Fleet
 from perdure.launch.channel import Channel, Done
 from perdure.launch.exchange import UnreachedError, last_line
 from perdure.launch.platforms import Here
 from perdure.launch.ssh.ask import Carry, follow
 from perdure.model.chain import EntryReader
-from perdure.model.errors import PerdureError, PlatformError
+from perdure.model.codec import decode
+from perdure.model.errors import PerdureError, PlatformError, ProtocolError
 from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import LaunchRecord
@@ -102,8 +101,8 @@ class JobElsewhere:
         self._ended.set()
 
     def _hear(self, line: str) -> None:
-        with contextlib.suppress(msgspec.MsgspecError):
-            self._newest = msgspec.json.decode(line, type=Snapshot)
+        with contextlib.suppress(ProtocolError):
+            self._newest = decode(line, Snapshot)  # Also where a loss is not finite.
             self._lags = [max(*self._lags, self._newest.at_s - time.monotonic())]
 
     def read_snapshot(self) -> Snapshot | None:

@@ -1,0 +1,166 @@
+"""A drill on boxes: what is launched in the user's place, and what a box does when nobody asks."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.unit.lab.test_drill_job import make_row, make_snapshot
+from tests.waiting import wait_until
+
+from perdure.lab.drill import onbox
+from perdure.lab.drill.boxes import name_run, plan_run
+from perdure.lab.drill.onbox import Kept
+from perdure.lab.drill.planning import FAULTS, Act, keep_first, plan_acts
+from perdure.lab.drill.rehearsal import aim
+from perdure.launch.catalog import load_profile, overlay
+from perdure.model.job import JobSpec, LaunchConfig
+from perdure.model.platforms.profile import Profile
+
+NAME = "gpt-drill-0a1b2c"
+HOSTS = ("gpu-a", "gpu-b")
+
+
+def make_profile(**values: object) -> Profile:
+    named = {"launch.hosts": HOSTS, "interruption.relaunch": "cron", **values}
+    return overlay(load_profile("generic-ssh", "/nonexistent"), named, "test").profile
+
+
+def test_all_of_a_start_is_below_its_own_name() -> None:
+    launch = LaunchConfig(project="/p", secrets=("HF_TOKEN", "WANDB_API_KEY"), budget=5.0)
+    spec = JobSpec(
+        name="gpt", script="train.py", nodes=2, launch=launch, env={"WANDB_API_KEY": "k"}
+    )
+    plan = plan_run(spec, make_profile(), NAME, Kept(confined=True, switches=True))
+    for each, folder, before in (
+        (plan, NAME, "run"), (plan.others[0], f"{NAME}+gpu-b", "join"),
+    ):  # fmt: skip
+        env = each.files["env.sh"]
+        assert f'export DURABLE_DIR="$HOME/perdure/{NAME}"\n' in env
+        assert f'export JOB_DIR="$DATA_DIR/{folder}"\n' in env
+        assert f'export CRED_FILE="$HOME/.perdure-credentials-{folder}"\n' in env
+        command = json.loads(each.files["settings.json"])["command"]
+        assert command[:5] == ["$PERDURE_PYTHON", "-P", "-m", "perdure.lab.drill.onbox", "keep"]
+        assert command[5:10] == ["$PERDURE_PYTHON", "-P", "-m", "perdure", before]
+        assert json.loads(each.files["drill.json"])["confined"] is True
+        assert "relaunch.sh" not in each.files, "a reboot brings no drill back"
+    job = json.loads(plan.files["job.json"])
+    assert (job["name"], job["env"]["WANDB_API_KEY"], job["env"]["WANDB_MODE"]) == (
+        NAME, "", "disabled",
+    )  # fmt: skip
+    assert job["env"]["MLFLOW_TRACKING_URI"] == "file:mlruns"
+    assert (plan.settings["secrets"], job["launch"].get("budget")) == (("HF_TOKEN",), None)
+
+
+def test_names_of_starts_are_such_as_may_be_removed() -> None:
+    name = name_run(JobSpec(script="x.py", name="a" * 60))
+    assert onbox._OWN.fullmatch(name)
+    assert onbox._OWN.fullmatch(f"{name}+gpu-b")
+    assert not onbox._OWN.fullmatch("gpt")
+    assert not onbox._OWN.fullmatch("gpt-drive-0a1b")
+
+
+def test_the_box_with_the_controller_stays() -> None:
+    for seed in range(20):
+        drawn = plan_acts(list(FAULTS), seed, nodes=3, nproc=1)
+        acts, left_out = keep_first(*drawn, hosts=("a", "b", "c"), nodes=3)
+        assert {act.node for act in acts if act.fault == "node"} <= {1, 2}
+        assert left_out == {}
+        assert [act for act in acts if act.fault != "node"] == [
+            act for act in drawn[0] if act.fault != "node"
+        ]
+    acts, left_out = keep_first(*plan_acts(list(FAULTS), 0, 2, 1), hosts=("a",), nodes=2)
+    assert "node" not in {act.fault for act in acts}
+    assert "on a alone" in left_out["node"]
+    assert keep_first(*plan_acts(["crash"], 0, 1, 1), hosts=("a",), nodes=1)[1] == {}
+    seen = make_snapshot(make_row(0, 0), make_row(1, 2))
+    assert aim(Act("node", 0, 1, 0.5), seen, frozenset({0})).node == 2
+    assert aim(Act("node", 0, 0, 0.5), seen, frozenset({0})).node == 2
+
+
+def make_place(folder: Path, name: str = NAME) -> "onbox._Place":
+    """Return the folders of a drill's job, with something in each."""
+    job, durable = folder / "data" / name, folder / "durable" / name.partition("+")[0]
+    (job / "launch").mkdir(parents=True)
+    (job / "launch" / "drill.json").write_text('{"confined": false}')
+    (job / "launch" / "lease").touch()
+    (durable / "state" / "jobs" / name).mkdir(parents=True)
+    credentials = folder / f"credentials-{name}"
+    credentials.write_text("SECRET=1")
+    return onbox._Place(str(job), str(durable), str(durable / "state"), str(credentials))
+
+
+def test_all_of_a_drill_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    place = make_place(tmp_path)
+    for folder in ("data", "durable"):
+        (tmp_path / folder / "gpt").mkdir()
+    (tmp_path / "credentials-gpt").write_text("SECRET=1")
+    assert onbox.clean(place) == []
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "credentials-gpt", "data", "data/gpt", "durable", "durable/gpt",
+    ]  # fmt: skip
+    mine = onbox._Place(
+        str(tmp_path / "data" / "gpt"), str(tmp_path / "durable" / "gpt"), str(tmp_path / "no"),
+        str(tmp_path / "credentials-gpt"),
+    )  # fmt: skip
+    (told,) = onbox.clean(mine)
+    assert "no folder of a drill" in told
+    assert (tmp_path / "data" / "gpt").is_dir()
+    assert (tmp_path / "credentials-gpt").exists()
+
+
+def test_what_is_left_by_drills_whose_watch_has_died_is_removed_by_the_next(tmp_path: Path) -> None:
+    mine = make_place(tmp_path)
+    new, old = make_place(tmp_path, "gpt-drill-111111"), make_place(tmp_path, "gpt-drill-222222+b")
+    for name in ("lease", "drill.json"):
+        os.utime(old.launch / name, (time.time() - 7200.0,) * 2)
+    os.utime(new.launch / "drill.json", (time.time() - 7200.0,) * 2)
+    assert onbox.sweep(mine) == ["gpt-drill-222222+b"]
+    assert [place.job.exists() for place in (mine, new, old)] == [True, True, False]
+    assert not Path(old.credentials).exists()
+    assert Path(mine.credentials).exists()
+
+
+def test_a_job_that_nobody_asks_after_is_ended_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onbox, "LEASE_S", 0.5)
+    monkeypatch.setattr(onbox, "_LOOK_S", 0.05)
+    place = make_place(tmp_path)
+    marks = {"PERDURE_HOME": place.home, "PERDURE_JOB": NAME}
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleep, env=os.environ | marks) as rank:
+        try:
+            watcher = os.fork()
+            if watcher == 0:
+                try:
+                    onbox.watch(place)
+                finally:
+                    os._exit(0)
+            begun_s = time.monotonic()
+            while time.monotonic() < begun_s + 1.5:
+                (place.launch / "lease").touch()
+                assert rank.poll() is None, "it is asked after"
+            wait_until(lambda: rank.poll() is not None, "the end of the job", 20.0)
+            os.waitpid(watcher, 0)
+            assert not place.job.exists()
+        finally:
+            rank.kill()
+
+
+def test_the_program_that_asks_a_kernel_for_landlock_runs_by_itself() -> None:
+    from perdure.adapters.confinement import read_abi
+    from perdure.lab.drill.boxes import render_probe
+
+    done = subprocess.run(["python3", "-I", "-"], input=render_probe(), capture_output=True,
+                          text=True, timeout=30)  # fmt: skip
+    assert done.stdout.splitlines()[-1] == f"@@perdure-json {read_abi()}"
+
+
+def test_an_order_and_a_strike_travel_as_json() -> None:
+    order = onbox.Order(what="strike", act=Act("crash", 1, 0, 0.5), lead=7)
+    assert msgspec.json.decode(msgspec.json.encode(order), type=onbox.Order) == order
