@@ -31,6 +31,7 @@ from perdure.model.events import (
     RankExited,
     RankJoined,
     RanksStarted,
+    ReplicaSeen,
     VerdictReached,
     VerdictWithdrawn,
     WorldReformed,
@@ -179,6 +180,8 @@ class History:
     """When somebody first asked for the end of the newest generation's job; 0: nobody has."""
     lost: bool = False
     """It was ended, and no entry says so; whoever sees its processes says it here."""
+    here: set[int] = field(default_factory=set)
+    """Replica groups that others have started, and that have not gone."""
     meets: bool = False
     """Its ranks serve stores at which worlds meet that are formed in place."""
     generations: dict[int, Generation] = field(default_factory=dict)
@@ -309,8 +312,11 @@ class History:
                 generation.stepping = generation.stepping or event
                 if generation is self.newest:
                     self.reason = ""  # It trains: nothing is left to be explained.
-            case QuorumFormed() as event if self.spec and not self.spec.served:
-                if len(event.members) >= self.spec.nodes:
+            case ReplicaSeen() as event if self.spec and self.spec.served:
+                self.here.discard(event.group)
+                self.here |= set() if event.gone else {event.group}
+            case QuorumFormed() as event if self.spec:
+                if len(event.members) >= (len(self.here) if self.spec.served else self.spec.nodes):
                     self.reason = ""  # All groups train.
             case ControllerLost() as event:
                 self.lost_parts.append(event)

@@ -247,13 +247,13 @@ class WorldTimeline(Timeline):
         compile_s = max(0.0, account.compile_s)
         of_useful_s = min(compile_s, useful_s)
         of_lost_s = min(compile_s - of_useful_s, lost_s)
-        pieces = {
+        pieces = {  # In the order in which they are drawn.
+            warmup: of_useful_s + of_lost_s,
             "useful": useful_s - of_useful_s,
             "lost_work": lost_s - of_lost_s,
             "checkpoint": account.checkpoint_s,
             "steady_overhead": account.boundary_s + account.overhead_s,
             "idle": account.paused_s,
-            warmup: of_useful_s + of_lost_s,
         }
         stalls = [
             (stall, world.failures.get(stall.epoch))
@@ -395,11 +395,11 @@ class GroupTimeline(Timeline):
         made = max(1, account.step - account.start_step)
         undone = 0 if life.undone_from is None else max(0, account.step - life.undone_from)
         undone_s = useful_s * min(1.0, undone / made)
-        pieces = {
+        pieces = {  # In the order in which they are drawn.
+            joining: account.heal_s,
             "useful": useful_s - undone_s,
             "lost_work": account.lost_s + undone_s,
             _RE + "communicator": waited_s - from_wait_s,
-            joining: account.heal_s,
             "steady_overhead": account.boundary_s + account.overhead_s,
             "idle": stood_s,
         }

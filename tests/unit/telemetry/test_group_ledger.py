@@ -107,6 +107,10 @@ def test_a_death_and_a_return_are_split_by_their_stamps() -> None:
     assert ledger["reconfiguration.abort"] == pytest.approx(0.5)
     assert ledger["reconfiguration.communicator"] == pytest.approx(2.0 + 0.5)
     assert ledger["reconfiguration.state"] == pytest.approx(1.0)
+    for segment in journal.fold.segments(20.0):
+        drawn = [name for name, _ in segment.seconds]
+        joining = {"startup", "reconfiguration.state"}.intersection(drawn)
+        assert not joining or drawn[0] in joining, "drawn where it was: before the steps"
     (loss,) = journal.fold.report(20.0).recoveries
     assert (loss.culprit, loss.rung) == ("group 1, rank 1", "restart")
     assert loss.total_s == pytest.approx(3.0)

@@ -6,6 +6,8 @@ from perdure.dash.watch import holds
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,
+    Decision,
+    JobSubmitted,
     JournalEntry,
     QuorumFormed,
     RankExited,
@@ -201,3 +203,35 @@ def test_without_word_from_the_lighthouse_steps_say_who_trains() -> None:
     lab.add(RankExited(node=1, record=record, account=RankAccount(), detected_s=2.0))
     assert lab.states()[1] == "failed"
     assert lab.picture().state == "recovering"
+
+
+def test_what_was_said_of_a_group_that_came_is_over_once_all_that_are_there_train() -> None:
+    spec = JobSpec(script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
+    fold, seq = SnapshotFold(spec), 0
+
+    def add(*bodies: AnyEvent | Decision) -> str:
+        nonlocal seq
+        for body in bodies:
+            seq += 1
+            fold.add(JournalEntry(seq=seq, at_s=100.0 + seq, body=body))
+        return fold.snapshot(200.0).reason
+
+    def come(group: int, life: int) -> tuple[AnyEvent | Decision, ...]:
+        name = f"t_{group}:{life}"
+        said = f"{name} is group {group}, started elsewhere"
+        seen = ReplicaSeen(replica=name, group=group, at_s=1.0, life=life)
+        return seen, Decision(action="HoldReplicas", summary="none", reason=said)
+
+    def form(*names: str) -> QuorumFormed:
+        return QuorumFormed(quorum_id=7, step=5, members=names)
+
+    assert add(JobSubmitted(spec=spec, at_s=0.0)) == ""
+    assert add(*come(0, 0)) == "t_0:0 is group 0, started elsewhere"
+    assert add(form("t_0:0")) == ""
+    said = add(*come(1, 1), form("t_0:0"))
+    assert said == "t_1:1 is group 1, started elsewhere", "it does not train yet"
+    assert add(form("t_0:0", "t_1:1")) == ""
+    gone = ReplicaSeen(replica="t_1:1", group=1, at_s=2.0, life=1, gone=True, reason="it has ended")
+    assert add(gone, form("t_0:0")) == ""
+    assert add(*come(1, 2), form("t_0:0")) == "t_1:2 is group 1, started elsewhere"
+    assert add(form("t_0:0", "t_1:2")) == ""
