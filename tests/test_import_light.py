@@ -119,6 +119,20 @@ def test_a_job_that_has_ended_is_shown_without_what_reads_journals(tmp_path: Pat
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_screen_is_drawn_before_what_reads_journals_is_imported() -> None:
+    """T14: of `perdure watch` all that folds a journal is imported with a job's first story."""
+    unused = (
+        "perdure.cli.page.reading", "perdure.telemetry.history", "perdure.telemetry.series",
+        "perdure.dash.links", "jinja2", "starlette",
+    )  # fmt: skip
+    code = (
+        "import sys, perdure.cli.watching.app; "
+        f"print([m for m in {unused} if m in sys.modules], 'textual' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[] True", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, *IMPORTED])
 def test_a_command_that_needs_no_job_imports_little(command: str, tmp_path: Path) -> None:
     """What a person waits for is importing: 0.2 s on a quiet machine is about 260 modules.

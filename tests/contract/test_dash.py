@@ -23,7 +23,8 @@ from perdure.cli.jobs import find_here
 from perdure.cli.looking.story import tell_story
 from perdure.cli.page import app
 from perdure.cli.page.app import Access, Site
-from perdure.cli.page.reading import JobReading, name_run
+from perdure.cli.page.reading import JobReading
+from perdure.cli.page.runs import name_run
 from perdure.lab.results import KeptDrill, KeptReplay, keep_result
 from perdure.model.events import MetricsLogged, OperatorNoted, VerdictReached
 from perdure.model.verdicts import Culprit, Verdict

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from perdure.dash.groups import TROUBLE, describe_group, group_ranks
-from perdure.dash.links import make_heat_style, render_heat_map
 from perdure.dash.live import describe_left
 from perdure.dash.ranktime import Span, render_rank_time
 from perdure.dash.shape import render_shape, render_span
@@ -23,12 +22,12 @@ from perdure.model.plain import show_controls
 from perdure.model.report import PHASES, DeviceRow, RankRow, Recovery, Report, Snapshot
 from perdure.model.steering import render_value
 from perdure.model.verdicts import Verdict
-from perdure.telemetry.links import DelayMatrix
-from perdure.telemetry.series import Series
-from perdure.telemetry.stacks import render_stacks
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+    from perdure.telemetry.links import DelayMatrix
+    from perdure.telemetry.series import Series
 
 FAILURE, PART, NOTE, CHANGE, SAVED = "#d1495b", "#8d99ae", "#7b5ea7", "#1f6feb", "#2a9d6f"
 """Colours of marks: training stopped, it did not, a remark, a setting changed, a checkpoint."""
@@ -50,10 +49,14 @@ class Picture(NamedTuple):
 
     report: Report
     snapshot: Snapshot | None
-    series: Series
-    matrix: DelayMatrix | None = None
+    series: "Series"
+    matrix: "DelayMatrix | None" = None
     damage: str = ""
     """What of the journal could not be read."""
+
+
+LOG_LINES = 200
+"""Of a log, so many lines are shown."""
 
 
 class LogLine(NamedTuple):
@@ -184,7 +187,7 @@ def draw_ledger(report: Report) -> Any:
     )
 
 
-def list_curves(series: Series, asked: Asked) -> list[str]:
+def list_curves(series: "Series", asked: Asked) -> list[str]:
     """Return the names of the curves that are asked for; only so many of them are drawn."""
     wanted = asked.curves.lower()
     names = (name for name in series.metrics if wanted in name.lower())
@@ -231,8 +234,10 @@ def draw_rank_time(picture: Picture, asked: Asked) -> Any:
     return _markup(render_rank_time(series.segments, report.ranks, series.start_s, span, marks))
 
 
-def draw_links(matrix: DelayMatrix) -> Any:
+def draw_links(matrix: "DelayMatrix") -> Any:
     """Return the heat map of the links."""
+    from perdure.dash.links import render_heat_map  # Screens need neither this nor telemetry.
+
     return _markup(render_heat_map(matrix))
 
 
@@ -246,6 +251,8 @@ def list_evidence(verdict: Verdict) -> tuple[list[tuple[str, str]], list[tuple[s
     if isinstance(evidence.get("waits"), list | tuple):
         long["who waits for whom"] = render_waits(evidence.pop("waits"))
     if isinstance(stacks, dict) and stacks:
+        from perdure.telemetry.stacks import render_stacks
+
         long["stacks"] = render_stacks({str(rank): str(text) for rank, text in stacks.items()})
     rows = [(str(name), _cut(str(value))) for name, value in evidence.items()]
     return rows, [(name, _block(text)) for name, text in long.items()]
@@ -264,7 +271,7 @@ def _cut(text: str) -> str:
     return f"{text[:half]}\n({more:,} characters are left out)\n{text[-half:]}"
 
 
-def list_checkpoints(series: Series) -> list[tuple[float, int, Any]]:
+def list_checkpoints(series: "Series") -> list[tuple[float, int, Any]]:
     """Return (seconds since the start, step, what was saved or failed), the newest last."""
     rows: list[tuple[float, int, Any]] = [
         (c.at_s - series.start_s, c.step, c) for c in series.checkpoints[-CHECKPOINTS_MAX:]
@@ -384,5 +391,7 @@ _CALLED: tuple[Callable[..., Any], ...] = (
 
 def make_ink_style() -> str:
     """Return the style of what has the colour of an account, or of a link's slowness."""
+    from perdure.dash.links import make_heat_style
+
     inks = (f".{name_ink(name)}{{background:{ink.color}}}" for name, ink in INKS.items())
     return "".join(inks) + make_heat_style()

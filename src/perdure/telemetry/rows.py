@@ -88,6 +88,7 @@ class RankRows:
         """Begin without any."""
         self._spec = spec
         self._tracks: dict[int, Track] = {}
+        self._left: set[int] = set()
         self._rows: list[RankRow] = []
         self._changed: set[int] = set()
         self._suspected: AbstractSet[int] = frozenset()
@@ -128,6 +129,8 @@ class RankRows:
         slowest: int | None = None
         for track in self._list_heard(heard_s):
             account = track.progress.account
+            if track.progress.rank in self._left:
+                continue
             if account.step <= 0 or (slowest is not None and account.step >= slowest):
                 continue
             if account.first_step_s and track.progress.phase in _IN_LOOP:
@@ -160,7 +163,7 @@ class RankRows:
 
     def begin(self) -> None:
         """Forget what older generations have said."""
-        self._tracks = {}
+        self._tracks, self._left = {}, set()
         self._newest = {}
         self._num_steps = {}
         self._key = ()
@@ -176,6 +179,10 @@ class RankRows:
             self._changed.add(progress.rank)
             if progress.num_steps:
                 self._num_steps[progress.num_steps] = sent_s
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank of this generation has ended: nobody waits for it any more."""
+        self._left.add(rank)
 
     def add(self, entry: JournalEntry) -> None:
         """Note which rows the next entry of the journal changes, beside a new generation's."""

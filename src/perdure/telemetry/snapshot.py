@@ -13,7 +13,9 @@ from perdure.model.events import (
     JournalEntry,
     MetricsLogged,
     NodeAsked,
+    RankExited,
     RanksStarted,
+    WorldReformed,
 )
 from perdure.model.job import JobSpec
 from perdure.model.report import FIXED_WORLD, RankRow, Snapshot
@@ -86,7 +88,8 @@ class SnapshotFold:
         self._rows = RankRows(spec)
         self._metrics: dict[str, float] = {}
         self._pace = StepPace()
-        self._beat_generation = self.certain.generation
+        self._beat_generation, self._epoch = self.certain.generation, -1
+        """The generation that beats are of, and the epoch of it that was formed last."""
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
@@ -115,6 +118,11 @@ class SnapshotFold:
                 if event.generation > certain.generation:
                     self._condense(event.generation)
                 self._begin(event.generation)
+            case RankExited() as event if event.record.generation == self._beat_generation:
+                self._rows.leave(event.record.rank)
+            case WorldReformed() as event if event.epoch > self._epoch and not event.finished:
+                self._epoch = event.epoch
+                self._pace.begin()
             case MetricsLogged() as event:
                 for _, values in sorted(event.rows, key=lambda row: row[0]):
                     certain.metrics |= values
@@ -160,7 +168,7 @@ class SnapshotFold:
 
     def _begin(self, generation: int) -> None:
         if generation > self._beat_generation and not self._spec.groups:  # Each has its own.
-            self._beat_generation = generation
+            self._beat_generation, self._epoch = generation, -1
             self._rows.begin()
             self._pace.begin()
 

@@ -19,7 +19,8 @@ from tests.pages import lay_down
 
 from perdure.cli.jobs import Job, find_here
 from perdure.cli.page.acts import Act
-from perdure.cli.page.reading import JobReading, name_run
+from perdure.cli.page.reading import JobReading
+from perdure.cli.page.runs import name_run
 from perdure.cli.watching import looking
 from perdure.cli.watching.app import WatchApp
 from perdure.cli.watching.asking import AskScreen

@@ -3,12 +3,16 @@ from tests.journals import Story, tell
 
 from perdure.model import codec
 from perdure.model.events import (
+    AnyEvent,
     BoundaryReached,
     CommandReceived,
     KeysDeclared,
     OperatorNoted,
+    RankExited,
     SettingsChanged,
+    WorldReformed,
 )
+from perdure.model.failures import ExitRecord
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import (
     CommProgress,
@@ -211,3 +215,55 @@ def test_a_picture_beside_a_report_is_the_same_and_takes_nothing_from_it():
     assert series.ledger.report(story.now) == make_report(story.entries, story.now)
     told = series.series(series.ledger.segments(story.now))
     assert told == make_series(story.entries, story.now)
+
+
+def test_time_left_is_by_the_pace_of_the_world_that_there_is():
+    """A world that is formed again in place begins a pace; who is lost holds up nobody's."""
+    story = Story(nproc=3)
+    story.start()
+    story.write(KeysDeclared(generation=0, keys=(), num_steps=10_000))
+    fold, now = fold_of(story), story.now
+
+    def beat_of(at_s: float, steps: dict[int, int]) -> NodeBeat:
+        ranks = tuple(
+            RankProgress(
+                rank, 100 + rank, "step", 0.0, at_s,
+                RankAccount(step=step, init_s=1.0, first_step_s=1.0, last_step_s=at_s), (),
+                ProcSample("S", 3.0, 0, 9),
+            )
+            for rank, step in steps.items()
+        )  # fmt: skip
+        return NodeBeat(0, "a", int(at_s * 10), at_s, 0, ranks)
+
+    def write(body: AnyEvent) -> None:
+        story.write(body, now)
+        fold.add(story.entries[-1])
+
+    def train(seconds: int, pace: float, step: float, ranks: tuple[int, ...]) -> float:
+        nonlocal now
+        for _ in range(seconds):
+            now, step = now + 1.0, step + pace
+            fold.take_beat(now, beat_of(now, dict.fromkeys(ranks, int(step))))
+        return step
+
+    step = train(60, 10.0, 0.0, (0, 1, 2))
+    told = fold.snapshot(now).left_s
+    assert told is not None
+    assert told[0] <= (10_000 - step) / 10.0 <= told[1]
+    record = ExitRecord(2, 0, 102, now, signal=9)
+    write(RankExited(node=0, record=record, account=RankAccount(step=600), detected_s=now))
+    now += 3.0
+    for epoch, pace, ranks in ((1, 6.0, (0, 1)), (2, 10.0, (0, 1, 3))):
+        for rank in ranks:
+            write(
+                WorldReformed(
+                    generation=0, epoch=epoch, rank=rank, step=int(step), began_s=now - 1,
+                    ordered_s=now - 1, formed_s=now,
+                )
+            )  # fmt: skip
+        step = train(25, pace, step, ranks)
+        assert fold.snapshot(now).left_s is None, "nobody knows yet what this world's pace is"
+        step = train(15, pace, step, ranks)
+        told = fold.snapshot(now).left_s
+        assert told is not None
+        assert told[0] <= (10_000 - step) / pace <= told[1] < 1.2 * told[0]

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from perdure.cli.jobs import Job, send_command
-from perdure.cli.page.reading import name_run
+from perdure.cli.page.runs import name_run
 from perdure.cli.steering.act import parse_changes
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.steering import LEAVE_DEADLINE_S, NOTE_MAX, PlaceVerb, Verb
@@ -33,7 +33,7 @@ class Act(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     preview: bool = True
     """Only what it would do is asked for."""
     run: str = ""
-    """Which run of the job was shown (`reading.name_run`); empty: whichever there is."""
+    """Which run of the job was shown (`runs.name_run`); empty: whichever there is."""
 
 
 def ask(job: Job, act: Act) -> str:

@@ -52,8 +52,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from perdure.cli.jobs import find_here, list_jobs_elsewhere, list_local_jobs
 from perdure.cli.looking.apart import run_apart
 from perdure.cli.page.acts import ACTS, Act, ask
-from perdure.cli.page.reading import JobReading, Snapshots
+from perdure.cli.page.reading import JobReading
 from perdure.cli.page.results import KINDS, Results
+from perdure.cli.page.runs import Snapshots
 from perdure.dash.page import read_style, render_html
 from perdure.dash.sections import BEAT_S, SAVED, Asked, Picture, list_marks, render, render_section
 from perdure.dash.svg import thin

@@ -22,7 +22,8 @@ from perdure.cli.jobs import ENDED, LOST, Job, read_start_s
 from perdure.cli.looking.mirror import MirrorTail
 from perdure.cli.looking.output import Stream, list_streams
 from perdure.cli.looking.story import AGREEMENTS, Story, StoryFold
-from perdure.dash.sections import LogLine, Picture
+from perdure.cli.page.runs import name_run
+from perdure.dash.sections import LOG_LINES, LogLine, Picture
 from perdure.files.rotation import list_parts_of, read_piece, read_pieces
 from perdure.model.chain import Tally
 from perdure.model.events import JournalEntry, Newest
@@ -35,7 +36,6 @@ STORY_EVERY_S = 1.0
 _STORY_SHARE = 0.2
 """Of the time, at most so much goes into stories."""
 _PAST_KEPT = 16
-LOG_LINES = 200
 _LOG_PIECE, _LOG_SEARCHED = 1 << 20, 64 << 20
 """Bytes of a log that are read at once, and that a search goes back at most."""
 _LINE_MAX = 4000
@@ -225,40 +225,6 @@ def _collect_nothing() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-class Snapshots:
-    """The newest picture of each job; of one that does not run it is made once."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._still: dict[str, tuple[Any, Snapshot]] = {}
-
-    def take(self, job: Job) -> Snapshot:
-        """Return a job's newest picture."""
-        if job.alive:
-            self._still.pop(job.name, None)
-            return job.snapshot()
-        paths = (job.paths.spec, job.paths.snapshot, job.paths.journal)
-        files = tuple(identify(path) for path in paths)
-        known = self._still.get(job.name)
-        if known is None or known[0] != files:
-            known = self._still[job.name] = (files, job.snapshot())
-        return known[1]
-
-
-def name_run(job: Job) -> str:
-    """Return what tells a job from another one that has begun under its name."""
-    return "-".join(map(str, identify(job.paths.spec)))
-
-
-def identify(path: str) -> tuple[int, int]:
-    """Return what tells a file from another one at the same path, or from none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return 0, 0
-    return status.st_ino, status.st_mtime_ns
 
 
 def _choose_newest(streams: list[Stream], spec: JobSpec) -> list[Stream]:

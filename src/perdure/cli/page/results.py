@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, assert_never
 
 from perdure.cli.page.plans import make_plan_document
-from perdure.cli.page.reading import identify
+from perdure.cli.page.runs import identify
 from perdure.dash.page import Document
 from perdure.lab.drill.screens import make_card_document, render_counts
 from perdure.lab.report import DriveResult, ReplayResult

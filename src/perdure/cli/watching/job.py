@@ -4,7 +4,7 @@ Where it has replica groups, or stages, they have a tab as well.
 """
 
 import os
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from textual import on, work
@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 from perdure.cli.jobs import Job, find_here
 from perdure.cli.looking.apart import run_apart
 from perdure.cli.page.acts import Act, Asking
-from perdure.cli.page.reading import JobReading
+from perdure.cli.page.runs import name_run
 from perdure.cli.watching import views
 from perdure.cli.watching.asking import Asks, AskScreen, Question
 from perdure.cli.watching.looking import (
@@ -30,7 +30,10 @@ from perdure.cli.watching.table import Row, Rows
 from perdure.dash.sections import LogLine, Picture
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.report import Snapshot
-from perdure.telemetry.series import Series
+
+if TYPE_CHECKING:
+    from perdure.cli.page.reading import JobReading
+    from perdure.telemetry.series import Series
 
 TABS = (
     "ranks", "nodes", "devices", "incidents", "settings", "checkpoints", "log", "time", "groups",
@@ -80,18 +83,15 @@ class JobScreen(LookingScreen):
         """Show a job, at first a tab of it."""
         super().__init__(every)
         self._asks = asks
-        self._reading = JobReading(job)
+        self.job, self._run = job, name_run(job)
+        """The job that is shown, and which run of it."""
+        self._reading: JobReading | None = None
         self._tab = tab
         self._node: int | None = None
         self._wanted = ""
         self._snapshot: Snapshot | None = None
         self._told: Series | None = None
         """Of the story that is shown; it is told anew once a second at most."""
-
-    @property
-    def job(self) -> Job:
-        """The job that is shown."""
-        return self._reading.job
 
     def compose(self) -> ComposeResult:
         """Compose the head, and a tab each."""
@@ -128,15 +128,25 @@ class JobScreen(LookingScreen):
         """Return the job as it is; at first without its journal, which may be long."""
         if not os.path.isdir(self.job.paths.root):
             raise PlatformError("the job's folder is gone; this is how the job was")
-        if not self._reading.is_of_now():  # It has begun again under its name.
-            self._reading = JobReading(find_here(self.job.name, self.job.home))
+        if name_run(self.job) != self._run:  # It has begun again under its name.
+            self.job = find_here(self.job.name, self.job.home)
+            self._run, self._reading = name_run(self.job), None
             self._snapshot = None
         if self._snapshot is None:
             return self.job.snapshot(), None, None
-        picture = self._reading.look()
+        reading = self._open()
+        picture = reading.look()
         asked = self.query_one(TabbedContent).active == "log"
-        lines = self._reading.read_log(None, self._wanted) if asked else None
+        lines = reading.read_log(None, self._wanted) if asked else None
         return picture.snapshot or self.job.snapshot(), picture, lines
+
+    def _open(self) -> "JobReading":
+        """Return what reads this run's journal. It is imported once the screen is seen."""
+        from perdure.cli.page.reading import JobReading
+
+        if self._reading is None:
+            self._reading = JobReading(self.job)
+        return self._reading
 
     def show(self, found: Any) -> None:
         """Show all of it, on this screen and on that of a rank above it."""
@@ -261,7 +271,7 @@ class JobScreen(LookingScreen):
         if len(row.item) > 1:
             self.action_tab("nodes")
             return
-        self.app.push_screen(RankScreen(self._reading, row.item[0].rank, self._every))
+        self.app.push_screen(RankScreen(self._open(), row.item[0].rank, self._every))
         self._again.set()
 
     @on(DataTable.RowSelected, "#settings-table")
@@ -342,7 +352,7 @@ class JobScreen(LookingScreen):
             if answer is not None:
                 self._carry_out(answer)
 
-        asked = msgspec.structs.replace(question.act, run=self._reading.run)
+        asked = msgspec.structs.replace(question.act, run=self._run)
         self.app.push_screen(AskScreen(self.job, question._replace(act=asked), self._asks), act)
 
     @work

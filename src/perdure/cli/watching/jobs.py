@@ -11,7 +11,7 @@ from textual.events import Print
 from textual.widgets import DataTable, Footer, Static
 
 from perdure.cli.jobs import find_here, list_jobs_elsewhere, list_local_jobs
-from perdure.cli.page.reading import Snapshots
+from perdure.cli.page.runs import Snapshots
 from perdure.cli.watching.asking import Asks
 from perdure.cli.watching.job import JobScreen
 from perdure.cli.watching.looking import LookingScreen, make_find_field, make_trouble

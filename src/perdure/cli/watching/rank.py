@@ -1,6 +1,6 @@
 """One rank: what it writes, where it stands, and what was found about it."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
 from textual import work
@@ -11,7 +11,6 @@ from textual.widgets import Footer, RichLog, Static, TabbedContent, TabPane
 
 from perdure.adapters.host import read_environ
 from perdure.adapters.stacks import dump_stack
-from perdure.cli.page.reading import LOG_LINES, JobReading
 from perdure.cli.watching.looking import LookingScreen, make_find_field, make_trouble
 from perdure.cli.watching.table import plain_lines
 from perdure.cli.watching.views import (
@@ -20,9 +19,12 @@ from perdure.cli.watching.views import (
     is_over,
     list_rank_evidence,
 )
-from perdure.dash.sections import LogLine, Picture, find_rank
+from perdure.dash.sections import LOG_LINES, LogLine, Picture, find_rank
 from perdure.model.plain import show_output
 from perdure.model.report import RankRow, Snapshot
+
+if TYPE_CHECKING:
+    from perdure.cli.page.reading import JobReading
 
 
 class LogTail(RichLog):
@@ -79,7 +81,7 @@ class RankScreen(LookingScreen):
         Binding("K", "kill", "kill it"),
     ]
 
-    def __init__(self, reading: JobReading, rank: int, every: float) -> None:
+    def __init__(self, reading: "JobReading", rank: int, every: float) -> None:
         """Show `rank` of a job."""
         super().__init__(every)
         self._reading, self.rank = reading, rank
