@@ -155,6 +155,7 @@ def test_one_box_is_looked_at_first_and_the_script_is_held_there(
         "disk": "passed", "bus": "passed",
     }, card  # fmt: skip
     assert "No space left" in card["by"]["disk"]["found_as"]
+    assert (laptop.box.home / ".cache").is_dir(), "a fresh box has none, and scripts want one"
     assert (outside / "last.pt").read_text() == "of a drill"
     check_nothing_left(laptop.box)
 

@@ -290,7 +290,7 @@ def _describe_boxes(
             "box itself stays up"
         )
     if not profile.launch.native and any(act.fault == "slow" for act in wish.acts):
-        told.append("slow: launch.native = false, and without its recorder no slow rank is found")
+        told.append("slow: launch.native = false; without its recorder it may not be found")
     held = "its copy, in the drill's folders and in caches of the home there"
     held += "".join(f", in {path}" for path in wish.writable)
     for each in around:

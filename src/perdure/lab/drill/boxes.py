@@ -53,6 +53,8 @@ _TOUCH_S = 10.0
 _ANSWER_S = 120.0
 """For an order beside the job; those that wait for a step or a checkpoint have as much more."""
 _STOP_S = 20.0
+_PAUSES_S = (1.0, 4.0)
+"""Before what is only looked up is asked again, where the connection broke."""
 _PROGRAM = "../../adapters/confinement.py"
 
 
@@ -357,14 +359,13 @@ class _BoxRun(Run):
 
     def _ask(self, order: Order) -> Any:
         """Return what is only looked up, and may be asked again."""
-        for pause_s in (1.0, 4.0, None):
-            try:
+        told = None
+        for pause_s in _PAUSES_S:
+            with contextlib.suppress(UnreachedError):
                 told = give_order(self.record, order)
                 break
-            except UnreachedError:
-                if pause_s is None:
-                    raise
-                time.sleep(pause_s)
+            time.sleep(pause_s)
+        told = told or give_order(self.record, order)
         if told.error:
             raise PlatformError(f"{self.record.box}: {told.error}")
         return told.value
@@ -389,6 +390,10 @@ class _BoxVictim(Victim):
 
     def read(self) -> list[JournalEntry]:
         """Return the journal so far."""
+        for pause_s in _PAUSES_S:
+            with contextlib.suppress(PlatformError):  # Such as a connection that broke.
+                return self._fleet.read_entries()
+            time.sleep(pause_s)
         return self._fleet.read_entries()
 
     def ask(self, verb: str, args: dict[str, Any], timeout_s: float) -> dict[str, Any]:

@@ -153,7 +153,11 @@ def keep(place: _Place, command: list[str]) -> int:
         environ[SWITCH] = f"checkpoint/written=error(ENOSPC),file={place.launch / FULL}"
     if kept.confined:
         own = [place.job, place.durable, place.temporary.parent]
-        outside = [*list_writable(environ, place.read_spec()), *kept.writable]
+        caches = list_writable(environ, place.read_spec())
+        for cache in caches:  # A fresh box has none yet, and the script could not make it.
+            with contextlib.suppress(OSError):
+                os.makedirs(cache, exist_ok=True)
+        outside = [*caches, *kept.writable]
         Confinement([*map(str, own), *outside]).enter()
     os.execvpe(command[0], command, environ)
 
