@@ -346,8 +346,12 @@ class Detector:
         for rank in [r for r, w in self._watches.items() if w.gone and r not in self._exited]:
             del self._watches[rank]
             self._notes.mark_ended(rank, self._exit_s.get(rank, event.formed_s))
-        self._closed, self._open = False, None
-        return [VerdictReached(verdict=self._describe_quit(now, rank, event)) for rank in out]
+        over, self._closed, self._open = self._open, False, None
+        quits = [VerdictReached(verdict=self._describe_quit(now, rank, event)) for rank in out]
+        if over is None or over.kind not in HANGS or over.actionable:
+            return [*quits]
+        reason = f"the world was formed again, in epoch {event.epoch}"
+        return [VerdictWithdrawn(verdict=over, at_s=now, reason=reason), *quits]
 
     def _describe_quit(self, now: float, rank: int, event: WorldReformed) -> Verdict:
         """Return what is to be said of a member that others have formed epoch `event` without."""

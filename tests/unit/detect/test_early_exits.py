@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from perdure.detect.detector import Detector
-from perdure.model.events import RankExited, WorldReformed
+from perdure.model.events import RankExited, VerdictWithdrawn, WorldReformed
 from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
+from perdure.model.verdicts import HANGS
 
 
 def leave(world, rank: int, *, finished_s: float = 0.0) -> None:
@@ -97,3 +98,17 @@ def test_the_next_controller_acts_upon_what_the_journal_says(world):
         world.detector.note(at_s, event)
     world.run(20.0)
     assert [v.culprit.rank for v in world.actionable] == [1]
+
+
+def test_a_hang_that_ends_as_the_world_is_formed_again_is_said_to_be_over(world):
+    """The others wait for one that is gone, and who was named of them trains on with the rest."""
+    world.run(3.0, hold=lambda rank: True)
+    (said,) = world.verdicts
+    assert said.kind in HANGS
+    assert not said.actionable
+    form(world, 1, 0, 1)
+    (over,) = world.of(VerdictWithdrawn)
+    assert over.verdict.culprit == said.culprit
+    assert over.reason == "the world was formed again, in epoch 1"
+    world.run(20.0)
+    assert [v for v in world.verdicts if v.actionable] == []
