@@ -1,5 +1,6 @@
 """`perdure drill --on`: a copy of a job is harmed on boxes, and nothing of it is left there."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from perdure.adapters.confinement import can_confine
@@ -55,12 +57,18 @@ def run(laptop: Laptop, *options: str) -> tuple[int, dict[str, Any]]:
 def list_left(box: Box) -> list[str]:
     """Return what a box still has of a drill: processes, and folders below its home."""
     listens = "python3 - listen"  # The launch's own, by which boxes find one another: for a minute.
-    found = [
-        text
-        for process in box.find_processes()
-        if (text := " ".join(process.cmdline())) and not text.startswith(listens)
-    ]
-    return found + [str(path) for path in box.home.rglob("*-drill-*")]
+    found = []
+    for process in box.find_processes():
+        with contextlib.suppress(psutil.Error):  # It has just ended.
+            text = " ".join(process.cmdline())
+            if text and not text.startswith(listens):
+                found.append(text)
+    below = (
+        os.path.join(top, name)
+        for top, folders, files in os.walk(box.home)
+        for name in (*folders, *files)
+    )
+    return found + [path for path in below if "-drill-" in os.path.basename(path)]
 
 
 def check_nothing_left(*boxes: Box, timeout_s: float = 20.0) -> None:
@@ -175,6 +183,21 @@ def test_a_drill_that_is_ended_leaves_nothing_on_its_box(
         process.communicate(timeout=90)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     check_nothing_left(laptop.box, timeout_s=20.0 if number == signal.SIGINT else 90.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sent", ["project", "launch/run.sh"])
+def test_a_drill_that_is_killed_while_it_sends_leaves_nothing(
+    box: Callable[..., Laptop], sent: str
+) -> None:
+    """There is no environment yet, and nothing was started that could find out."""
+    laptop = box()
+    write_job(laptop)
+    with start(laptop, "--yes", "--fault", "crash", "--budget", "2m") as process:
+        wait_until(lambda: list(laptop.box.home.glob(f"perdure/*-drill-*/{sent}")), sent, 60.0)
+        process.kill()
+        process.communicate(timeout=60)
+    check_nothing_left(laptop.box, timeout_s=130.0)
 
 
 @pytest.mark.long

@@ -1,11 +1,14 @@
 """A drill on boxes: what is launched in the user's place, and what a box does when nobody asks."""
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,11 +16,14 @@ from tests.unit.lab.test_drill_job import make_row, make_snapshot
 from tests.waiting import wait_until
 
 from perdure.lab.drill import onbox
-from perdure.lab.drill.boxes import name_run, plan_run
+from perdure.lab.drill.boxes import give_order, name_run, plan_run
 from perdure.lab.drill.onbox import Kept
 from perdure.lab.drill.planning import FAULTS, Act, keep_first, plan_acts
 from perdure.lab.drill.rehearsal import aim
 from perdure.launch.catalog import load_profile, overlay
+from perdure.launch.channel import Channel, Done
+from perdure.launch.wheel import read_program
+from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
 from perdure.model.platforms.profile import Profile
 
@@ -62,6 +68,31 @@ def test_names_of_starts_are_such_as_may_be_removed() -> None:
     assert onbox._OWN.fullmatch(f"{name}+gpu-b")
     assert not onbox._OWN.fullmatch("gpt")
     assert not onbox._OWN.fullmatch("gpt-drive-0a1b")
+
+
+def test_all_starts_of_all_drills_of_a_job_have_one_environment() -> None:
+    """It stays there: one for each start would be made, and left, again and again."""
+    spec = JobSpec(name="gpt", script="train.py", nodes=2, launch=LaunchConfig(project="/p"))
+    profile = make_profile(**{"launch.packages": ("einops",)})
+    plans = [plan_run(spec, profile, name_run(spec), Kept(confined=True)) for _ in range(2)]
+    setups = {each.files["setup.sh"] for plan in plans for each in (plan, *plan.others)}
+    assert len(setups) == 1
+    assert "/envs/gpt-drill-" in setups.pop()
+
+
+@pytest.mark.parametrize("answer", ["{", '{"error": 7}', "[]", '{"error": "\ud800'])
+def test_an_answer_of_another_shape_is_an_error_in_words(
+    answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the removal of all other boxes' folders would end by it."""
+    plan = plan_run(
+        JobSpec(name="gpt", script="train.py", nodes=2, launch=LaunchConfig(project="/p")),
+        make_profile(), NAME, Kept(confined=True),
+    )  # fmt: skip
+    done = Done(0, f"@@perdure-json {answer}\n", "", "")
+    monkeypatch.setattr(Channel, "run", lambda *_, **__: done)
+    with pytest.raises(PlatformError, match="another shape"):
+        give_order(plan, onbox.Order(what="clean"))
 
 
 def test_the_box_with_the_controller_stays() -> None:
@@ -123,6 +154,107 @@ def test_what_is_left_by_drills_whose_watch_has_died_is_removed_by_the_next(tmp_
     assert [place.job.exists() for place in (mine, new, old)] == [True, True, False]
     assert not Path(old.credentials).exists()
     assert Path(mine.credentials).exists()
+
+
+def test_what_is_watched_or_new_by_its_disks_clock_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The box's clock may be hours before that of a disk which other boxes write on."""
+    mine, new = make_place(tmp_path), make_place(tmp_path, "gpt-drill-111111")
+    old = make_place(tmp_path, "gpt-drill-222222")
+    for name in ("lease", "drill.json"):
+        os.utime(old.launch / name, (time.time() - 7200.0,) * 2)
+    now_s = time.time()
+    monkeypatch.setattr(onbox.time, "time", lambda: now_s + 7200.0)
+    lock = onbox._lock_watch(old.launch)
+    assert onbox.sweep(mine) == []
+    os.close(lock)
+    assert onbox.sweep(mine) == ["gpt-drill-222222"]
+    assert new.job.exists()
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> "onbox._Place":
+    """Return a drill's folders as they are sent, before anything was started there."""
+    place = make_place(tmp_path)
+    (place.launch / "box.py").write_text(read_program("box.py"))
+    (place.launch / "env.sh").write_text(
+        f'export PERDURE_HOME="{place.home}" DURABLE_DIR="{place.durable}" '
+        f'CRED_FILE="{place.credentials}"\n'
+    )
+    return place
+
+
+def start_guard(place: "onbox._Place", limit_s: float = 1.5) -> None:
+    subprocess.run(
+        ["python3", "-I", "-", str(place.job), str(limit_s)], check=True, timeout=30, text=True,
+        input=read_program("../../lab/drill/guard.py"),
+    )  # fmt: skip
+
+
+def test_what_was_sent_is_removed_also_where_no_job_ever_began(
+    guarded: "onbox._Place", tmp_path: Path
+) -> None:
+    for folder in ("data", "durable"):
+        (tmp_path / folder / "gpt").mkdir()
+    marks = {"PERDURE_HOME": guarded.home, "PERDURE_JOB": NAME}
+    with subprocess.Popen(["sleep", "60"], env=os.environ | marks) as rank:
+        try:
+            start_guard(guarded)
+            begun_s = time.monotonic()
+            while time.monotonic() < begun_s + 4.0:
+                (guarded.launch / "lease").touch()
+                assert rank.poll() is None, "it is asked after"
+            wait_until(lambda: not guarded.job.exists(), "its end", 20.0)
+            assert rank.wait(5) == -signal.SIGKILL
+        finally:
+            rank.kill()
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["data", "data/gpt", "durable", "durable/gpt"]
+
+
+def test_a_guard_removes_nothing_that_is_not_named_as_a_drills(
+    guarded: "onbox._Place", tmp_path: Path
+) -> None:
+    """Whatever the folder's own `env.sh` says."""
+    (tmp_path / "precious").mkdir()
+    (guarded.launch / "env.sh").write_text(
+        f'export PERDURE_HOME="{tmp_path}" DURABLE_DIR="{tmp_path}/precious" '
+        f'CRED_FILE="{tmp_path}/precious"\n'
+    )
+    start_guard(guarded, 0.0)
+    wait_until(lambda: not guarded.job.exists(), "its end", 20.0)
+    assert (tmp_path / "precious").is_dir()
+    assert guarded.durable.is_dir()
+    mine = tmp_path / "data" / "gpt"
+    (mine / "launch").mkdir(parents=True)
+    namespace: dict[str, Any] = {"__name__": "guard"}
+    exec(read_program("../../lab/drill/guard.py"), namespace)
+    namespace["remove"](str(mine))
+    assert mine.is_dir()
+
+
+def test_a_disk_that_does_not_answer_ends_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onbox, "LEASE_S", 0.5)
+    monkeypatch.setattr(onbox, "_LOOK_S", 0.05)
+    place, stat = make_place(tmp_path), os.stat
+
+    def fail(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("/lease"):
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, *args, **options)
+
+    watcher = os.fork()
+    if watcher == 0:
+        try:
+            onbox.os.stat = fail
+            onbox.watch(place)
+        finally:
+            os._exit(0)
+    os.waitpid(watcher, 0)
+    assert not place.job.exists()
 
 
 def test_a_job_that_nobody_asks_after_is_ended_and_removed(

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from perdure.lab.drill.screens import make_card_document, render_card
 from perdure.lab.drill.strikes import Target
 from perdure.lab.live.fleets.local import Gates
 from perdure.model.errors import ConfigError
+from perdure.model.events import CheckpointSaved
 from perdure.model.job import JobSpec
 from perdure.model.report import RankRow, Snapshot
 
@@ -235,3 +237,36 @@ def test_only_what_is_below_the_drills_own_run_is_killed(
         finally:
             stranger.kill()
             own.kill()
+
+
+def test_a_file_that_is_another_ones_as_well_is_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that keeps its best checkpoint by a hard link has one file under two names."""
+    (tmp_path / "project").mkdir()
+    run = CopiedRun(tmp_path, tmp_path / "project", "job", {})
+    run.own = tmp_path / "own"
+    newest = run.own / "step-00000002"
+    newest.mkdir(parents=True)
+    (tmp_path / "best.pt").write_text("the user's")
+    os.link(tmp_path / "best.pt", newest / "rank-0.pt")
+    saved = [
+        SimpleNamespace(
+            body=CheckpointSaved(
+                generation=0,
+                at_s=1.0,
+                step=step,
+                path=str(newest),
+                bytes=10,
+                stall_s=0.0,
+                save_s=0.0,
+            )
+        )
+        for step in (1, 2)
+    ]
+    monkeypatch.setattr(Target, "read", lambda self: saved)
+    monkeypatch.setattr(Target, "_find_pid", lambda *_: pytest.fail("nobody is harmed"))
+    target = Target(run, tmp_path / "full", Gates(run.paths))
+    with pytest.raises(NotMadeError, match="alone"):
+        target.strike(Act("torn", 0, 0, 0.0), make_snapshot(make_row(0, 0)), -1)
+    assert (tmp_path / "best.pt").read_text() == "the user's"

@@ -24,7 +24,7 @@ from perdure.model.job import (
     TrackingConfig,
 )
 
-PROGRAMS = ("box.py", "results.py")
+PROGRAMS = ("box.py", "results.py", "../../lab/drill/guard.py")
 
 
 def find_python(version: str) -> str:

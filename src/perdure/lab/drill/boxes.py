@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -48,6 +48,7 @@ from perdure.model.platforms.profile import Profile
 from perdure.model.report import Snapshot
 from perdure.telemetry.restarts import Began
 
+T = TypeVar("T")
 _TOUCH_S = 10.0
 """Between two signs of life: many fit into the lease."""
 _ANSWER_S = 120.0
@@ -55,7 +56,9 @@ _ANSWER_S = 120.0
 _STOP_S = 20.0
 _PAUSES_S = (1.0, 4.0)
 """Before what is only looked up is asked again, where the connection broke."""
-_PROGRAM = "../../adapters/confinement.py"
+_PROGRAM, _GUARD = "../../adapters/confinement.py", "../../lab/drill/guard.py"
+GUARD_S = LEASE_S + 30.0
+"""A box's own watch is first: it knows more that is to be removed."""
 
 
 class Surroundings(NamedTuple):
@@ -108,16 +111,21 @@ def plan_run(spec: JobSpec, profile: Profile, name: str, kept: Kept) -> Plan:
     interruption = structs.replace(profile.interruption, relaunch="none")
     own = structs.replace(profile, overrides=overrides, interruption=interruption)
     plan = ssh.render(isolate_elsewhere(spec, name), own)
-    return structs.replace(
-        _keep(plan, kept), others=tuple(_keep(other, kept) for other in plan.others)
-    )
+    # One environment for all starts of all drills of a job, and none of the job's own.
+    setup = ssh.render(isolate_elsewhere(spec, f"{spec.name[:40]}-drill"), own).files["setup.sh"]
+    others = tuple(_keep(other, kept, setup) for other in plan.others)
+    return structs.replace(_keep(plan, kept, setup), others=others)
 
 
-def _keep(plan: Plan, kept: Kept) -> Plan:
+def _keep(plan: Plan, kept: Kept, setup: str) -> Plan:
     """Return the plan of a box with the drill's own keeper in front of the job's command."""
     settings = json.loads(plan.files["settings.json"])
     settings["command"] = ["$PERDURE_PYTHON", "-P", "-m", MODULE, "keep", *settings["command"]]
-    files = {"settings.json": json.dumps(settings, indent=2) + "\n", KEPT: encode(kept).decode()}
+    files = {
+        "settings.json": json.dumps(settings, indent=2) + "\n",
+        "setup.sh": setup,
+        KEPT: encode(kept).decode(),
+    }
     return structs.replace(plan, files={**plan.files, **files})
 
 
@@ -181,6 +189,7 @@ class _Boxes(Place):
         self._prepared = self._plan(switches=True)
         plans = (self._prepared, *self._prepared.others)
         with _Leases(plans):
+            at_once(guard, plans)
             at_once(partial(prepare, here=self._here), plans)
             for plan in plans:
                 told = give_order(plan, Order(what="sweep"))
@@ -205,6 +214,7 @@ class _Boxes(Place):
         )  # fmt: skip
         with _Leases((plan, *plan.others)):
             try:
+                at_once(guard, (plan, *plan.others))
                 self._start(fleet, plan)
                 yield _BoxVictim(fleet)
             finally:
@@ -243,7 +253,7 @@ class _Boxes(Place):
             if error:
                 text = (
                     f"{each.profile.launch.host}: {error}; what is left there of {plan.job} ends "
-                    f"within {LEASE_S:g} s by itself"
+                    f"within {GUARD_S:g} s by itself"
                 )
                 self._notes.append(text)
                 self._here.tell(text)
@@ -276,6 +286,20 @@ class _Leases:
                 channel.run(script, timeout_s=2 * _TOUCH_S)
 
 
+def guard(plan: Plan) -> None:
+    """Make a start's folder on its box, which is removed from now on where nobody asks after it.
+
+    Raises:
+        PlatformError: it cannot be made.
+    """
+    folder = f'mkdir -p "{plan.place}/launch" && cd "{plan.place}/launch" && touch {LEASE} {KEPT}'
+    Channel(plan.profile.launch).must(
+        f'{folder} && cd .. && python3 - "$(pwd)" {GUARD_S:g}',
+        hint="overrides.DATA_DIR",
+        stdin=read_program(_GUARD).encode(),
+    )
+
+
 _REMOVE = 'rm -rf "$JOB_DIR" "$DURABLE_DIR" ${CRED_FILE:+"$CRED_FILE"}'
 """What cleans where nothing was ever started, since there is no Python for it."""
 
@@ -293,14 +317,31 @@ def give_order(plan: Plan | LaunchRecord, order: Order, timeout_s: float = _ANSW
     ends = order.what in ("end", "clean")
     if ends:
         bare = in_job(plan.place, f'{{ test -n "$PERDURE_PYTHON" || {{ {_REMOVE}; exit 0; }}; }}')
-        script = f'test -e "{plan.place}/launch/env.sh" || exit 0; {bare} && {script}'
+        unsent = f'rm -rf "{plan.place}"; ' if order.what == "clean" else ""
+        sent = f'test -e "{plan.place}/launch/env.sh" || {{ {unsent}exit 0; }}'
+        script = f"{sent}; {bare} && {script}"
     done = channel.run(script, timeout_s=timeout_s)
     lines = [line for line in done.out.splitlines() if line.startswith(ANSWER)]
     if ends and not done.code and not lines:
         return Answer()
     if done.code or not lines:
         raise PlatformError(f"{channel.name}: {last_line(done.err, 'it said nothing')}")
-    return msgspec.json.decode(lines[-1][len(ANSWER) :], type=Answer)
+    try:
+        return msgspec.json.decode(lines[-1][len(ANSWER) :], type=Answer)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise PlatformError(f"{channel.name} answered in another shape: {error}") from None
+
+
+def read_value(value: Any, type_: type[T]) -> T:
+    """Return what an answer says, as `type_`.
+
+    Raises:
+        PlatformError: it is of another shape.
+    """
+    try:
+        return msgspec.convert(value, type_, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise PlatformError(f"a box answered in another shape: {error}") from None
 
 
 class _BoxRun(Run):
@@ -341,21 +382,21 @@ class _BoxRun(Run):
 
     def read_losses(self) -> tuple[str, dict[Any, str]]:
         """Return what was compared by, and what was logged, or else printed, at each step."""
-        what, losses = self._ask(Order(what="losses"))
-        return what, losses if what == "lines" else {int(k): v for k, v in losses.items()}
+        what, losses = read_value(self._ask(Order(what="losses")), tuple[str, dict[str, str]])
+        return what, losses if what == "lines" else read_value(losses, dict[int, str])
 
     def read_began(self, spec: JobSpec, generation: int) -> Began | None:
         """Return where a script without steps began in a generation; None: not known yet."""
         told = self._ask(Order(what="began", generation=generation))
-        return None if told is None else msgspec.convert(told, Began)
+        return None if told is None else read_value(told, Began)
 
     def tail(self) -> str:
         """Return the last line of what went wrong."""
-        return str(self._ask(Order(what="words"))[0])
+        return read_value(self._ask(Order(what="words")), tuple[str, bool])[0]
 
     def was_refused(self) -> bool:
         """Return whether something that it wanted to do was not permitted."""
-        return bool(self._ask(Order(what="words"))[1])
+        return read_value(self._ask(Order(what="words")), tuple[str, bool])[1]
 
     def _ask(self, order: Order) -> Any:
         """Return what is only looked up, and may be asked again."""
@@ -417,7 +458,7 @@ class _BoxVictim(Victim):
             self._fill(full=True)
         lead = at_step - seen.step if at_step >= 0 else -1
         told = self._order(Order(what="strike", act=act, lead=lead), 2 * _ANSWER_S)
-        return msgspec.convert(told, Strike)
+        return read_value(told, Strike)
 
     def heal(self, act: Act) -> None:
         """End what can end."""

@@ -167,16 +167,48 @@ def watch(place: _Place) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(null, fd)
-    with contextlib.suppress(OSError):
-        lock = os.open(place.launch / "watch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        lock = _lock_watch(place.launch)
         touched, since_s = 0.0, time.monotonic()
         while time.monotonic() < since_s + LEASE_S:
-            newest = os.stat(place.launch / LEASE).st_mtime
+            try:
+                newest = os.stat(place.launch / LEASE).st_mtime
+            except FileNotFoundError:
+                raise
+            except OSError:  # A disk that is not there for a while: nobody is heard.
+                newest = touched
             if newest != touched:
                 touched, since_s = newest, time.monotonic()
             time.sleep(_LOOK_S)
         clean(place)
+        os.close(lock)
+
+
+def _lock_watch(launch: Path) -> int:
+    """Return a descriptor by which a job is watched.
+
+    Raises:
+        BlockingIOError: it is already.
+        OSError: there is no such folder, or no lock can be had.
+    """
+    lock = os.open(launch / "watch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def is_watched(launch: Path) -> bool:
+    """Return whether a drill's job is watched now, whatever its files and clocks tell."""
+    try:
+        os.close(_lock_watch(launch))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def clean(place: _Place) -> list[str]:
@@ -205,10 +237,15 @@ def clean(place: _Place) -> list[str]:
 def sweep(place: _Place) -> list[str]:
     """Remove what drills have left on this box whose watch has died as well, as by a reboot."""
     removed = []
+    lease = place.launch / LEASE
+    lease.touch()
+    now_s = lease.stat().st_mtime  # By the clock of that disk, which may be another machine's.
     for kept in place.job.parent.glob(f"*-drill-*/launch/{KEPT}"):
         folder = kept.parents[1]
         times = [os.stat(path).st_mtime for path in (kept, kept.parent / LEASE) if path.exists()]
-        if folder == place.job or not times or time.time() < max(times) + _ABANDONED_S:
+        if folder == place.job or not times or now_s < max(times) + _ABANDONED_S:
+            continue
+        if is_watched(kept.parent):
             continue
         name = folder.name.partition("+")[0]
         durable = place.durable.parent / name

@@ -160,8 +160,9 @@ class Target(Generic[R]):
         if not newest.resolve().is_relative_to(self.run.own.resolve()):
             raise NotMadeError(f"{newest} is not the drill's own")
         files = [path for path in newest.rglob("*") if path.is_file() and not path.is_symlink()]
+        files = [path for path in files if path.stat().st_nlink == 1]  # Else another's as well.
         if not files:
-            raise NotMadeError(f"no files are in {newest}")
+            raise NotMadeError(f"no files are in {newest} alone")
         largest = max(files, key=lambda path: path.stat().st_size)
         pid = self._find_pid(act, seen)
         os.truncate(largest, largest.stat().st_size // 2)
