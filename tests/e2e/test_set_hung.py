@@ -1,4 +1,4 @@
-"""A hang that is left alone for half an hour, and somebody who says that it shall not be."""
+"""A hang that is left alone for half an hour, and somebody who does not want to wait for that."""
 
 import json
 import time
@@ -33,12 +33,11 @@ for step in run.steps(100000):
 """
 
 
-def test_how_long_a_hang_is_left_alone_is_set_while_it_lasts(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "job.toml").write_text("[checkpoint]\nevery_steps = 10\n")
-    job = start("job", "-n", "2", "-c", str(tmp_path / "job.toml"), str(tmp_path / "train.py"))
+def hang(start: Callable[..., Job], folder: Path) -> tuple[Job, Callable[[], list[str]]]:
+    """Return a job of which one rank hangs, as was found, and what tells who hangs."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "job.toml").write_text("[checkpoint]\nevery_steps = 10\n")
+    job = start("job", "-n", "2", "-c", str(folder / "job.toml"), str(folder / "train.py"))
 
     def find_hangs() -> list[str]:
         entries = list(read_mirror(paths_of(str(job.home / "state"), job.name)) or ())
@@ -47,6 +46,13 @@ def test_how_long_a_hang_is_left_alone_is_set_while_it_lasts(
 
     job.wait_until(find_hangs, "a verdict")
     assert job.state()["generation"] == 0, "it may be evaluating"
+    return job, find_hangs
+
+
+def test_how_long_a_hang_is_left_alone_is_set_while_it_lasts(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job, find_hangs = hang(start, tmp_path)
     began_s = time.monotonic()
     told = json.loads(job.cli("set", "job", "detect.hang_action_s=3", "--json").stdout)
     assert time.monotonic() - began_s < 20.0
@@ -57,3 +63,18 @@ def test_how_long_a_hang_is_left_alone_is_set_while_it_lasts(
     assert job.state()["settings"]["detect.hang_action_s"] == 3.0
     job.cli("stop", "job")
     assert job.wait() == 0, job.text()
+
+
+@pytest.mark.long
+def test_a_stop_does_not_wait_for_a_rank_that_hangs(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It would for ten minutes, and the command gives up after five."""
+    job, find_hangs = hang(start, tmp_path)
+    began_s = time.monotonic()
+    told = json.loads(job.cli("stop", "job", "--json", "--timeout-s", "100").stdout)
+    assert told["ok"]
+    assert "rank 1 hung, and came to no step" in told["reason"]
+    assert 20.0 < time.monotonic() - began_s < 60.0
+    assert job.wait() == 1, job.text()
+    assert find_hangs() == ["rank 1"]
