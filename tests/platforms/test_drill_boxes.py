@@ -201,6 +201,27 @@ def test_a_drill_that_is_killed_while_it_sends_leaves_nothing(
 
 
 @pytest.mark.long
+def test_a_script_that_deletes_its_own_folder_leaves_nothing(box: Callable[..., Laptop]) -> None:
+    """That is the one thing which it may delete, and with it what tells who runs it."""
+    laptop = box()
+    precious = laptop.box.home / "perdure" / "mine" / "last.pt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("the user's")
+    script = (
+        "import glob, os, shutil, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "for each in glob.glob(os.environ['HOME'] + '/perdure/mine*'):\n"
+        "    shutil.rmtree(each, ignore_errors=True)\n"
+        "time.sleep(600)\n"
+    )
+    write_job(laptop, script)
+    code, _ = run(laptop, "--yes", "--fault", "crash", "--budget", "2m")
+    assert code
+    check_nothing_left(laptop.box)
+    assert precious.read_text() == "the user's"
+
+
+@pytest.mark.long
 def test_a_script_without_steps_that_knows_no_checkpoint_fails_there_too(
     box: Callable[..., Laptop],
 ) -> None:

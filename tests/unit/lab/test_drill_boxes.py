@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -255,6 +256,36 @@ def test_a_disk_that_does_not_answer_ends_no_watch(
             os._exit(0)
     os.waitpid(watcher, 0)
     assert not place.job.exists()
+
+
+def test_a_script_that_deletes_its_own_folder_is_ended_as_well(
+    guarded: "onbox._Place", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tells of its supervisor is gone with it."""
+    monkeypatch.setattr(onbox, "_LOOK_S", 0.05)
+    box, launch = guarded.launch / "box.py", str(guarded.launch)
+    box.write_text("import time\ntime.sleep(60)\n")
+    marks = {"PERDURE_HOME": guarded.home, "PERDURE_JOB": NAME}
+    with (
+        subprocess.Popen([sys.executable, str(box), "supervise", launch]) as supervisor,
+        subprocess.Popen(["sleep", "60"], env=os.environ | marks) as rank,
+    ):
+        watcher = os.fork()
+        if watcher == 0:
+            try:
+                onbox.watch(guarded)
+            finally:
+                os._exit(0)
+        try:
+            wait_until(lambda: onbox.is_watched(guarded.launch), "a watch", 10.0)
+            assert (supervisor.poll(), rank.poll()) == (None, None)
+            shutil.rmtree(guarded.job)
+            assert (supervisor.wait(20), rank.wait(20)) == (-signal.SIGKILL,) * 2
+            os.waitpid(watcher, 0)
+            assert not Path(guarded.credentials).exists()
+        finally:
+            supervisor.kill()
+            rank.kill()
 
 
 def test_a_job_that_nobody_asks_after_is_ended_and_removed(

@@ -163,12 +163,28 @@ def keep(place: _Place, command: list[str]) -> int:
 
 
 def watch(place: _Place) -> None:
-    """End and remove a job that nobody asks after any more; one that is gone needs no watch."""
+    """End and remove a job that nobody asks after any more.
+
+    So is one whose folder is gone: either all of it has just been removed, or its script has done
+    that, and still runs.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(null, fd)
-    with contextlib.suppress(BlockingIOError, FileNotFoundError):
-        lock = _lock_watch(place.launch)
+    with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(FileNotFoundError):
+            _wait_unasked(place)
+        clean(place)
+
+
+def _wait_unasked(place: _Place) -> None:
+    """Wait until nobody asks after a job, for which it is watched.
+
+    Raises:
+        BlockingIOError: it is watched already.
+        FileNotFoundError: its folder is gone.
+    """
+    with os.fdopen(_lock_watch(place.launch)):
         touched, since_s = 0.0, time.monotonic()
         while time.monotonic() < since_s + LEASE_S:
             try:
@@ -180,8 +196,6 @@ def watch(place: _Place) -> None:
             if newest != touched:
                 touched, since_s = newest, time.monotonic()
             time.sleep(_LOOK_S)
-        clean(place)
-        os.close(lock)
 
 
 def _lock_watch(launch: Path) -> int:
