@@ -112,6 +112,12 @@ def make_fleet(**section: Any) -> PodFleet:
     return PodFleet(SPEC, Client(given), HERE, record=record)
 
 
+def list_calls(read: Callable[[], Any]) -> list[list[str]]:
+    """Return what was done to the cluster's pods and Jobs, behind the first look into a pod."""
+    calls = [[w for w in words if not w.startswith("--request")] for words, _ in read()["calls"]]
+    return [words for words in calls if words[0] in ("exec", "delete", "patch")][1:]
+
+
 PODS = [make_pod("gpt-0-aaa", 0), make_pod("gpt-1-bbb", 1), make_pod("gpt-2-ccc", 2)]
 JOB = {"metadata": {"name": "gpt"}, "spec": {"parallelism": 3}, "status": {}}
 
@@ -126,10 +132,7 @@ def test_a_pod_is_killed_deleted_and_held_and_let_come_again(cluster: Cluster) -
     fleet.know_jobs()
 
     def list_acts() -> list[list[str]]:
-        calls = [
-            [w for w in words if not w.startswith("--request")] for words, _ in read()["calls"]
-        ]
-        return [words for words in calls if words[0] in ("exec", "delete", "patch")][1:]
+        return list_calls(read)
 
     fleet.take([1])
     kill, delete, hold = list_acts()
@@ -146,6 +149,20 @@ def test_a_pod_is_killed_deleted_and_held_and_let_come_again(cluster: Cluster) -
     fleet.take([2])
     fleet.end(stop=False)
     assert list_acts()[-1][-1] == '{"spec": {"parallelism": 3}}', "as many as before"
+
+
+def test_a_jobs_last_pod_is_held_before_it_is_deleted(cluster: Cluster) -> None:
+    """Nothing comes in between then; of several the Job would choose which one it ends."""
+    nodes = {"metadata": {"name": "gpt-nodes"}, "spec": {"parallelism": 1}, "status": {}}
+    further = make_pod("gpt-1-bbb", 1)
+    further["metadata"]["labels"]["job-name"] = "gpt-nodes"
+    read = cluster(job=JOB, jobs=[JOB, nodes], pods=[PODS[0], further], says=make_status(),
+                   may="yes")  # fmt: skip
+    fleet = make_fleet()
+    fleet.list_nodes()
+    fleet.know_jobs()
+    fleet.take([1])
+    assert [words[0] for words in list_calls(read)] == ["exec", "patch", "delete"]
 
 
 def test_a_user_who_may_not_do_it_is_told_what_is_missing_and_nothing_is_done(

@@ -3,9 +3,11 @@
 A pod that is taken has all its processes killed from inside, at once, and is deleted without grace.
 The deletion alone (`--grace-period=0 --force`) only takes its name from the server: its processes
 are told by SIGTERM, and may go on for as long as the grace. A Job makes the next pod at once; so
-that none comes, the Job's parallelism is one less until the node is given back. Where the next one
-was made in between, it is the one that the Job ends: of its pods, those that do not run yet go
-first. With notice the pod is deleted with the notice as its grace, as Kubernetes does it.
+that none comes, the Job's parallelism is one less until the node is given back. It is set before
+the deletion where this is the Job's last pod, and behind it else, because the Job would choose
+which pod to end. Where the next one was made in between, it is the one that the Job ends: of its
+pods, those that do not run yet go first. With notice the pod is deleted with the notice as its
+grace, as Kubernetes does it.
 
 All of that is what who may edit the namespace may do. The first pod has controller and bus, and
 stays.
@@ -227,6 +229,8 @@ class PodFleet(FleetElsewhere):
                 self._open(self._of(), pod).run(
                     shlex.join([self._of().python, "-c", _KILL, pod]), timeout_s=20.0
                 )
+        if self._wanted[self._jobs[node]] == 1:
+            self._hold(node, away=True)  # Of several pods the Job would choose which one to end.
         self._delete(node, "--grace-period=0", "--force")
         self._pods.pop(node, None)
 
