@@ -17,7 +17,7 @@ from tests.unit.lab.test_drill_job import make_row, make_snapshot
 from tests.waiting import wait_until
 
 from perdure.lab.drill import onbox
-from perdure.lab.drill.boxes import give_order, name_run, plan_run
+from perdure.lab.drill.boxes import REMOVE, give_order, name_run, plan_run
 from perdure.lab.drill.onbox import Kept
 from perdure.lab.drill.planning import FAULTS, Act, keep_first, plan_acts
 from perdure.lab.drill.rehearsal import aim
@@ -327,3 +327,14 @@ def test_the_program_that_asks_a_kernel_for_landlock_runs_by_itself() -> None:
 def test_an_order_and_a_strike_travel_as_json() -> None:
     order = onbox.Order(what="strike", act=Act("crash", 1, 0, 0.5), lead=7)
     assert msgspec.json.decode(msgspec.json.encode(order), type=onbox.Order) == order
+
+
+def test_where_nothing_was_started_only_what_is_named_as_a_drills_is_removed(
+    tmp_path: Path,
+) -> None:
+    own, precious = tmp_path / NAME, tmp_path / "precious"
+    for folder in (own, precious):
+        folder.mkdir()
+    env = {"JOB_DIR": str(own), "DURABLE_DIR": str(precious), "PATH": os.environ["PATH"]}
+    subprocess.run(["sh", "-c", REMOVE], env=env, check=True, timeout=30)
+    assert os.listdir(tmp_path) == ["precious"]

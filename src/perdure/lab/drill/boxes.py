@@ -300,8 +300,11 @@ def guard(plan: Plan) -> None:
     )
 
 
-_REMOVE = 'rm -rf "$JOB_DIR" "$DURABLE_DIR" ${CRED_FILE:+"$CRED_FILE"}'
-"""What cleans where nothing was ever started, since there is no Python for it."""
+REMOVE = (
+    'for each in "$JOB_DIR" "$DURABLE_DIR" "$CRED_FILE"; do '
+    'case "${each##*/}" in *-drill-*) rm -rf "$each";; esac; done'
+)
+"""What cleans, by its name, where nothing was ever started: there is no Python for it."""
 
 
 def give_order(plan: Plan | LaunchRecord, order: Order, timeout_s: float = _ANSWER_S) -> Answer:
@@ -316,7 +319,7 @@ def give_order(plan: Plan | LaunchRecord, order: Order, timeout_s: float = _ANSW
     script = in_job(plan.place, f'exec "$PERDURE_PYTHON" {words}')
     ends = order.what in ("end", "clean")
     if ends:
-        bare = in_job(plan.place, f'{{ test -n "$PERDURE_PYTHON" || {{ {_REMOVE}; exit 0; }}; }}')
+        bare = in_job(plan.place, f'{{ test -n "$PERDURE_PYTHON" || {{ {REMOVE}; exit 0; }}; }}')
         unsent = f'rm -rf "{plan.place}"; ' if order.what == "clean" else ""
         sent = f'test -e "{plan.place}/launch/env.sh" || {{ {unsent}exit 0; }}'
         script = f"{sent}; {bare} && {script}"
