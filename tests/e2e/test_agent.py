@@ -301,6 +301,8 @@ async def test_agent_and_keeper_are_lost_together(driver: Driver) -> None:
 
 async def test_faults_and_stacks(driver: Driver) -> None:
     await driver.form(0)
+    outputs = [Path(driver.paths.stream(0, rank, "out")) for rank in (0, 1)]
+    await until(lambda: all(path.exists() and path.stat().st_size for path in outputs))
     fault = InjectFault(id="f1", generation=0, rank=1, kind="stop", reason="test")
     await driver.order(fault)
     await driver.order(fault)
