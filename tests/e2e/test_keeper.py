@@ -1,5 +1,6 @@
 """A real keeper, real ranks, really killed; the agent is played by the test."""
 
+import contextlib
 import json
 import os
 import signal
@@ -391,8 +392,14 @@ def test_what_a_rank_imports_late_is_in_the_image_while_it_still_runs(tmp_path: 
             time.sleep(0.05)
 
     def find_images() -> list[psutil.Process]:
-        below = psutil.Process(node.process.pid).children(recursive=True)
-        return [p for p in below if "zygote" in p.name()]
+        found = []
+        for process in psutil.Process(node.process.pid).children(recursive=True):
+            with contextlib.suppress(
+                psutil.NoSuchProcess
+            ):  # One may just have ended.
+                if "zygote" in process.name() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
     try:
         node.wait_warm()
