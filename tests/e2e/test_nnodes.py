@@ -28,8 +28,10 @@ dist.barrier()
 rank = int(os.environ["RANK"])
 print("I am", rank, "of", os.environ["TORCHELASTIC_RUN_ID"], "PERDURE_RDZV_SECRET" in os.environ)
 if rank == 1:
+    while not os.path.exists(os.path.join(os.path.dirname(os.path.abspath(__file__)), "told")):
+        time.sleep(0.1)
     sys.exit(7)
-time.sleep(60)
+time.sleep(180)
 """
 
 
@@ -116,7 +118,8 @@ def test_the_same_command_on_two_nodes_is_one_job_that_ends_on_both_with_its_cod
     second.run(*command)  # It comes before the first one, and waits.
     stranger.run(*command, secret=f"{SECRET}, or so")
     first.run(*command)
-    assert stranger.wait(120) == 4, stranger.text()
+    assert stranger.wait(120) == 4, stranger.text()  # Once the job is there, and while it is.
+    (tmp_path / "told").touch()
     assert f"{where} does not know this node's secret" in stranger.text()
     wait_until(lambda: (first.code, second.code) == (7, 7), "end", [first, second])
     assert "this is the first node of pair" in first.text()
