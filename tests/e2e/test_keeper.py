@@ -394,9 +394,7 @@ def test_what_a_rank_imports_late_is_in_the_image_while_it_still_runs(tmp_path: 
     def find_images() -> list[psutil.Process]:
         found = []
         for process in psutil.Process(node.process.pid).children(recursive=True):
-            with contextlib.suppress(
-                psutil.NoSuchProcess
-            ):  # One may just have ended.
+            with contextlib.suppress(psutil.NoSuchProcess):  # One may just have ended.
                 if "zygote" in process.name() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
