@@ -153,7 +153,7 @@ from perdure.model.failures import (
     name_preemption,
 )
 from perdure.model.orders import AnyAction, AssignNodes, InterruptCollectives
-from perdure.model.verdicts import HANGS, Verdict
+from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 
 _CHANGES = (NodeRegistered, NodeRestored, CheckpointSaved, ProgressNoted)
@@ -391,8 +391,6 @@ def _judge(state: JobState, now: float, event: VerdictReached) -> list[AnyAction
         return []
     if verdict.kind not in ACTED_UPON:
         return []
-    if verdict.kind in HANGS:
-        state.world.hangs.setdefault(str(verdict.culprit), now)
     if not verdict.actionable:
         stacks = ask_stacks(state, now, verdict) if verdict.kind in STACKS_FOR else []
         return [*stacks, *probe_verdict(state, now, verdict)]

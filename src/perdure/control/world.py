@@ -171,8 +171,6 @@ class WorldState:
     withheld: list[str] = field(default_factory=list)
     """Verdicts of this generation, each with a ground on which nothing was done about it; the
     newest of them, oldest first."""
-    hangs: dict[str, float] = field(default_factory=dict)
-    """Culprit of a hang that stands -> when it was found, by the controller's clock."""
     stacks: StackRequest | None = None
     elastic: ElasticState = field(default_factory=ElasticState)
     replica: ReplicaState = field(default_factory=ReplicaState)

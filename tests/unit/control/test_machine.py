@@ -18,7 +18,6 @@ from perdure.model.events import (
     StacksTaken,
     StoreReady,
     TimerFired,
-    VerdictWithdrawn,
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import (
@@ -217,28 +216,6 @@ def test_a_stop_that_nobody_agrees_to_is_carried_out_with_signals() -> None:
     (end,) = ends
     assert driver.now == 130.0
     assert end.assignment.grace_s == driver.spec.restart.grace_s  # type: ignore[attr-defined]
-
-
-def test_a_stop_is_carried_out_with_signals_once_a_hang_has_stood_for_half_a_minute() -> None:
-    """All ranks agree, from another thread than the one that hangs, and one comes to no step."""
-    driver = started()
-    sent = one(driver.do(CommandReceived(id="s", kind="stop", who="me")), SendBoundary)
-    agree(driver, sent)
-    asked_s = driver.now
-    driver.now += 100.0
-    assert driver.do(TimerFired()) == [], "a step may take long"
-    driver.do(verdict(False))
-    driver.now += 10.0
-    driver.do(VerdictWithdrawn(verdict=verdict(False).verdict, at_s=driver.now, reason=""))
-    driver.now += 100.0
-    assert driver.do(TimerFired()) == [], "it went on"
-    driver.do(verdict(False))
-    assert driver.controller.next_deadline() == driver.now + 30.0
-    driver.now += 30.0
-    assert driver.now < asked_s + 600.0, "when it would be waited for no longer anyhow"
-    actions = driver.do(TimerFired())
-    assert "rank 1 hung, and came to no step" in one(actions, AnswerCommand).reason
-    assert one(actions, AssignNodes).assignment.phase == "end"
 
 
 def test_what_was_due_is_waited_for_no_longer_once_the_job_is_over() -> None:

@@ -4,6 +4,10 @@ Some steer a run while it runs (set, pause, resume), others move work off nodes 
 evict, restore). By `perdure notify` somebody outside tells a job what it cannot see of a machine.
 """
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,7 +23,8 @@ from perdure.cli.speech.say import (
     read_meanings,
     render_table,
 )
-from perdure.model.errors import ConfigError
+from perdure.cli.speech.say import note as say_beside
+from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.faults import FAULTS
 from perdure.model.plain import name_step
 from perdure.model.report import Snapshot
@@ -34,6 +39,7 @@ from perdure.model.steering import (
     render_value,
 )
 from perdure.model.values import refuse_value
+from perdure.model.verdicts import HANGS
 from perdure.plan.settings import SECTIONS, apply_spec, list_own_keys
 
 
@@ -111,10 +117,49 @@ def stop(
 
     A script that does not call perdure.init() gets SIGTERM.
     """
-    result = send_command(find_job(job), "kill" if now else "stop", {}, timeout_s=timeout_s)
+    with _telling_of_hangs(find_job(job)) as found:
+        result = send_command(found, "kill" if now else "stop", {}, timeout_s=timeout_s)
     step = result.get("step")
     known = step if isinstance(step, int) else -1
     answer_of(job, result, f"stopped{name_step(known)}", as_json)
+
+
+_HANG_LOOK_S = 5.0
+
+
+@contextmanager
+def _telling_of_hangs(job: Job) -> Iterator[Job]:
+    """Say, while the body waits for ranks to come to a step, that one of them may come to none.
+
+    Nothing else is done about it: it may be evaluating, and go on.
+    """
+    answered = Event()
+
+    def look() -> None:
+        while not answered.wait(_HANG_LOOK_S):
+            with contextlib.suppress(PerdureError):
+                picture = job.snapshot()
+                hangs = [
+                    verdict
+                    for verdict in picture.verdicts
+                    if verdict.kind in HANGS
+                    and verdict.generation == picture.generation
+                    and "withdrawn" not in verdict.evidence
+                ]
+                if hangs:
+                    for_s = picture.at_s - hangs[0].first_seen_s
+                    say_beside(
+                        f"{hangs[0].culprit}: {hangs[0].kind} for {for_s:.0f} s; it is waited for, "
+                        f"as it may go on: perdure stop {job.name} --now kills the ranks"
+                    )
+                    return
+
+    thread = Thread(target=look, name="perdure-hangs", daemon=True)
+    thread.start()
+    try:
+        yield job
+    finally:
+        answered.set()
 
 
 def _parse_args(pairs: list[str]) -> dict[str, Any]:

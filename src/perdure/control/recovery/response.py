@@ -22,7 +22,7 @@ from perdure.control.recovery.placement import find_blamed_node
 from perdure.control.world import StackRequest
 from perdure.model.events import RankExited, StacksTaken, VerdictWithdrawn
 from perdure.model.orders import AnyAction, TakeStacks
-from perdure.model.verdicts import HANGS, Culprit, Verdict
+from perdure.model.verdicts import Culprit, Verdict
 from perdure.policy import Reaction, Situation, estimate_restart_cost_s, find_device_error, react
 
 STACKS_FOR = frozenset({"CommHang", "ComputeHang", "EarlyExit", "Desync"})
@@ -238,8 +238,6 @@ def withdraw(state: JobState, now: float, event: VerdictWithdrawn) -> list[AnyAc
     """Act no more upon a suspect that has moved again; nothing else is to be done."""
     request, gone = state.world.stacks, event.verdict
     state.world.pending_verdicts.pop(f"{gone.kind} {gone.culprit}", None)
-    if gone.kind in HANGS and gone.generation == state.world.generation:
-        state.world.hangs.pop(str(gone.culprit), None)
     if request is not None and request.held is not None and request.held.culprit == gone.culprit:
         request.held = None
     return []

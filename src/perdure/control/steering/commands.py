@@ -18,33 +18,18 @@ from perdure.model.orders import AnyAction, InjectFault, RecordEvent
 from perdure.model.steering import find_note_fault
 
 _STOP_TIMEOUT_S = 30.0
-"""A stop that the ranks have not agreed on by then is carried out with signals, and so is one whose
-step ranks that hang for as long do not come to."""
+"""A stop that the ranks have not agreed on by then is carried out with signals."""
 
 
 def stop_deadline(state: JobState) -> float | None:
-    """Return when an open stop is no longer waited for; None where the ranks come to its step."""
+    """Return when an open stop is no longer waited for; None where the ranks have agreed."""
+    boundary = state.boundary
+    if boundary is not None and boundary.kind == "stop" and boundary.move == "commit":
+        return None
     open_ = [
         c.at_s for c in state.commands.values() if c.kind == "stop" and "at_step" not in c.settled
     ]
-    if not open_:
-        return None
-    begins_s = min(open_)
-    if _is_agreed(state):
-        found = _list_hangs(state).values()
-        if not found:
-            return None
-        begins_s = max(begins_s, min(found))
-    return begins_s + _STOP_TIMEOUT_S
-
-
-def _is_agreed(state: JobState) -> bool:
-    boundary = state.boundary
-    return boundary is not None and boundary.kind == "stop" and boundary.move == "commit"
-
-
-def _list_hangs(state: JobState) -> dict[str, float]:
-    return {who: at_s for world in state.worlds.values() for who, at_s in world.hangs.items()}
+    return min(open_) + _STOP_TIMEOUT_S if open_ else None
 
 
 def find_reached_stop(state: JobState) -> OpenCommand | None:
@@ -64,14 +49,8 @@ def finish_job(state: JobState, now: float) -> list[AnyAction]:
 
 
 def give_up_stop(state: JobState, now: float) -> list[AnyAction]:
-    """End the ranks with SIGTERM and the configured grace: they come to no step to stop at."""
-    hangs = _list_hangs(state)
-    reason = (
-        f"{', '.join(sorted(hangs))} hung, and came to no step to stop at within "
-        f"{_STOP_TIMEOUT_S:g} s"
-        if _is_agreed(state) and hangs
-        else f"the ranks did not agree on a step to stop at within {_STOP_TIMEOUT_S:g} s"
-    )
+    """End the ranks with SIGTERM and the configured grace: they did not agree in time."""
+    reason = f"the ranks did not agree on a step to stop at within {_STOP_TIMEOUT_S:g} s"
     done = state.answer_all("stop", True, reason, {"step": state.step})
     grace_s = state.the_spec().restart.grace_s
     return [*done, *end_job(state, now, "stopped", 1, reason, grace_s=grace_s)]
