@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import structs
+
 from perdure.model.signals.progress import ProcSample
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -66,6 +68,7 @@ class ProcStat:
             io_bytes=io_bytes,
             rss_bytes=int(words[21]) * _PAGE,
             num_threads=int(words[17]),
+            blocked=int(words[0] == b"D"),
         )
 
     def close(self) -> None:
@@ -260,7 +263,7 @@ class ProcSampler:
         watched = self._watched.get(pid)
         if watched is None:
             return _GONE
-        if now - watched.taken_s < age_s:
+        if now - watched.taken_s <= age_s:
             return watched.newest
         if now - self._tree_s >= TREE_S:
             self._tree_s = now
@@ -269,22 +272,14 @@ class ProcSampler:
                 other.root.follow_threads()
         if now - watched.delay_taken_s >= DELAY_S:
             watched.delay_taken_s, watched.delay_s = now, watched.root.measure_delay()
-        looks = [watched.root.sample()]
-        for child, stat in list(watched.below.items()):
-            look = stat.sample()
-            if look.state == "X":
-                watched.below.pop(child).close()
-            else:
-                looks.append(look)
+        look = watched.root.sample()
+        if watched.below:
+            look = _add_below(look, watched.below)
         watched.taken_s = now
-        watched.newest = ProcSample(
-            state=looks[0].state,
-            cpu_s=sum(look.cpu_s for look in looks),
-            io_bytes=max(sum(look.io_bytes for look in looks), watched.newest.io_bytes),
-            rss_bytes=sum(look.rss_bytes for look in looks),
-            num_threads=sum(look.num_threads for look in looks),
+        watched.newest = structs.replace(
+            look,
+            io_bytes=max(look.io_bytes, watched.newest.io_bytes),
             run_delay_s=watched.delay_s,
-            blocked=sum(look.state == "D" for look in looks),
         )
         return watched.newest
 
@@ -294,6 +289,25 @@ class ProcSampler:
             for pid in below[root] - set(watched.below):
                 with contextlib.suppress(OSError):
                     watched.below[pid] = ProcStat(pid)
+
+
+def _add_below(root: ProcSample, below: dict[int, ProcStat]) -> ProcSample:
+    """Return a sample of a process with its descendants; of those that are gone none is left."""
+    looks = [root]
+    for pid, stat in list(below.items()):
+        look = stat.sample()
+        if look.state == "X":
+            below.pop(pid).close()
+        else:
+            looks.append(look)
+    return ProcSample(
+        state=root.state,
+        cpu_s=sum(look.cpu_s for look in looks),
+        io_bytes=sum(look.io_bytes for look in looks),
+        rss_bytes=sum(look.rss_bytes for look in looks),
+        num_threads=sum(look.num_threads for look in looks),
+        blocked=sum(look.blocked for look in looks),
+    )
 
 
 def read_all(name: str) -> Iterator[tuple[int, bytes]]:
