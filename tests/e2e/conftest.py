@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Job
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -13,7 +14,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Return a function that starts a job; afterwards nothing of it may be left."""
     jobs: list[Job] = []
 
-    def start_job(name: str, *options: str, timeout_s: float = 160.0) -> Job:
+    def start_job(name: str, *options: str, timeout_s: float = PATIENCE_S) -> Job:
         jobs.append(Job(tmp_path, name, *options, timeout_s=timeout_s))
         return jobs[-1]
 

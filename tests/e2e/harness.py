@@ -12,13 +12,15 @@ from typing import Any
 
 import psutil
 
+from tests.waiting import PATIENCE_S
+
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 
 class Job:
     """One `perdure run` under test."""
 
-    def __init__(self, home: Path, name: str, *options: str, timeout_s: float = 160.0) -> None:
+    def __init__(self, home: Path, name: str, *options: str, timeout_s: float = PATIENCE_S) -> None:
         self.home, self.name = home, name
         self.deadline = time.monotonic() + timeout_s
         self.output = home / f"{name}.out"
@@ -96,7 +98,7 @@ class Job:
         """Run another perdure command against the same state."""
         done = subprocess.run(
             [sys.executable, "-m", "perdure", *args],
-            env=self.env, cwd=self.home, capture_output=True, text=True, timeout=60,
+            env=self.env, cwd=self.home, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
         assert not check or done.returncode == 0, f"{args}: {done.stdout}{done.stderr}"
         return done

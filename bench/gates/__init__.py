@@ -1,0 +1,1 @@
+"""Gates: bounds on time, CPU, and memory. `make gates` measures them alone on a quiet machine."""
