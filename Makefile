@@ -1,15 +1,13 @@
 # `make test`, `make demo` and `make docs` do the set-up that they need on a fresh machine themselves.
 BIN := .venv/bin
 
-# Serial tests time real processes on a machine that others may use: a second try is shown, not hidden.
-# More than two in the three runs of `make test` fail it (tests/second_tries.py).
-SECOND_TRY := --reruns 1 -r R
+# STRICT=1: fail if a test passes only at a second try.
+SUITE = $(BIN)/python -m tests.suite $(if $(filter-out 0,$(STRICT)),--strict)
 # Images of containers often set it: then each of the thousand processes that tests start compiles
 # perdure anew.
 unexport PYTHONDONTWRITEBYTECODE
-TRIES := $(CURDIR)/build/second-tries.txt
 
-.PHONY: setup demo docs test check lab nightly torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs test test-machines check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -36,16 +34,19 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Of other files none is imported for these: that takes half a minute.
-SERIAL = $$(grep -rl --include "test_*.py" --exclude-dir lab --exclude-dir platforms "mark\.serial" tests)
-
-# Three tests at once, also on two cores: a test of a whole job waits for a third of its time.
-test: export PERDURE_SECOND_TRIES := $(TRIES)
+# A failed test runs again alone, up to twice (tests/suite.py).
 test: check
-	@rm -f $(TRIES)
-	$(BIN)/pytest -q -m "not serial and not long" -n 3 --dist worksteal $(SECOND_TRY) --ignore tests/platforms
-	$(BIN)/pytest -q -m "serial and not long" $(SECOND_TRY) $(SERIAL)
-	$(BIN)/pytest -q $(SECOND_TRY) tests/lab -k "not (stop or gil or sleep or backward or data or memory or size)"
+	@$(SUITE) parallel serial
+
+# The core and the serial part on machines that once broke them (tests/machines.py): about an hour.
+# MACHINES="uptime busy": these ones.
+test-machines: check
+	@$(BIN)/python -m tests.machines $(MACHINES)
+
+# Bounds on time, CPU, and memory: alone on a quiet machine, at most 15 minutes.
+# OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.
+gates: setup
+	@$(BIN)/python -m bench.gates $(if $(OLD),--old $(OLD)) $(if $(ONLY),--only $(ONLY))
 
 # The laboratory whole; `make test` runs the shorter half of it.
 lab: setup
@@ -72,7 +73,7 @@ campaign: setup
 	$(BIN)/python bench/campaign.py
 	$(BIN)/python bench/campaign_failpoints.py
 	$(BIN)/python bench/campaign_journal.py
-	$(BIN)/pytest -q -m long $(SECOND_TRY) --ignore tests/platforms
+	@$(SUITE) long
 	for round in 1 2 3 4 5; do PERDURE_EXPLORE=1 $(BIN)/pytest -q tests/properties || exit 1; done
 	$(MAKE) platforms
 
@@ -80,12 +81,12 @@ campaign: setup
 # are; Kubernetes, which platforms-k8s makes. More than an hour on two cores.
 platforms: setup
 	@scripts/setup_platforms.sh
-	$(BIN)/pytest -q $(SECOND_TRY) tests/platforms
+	@$(SUITE) platforms
 
 # The part of it on a Kubernetes of one node, which is built and kept here first: root, 8 minutes, once.
 platforms-k8s: setup
 	@scripts/build_kubernetes.sh
-	$(BIN)/pytest -q $(SECOND_TRY) tests/platforms/k8s
+	@$(SUITE) k8s
 
 bench: setup
 	$(BIN)/python bench/run_all.py

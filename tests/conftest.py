@@ -9,8 +9,6 @@ from bench.sweep import sweep_after_me
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from tests.second_tries import watch_second_tries
-
 SEEDS = Path(__file__).resolve().parent.parent / ".seeds"
 """What exploration has found, which is tried first by the next one; `make clean` leaves it."""
 
@@ -31,8 +29,7 @@ def hear_interrupts() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See to it that nothing outlives the run, and that second tries are counted."""
+    """Make sure that nothing outlives the run."""
     hear_interrupts()
     if not hasattr(config, "workerinput"):
         sweep_after_me()
-    watch_second_tries(config)

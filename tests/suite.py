@@ -1,0 +1,153 @@
+"""Run parts of the test suite, then run each failed test again alone.
+
+usage: python -m tests.suite [--strict] [PART ...]
+
+A test that fails in its part runs again alone, up to twice. If it passes, the suite passes, and
+the last lines name the test and its first failure. A test that fails three times fails the suite.
+With --strict (`make test STRICT=1`), a second try fails the suite as well.
+
+Exit code 1 if the suite failed, 2 if the arguments are wrong.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.failures import VARIABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+TRIES_ALONE = 2
+MOST_TRIED_AGAIN = 30
+"""If more tests fail, none is tried again: the code is wrong, or the machine is."""
+FINISHED = (0, 1, 5)
+"""Exit codes of pytest: all passed, some failed, none was selected."""
+INTERRUPTED = 130
+
+CORE = tuple(f"tests/{room}" for room in ("unit", "properties", "sim", "contract", "golden"))
+SHORT = ("-m", "not serial and not long")
+AT_ONCE = ("-n", "3", "--dist", "worksteal")
+"""Three at once, also on two cores: a test of a whole job waits for a third of its time."""
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "core": (*SHORT, *AT_ONCE, *CORE),
+    "parallel": (*SHORT, *AT_ONCE, "--ignore", "tests/platforms", "tests"),
+    "serial": ("-m", "serial and not long", "--ignore", "tests/platforms"),
+    "lab": ("tests/lab",),
+    "long": ("-m", "long", "--ignore", "tests/platforms", "tests"),
+    "platforms": ("tests/platforms",),
+    "k8s": ("tests/platforms/k8s",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How one run of pytest ended; `code` is None if it did not finish."""
+
+    code: int | None
+    failures: dict[str, str]
+    """Why each failed test failed, by node id."""
+
+
+def list_words(part: str) -> list[str]:
+    """Return the arguments of pytest for `part`."""
+    # Importing the other files would take half a minute.
+    return [*PARTS[part], *(find_serial_files() if part == "serial" else ())]
+
+
+def find_serial_files() -> list[str]:
+    """Return the test files in which the marker `serial` stands."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [
+        str(file.relative_to(ROOT))
+        for file in files
+        if "platforms" not in file.parts and "mark.serial" in file.read_text(encoding="utf-8")
+    ]
+
+
+def run_pytest(words: Sequence[str], root: Path) -> Run:
+    """Run pytest with `words` in `root`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "failures.jsonl"
+        env = os.environ | {VARIABLE: str(path)}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH", ""))))
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.failures", *words]
+        subprocess.run(command, cwd=root, env=env, check=False)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    *failed, code = [json.loads(line) for line in lines] or [None]
+    if not isinstance(code, int):
+        return Run(None, {})
+    failures: dict[str, str] = {}
+    for name, why in failed:
+        failures.setdefault(name, why)
+    return Run(code, failures)
+
+
+def try_alone(name: str, root: Path) -> int | None:
+    """Run a failed test again, alone; return the number of the try that passed, or None."""
+    for number in range(2, 2 + TRIES_ALONE):
+        print(f"suite: try {number}, alone: {name}", flush=True)
+        if run_pytest(["-p", "no:xdist", name], root).code == 0:
+            return number
+    return None
+
+
+def run_suite(runs: Mapping[str, Sequence[str]], strict: bool, root: Path = ROOT) -> int:
+    """Run pytest with each of `runs`, try failed tests again, and print the verdict.
+
+    Return the exit code.
+    """
+    began_s = time.monotonic()
+    failed: dict[str, str] = {}
+    broken = []
+    for part, words in runs.items():
+        print(f"suite: {part}", flush=True)
+        run = run_pytest(words, root)
+        failed |= run.failures
+        if run.code not in FINISHED or (run.code == 1 and not run.failures):
+            broken.append(part)
+    again = len(failed) <= MOST_TRIED_AGAIN and not broken
+    passed_at = {name: try_alone(name, root) if again else None for name in failed}
+    lost = [name for name, number in passed_at.items() if number is None]
+    for part in broken:
+        print(f"suite: pytest did not finish: {part}")
+    if failed and not again:
+        print(f"suite: {len(failed)} tests failed; none was tried again")
+    for name, number in passed_at.items():
+        what = f"passed at try {number}, alone" if number else "FAILED"
+        print(f"suite: {name} {what}; first failure: {failed[name]}")
+    wrong = bool(lost or broken or (strict and failed))
+    minutes = (time.monotonic() - began_s) / 60
+    print(
+        f"suite: {'FAILED' if wrong else 'passed'} after {minutes:.1f} min;"
+        f" {len(failed) - len(lost)} second tries, {len(lost)} failed"
+        f"{' (strict: a second try fails)' if strict and failed else ''}"
+    )
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    """Read the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--strict", action="store_true", help="fail at any second try")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}")
+    options = parser.parse_args()
+    parts = options.parts or ["parallel", "serial"]
+    for part in parts:
+        if part not in PARTS:
+            parser.error(f"unknown part {part}; parts are {', '.join(PARTS)}")
+    try:
+        return run_suite({part: list_words(part) for part in parts}, options.strict)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

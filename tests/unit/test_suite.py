@@ -1,0 +1,88 @@
+"""A failed test runs again alone, up to twice, and the last lines name it."""
+
+from pathlib import Path
+
+import pytest
+from tests import suite
+
+FLAKY = """
+import pathlib
+def test_flaky():
+    tries = pathlib.Path(__file__).with_name("tries")
+    with tries.open("a") as file:
+        file.write("x")
+    assert len(tries.read_text()) >= {passes_at}, "too early"
+def test_steady():
+    pass
+"""
+
+
+def run(
+    folder: Path, capfd: pytest.CaptureFixture[str], text: str, *, strict: bool = False
+) -> tuple[int, list[str]]:
+    """Run the suite over a file with `text`; return its exit code and the lines that it printed."""
+    (folder / "test_it.py").write_text(text)
+    code = suite.run_suite({"only": ["-p", "no:cacheprovider"]}, strict, folder)
+    return code, capfd.readouterr().out.splitlines()
+
+
+def test_a_test_that_passes_alone_passes_and_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = run(tmp_path, capfd, FLAKY.format(passes_at=3))
+    assert code == 0
+    assert "test_it.py::test_flaky passed at try 3, alone" in lines[-2]
+    assert "first failure: AssertionError: too early" in lines[-2]
+    assert "1 second tries, 0 failed" in lines[-1]
+
+
+def test_a_test_that_fails_three_times_fails_the_suite(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = run(tmp_path, capfd, FLAKY.format(passes_at=4))
+    assert code == 1
+    assert "test_it.py::test_flaky FAILED" in lines[-2]
+    assert (tmp_path / "tries").read_text() == "xxx"
+
+
+def test_a_second_try_fails_a_strict_suite(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = run(tmp_path, capfd, FLAKY.format(passes_at=2), strict=True)
+    assert code == 1
+    assert "passed at try 2, alone" in lines[-2]
+
+
+def test_a_suite_without_failures_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, lines = run(tmp_path, capfd, FLAKY.format(passes_at=1), strict=True)
+    assert code == 0
+    assert "0 second tries, 0 failed" in lines[-1]
+
+
+def test_a_file_that_cannot_be_collected_fails_the_suite(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = run(tmp_path, capfd, "import nothing_of_this_name\n")
+    assert code == 1
+    assert "FAILED" in lines[-1]
+
+
+def test_a_pytest_that_dies_fails_the_suite(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = run(tmp_path, capfd, "import os\ndef test_it():\n    os._exit(0)\n")
+    assert code == 1
+    assert "pytest did not finish" in "\n".join(lines)
+
+
+def test_if_too_many_tests_fail_none_is_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "import pytest\n"
+        f"@pytest.mark.parametrize('n', range({suite.MOST_TRIED_AGAIN + 1}))\n"
+        "def test_it(n):\n    assert n < 0\n"
+    )
+    code, lines = run(tmp_path, capfd, text)
+    assert code == 1
+    assert "none was tried again" in "\n".join(lines)
