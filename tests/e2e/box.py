@@ -1,13 +1,13 @@
 """A box: a private sshd on loopback with a home of its own, and a laptop that launches to it."""
 
+import contextlib
 import json
 import os
+import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 MISSING = [tool for tool in ("ssh", "rsync", "ssh-keygen", SSHD) if not shutil.which(tool)]
@@ -47,6 +47,17 @@ Host {name}
 """
 
 
+def find_port() -> int:
+    """Return a free port that the kernel gives to nobody who asks for any port."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        lowest = int(file.read().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(lowest, 11_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
+
+
 class Box:
     """The box; `cut` breaks its connections, `reboot` ends everything on it.
 
@@ -66,12 +77,10 @@ class Box:
         self.folder, self.home = folder, folder / "home"
         self.name, self.address, self._space = name, address, space
         self.home.mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = find_port()
         for key in ("host_key", "id"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
-            subprocess.run(command, check=True, timeout=30)
+            subprocess.run(command, check=True, timeout=PATIENCE_S)
         values = {"port": self.port, "folder": folder, "name": name, "address": address}
         more = "".join(f' "{key}={value}"' for key, value in (environ or {}).items())
         (folder / "sshd_config").write_text(_SSHD_CONFIG.format(**values, more=more))
@@ -100,13 +109,13 @@ class Box:
             command = ["ip", "netns", "exec", self._space, *command]
         with open(self.folder / "sshd.log", "ab") as log:
             self.server = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex((self.address, self.port)) == 0:
-                    return
-            time.sleep(0.05)
-        raise AssertionError((self.folder / "sshd.log").read_text())
+        wait_until(self._answers, f"sshd: see {self.folder}/sshd.log")
+
+    def _answers(self) -> bool:
+        assert self.server is not None
+        assert self.server.poll() is None, (self.folder / "sshd.log").read_text()
+        with socket.socket() as probe:
+            return probe.connect_ex((self.address, self.port)) == 0
 
     def cut(self) -> int:
         """Break every connection, as a network does that goes away; return how many there were."""
@@ -114,7 +123,8 @@ class Box:
         sessions = psutil.Process(self.server.pid).children()
         for session in sessions:
             session.kill()
-        psutil.wait_procs(sessions, timeout=10)
+        _, alive = psutil.wait_procs(sessions, timeout=PATIENCE_S)
+        assert not alive, alive
         return len(sessions)
 
     def find_processes(self) -> list[psutil.Process]:
@@ -135,12 +145,15 @@ class Box:
             self.cut()
             self.server.kill()
             self.server.wait()
-        deadline = time.monotonic() + 20
-        while processes := self.find_processes():
-            assert time.monotonic() < deadline, processes
-            for process in processes:
-                process.send_signal(signal.SIGKILL)
-            time.sleep(0.05)
+        wait_until(lambda: not self._kill_processes(), f"end of {self.find_processes()}")
+
+    def _kill_processes(self) -> bool:
+        """Kill every process of the box; return whether there was one."""
+        processes = self.find_processes()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return bool(processes)
 
     def reboot(self) -> None:
         """End everything, and start again with another boot id."""
@@ -192,7 +205,7 @@ class Laptop:
         """Run a perdure command to its end, which has to be `code`."""
         done = subprocess.run(
             [sys.executable, "-m", "perdure", *args],
-            env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=150,
+            env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == code, f"{args}: {done.returncode}\n{done.stdout}{done.stderr}"
@@ -202,7 +215,7 @@ class Laptop:
         """Return the output of a script on a box (the first one), run without perdure."""
         words = ["ssh", "-F", str(self.ssh_config), (box or self.box).name, script]
         return subprocess.run(
-            words, input=stdin, capture_output=True, text=True, timeout=60, check=True
+            words, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=True
         ).stdout
 
     def ask(self, *args: str) -> dict[str, Any]:
@@ -223,7 +236,7 @@ class Laptop:
         command = [sys.executable, "-m", "perdure", "run", "-n", "2", "--name", "reference"]
         subprocess.run(
             [*command, str(script), "--trail", str(folder), "--steps", str(steps)],
-            env=self.env, check=True, timeout=170, capture_output=True,
+            env=self.env, check=True, timeout=PATIENCE_S, capture_output=True,
         )  # fmt: skip
 
     def disconnect(self) -> None:

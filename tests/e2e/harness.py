@@ -18,10 +18,10 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 
 class Job:
-    """One `perdure run` under test."""
+    """One `perdure run` under test. It waits `timeout_s` for each fact."""
 
     def __init__(self, home: Path, name: str, *options: str, timeout_s: float = PATIENCE_S) -> None:
-        self.home, self.name = home, name
+        self.home, self.name, self.timeout_s = home, name, timeout_s
         self.deadline = time.monotonic() + timeout_s
         self.output = home / f"{name}.out"
         self.env = dict(os.environ, PERDURE_HOME=str(home / "state"), COLUMNS="120")
@@ -52,10 +52,14 @@ class Job:
         return document
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until `condition()` is true; fail with the job's output at the deadline."""
-        while not condition():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.text()[-4000:]}"
-            assert time.monotonic() < self.deadline, f"no {what}:\n{self.text()[-4000:]}"
+        """Wait until `condition()` is true; fail with the job's output after `timeout_s`."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            ended = self.process.poll() is not None  # What has ended made its last facts before.
+            if condition():
+                return
+            assert not ended, f"ended before {what}:\n{self.text()[-4000:]}"
+            assert time.monotonic() < deadline, f"no {what}:\n{self.text()[-4000:]}"
             time.sleep(0.05)
 
     def wait_step(self, step: int) -> None:
@@ -67,9 +71,9 @@ class Job:
         self.wait_until(lambda: self.state().get("state") == state, f"state {state}")
 
     def wait(self) -> int:
-        """Return the exit code; fail at the deadline."""
+        """Return the exit code; fail after `timeout_s`."""
         try:
-            return self.process.wait(max(0.1, self.deadline - time.monotonic()))
+            return self.process.wait(self.timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end:\n{self.text()[-4000:]}") from None
 
@@ -125,7 +129,7 @@ class Job:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(15)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 for process in psutil.Process(self.process.pid).children(recursive=True):
                     process.kill()

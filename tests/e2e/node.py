@@ -28,9 +28,10 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import decode, encode
 from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths, job_paths
+from tests.waiting import PATIENCE_S, wait_until
 
 JOB = "kept"
-TIMEOUT_S = 60.0
+TIMEOUT_S = PATIENCE_S
 MAIN = "import sys; from perdure.keeper.keeper import main; main(sys.argv[1], 0)"
 
 
@@ -60,7 +61,7 @@ class Node:
         self.connect()
 
     def connect(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             self.sock = socket.socket(socket.AF_UNIX)
             try:
@@ -70,7 +71,7 @@ class Node:
                 self.sock.close()
                 assert time.monotonic() < deadline, self.log()
                 time.sleep(0.01)
-        self.sock.settimeout(TIMEOUT_S)
+        self.sock.settimeout(PATIENCE_S)
         self.skipped: list[Any] = []
         self.lines = self.sock.makefile("rb")
 
@@ -107,7 +108,7 @@ class Node:
         raise AssertionError(f"no {kind.__name__} {fields}:\n{self.log()}")
 
     def wait_warm(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             self.ask(KeeperStatus())
             state = self.expect(KeeperState)
@@ -176,7 +177,7 @@ class Node:
         return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
 
     def wait_trail(self, count: int) -> list[list[Any]]:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while len(self.trail()) < count:
             assert time.monotonic() < deadline, (self.trail(), self.log())
             time.sleep(0.005)
@@ -201,13 +202,10 @@ class Node:
         if self.process.poll() is None:
             try:
                 self.ask(KeeperExit())
-                self.process.wait(20)
+                self.process.wait(PATIENCE_S)
             except (OSError, subprocess.TimeoutExpired):
                 self.process.kill()
                 self.process.wait()
         self.disconnect()
         shutil.rmtree(self.paths.sockets, ignore_errors=True)
-        deadline = time.monotonic() + 5
-        while self.leftovers() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not self.leftovers(), self.log()
+        wait_until(lambda: not self.leftovers(), f"end of {self.leftovers()}:\n{self.log()}")
