@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tests.fakes import FakeBus, FakeServer
+from tests.waiting import PATIENCE_S
 
 from perdure.model.bus.wire import EventAck, EventBatch, EventMessage
 from perdure.model.codec import decode, encode
@@ -79,7 +80,7 @@ async def test_order_is_kept_over_sources_and_outages() -> None:
     assert done == []
     journal.silent = 1  # The first answer is lost.
     await journal.serve()
-    assert await outbox.flush(5)
+    assert await outbox.flush(PATIENCE_S)
     assert journal.got == [("a", 1), ("r", 1), ("r", 2), ("a", 2)]
     assert done == ["a1", "r1", "r2", "a2"]
     task.cancel()
@@ -96,7 +97,7 @@ async def test_what_the_journal_has_is_acknowledged_at_once() -> None:
     done: list[int] = []
     for seq in (2, 3, 4):
         outbox.put_from("r", seq, joined(0), lambda seq=seq: done.append(seq))  # type: ignore[misc]
-    assert await outbox.flush(5)
+    assert await outbox.flush(PATIENCE_S)
     assert done == [2, 3, 4]
     assert journal.got == [("r", 4)]
     outbox.put_from("r", 3, joined(0), lambda: done.append(33))
@@ -115,13 +116,13 @@ async def test_ranks_that_answer_together_share_a_message(monkeypatch: pytest.Mo
     for rank in range(3):
         outbox.put_from(f"r{rank}", 1, answered(rank), lambda: None)
         await asyncio.sleep(0)
-    assert await outbox.flush(5)
+    assert await outbox.flush(PATIENCE_S)
     assert journal.messages == 1
     outbox.put_from("r0", 2, answered(0), lambda: None)  # The others stay silent.
-    assert await outbox.flush(5)
-    monkeypatch.setattr(agent_outbox, "_COMPANY_S", 60.0)
+    assert await outbox.flush(PATIENCE_S)
+    monkeypatch.setattr(agent_outbox, "_COMPANY_S", 3600.0)
     outbox.put(stopped(0))  # Nothing to wait for: it is sent at once.
-    assert await outbox.flush(5)
+    assert await outbox.flush(PATIENCE_S)
     assert journal.messages == 3
     assert journal.got == [("r0", 1), ("r1", 1), ("r2", 1), ("r0", 2), ("b", 1)]
     task.cancel()
@@ -148,7 +149,7 @@ async def test_an_event_that_the_controller_cannot_read_is_found_and_replaced() 
     for rank in range(40):
         outbox.put(joined(rank))
     task = asyncio.create_task(outbox.run())
-    assert await outbox.flush(5)
+    assert await outbox.flush(PATIENCE_S)
     task.cancel()
     assert [event for event in got if event != got[13]] == [joined(n) for n in range(40) if n != 13]
     assert isinstance(got[13], MessagesSetAside)
@@ -175,7 +176,7 @@ async def test_numbers_that_never_came_are_declared_skipped() -> None:
     for seq in (7, 8, 10):
         outbox.put_from("r", seq, joined(seq), lambda: None)
     task = asyncio.create_task(outbox.run())
-    assert await outbox.flush(5)
+    assert await outbox.flush(PATIENCE_S)
     task.cancel()
     assert taken == {"r": 10}
     assert {batch.first_seq: batch.skipped for batch in sent if batch.skipped} == {7: 3, 10: 1}
@@ -202,7 +203,7 @@ async def test_no_message_is_larger_than_the_server_takes_it(payload_max: int) -
     outbox.put(crashed("x" * 20_000_000))
     outbox.put(stopped(0))
     task = asyncio.create_task(outbox.run())
-    assert await outbox.flush(10)
+    assert await outbox.flush(PATIENCE_S)
     task.cancel()
     assert journal.got == [*((f"r{rank}", 1) for rank in range(40)), ("a", 1), ("a", 2)]
     (end,) = [event for event in journal.events if isinstance(event, RankExited)]
@@ -254,7 +255,7 @@ async def test_sources_that_have_nothing_to_tell_are_forgotten() -> None:
         outbox.put_from("g0-r0-p0", 1, joined(0), lambda: done.append(0))
         outbox.put_from("g0-r0-p0", 2, joined(1), lambda: done.append(2))
         outbox.put(stopped(0))
-        assert await outbox.flush(5)
+        assert await outbox.flush(PATIENCE_S)
     finally:
         task.cancel()
     assert done == [*[1] * (2 * agent_outbox.SOURCES_KEPT), 0, 2]

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from tests.fakes import FakeBus, FakeServer
+from tests.waiting import PATIENCE_S
 
 from perdure.agent.probe import ProbeParts
 from perdure.model.codec import encode
@@ -15,7 +16,7 @@ from perdure.service.agent.probe import Prober
 
 
 def order(
-    *pairs: tuple[int, int], hosts: tuple[int, ...] = (), deadline_s: float = 20.0
+    *pairs: tuple[int, int], hosts: tuple[int, ...] = (), deadline_s: float = PATIENCE_S
 ) -> RunProbe:
     return RunProbe(
         id="p", round=1, pairs=pairs, hosts=hosts, bytes=500_000, deadline_s=deadline_s, reason=""
@@ -35,7 +36,7 @@ class Node:
         )
 
     async def answer(self) -> ProbeEnded:
-        return await asyncio.wait_for(self.ended.get(), 60.0)
+        return await asyncio.wait_for(self.ended.get(), PATIENCE_S)
 
 
 async def test_a_pair_is_measured_both_ways_and_both_nodes_answer_once() -> None:

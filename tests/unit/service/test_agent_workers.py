@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from tests.fakes import FakeBus, FakeServer
+from tests.waiting import PATIENCE_S
 
 from perdure.agent.messages import WorkerSaid
 from perdure.model.bus.wire import EventAck, EventMessage, WorkerHello, WorkerQuery, WorkerSignal
@@ -51,9 +52,9 @@ async def test_a_rank_and_two_agents(tmp_path: Path) -> None:
             sending = asyncio.create_task(outbox.run())
             workers = WorkerServer("j", outbox, said.put_nowait, Asides(lambda: 0.0))
             await workers.start(path)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 assert isinstance((await said.get()).message, WorkerHello)
-                assert await asyncio.to_thread(control.drain, 5)
+                assert await asyncio.to_thread(control.drain, PATIENCE_S)
                 control.query("b1.1")
                 question = await said.get()
                 assert question == WorkerSaid(rank=1, generation=0, message=WorkerQuery("b1.1"))
@@ -83,7 +84,7 @@ async def test_strangers_are_turned_away(tmp_path: Path) -> None:
     for line in (encode(WorkerHello("other", 1, 0, 77)), encode(WorkerQuery("b1")), b"{"):
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(line + b"\n")
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
         writer.close()
         await writer.wait_closed()
     assert said == []

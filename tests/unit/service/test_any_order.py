@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes import FakeBus, FakeServer
+from tests.waiting import PATIENCE_S
 
 from perdure.agent import messages as agent_messages
 from perdure.agent.machine import Agent
@@ -96,7 +97,7 @@ async def test_an_order_that_nobody_between_knows_reaches_the_ranks(tmp_path: Pa
         await site.hellos.get()
         ranks.append((reader, writer))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await site.send(site.book.take(GREET))  # type: ignore[arg-type]
             for reader, _ in ranks:
                 assert decode(await reader.readline(), Greet) == GREET

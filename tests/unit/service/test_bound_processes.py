@@ -7,6 +7,7 @@ import sys
 
 import psutil
 import pytest
+from tests.waiting import PATIENCE_S
 
 BOUND = """
 import sys, time
@@ -35,7 +36,7 @@ def test_nothing_outlives_who_has_started_it(program: str) -> None:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         parent.stdout.close()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == []
 
 
@@ -51,6 +52,6 @@ def test_what_an_interrupted_way_out_leaves_is_ended() -> None:
         worker = psutil.Process(int(parent.stdout.readline()))
         parent.stdin.write("\n")
         parent.stdin.flush()
-        parent.wait(10)
-        _, alive = psutil.wait_procs([worker], timeout=10)
+        parent.wait(PATIENCE_S)
+        _, alive = psutil.wait_procs([worker], timeout=PATIENCE_S)
     assert alive == []

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters.transfer import Wire
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
@@ -59,9 +60,16 @@ def mine(tmp_path: Path) -> Folders:
 
 
 def take(
-    mine: Folders, send: Callable[[Wire], object], *, deadline_s: float = 20.0
+    mine: Folders,
+    send: Callable[[Wire], object],
+    *,
+    deadline_s: float = PATIENCE_S,
+    over: threading.Event | None = None,
 ) -> tuple[Taken, Exception | None]:
-    """Take what `send` sends at the other end; return what has arrived, and the error if any."""
+    """Take what `send` sends at the other end; return what has arrived, and the error if any.
+
+    `over` is set when the receiver has left.
+    """
     here, there = socket.socketpair()
     end_s, taken = time.monotonic() + deadline_s, Taken()
 
@@ -77,7 +85,9 @@ def take(
             receive_compiled(Wire(here, end_s), mine, KEY, taken)
         except (OSError, PerdureError) as error:
             problem = error
-    thread.join(20.0)
+    if over is not None:
+        over.set()
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     return taken, problem
 
@@ -278,16 +288,10 @@ def test_a_sender_that_falls_silent_is_waited_for_a_bounded_time(mine: Folders) 
 
     def stall(wire: Wire) -> None:
         lie([CompiledFile(KERNEL, 1 << 20)], b"+" + b"x" * 1000)(wire)
-        over.wait(20)
+        over.wait(PATIENCE_S)
 
-    began = time.monotonic()
-    here_s = 0.3
-    thread = threading.Timer(2.0, over.set)
-    thread.start()
-    _, problem = take(mine, stall, deadline_s=here_s)
-    thread.join()
+    _, problem = take(mine, stall, deadline_s=0.3, over=over)
     assert isinstance(problem, TimeoutError)
-    assert time.monotonic() - began < 15
     assert list_files(mine["inductor"]) == {}
 
 
@@ -363,7 +367,7 @@ def test_who_asks_for_what_there_is_not_gets_nothing(theirs: Folders, wanted: by
     here, there = socket.socketpair()
     with here, there:
         here.sendall(block(b"wanted", wanted))
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + PATIENCE_S
         with pytest.raises(ProtocolError, match="not files of the roster"):
             send_compiled(Wire(there, end_s), theirs, KEY, sent=("inductor",))
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from tests.fakes import FakeBus, FakeServer, FakeStream, number_entries
+from tests.waiting import PATIENCE_S
 
 from perdure.model.bus.access import BROUGHT_BY
 from perdure.model.bus.wire import (
@@ -93,7 +94,7 @@ class Rig:
         self.server.patterns.clear()
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 await asyncio.sleep(0)
 
@@ -103,7 +104,9 @@ class Rig:
         if not first_seq:
             first_seq, self.seqs[self.source] = self.seq + 1, self.seq + len(events)
         message = EventMessage(node=0, batches=(EventBatch(self.source, first_seq, events),))
-        data = await self.agent.request(subject_events("job", 0), encode(message), timeout_s=5)
+        data = await self.agent.request(
+            subject_events("job", 0), encode(message), timeout_s=PATIENCE_S
+        )
         return decode(data, EventAck).seqs[self.source]  # type: ignore[no-any-return]
 
     @property
@@ -150,7 +153,7 @@ async def test_a_job_from_submission_to_its_end(rig: Rig) -> None:
     assert rig.assigned()[-1] == ("end", 1)
     await rig.send(GenerationStopped(node=0, generation=1, at_s=1003.0))
     assert rig.task is not None
-    ended = await asyncio.wait_for(rig.task, 5)
+    ended = await asyncio.wait_for(rig.task, PATIENCE_S)
     assert (ended.status, ended.exit_code) == ("done", 0)
     names = [type(body).__name__ for body in rig.bodies()]
     assert names[:2] == ["JobSubmitted", "ControllerStarted"]
@@ -196,7 +199,7 @@ async def test_nothing_is_sent_before_the_journal_has_it(rig: Rig) -> None:
     await rig.until(lambda: len(rig.stream.failures) < 3)
     assert len(rig.orders) == sent
     assert not task.done()
-    assert await asyncio.wait_for(task, 5) == 5
+    assert await asyncio.wait_for(task, PATIENCE_S) == 5
     assert rig.assigned()[-1] == ("store", 1)
 
 
@@ -207,12 +210,12 @@ async def test_a_fenced_controller_leaves(rig: Rig) -> None:
         await asyncio.wait_for(rig.send(exited(1, signal=9)), 0.2)
     assert rig.task is not None
     with pytest.raises(FencedError):
-        await asyncio.wait_for(rig.task, 5)
+        await asyncio.wait_for(rig.task, PATIENCE_S)
     assert rig.assigned()[-1] == ("run", 0)
 
 
 async def ask(rig: Rig, command: Command) -> CommandReply:
-    data = await rig.agent.request(subject_commands("job"), encode(command), timeout_s=5)
+    data = await rig.agent.request(subject_commands("job"), encode(command), timeout_s=PATIENCE_S)
     reply: CommandReply = decode(data, CommandReply)
     return reply
 
@@ -277,7 +280,7 @@ NO_SUCH_COMM = (
 
 async def test_malformed_messages_are_refused(rig: Rig) -> None:
     await rig.agent.publish(subject_beats("job", 0), b"{")
-    data = await rig.agent.request(subject_events("job", 0), b"nonsense", timeout_s=5)
+    data = await rig.agent.request(subject_events("job", 0), b"nonsense", timeout_s=PATIENCE_S)
     assert "malformed" in decode(data, EventAck).refused
     await rig.form()
     await rig.agent.publish(subject_beats("job", 0), NO_SUCH_COMM)
@@ -293,7 +296,7 @@ async def test_what_was_set_aside_is_counted_to_the_end_of_a_short_job(rig: Rig)
     await rig.send(exited(0), exited(1))
     await rig.send(GenerationStopped(node=0, generation=1, at_s=1003.0))
     assert rig.task is not None
-    await asyncio.wait_for(rig.task, 5)
+    await asyncio.wait_for(rig.task, PATIENCE_S)
     notes = [body for body in rig.bodies() if isinstance(body, MessagesSetAside)]
     assert [note.count for note in notes] == [1, 6]
 
@@ -340,7 +343,7 @@ async def test_many_ranks_answers_to_an_agreement_are_one_entry(
         for batch in batches
     )
     message = encode(EventMessage(node=0, batches=by_id))
-    data = await rig.agent.request(subject_events("job", 0), message, timeout_s=5)
+    data = await rig.agent.request(subject_events("job", 0), message, timeout_s=PATIENCE_S)
     assert decode(data, EventAck).seqs == {"g0-r0-p10": 3, "g0-r1-p11": 3}
     told = [b for b in rig.bodies() if isinstance(b, RanksAgreed | BoundaryAnswered)]
     answered, reached, alone, veto = told
@@ -352,7 +355,7 @@ async def test_many_ranks_answers_to_an_agreement_are_one_entry(
     assert veto == batches[1].events[2]
     await rig.end_controller()
     await rig.start_controller()
-    data = await rig.agent.request(subject_events("job", 0), message, timeout_s=5)
+    data = await rig.agent.request(subject_events("job", 0), message, timeout_s=PATIENCE_S)
     assert decode(data, EventAck).seqs == {"g0-r0-p10": 3, "g0-r1-p11": 3}
     assert [b for b in rig.bodies() if isinstance(b, RanksAgreed | BoundaryAnswered)] == told
 
@@ -367,7 +370,7 @@ async def test_a_document_that_no_message_holds_is_refused(rig: Rig) -> None:
         submitted_s=0.0, show=lambda snapshot: None,
     )  # fmt: skip
     with pytest.raises(PlatformError, match="the job's document has"):
-        await asyncio.wait_for(service.run(), 5)
+        await asyncio.wait_for(service.run(), PATIENCE_S)
 
 
 async def test_nobody_is_killed_for_a_group_that_is_too_large(
@@ -386,11 +389,20 @@ async def test_nobody_is_killed_for_a_group_that_is_too_large(
         journal, [Decision(action="a", summary="x" * 5000, reason="")], at_s=0.0
     )
     stream.bytes_max = 1000
+    append, tries = stream.append, list[bytes]()
+
+    async def count(data: bytes, *, expected_last: int, message_id: str) -> int:
+        tries.append(data)
+        return await append(data, expected_last=expected_last, message_id=message_id)
+
+    stream.append = count  # type: ignore[method-assign]
     appending = asyncio.create_task(journal.append(entries))
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(PATIENCE_S):
+        while len(tries) < 4:
+            await asyncio.sleep(0)
     assert stuck == []
     stream.bytes_max = 10_000
-    await asyncio.wait_for(appending, 5)
+    await asyncio.wait_for(appending, PATIENCE_S)
     stream.failures = [(PlatformError("full"), False)] * 3
     await journal.append(
         number_entries(journal, [Decision(action="a", summary="", reason="")], at_s=0.0)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters.nats import server_config
 from perdure.model.job import BusConfig, JobSpec
@@ -38,10 +39,10 @@ def test_servers_and_standbys_end_with_an_orphaned_job(
         controller._end_orphans(spec, paths)
         for process in ours:
             if orphaned:
-                assert process.wait(5) < 0
+                assert process.wait(PATIENCE_S) < 0
         assert all(process.poll() is None for process in others + ([] if orphaned else ours))
     finally:
         for process in (*ours, *others):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(5)
+            process.wait(PATIENCE_S)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from tests.fakes import FakeBus, FakeServer, FakeStream
+from tests.waiting import PATIENCE_S
 
 from perdure.model.bus.wire import Command, NodeOrder, subject_orders
 from perdure.model.codec import decode
@@ -60,7 +61,7 @@ class Site:
 
 
 async def wait_orders(site: Site, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while len(site.heard) < count:
             site.more.clear()
             await site.more.wait()
@@ -118,7 +119,7 @@ async def test_two_that_both_believe_to_be_the_controller_cannot_both_write() ->
     await wait_orders(site, 2)
     deposed.command(Command(id="x", kind="pause"))
     with pytest.raises(FencedError, match="another controller writes"):
-        await asyncio.wait_for(first, 10)
+        await asyncio.wait_for(first, PATIENCE_S)
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
     assert site.terms() == [4, 6]

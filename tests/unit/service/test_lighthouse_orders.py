@@ -3,11 +3,13 @@
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from tests.fakes import FakeBus, FakeServer
 from tests.lighthouse import make_member
+from tests.waiting import PATIENCE_S
 
 from perdure.model.bus.wire import NodeOrder, subject_orders
 from perdure.model.codec import encode
@@ -15,6 +17,7 @@ from perdure.model.events import AnyEvent, FaultInjected, ReplicaSeen
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.orders import LIGHTHOUSE, EvictReplica, HoldReplicas, InjectFault
 from perdure.service.jobfiles import read_document
+from perdure.service.lighthouse import endings
 from perdure.service.lighthouse.loop import IDS, LighthouseService
 from perdure.service.lighthouse.remembered import LighthouseFile
 
@@ -71,10 +74,9 @@ async def test_a_group_that_could_not_be_harmed_trains_on(tmp_path: Path) -> Non
     crash = InjectFault(id="c1", generation=0, rank=0, kind="crash", at_step=-1, reason="by me")
     lighthouse._take_order(encode(NodeOrder(controller="c", orders=(crash,))))
     try:
-        for _ in range(500):
-            if told:
-                break
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(PATIENCE_S):
+            while not told:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     finally:
         await lighthouse.close()
     (refused,) = told
@@ -86,24 +88,31 @@ async def test_a_group_that_could_not_be_harmed_trains_on(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("lives", [True, False])
 async def test_a_group_whose_manager_is_not_reached_is_not_said_to_have_ended(
-    tmp_path: Path, lives: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
     pytest.importorskip("grpc")
     spec = JobSpec(name="job", script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
     path = str(tmp_path / "lighthouse.json")
-    lighthouse = LighthouseService(spec, path, clock=time.monotonic, incarnation="l1")
+    now = 1000.0
+    lighthouse = LighthouseService(spec, path, clock=lambda: now, incarnation="l1")
     told: list[AnyEvent] = []
     lighthouse._outbox.put = told.append  # type: ignore[method-assign]
+
+    async def let_pass(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if lives:
+            lighthouse._do(lighthouse.machine.hear(now, "a_0:x"))
+
+    monkeypatch.setattr(endings, "asyncio", SimpleNamespace(sleep=let_pass))
     member = msgspec.structs.replace(make_member("a_0:x"), manager="http://127.0.0.1:1")
-    lighthouse.machine.ask(time.monotonic(), 1, member)
+    lighthouse.machine.ask(now, 1, member)
     evict = EvictReplica(replica="a_0:x", generation=0, group=0, kill=True, reason="evict")
     lighthouse._take_order(encode(NodeOrder(controller="c", orders=(evict,))))
     try:
-        async with asyncio.timeout(10):
-            while not told:
-                if lives:
-                    lighthouse._do(lighthouse.machine.hear(time.monotonic(), "a_0:x"))
-                await asyncio.sleep(0.02)
+        async with asyncio.timeout(PATIENCE_S):
+            while not told:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     finally:
         await lighthouse.close()
     (gone,) = [event for event in told if isinstance(event, ReplicaSeen)]

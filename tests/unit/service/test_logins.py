@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.fakes import FakeBus, FakeStream
+from tests.waiting import PATIENCE_S
 
 from perdure.model.bus.wire import (
     Admission,
@@ -57,14 +58,14 @@ class Door:
     async def ask(self, kind: str, **args: Any) -> CommandReply:
         self.count += 1
         asked = Command(id=f"c{self.count}", kind=kind, args=args)  # type: ignore[arg-type]
-        data = await self.bus.request(subject_commands(JOB), encode(asked), timeout_s=5)
+        data = await self.bus.request(subject_commands(JOB), encode(asked), timeout_s=PATIENCE_S)
         return decode(data, CommandReply)  # type: ignore[no-any-return]
 
     async def invite(self, id_: str) -> None:
         assert (await self.ask("invite", id=id_, digest=digest_secret(id_), uses=1)).ok
 
     async def send(self, request: bytes) -> CommandReply:
-        data = await self.bus.request(subject_joins(JOB), request, timeout_s=5)
+        data = await self.bus.request(subject_joins(JOB), request, timeout_s=PATIENCE_S)
         return decode(data, CommandReply)  # type: ignore[no-any-return]
 
 
@@ -87,7 +88,7 @@ async def door() -> AsyncIterator[Door]:
         node=node, spec=SPEC, endpoint=Endpoint("nats://x", door.passwords[node], 0.0)
     )
     task = asyncio.create_task(service.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while subject_joins(JOB) not in door.bus.server.servers:
             await asyncio.sleep(0)
     yield door

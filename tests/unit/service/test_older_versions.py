@@ -10,6 +10,7 @@ import pytest
 from tests.journals import reseal
 from tests.older import DEPTHS, SAVED, find_spec, lay_down, read_journal
 from tests.unit.service.test_controller import Rig
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters.checkpoints import verify_all
 from perdure.cli.app import run_command
@@ -111,11 +112,11 @@ async def test_an_agent_of_a_job_of_another_version_leaves(
     old = {"url": "nats://127.0.0.1:1", "token": "t", "clock_offset_s": 0.0}  # As 0.1 wrote it.
     write_atomic(credential, msgspec.json.encode(old))
     with pytest.raises(PlatformError, match=r"perdure 0\.1 \(protocol 0\)"):
-        await asyncio.wait_for(run_agent("supervised", 0), 5)
+        await asyncio.wait_for(run_agent("supervised", 0), PATIENCE_S)
     newer = Endpoint(**old, speaks=NEWER)  # type: ignore[arg-type]
     write_document(credential, newer)
     with pytest.raises(PlatformError, match=r"perdure 9\.0\.0"):
-        await asyncio.wait_for(run_agent("supervised", 0), 5)
+        await asyncio.wait_for(run_agent("supervised", 0), PATIENCE_S)
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ async def test_what_a_newer_agent_adds_is_passed_over_or_set_aside(rig: Rig) -> 
     told = [plain | {"colour": "blue"}, {"type": "NodeDreamt", "node": 0}]
     message = {"node": 0, "batches": [{"source": "a0-1", "first_seq": 1, "events": told}]}
     data = msgspec.json.encode(message)
-    answer = await rig.agent.request("perdure.job.events.0", data, timeout_s=5)
+    answer = await rig.agent.request("perdure.job.events.0", data, timeout_s=PATIENCE_S)
     assert decode(answer, dict) == {"seqs": {"a0-1": 2}}
     kinds = [type(body).__name__ for body in rig.bodies()]
     assert "NodeRegistered" in kinds
@@ -162,11 +163,14 @@ async def test_a_controller_does_not_go_on_with_a_newer_ones_journal(rig: Rig) -
     rig.stream.messages[:] = reseal([*rig.stream.messages, entry])
     rig.orders.clear()
     messages = list(rig.stream.messages)
-    with pytest.raises(TimeoutError):  # No order of it is ever heard.
-        await asyncio.wait_for(rig.start_controller(), 0.3)
+    ended = rig.task
+    starting = asyncio.create_task(rig.start_controller())
+    await rig.until(lambda: rig.task is not ended)
     assert rig.task is not None
     with pytest.raises(PlatformError, match=r"written by perdure 9\.0\.0"):
         await rig.task
+    starting.cancel()
+    assert rig.orders == []
     assert rig.stream.messages == messages
     rig.controllers -= 1
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tests.fakes import FakeBus, FakeServer
 from tests.stream import FakeRank, Stream, open_stream
+from tests.waiting import PATIENCE_S
 
 from perdure.model.bus.wire import EventAck, EventBatch, EventMessage, WorkerEvent, subject_events
 from perdure.model.codec import decode, encode
@@ -119,7 +120,9 @@ async def test_a_peer_that_invents_sources_is_counted_and_delays_nobody(tmp_path
         event = GenerationStopped(node=0, generation=0, at_s=1000.0)
         for number in range(400):
             message = EventMessage(0, (EventBatch(f"a0-{number}", 1, (event,)),))
-            answer = await bus.request(subject_events("job", 0), encode(message), timeout_s=5)
+            answer = await bus.request(
+                subject_events("job", 0), encode(message), timeout_s=PATIENCE_S
+            )
         assert decode(answer, EventAck).seqs == {"a0-399": 0}
         stream.time_s += 61.0
         async with connect(1) as rank:
@@ -141,9 +144,9 @@ async def test_a_batch_that_waits_is_counted_once(tmp_path: Path) -> None:
         event = GenerationStopped(node=0, generation=0, at_s=1000.0)
         for number in [*range(NAMES_MAX + 30), *[NAMES_MAX + 30] * 50]:
             message = EventMessage(0, (EventBatch(f"a0-{number}", 1, (event,)),))
-            await bus.request(subject_events("job", 0), encode(message), timeout_s=5)
+            await bus.request(subject_events("job", 0), encode(message), timeout_s=PATIENCE_S)
         known = {entry.source for entry in await stream.entries()}
         waiting = {f"a0-{number}" for number in range(NAMES_MAX + 31)} - known
         stream.time_s += 61.0
-        await bus.request(subject_events("job", 0), encode(message), timeout_s=5)
+        await bus.request(subject_events("job", 0), encode(message), timeout_s=PATIENCE_S)
         assert sum(note.count for note in await stream.notes()) == len(waiting) > 1

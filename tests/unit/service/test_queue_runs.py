@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.failpoints import FOLDER, SWITCH, switch
 from perdure.files.rotation import list_parts
@@ -79,10 +80,20 @@ def test_what_is_asked_for_again_runs_although_its_files_are_there(tmp_path: Pat
     assert (line.state, line.attempts) == ("done", 1)
 
 
+_WRITER = """
+import os, time
+lines = (b"x" * 99_999 + b"\\n") * 100
+assert os.write(1, lines) == len(lines)
+while os.fstat(1).st_size >= len(lines):
+    time.sleep(0.05)
+print("end")
+"""
+"""Ends once the file that it writes to was cut."""
+
+
 def test_what_an_item_writes_is_kept_to_a_bounded_size(tmp_path: Path) -> None:
     store = QueueStore(str(tmp_path), "q")
-    write = "import time\nfor _ in range(100): print('x' * 99_999)\ntime.sleep(8)\nprint('end')"
-    item = Item(name="a", command=(sys.executable, "-c", write), cwd=str(tmp_path))
+    item = Item(name="a", command=(sys.executable, "-c", _WRITER), cwd=str(tmp_path))
     with store.writing() as writer:
         writer.append(Put(1.0, item))
     assert Runner(store, ("cpu-0",), lambda line: None).run().lines["a"].state == "done"
@@ -113,7 +124,7 @@ def test_what_ends_just_before_it_is_to_be_stopped_does_not_take_the_runner_alon
 ) -> None:
     # In a group of its own, all of which a signal to nobody would end.
     command = [sys.executable, "-P", "-c", _REMOVED, str(tmp_path)]
-    done = subprocess.run(command, start_new_session=True, capture_output=True, timeout=60)
+    done = subprocess.run(command, start_new_session=True, capture_output=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, b"")
 
 

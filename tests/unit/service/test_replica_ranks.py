@@ -3,12 +3,13 @@
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.waiting import PATIENCE_S
 
 from perdure.model.bus.wire import (
     ReplicaHello,
@@ -48,9 +49,10 @@ class Lighthouse:
             ended=lambda life, why: self.ended.append((life, why)),
         )
         self.paths = JobPaths(str(folder), str(folder), str(folder))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.held = socket.socket()
+        """Keeps the port, and so the door, from other tests that run at the same time."""
+        self.held.bind(("127.0.0.1", 0))
+        self.port = int(self.held.getsockname()[1])
         self.door = lighthouse_door(os.getuid(), self.port)
 
     async def _find(self, name: str) -> tuple[int, int]:
@@ -64,9 +66,14 @@ class Lighthouse:
         said = {"replica": "train_1:ab", "local_rank": 1, "ranks": 2, "pid": os.getpid(), **more}
         reader, writer = await asyncio.open_unix_connection(self.door)
         writer.write(encode(ReplicaHello(**said)) + b"\n")
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
         return decode(answer, ReplicaWelcome)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture
@@ -77,10 +84,11 @@ async def lighthouse(tmp_path: Path) -> AsyncIterator[Lighthouse]:
     yield served
     await served.ranks.close()
     os.unlink(served.door)
+    served.held.close()
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
-    return decode(await asyncio.wait_for(reader.readline(), 10), ToWorker)
+    return decode(await asyncio.wait_for(reader.readline(), PATIENCE_S), ToWorker)
 
 
 @pytest.mark.asyncio
@@ -142,17 +150,28 @@ async def test_of_very_many_groups_that_train_each_hears_what_is_for_it(
 async def test_the_end_of_a_line_is_the_end_of_a_rank_only_where_its_process_has_ended(
     lighthouse: Lighthouse,
 ) -> None:
-    child = await asyncio.create_subprocess_exec("sleep", "60")
+    child = await asyncio.create_subprocess_exec("sleep", "3600")
+    look, looked = lighthouse.ranks._look, list[int]()
+
+    def note(hello: WorkerHello) -> None:
+        look(hello)
+        looked.append(hello.pid)
+
+    lighthouse.ranks._look = note  # type: ignore[method-assign]
+
+    def holds(pid: int) -> bool:
+        known = lighthouse.ranks._lives.get(5)
+        return bool(known and known.state.keeper and known.state.keeper.running.get(3) == pid)
+
     for pid in (os.getpid(), child.pid):
         _, writer = await asyncio.open_unix_connection(lighthouse.door)
         writer.write(encode(WorkerHello("run 2", 3, 5, pid)) + b"\n")
-        await writer.drain()
-        await asyncio.sleep(0.1)
+        await lighthouse.until(lambda pid=pid: holds(pid))  # type: ignore[misc]
         if pid == child.pid:
             child.kill()
             await child.wait()
         writer.close()
-        await asyncio.sleep(0.5)
+        await lighthouse.until(lambda pid=pid: pid in looked)  # type: ignore[misc]
         assert bool(lighthouse.ended) == (pid == child.pid)
     assert lighthouse.ended == [(5, "rank 3: its process has ended")]
 
@@ -161,12 +180,17 @@ async def test_the_end_of_a_line_is_the_end_of_a_rank_only_where_its_process_has
 async def test_a_line_of_an_earlier_run_is_not_taken_for_a_life_of_this_one(
     lighthouse: Lighthouse,
 ) -> None:
-    child = await asyncio.create_subprocess_exec("sleep", "60")
+    child = await asyncio.create_subprocess_exec("sleep", "3600")
     reader, writer = await asyncio.open_unix_connection(lighthouse.door)
     writer.write(encode(WorkerHello("run 1", 3, 5, child.pid)) + b"\n")
-    assert await asyncio.wait_for(reader.read(), 10) == b"", "it is hung up on"
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b"", "it is hung up on"
     child.kill()
     await child.wait()
     writer.close()
-    await asyncio.sleep(0.5)
-    assert lighthouse.ended == [], "another group has that number now"
+    _, other = await asyncio.open_unix_connection(lighthouse.door)
+    other.write(encode(WorkerHello("run 2", 2, 6, child.pid)) + b"\n")
+    await lighthouse.until(lambda: lighthouse.ranks.lines)
+    other.close()
+    await lighthouse.until(lambda: lighthouse.ended)  # It is looked at after the other line's end.
+    known = [life for life, _ in lighthouse.ended]
+    assert known == [6], "another group has the number 5 now"

@@ -10,6 +10,7 @@ import pytest
 from tests.fakes import FakeBus, FakeStream
 from tests.journals import reseal
 from tests.unit.service.test_controller import SPEC, Rig, encode
+from tests.waiting import PATIENCE_S
 
 from perdure.control.memory import Memory
 from perdure.model.bus.wire import Command, subject_commands
@@ -130,11 +131,11 @@ async def test_a_message_from_before_the_snapshot_is_taken_once(rig: SnapshotRig
 
 async def test_a_command_from_before_the_snapshot_keeps_its_answer(rig: SnapshotRig) -> None:
     command = encode(Command(id="k1", kind="inject", args={"rank": 9}))
-    first = await rig.agent.request(subject_commands("job"), command, timeout_s=5)
+    first = await rig.agent.request(subject_commands("job"), command, timeout_s=PATIENCE_S)
     await rig.fill(30)
     await rig.until(lambda: rig.files)
     await rig.restart()
-    assert await rig.agent.request(subject_commands("job"), command, timeout_s=5) == first
+    assert await rig.agent.request(subject_commands("job"), command, timeout_s=PATIENCE_S) == first
     asked = [b for b in rig.bodies() if isinstance(b, CommandReceived)]
     assert len(asked) == 1
 

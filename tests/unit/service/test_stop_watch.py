@@ -4,18 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from perdure.service.processes import Child, StopWatch
 
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     child = Child("agent 0", process.pid, os.pidfd_open(process.pid), process)
     yield child
     process.kill()
@@ -25,10 +25,8 @@ def child() -> Iterator[Child]:
 
 def send(child: Child, number: signal.Signals, state: str) -> None:
     os.kill(child.pid, number)
-    deadline = time.monotonic() + 5
     stat = Path(f"/proc/{child.pid}/stat")
-    while state not in stat.read_text().rpartition(")")[2].split()[0]:
-        assert time.monotonic() < deadline
+    wait_until(lambda: state in stat.read_text().rpartition(")")[2].split()[0], state)
 
 
 def test_it_is_reported_once(child: Child) -> None:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters import storage
 from perdure.cli.app import run_command
@@ -126,7 +127,7 @@ def test_a_disk_that_is_away_keeps_a_job_from_nothing(
 
     ending = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     ending.start()
-    ending.join(20.0)
+    ending.join(PATIENCE_S)
     alive = ending.is_alive()
     back.set()
     assert not alive
