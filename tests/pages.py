@@ -14,6 +14,7 @@ from typing import Any
 from perdure.model.codec import encode
 from perdure.telemetry.snapshot import SnapshotFold
 from tests.journals import Story, tell
+from tests.waiting import PATIENCE_S
 
 
 def lay_down(home: Path, name: str = "job", story: Story | None = None) -> Story:
@@ -30,6 +31,18 @@ def lay_down(home: Path, name: str = "job", story: Story | None = None) -> Story
     endpoint = {"url": "nats://127.0.0.1:1", "token": "", "clock_offset_s": 0}
     (folder / "endpoint.json").write_text(json.dumps(endpoint))
     return story
+
+
+def lay_down_large(home: Path) -> None:
+    """Write the job `large`, of 10,000 ranks, of which one has crashed."""
+    story = Story(nproc=8, nodes=1250)
+    story.start()
+    story.train(6)
+    story.crash(4321)
+    story.start()
+    story.train(6)
+    story.finish()
+    lay_down(home, "large", story)
 
 
 class Page:
@@ -57,7 +70,7 @@ class Page:
         """Return status, headers (of lower case) and text."""
         sent = {"Host": self.host, "Cookie": self.cookie}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, body=data, headers=sent)
@@ -88,7 +101,7 @@ def serve(home: Path, *words: str) -> Iterator[Page]:
             yield Page(process, home)
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(PATIENCE_S)
 
 
 def read_text(html: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from perdure.worker.checkpoint.device_copies import DeviceCopies, Events, Pairs
+from tests.waiting import PATIENCE_S
 
 
 class PlayedEvent:
@@ -20,7 +21,7 @@ class PlayedEvent:
         self.done.set()
 
     def synchronize(self) -> None:
-        assert self.done.wait(20)
+        assert self.done.wait(PATIENCE_S)
 
 
 class PlayedStream:

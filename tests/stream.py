@@ -34,6 +34,7 @@ from perdure.service.part import LINE_MAX, Asides
 from perdure.service.ports import Bus, JournalStream
 from perdure.telemetry.curves import Curves
 from tests.fakes import FakeBus, FakeServer, FakeStream
+from tests.waiting import PATIENCE_S
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
 STARTED: tuple[AnyEvent, ...] = (
@@ -79,7 +80,7 @@ class Stream:
         """Return what the journal says was set aside, once all of it is said."""
         for note in self.asides.take(all=True):
             self.outbox.put(note)
-        assert await self.outbox.flush(5)
+        assert await self.outbox.flush(PATIENCE_S)
         return [body for body in await self.bodies() if isinstance(body, MessagesSetAside)]
 
 
@@ -100,7 +101,7 @@ class FakeRank:
 
     async def until_acked(self, seq: int) -> None:
         """Wait until the agent has taken over everything up to `seq`."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while self.acked < seq:
                 line = await self.reader.readline()
                 assert line, "the agent hung up"
@@ -136,7 +137,7 @@ async def open_stream(
 
     for event in STARTED:  # Who is of no generation is not believed.
         found.outbox.put(event)
-    assert await found.outbox.flush(5)
+    assert await found.outbox.flush(PATIENCE_S)
     try:
         yield found, connect
     finally:

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 from perdure.failpoints.points import POINTS
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = ("docs", "src", "tests", "bench", "examples", "scripts")
@@ -18,7 +19,7 @@ SOURCES = (".py", ".c", ".cpp", ".h", ".sh", ".toml")
 def test_import_contracts_hold() -> None:
     tool = Path(sys.executable).parent / "lint-imports"
     done = subprocess.run(
-        [tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

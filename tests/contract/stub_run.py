@@ -1,6 +1,7 @@
 """`perdure run` with the stand-in agent: `python stub_run.py HOME NAME [RANK'S ARGS...]`.
 
-STUB_NODES is the number of nodes, which share two ranks; STUB_LEFT_S shortens `LEFT_S`.
+STUB_NODES is the number of nodes, which share two ranks; STUB_LEFT_S and
+STUB_STOPPED_S replace the supervisor's `LEFT_S` and `_STOPPED_S`.
 """
 
 import os
@@ -26,6 +27,7 @@ def show(line: str) -> None:
 if __name__ == "__main__":
     nodes = int(os.environ.get("STUB_NODES", "1"))
     supervisor.LEFT_S = float(os.environ.get("STUB_LEFT_S", supervisor.LEFT_S))
+    supervisor._STOPPED_S = float(os.environ.get("STUB_STOPPED_S", supervisor._STOPPED_S))
     spec = JobSpec(
         name=sys.argv[2],
         script="x",

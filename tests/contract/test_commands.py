@@ -17,6 +17,7 @@ from perdure.model.orders import AnswerCommand
 from perdure.model.paths import JobPaths, job_paths
 from perdure.service.commands import ask_controller
 from perdure.service.ports import Reply
+from tests.waiting import PATIENCE_S
 
 STOP = Command(id="cli-1", kind="stop", who="me")
 
@@ -50,7 +51,7 @@ async def ask_and_end(tmp_path: Path, answer: AnswerCommand | None) -> CommandRe
         endpoint = Endpoint(url=server.url, token="s3cr3t", clock_offset_s=0.0)
         Path(paths.root).mkdir(parents=True)
         Path(paths.endpoint).write_bytes(encode(endpoint))
-        controller = await NatsBus.connect(endpoint, timeout_s=10)
+        controller = await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
 
         def take(data: bytes, _: Reply) -> None:
             assert decode(data, Command) == STOP
@@ -59,7 +60,7 @@ async def ask_and_end(tmp_path: Path, answer: AnswerCommand | None) -> CommandRe
 
         await controller.serve(subject_commands("job"), take)
         try:
-            return await asyncio.to_thread(ask_controller, "job", paths, STOP, timeout_s=10.0)
+            return await asyncio.to_thread(ask_controller, "job", paths, STOP, timeout_s=PATIENCE_S)
         finally:
             await controller.close()
     finally:

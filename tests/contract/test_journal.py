@@ -36,13 +36,14 @@ from perdure.service.jobfolders import paths_of
 from perdure.service.ports import JournalStream
 from tests.contract.test_bus import Server
 from tests.fakes import FakeStream, number_entries
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path)
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture(params=["fake", "nats", "folder"])
@@ -55,7 +56,7 @@ async def stream(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             yield shared
         return
     endpoint = request.getfixturevalue("server").start()
-    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    bus = await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
     yield await NatsStream.open(bus, "a.job")
     await bus.close()
 
@@ -77,14 +78,14 @@ async def test_messages_are_numbered_and_read_in_order(stream: JournalStream) ->
 
 
 async def test_before_a_controller_has_made_it_there_is_nothing_to_read(server: Server) -> None:
-    bus = await NatsBus.connect(server.start(), timeout_s=10)
+    bus = await NatsBus.connect(server.start(), timeout_s=PATIENCE_S)
     assert await NatsStream(bus, "a.job").read_all() == []
     await bus.close()
 
 
 async def test_what_a_slow_reader_drops_is_read_again(server: Server) -> None:
     """nats-py drops what comes faster than it is taken: of 270 MB once 96,016 entries."""
-    bus = await NatsBus.connect(server.start(), timeout_s=10)
+    bus = await NatsBus.connect(server.start(), timeout_s=PATIENCE_S)
     stream = await NatsStream.open(bus, "a.job")
     messages = [b"%d" % index * 30 for index in range(600)]
     for index, data in enumerate(messages):
@@ -96,7 +97,7 @@ async def test_what_a_slow_reader_drops_is_read_again(server: Server) -> None:
 
 async def test_a_stream_that_nobody_answers_for_is_not_an_empty_one(server: Server) -> None:
     """An operator has made it without direct gets: 503 is no word on what it holds."""
-    bus = await NatsBus.connect(server.start(), timeout_s=10)
+    bus = await NatsBus.connect(server.start(), timeout_s=PATIENCE_S)
     name, subject = stream_journal("a.job"), subject_journal("a.job")
     js = bus.client.jetstream()
     await js.add_stream(StreamConfig(name=name, subjects=[subject], allow_direct=False))
@@ -110,7 +111,7 @@ async def test_a_stream_that_nobody_answers_for_is_not_an_empty_one(server: Serv
 
 async def test_messages_that_are_gone_leave_empty_ones_and_hide_none(server: Server) -> None:
     """Also the first one of what is asked for at once, which some servers take for the end."""
-    bus = await NatsBus.connect(server.start(), timeout_s=10)
+    bus = await NatsBus.connect(server.start(), timeout_s=PATIENCE_S)
     stream = await NatsStream.open(bus, "a.job")
     for index in range(1200):
         await stream.append(b"%d" % index, expected_last=index, message_id=f"m{index}")
@@ -278,7 +279,7 @@ async def test_a_torn_last_line_of_the_mirror_is_left_out(tmp_path: Path) -> Non
 
 async def test_acknowledged_entries_survive_kill_9_of_the_server(server: Server) -> None:
     endpoint = server.start()
-    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    bus = await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
     journal = Journal(await NatsStream.open(bus, "job"), writer="one")
     await journal.open()
     for index in range(20):
@@ -286,7 +287,7 @@ async def test_acknowledged_entries_survive_kill_9_of_the_server(server: Server)
         if index % 5 == 4:
             server.kill()
             server.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while bus.reconnects < 4:
             await asyncio.sleep(0.01)
     again = Journal(await NatsStream.open(bus, "job"), writer="two")
@@ -301,7 +302,7 @@ def test_journal_is_read_from_the_store_when_there_is_no_mirror(tmp_path: Path) 
     endpoint = server.start()
 
     async def write() -> None:
-        bus = await NatsBus.connect(endpoint, timeout_s=10)
+        bus = await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
         journal = Journal(await NatsStream.open(bus, "job"), writer="one")
         await journal.open()
         await journal.append(entries(journal, "a", "b"))
@@ -312,7 +313,7 @@ def test_journal_is_read_from_the_store_when_there_is_no_mirror(tmp_path: Path) 
         write_document(paths.endpoint, Endpoint(url=endpoint.url, token="s3cr3t", clock_offset_s=0))
         assert len(list(read_journal(paths))) == 2  # the server runs
     finally:
-        server.kill()
+        server.close()
     assert len(list(read_journal(paths))) == 2  # it does not
 
 
@@ -337,7 +338,7 @@ def test_the_last_entry_is_found_without_reading_the_rest(tmp_path: Path) -> Non
 async def test_an_end_that_is_not_the_last_entry_is_the_end(server: Server, tmp_path: Path) -> None:
     """What the turn that ended a job brought about besides follows in the same group."""
     endpoint = server.start()
-    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    bus = await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
     stream = await NatsStream.open(bus, "a.job")
     journal = Journal(stream, writer="one")
     await journal.open()
@@ -363,7 +364,7 @@ async def test_what_jetstream_loses_behind_a_flipped_bit_is_restored(
 
     async def next_controller(words: Sequence[str]) -> tuple[int, str]:
         endpoint = server.start()
-        bus = await NatsBus.connect(endpoint, timeout_s=10)
+        bus = await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
         stream = await NatsStream.open(bus, "a.job")
         journal = Journal(stream, writer=f"c-{words}", mirror=Mirror(str(mirror)))
         found = await journal.open()

@@ -11,6 +11,7 @@ import pytest
 from perdure.adapters.nccl import read_nccl
 from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
+from tests.waiting import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -44,7 +45,7 @@ def test_real_nccl_fills_the_file(tmp_path: Path) -> None:
         world |= {"NCCL_PROFILER_PLUGIN": plugin, "NCCL_DEBUG": "INFO"}
         command = [sys.executable, "-c", RANK]
         ranks.append(subprocess.Popen(command, env=os.environ | world, stdout=subprocess.PIPE))
-    logs = [rank.communicate(timeout=150)[0].decode() for rank in ranks]
+    logs = [rank.communicate(timeout=PATIENCE_S)[0].decode() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size, logs
     for rank in range(size):
         reading = read_nccl(str(tmp_path / f"g0-r{rank}.ring"), 0.0)

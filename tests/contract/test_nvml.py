@@ -19,6 +19,7 @@ from perdure.model.job import DetectConfig
 from perdure.model.signals import devices as model
 from perdure.model.signals.progress import NodeBeat
 from tests.gpu import memory
+from tests.waiting import PATIENCE_S
 
 pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
@@ -93,7 +94,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     library = tmp_path / "libnvidia-ml.so.1"
     source = Path(__file__).with_name("nvml_stub.c")
     command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
     monkeypatch.setenv("NVML_STUB", str(tmp_path / "counters"))
     monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(library)))
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})

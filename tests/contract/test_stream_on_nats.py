@@ -11,6 +11,7 @@ from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
 from tests.contract.test_bus import Server
 from tests.stream import open_stream
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("payload_max", [64 << 10, 1 << 20])
@@ -19,7 +20,7 @@ async def test_everything_passes_a_server_of_small_messages(
 ) -> None:
     server = Server(tmp_path)
     endpoint = server.start(payload_max)
-    buses = [await NatsBus.connect(endpoint, timeout_s=10) for _ in range(2)]
+    buses = [await NatsBus.connect(endpoint, timeout_s=PATIENCE_S) for _ in range(2)]
     try:
         assert buses[0].payload_max == payload_max
         stream = await NatsStream.open(buses[1], "job")
@@ -38,7 +39,7 @@ async def test_everything_passes_a_server_of_small_messages(
             await rank.emit(34, RankJoined(generation=0, rank=1, start_step=5))
             await rank.until_acked(34)
             whole.outbox.put(end)
-            assert await whole.outbox.flush(10)
+            assert await whole.outbox.flush(PATIENCE_S)
             bodies = await whole.bodies()
             (told,) = [body for body in bodies if isinstance(body, RankExited)]
             assert "characters, cut]" in told.record.traceback
@@ -52,4 +53,4 @@ async def test_everything_passes_a_server_of_small_messages(
     finally:
         for bus in buses:
             await bus.close()
-        server.kill()
+        server.close()

@@ -15,6 +15,7 @@ from perdure.model.job import JobSpec
 from perdure.service.controller.inbox import Inbox
 from perdure.service.controller.webhook import BODY_BYTES_MAX, Webhook
 from perdure.service.ports import Reply
+from tests.waiting import PATIENCE_S
 
 TOKEN = "t0ken-of-the-test"
 NOTICE = {"kind": "device-failed", "device": "GPU-1", "id": "42"}
@@ -50,7 +51,7 @@ class Hook:
         with contextlib.suppress(ConnectionError):
             writer.write(data)
             await writer.drain()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             answer = await reader.read()
         writer.close()
         with contextlib.suppress(ConnectionError):
@@ -112,7 +113,7 @@ async def test_bad_requests_are_refused(hook: Hook) -> None:
     assert (await hook.post(b"\xff\xfe\x00"))[0] == 400
     reader, writer = await asyncio.open_connection("127.0.0.1", hook.webhook.port)
     writer.write_eof()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         assert await reader.read() == b"", "who leaves without a word is let go"
     writer.close()
     assert hook.taken == []
@@ -124,4 +125,5 @@ async def test_a_caller_who_says_nothing_is_let_go(
 ) -> None:
     monkeypatch.setattr("perdure.service.controller.webhook.READ_S", 0.1)
     assert (await hook.send(b"POST /notify HTTP/1.1\r\n"))[0] == 408
+    monkeypatch.setattr("perdure.service.controller.webhook.READ_S", PATIENCE_S)
     assert (await hook.post(json.dumps(NOTICE).encode()))[0] == 200

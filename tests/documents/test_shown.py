@@ -82,7 +82,6 @@ def test_every_shown_command_is_run_or_says_why_not() -> None:
     assert never == []
 
 
-@pytest.mark.timeout(400)
 def test_the_readme_shows_what_is_printed() -> None:
     path = ROOT / "README.md"
     assert run_page(path, read_page(path)) == []

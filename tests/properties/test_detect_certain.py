@@ -75,7 +75,6 @@ def test_ten_minutes_in_which_nothing_is_acted_upon(seed):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("lay", SHAPES)
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_ten_minutes_in_which_nothing_is_acted_upon_over_many_seeds(seed, lay):

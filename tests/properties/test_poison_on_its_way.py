@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.fakes import FakeBus, FakeServer
 from tests.poison import make_poison, make_values
 from tests.stream import SPEC, open_stream
+from tests.waiting import PATIENCE_S
 
 from perdure.control.memory import Memory
 from perdure.dash.page import render_html
@@ -113,4 +114,4 @@ def test_the_next_fact_is_journaled_and_all_is_read(data: st.DataObject) -> None
     events = data.draw(st.lists(make_values(AnyEvent), min_size=1, max_size=6))
     others = data.draw(st.lists(ELSEWHERE, max_size=3))
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(asyncio.wait_for(send_all(f"{folder}/a", lines, events, others), 30))
+        asyncio.run(asyncio.wait_for(send_all(f"{folder}/a", lines, events, others), PATIENCE_S))

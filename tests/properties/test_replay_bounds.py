@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.examples import examples
 from tests.traces import traces
+from tests.waiting import PATIENCE_S
 
 from perdure.lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
 from perdure.lab.policies.policies import POLICIES, Phases
@@ -189,7 +190,7 @@ def test_the_same_seed_gives_the_same_figures_under_any_hash_seed(tmp_path: Path
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "PERDURE_HOME": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=True,
         ).stdout
         for seed, hash_seed in (("1", "0"), ("1", "12345"), ("2", "0"))

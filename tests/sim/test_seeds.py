@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.agent.messages import KeeperSaid
 from perdure.model.bus.wire import KeeperStopped
@@ -104,7 +105,7 @@ def test_same_seed_same_actions_under_any_hash_seed(hash_seed: str) -> None:
     )
     env = dict(os.environ, PYTHONHASHSEED=hash_seed)
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE_S
     )
     here = Simulation(Scenario(seed=5, nodes=3, nproc=2))
     here.run()

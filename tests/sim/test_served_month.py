@@ -264,7 +264,6 @@ def check_report(month: Month) -> None:
 
 
 @pytest.mark.parametrize("lives", [150, pytest.param(5000, marks=pytest.mark.long)])
-@pytest.mark.timeout(900)
 def test_a_month_of_groups_leaves_no_more_than_a_few_of_them_behind(lives: int) -> None:
     month = Month(lives)
     month.live()

@@ -14,7 +14,7 @@ from perdure.model.errors import RequestError
 
 async def fail_when_cancelled() -> None:
     try:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
     finally:
         raise nats.errors.NoRespondersError
 

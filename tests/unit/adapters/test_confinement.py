@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters.confinement import Confinement, can_confine
 
@@ -44,7 +45,7 @@ def test_what_is_outside_is_read_and_never_written(tmp_path: Path) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(inside), str(outside)],
-            capture_output=True, text=True, timeout=60, preexec_fn=confinement.enter,
+            capture_output=True, text=True, timeout=PATIENCE_S, preexec_fn=confinement.enter,
         )  # fmt: skip
     finally:
         confinement.close()

@@ -3,6 +3,7 @@
 import urllib.request
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters import exporters
 from perdure.adapters.exporters import (
@@ -25,7 +26,9 @@ def test_prometheus_reads_what_is_served():
     parser = pytest.importorskip("prometheus_client.parser")
     server = PrometheusServer(lambda: SNAPSHOT, "127.0.0.1", 0)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{server.port}/metrics", timeout=PATIENCE_S
+        ) as page:
             text = page.read().decode()
         with pytest.raises(PlatformError, match="cannot serve"):
             PrometheusServer(lambda: SNAPSHOT, "127.0.0.1", server.port)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters.host import (
     ProcSampler,
@@ -22,8 +23,9 @@ from perdure.adapters.host import (
 
 _FAMILY = """\
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import sys; x = bytearray(30 << 20)\\n"
-    "sum(range(9_000_000)); print('ready', flush=True); sys.stdin.read()"],
+child = subprocess.Popen([sys.executable, "-c", "import sys, time; x = bytearray(30 << 20)\\n"
+    "while time.process_time() < 0.15: pass\\n"
+    "print('ready', flush=True); sys.stdin.read()"],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -85,7 +87,7 @@ def test_leftovers_end_by_mark_and_by_pid(family: tuple[subprocess.Popen[bytes],
     assert set(find_marked(marks)) == {parent.pid, child}
     start = read_start_time(parent.pid)
     assert not kill_process(parent.pid, start + 1)  # Another process under the same pid.
-    killed = end_leftovers({parent.pid: start, 999_999_999: 5}, marks, timeout_s=10)
+    killed = end_leftovers({parent.pid: start, 999_999_999: 5}, marks, timeout_s=PATIENCE_S)
     assert set(killed) >= {parent.pid}
     assert find_marked(marks) == {}
     assert parent.wait() == -signal.SIGKILL

@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from perdure.adapters import host
 from perdure.adapters.host import LimitMeter
@@ -16,38 +16,44 @@ CPU = Path("/sys/fs/cgroup/cpu")
 
 
 @pytest.fixture
-def limited() -> Iterator[Path]:
-    """Return a cgroup that may use a twentieth of a core."""
-    folder = CPU / f"perdure-test-{os.getpid()}"
+def groups() -> Iterator[tuple[Path, Path]]:
+    """Return two cgroups: one may use a fiftieth of a core, one has no limit."""
+    limited, free = (CPU / f"perdure-test-{os.getpid()}-{name}" for name in ("limited", "free"))
     try:
-        folder.mkdir()
+        limited.mkdir()
+        free.mkdir()
     except OSError as error:
         pytest.skip(f"no cgroup of one's own: {error}")
     try:
-        (folder / "cpu.cfs_quota_us").write_text("5000")
-        yield folder
+        (limited / "cpu.cfs_quota_us").write_text("2000")
+        yield limited, free
     finally:
-        for _ in range(50):
-            try:
-                folder.rmdir()
-                break
-            except OSError:
-                time.sleep(0.1)  # Its last process is just being buried.
+        for folder in (limited, free):
+            wait_until(lambda folder=folder: _remove(folder), "end of its last process")
 
 
-def test_a_process_that_its_limit_stops_is_seen_and_one_beside_it_is_not(limited: Path) -> None:
+def _remove(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_process_that_its_limit_stops_is_seen_and_one_beside_it_is_not(
+    groups: tuple[Path, Path],
+) -> None:
+    limited, free = groups
     spin = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(spin) as inside, subprocess.Popen(spin) as beside:
         try:
             (limited / "cgroup.procs").write_text(str(inside.pid))
+            (free / "cgroup.procs").write_text(str(beside.pid))  # Ours may have a limit.
             meters = {inside.pid: LimitMeter(), beside.pid: LimitMeter()}
             for pid, meter in meters.items():
                 assert meter.measure([pid], 0.0) == 0.0
             periods = limited / "cpu.stat"
-            deadline = time.monotonic() + 30.0
-            while int(periods.read_text().split()[1]) < 12:
-                assert time.monotonic() < deadline, periods.read_text()
-                time.sleep(0.05)
+            wait_until(lambda: int(periods.read_text().split()[1]) >= 12, "twelve periods")
             assert meters[inside.pid].measure([inside.pid], 1.0) == 0.0, "too soon to look again"
             assert meters[inside.pid].measure([inside.pid], 2.0) >= 0.5
             assert meters[beside.pid].measure([beside.pid], 2.0) == 0.0

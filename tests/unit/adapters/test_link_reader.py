@@ -7,11 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters.links import LinkReader
 from perdure.adapters.netlink import list_interfaces
-
-pytestmark = pytest.mark.serial  # This process may have no connections but the test's own.
 
 _PEER = """
 import socket, sys
@@ -42,7 +41,7 @@ class Peer:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            server.settimeout(20)
+            server.settimeout(PATIENCE_S)
             self.end, _ = server.accept()
         assert self.process.stdout is not None
         self.far_port = int(self.process.stdout.readline())
@@ -179,7 +178,7 @@ print(LinkReader(lambda _: {}, alone=True).sweep(1.0, {0: int(sys.argv[1])}).not
         [sys.executable, "-c", code, str(os.getpid())],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     assert "descriptors of rank 0" in done.stdout, done.stderr
     assert "Permission denied" in done.stdout
@@ -216,14 +215,14 @@ def test_ranks_in_a_network_namespace_of_their_own() -> None:
         assert process.stdout is not None
         words = process.stdout.readline().split()
         if len(words) != 2:
-            pytest.skip(f"no namespaces here: {process.communicate(timeout=10)[1][-200:]}")
+            pytest.skip(f"no namespaces here: {process.communicate(timeout=PATIENCE_S)[1][-200:]}")
         pids = dict(enumerate(map(int, words)))
         assert reader.sweep(100.0, pids).sockets == 2
         (link,) = [s for s in reader.sweep(101.0, pids).links if s.unread_bytes]
         assert (link.src, link.dst, link.unread_bytes) == (1, 0, 900)
     finally:
         reader.close()
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENCE_S)
 
 
 def test_interfaces_by_address() -> None:

@@ -4,9 +4,11 @@ import contextlib
 import gc
 import socket
 import threading
+import time
 from functools import partial
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters import transfer
 from perdure.adapters.transfer import Listener, answer_transfer, run_arithmetic, run_transfer
@@ -15,7 +17,7 @@ from perdure.model.errors import PlatformError
 SIZE = 3_000_001
 
 
-def _serve(listener: Listener, deadline_s: float = 20.0) -> threading.Thread:
+def _serve(listener: Listener, deadline_s: float = PATIENCE_S) -> threading.Thread:
     answer = partial(answer_transfer, size=SIZE)
     thread = threading.Thread(target=listener.serve, args=(answer, deadline_s))
     thread.start()
@@ -25,46 +27,50 @@ def _serve(listener: Listener, deadline_s: float = 20.0) -> threading.Thread:
 def test_both_directions_are_timed_and_the_door_closes() -> None:
     listener = Listener("127.0.0.1")
     thread = _serve(listener)
+    began_s = time.monotonic()
     moved = run_transfer(
-        listener.host, listener.port, listener.token, source="127.0.0.1", size=SIZE, deadline_s=20.0
-    )
-    thread.join(20.0)
+        listener.host, listener.port, listener.token, source="127.0.0.1", size=SIZE,
+        deadline_s=PATIENCE_S,
+    )  # fmt: skip
+    took_s = time.monotonic() - began_s
+    thread.join(PATIENCE_S)
     assert moved.error == ""
-    assert 0 < moved.rtt_s < moved.there_s + moved.back_s < 20.0
+    assert min(moved.rtt_s, moved.there_s, moved.back_s) > 0
+    assert moved.rtt_s + moved.there_s + moved.back_s < took_s
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((listener.host, listener.port), timeout=5.0)
+        socket.create_connection((listener.host, listener.port), timeout=PATIENCE_S)
 
 
 def test_a_stranger_is_refused_and_does_not_use_the_door_up() -> None:
     listener = Listener("127.0.0.1")
     thread = _serve(listener)
-    socket.create_connection((listener.host, listener.port), timeout=5.0).close()
+    socket.create_connection((listener.host, listener.port), timeout=PATIENCE_S).close()
     refused = run_transfer(
-        listener.host, listener.port, "x" * 16, source="", size=SIZE, deadline_s=20.0
+        listener.host, listener.port, "x" * 16, source="", size=SIZE, deadline_s=PATIENCE_S
     )
     assert refused.there_s == 0.0
     assert refused.error.startswith("there: ")
     assert run_transfer(
-        listener.host, listener.port, listener.token, source="", size=SIZE, deadline_s=20.0
+        listener.host, listener.port, listener.token, source="", size=SIZE, deadline_s=PATIENCE_S
     ).back_s
-    thread.join(20.0)
+    thread.join(PATIENCE_S)
 
 
 def _connect_silent(listener: Listener, count: int) -> list[socket.socket]:
     place = listener.host, listener.port
-    return [socket.create_connection(place, timeout=20.0) for _ in range(count)]
+    return [socket.create_connection(place, timeout=PATIENCE_S) for _ in range(count)]
 
 
 def test_who_says_nothing_has_no_other_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_TOKEN_S", 60.0)
+    monkeypatch.setattr(transfer, "_TOKEN_S", 3600.0)
     listener = Listener("127.0.0.1")
     thread = _serve(listener)
     silent = _connect_silent(listener, 10)
     silent[0].sendall(listener.token[:-1].encode())
     moved = run_transfer(
-        listener.host, listener.port, listener.token, source="", size=SIZE, deadline_s=15.0
+        listener.host, listener.port, listener.token, source="", size=SIZE, deadline_s=PATIENCE_S
     )
-    thread.join(20.0)
+    thread.join(PATIENCE_S)
     assert moved.error == ""
     for each in silent:
         assert each.recv(1) == b"", "there is one peer"
@@ -74,7 +80,7 @@ def test_who_says_nothing_has_no_other_wait(monkeypatch: pytest.MonkeyPatch) -> 
 def test_who_shows_no_token_is_dropped_and_they_are_bounded_in_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfer, "_TOKEN_S", 60.0)
+    monkeypatch.setattr(transfer, "_TOKEN_S", 3600.0)
     listener = Listener("127.0.0.1")
     thread = _serve(listener)
     silent = _connect_silent(listener, 40)
@@ -93,20 +99,20 @@ def test_who_shows_no_token_is_dropped_and_they_are_bounded_in_number(
     assert in_pieces.recv(1) == b"?"
     for each in (*silent, *late, in_pieces):
         each.close()
-    thread.join(20.0)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["waiting", "answering"])
 def test_a_door_that_is_closed_ends_whatever_it_does(known: bool) -> None:
     listener = Listener("127.0.0.1")
-    thread = _serve(listener, deadline_s=60.0)
+    thread = _serve(listener, deadline_s=3600.0)
     with _connect_silent(listener, 1)[0] as peer:
         if known:
             peer.sendall(listener.token.encode() + b"?")
             assert peer.recv(1) == b"?"
         listener.close()
-        thread.join(20.0)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         with contextlib.suppress(ConnectionResetError):
             assert peer.recv(1) == b""
@@ -116,13 +122,13 @@ def test_a_door_that_is_closed_before_anybody_serves_is_none() -> None:
     listener = Listener("127.0.0.1")
     listener.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((listener.host, listener.port), timeout=5.0)
+        socket.create_connection((listener.host, listener.port), timeout=PATIENCE_S)
     del listener
     gc.collect()  # A socket that was left open would be told of.
     late = Listener("127.0.0.1")
     late.close()
-    thread = _serve(late, deadline_s=60.0)
-    thread.join(20.0)
+    thread = _serve(late, deadline_s=3600.0)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -135,9 +141,9 @@ def test_a_source_that_cannot_reach_the_door_is_left_to_the_kernel() -> None:
         listener.token,
         source="192.0.2.77",
         size=SIZE,
-        deadline_s=20.0,
+        deadline_s=PATIENCE_S,
     )
-    thread.join(20.0)
+    thread.join(PATIENCE_S)
     assert moved.back_s > 0
 
 
@@ -147,13 +153,13 @@ def test_a_transfer_that_stalls_ends_at_its_deadline() -> None:
             "127.0.0.1", silent.getsockname()[1], "t" * 16, source="", size=SIZE, deadline_s=0.05
         )
     assert (moved.there_s, moved.back_s) == (0.0, 0.0)
-    assert moved.error == "there: timed out"
+    assert moved.error in ("there: timed out", "there: not in time")  # In a call, or before one.
 
 
 def test_a_door_nobody_comes_to_closes_at_its_deadline() -> None:
     listener = Listener("127.0.0.1")
     thread = _serve(listener, deadline_s=0.02)
-    thread.join(20.0)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -163,5 +169,5 @@ def test_no_door_on_an_address_that_is_not_ours() -> None:
 
 
 def test_arithmetic_takes_time_or_does_not_end() -> None:
-    assert run_arithmetic(60.0) > 0.0
+    assert run_arithmetic(PATIENCE_S) > 0.0
     assert run_arithmetic(0.001) == 0.0
