@@ -29,10 +29,12 @@ docs:
 	@echo "docs: the site is in build/site"
 
 check: setup
-	$(BIN)/ruff format --check src tests examples bench
-	$(BIN)/ruff check src tests examples bench
+	$(BIN)/ruff format --check src tests examples bench scripts/check_*.py
+	$(BIN)/ruff check src tests examples bench scripts/check_*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python scripts/check_prose.py
+	@$(BIN)/python scripts/check_size.py
 
 # A failed test runs again alone, up to twice (tests/suite.py).
 test: check

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Fail if a file has a sentence that has to be read twice: in docstrings, comments, and messages.
+
+usage: check_prose.py [--all] [FILE ...]
+
+A sentence fails if it has more than 25 words, or one of the patterns below. The check covers all
+Python and Markdown files that git tracks, except those in scripts/prose_exempt.txt. That list can
+only shrink: an entry that earlier versions of the list lack fails, and clean files are removed.
+With --all, print exempt files too. With FILE, check these files.
+"""
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXEMPT = ROOT / "scripts" / "prose_exempt.txt"
+WORDS_MAX = 25
+SHOWN = 40
+"""Most sentences that are printed."""
+REVISIONS = 20
+"""Earlier versions of the list that it is compared with."""
+PATTERNS = {
+    "a clause without a subject": re.compile(
+        r"\b(?:of|to|by|with|for|from|at|on|in|is|are|was|than|or|but) (?:who|whom|whoever)\b"
+        r"|\b(?:of|by|with|for|from|than|and|is|are|was) what (?:is|was|are|has|had|were|it)\b",
+        re.I,
+    ),
+    "no named subject": re.compile(r"\b(?:nobody|somebody|anybody|everybody|no one)\b", re.I),
+    "a quantity without a unit": re.compile(
+        r"\bso (?:many|much|long|often|soon|few)\b(?! that)"
+        r"|\bas (?:long|many|much) as (?:that|all)\b",
+        re.I,
+    ),
+    "an object in front": re.compile(
+        r"^(?:Of|Whoever|Whatever|Who|Since when|Until who) (?!course)"
+    ),
+    "a passive of telling": re.compile(
+        r"\b(?:is|are|was|were|be|been) (?:told|said|heard)\b", re.I
+    ),
+    "an old word": re.compile(
+        r"\b(?:anew|in\svain|meanwhile|beforehand|thereby|whereupon|likewise|hence|lest"
+        r"|mend(?:s|ed)?|amid|one\sof\snow)\b",
+        re.I,
+    ),
+}
+SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"'(])|\n\s*\n|\n(?= {2,}\S+ {2,})")
+"""Where a sentence ends: a full stop, an empty line, or the next row of an indented table."""
+LISTED = re.compile(r"(?:^|\n)\s*[-*] |(?:^|\n)\s*\d+\. |\n?\|")
+
+
+def split(text: str) -> Iterator[str]:
+    """Yield the sentences of `text`; a span of code counts as one word."""
+    text = re.sub(r"`[^`\n]*`", "`x`", text)
+    for part in SENTENCE.split(text):
+        sentence = " ".join(part.split())
+        if len(sentence.split()) >= 4 and re.search(r"[a-z]{3}", sentence):
+            yield sentence
+
+
+def read_text(node: ast.AST) -> str:
+    """Return the words of a string or an f-string, and nothing for other nodes."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(read_text(part) or "`x`" for part in node.values)
+    return ""
+
+
+def list_comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the first line and the text of each block of comments."""
+    block: list[str] = []
+    start = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line = token.start[0]
+            if block and line > start + len(block):
+                yield start, " ".join(block)
+                block = []
+            start = start if block else line
+            block.append(token.string.lstrip("#: ").strip())
+    if block:
+        yield start, " ".join(block)
+
+
+def list_python(source: str) -> Iterator[tuple[int, str]]:
+    """Yield docstrings, messages of four words and more, and comments, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and read_text(node.value):
+            yield node.lineno, read_text(node.value)
+        elif isinstance(node, ast.Call | ast.Raise | ast.Return | ast.Assign | ast.keyword):
+            for inner in ast.iter_child_nodes(node):
+                text = read_text(inner)
+                if len(text.split()) >= 4:
+                    yield getattr(inner, "lineno", 0), text
+    yield from list_comments(source)
+
+
+def list_markdown(source: str) -> Iterator[tuple[int, str]]:
+    """Yield paragraphs, items of lists, and cells of tables, with their lines."""
+    blank = re.compile(r"(?ms)^```.*?^```\s*$")
+    source = blank.sub(lambda match: "\n" * match.group().count("\n"), source)
+    source = re.sub(r"(?m)^#.*$", "", source)
+    line = 1
+    for part in re.split(r"(\n[^\S\n]*\n)", source):
+        if part.strip() and not part.startswith(("    ", "\t", "<!--", "!", "|---")):
+            at = line + len(part) - len(part.lstrip("\n"))
+            for cell in LISTED.split(part):
+                yield at, cell
+                at += cell.count("\n") + 1
+        line += part.count("\n")
+
+
+def find_faults(path: Path) -> list[str]:
+    """Return one line for each sentence of `path` that fails."""
+    source = path.read_text(encoding="utf-8")
+    texts = list_markdown(source) if path.suffix == ".md" else list_python(source)
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    faults = []
+    for line, text in texts:
+        for sentence in split(text):
+            words = len(sentence.split())
+            why = [f"{words} words"] if words > WORDS_MAX else []
+            why += [what for what, pattern in PATTERNS.items() if pattern.search(sentence)]
+            if why:
+                faults.append(f"{name}:{line}: {', '.join(why)}: {sentence[:160]}")
+    return faults
+
+
+def run_git(*words: str) -> str:
+    """Return what git prints, or nothing if it fails, as where there is no repository."""
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    ).stdout
+
+
+def read_earlier() -> set[str] | None:
+    """Return the entries that all earlier versions of the list have; None for a new list."""
+    name = str(EXEMPT.relative_to(ROOT))
+    found = run_git("log", f"-{REVISIONS}", "--format=%h", "--", name).split()
+    versions = [set(run_git("show", f"{revision}:{name}").splitlines()) for revision in found]
+    return set.intersection(*versions) if versions else None
+
+
+def main() -> int:
+    """Check the files; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="print exempt files too")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="check these files")
+    options = parser.parse_args()
+    if options.files:
+        faults = [fault for file in options.files for fault in find_faults(file.resolve())]
+        print("\n".join(faults))
+        return 1 if faults else 0
+    exempt = set(EXEMPT.read_text(encoding="utf-8").splitlines())
+    tracked = [name for name in run_git("ls-files", "*.py", "*.md").splitlines()]
+    by_file = {name: find_faults(ROOT / name) for name in tracked if (ROOT / name).is_file()}
+    wrong = [fault for name, found in by_file.items() if name not in exempt for fault in found]
+    for fault in wrong[:SHOWN]:
+        print(fault)
+    clean = {name for name in exempt if not by_file.get(name)}
+    if clean:
+        exempt -= clean
+        EXEMPT.write_text("".join(f"{name}\n" for name in sorted(exempt)), encoding="utf-8")
+        print(f"prose: removed {len(clean)} clean files; commit {EXEMPT.relative_to(ROOT)}")
+    earlier = read_earlier()
+    grown = [] if earlier is None else sorted(exempt - earlier)
+    for name in grown:
+        print(f"{EXEMPT.relative_to(ROOT)}: {name} is new on the list, which can only shrink")
+    if options.all:
+        print("\n".join(fault for name in exempt for fault in by_file.get(name, ())))
+    if wrong:
+        print(f"prose: {len(wrong)} sentences have to be read twice; STYLE in CONTRIBUTING.md")
+    return 1 if wrong or grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
