@@ -1,6 +1,8 @@
 """Scenarios of `elastic_world`: how they are made, run, and judged."""
 
+import fcntl
 import json
+import os
 import random
 import subprocess
 import sys
@@ -19,7 +21,7 @@ Outcome = dict[str, Any]
 
 def scenario(name: str, ranks: int, **more: Any) -> dict[str, Any]:
     base = {"name": name, "ranks": ranks, "steps": STEPS, "batch": BATCH, "micro_batch": MICRO}
-    return base | {"timeout_s": 60} | more
+    return base | {"timeout_s": 120} | more
 
 
 def seeded(
@@ -63,32 +65,49 @@ def run_scenarios(scenarios: Sequence[dict[str, Any]], folder: Path) -> dict[str
 
 
 class Outcomes(dict[str, Outcome]):
-    """What came of each scenario; all of a batch run once one of it is asked for.
+    """The outcome of each scenario. If one of a batch is asked for, the batch is run.
 
-    For a test's second try all that it asks for is run again: it would judge the same otherwise.
+    Processes that test at the same time share `folder`, so that one of them runs a batch.
     """
 
     def __init__(self, batches: Sequence[Sequence[dict[str, Any]]], folder: Path) -> None:
-        """Run nothing yet; each run has a folder of its own in `folder`."""
+        """Run nothing yet."""
         super().__init__()
-        self._batches, self._folder, self._runs = batches, folder, 0
+        self._batches, self._folder = batches, folder
 
     def __missing__(self, name: str) -> Outcome:
-        """Run the batch of which `name` is one, in two processes: each mostly waits."""
-        asked = next(batch for batch in self._batches if name in [one["name"] for one in batch])
-        self._runs += 1
-        folder = self._folder / str(self._runs)
-        folder.mkdir()
-        with ThreadPoolExecutor() as pool:
-            for done in pool.map(run_scenarios, (asked[::2], asked[1::2]), [folder] * 2):
-                self.update(done)
+        """Read the batch of which `name` is one, and run it if nobody has run it before."""
+        names = [[one["name"] for one in batch] for batch in self._batches]
+        number = next(i for i, batch in enumerate(names) if name in batch)
+        done = self._folder / f"{number}.json"
+        with open(self._folder / f"{number}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                found = self._run(self._batches[number], self._folder / str(number))
+                done.write_text(json.dumps(found))
+        self.update(json.loads(done.read_text()))
         return self[name]
 
-    def serve(self, test: pytest.FixtureRequest) -> "Outcomes":
-        """Return this for a test, empty for its second try."""
-        if getattr(test.node, "execution_count", 1) > 1:
-            self.clear()
-        return self
+    @staticmethod
+    def _run(batch: Sequence[dict[str, Any]], folder: Path) -> dict[str, Outcome]:
+        """Run a batch in two processes: each mostly waits."""
+        folder.mkdir()
+        found: dict[str, Outcome] = {}
+        with ThreadPoolExecutor() as pool:
+            for some in pool.map(run_scenarios, (batch[::2], batch[1::2]), [folder] * 2):
+                found |= some
+        return found
+
+
+def make_outcomes(
+    factory: pytest.TempPathFactory, name: str, batches: Sequence[Sequence[dict[str, Any]]]
+) -> Outcomes:
+    """Return outcomes that the processes of one run of pytest share."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return Outcomes(batches, factory.mktemp(name))
+    folder = factory.getbasetemp().parent / name
+    folder.mkdir(exist_ok=True)
+    return Outcomes(batches, folder)
 
 
 def judge(outcome: Outcome) -> None:

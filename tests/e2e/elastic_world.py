@@ -43,10 +43,12 @@ from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.start.failure import leave_without_device
+from tests.waiting import PATIENCE_S
 
 KILLED_AT = (
     "forward", "backward", "reduce", "reduced", "optimizer", "applied", "form", "connect", "bring",
 )  # fmt: skip
+gloo._BUILD_S = 3_600.0  # So that an order alone ends the wait for a member that has died.
 FORMED_AT = ("form", "agreed", "connecting", "connect", "bring")
 """Where a world is being formed: after its members have told their standings, and before they are
 connected, nothing but an order ends what the others wait for."""
@@ -466,7 +468,7 @@ class World:
                 self.socks[rank].sendall(encode(order) + b"\n")
 
     def run(self) -> dict[str, Any]:
-        deadline = time.monotonic() + self.scenario.get("timeout_s", 60)
+        deadline = time.monotonic() + self.scenario.get("timeout_s", PATIENCE_S)
         for me in self.members:
             self.fork(me, joins=False)
         while set(self.pids) - set(self.ends) - self.cut:
@@ -586,7 +588,7 @@ def serve_store() -> tuple[int, int]:
     if pid == 0:
         store: Any = vars(dist)["TCPStore"]
         served = store(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
         )
         os.write(writer, str(served.port).encode())
         while os.getppid() != 1:
@@ -594,7 +596,7 @@ def serve_store() -> tuple[int, int]:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as file:
-        select.select([file], [], [], 60)
+        select.select([file], [], [], PATIENCE_S)
         return pid, int(os.read(reader, 16))
 
 

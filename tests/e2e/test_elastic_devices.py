@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from perdure.model.errors import DeviceLostError
-from tests.e2e.elastic_scenarios import STEPS, Outcomes, judge, scenario, seeded
+from tests.e2e.elastic_scenarios import STEPS, Outcomes, judge, make_outcomes, scenario, seeded
 from tests.e2e.elastic_world import FORMED_AT, KILLED_AT
 
 LATE = {"device": {"late_s": 0.003}}
@@ -53,18 +53,13 @@ LONG = {
 }
 """What differs from another scenario by a place or a number: for the campaign."""
 NAMES = [[n for n in SCENARIOS if (n in LONG) == long] for long in (False, True)]
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(1000)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def all_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     batches = [[SCENARIOS[name] for name in names] for names in NAMES]
-    return Outcomes(batches, tmp_path_factory.mktemp("devices"))
-
-
-@pytest.fixture
-def outcomes(all_outcomes: Outcomes, request: pytest.FixtureRequest) -> Outcomes:
-    return all_outcomes.serve(request)
+    return make_outcomes(tmp_path_factory, "devices", batches)
 
 
 @pytest.mark.parametrize(
