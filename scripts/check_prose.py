@@ -178,7 +178,7 @@ def main() -> int:
     if options.all:
         print("\n".join(fault for name in exempt for fault in by_file.get(name, ())))
     if wrong:
-        print(f"prose: {len(wrong)} sentences have to be read twice; STYLE in CONTRIBUTING.md")
+        print(f"prose: {len(wrong)} sentences have to be read twice; CONTRIBUTING.md has the rules")
     return 1 if wrong or grown else 0
 
 
