@@ -2,6 +2,7 @@ import threading
 from typing import Any
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.worker import boundary
@@ -69,7 +70,7 @@ def test_a_prepared_rank_waits_and_asks_until_it_hears(gate, monkeypatch):
     assert gate.advance(5)
 
     def decide():
-        asked.wait(5)
+        asked.wait(PATIENCE_S)
         gate.handle(order("commit"))
 
     decider = threading.Thread(target=decide)
@@ -136,6 +137,6 @@ def test_steps_and_prepare_never_disagree(gate):
         if gate.said[-1].ok:
             promised.append(step)
             gate.handle(order("commit", step=step, id=id))
-    trainer.join(20)
+    trainer.join(PATIENCE_S)
     assert not trainer.is_alive()
     assert sorted(passed) == [step for step in sorted(promised) if step < 400]

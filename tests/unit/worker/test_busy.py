@@ -6,6 +6,7 @@ import time
 
 import pytest
 from tests.rings import read_stages
+from tests.waiting import PATIENCE_S
 
 import perdure
 from perdure.adapters.rings import read_ring
@@ -73,7 +74,7 @@ def test_threads_may_declare_beside_each_other(ring):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
         assert ring().busy_phase.name == "epoch"
         assert not ring().torn
     assert ring().busy_phase is None
@@ -129,8 +130,8 @@ def test_its_time_is_no_part_of_a_step(ring, monkeypatch):
         def blocked_ns(self):
             return 0
 
-    real, later_ns = time.monotonic_ns, [0]
-    monkeypatch.setattr(time, "monotonic_ns", lambda: real() + later_ns[0])
+    began_ns, later_ns = time.monotonic_ns(), [0]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: began_ns + later_ns[0])
     attachment = attach._attachment
     attachment.stages = StepStamps(attachment.ring, Recorder())
     attachment.stages.begin_declared(time.monotonic_ns())

@@ -5,7 +5,6 @@ import os
 import random
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy
 import pytest
 import torch
 from tests.disks import small_disk
+from tests.waiting import PATIENCE_S
 from torch import nn
 
 from perdure.adapters.checkpoints import verify_all
@@ -229,7 +229,7 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
 
     def publish_late(folder: Path, root: Path, step: int, manifest: Manifest) -> Path:
         if step == 1:
-            came.append(ahead.wait(20))
+            came.append(ahead.wait(PATIENCE_S))
         return publish(folder, root, step, manifest)
 
     def wait_ahead(task: checkpointer.SaveTask, path: Path, rank: int) -> Path:
@@ -239,7 +239,7 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
 
     monkeypatch.setattr(checkpointer, "publish", publish_late)
     monkeypatch.setattr(checkpointer.SaveTask, "_wait", wait_ahead)
-    monkeypatch.setattr(checkpointer, "TIMEOUT_S", 10.0)
+    monkeypatch.setattr(checkpointer, "TIMEOUT_S", PATIENCE_S)
 
     def save_twice(rank: int) -> list[Manifest | None]:
         staging, cache, done = Staging(), SavePlanCache(rank), []
@@ -253,12 +253,15 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
         return done
 
     with ThreadPoolExecutor(2) as pool:
-        published, _ = pool.map(save_twice, range(2), timeout=60)
+        published, _ = pool.map(save_twice, range(2), timeout=PATIENCE_S)
     assert [manifest and manifest.step for manifest in published] == [1, 2]
     assert came[0]
 
 
-def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(tmp_path: Path) -> None:
+def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "TIMEOUT_S", 3600.0)
     first, late = (
         checkpointer.SaveTask(
             root=tmp_path, remote=None, step=1, attempt="g0.1", rank=rank, world_size=2,
@@ -269,7 +272,5 @@ def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(tmp_path: Path) -
     assert first.fail("its own state_dict() raised")
     staging = Staging()
     tensors = staging.begin({"weight": torch.ones(8)}, ())
-    began = time.monotonic()
     with pytest.raises(checkpointer.SaveAbandoned):
         late.write(staging, SavePlanCache(1), tensors, {"fingerprint": {}, "extra": {}})
-    assert time.monotonic() - began < 5

@@ -3,12 +3,12 @@
 import io
 import pickle
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 
@@ -20,10 +20,11 @@ from perdure.model.errors import ConfigError, PlatformError  # noqa: E402
 from perdure.model.events import CheckpointFailed, CheckpointSaved  # noqa: E402
 from perdure.model.job import CheckpointConfig  # noqa: E402
 from perdure.worker.checkpoint import Checkpointer  # noqa: E402
+from perdure.worker.checkpoint import staging as staging_module  # noqa: E402
 from perdure.worker.checkpoint.files import Remote, choose_kept_steps  # noqa: E402
 from perdure.worker.checkpoint.index import read_plain  # noqa: E402
 from perdure.worker.checkpoint.registry import Registry  # noqa: E402
-from perdure.worker.checkpoint.staging import GIVE_WAY_S, Staging  # noqa: E402
+from perdure.worker.checkpoint.staging import Staging  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -100,9 +101,9 @@ def test_on_a_device_the_next_update_may_come_before_the_copy_is_done(
         event.done.set()
         if by_hand:
             with pytest.raises(PlatformError, match="weight was changed"):
-                copy.result(20)
+                copy.result(PATIENCE_S)
         else:
-            copy.result(20)
+            copy.result(PATIENCE_S)
     pass_gate(staging)
     staging.begin({"weight": weight}, {"weight"})
     assert device.current.said[-1] == "synchronize" if by_hand else len(device.used) == 2
@@ -245,19 +246,33 @@ def test_remote_retention_goes_by_what_is_there(tmp_path: Path) -> None:
     assert list((tmp_path / "new").glob("*.tmp")) == []
 
 
-def test_writer_gives_way_to_an_optimizer_step_but_not_for_ever() -> None:
+def test_writer_gives_way_to_an_optimizer_step_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = threading.Event()
+
+    class Calm(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(staging_module, "GIVE_WAY_S", 3600.0)
     staging = Staging()
+    staging._calm = Calm()
+    staging.leave_update()
     staging.give_way()
+    waits.clear()
     staging.enter_update()
     written = threading.Event()
     writer = threading.Thread(target=lambda: (staging.give_way(), written.set()))
     writer.start()
-    assert not written.wait(0.02)
+    assert waits.wait(PATIENCE_S)
+    assert not written.is_set()
     staging.leave_update()
-    assert written.wait(5)
+    assert written.wait(PATIENCE_S)
     writer.join()
     staging.enter_update()
+    monkeypatch.setattr(staging_module, "GIVE_WAY_S", 0.01)
     staging.give_way()  # Nobody says that this step is over: it raised.
-    began = time.monotonic()
+    monkeypatch.setattr(staging_module, "GIVE_WAY_S", 3600.0)
     staging.give_way()
-    assert time.monotonic() - began < GIVE_WAY_S

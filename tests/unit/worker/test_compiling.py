@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo.callback as callbacks
 from tests.unit.worker.test_busy import ring  # noqa: F401
+from tests.waiting import PATIENCE_S
 
 from perdure.worker import attach
 from perdure.worker.busy import declare_busy
@@ -103,7 +104,7 @@ def test_the_main_threads_import_of_what_compiles_is_shown_too(
     if beside:
         thread = threading.Thread(target=importlib.import_module, args=(compiler,))
         thread.start()
-        thread.join(10)
+        thread.join(PATIENCE_S)
     else:
         importlib.import_module(compiler)
     assert [getattr(module.at_import, "name", "") for module in done] == [busy]
@@ -200,7 +201,7 @@ def test_what_a_thread_compiles_beside_training_is_no_warm_up(
         if beside:
             thread = threading.Thread(target=compile_a_model)
             thread.start()
-            thread.join(10)
+            thread.join(PATIENCE_S)
         else:
             compile_a_model()
         progress.commit(step + 1)
@@ -228,5 +229,5 @@ def test_training_waits_for_what_these_threads_compile(kind, clock):
     else:
         over = threading.Event()
         _thread.start_new_thread(lambda: (compile_here(), over.set()), ())
-        assert over.wait(10)
+        assert over.wait(PATIENCE_S)
     assert tally.read_ns() == 5_000_000

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.model.bus.wire import FromWorker, WorkerAck, WorkerEvent, WorkerHello, WorkerSignal
 from perdure.model.codec import decode, encode
@@ -26,13 +27,13 @@ class FakeAgent:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(path)
         self.listener.listen()
-        self.listener.settimeout(10)
+        self.listener.settimeout(PATIENCE_S)
         self.connection = self.lines = None
 
     def accept(self):
         self.hang_up()
         self.connection, _ = self.listener.accept()
-        self.connection.settimeout(10)
+        self.connection.settimeout(PATIENCE_S)
         self.lines = self.connection.makefile("rb")
         return self.read()
 
@@ -89,7 +90,7 @@ def test_events_are_repeated_to_the_next_agent_until_acknowledged(agent, control
     assert isinstance(agent.accept(), WorkerHello)
     assert [agent.read().seq, agent.read().seq] == [2, 3]
     agent.say(WorkerAck(3))
-    assert control.drain(10)
+    assert control.drain(300)
 
 
 def test_orders_reach_their_handlers(agent, control):
@@ -103,7 +104,7 @@ def test_orders_reach_their_handlers(agent, control):
     )
     fault = InjectFault(id="f", generation=2, rank=1, kind="stop", reason="asked")
     agent.connection.sendall(encode(boundary) + b"\n" + encode(fault) + b"\n")
-    assert both.wait(10)
+    assert both.wait(PATIENCE_S)
     assert got == [boundary, fault]
 
 
@@ -136,7 +137,7 @@ def test_nonsense_from_the_agent_is_left_out_and_the_next_order_counts(agent, co
         id="b", move="prepare", kind="stop", step=9, ranks=(1,), generation=2, reason="asked"
     )
     agent.connection.sendall(b"nonsense\n" + b"[" * 60_000 + b"\n" + encode(boundary) + b"\n")
-    assert heard.wait(10)
+    assert heard.wait(PATIENCE_S)
     assert got == [boundary]
     assert "may not" in capfd.readouterr().err
 
@@ -205,7 +206,7 @@ def test_an_order_that_fails_costs_the_line_nothing(agent, control, capfd):
     control.emit(joined(1))
     assert agent.read() == WorkerEvent(1, joined(1))
     agent.say(WorkerAck(1))
-    assert control.drain(10)
+    assert control.drain(300)
     assert "SendBoundary could not be carried out" in capfd.readouterr().err
 
 
@@ -264,16 +265,16 @@ line._make_pair = make_noting
 control = Control(sys.argv[1], WorkerHello("job", 1, 2, 3))
 control.start()
 control.emit(RankJoined(generation=2, rank=1))
-assert control.drain(10)
+assert control.drain(300)
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]), limits[1]))
 os.closerange(3, 100)
-assert sys.argv[3] != "3" or refused.wait(20)
+assert sys.argv[3] != "3" or refused.wait(300)
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 files = [open(f"{sys.argv[2]}/{number}", "wb+", 0) for number in range(20)]
 for rank in range(2, 7):
     control.emit(RankJoined(generation=2, rank=rank))
-assert control.drain(10)
+assert control.drain(300)
 control.close()
 assert all(file.write(b"mine") == 4 for file in files)
 """
@@ -295,6 +296,6 @@ def test_a_script_that_closes_every_descriptor_keeps_its_files_and_its_line(
             event = decode(line, FromWorker)
             seen.add(event.event.rank)
             agent.say(WorkerAck(event.seq))
-    assert script.communicate(timeout=20)[1] == ""
+    assert script.communicate(timeout=PATIENCE_S)[1] == ""
     assert script.returncode == 0
     assert {path.read_bytes() for path in folder.iterdir()} == {b"mine"}

@@ -148,10 +148,8 @@ def test_healing_ends_what_spins_and_what_is_slow(faults):
     faults.act(0)
     faults.heal()
     assert over.is_set()
-    began_s = time.monotonic()
-    spin(60.0, over)
-    press_memory(1, 60.0, over)
-    assert time.monotonic() - began_s < 30.0
+    spin(3600.0, over)
+    press_memory(1, 3600.0, over)
     faults.act(1)
     assert faults.next_step == NEVER
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.model.events import CollectivesInterrupted
 from perdure.model.orders import InterruptCollectives
@@ -64,7 +65,7 @@ def test_anything_else_is_left_alone(device: Device, change: object) -> None:
 
 def test_shut_down_is_seen_by_the_peer(device: Device) -> None:
     assert shut_down_gloo() == 1
-    device.peer.settimeout(5)
+    device.peer.settimeout(PATIENCE_S)
     assert device.peer.recv(1) == b""
     device.peer.close()
     assert shut_down_gloo() == 0
@@ -90,7 +91,7 @@ class Backend:
         self._all_begun, self.aborted = all_begun, False
 
     def abort(self) -> None:
-        self._all_begun.wait(10)
+        self._all_begun.wait(PATIENCE_S)
         self.aborted = True
 
 
@@ -103,6 +104,6 @@ def test_nccl_groups_are_aborted_side_by_side(monkeypatch: pytest.MonkeyPatch) -
     interrupter.handle(InterruptCollectives(generation=2, ranks=(1,), reason=""))
     for thread in threading.enumerate():
         if thread.name == "perdure-abort":
-            thread.join(10)
+            thread.join(PATIENCE_S)
     assert all(backend.aborted for backend in backends)
     assert events[0].error == ""

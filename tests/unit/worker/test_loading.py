@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -34,7 +35,7 @@ def test_plain_tensors_load_and_the_rest_is_named(tmp_path: Path) -> None:
     request = {"paths": [str(tmp_path / name) for name in names]}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "perdure.worker.checkpoint.loading"],
-        input=json.dumps(request), capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        input=json.dumps(request), capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

@@ -1,10 +1,10 @@
 """What can be said of NCCL's communicator without a GPU: the rest is `tests/contract`'s."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 pytest.importorskip("torch")
 
@@ -28,7 +28,7 @@ class Backend:
         return self
 
     def abort(self) -> None:
-        self.let_go.wait(30)
+        self.let_go.wait(PATIENCE_S)
         self.aborted.set()
 
     def query(self) -> bool:
@@ -47,16 +47,15 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 def test_a_break_does_not_wait_for_the_abort_and_draining_does(backend: Backend) -> None:
     comm = NcclComm(backend, None)
     ticket = comm.all_reduce(torch.ones(1))
-    began_s = time.monotonic()
     comm.break_()
     comm.break_()
     assert comm.poll(ticket) == "running"
-    assert time.monotonic() - began_s < 10
+    assert not backend.aborted.is_set()
     assert not comm.drained(0.05)
     with pytest.raises(Broken):
         comm.all_reduce(torch.ones(1))
     backend.let_go.set()
-    assert comm.drained(10.0)
+    assert comm.drained(PATIENCE_S)
     assert comm.poll(ticket) == "done"
 
 
@@ -67,7 +66,7 @@ def test_a_failed_call_of_cuda_loses_the_device(backend: Backend) -> None:
     assert (comm.poll(ticket), ticket.error) == ("failed", backend.error)
     backend.let_go.set()
     comm.break_()
-    assert not comm.drained(10.0)
+    assert not comm.drained(PATIENCE_S)
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL")

@@ -5,11 +5,11 @@ import multiprocessing
 import os
 import select
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.worker.data import Prefetcher
 
@@ -55,11 +55,14 @@ def test_a_process_that_dies_costs_nothing_but_its_help(
     load(ahead, 0, 4)
     _, pid = ahead.load(1, 4)
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    step = 2
-    while load(ahead, step, 4) == [True]:
-        assert time.monotonic() < deadline
+    step = 1
+
+    def is_loaded_here() -> bool:
+        nonlocal step
         step += 1
+        return load(ahead, step, 4) == [False]
+
+    wait_until(is_loaded_here, "step without the dead process")
     assert load(ahead, step + 1, 4) == [False]
     assert "a process that loaded data has died" in capfd.readouterr().err
 
@@ -102,11 +105,11 @@ def test_no_process_outlives_its_rank() -> None:
             signal.pause()
         finally:
             os._exit(1)  # And never a second pytest.
-    assert select.select([told], [], [], 30)[0]
+    assert select.select([told], [], [], PATIENCE_S)[0]
     loader = os.pidfd_open(int(os.read(told, 100)))
     assert not select.select([loader], [], [], 0)[0]  # It lives.
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert select.select([loader], [], [], 30)[0]
+    assert select.select([loader], [], [], PATIENCE_S)[0]
     for fd in (told, tell, loader):
         os.close(fd)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 pytest.importorskip("torch")
 
@@ -29,6 +30,6 @@ def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
 def test_the_processes_that_measure_links_are_silent() -> None:
     """Python warned on the user's terminal, once for each rank, that the module was there twice."""
     command = [sys.executable, "-m", "perdure.worker.profiling.links", "0", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "Warning" not in done.stderr
     assert "expected at least 4, got 2" in done.stderr

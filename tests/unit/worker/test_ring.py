@@ -108,14 +108,3 @@ def test_what_is_no_ring_is_refused(tmp_path):
         RingWriter.open(str(other))
     assert read_ring(str(other), 0.0) is None
     assert read_ring(str(tmp_path / "missing"), 0.0) is None
-
-
-def test_a_steps_writes_cost_microseconds(path):
-    ring = RingWriter.create(path, rank=0, generation=0)
-    best = 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        for step in range(200):
-            ring.commit(step, step, step + 1, (1, 0, 0, 0), phase=5)
-        best = min(best, (time.perf_counter() - start) / 200)
-    assert best < 5e-6 * 4  # Four times the target: shared machines are noisy.

@@ -92,8 +92,22 @@ def test_after_a_capture_all_is_copied_at_once_whatever_passes_the_gate(
 def test_a_replay_that_passes_the_gate_waits_for_the_copy(
     captured: Staging, weight: Tensor
 ) -> None:
-    threading.Timer(0.2, captured.run).start()
-    assert captured.enter_replay() > 0.1
+    copied = []
+
+    class Done(threading.Event):
+        """Has the copy made once somebody waits for it."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            copying = threading.Thread(target=captured.run)
+            copying.start()
+            there = super().wait(timeout)
+            copied.append(there)
+            copying.join()
+            return there
+
+    captured._done = Done()
+    assert captured.enter_replay() > 0.0
+    assert copied == [True]
     _, at_once = begin(captured, weight)
     assert not at_once
     captured.run()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 SCRIPT = """
 import os, sys
@@ -90,7 +91,7 @@ for _ in range(20):
 def test_a_signal_handler_may_print_while_a_line_is_written(option: str) -> None:
     with start(PRINTING_HANDLER, option) as process:
         signal_amid_a_line(process)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
     assert (said.count("x"), said.count("tick\n"), said.count("\n")) == (199_800, 1, 21)
 
@@ -109,7 +110,7 @@ except OSError:
 """
     with start(program) as process:
         signal_amid_a_line(process)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 7
 
 
@@ -129,7 +130,7 @@ sys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding="utf-8")
 print("four")
 """
     with start(program) as process:
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
     assert said == "one\ntwo\nthree\nfour\n"
 
@@ -138,7 +139,7 @@ def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     with out.open("w") as file, start(program + "print('x' * 10_000)", stdout=file) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
     assert out.stat().st_size == 4096
 
@@ -155,5 +156,5 @@ if os.fork():
 print("after", flush=True)
 """
     with start(program) as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     assert said == "after\n\nperdure: 5 bytes did not fit on the disk\nafter\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.model.orders import TakeStacks
 from perdure.worker.recording import recorder as traces
@@ -116,7 +117,7 @@ def test_a_healthy_rank_imports_nothing_for_its_trace(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", REAL, str(tmp_path)],
         env={**os.environ, "TORCH_FR_BUFFER_SIZE": "100"},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[]"]), done.stderr
     assert "is not needed here" not in done.stderr

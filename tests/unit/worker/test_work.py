@@ -6,6 +6,7 @@ import time
 
 import pytest
 from tests.rings import read_stages
+from tests.waiting import PATIENCE_S
 
 from perdure.worker import attach, work
 from perdure.worker.config import Config
@@ -99,7 +100,7 @@ def test_nobody_waits_for_a_device(rank, capfd):
 def test_another_thread_declares_nothing(rank):
     thread = threading.Thread(target=declare_work, args=(7,))
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert rank() == 0.0
 
 
