@@ -1,27 +1,26 @@
 """Orders about collectives, all the way: controller's order, agent, rank's control thread."""
 
-import asyncio
-import os
-import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from perdure.model.events import CollectivesInterrupted, RankExited, StacksTaken
 from perdure.model.orders import InterruptCollectives, TakeStacks
 from tests.e2e.test_agent import Driver, until
 
-pytestmark = [pytest.mark.serial, pytest.mark.torch, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.torch
 
 SCRIPT = """\
-import time
+import os, signal, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 while True:
-    dist.all_reduce(torch.ones(10))
+    if os.path.exists("stop") and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
     print("one", flush=True)
+    dist.all_reduce(torch.ones(10))
     time.sleep(0.05)
 """
 
@@ -39,10 +38,16 @@ async def driver(tmp_path: Path) -> AsyncIterator[Driver]:
 
 async def test_unmodified_script_is_traced_and_its_collective_broken(driver: Driver) -> None:
     started = await driver.form(0)
-    out = Path(driver.paths.stream(0, 0, "out"))
-    await until(lambda: out.exists() and out.read_text().count("one") > 3)
-    os.kill(started.pids[1], signal.SIGSTOP)
-    await asyncio.sleep(0.3)
+    outs = [Path(driver.paths.stream(0, rank, "out")) for rank in (0, 1)]
+
+    def count() -> list[int]:
+        return [out.read_text().count("one") if out.exists() else 0 for out in outs]
+
+    await until(lambda: count()[0] > 3)
+    (driver.folder / "stop").touch()
+    rank = psutil.Process(started.pids[1])
+    await until(lambda: rank.status() == psutil.STATUS_STOPPED)
+    await until(lambda: count()[0] == count()[1] + 1)  # Rank 0 waits for rank 1.
 
     await driver.order(TakeStacks(generation=0, ranks=(0, 1), reason="suspected"))
     taken = await driver.wait(StacksTaken)
@@ -51,12 +56,10 @@ async def test_unmodified_script_is_traced_and_its_collective_broken(driver: Dri
     await until((traces / "rank_0").exists)
     assert not (traces / "rank_1").exists()
 
-    sent_s = time.monotonic()
+    # Without the order, the collective would end after half an hour, by gloo's own time-out.
     await driver.order(InterruptCollectives(generation=0, ranks=(0, 1), reason="hung"))
     event = await driver.wait(CollectivesInterrupted)
-    print(f"interrupted {(event.at_s - sent_s) * 1e3:.1f} ms after the order")
     assert (event.rank, event.sockets, event.error) == (0, 1, "")
-    assert event.at_s - sent_s < 0.5
     exit_ = await driver.wait(RankExited)
     assert (exit_.record.rank, exit_.record.code) == (0, 1)
     assert exit_.record.error.startswith("RuntimeError")

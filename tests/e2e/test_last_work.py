@@ -1,6 +1,7 @@
 """A plain script that takes its time after the last collective: to save, or to be torn down."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ while float(value[0]) > 0.0:
     value.fill_(float(time.monotonic() < end))
     dist.broadcast(value, 0)
 rank = dist.get_rank()
+if rank == 0:
+    print("trained until", time.monotonic(), flush=True)
 dist.destroy_process_group()
 if rank == 0:
     until = time.monotonic() + 8.0
@@ -38,4 +41,8 @@ def test_what_a_script_does_after_training_is_no_hang(start: Start, tmp_path: Pa
     (tmp_path / "train.py").write_text(SCRIPT)
     job = start("last", "-n", "2", str(tmp_path / "train.py"))
     assert job.wait() == 0
-    assert json.loads(job.cli("diagnose", "last", "--json").stdout)["verdicts"] == []
+    verdicts = json.loads(job.cli("diagnose", "last", "--json").stdout)["verdicts"]
+    # On a busy machine a rank may stand still while it trains, which is right to be told.
+    (trained_s,) = re.findall(r"trained until ([\d.]+)", job.text())
+    late = [v for v in verdicts if v["confirmed_s"] > float(trained_s) and v["kind"] != "HostBusy"]
+    assert late == []

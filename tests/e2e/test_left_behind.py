@@ -4,13 +4,13 @@ import itertools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
+from tests.waiting import wait_until
 
 FAMILY = str(SCRIPTS / "quiet_family.py")
 PARTS = {
@@ -27,9 +27,6 @@ PARTS = {
 }
 PAIRS = list(itertools.combinations(PARTS, 2))
 SAMPLE = [("run", "controller"), ("run", "guard")]
-SOON_S = 1.0
-LOAD_S = 4.0
-"""What a busy machine may add."""
 
 
 @pytest.fixture
@@ -44,15 +41,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield begin
     for job in jobs:
         job.end()
-        assert not wait_empty(job, 5.0)
+        wait_empty(job)
 
 
-def wait_empty(job: Job, timeout_s: float) -> list[str]:
-    """Return what still lives after `timeout_s`; the supervisor itself is not reaped meanwhile."""
-    deadline = time.monotonic() + timeout_s
-    while (left := job.leftovers()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
+def wait_empty(job: Job) -> None:
+    """Wait until nothing of the job lives; the supervisor itself is not reaped meanwhile."""
+    wait_until(lambda: not job.leftovers(), "end of all that the job had started")
 
 
 def kill_at_once(job: Job, *parts: str) -> None:
@@ -67,7 +61,7 @@ def check_pair(start: Callable[..., Job], pair: tuple[str, str], *options: str) 
     job = start("--nproc-per-node", "2", *options, FAMILY)
     kill_at_once(job, *pair)
     if "run" in pair:
-        assert wait_empty(job, SOON_S + LOAD_S) == []
+        wait_empty(job)
         return
     # The supervisor lives, so the job goes on, and what it ends leaves nothing.
     job.wait_until(lambda: len(job.find("perdure rank")) == 2, "two ranks")
@@ -106,5 +100,5 @@ def test_what_could_not_be_ended_is_named_and_ended_by_ps(start: Callable[..., J
     rows = json.loads(job.cli("ps", "--json").stdout)["left_behind"]
     assert server in [row["pid"] for row in rows]
     assert f"pid {server}, ended" in job.cli("ps", "--clean").stdout
-    assert wait_empty(job, LOAD_S) == []
+    wait_empty(job)
     assert json.loads(job.cli("ps", "--json").stdout)["left_behind"] == []

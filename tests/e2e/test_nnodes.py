@@ -17,6 +17,7 @@ import pytest
 
 from tests.e2e.harness import SCRIPTS
 from tests.lab.network import Lab, sh, why_not
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 SECRET = "no-wall-has-ears-but-0123456789"
@@ -31,7 +32,7 @@ if rank == 1:
     while not os.path.exists(os.path.join(os.path.dirname(os.path.abspath(__file__)), "told")):
         time.sleep(0.1)
     sys.exit(7)
-time.sleep(180)
+time.sleep(86_400)
 """
 
 
@@ -52,7 +53,7 @@ class Node:
                 [*command, *words], stdout=out, stderr=out, env=env, cwd=self.folder
             )
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Return its exit code."""
         assert self.process is not None
         try:
@@ -78,7 +79,7 @@ class Node:
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.05)
         if self.process is not None:
-            self.process.wait(10)
+            self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def nodes(tmp_path: Path) -> Iterator[Callable[[int], tuple[Lab, list[Node]]]]:
 
 
 def wait_until(condition: Callable[[], object], what: str, nodes: list[Node]) -> None:
-    deadline = time.monotonic() + 150.0
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         told = "\n".join(f"--- {node.space}\n{node.text()[-1500:]}" for node in nodes)
         assert time.monotonic() < deadline, f"no {what}:\n{told}"
@@ -105,8 +106,6 @@ def wait_until(condition: Callable[[], object], what: str, nodes: list[Node]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.serial  # A lab is built beside no other.
-@pytest.mark.timeout(240)
 def test_the_same_command_on_two_nodes_is_one_job_that_ends_on_both_with_its_code(
     nodes: Callable[[int], tuple[Lab, list[Node]]], tmp_path: Path
 ) -> None:
@@ -118,7 +117,7 @@ def test_the_same_command_on_two_nodes_is_one_job_that_ends_on_both_with_its_cod
     second.run(*command)  # It comes before the first one, and waits.
     stranger.run(*command, secret=f"{SECRET}, or so")
     first.run(*command)
-    assert stranger.wait(120) == 4, stranger.text()  # Once the job is there, and while it is.
+    assert stranger.wait() == 4, stranger.text()  # Once the job is there, and while it is.
     (tmp_path / "told").touch()
     assert f"{where} does not know this node's secret" in stranger.text()
     wait_until(lambda: (first.code, second.code) == (7, 7), "end", [first, second])
@@ -131,9 +130,7 @@ def test_the_same_command_on_two_nodes_is_one_job_that_ends_on_both_with_its_cod
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_a_node_that_is_lost_is_back_by_the_same_command_and_so_is_the_first(
     nodes: Callable[[int], tuple[Lab, list[Node]]], tmp_path: Path
 ) -> None:
@@ -181,4 +178,4 @@ def test_a_node_that_is_lost_is_back_by_the_same_command_and_so_is_the_first(
     (tmp_path / "trail" / "hurry").touch()
     assert first.process is not None
     first.process.send_signal(signal.SIGTERM)
-    assert [node.wait(90) for node in all_] == [0, 0, 0]
+    assert [node.wait() for node in all_] == [0, 0, 0]

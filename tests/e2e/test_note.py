@@ -27,12 +27,11 @@ def find_words(depth: str, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(320)
 @pytest.mark.parametrize("depth", ["supervised", "resumable", "elastic", "torchft"])
 def test_a_remark_is_in_the_report(depth: str, start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "trail"
     folder.mkdir()
-    job = start("n", *find_words(depth, folder), timeout_s=300.0)
+    job = start("n", *find_words(depth, folder))
     job.wait_state("running")
     if depth != "supervised":
         job.wait_step(3)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 STEPS = 100_000
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "tests/e2e/scripts/train_counting.py"
 COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "clang++", "ld", "as"}
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
 def sh(*words: object, cwd: Path, env: dict[str, str] | None = None) -> str:

@@ -10,6 +10,7 @@ Everything a lab makes carries its name `plabPPPPPx`, with the pid of its maker 
 """
 
 import contextlib
+import fcntl
 import ipaddress
 import json
 import os
@@ -17,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +26,7 @@ PREFIX = "plab"
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _NAME = re.compile(rf"\b{PREFIX}([0-9a-z]{{5}})")
 _UNLIMITED = "40gbit"
-_COMMAND_S = 20
+_COMMAND_S = 300
 
 
 class LabError(RuntimeError):
@@ -55,7 +57,7 @@ def why_not() -> str:
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"no `{tool}` (package iproute2)"
-    name = f"{PREFIX}probe{os.getpid() % 10000}"
+    name = f"{PREFIX}-probe-{os.getpid()}"  # Not a lab's name, so that no sweep removes it.
     try:
         sh("ip", "netns", "add", name)
         pair = ("veth0", "type", "veth", "peer", "name", "veth1")
@@ -109,25 +111,34 @@ def _remove(name: str) -> None:
             sh("ip", "link", "del", link, check=False)
 
 
+@contextlib.contextmanager
+def _building() -> Iterator[None]:
+    """Let one process of this machine build a lab at a time."""
+    with open(Path(tempfile.gettempdir(), f"{PREFIX}.lock"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class Lab:
     """`nodes` namespaces with addresses 10.S.T.1, .2, ...; the bridge, where NATS is, has .254."""
 
     def __init__(self, nodes: int, *, relayed: frozenset[int] = frozenset()) -> None:
         """Build it; `relayed` nodes are behind a TAP relay, so that they can be delayed."""
-        sweep()
         self.nodes = nodes
         self.name = PREFIX + _base36(os.getpid())
-        taken = sh("ip", "-br", "addr")
-        number = next(n for n in range(1, 255) if f"10.77.{n}." not in taken)
-        self.subnet = ipaddress.ip_network(f"10.77.{number}.0/24")
-        self.gateway = str(self.subnet[254])
-        self.addresses = tuple(str(self.subnet[node + 1]) for node in range(nodes))
         self._relays: dict[int, tuple[subprocess.Popen[str], Path]] = {}
         self._shaped: set[int] = set()
         self._classes: dict[tuple[int, int], int] = {}
         self._losses = False
         try:
-            self._build(relayed)
+            with _building():  # Or two labs would take the same subnet.
+                sweep()
+                taken = sh("ip", "-br", "addr")
+                number = next(n for n in range(1, 255) if f"10.77.{n}." not in taken)
+                self.subnet = ipaddress.ip_network(f"10.77.{number}.0/24")
+                self.gateway = str(self.subnet[254])
+                self.addresses = tuple(str(self.subnet[node + 1]) for node in range(nodes))
+                self._build(relayed)
         except BaseException:
             self.close()
             raise
