@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -20,10 +19,11 @@ from perdure.model.job import JobSpec, TorchftConfig
 from perdure.service.jobfiles import read_document, write_atomic
 from perdure.service.jobfolders import paths_of
 from perdure.service.lighthouse.remembered import LighthouseFile
+from tests.waiting import PATIENCE_S, wait_until
 
 torchft = pytest.importorskip("torchft.coordination")
 pytestmark = [pytest.mark.torch]
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 class Lighthouse:
@@ -31,7 +31,9 @@ class Lighthouse:
 
     def __init__(self, home: Path) -> None:
         self.home, self.paths = home, paths_of(str(home), "lit")
-        spec = JobSpec(name="lit", script="x.py", torchft=TorchftConfig(replicas=2))
+        # Nobody here sends heartbeats, and a test may be held up for longer than a silence.
+        torchft = TorchftConfig(replicas=2, silent_s=3600.0)
+        spec = JobSpec(name="lit", script="x.py", torchft=torchft)
         write_atomic(self.paths.spec, encode(spec))
         write_atomic(
             self.paths.credential("lighthouse"), encode(Endpoint("nats://127.0.0.1:1", "", 0.0))
@@ -44,11 +46,12 @@ class Lighthouse:
             [sys.executable, "-P", "-m", "perdure", "lighthouse", "lit"], env=env
         )
         before = self.file()
-        deadline = time.monotonic() + 60
-        while (now := self.file()) is None or now == before:
+
+        def serves() -> bool:
             assert self.process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+            return self.file() not in (None, before)
+
+        wait_until(serves, "lighthouse")
 
     def file(self) -> LighthouseFile | None:
         return read_document(self.paths.lighthouse, LighthouseFile)
@@ -86,37 +89,47 @@ def ask(lighthouse: Lighthouse) -> Iterator[Callable[..., "Future[Any]"]]:
     pool.shutdown(wait=False, cancel_futures=True)
 
 
+def meet(ask: Callable[..., "Future[Any]"], name: str, step: int, other: "Future[Any]") -> Any:
+    """Have `name` ask, step by step, until the one who has asked as `other` is in its quorum.
+
+    Which of two requests comes first is not known; a quorum of one alone is then left behind.
+    """
+    while True:
+        own = ask(name, step).result(PATIENCE_S)
+        if len(own.participants) > 1:
+            assert other.result(PATIENCE_S).quorum_id == own.quorum_id
+            return own
+        step += 1
+
+
 def test_torchfts_client_gets_its_quorum(
     lighthouse: Lighthouse, ask: Callable[..., "Future[Any]"]
 ) -> None:
-    alone = ask("train_0:a", 0).result(10)
+    alone = ask("train_0:a", 0).result(PATIENCE_S)
     assert [m.replica_id for m in alone.participants] == ["train_0:a"]
     client = torchft.LighthouseClient(lighthouse.address, connect_timeout=TIMEOUT)
     client.heartbeat("train_0:a")
     second = ask("train_1:b", 0)
-    time.sleep(0.1)
-    first = ask("train_0:a", 1)
-    both = [first.result(10), second.result(10)]
-    assert both[0].quorum_id == both[1].quorum_id > alone.quorum_id
-    assert [m.replica_id for m in both[0].participants] == ["train_0:a", "train_1:b"]
-    assert [m.address for m in both[0].participants] == ["http://train_0:a:1", "http://train_1:b:1"]
-    assert [m.step for m in both[0].participants] == [1, 0]
+    both = meet(ask, "train_0:a", 1, second)
+    assert both.quorum_id > alone.quorum_id
+    assert [m.replica_id for m in both.participants] == ["train_0:a", "train_1:b"]
+    assert [m.address for m in both.participants] == ["http://train_0:a:1", "http://train_1:b:1"]
+    (first, other) = (m.step for m in both.participants)
+    assert first >= 1
+    assert other == 0
 
 
 def test_the_one_that_serves_is_replaced_at_once(
     lighthouse: Lighthouse, ask: Callable[..., "Future[Any]"]
 ) -> None:
-    ask("train_0:a", 0).result(10)
+    ask("train_0:a", 0).result(PATIENCE_S)
     began = lighthouse.file()
     assert began is not None
     for number in (signal.SIGKILL, signal.SIGSTOP):
         before = lighthouse.file()
         psutil.Process(lighthouse.process.pid).children()[0].send_signal(number)
-        deadline = time.monotonic() + 10
-        while lighthouse.file() == before:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    after = ask("train_0:a", 1).result(10)
+        wait_until(lambda before=before: lighthouse.file() != before, "next lighthouse")
+    after = ask("train_0:a", 1).result(PATIENCE_S)
     assert after.quorum_id == 1
     assert lighthouse.process.poll() is None
     now = lighthouse.file()
@@ -127,22 +140,20 @@ def test_the_one_that_serves_is_replaced_at_once(
 def test_a_killed_lighthouse_comes_back_with_its_members_and_newer_ids(
     lighthouse: Lighthouse, ask: Callable[..., "Future[Any]"]
 ) -> None:
-    ask("train_0:a", 0).result(10)
-    second = ask("train_1:b", 0)
-    time.sleep(0.1)
-    before = ask("train_0:a", 1).result(10)
-    second.result(10)
+    ask("train_0:a", 0).result(PATIENCE_S)
+    before = meet(ask, "train_0:a", 1, ask("train_1:b", 0))
     address = lighthouse.address
     lighthouse.kill()
     lighthouse.start()
     assert lighthouse.address == address
-    one = ask("train_0:a", 2)
-    time.sleep(0.3)
-    assert not one.done()  # No solo quorum: the other is remembered.
-    same = ask("train_1:b", 1).result(10)
-    assert same.quorum_id == one.result(10).quorum_id == before.quorum_id
+    step = max(member.step for member in before.participants)
+    one = ask("train_0:a", step + 1)
+    same = ask("train_1:b", 1).result(PATIENCE_S)
+    assert len(one.result(PATIENCE_S).participants) == 2  # No solo quorum: both are remembered.
+    assert same.quorum_id == one.result(PATIENCE_S).quorum_id == before.quorum_id
     third = ask("train_2:c", 0)
-    time.sleep(0.1)
-    ask("train_0:a", 3)
-    ask("train_1:b", 2)
-    assert third.result(10).quorum_id >= 1000
+    while not third.done():
+        step += 1
+        both = [ask("train_0:a", step + 1), ask("train_1:b", step)]
+        assert all(len(each.result(PATIENCE_S).participants) > 1 for each in both)
+    assert third.result(PATIENCE_S).quorum_id >= 1000

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,12 @@ import pytest
 from perdure.model.codec import encode
 from perdure.model.orders import TakeStacks
 from perdure.model.paths import job_paths
-from tests.contract.test_interrupt import WAIT_S, Ranks
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+from tests.interrupted import Ranks
+
 pytestmark = pytest.mark.torch
 
 
@@ -33,7 +34,7 @@ def analyze(directory: Path, *options: str) -> str:
         + list(options),
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout + run.stderr
@@ -43,7 +44,7 @@ def test_living_ranks_write_traces_that_the_analyzer_reads(ranks: Ranks) -> None
     for rank in range(3):
         assert ranks.hear(rank) == {"ready": rank}
     os.kill(ranks.processes[2].pid, signal.SIGSTOP)
-    time.sleep(0.3)
+    ranks.wait_held_up()
     for rank in range(3):
         ranks.lines[rank].connection.sendall(
             encode(TakeStacks(generation=4, ranks=(0, 1), reason="test")) + b"\n"
