@@ -1,6 +1,7 @@
 /* libnvidia-ml.so as far as perdure asks it, with the signatures of nvml.h: one GPU, whose counters
  * are the lines `name value` of the file that NVML_STUB names. A name that is not there is not
  * supported. For the tests of what lies between NVML's Python bindings and a verdict.
+ * With `free_after N`, memory is free from the look number N + 1 on, and then a file `*.freed` is there.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -84,8 +85,17 @@ int nvmlEventSetWait_v2(void *set, event_t *event, unsigned timeout_ms)
 
 int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory)
 {
-    u64 used = 400;
+    static u64 looks;
+    char path[4096];
+    u64 used = 400, most;
+    FILE *file;
     find("used", &used);
+    if (find("free_after", &most) && ++looks > most) {
+        used = 400;
+        snprintf(path, sizeof path, "%s.freed", getenv("NVML_STUB"));
+        if ((file = fopen(path, "w")))
+            fclose(file);
+    }
     *memory = (memory_t){.total = used + 600, .free = 600, .used = used};
     return OK;
 }

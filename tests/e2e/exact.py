@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.harness import SCRIPTS, Job, read_trail
+from tests.waiting import PATIENCE_S
 
 Start = Callable[..., Job]
 SCRIPT = str(SCRIPTS / "train_exact.py")
@@ -20,9 +21,12 @@ BATCH = 4
 """Its samples per rank and micro-batch."""
 
 
-def launch(start: Start, home: Path, name: str, ranks: int, *args: str, every: int = 10) -> Job:
-    """Start the exact script with checkpoints at every n-th step."""
+def launch(
+    start: Start, home: Path, name: str, ranks: int, *args: str, every: int = 10, until: int = -1
+) -> Job:
+    """Start the exact script with checkpoints at every n-th step; it waits at step `until`."""
     (home / name).mkdir()
+    hold_at(home / name, until)
     spec = home / f"{name}.toml"
     words = ["--trail", str(home / name), *args]
     spec.write_text(
@@ -32,12 +36,21 @@ def launch(start: Start, home: Path, name: str, ranks: int, *args: str, every: i
     return start(name, "-n", str(ranks), "-c", str(spec))
 
 
+def hold_at(trail: Path, step: int) -> None:
+    """Let the script go on to `step`, and wait there; with -1 it never waits."""
+    if step < 0:
+        (trail / "until").unlink(missing_ok=True)
+        return
+    (trail / "until.new").write_text(str(step))
+    (trail / "until.new").rename(trail / "until")
+
+
 @contextlib.contextmanager
 def jobs_in(home: Path) -> Iterator[Start]:
     """Yield what the `start` fixture is, for an example or a module instead of a test."""
     jobs: list[Job] = []
 
-    def start_job(name: str, *options: str, timeout_s: float = 120.0) -> Job:
+    def start_job(name: str, *options: str, timeout_s: float = PATIENCE_S) -> Job:
         jobs.append(Job(home, name, *options, timeout_s=timeout_s))
         return jobs[-1]
 
@@ -81,21 +94,27 @@ def kill_all(victims: Iterable[psutil.Process]) -> None:
     victims = list(victims)
     for victim in victims:
         victim.send_signal(signal.SIGKILL)
-    psutil.wait_procs(victims, timeout=10)
+    _, alive = psutil.wait_procs(victims, timeout=PATIENCE_S)
+    assert not alive, alive
 
 
 def kill_rank_0_inside_a_write(job: Job, step: int) -> None:
-    """After `step`, SIGKILL rank 0 so that it leaves a half written checkpoint behind."""
+    """After `step`, SIGKILL rank 0 so that it leaves a half written checkpoint behind.
+
+    The script's disk gets stuck once a checkpoint is begun. If that one becomes whole all the same,
+    the next one does not.
+    """
+    stuck = job.home / job.name / "stuck"
     job.wait_until(lambda: find_step(job) >= step, f"step {step}")
-    for _ in range(5):
-        deadline = time.monotonic() + 20
-        while not find_temporaries(job) and time.monotonic() < deadline:
-            assert job.process.poll() is None, job.text()
-            time.sleep(0.002)
+    while True:
+        job.wait_until(lambda: find_temporaries(job), "a checkpoint that is being written")
+        stuck.touch()
+        if not find_temporaries(job):
+            continue
         kill_all(rank for number, rank in find_ranks(job).items() if number == 0)
         if find_temporaries(job):  # Only the next generation may remove it.
+            stuck.unlink()
             return
-    raise AssertionError("each time the checkpoint was whole before rank 0 was dead")
 
 
 def kill_at_random(
@@ -103,26 +122,31 @@ def kill_at_random(
 ) -> None:
     """Kill a rank in each of `kills` equal parts of the run; the one numbered `inside` in a write.
 
-    Which rank, after which step and how many milliseconds later is up to `chance`.
+    Which rank, after which step and how many milliseconds later is up to `chance`. The job waits at
+    the end of each part until its rank is dead: launch it with `until=steps // (kills + 1)`.
     """
-    part = steps // (kills + 1)
+    part, trail = steps // (kills + 1), job.home / job.name
     for number in range(kills):
         step = number * part + chance.randrange(1, part)
         if number == inside:
+            hold_at(trail, -1)  # The part may have no checkpoint any more.
             kill_rank_0_inside_a_write(job, step)
-            continue
-        job.wait_until(lambda step=step: find_step(job) >= step, f"step {step}")
-        time.sleep(chance.random() * 0.2)
-        if ranks := find_ranks(job):  # Else the world is being started, and nobody is killed.
+        else:
+            job.wait_until(lambda step=step: find_step(job) >= step, f"step {step}")
+            time.sleep(chance.random() * 0.2)
+            job.wait_until(lambda: find_ranks(job), "a rank")
+            ranks = find_ranks(job)
             kill_all([ranks[chance.choice(sorted(ranks))]])
+        hold_at(trail, (number + 2) * part if number + 1 < kills else -1)
 
 
 def kill_after(job: Job, delay_s: float, numbers: Collection[int]) -> None:
     """SIGKILL the ranks `numbers` so long after rank 0 has made its next step."""
     trail = job.home / job.name / "rank-0.jsonl"
     before = trail.stat().st_size if trail.exists() else 0
+    deadline = time.monotonic() + job.timeout_s
     while job.process.poll() is None and not (trail.exists() and trail.stat().st_size > before):
-        assert time.monotonic() < job.deadline, job.text()
+        assert time.monotonic() < deadline, job.text()
         time.sleep(0.005)
     time.sleep(delay_s)
     if job.process.poll() is None:

@@ -17,6 +17,7 @@ from perdure.lab.live.fleets.local import Gates, kill_nodes
 from perdure.service.jobfolders import paths_of
 from perdure.service.placement import Placement
 from tests.e2e.harness import SCRIPTS, Job
+from tests.waiting import PATIENCE_S
 
 NAME = "fo"
 MOUNT = "FAILOVER_MOUNT"
@@ -54,26 +55,33 @@ class Site:
     """The job, and the places of its nodes: a lost node comes back when it is let."""
 
     def __init__(
-        self, start: Callable[..., Job], folder: Path, *, elastic: bool, nodes: int = 3
+        self,
+        start: Callable[..., Job],
+        folder: Path,
+        *,
+        elastic: bool,
+        nodes: int = 3,
+        node_lost_s: float = 2.0,
     ) -> None:
         """Train, or (cheaper by the import of torch on each node) only sleep.
 
+        A test asks for more seconds until a node counts as lost: its machine may have other work.
         Two nodes have an arbiter; `FAILOVER_MOUNT` has to be `folder / "shared"` here.
         """
         self.trail, self.nodes = folder / "trail", nodes
-        (folder / "sleep.py").write_text("import time\ntime.sleep(3600)\n")
+        (folder / "sleep.py").write_text("import time\ntime.sleep(86_400)\n")
         script = (str(SCRIPTS / "elastic.py"), "--trail", str(self.trail), "--steps", "100000")
         self.arbiter = Arbiter(folder, nodes) if nodes == 2 else None
         place = Placement(command=self.arbiter.environment(folder) if self.arbiter else ())
         placement = folder / "placement.json"
         placement.write_bytes(msgspec.json.encode(place))
         config = folder / "job.toml"
-        config.write_text("[detect]\nnode_lost_s = 2.0\n")
+        config.write_text(f"[detect]\nnode_lost_s = {node_lost_s}\n")
         self.job = start(
             NAME, "-c", str(config), "-n", "1", "--nodes", str(nodes), "--replicate", str(nodes),
             "--placement", str(placement), *(("--arbiter", f"${MOUNT}") if self.arbiter else ()),
             *(script if elastic else ("--cold", str(folder / "sleep.py"))),
-            timeout_s=280,
+            timeout_s=PATIENCE_S,
         )  # fmt: skip
         self.gates = Gates(paths_of(self.job.env["PERDURE_HOME"], NAME))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.box import find_port
 from tests.e2e.exact import SCRIPT, Start
 from tests.e2e.harness import read_trail
 from tests.waiting import wait_until
@@ -25,8 +26,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Serve S3's protocol by moto, with a bucket in it."""
     pytest.importorskip("moto.server")
     s3fs = pytest.importorskip("s3fs")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_port()
     url = f"http://127.0.0.1:{port}"
     for name, value in {
         "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",

@@ -82,7 +82,6 @@ def read_log(machine: Machine, name: str, node: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "said", ["", pytest.param("own", marks=pytest.mark.long)], ids=["default", "own"]
 )
@@ -129,7 +128,6 @@ def test_a_machine_that_stands_in_finds_what_the_node_before_has_compiled(
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_machine_that_joins_an_elastic_world_finds_it_while_the_others_train_on(
     start: Start, join: Callable[..., Machine], tmp_path: Path
 ) -> None:
@@ -138,7 +136,7 @@ def test_a_machine_that_joins_an_elastic_world_finds_it_while_the_others_train_o
     job = start(
         "far", "-n", "1", "--nodes", "2", "--remote", "1", "-c", str(config),
         str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000", "--pace-s", "0.05",
-        "--compiled", timeout_s=360,
+        "--compiled",
     )  # fmt: skip
     job.wait_until((job.folder / "credentials" / "joiner.json").exists, "credentials")
     invitation = job.cli("invite", "far", "--uses", "2").stdout
@@ -159,7 +157,7 @@ def test_a_machine_that_joins_an_elastic_world_finds_it_while_the_others_train_o
 def test_what_the_first_step_compiles_is_start_up_and_after_a_restart_warm_up(
     start: Start, tmp_path: Path
 ) -> None:
-    config, compile_s = tmp_path / "job.toml", 2.0
+    config, compile_s = tmp_path / "job.toml", 10.0
     config.write_text("[checkpoint]\nevery_steps = 5\n")
     job = start(
         "slow", "-n", "2", "-c", str(config),

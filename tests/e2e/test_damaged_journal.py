@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.harness import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.serial]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 REMARKS = 6
 
 
@@ -27,7 +27,7 @@ def find_remarks(job: Job) -> list[str]:
 @pytest.fixture
 def job(start: Callable[..., Job], tmp_path: Path) -> Job:
     """A job with remarks of an operator in its journal."""
-    (tmp_path / "sleep.py").write_text("import time\ntime.sleep(3600)\n")
+    (tmp_path / "sleep.py").write_text("import time\ntime.sleep(86_400)\n")
     job = start("job", "-n", "1", "--cold", "sleep.py")
     job.wait_state("running")
     for number in range(REMARKS):

@@ -1,7 +1,6 @@
 """`run.work`: packed sequences are no slowness, and a rank that is slow beneath them is named."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from perdure.worker.native.build import BuildError, build
 from tests.e2e.exact import Start
 from tests.e2e.harness import SCRIPTS, Job
 
+# Serial: other work on the cores is slowness of a rank, too.
 pytestmark = [pytest.mark.serial, pytest.mark.long]
 
 
@@ -22,7 +22,7 @@ def launch(start: Start, home: Path, name: str, *words: str, ranks: int = 2) -> 
         pytest.skip(f"the compiled recorder cannot be built here: {error}")
     (home / name).mkdir(exist_ok=True)
     script = [str(SCRIPTS / "train_packed.py"), str(home / name), *words]
-    job = start(name, "-n", str(ranks), *script, timeout_s=150.0)
+    job = start(name, "-n", str(ranks), *script)
     job.wait_until(lambda: '"ProgressNoted"' in read_journal(job), "progress")
     return job
 
@@ -41,10 +41,11 @@ def list_stragglers(job: Job) -> list[dict[str, Any]]:
     return [verdict for verdict in verdicts if verdict["kind"] == "Straggler"]
 
 
-def find_slow(job: Job, quiet_s: float) -> dict[str, Any]:
-    """Return what is said of rank 1 once it is slow, after so long of silence."""
+def find_slow(job: Job, quiet_steps: int) -> dict[str, Any]:
+    """Return what is said of rank 1 once it is slow, after so many steps of silence."""
     folder = job.home / job.name
-    time.sleep(quiet_s)
+    steps = folder / "steps"
+    job.wait_until(lambda: steps.exists() and steps.stat().st_size >= quiet_steps, "steps")
     assert list_stragglers(job) == []
     (folder / "slow").touch()
     job.wait_until(lambda: list_stragglers(job), "a straggler")
@@ -71,13 +72,11 @@ def test_a_rank_that_is_slow_for_each_token_is_named(start: Start, tmp_path: Pat
 
 
 @pytest.mark.parametrize("loop", ["steps", "bare"])
-def test_minutes_of_uneven_steps_are_silent_and_a_slow_rank_is_found_soon(
+def test_minutes_of_uneven_steps_are_silent_and_a_slow_rank_is_found(
     start: Start, tmp_path: Path, loop: str
 ) -> None:
     job = launch(start, tmp_path, loop, "--declare", "--loop", loop, ranks=3)
-    began_s = time.monotonic() + 60.0
-    find_slow(job, 60.0)
-    assert time.monotonic() - began_s < 40.0
+    find_slow(job, 600)
     assert job.wait() == 0
 
 
@@ -87,7 +86,7 @@ def test_members_with_uneven_micro_batches_are_compared_for_each(
     """Rank 1 has three of five, rank 0 two: nobody declares anything."""
     words = ("--loop", "elastic", "--factor", "3")
     job = launch(start, tmp_path, "elastic", *words)
-    verdict = find_slow(job, 40.0)
+    verdict = find_slow(job, 150)
     assert verdict["evidence"]["declared_work"] == pytest.approx(1.5, abs=0.01)
     job.cli("stop", "elastic", "--now")
     job.wait()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import pytest
 
 from perdure.adapters.confinement import can_confine
 from perdure.cli.page.results import Results
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not can_confine(), reason="this kernel has no Landlock"),
 ]
 
@@ -73,7 +72,7 @@ class Drill:
     def run(self, *options: str) -> tuple[int, dict[str, Any]]:
         """Return the exit code and the card; nothing may be left."""
         with self.start(*options) as process:
-            out, err = process.communicate(timeout=560)
+            out, err = process.communicate(timeout=2 * PATIENCE_S)
         assert out, err
         self.check_nothing_left()
         card: dict[str, Any] = json.loads(out)
@@ -93,10 +92,7 @@ class Drill:
         return found
 
     def check_nothing_left(self) -> None:
-        deadline = time.monotonic() + 20
-        while self.list_left() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert self.list_left() == []
+        wait_until(lambda: not self.list_left(), f"end of {self.list_left()}")
 
 
 @pytest.fixture
@@ -107,7 +103,7 @@ def drill(tmp_path: Path) -> Drill:
 def test_a_rank_is_killed_and_losses_are_as_if_nothing_had_been(drill: Drill) -> None:
     drill.write(TRAIN)
     before = sorted(path.name for path in drill.project.iterdir())
-    code, card = drill.run("--fault", "crash", "--fault", "slow", "--budget", "5m")
+    code, card = drill.run("--fault", "crash", "--fault", "slow", "--budget", "20m")
     row = card["by"]["crash"]
     assert (row["verdict"], row["losses"], row["culprit_right"]) == ("passed", "equal", True), card
     assert row["found_as"] == "signal 9 (SIGKILL) of rank 0"
@@ -124,7 +120,7 @@ def test_a_rank_is_killed_and_losses_are_as_if_nothing_had_been(drill: Drill) ->
 @pytest.mark.long
 def test_all_faults_of_a_job_of_two_nodes(drill: Drill) -> None:
     drill.write(TRAIN, nodes=2, detect={"node_lost_s": 4.0})
-    code, card = drill.run("--budget", "8m", "--html", "card.html")
+    code, card = drill.run("--budget", "20m", "--html", "card.html")
     verdicts = {name: row["verdict"] for name, row in card["by"].items()}
     slow = verdicts.pop("slow")  # Other work on the machine hides it.
     assert slow in ("passed", "not tried"), card["by"]["slow"]
@@ -140,7 +136,7 @@ def test_all_faults_of_a_job_of_two_nodes(drill: Drill) -> None:
 def test_a_job_that_may_not_restart_fails_its_drill(drill: Drill) -> None:
     """And begins anew for the fault that is left."""
     drill.write(TRAIN, restart={"max_restarts": 0})
-    code, card = drill.run("--fault", "crash", "--fault", "controller", "--budget", "4m")
+    code, card = drill.run("--fault", "crash", "--fault", "controller", "--budget", "20m")
     row = card["by"]["crash"]
     assert (row["verdict"], row["back_s"]) == ("failed", None), card
     assert "the job ended, failed" in row["why"]
@@ -151,7 +147,7 @@ def test_a_job_that_may_not_restart_fails_its_drill(drill: Drill) -> None:
 @pytest.mark.long
 def test_a_script_that_forgets_its_optimizer_fails_its_drill(drill: Drill) -> None:
     drill.write(TRAIN.replace(", optimizer=optimizer", ""))
-    code, card = drill.run("--fault", "crash", "--budget", "4m")
+    code, card = drill.run("--fault", "crash", "--budget", "20m")
     row = card["by"]["crash"]
     assert (row["verdict"], row["losses"], code) == ("failed", "differ", 1), card
     assert "undisturbed" in row["losses_why"]
@@ -160,7 +156,7 @@ def test_a_script_that_forgets_its_optimizer_fails_its_drill(drill: Drill) -> No
 @pytest.mark.long
 def test_a_script_that_is_not_seeded_is_not_compared(drill: Drill) -> None:
     drill.write(TRAIN.replace("torch.manual_seed(1)", "torch.seed()"))
-    code, card = drill.run("--fault", "crash", "--budget", "4m")
+    code, card = drill.run("--fault", "crash", "--budget", "20m")
     row = card["by"]["crash"]
     assert (row["verdict"], row["losses"], code) == ("passed", "not compared", 0), card
     assert "does not repeat itself" in row["losses_why"]
@@ -169,7 +165,7 @@ def test_a_script_that_is_not_seeded_is_not_compared(drill: Drill) -> None:
 @pytest.mark.long
 def test_a_script_that_ends_too_early_is_not_tried(drill: Drill) -> None:
     drill.write(TRAIN, steps=5)
-    code, card = drill.run("--fault", "crash", "--fault", "bus", "--budget", "2m")
+    code, card = drill.run("--fault", "crash", "--fault", "bus", "--budget", "20m")
     assert {row["verdict"] for row in card["rows"]} == {"not tried"}, card
     assert "ended by itself" in card["reason"]
     assert code == 1
@@ -181,7 +177,7 @@ def test_a_script_without_steps_begins_again_from_its_start(drill: Drill) -> Non
         "import time\nfor step in range(100_000):\n"
         "    print(f'step {step} loss {1 / (step + 1):.4f}', flush=True)\n    time.sleep(0.05)\n",
     )
-    code, card = drill.run("--fault", "crash", "--fault", "disk", "--budget", "2m")
+    code, card = drill.run("--fault", "crash", "--fault", "disk", "--budget", "20m")
     row = card["by"]["crash"]
     assert (row["verdict"], row["culprit_right"], row["steps_redone"]) == ("failed", True, None), (
         card
@@ -201,16 +197,16 @@ def test_what_is_the_users_is_not_written(drill: Drill) -> None:
     saves = "    open(sys.argv[1] + '/last.pt', 'w').write('of a drill')\n"
     script = TRAIN.replace("    # more\n", saves)
     drill.write(script, args=[str(shared)])
-    code, card = drill.run("--fault", "crash", "--budget", "1m")
+    code, card = drill.run("--fault", "crash", "--budget", "20m")
     assert code == 1
     assert "Permission denied" in card["reason"]
     assert "--writable" in card["reason"]
     drill.write(script, args=[str(own)])
-    code, card = drill.run("--fault", "crash", "--budget", "4m")
+    code, card = drill.run("--fault", "crash", "--budget", "20m")
     assert (card["by"]["crash"]["verdict"], code) == ("passed", 0), card
     assert [(folder / "last.pt").read_text() for folder in (shared, own)] == ["precious"] * 2
     drill.write(script, args=[str(shared)])
-    code, card = drill.run("--fault", "crash", "--budget", "4m", "--writable", str(shared))
+    code, card = drill.run("--fault", "crash", "--budget", "20m", "--writable", str(shared))
     assert code == 0, card
     assert (shared / "last.pt").read_text() == "of a drill"
 
@@ -220,24 +216,24 @@ def test_what_is_the_users_is_not_written(drill: Drill) -> None:
 def test_a_drill_that_is_ended_leaves_nothing(drill: Drill, number: signal.Signals) -> None:
     """Or the next one finds it: of a drill that was killed there are no processes, but files."""
     drill.write(TRAIN)
-    with drill.start("--fault", "crash", "--fault", "stop", "--budget", "4m") as process:
+    with drill.start("--fault", "crash", "--fault", "stop", "--budget", "20m") as process:
         assert process.stderr is not None
         assert any("drill: crash: passed" in line for line in process.stderr)
         process.send_signal(number)
-        process.communicate(timeout=90)
+        process.communicate(timeout=PATIENCE_S)
     if number != signal.SIGKILL:
         assert process.returncode == 130
         drill.check_nothing_left()
         return
-    deadline = time.monotonic() + 30
-    while any("perdure" in left for left in drill.list_left()[1:]) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(
+        lambda: not any("perdure" in left for left in drill.list_left()[1:]), "end of its processes"
+    )
     (left,) = drill.list_left()
     assert f"-{process.pid}-" in left
     sockets = {p for p in drill.short.iterdir() if p.name.startswith(f"drill-{process.pid}-")}
     assert sockets
     drill.write(TRAIN, steps=3)
-    drill.run("--fault", "crash", "--budget", "1m")
+    drill.run("--fault", "crash", "--budget", "20m")
     assert not any(path.exists() for path in sockets)
 
 
@@ -251,11 +247,11 @@ def test_nothing_is_done_without_a_word(drill: Drill) -> None:
     ):
         words = [sys.executable, "-m", "perdure", "drill", "job.json", "--json", *options]
         env = {**os.environ, "PERDURE_HOME": str(drill.home)}
-        done = subprocess.run(words, cwd=drill.project, env=env, text=True, timeout=60,
+        done = subprocess.run(words, cwd=drill.project, env=env, text=True, timeout=PATIENCE_S,
                               stdin=subprocess.DEVNULL, capture_output=True)  # fmt: skip
         assert (done.returncode, what in json.loads(done.stdout)["error"]) == (code, True), done
     words = [*words[:5], "--dry-run", "--json"]
-    done = subprocess.run(words, cwd=drill.project, env=env, text=True, timeout=60,
+    done = subprocess.run(words, cwd=drill.project, env=env, text=True, timeout=PATIENCE_S,
                           capture_output=True)  # fmt: skip
     plan = json.loads(done.stdout)
     assert [act["fault"] for act in plan["acts"]][:3] == ["crash", "stop", "hang"]

@@ -15,6 +15,8 @@ from perdure.control.membership.elastic import REFORM_TIMEOUT_S
 from tests.e2e.harness import SCRIPTS, Job
 
 STEPS = 120
+HELD = ("--pace-s", "0.05", "--hold-at", str(STEPS - 20))
+"""No member ends before `hurry`, however late the test comes."""
 
 
 def read(trail: Path, rank: int) -> list[dict[str, Any]]:
@@ -33,7 +35,7 @@ def begin(
 ) -> Job:
     job = start(
         "el", "-n", "3", *options, str(SCRIPTS / script), "--trail", str(trail),
-        "--steps", str(steps), *more, timeout_s=170,
+        "--steps", str(steps), *more,
     )  # fmt: skip
     job.wait_until(lambda: len(read(trail, 0)) >= 10, "ten steps")
     return job
@@ -44,7 +46,8 @@ def pid_of(job: Job, rank: int) -> int:
 
 
 def check(job: Job, trail: Path, survivors: tuple[int, ...]) -> None:
-    """The survivors are the processes that they were, and have every step once, all alike."""
+    """Let it end; the survivors are the same processes, and have every step once, all alike."""
+    (trail / "hurry").touch()
     assert job.wait() == 0, job.text()[-3000:]
     rows = {rank: read(trail, rank) for rank in survivors}
     for mine in rows.values():
@@ -69,7 +72,7 @@ def test_survivors_of_two_deaths_train_on(start: Callable[..., Job], tmp_path: P
     # One process beside the job, which loads what it needs when it needs it.
     words = [str(SCRIPTS / "elastic.py"), "--trail", str(alone), "--exact", "--steps", str(STEPS)]
     with subprocess.Popen([sys.executable, *words]) as process:
-        more = ("--exact", "--num-workers", "1")
+        more = (*HELD, "--exact", "--num-workers", "1")
         job = begin(start, trail, "-c", str(tmp_path / "job.toml"), more=more)
         os.kill(pid_of(job, 1), signal.SIGKILL)
         job.wait_until(lambda: read(trail, 2)[-1]["world"] == [0, 2], "the others' next step")
@@ -160,12 +163,13 @@ def test_a_world_is_formed_with_a_member_that_is_busy_for_longer_than_others_may
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
     trail, busy_s = tmp_path / "trail", REFORM_TIMEOUT_S + 5.0
-    job = begin(start, trail, more=("--pace-s", "0.05", "--busy-s", str(busy_s)))
+    job = begin(start, trail, more=(*HELD, "--busy-s", str(busy_s)))
     job.wait_until(
         lambda: any((r.get("busy_phase") or {}).get("name") for r in job.state().get("ranks", ())),
         "the declared phase",
     )
     os.kill(pid_of(job, 1), signal.SIGKILL)
+    job.wait_until(lambda: read(trail, 0)[-1]["epoch"] > 0, "the others' next step")
     check(job, trail, (0, 2))
 
 
@@ -173,10 +177,11 @@ def test_a_world_is_formed_with_a_member_that_is_busy_for_longer_than_others_may
 @pytest.mark.long
 def test_the_controller_may_die_with_a_rank(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"
-    job = begin(start, trail)
+    job = begin(start, trail, more=HELD)
     pid = pid_of(job, 2)
     job.kill("perdure controller")
     os.kill(pid, signal.SIGKILL)
+    job.wait_until(lambda: read(trail, 0)[-1]["epoch"] > 0, "the others' next step")
     check(job, trail, (0, 1))
 
 
@@ -187,10 +192,11 @@ def test_a_world_without_a_survivor_starts_again_from_its_checkpoint(
 ) -> None:
     trail = tmp_path / "trail"
     (tmp_path / "job.toml").write_text("[checkpoint]\nevery_steps = 5\n")
-    job = begin(start, trail, "-c", str(tmp_path / "job.toml"))
+    job = begin(start, trail, "-c", str(tmp_path / "job.toml"), more=HELD)
     job.wait_until(lambda: len(list((job.folder / "checkpoints").glob("step-*"))) >= 2, "two saves")
     for pid in [pid_of(job, rank) for rank in range(3)]:
         os.kill(pid, signal.SIGKILL)
+    (trail / "hurry").touch()
     assert job.wait() == 0, job.text()[-3000:]
     for rank in range(3):
         rows = read(trail, rank)

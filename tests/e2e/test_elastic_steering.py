@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
 from tests.e2e.test_elastic_inplace import pid_of, read
+from tests.waiting import PATIENCE_S
 
 IN_STEPS = (
     "useful", "steady_overhead", "checkpoint", "reconfiguration.detect", "reconfiguration.decide",
@@ -30,18 +31,17 @@ def ask(job: Job, *words: str) -> "subprocess.Popen[str]":
 
 
 def answer_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     document: dict[str, Any] = json.loads(out)
     return document
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(320)
 def test_a_change_and_a_drain_hold_whoever_dies(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"
     job = start(
         "el", "-n", "1", "--nodes", "3", str(SCRIPTS / "elastic.py"),
-        "--trail", str(trail), "--steps", "100000", "--pace-s", "0.05", timeout_s=300,
+        "--trail", str(trail), "--steps", "100000", "--pace-s", "0.05",
     )  # fmt: skip
     job.wait_step(5)
     change, victim = ask(job, "set", "el", "lr=0.002"), pid_of(job, 1)

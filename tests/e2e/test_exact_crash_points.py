@@ -25,6 +25,7 @@ from torch import nn  # noqa: E402
 from perdure.model.events import CheckpointFailed  # noqa: E402
 from perdure.model.job import CheckpointConfig  # noqa: E402
 from perdure.worker.checkpoint import Checkpointer  # noqa: E402
+from tests.waiting import PATIENCE_S  # noqa: E402
 
 pytestmark = pytest.mark.torch
 WORLD = 2
@@ -131,7 +132,7 @@ def try_every_point(folder: str, damaged: bool) -> list[int]:
 def test_killed_at_every_file_operation(tmp_path: Path, damaged: bool) -> None:
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, context) as pool:  # A process without pytest's threads.
-        found = pool.submit(try_every_point, str(tmp_path), damaged).result(timeout=150)
+        found = pool.submit(try_every_point, str(tmp_path), damaged).result(timeout=PATIENCE_S)
     assert len(found) > 50
     assert (found[0], found[-1]) == (1, 2)
     assert set(found) == {1, 2}

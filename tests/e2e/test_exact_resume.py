@@ -49,7 +49,7 @@ def test_kills_change_no_bit(
     options += ["--fsdp"] if kind == "fsdp" else []
     reference = launch(start, tmp_path, "reference", ranks, *options, every=steps)
     words = [*options, "--pace-s", "0.005", "--slow-disk-s", "0.02"]
-    job = launch(start, tmp_path, "killed", ranks, *words)
+    job = launch(start, tmp_path, "killed", ranks, *words, until=steps // (kills + 1))
     chance = random.Random(f"{ranks} {kind}")
     kill_at_random(job, steps, kills, chance, inside=chance.randrange(kills))
     assert job.wait() == 0, job.text()
@@ -106,7 +106,7 @@ Instants = st.lists(
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(60 + 60 * EXAMPLES)
+@pytest.mark.timeout(900 * EXAMPLES)
 @settings(
     max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

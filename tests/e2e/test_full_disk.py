@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_three_servers_whose_disk_was_full_keep_the_journal_again(
     disk: Path, start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    (tmp_path / "sleep.py").write_text("import time\ntime.sleep(3600)\n")
+    (tmp_path / "sleep.py").write_text("import time\ntime.sleep(86_400)\n")
     job = start("full", "-n", "1", "--nodes", "3", "--replicate", "3", "--cold", "sleep.py")
     job.wait_state("running")
     with contextlib.suppress(OSError), open(disk / "fill", "wb", buffering=0) as file:

@@ -1,6 +1,7 @@
 """A small elastic training; writes each committed step of each rank to a file of its own.
 
-Once the trail's folder has a file `hurry`, the steps wait no more for `--pace-s`.
+Once the trail's folder has a file `hurry`, the steps wait no more for `--pace-s`. Before that, each
+step from `--hold-at` on takes as long as all of these before it: they outlast a test that is late.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--trail", required=True)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pace-s", type=float, default=0.0)
+parser.add_argument("--hold-at", type=int)
 parser.add_argument("--exact", action="store_true")
 parser.add_argument("--shard", type=lambda text: text if text == "full" else int(text))
 parser.add_argument("--pipeline", type=int)
@@ -48,6 +51,7 @@ if args.device != "cpu":
     os.environ["NCCL_HOSTID"] = f"p{os.getpid()}"
     torch.use_deterministic_algorithms(True)
 os.makedirs(args.trail, exist_ok=True)
+hurry = Path(args.trail) / "hurry"
 rank = os.environ.get("RANK", "0")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -59,6 +63,17 @@ made: list[torch.optim.Optimizer] = []
 def make_optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
     made.append(torch.optim.AdamW(params, lr=1e-2))
     return made[-1]
+
+
+held: list[float] = []
+
+
+def hold() -> None:
+    """Wait for `hurry`, at most as long as since the first call."""
+    held.append(time.monotonic())
+    end = held[-1] + max(1.0, held[-1] - held[0])
+    while time.monotonic() < end and not hurry.exists():
+        time.sleep(0.01)
 
 
 def note(step: perdure.elastic.Step) -> None:
@@ -76,8 +91,10 @@ def note(step: perdure.elastic.Step) -> None:
         had = torch._dynamo.utils.counters["inductor"]  # It is imported by what has compiled.
         row["hit"], row["miss"] = (had[f"fxgraph_cache_{name}"] for name in ("hit", "miss"))
     out.write(json.dumps(row) + "\n")
-    if args.pace_s and not os.path.exists(f"{args.trail}/hurry"):
+    if args.pace_s and not hurry.exists():
         time.sleep(args.pace_s)
+    if args.hold_at is not None and step.step >= args.hold_at:
+        hold()
     if step.step == args.quit_at and rank == "1":
         sys.exit(0)
     if args.busy_s and step.step == 20 and rank == "2":

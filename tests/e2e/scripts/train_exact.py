@@ -6,10 +6,12 @@ step, loss (exact, as hex) and the samples it used.
 
 `--slow-disk-s` makes every fsync take that long on average, as on a disk that others saturate: a
 checkpoint is then under way for most of the time, and takes longer on one rank than on another.
-Once the trail's folder has a file `hurry`, the steps wait no more for `--pace-s`.
+Once the trail's folder has a file `hurry`, the steps wait no more for `--pace-s`. While it has a
+file `stuck`, no fsync ends. With a number in a file `until`, step n and later ones wait.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -55,15 +57,27 @@ def reduce_gradients(model: nn.Module, now: bool) -> AbstractContextManager[None
     return nullcontext()
 
 
-def slow_down_disk(mean_s: float) -> None:
-    """Let every fsync of this process take `mean_s` more on average, some much more."""
+def slow_down_disk(mean_s: float, stuck: Path) -> None:
+    """Let every fsync of this process take `mean_s` more on average, and wait while `stuck`."""
     sync, chance = os.fsync, random.Random(os.getpid())
 
     def sync_slowly(fd: int) -> None:
-        time.sleep(chance.expovariate(1 / mean_s))
+        time.sleep(chance.expovariate(1 / mean_s) if mean_s else 0.0)
+        while stuck.exists():
+            time.sleep(0.005)
         sync(fd)
 
     os.fsync = sync_slowly
+
+
+def wait_turn(trail: Path, step: int) -> None:
+    """Wait until `step` may be made."""
+    until = trail / "until"
+    while until.exists():
+        with contextlib.suppress(FileNotFoundError):
+            if step < int(until.read_text()):
+                return
+        time.sleep(0.005)
 
 
 def main() -> None:
@@ -79,8 +93,7 @@ def main() -> None:
     parser.add_argument("--slow-disk-s", type=float, default=0.0)
     parser.add_argument("--device", default="cpu", help="a GPU may be several ranks'")
     args = parser.parse_args()
-    if args.slow_disk_s:
-        slow_down_disk(args.slow_disk_s)
+    slow_down_disk(args.slow_disk_s, Path(args.trail) / "stuck")
     run = perdure.init()
     if args.device != "cpu":  # NCCL takes several of a GPU where each seems to be on its own host.
         os.environ["NCCL_HOSTID"] = f"p{os.getpid()}"
@@ -108,6 +121,7 @@ def main() -> None:
         num_workers=args.workers, accumulate=args.accumulate,
     )  # fmt: skip
     for step, micro_batches in batches:
+        wait_turn(Path(args.trail), step)
         optimizer.zero_grad()
         loss_sum, used = 0.0, []
         if args.accumulate == 1:

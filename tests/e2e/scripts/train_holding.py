@@ -9,5 +9,6 @@ if generation == 0:
     with open(counters + ".new", "w") as file:
         file.write(f"pid {os.getpid()}\npid_used {10 << 30}\nused {11 << 30}\n")
     os.replace(counters + ".new", counters)
-    time.sleep(600)
+    time.sleep(86_400)
+assert os.path.exists(counters + ".freed"), "started before the memory was free"
 print("started again")

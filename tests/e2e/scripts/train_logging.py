@@ -6,6 +6,6 @@ import time
 import perdure
 
 run = perdure.init()
-for step in run.steps(100_000):
+for step in run.steps(10_000_000):
     time.sleep(float(sys.argv[1]))
     run.log(loss=1.0 / (step + 1), step_twice=2.0 * step)

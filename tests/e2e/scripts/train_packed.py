@@ -3,7 +3,8 @@
 `--loop steps` is resumable (`run.steps`), `--loop bare` a loop of its own, and `--loop elastic`
 five micro-batches on two members, which are uneven without a word. With `--declare` the script says
 how many tokens they are. Once the folder has a file `slow`, rank 1 takes `--factor` times as long
-for each token; once it has a file `hurry`, all leave.
+for each token; once it has a file `hurry`, all leave. Rank 0 writes a byte
+to `steps` for each step.
 """
 
 import argparse
@@ -31,6 +32,12 @@ args = parser.parse_args()
 rank = int(os.environ["RANK"])
 chance = random.Random(rank)
 TOKEN_S = 0.06 / 1000
+
+
+def count_step() -> None:
+    if rank == 0:
+        with open(args.folder / "steps", "ab") as file:
+            file.write(b".")
 
 
 class Paced(nn.Module):
@@ -66,6 +73,7 @@ def train() -> None:
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
+        count_step()
         leave = torch.tensor([leaves()])
         dist.all_reduce(leave)
         if leave.item():
@@ -84,7 +92,7 @@ def train_elastic() -> None:
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
     trainer = open_trainer(layers, optimizer, compute, micro_batches=5)
     for _ in trainer.steps(100_000):
-        pass
+        count_step()
 
 
 torch.set_num_threads(1)
