@@ -182,7 +182,7 @@ class Laptop:
         told = f"{self.stopped}-{{job}}" + ("-{host}" if others else "")
         text = (
             f'[launch]\n{place}\nssh_config = "{self.ssh_config}"\n'
-            f'python = "{sys.executable}"\nconnect_timeout_s = 5\n'
+            f'python = "{sys.executable}"\nconnect_timeout_s = 30\n'
             f'environment = "{profile.get("environment", "auto")}"\nnative = false\n'
             f'[teardown]\nstop_command = ["touch", "{told}"]\n'
             f'gone_command = ["test", "-e", "{told}"]\n'
