@@ -3,4 +3,4 @@
 from bench.gates.gate import Gate
 from tests.interrupted import time_interrupt
 
-GATES = (Gate("interrupt", "s", bound=0.1, measure=time_interrupt),)
+GATES = (Gate("interrupt-in-rank", "s", bound=0.1, measure=time_interrupt),)

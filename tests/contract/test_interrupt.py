@@ -30,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def test_survivors_of_a_stopped_rank_raise(ranks: Ranks) -> None:
-    """How soon is said by the gate `interrupt`: by themselves they would wait for half an hour."""
+    """The gate `interrupt-in-rank` says how soon. Without the order they wait for half an hour."""
     for rank in range(3):
         assert ranks.hear(rank) == {"ready": rank}
     os.kill(ranks.processes[2].pid, signal.SIGSTOP)
@@ -53,6 +53,7 @@ def test_survivors_of_a_stopped_rank_raise(ranks: Ranks) -> None:
 def test_order_of_another_generation_breaks_nothing(ranks: Ranks) -> None:
     for rank in range(3):
         assert ranks.hear(rank) == {"ready": rank}
+    wait_until(lambda: ranks.count_done(0) > 0, "collective")  # Before it there is no trace.
     old = InterruptCollectives(generation=3, ranks=(0,), reason="late")
     next_ = TakeStacks(generation=4, ranks=(0,), reason="it is carried out after the other one")
     ranks.lines[0].connection.sendall(encode(old) + b"\n" + encode(next_) + b"\n")

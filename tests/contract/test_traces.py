@@ -1,6 +1,7 @@
 """What three real gloo ranks write on an alarm is read by PyTorch's own analyzer."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from perdure.model.codec import encode
 from perdure.model.orders import TakeStacks
 from perdure.model.paths import job_paths
+from perdure.worker.recording.recorder import TraceWriter
 from tests.waiting import PATIENCE_S, wait_until
 
 pytest.importorskip("torch")
@@ -38,6 +40,15 @@ def analyze(directory: Path, *options: str) -> str:
     )
     assert run.returncode == 0, run.stderr
     return run.stdout + run.stderr
+
+
+def test_a_rank_that_has_recorded_nothing_yet_writes_no_trace(tmp_path: Path) -> None:
+    writer = TraceWriter(
+        rank=0, generation=4, directory=str(tmp_path / "traces" / "g4"),
+        dumps={"gloo": lambda *_: pickle.dumps({})}, groups=dict,
+    )  # fmt: skip
+    writer.write()
+    assert not (tmp_path / "traces").exists()
 
 
 def test_living_ranks_write_traces_that_the_analyzer_reads(ranks: Ranks) -> None:

@@ -437,6 +437,8 @@ class TraceWriter:
     def _forget_old(self) -> None:
         """Remove this rank's traces of generations long past."""
         base = os.path.dirname(self._directory)
+        if not os.path.isdir(base):
+            return  # No backend has recorded anything yet.
         for name in os.listdir(base):
             number = name[1:]
             if number.isdigit() and int(number) <= self._generation - GENERATIONS_KEPT:
