@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from tests.waiting import PATIENCE_S
 
-from perdure.cli.speech.bar import Bar
+from perdure.cli.speech.bar import APPEARS_S, Bar
 
 
 @pytest.mark.parametrize(
@@ -23,43 +24,63 @@ def test_without_a_terminal_a_bar_is_a_line_for_each_part_or_nothing(
     assert (out.out, out.err) == ("", told)
 
 
-def draw(code: str) -> str:
-    """Return what a program writes to a terminal that is its standard error."""
+PROGRAM = """
+import itertools, select, sys, time
+from perdure.cli.speech.bar import Bar
+
+def goes_on():
+    return not select.select([sys.stdin], [], [], 0.05)[0]
+
+"""
+
+
+def draw(code: str, *words: str) -> str:
+    """Return what a program writes to a terminal that is its standard error.
+
+    Once all `words` were written, its `goes_on` says that it is to end.
+    """
     ours, theirs = pty.openpty()
-    program = "import time; from perdure.cli.speech.bar import Bar\n" + code
     env = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen([sys.executable, "-c", program], stderr=theirs, env=env) as process:
+    command = [sys.executable, "-c", PROGRAM + code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=theirs, env=env) as process:
         os.close(theirs)
+        assert process.stdin is not None
         written = b""
         try:
-            while data := os.read(ours, 1 << 16):
-                written += data
+            while True:
+                if all(word.encode() in written for word in words):
+                    process.stdin.close()
+                written += os.read(ours, 1 << 16)
         except OSError:  # The other end is closed.
             pass
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
     os.close(ours)
     return written.decode()
 
 
-COUNT = """
-with Bar({}) as bar:
-    for mb in range(0, 60, 2):
-        bar.count("pull", mb * 1e6, 120e6)
-        time.sleep(0.05)
-"""
-
-
 def test_on_a_terminal_it_has_rate_and_time_left() -> None:
-    seen = draw(COUNT.format("appears_s=0.1"))
-    assert "pull" in seen
-    assert "of 120" in seen
-    assert "MB/s" in seen
-    assert "left" in seen
+    code = """
+with Bar(appears_s=0.1) as bar:
+    for step in itertools.count():
+        if not goes_on():
+            break
+        bar.count("pull", min(step * 1e5, 119e6), 120e6)
+"""
+    words = ("pull", "of 120", "MB/s", "left")
+    seen = draw(code, *words)
+    assert all(word in seen for word in words)
 
 
 def test_nothing_is_drawn_of_what_is_over_at_once_or_answered_as_json() -> None:
-    assert draw(COUNT.format("")) == ""
-    assert draw(COUNT.format("appears_s=0.1, as_json=True")) == ""
+    code = """
+with Bar({}) as bar:
+    bar.count("pull", 60e6, 120e6)
+    bar.watch("pull", 120e6, lambda: 60e6)
+    assert len(bar._threads) == {}
+"""
+    assert APPEARS_S >= 1.0
+    assert draw(code.format("appears_s=3600.0", 2)) == ""
+    assert draw(code.format("appears_s=0.0, as_json=True", 0)) == ""
 
 
 def test_what_another_does_is_measured_while_it_does_it() -> None:
@@ -67,6 +88,7 @@ def test_what_another_does_is_measured_while_it_does_it() -> None:
 began = time.monotonic()
 with Bar(appears_s=0.1) as bar:
     bar.watch("pull", 40e6, lambda: 1e7 * (time.monotonic() - began))
-    time.sleep(2)
+    while goes_on():
+        pass
 """
-    assert "of 40" in draw(code)
+    assert "of 40" in draw(code, "of 40")

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -288,11 +287,9 @@ MAD = (
 
 
 def test_no_text_makes_it_think_for_ever() -> None:
-    """Lines of a program that has gone mad are read in time that grows with their length."""
+    """Lines of a program that has gone mad are read; how fast, the gate `bundle-mad-lines` says."""
     for unit in MAD:
-        began_s = time.process_time()
         Redactor().redact(unit * (100_000 // len(unit)) + "!")
-        assert time.process_time() - began_s < 2.0, unit
 
 
 def test_any_number_of_names_is_taken_out() -> None:

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import load_command, run_command
 from perdure.cli.commands import COMMANDS, PANELS
@@ -59,7 +60,9 @@ def test_what_a_command_imports_is_bounded(line: str) -> None:
         "import sys; from perdure.cli.app import run_command; "
         f"run_command({line.split()}); print(len(sys.modules), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert int(done.stderr.split()[-1]) <= MODULES_MAX, line
 
 

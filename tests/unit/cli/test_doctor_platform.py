@@ -79,7 +79,10 @@ def test_a_command_that_is_not_installed_is_named(
     assert "aws is not installed here" in found["meter"]["evidence"]
 
 
-def test_a_place_that_does_not_answer_is_told_with_the_reason(ask: Doctor, tmp_path: Path) -> None:
+def test_a_place_that_does_not_answer_is_told_with_the_reason(
+    ask: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perdure.launch.channel.ATTEMPTS", 1)
     config = tmp_path / "ssh_config"
     config.write_text("Host box\n  HostName 127.0.0.1\n  Port 1\n")
     found = ask(f'base = "generic-ssh"\n[launch]\nhost = "box"\nssh_config = "{config}"\n')

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.disks import small_disk
+from tests.waiting import PATIENCE_S
 
 FULL = "perdure: error: standard output: No space left on device\n"
 
@@ -26,7 +27,8 @@ def run(home: Path, args: str, **streams: int) -> "subprocess.CompletedProcess[s
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
     return subprocess.run(
         [sys.executable, "-m", "perdure", *args.split()],
-        env=dict(os.environ, PERDURE_HOME=str(home / "home")), text=True, timeout=60, **given,
+        env=dict(os.environ, PERDURE_HOME=str(home / "home")), text=True,
+        timeout=PATIENCE_S, **given,
     )  # type: ignore[call-overload, no-any-return]  # fmt: skip
 
 

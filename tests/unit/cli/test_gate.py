@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.gate_site import Site, make_site, write_tensors
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.platforms import teardown as command
 from perdure.launch import transfer
@@ -340,7 +341,7 @@ esac
 def run_cron(folder: Path, *args: str) -> "subprocess.CompletedProcess[str]":
     env = dict(os.environ, PATH=f"{folder}:{os.environ['PATH']}")
     command = ["sh", str(folder / "launch" / "relaunch.sh"), *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_a_crontab_that_cannot_be_read_is_left_as_it_is(tmp_path: Path) -> None:
@@ -397,15 +398,15 @@ exit 0
         return subprocess.Popen(["sh", str(path)], stderr=subprocess.PIPE,
                                 stdout=subprocess.DEVNULL, text=True)  # fmt: skip
 
-    both = [make("20"), make("20.0")]
+    both = [make("300"), make("300.0")]
     for each in both:
-        assert each.communicate(timeout=30)[1] == ""
+        assert each.communicate(timeout=PATIENCE_S)[1] == ""
         assert each.returncode == 0
     log = (tmp_path / "log").read_text().split()
     assert log == ["begin", "end"], "the second one finds it made"
     lock = box_program.take_lock(str(tmp_path / "envs" / ".perdure-e.lock"))
     late = make("0.3")
-    assert "for 0.3 s another launch has been making" in late.communicate(timeout=30)[1]
+    assert "for 0.3 s another launch has been making" in late.communicate(timeout=PATIENCE_S)[1]
     assert late.returncode == 1
     assert lock is not None
     os.close(lock)
@@ -539,23 +540,21 @@ def test_forgetting_says_what_remains_where_nobody_can_be_asked(
 
 @pytest.mark.parametrize(
     ("script", "why"),
-    [("sleep 60 | cat", "timed out"), ("yes", "says more than 1 MiB"), ("exec nothing-here", "")],
+    [("sleep 3600 | cat", "timed out"), ("yes", "says more than 1 MiB"), ("exec nothing-here", "")],
 )
 def test_a_question_that_hangs_or_prints_for_ever_says_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch, script: str, why: str
 ) -> None:
     """P7: a shell's own command held the pipe for longer than the shell lived."""
-    monkeypatch.setattr(gone, "ASK_S", 0.5)
+    monkeypatch.setattr(gone, "ASK_S", 0.5 if why == "timed out" else PATIENCE_S)
     asked = msgspec.structs.replace(
         site.record.profile.teardown, gone_command=("sh", "-c", script), gone_when="404|y"
     )
     site.set_profile(teardown=asked)
-    began = time.monotonic()
     answer = gone.ask_gone(site.record)
     assert answer is not None
     assert not answer.gone
     assert why in answer.said
-    assert time.monotonic() - began < 20
 
 
 def test_what_a_killed_pull_or_verify_has_left_is_no_damage(site: Site) -> None:

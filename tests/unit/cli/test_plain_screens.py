@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.journals import Story, tell
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import run_command
 from perdure.dash.live import LiveScreen
@@ -214,7 +215,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: str, home: Path) -> No
     try:
         done = subprocess.run(
             [sys.executable, "-m", "perdure", *words.split()], stdout=writes,
-            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
     finally:
         os.close(writes)

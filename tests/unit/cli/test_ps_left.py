@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.cli.app import run_command
 from perdure.service.jobfiles import JobLock
@@ -51,7 +51,7 @@ def test_what_nobody_watches_over_is_named_and_ended(
     assert run_command(["ps"]) == 0
     assert f"pid {orphan.pid}, lives" in capsys.readouterr().out
     assert ps(capsys, "--clean")[0]["ended"]
-    assert orphan.wait(5) == -9
+    assert orphan.wait(PATIENCE_S) == -9
     assert ps(capsys) == []
 
 

@@ -3,12 +3,14 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from tests.gate_site import Site, make_site
 
+from perdure.cli.platforms import remote
 from perdure.launch.records import write_record
 from perdure.model.job import AlertsConfig
 
@@ -43,8 +45,11 @@ def test_a_job_that_has_ended_is_called_to_mind_until_it_is_torn_down(site: Site
     assert "nothing to look after" in site.run("remind")
 
 
-def test_a_budget_is_watched_from_the_first_launch_on(site: Site) -> None:
+def test_a_budget_is_watched_from_the_first_launch_on(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = time.time()
+    monkeypatch.setattr(remote, "time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
     change(site, launched_s=now - 60, billed_since_s=now - 45 * 3600)
     assert "90.00 of its budget of 100.00 USD are spent; the rest lasts 5.0 h" in site.run("ps")
     change(site, billed_since_s=now - 60 * 3600)

@@ -3,15 +3,17 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.waiting import wait_until
 
 from perdure.cli.app import run_command
 from perdure.cli.page import dash
 from perdure.cli.page.dash import read_served
+from perdure.launch import exchange
 from perdure.launch.catalog import load_profile
 from perdure.launch.records import write_record
 from perdure.model.errors import PlatformError
@@ -59,7 +61,7 @@ def test_a_machine_that_lets_in_and_says_nothing_is_given_up(
 ) -> None:
     ssh = tmp_path / "bin/ssh"
     ssh.parent.mkdir()
-    ssh.write_text(f"#!/bin/sh\n{login}echo $$ > {tmp_path}/pid\nexec sleep 600\n")
+    ssh.write_text(f"#!/bin/sh\n{login}echo $$ > {tmp_path}/pid\nexec sleep 3600\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
@@ -68,13 +70,19 @@ def test_a_machine_that_lets_in_and_says_nothing_is_given_up(
     profile = structs.replace(profile, launch=structs.replace(profile.launch, host="box"))
     record = LaunchRecord(job="far", profile=profile, place="/b", home="/b/s", python="python3")
     write_record(str(tmp_path), record)
-    begun, before = time.monotonic(), signal.getsignal(signal.SIGTERM)
+    pid, listen = tmp_path / "pid", exchange.listen
+
+    def listen_once_it_runs(*words: Any) -> Any:
+        wait_until(lambda: pid.exists() and pid.read_text().strip(), "ssh")
+        return listen(*words)
+
+    monkeypatch.setattr(exchange, "listen", listen_once_it_runs)
+    before = signal.getsignal(signal.SIGTERM)
     try:
         assert run_command(["dash", "far", "--port", "0"]) == 3
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert time.monotonic() - begun < 30
     told = capfd.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in told] == ["perdure", "hint"]
     assert "says nothing for 0.5 s" in told[0]
-    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+    assert not Path("/proc", pid.read_text().strip()).exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.journals import Story, tell
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import run_command
 from perdure.launch.catalog import load_profile
@@ -56,7 +57,7 @@ def test_bash_completes(home: Path, tmp_path: Path, words: list[str], found: set
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert set(done.stdout.split()) == found, done.stderr
 
@@ -69,7 +70,9 @@ def test_each_shells_lines_can_be_read_by_it(
     text = capsys.readouterr().out
     assert "_PERDURE_COMPLETE" in text
     if shutil.which(shell):
-        assert subprocess.run([shell, "-n"], input=text.encode(), timeout=20).returncode == 0
+        assert (
+            subprocess.run([shell, "-n"], input=text.encode(), timeout=PATIENCE_S).returncode == 0
+        )
 
 
 def test_the_newest_job_is_meant_where_none_is_named(

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.gate_site import Site, make_site, write_tensors
+from tests.waiting import PATIENCE_S
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.results import gone
@@ -111,7 +112,7 @@ def api(
     monkeypatch.setenv(f"{short}_API", played.url)
     monkeypatch.setattr(gone, "PAUSE_S", 0.02)
     teardown = load_profile(name, "/nonexistent").profile.teardown
-    site.set_profile(teardown=msgspec.structs.replace(teardown, id="box-1", gone_wait_s=20.0))
+    site.set_profile(teardown=msgspec.structs.replace(teardown, id="box-1", gone_wait_s=PATIENCE_S))
     write_tensors(site.job / "project" / "best.safetensors")
     yield played
     played.close()

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.journals import Story, tell
 from tests.trackers import read_tensorboard
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.adapters.trackers import Row
 from perdure.cli.app import run_command
@@ -146,7 +146,7 @@ def test_a_tracker_that_takes_nothing_is_left(
         run = ""
 
         def put(self, rows: object, marks: object) -> None:
-            time.sleep(60)
+            threading.Event().wait(3600)
 
         def close(self, status: str) -> None:
             """Nothing was told."""
@@ -154,10 +154,9 @@ def test_a_tracker_that_takes_nothing_is_left(
     monkeypatch.setattr(tracking, "open_tracker", lambda kind, place: Stuck())
     told = JobTracking(find_job("job"), "wandb", "p", run_log=False)
     told._config = type(told._config)(timeout_s=0.2)
-    begun_s, before = time.monotonic(), signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(PlatformError, match=r"wandb took nothing for 0\.2 s"):
         told.tell()
-    assert time.monotonic() - begun_s < 10.0
     assert signal.getsignal(signal.SIGALRM) is before
 
 
@@ -169,8 +168,8 @@ def test_a_library_that_holds_the_alarm_for_an_error_of_its_own_is_left_too(
 
         def put(self, rows: object, marks: object) -> None:
             with contextlib.suppress(Exception):
-                time.sleep(60)
-            time.sleep(60)
+                threading.Event().wait(3600)
+            threading.Event().wait(3600)
 
     monkeypatch.setattr(tracking, "open_tracker", lambda kind, place: Deaf())
     monkeypatch.setattr(tracking, "_RING_S", 0.1)
@@ -223,13 +222,13 @@ def test_who_is_asked_to_leave_has_not_told_all(story: Story, tmp_path: Path) ->
         env = os.environ | {CONTROLLER_PID: str(os.getpid())}
         with subprocess.Popen([sys.executable, "-m", "perdure", *words], env=env) as process:
             try:
-                wait_until((tmp_path / "a/perdure-job/perdure.json").exists, "begin", 60.0)
+                wait_until((tmp_path / "a/perdure-job/perdure.json").exists, "begin")
                 # What memory and time there is, is the ranks'.
                 known = Path(f"/proc/{process.pid}")
                 assert int((known / "oom_score_adj").read_text()) >= 800
                 assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
                 process.terminate()
-                assert process.wait(60) == 128 + signal.SIGTERM
+                assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
             finally:
                 process.kill()
 
@@ -241,7 +240,11 @@ def test_trackers_are_not_imported_before_they_are_asked_for() -> None:
         "print([m for m in ('tensorboard', 'wandb', 'mlflow', 'torch') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ,
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.cli.speech.unread import UnreadStream
 from perdure.cli.trace import show_play
@@ -127,7 +127,7 @@ def test_streams_that_were_closed_are_as_if_nobody_read(
     words = [sys.executable, "-c", program, str(told), *command.split()]
     done = subprocess.run(
         ["sh", "-c", f'"$@" {closed}', "sh", *words], env={"PERDURE_HOME": str(tmp_path)},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert told.read_text() == "[True, True, True]"

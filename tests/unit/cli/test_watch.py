@@ -24,9 +24,9 @@ import msgspec
 import pyte
 import pytest
 from tests.living import LivingJob
+from tests.waiting import PATIENCE_S
 
 ALT_ON, ALT_OFF, CURSOR_OFF, CURSOR_ON = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25l", b"\x1b[?25h"
-PATIENCE_S = 60.0
 
 
 class Terminal:

@@ -6,6 +6,7 @@ The schemas of files are shipped as well (`launch/schemas`), where editors find 
 
 from collections.abc import Iterator
 from enum import StrEnum
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,7 +79,12 @@ def make_file_schema(what: What) -> dict[str, Any]:
     document = msgspec.json.schema(type_)
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
     for cls in _list_structs(inspect.type_info(type_), set()):
-        properties = document["$defs"][cls.__name__]["properties"]
+        definition = document["$defs"][cls.__name__]
+        if "description" in definition:
+            definition["description"] = cleandoc(definition["description"])
+        properties = definition["properties"]
+        for property_ in properties.values():  # Not every version of msgspec lists the keys.
+            property_.pop("propertyNames", None)
         for name, meaning in read_meanings(cls).items():
             if name in properties:
                 properties[name]["description"] = meaning

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.cli.adopting import scripts
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.adopting.change import propose_change
 from perdure.cli.adopting.edits import Change, render_diff
@@ -259,7 +260,7 @@ def test_the_diff_is_taken_by_patch_and_git(
     assert change.text, change.why
     (tmp_path / name).write_bytes(text.encode())
     diff = render_diff(name, text, change.text).encode()
-    done = subprocess.run(tool, input=diff, cwd=tmp_path, capture_output=True, timeout=60)
+    done = subprocess.run(tool, input=diff, cwd=tmp_path, capture_output=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / name).read_bytes() == change.text.encode()
     ast.parse(change.text)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.unit.cli.adopting import scripts
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.adopting import init, jobfile
 from perdure.cli.adopting.script import Reading
@@ -297,7 +298,7 @@ def test_a_module_is_named_as_to_python(file, name, package, capsys, monkeypatch
 def test_patch_takes_the_diff_of_a_script_in_a_folder(words, package, capsys) -> None:
     write(package / "mypkg" / "train.py", scripts.STEPS)
     diff = run_init(capsys, *words)["diff"]
-    subprocess.run(["patch", "-p0"], input=diff, text=True, check=True, timeout=30)
+    subprocess.run(["patch", "-p0"], input=diff, text=True, check=True, timeout=PATIENCE_S)
     assert "run.steps(" in (package / "mypkg" / "train.py").read_text()
 
 
