@@ -377,7 +377,9 @@ def main() -> None:
     found = {}
     for contract in CONTRACTS:
         with tempfile.TemporaryDirectory() as folder:
-            build_s = BUILD_S if contract is the_thread_that_forms_for_nobody_ends else NEVER_S
+            # With NCCL the contracts were never tried with other times than those of old.
+            short = contract is the_thread_that_forms_for_nobody_ends or "nccl" in sys.argv[1]
+            build_s = BUILD_S if short else NEVER_S
             found[contract.__name__] = run(
                 contract, sys.argv[1], folder, build_s=build_s, limit_s=PATIENCE_S
             )

@@ -207,11 +207,13 @@ def test_a_step_whose_end_nobody_told_keeps_no_link_busy(gpu: Gpu) -> None:
     gpu.nccl.stop(proxy)
     reader = NcclLinkReader(0.0)
     look(reader, gpu, clock())
-    step = begin_step(gpu, begin_proxy(gpu, 1), 0, 5 * MB)
-    gpu.nccl.stop(step)
+    next_ = begin_proxy(gpu, 1)
+    began_s = clock()
+    gpu.nccl.stop(begin_step(gpu, next_, 0, 5 * MB))
+    busy_s = clock() - began_s
     time.sleep(0.1)
     (link,) = look(reader, gpu, clock())
-    assert link.busy_s < 0.05
+    assert link.busy_s <= busy_s
 
 
 def test_what_an_aborted_communicator_left_is_not_its_successors(gpu: Gpu) -> None:
@@ -224,10 +226,12 @@ def test_what_an_aborted_communicator_left_is_not_its_successors(gpu: Gpu) -> No
     assert gpu.nccl.context.value == place
     reader, proxy = NcclLinkReader(0.0), begin_proxy(gpu, 1)
     look(reader, gpu, clock())
+    began_s = clock()
     gpu.nccl.stop(begin_step(gpu, proxy, 0, 5 * MB))
-    time.sleep(0.2)
+    busy_s = clock() - began_s
+    time.sleep(0.1)
     (link,) = look(reader, gpu, clock())
-    assert (link.bytes_acked, link.busy_s < 0.1) == (5 * MB, True)
+    assert (link.bytes_acked, link.busy_s <= busy_s) == (5 * MB, True)
 
 
 def test_what_goes_for_another_process_is_no_link_of_this_rank(gpu: Gpu) -> None:
@@ -336,8 +340,8 @@ def test_nothing_in_the_file_breaks_the_reader_or_makes_an_absurd_link(gpu: Gpu)
     assert told
 
 
-def test_a_look_costs_a_fraction_of_a_millisecond(gpu: Gpu) -> None:
-    """Also where a rank sends to hundreds of others."""
+def send_to_many(gpu: Gpu) -> tuple[CommProgress, ...]:
+    """Let a rank send to 399 others; return the ring that names them."""
     for peer in range(400):
         gpu.nccl.start(
             driver.PROXY_OP,
@@ -348,12 +352,12 @@ def test_a_look_costs_a_fraction_of_a_millisecond(gpu: Gpu) -> None:
     comm_ranks = struct.pack("=q", 400)
     with open(f"{gpu.ring}.nccl", "r+b") as file:
         os.pwrite(file.fileno(), comm_ranks, read_layout(file.fileno()).comms_at + 16)
-    reader, costs = NcclLinkReader(0.0), []
-    for second in range(10):
-        began_s = time.process_time()
-        look(reader, gpu, 100.0 + second, ring=ring)
-        costs.append(time.process_time() - began_s)
+    return ring
+
+
+def test_a_rank_may_send_to_hundreds_of_others(gpu: Gpu) -> None:
+    """What a look at them costs is bounded by the gate `nccl-links-look`."""
+    ring, reader = send_to_many(gpu), NcclLinkReader(0.0)
+    look(reader, gpu, 100.0, ring=ring)
     (kept,) = reader._looks.values()
     assert len(kept.totals) > 300
-    print(f"a look at 400 links: {sorted(costs)[5] * 1e3:.2f} ms")
-    assert sorted(costs)[5] < 0.03

@@ -20,16 +20,14 @@ from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 from tests.contract import nccl_driver as driver
 from tests.contract.nccl_driver import V3, V4, V5, V6, Nccl
+from tests.waiting import PATIENCE_S
 
 ALL = (V3, V4, V5, V6)
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    began_s = time.monotonic()
-    path = build_nccl_plugin(tmp_path_factory.mktemp("plugin") / "plugin.so")
-    assert time.monotonic() - began_s < 30
-    return Path(path)
+    return Path(build_nccl_plugin(tmp_path_factory.mktemp("plugin") / "plugin.so"))
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def test_one_all_reduce_with_every_event_of_every_version(plugin: str, version: 
     assert before_s <= r.started_s <= r.beat_s <= time.monotonic() + 100.0
     assert set(r.dropped.values()) == {0}
     check_op(r, version, before_s)
-    check_transfer(r, version)
+    check_transfer(r, version, r.beat_s - before_s)
 
     nccl.stop(proxy)
     nccl.stop(kernel)
@@ -127,7 +125,7 @@ def check_op(r: NcclReading, version: int, before_s: float) -> None:
     ]
 
 
-def check_transfer(r: NcclReading, version: int) -> None:
+def check_transfer(r: NcclReading, version: int, elapsed_s: float) -> None:
     ((o,), (comm,)) = r.ops, r.comms
     (p,) = r.proxies
     assert (p.op, p.channel, p.peer, p.is_send, p.num_steps) == (o.number, 3, 2, True, 4)
@@ -138,7 +136,8 @@ def check_transfer(r: NcclReading, version: int) -> None:
     assert (s.proxy, s.step, s.wait) == (p.number, 0, None)
     waits = dict(zip(model.WAITS, s.waits_s, strict=True))
     for wait in ("send_gpu", "send_peer", "send_net"):
-        assert 0.002 <= waits[wait] < 0.5
+        assert waits[wait] >= 0.002
+    assert sum(waits.values()) <= elapsed_s
     assert waits["recv_net"] == waits["recv_flush"] == waits["recv_gpu"] == 0
     sized = 0 if version == V3 else 640
     assert (s.bytes, p.bytes) == (sized, sized)
@@ -240,10 +239,12 @@ def test_what_hangs_is_kept_while_others_come_and_go(plugin: str) -> None:
     held = [o for o in r.ops if not o.ended]
     assert [(o.seq, o.comm) for o in held] == [(41, r.comms[0].index)]
     assert len(r.ops) == 1024
-    lines = describe_open(r, r.beat_s + 1)
-    assert lines[0].startswith("AllReduce #41 of tp, 2000 bytes, for 1.")
+    lines = describe_open(r, held[0].start_s + 1.25)
+    assert lines[0].startswith("AllReduce #41 of tp, 2000 bytes, for 1.25 s")
     assert "0 of 1 kernel channels" in lines[0]
-    assert re.search(r"channel 5 from rank 3: step 0 of 9, recv_net for 1\.\d+ s", lines[1])
+    (waiting,) = [each for each in r.proxies if each.wait]
+    lines = describe_open(r, waiting.wait_since_s + 1.25)
+    assert "channel 5 from rank 3: step 0 of 9, recv_net for 1.25 s" in lines[1]
     nccl.stop(kernel)
     nccl.finalize()  # Aborted: nothing of it is held on to any more.
     for seq in range(3000):
@@ -361,7 +362,7 @@ def test_library_loaded_again_goes_on_in_the_same_file(plugin: str) -> None:
         "    assert 'plugin.so' not in open('/proc/self/maps').read()\n"
     )
     root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", script, plugin], check=True, cwd=root, timeout=60)
+    subprocess.run([sys.executable, "-c", script, plugin], check=True, cwd=root, timeout=PATIENCE_S)
     r = read(plugin)
     assert [op.seq for op in r.ops] == [1, 2]
     assert [bool(comm.closed_s) for comm in r.comms] == [True, True]
@@ -385,15 +386,3 @@ def test_words_of_a_record_are_as_many_as_in_the_header_file() -> None:
     sizes = dict(re.findall(r"\b([COPSKNL])_WORDS = (\d+)", text))
     order = dict(zip("COPSKNL", model.WORDS, strict=True))
     assert {order[letter]: int(size) for letter, size in sizes.items()} == model.WORDS
-
-
-def test_cost_of_an_event_is_a_fraction_of_a_microsecond(plugin: str) -> None:
-    nccl = Nccl(plugin, V5)
-    step = nccl.start(driver.PROXY_STEP, None, step=0)
-    record, args, calls = nccl.table.record, c.byref(driver.Args(bytes=1)), 20_000
-    began_s = time.perf_counter()
-    for number in range(calls):
-        record(step, driver.SEND_NET if number % 2 else driver.SEND_PEER, args)
-    each_s = (time.perf_counter() - began_s) / calls
-    print(f"a state with its call through ctypes: {each_s * 1e9:.0f} ns")
-    assert each_s < 20e-6

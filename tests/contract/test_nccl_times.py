@@ -6,7 +6,6 @@ of these calls, which come later than the simulation says; they are moved to the
 in the file, and nothing else is.
 """
 
-import gc
 import os
 import random
 import struct
@@ -208,11 +207,14 @@ def test_nothing_is_lost_or_told_twice_while_nccl_goes_on(
     """By real clocks: a host enqueues far ahead, and its device follows while the agent looks."""
     monkeypatch.setattr(nccl_follow, "SPANS_A_BEAT", 10**6)
     rounds, ahead = 5, 200  # Less than the file keeps, however late a look comes.
+    begun = threading.Semaphore(0)
 
     def train() -> None:
         for round_ in range(rounds):
             colls = [gpu.begin(round_ * ahead + number) for number in range(ahead)]
-            for coll in colls:
+            for number, coll in enumerate(colls):
+                if number % 100 == 50:
+                    begun.acquire()  # A look begins just now.
                 kernels = [gpu.nccl.kernel(coll, n, time.monotonic_ns()) for n in (0, 1)]
                 for kernel in kernels:
                     gpu.nccl.record(kernel, driver.KERNEL_STOP, gpu_ns=time.monotonic_ns())
@@ -221,12 +223,13 @@ def test_nothing_is_lost_or_told_twice_while_nccl_goes_on(
     thread, follower, found = threading.Thread(target=train), NcclFollower(gpu.ring, 0.0), []
     thread.start()
     looks = 0
-    while thread.is_alive() or not looks:
+    while thread.is_alive():
+        begun.release()
         found += seqs(read(follower, time.monotonic()))
         looks += 1
     thread.join()
     found += seqs(read(follower, time.monotonic()))
-    assert looks > 5
+    assert looks >= 2 * rounds
     assert found == list(range(rounds * ahead))
 
 
@@ -335,50 +338,44 @@ def test_nothing_in_the_file_breaks_the_reader_or_makes_an_absurd_span(gpu: Gpu)
                 assert 0 <= span.bytes < 2**53
 
 
-def test_a_look_costs_a_fraction_of_a_millisecond(gpu: Gpu) -> None:
-    """Also where a host has enqueued hundreds of collectives ahead, of many communicators."""
+def test_of_many_collectives_in_a_beat_a_few_are_told(gpu: Gpu) -> None:
+    """What such looks cost is bounded by the gates `nccl-times-look` and `nccl-times-ahead`."""
     follower = NcclFollower(gpu.ring, 0.0)
-    costs = []
     for round_ in range(20):
-        for number in range(40):
-            gpu.play(40 * round_ + number, 100.0, 100.25)
-        began_s = time.process_time()
-        told = read(follower)
-        costs.append(time.process_time() - began_s)
-        assert len(seqs(told)) <= 8
+        play_many(gpu, round_)
+        assert 0 < len(seqs(read(follower))) <= 8
+
+
+def play_many(gpu: Gpu, round_: int) -> None:
+    for number in range(40):
+        gpu.play(40 * round_ + number, 100.0, 100.25)
+
+
+def enqueue_ahead(gpu: Gpu) -> None:
+    """Let a host enqueue 500 collectives of which none begins."""
     for number in range(500):
         gpu.begin(2000 + number)
         gpu.move(100.0, 0.0, 0.0)
-    ahead = []
-    for _ in range(10):
-        began_s = time.process_time()
-        read(follower)
-        ahead.append(time.process_time() - began_s)
-    usual_s, ahead_s = sorted(costs)[10], sorted(ahead)[5]
-    print(f"a look: {usual_s * 1e6:.0f} us; with 500 under way {ahead_s * 1e6:.0f} us")
-    assert usual_s < 0.005
-    assert ahead_s < 0.02
+
+
+def fill(gpu: Gpu) -> None:
+    """Fill the file with the collectives of 62 communicators more."""
+    os.environ["PERDURE_RING"] = gpu.ring
+    comms = [Nccl(f"{gpu.ring}.so", V5, b"c%d" % number, 0, 2) for number in range(62)]
+    first = gpu.nccl
+    for seq in range(17):
+        for gpu.nccl in comms:
+            gpu.play(seq, 100.0, 100.25)
+    gpu.nccl = first
 
 
 def test_a_full_file_of_many_communicators_is_read_at_once(gpu: Gpu) -> None:
     """More are told of once the old ones have been idle for long: aborted, and never closed."""
-    os.environ["PERDURE_RING"] = gpu.ring
-    library = f"{gpu.ring}.so"
-    comms = [Nccl(library, V5, b"c%d" % number, 0, 2) for number in range(62)]
     follower, first = NcclFollower(gpu.ring, 0.0), gpu.nccl
-    for seq in range(17):
-        for gpu.nccl in comms:
-            gpu.play(seq, 100.0, 100.25)
-    gc.disable()  # Of all that other tests have left in this process.
-    began_s = time.process_time()
+    fill(gpu)
     told = read(follower)
-    cost_s = time.process_time() - began_s
-    gc.enable()
-    print(f"a full file: {cost_s * 1e3:.1f} ms")
-    assert cost_s < 0.1
     assert len(told) == 62
     assert len({comm.name for comm in told}) == 62
-    gpu.nccl = first
     for number in range(2):
         common = {"seq": 5, "func": (b"AllGather", b"ReduceScatter")[number], "count": 4}
         coll = first.start(driver.COLL, coll=driver.CollV5(**common, channels=1))
