@@ -16,6 +16,8 @@ import pytest
 from tests.e2e.elastic_world import KILLED_AT
 
 STEPS, BATCH, MICRO = 8, 16, 2
+PIECE = 16
+"""Scenarios that one process of the test run runs; another runs others meanwhile."""
 Outcome = dict[str, Any]
 
 
@@ -102,7 +104,8 @@ class Outcomes(dict[str, Outcome]):
 def make_outcomes(
     factory: pytest.TempPathFactory, name: str, batches: Sequence[Sequence[dict[str, Any]]]
 ) -> Outcomes:
-    """Return outcomes that the processes of one run of pytest share."""
+    """Return outcomes that the processes of one run of pytest share, in pieces of a batch each."""
+    batches = [batch[at : at + PIECE] for batch in batches for at in range(0, len(batch), PIECE)]
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return Outcomes(batches, factory.mktemp(name))
     folder = factory.getbasetemp().parent / name
