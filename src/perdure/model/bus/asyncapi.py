@@ -3,6 +3,7 @@
 `perdure schema` prints it; `docs/asyncapi.json` is checked against it by a test.
 """
 
+from inspect import cleandoc
 from typing import Any
 
 import msgspec
@@ -66,6 +67,9 @@ def make_asyncapi(version: str) -> dict[str, Any]:
     said = (t for _, _, sent, answer, _ in _CHANNELS for t in (sent, answer) if t is not None)
     types = list(dict.fromkeys(said))
     _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        if "description" in schema:  # Not every version of msgspec removes the indentation.
+            schema["description"] = cleandoc(schema["description"])
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}
     for name, subject, sent, answer, what in _CHANNELS:
