@@ -68,7 +68,7 @@ def make_asyncapi(version: str) -> dict[str, Any]:
     types = list(dict.fromkeys(said))
     _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
-        if "description" in schema:  # Not every version of msgspec removes the indentation.
+        if "description" in schema:  # Before 0.23, msgspec keeps the indentation.
             schema["description"] = cleandoc(schema["description"])
     channels: dict[str, Any] = {}
     operations: dict[str, Any] = {}
