@@ -268,7 +268,8 @@ def main():
             result = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         answer[name] = [result, before, num_spans()]
         dist.barrier()
-    time.sleep(0.2)  # For the thread that names communicators.
+    while attachment is not None and attachment.ring.list_unnamed_communicators():
+        time.sleep(0.01)  # A thread names them.
     dist.destroy_process_group()
     print(json.dumps(answer))
 

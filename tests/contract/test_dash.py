@@ -31,7 +31,7 @@ from perdure.model.verdicts import Culprit, Verdict
 from tests.journals import Story, tell
 from tests.pages import Page, lay_down, read_text, serve
 from tests.results import CARD, REPLAY
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 POISON = "</td><script>window.hit=1</script><img src=x onerror=hit()>\x1b]0;x\x07{{7*7}}'\""
@@ -182,7 +182,7 @@ def find_acting(html: str) -> list[str]:
 def test_the_list_of_results_grows_by_itself(tmp_path: Path) -> None:
     with serve(tmp_path) as page:
         page.enter()
-        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=PATIENCE_S)
         headers = {"Host": page.host, "Cookie": page.cookie}
         connection.request("GET", "/results/live", headers=headers)
         answer = connection.getresponse()
@@ -328,11 +328,11 @@ def test_a_disk_that_does_not_answer_does_not_keep_it_from_ending(tmp_path: Path
     os.mkfifo(picture)  # Whoever opens it waits.
     with serve(tmp_path) as page:
         page.enter()
-        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=PATIENCE_S)
         connection.request("GET", "/jobs/job", headers={"Host": page.host, "Cookie": page.cookie})
         assert page.ask("/nowhere")[0] == 404  # By then the other request was taken.
         page.process.send_signal(signal.SIGINT)
-        page.process.wait(20)
+        page.process.wait(PATIENCE_S)
         connection.close()
 
 
@@ -345,7 +345,7 @@ async def test_acts_that_nobody_answers_keep_nobody_from_looking(
 
     def ask(job: object, act: object) -> str:
         begun.append(act)
-        over.wait(60)
+        over.wait()
         return ""
 
     async def receive() -> dict[str, object]:
@@ -358,7 +358,7 @@ async def test_acts_that_nobody_answers_keep_nobody_from_looking(
     }  # fmt: skip
     asked = [asyncio.ensure_future(site.steer(Request(scope, receive))) for _ in range(8)]
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while len(begun) < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert "job" in (await site._run(site._render_jobs))["jobs"]
@@ -374,11 +374,11 @@ async def test_results_that_take_long_keep_nobody_from_looking_at_jobs(
     lay_down(tmp_path / "home")
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "elsewhere"))
     site, over = Site(str(tmp_path / "home"), Access(frozenset(), 1, "x")), threading.Event()
-    monkeypatch.setattr(Site, "_render_result", lambda site, name: "" if over.wait(60) else "late")
+    monkeypatch.setattr(Site, "_render_result", lambda site, name: "" if over.wait() else "late")
     scope = {"type": "http", "method": "GET", "headers": [], "path_params": {"name": "plan-x"}}
     asked = [asyncio.ensure_future(site.show_result(Request(scope))) for _ in range(8)]
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.sleep(0)
             assert "job" in (await site._run(site._render_jobs))["jobs"]
             assert site._list_others("") == ["job"]
@@ -421,7 +421,7 @@ def test_a_browser_that_stays_is_waited_for_by_nobody(
     asked, over, opener = tmp_path / "asked", tmp_path / "over", tmp_path / "browser"
     opener.write_text(
         f'#!/bin/sh\nprintf %s "$*" > {asked}.new && mv {asked}.new {asked}\n'
-        f"for i in $(seq 600); do [ -e {over} ] && exit 0; sleep 0.1; done\n"
+        f"for i in $(seq 36000); do [ -e {over} ] && exit 0; sleep 0.1; done\n"
     )
     opener.chmod(0o700)
     monkeypatch.setenv("BROWSER", str(opener))
@@ -430,11 +430,11 @@ def test_a_browser_that_stays_is_waited_for_by_nobody(
         with serve(tmp_path, "job", "--open") as page:
             page.enter()
             assert page.ask("/jobs/job")[0] == 200
-            wait_until(asked.exists, "browser", 60.0)
+            wait_until(asked.exists, "browser")
             door = Path(asked.read_text().removeprefix("file://"))
             assert door.exists()
             page.process.send_signal(number)
-            page.process.wait(20)
+            page.process.wait(PATIENCE_S)
             assert not door.parent.exists()
     finally:
         over.touch()
@@ -508,7 +508,7 @@ def test_an_open_page_follows_its_job(tmp_path: Path) -> None:
     lay_down(tmp_path)
     with serve(tmp_path) as page:
         page.enter()
-        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=PATIENCE_S)
         connection.request(
             "GET", "/jobs/job/live", headers={"Host": page.host, "Cookie": page.cookie}
         )

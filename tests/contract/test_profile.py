@@ -18,7 +18,7 @@ import perdure
 from perdure.adapters.host import read_state
 from perdure.model.planning.costs import read_profile
 from tests.lab.network import Lab, why_not
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 SCRIPT = '''
 import time
@@ -73,7 +73,7 @@ def run_profile(folder: Path, *args: str) -> tuple[int, dict[str, Any], str]:
     done = subprocess.run(
         [sys.executable, "-m", "perdure", "profile", "--json", "--seconds", "0", *args],
         env={**os.environ, "PERDURE_HOME": str(folder)},
-        capture_output=True, text=True, timeout=150,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     return done.returncode, json.loads(done.stdout), done.stderr
 
@@ -108,9 +108,8 @@ def test_a_script_is_measured_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.serial  # A lab is built beside no other.
+@pytest.mark.serial  # A lab is built beside no other, and figures of its links are compared.
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.timeout(240)
 def test_links_between_nodes_are_those_of_the_network(tmp_path: Path) -> None:
     script, kept = tmp_path / "train.py", tmp_path / "kept.json"
     script.write_text(SCRIPT)
@@ -130,7 +129,7 @@ def test_links_between_nodes_are_those_of_the_network(tmp_path: Path) -> None:
             )  # fmt: skip
             stack.callback(process.kill)
             nodes.append(process)
-        (joined, _), (told, said) = (process.communicate(timeout=200) for process in nodes)
+        (joined, _), (told, said) = (process.communicate(timeout=PATIENCE_S) for process in nodes)
     assert [process.returncode for process in nodes] == [0, 0], said
     assert json.loads(joined) == {"joined": where, "nodes": 2}
     assert json.loads(told)["measured"] == ["links between nodes", "blocks", "links"]
@@ -143,7 +142,7 @@ def test_links_between_nodes_are_those_of_the_network(tmp_path: Path) -> None:
     plan = [sys.executable, "-m", "perdure", "plan", str(kept), "--devices", "2"]
     plan += ["--per-node", "1", "--global-batch", "8", "--memory", "1GB", "--json"]
     home = {**os.environ, "PERDURE_HOME": str(tmp_path)}
-    done = subprocess.run(plan, env=home, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(plan, env=home, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -153,7 +152,7 @@ def test_nodes_have_to_know_where_they_meet(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "perdure", "profile", "--nnodes", "2", str(script)],
         env={**os.environ, "PERDURE_HOME": str(tmp_path)},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 2
     assert "where do the nodes meet" in done.stderr
@@ -163,21 +162,22 @@ def test_a_node_of_another_version_is_told_and_measures_nothing(tmp_path: Path) 
     """It is played by a process of this machine whose perdure says that it is an older one."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    held = socket.socket()  # Nobody else gets the port before the first node listens on it.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     words = ["profile", "--seconds", "0", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     env = {**os.environ, "PERDURE_HOME": str(tmp_path)}
     older = "import sys, perdure; perdure.__version__ = '0.0.9'; sys.argv[0] = 'links'; "
     older += "from perdure.worker.profiling.links import main; main(sys.argv[1:])"
-    with subprocess.Popen(
+    with held, subprocess.Popen(
         [sys.executable, "-m", "perdure", *words, "--node-rank", "0", str(script)], env=env,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as first:  # fmt: skip
         try:
             done = subprocess.run(
-                [sys.executable, "-c", older, "next", "2", "127.0.0.1", str(port), "60"],
-                capture_output=True, text=True, timeout=100,
+                [sys.executable, "-c", older, "next", "2", "127.0.0.1", str(port), str(PATIENCE_S)],
+                capture_output=True, text=True, timeout=PATIENCE_S,
             )  # fmt: skip
         finally:
             first.kill()
@@ -193,7 +193,7 @@ def test_who_is_ended_leaves_neither_its_script_nor_its_folder(tmp_path: Path) -
         "import os, time\n"
         "open('pid.new', 'w').write(str(os.getpid()))\n"
         "os.rename('pid.new', 'pid')\n"
-        "time.sleep(60)\n"
+        "time.sleep(3600)\n"
     )
     words = [sys.executable, "-m", "perdure", "profile", str(script)]
     env = {**os.environ, "PERDURE_HOME": str(tmp_path / "state"), "TMPDIR": str(room)}
@@ -203,8 +203,8 @@ def test_who_is_ended_leaves_neither_its_script_nor_its_folder(tmp_path: Path) -
             wait_until((tmp_path / "pid").exists, "script")
             pid = int((tmp_path / "pid").read_text())
             process.send_signal(number)
-            process.wait(30)
-        wait_until(lambda pid=pid: read_state(pid) in "XZ", "end of the script", 10.0)
+            process.wait(PATIENCE_S)
+        wait_until(lambda pid=pid: read_state(pid) in "XZ", "end of the script")
         if number == signal.SIGTERM:
             assert not list(room.iterdir())
 
@@ -213,7 +213,7 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(tmp_
     script = tmp_path / "train.py"
     script.write_text("open('begun', 'w')\n")
     words = [sys.executable, "-m", "perdure", "profile", "-o", "none/costs.json", str(script)]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2, done.stderr
     assert "its folder cannot be written" in done.stderr
     assert not (tmp_path / "begun").exists()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.model.bus.wire import (
@@ -68,6 +69,8 @@ from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import load_endpoint
 from perdure.service.jobfolders import paths_of
+from tests.contract.test_bus import hear_refusal
+from tests.waiting import PATIENCE_S
 
 JOB = "roles.job"
 SPEC = JobSpec(script="train.py", name=JOB, nodes=2, spares=0)
@@ -95,7 +98,9 @@ class Site:
             self.process.wait()
 
     async def connect(self, user: str) -> NatsBus:
-        self.buses.append(await NatsBus.connect(load_endpoint(self.paths, user), timeout_s=10))
+        self.buses.append(
+            await NatsBus.connect(load_endpoint(self.paths, user), timeout_s=PATIENCE_S)
+        )
         return self.buses[-1]
 
     async def close(self) -> None:
@@ -128,20 +133,19 @@ async def test_a_login_that_is_ended_is_cut_off_and_its_next_one_works(site: Sit
     site.process.send_signal(signal.SIGHUP)
 
     await until(lambda: not taken.connected, "who came by the old one is cut off")
-    with pytest.raises(PlatformError):
-        await NatsBus.connect(kept, timeout_s=1)
+    assert "Authorization Violation" in await hear_refusal(kept)
     with contextlib.suppress(Exception):
-        await taken.publish(subject_beats(JOB, 1), b"{}")
-    await asyncio.sleep(0.1)
-    assert heard == []
+        await taken.publish(subject_beats(JOB, 1), b'{"by": "old"}')
     assert other.connected
+    assert heard == []
     await (await site.connect("agent-1")).publish(subject_beats(JOB, 1), b"{}")
     await until(lambda: heard, "the new login's word")
+    assert len(heard) == 1
 
 
-async def until(condition: object, what: str, timeout_s: float = 10.0) -> None:
+async def until(condition: object, what: str) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.01)
@@ -213,10 +217,11 @@ async def test_a_viewer_reads_the_journal_and_can_do_nothing_to_it(site: Site) -
     stream = await NatsStream.open(await site.connect("controller"), JOB)
     await stream.append(b"line\n", expected_last=0, message_id="a")
     viewer = await site.connect("viewer")
-    js = viewer.client.jetstream(timeout=1)
     name = "PERDURE_roles_job_JOURNAL"
+    js = viewer.client.jetstream(timeout=PATIENCE_S)
     assert (await js.get_msg(name, 1, direct=True)).data == b"line\n"
     assert await NatsStream(await site.connect("operator"), JOB).read_all() == [b"line\n"]
+    js = viewer.client.jetstream(timeout=1)  # Nobody answers what the server does not pass on.
     with pytest.raises(Exception, match="timeout"):
         await js.delete_stream(name)
     with pytest.raises(Exception, match="timeout"):
@@ -231,8 +236,7 @@ async def test_a_wrong_password_or_none_is_refused_and_said(site: Site) -> None:
         Endpoint(url=good.url, token="guess", clock_offset_s=0, user="operator"),
         Endpoint(url=good.url, token=good.token, clock_offset_s=0, user="controller"),
     ):
-        with pytest.raises(PlatformError, match="Authorization Violation"):
-            await NatsBus.connect(bad, timeout_s=0.5)
+        assert "Authorization Violation" in await hear_refusal(bad)
     assert "authentication error" in site.log.read_text()
 
 
@@ -278,7 +282,9 @@ async def controlling(site: Site) -> AsyncIterator[ControllerService]:
 
 
 async def ask(bus: NatsBus, subject: str, data: bytes) -> CommandReply:
-    reply: CommandReply = decode(await bus.request(subject, data, timeout_s=5), CommandReply)
+    reply: CommandReply = decode(
+        await bus.request(subject, data, timeout_s=PATIENCE_S), CommandReply
+    )
     return reply
 
 
@@ -317,13 +323,15 @@ async def test_bad_messages_are_refused_and_nothing_is_lost(
         honest = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
         subject = subject_events(JOB, 0)
         for data in (b"{}", b"garbage"):  # T1: who sends it is told, and sends something else.
-            refused: EventAck = decode(await agent.request(subject, data, timeout_s=5), EventAck)
+            refused: EventAck = decode(
+                await agent.request(subject, data, timeout_s=PATIENCE_S), EventAck
+            )
             assert "malformed" in refused.refused
             assert not refused.seqs
-        told = await agent.request(subject, render_events("a0-e", 0, strange), timeout_s=5)
+        told = await agent.request(subject, render_events("a0-e", 0, strange), timeout_s=PATIENCE_S)
         assert told == b'{"seqs":{"a0-e":1}}'
         await agent.publish(subject_beats(JOB, 0), b'{"node":10000000}')
-        told = await agent.request(subject, render_events("a0-1", 0, honest), timeout_s=5)
+        told = await agent.request(subject, render_events("a0-1", 0, honest), timeout_s=PATIENCE_S)
         assert told == b'{"seqs":{"a0-1":1}}'
         assert (await ask(operator, subject_commands(JOB), command("ping"))).ok
         assert service.inbox.refused >= 10
@@ -383,15 +391,17 @@ async def test_an_agent_is_no_operator_and_no_other_node(
         for what, event in lies().items():
             refused, seq = service.inbox.refused, seq + 1
             data = encode(EventMessage(1, (EventBatch("a1-evil", seq, (event,)),)))
-            await hostile.request(subject, data, timeout_s=5)
+            await hostile.request(subject, data, timeout_s=PATIENCE_S)
             assert service.inbox.refused == refused + 1, what
         rank = EventMessage(1, (EventBatch("g0-r0-p7", 1, (lies()["an end of the job"],)),))
-        await hostile.request(subject, encode(rank), timeout_s=5)
+        await hostile.request(subject, encode(rank), timeout_s=PATIENCE_S)
         for bad in ("a0-1", "l12-ab", "run-7", ""):
-            await hostile.request(subject, render_events(bad, 1, lies()["a verdict"]), timeout_s=5)
+            await hostile.request(
+                subject, render_events(bad, 1, lies()["a verdict"]), timeout_s=PATIENCE_S
+            )
         mine = NodeRegistered(node=1, incarnation="a1-evil", host="h", boot_id="b", slots=1)
         both = EventMessage(1, (EventBatch("a1-evil", seq + 1, (lies()["a verdict"], mine)),))
-        told = await hostile.request(subject, encode(both), timeout_s=5)
+        told = await hostile.request(subject, encode(both), timeout_s=PATIENCE_S)
         assert told == b'{"seqs":{"a1-evil":%d}}' % (seq + 2), "what is its own is taken"
         his = NodeRegistered(node=0, incarnation="a0-1", host="h", boot_id="b", slots=1)
         told = await honest.request(
@@ -424,11 +434,11 @@ async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) 
     async with controlling(site):
         agent, subject = await site.connect("agent-0"), subject_events(JOB, 0)
         honest = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
-        early = agent.request(subject, render_events("a0-1", 0, honest), timeout_s=5)
+        early = agent.request(subject, render_events("a0-1", 0, honest), timeout_s=PATIENCE_S)
         assert await early == b'{"seqs":{"a0-1":1}}'
         operator = load_endpoint(site.paths)
         host, port = operator.url.removeprefix("nats://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as raw:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
             login = json.dumps({"user": "operator", "pass": operator.token, "verbose": False})
             raw.sendall(f"CONNECT {login}\r\n".encode())
             raw.sendall(f"PUB {subject_commands(JOB)} 9000000\r\n".encode())
@@ -439,27 +449,33 @@ async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) 
         assert b"Maximum Payload Violation" in answer
         assert "maximum payload exceeded" in site.log.read_text()
         both = render_events("a0-1", 0, honest, honest)
-        assert await agent.request(subject, both, timeout_s=5) == b'{"seqs":{"a0-1":2}}'
+        assert await agent.request(subject, both, timeout_s=PATIENCE_S) == b'{"seqs":{"a0-1":2}}'
         bus = await site.connect("operator")
         assert (await ask(bus, subject_commands(JOB), command("ping"))).ok
     assert sum(isinstance(e.body, NodeRegistered) for e in await read_all(site)) == 2
 
 
 async def test_a_stuck_subscriber_is_cut_off_and_holds_up_nobody(site: Site) -> None:
+    """How long the slowest append takes is bounded by the gate `append-beside-stuck`."""
+    await append_beside_a_stuck_one(site)
+
+
+async def append_beside_a_stuck_one(site: Site) -> float:
+    """Return the seconds of the slowest append while a subscriber reads nothing."""
+    slowest_s = 0.0
     viewer = load_endpoint(site.paths, "viewer")
     host, port = viewer.url.removeprefix("nats://").split(":")
     stream = await NatsStream.open(await site.connect("controller"), JOB)
-    with socket.create_connection((host, int(port)), timeout=5) as raw:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         login = json.dumps({"user": "viewer", "pass": viewer.token, "verbose": False})
         raw.sendall(f"CONNECT {login}\r\nSUB {subject_journal(JOB)} 1\r\nPING\r\n".encode())
-        slowest_s = 0.0
         for number in range(120):  # 60 MB, of which the subscriber reads nothing
             began_s = time.monotonic()
             await stream.append(b"x" * 500_000, expected_last=number, message_id=f"m{number}")
             slowest_s = max(slowest_s, time.monotonic() - began_s)
         await until(lambda: "Slow Consumer" in site.log.read_text(), "not cut off")
-    assert slowest_s < 1.5
+    return slowest_s
 
 
 # --- TLS, and a server of one's own --------------------------------------------------------------
@@ -480,8 +496,7 @@ async def test_tls_wherever_it_is_not_loopback(home: Site) -> None:
         url=endpoint.url.replace("tls:", "nats:"), token=endpoint.token, clock_offset_s=0,
         user="operator",
     )  # fmt: skip
-    with pytest.raises(PlatformError, match="no safe connection"):
-        await NatsBus.connect(plain, timeout_s=0.5)  # it knows no authority to trust
+    assert "no safe connection" in await hear_refusal(plain)  # It knows no authority to trust.
     await home.close()
 
 
@@ -492,11 +507,9 @@ def make_tls(home: Site) -> str:
     assert home.server.certificate is not None
     cert, key = home.server.certificate
     assert stat.S_IMODE(os.stat(key).st_mode) == 0o600
-    text = subprocess.run(
-        ["openssl", "x509", "-in", cert, "-noout", "-ext", "subjectAltName"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert "192.0.2.1" in text
+    found = x509.load_pem_x509_certificate(Path(cert).read_bytes())
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "192.0.2.1" in map(str, names.get_values_for_type(x509.IPAddress))
     home.server.host, home.server.certificate = "127.0.0.1", None
     from perdure.adapters.nats import make_certificate
 

@@ -22,6 +22,7 @@ from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.model.orders import InjectFault, SendBoundary
 from perdure.worker.ring import RingWriter
 from tests.unit.worker.test_control import FakeAgent
+from tests.waiting import PATIENCE_S
 
 FAKE_CHECKPOINTS = """
 import sys, types
@@ -46,7 +47,10 @@ class Model:
     def state_dict(self): return {}
     def load_state_dict(self, state): pass
 run.register(model=Model())
+hold = os.environ.get("HOLD_AT_STEP", "")
 for step in run.steps(int(sys.argv[1])):
+    while hold and step == int(hold) and not os.path.exists(os.environ["GO_ON"]):
+        time.sleep(0.01)
     assert step == run.step
     print("step", step, flush=True)
     run.log(loss=1.0 / (step + 1), lr=run.config.lr)
@@ -83,6 +87,14 @@ class Rank:
         }  # fmt: skip
         self.process = None
         self.events = []
+        self._go_on = path / "go-on"
+
+    def hold(self, step):
+        """Have the script wait in `step` for `go_on`."""
+        self.env |= {"HOLD_AT_STEP": str(step), "GO_ON": str(self._go_on)}
+
+    def go_on(self):
+        self._go_on.touch()
 
     def start(self, *args):
         self.process = start(FAKE_CHECKPOINTS + SCRIPT, *args, **self.env)
@@ -112,7 +124,7 @@ class Rank:
         with contextlib.suppress(Exception):
             while True:
                 self.read_until(())
-        out = self.process.communicate(timeout=20)[0]
+        out = self.process.communicate(timeout=PATIENCE_S)[0]
         return out.splitlines()
 
 
@@ -128,7 +140,7 @@ def rank(tmp_path):
 
 def test_alone_the_same_script_only_counts():
     process = start(SCRIPT, "3")
-    out = process.communicate(timeout=60)[0].splitlines()
+    out = process.communicate(timeout=PATIENCE_S)[0].splitlines()
     assert out == ["step 0", "step 1", "step 2", "end 3 False"]
     assert process.returncode == 0
 
@@ -136,7 +148,7 @@ def test_alone_the_same_script_only_counts():
 def test_importing_perdure_imports_no_torch():
     code = "import sys, perdure; perdure.init(); raise SystemExit('torch' in sys.modules)"
     process = start(code)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
 
 
@@ -163,11 +175,13 @@ def test_under_perdure_it_joins_restores_saves_and_tells(rank):
 
 
 def test_a_stop_is_agreed_and_waits_for_its_decision(rank):
+    rank.hold(5)
     rank.start("100000", "0.01")
     rank.read_until(RankJoined)
     rank.order("prepare", 10)
     answer = rank.read_until(BoundaryAnswered)
     assert (answer.ok, answer.rank) == (True, 0)
+    rank.go_on()
     assert rank.read_until(WorkerQuery).id == "b"  # At step 10 it waits, and asks.
     reading = read_ring(rank.ring, 0.0)
     assert (reading.account.step, reading.phase) == (10, "boundary")
@@ -185,7 +199,7 @@ def test_sigterm_becomes_a_request_not_an_end(rank):
         rank.process.stdout.readline()
     rank.process.send_signal(signal.SIGTERM)
     assert rank.read_until(WorkerSignal) == WorkerSignal(signal.SIGTERM)
-    rank.order("prepare", read_ring(rank.ring, 0.0).account.step + 50)
+    rank.order("prepare", 90_000)
     assert rank.read_until(BoundaryAnswered).ok
     assert rank.process.poll() is None
 
@@ -195,16 +209,20 @@ def test_sigterm_becomes_a_request_not_an_end(rank):
     [("crash", {}, -signal.SIGKILL), ("exit", {"code": 9}, 9), ("oom", {"mb": 32}, 1)],
 )
 def test_an_injected_fault_is_told_before_it_strikes(rank, kind, args, code):
+    rank.hold(5)
     rank.start("100000", "0.01")
     rank.read_until(RankJoined)
     rank.agent.say(
         InjectFault(id="f", generation=1, rank=0, kind=kind, at_step=20, args=args, reason="test")
     )
+    rank.order("prepare", 90_000)
+    rank.read_until(BoundaryAnswered)  # By then the fault is known as well.
+    rank.go_on()
     injected = rank.read_until(FaultInjected)
     assert (injected.kind, injected.error) == (kind, "")
     # There is no keeper here that would remove a cgroup.
     assert ("address-space limit" in injected.note) == (kind == "oom")
-    assert rank.process.wait(20) == code
+    assert rank.process.wait(PATIENCE_S) == code
     assert read_ring(rank.ring, 0.0).account.step == 20
 
 
@@ -221,7 +239,7 @@ def test_a_crash_now_needs_no_steps(rank):
 
 def test_a_broken_ring_is_said_and_the_script_runs(tmp_path):
     process = start(SCRIPT, "1", PERDURE_RING=str(tmp_path / "none"))
-    assert process.communicate(timeout=60)[0].splitlines() == ["step 0", "end 1 False"]
+    assert process.communicate(timeout=PATIENCE_S)[0].splitlines() == ["step 0", "end 1 False"]
 
 
 FORKS = """

@@ -11,7 +11,7 @@ import pytest
 from perdure.adapters.rings import read_ring
 from perdure.worker.recording.recorder import StatusRecorder
 from perdure.worker.ring import RingWriter
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 pytest.importorskip("torch")
 
@@ -68,18 +68,17 @@ def test_the_rank_that_did_not_arrive_is_seen_from_outside(ranks):
     def comms(rank):
         return {comm.name: comm for comm in read_ring(rings[rank], 0.0).comms}
 
-    wait_until(lambda: "1" in comms(0) and comms(0)["1"].started_seq == 4)
-    wait_until(lambda: "1" in comms(1) and comms(1)["1"].ended_seq == 3)
+    def count(rank):
+        return {name: (comm.started_seq, comm.ended_seq) for name, comm in comms(rank).items()}
+
+    wait_until(lambda: count(0) == {"0": (1, 1), "1": (4, 3)}, "rank that waits")
+    wait_until(lambda: count(1) == {"0": (1, 1), "1": (3, 3)}, "rank that is absent")
     waiting, absent = comms(0), comms(1)
-    assert waiting["1"].ended_seq == 3
-    assert absent["1"].started_seq == 3
-    assert absent["0"].started_seq == absent["0"].ended_seq == 1
     assert waiting["1"].ranks == absent["1"].ranks == (0, 1)
     assert waiting["1"].size == 2
     wait_until(lambda: comms(0)["1"].op == "broadcast")
-    assert time.monotonic() - 20 < comms(0)["1"].since_s <= time.monotonic()
-
     account = read_ring(rings[0], 0.0).account
+    assert account.group_s < comms(0)["1"].since_s <= time.monotonic()
     assert 0 < account.spawned_s <= account.script_s <= account.group_s
     beat = read_ring(rings[1], 0.0).heartbeat_s
     wait_until(lambda: time.monotonic() > beat + 0.5)
@@ -90,7 +89,7 @@ def test_the_rank_that_did_not_arrive_is_seen_from_outside(ranks):
     wait_until(lambda: comms(0)["1"].ended_seq == 4)
     processes[1].stdin.write(b"\n")
     processes[1].stdin.flush()
-    assert [process.wait(20) for process in processes] == [0, 0]
+    assert [process.wait(PATIENCE_S) for process in processes] == [0, 0]
     assert comms(1)["1"].ended_seq == 4  # Outlives the rank.
 
 
@@ -111,7 +110,9 @@ assert os.waitpid(pid, 0)[1] == 0
 raise SystemExit(7)
 """
     env = os.environ | {"PERDURE_RING": ring}
-    result = subprocess.run([sys.executable, "-c", script], env=env, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=env, timeout=PATIENCE_S, check=False
+    )
     assert result.returncode == 7
     assert read_ring(ring, 0.0).account.step == -1
 
