@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.trace import load_trace, prepare
 from perdure.lab.live.ledger import Run
@@ -47,7 +48,9 @@ def test_each_trace_is_predicted_from_the_costs_of_the_other(tmp_path: Path) -> 
     out = tmp_path / "replays.jsonl"
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [*BENCH, str(out)]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run(
+        words, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    ).stdout
     lines = [line.split(" | ") for line in said.splitlines() if line.count(" | ") == 4]
     (a, b) = [line for line in lines if "csv" in line[0]]
     # b's loss took 3.5 s longer than a's costs say, while two of three were there for 30 s.
@@ -63,7 +66,7 @@ def test_a_trace_that_is_not_what_was_played_predicts_nothing(tmp_path: Path) ->
     out = tmp_path / "replays.jsonl"
     out.write_text(json.dumps(row) + "\n")
     done = subprocess.run(
-        [*BENCH, str(out)], capture_output=True, text=True, timeout=60, check=False
+        [*BENCH, str(out)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 1
     assert "was not played so" in done.stderr

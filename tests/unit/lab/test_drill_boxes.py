@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from tests.unit.lab.test_drill_job import make_row, make_snapshot
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.lab.drill import onbox
 from perdure.lab.drill.boxes import REMOVE, give_order, name_run, plan_run
@@ -188,8 +189,8 @@ def guarded(tmp_path: Path) -> "onbox._Place":
 
 def start_guard(place: "onbox._Place", limit_s: float = 1.5) -> None:
     subprocess.run(
-        ["python3", "-I", "-", str(place.job), str(limit_s)], check=True, timeout=30, text=True,
-        input=read_program("../../lab/drill/guard.py"),
+        ["python3", "-I", "-", str(place.job), str(limit_s)], check=True, text=True,
+        timeout=PATIENCE_S, input=read_program("../../lab/drill/guard.py"),
     )  # fmt: skip
 
 
@@ -199,19 +200,39 @@ def test_what_was_sent_is_removed_also_where_no_job_ever_began(
     for folder in ("data", "durable"):
         (tmp_path / folder / "gpt").mkdir()
     marks = {"PERDURE_HOME": guarded.home, "PERDURE_JOB": NAME}
-    with subprocess.Popen(["sleep", "60"], env=os.environ | marks) as rank:
+    with subprocess.Popen(["sleep", "3600"], env=os.environ | marks) as rank:
         try:
             start_guard(guarded)
-            begun_s = time.monotonic()
-            while time.monotonic() < begun_s + 4.0:
-                (guarded.launch / "lease").touch()
-                assert rank.poll() is None, "it is asked after"
-            wait_until(lambda: not guarded.job.exists(), "its end", 20.0)
-            assert rank.wait(5) == -signal.SIGKILL
+            wait_until(lambda: not guarded.job.exists(), "its end")
+            assert rank.wait(PATIENCE_S) == -signal.SIGKILL
         finally:
             rank.kill()
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert left == ["data", "data/gpt", "durable", "durable/gpt"]
+
+
+def touch(lease: Path, number: int) -> None:
+    """Touch it for the time of this number: each is another, whatever the disk's resolution."""
+    lease.touch()
+    os.utime(lease, ns=(number * 10**9,) * 2)
+
+
+def test_a_guard_waits_for_as_long_as_somebody_asks(guarded: "onbox._Place") -> None:
+    namespace: dict[str, Any] = {"__name__": "guard"}
+    exec(read_program("../../lab/drill/guard.py"), namespace)
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks <= 30:
+            touch(guarded.launch / "lease", looks)
+
+    namespace["time"] = SimpleNamespace(monotonic=lambda: 1.0 * looks, sleep=sleep)
+    assert namespace["wait"](str(guarded.launch), 4.5)
+    assert looks == 30 + 5
+    shutil.rmtree(guarded.job)
+    assert not namespace["wait"](str(guarded.launch), 4.5)
 
 
 def test_a_guard_removes_nothing_that_is_not_named_as_a_drills(
@@ -224,7 +245,7 @@ def test_a_guard_removes_nothing_that_is_not_named_as_a_drills(
         f'CRED_FILE="{tmp_path}/precious"\n'
     )
     start_guard(guarded, 0.0)
-    wait_until(lambda: not guarded.job.exists(), "its end", 20.0)
+    wait_until(lambda: not guarded.job.exists(), "its end")
     assert (tmp_path / "precious").is_dir()
     assert guarded.durable.is_dir()
     mine = tmp_path / "data" / "gpt"
@@ -259,16 +280,17 @@ def test_a_disk_that_does_not_answer_ends_no_watch(
 
 
 def test_a_script_that_deletes_its_own_folder_is_ended_as_well(
-    guarded: "onbox._Place", monkeypatch: pytest.MonkeyPatch
+    guarded: "onbox._Place", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What tells of its supervisor is gone with it."""
     monkeypatch.setattr(onbox, "_LOOK_S", 0.05)
     box, launch = guarded.launch / "box.py", str(guarded.launch)
-    box.write_text("import time\ntime.sleep(60)\n")
+    up = tmp_path / "up"
+    box.write_text(f"import time\nopen({str(up)!r}, 'w')\ntime.sleep(3600)\n")
     marks = {"PERDURE_HOME": guarded.home, "PERDURE_JOB": NAME}
     with (
         subprocess.Popen([sys.executable, str(box), "supervise", launch]) as supervisor,
-        subprocess.Popen(["sleep", "60"], env=os.environ | marks) as rank,
+        subprocess.Popen(["sleep", "3600"], env=os.environ | marks) as rank,
     ):
         watcher = os.fork()
         if watcher == 0:
@@ -277,10 +299,11 @@ def test_a_script_that_deletes_its_own_folder_is_ended_as_well(
             finally:
                 os._exit(0)
         try:
-            wait_until(lambda: onbox.is_watched(guarded.launch), "a watch", 10.0)
+            wait_until(lambda: onbox.is_watched(guarded.launch), "watch")
+            wait_until(up.exists, "supervisor")
             assert (supervisor.poll(), rank.poll()) == (None, None)
             shutil.rmtree(guarded.job)
-            assert (supervisor.wait(20), rank.wait(20)) == (-signal.SIGKILL,) * 2
+            assert (supervisor.wait(PATIENCE_S), rank.wait(PATIENCE_S)) == (-signal.SIGKILL,) * 2
             os.waitpid(watcher, 0)
             assert not Path(guarded.credentials).exists()
         finally:
@@ -295,24 +318,44 @@ def test_a_job_that_nobody_asks_after_is_ended_and_removed(
     monkeypatch.setattr(onbox, "_LOOK_S", 0.05)
     place = make_place(tmp_path)
     marks = {"PERDURE_HOME": place.home, "PERDURE_JOB": NAME}
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    (said, say), (heard, hear) = os.pipe(), os.pipe()
+    now_s = 1000.0
+
+    def pause(seconds: float) -> None:
+        """Let time pass for the watch, once it may look again."""
+        nonlocal now_s
+        now_s += seconds
+        os.write(say, b"x")
+        os.read(heard, 1)
+
     with subprocess.Popen(sleep, env=os.environ | marks) as rank:
         try:
             watcher = os.fork()
             if watcher == 0:
                 try:
+                    os.close(said)
+                    os.close(hear)
+                    onbox.time = SimpleNamespace(monotonic=lambda: now_s, sleep=pause)
                     onbox.watch(place)
                 finally:
                     os._exit(0)
-            begun_s = time.monotonic()
-            while time.monotonic() < begun_s + 1.5:
-                (place.launch / "lease").touch()
+            os.close(say)
+            os.close(heard)
+            for number in range(1, 31):  # For three times as long as a lease lasts.
+                assert os.read(said, 1) == b"x"
+                touch(place.launch / "lease", number)
                 assert rank.poll() is None, "it is asked after"
-            wait_until(lambda: rank.poll() is not None, "the end of the job", 20.0)
+                os.write(hear, b"x")
+            while os.read(said, 1):
+                os.write(hear, b"x")
+            wait_until(lambda: rank.poll() is not None, "end of the job")
             os.waitpid(watcher, 0)
             assert not place.job.exists()
         finally:
             rank.kill()
+            os.close(said)
+            os.close(hear)
 
 
 def test_the_program_that_asks_a_kernel_for_landlock_runs_by_itself() -> None:
@@ -320,7 +363,7 @@ def test_the_program_that_asks_a_kernel_for_landlock_runs_by_itself() -> None:
     from perdure.lab.drill.boxes import render_probe
 
     done = subprocess.run(["python3", "-I", "-"], input=render_probe(), capture_output=True,
-                          text=True, timeout=30)  # fmt: skip
+                          text=True, timeout=PATIENCE_S)  # fmt: skip
     assert done.stdout.splitlines()[-1] == f"@@perdure-json {read_abi()}"
 
 
@@ -336,5 +379,5 @@ def test_where_nothing_was_started_only_what_is_named_as_a_drills_is_removed(
     for folder in (own, precious):
         folder.mkdir()
     env = {"JOB_DIR": str(own), "DURABLE_DIR": str(precious), "PATH": os.environ["PATH"]}
-    subprocess.run(["sh", "-c", REMOVE], env=env, check=True, timeout=30)
+    subprocess.run(["sh", "-c", REMOVE], env=env, check=True, timeout=PATIENCE_S)
     assert os.listdir(tmp_path) == ["precious"]

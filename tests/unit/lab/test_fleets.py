@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.lab.live.driving import DriveWish, _tell
 from perdure.lab.live.fleets.boxes import BoxFleet
@@ -254,7 +255,7 @@ def test_a_node_that_is_taken_while_it_starts_is_given_back_at_the_end(
     go_on, taken, door = threading.Event(), list[object](), Door()
 
     def give(box: object, here: object) -> None:
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
 
     monkeypatch.setattr(boxes, "give", give)
     monkeypatch.setattr(boxes, "take", taken.append)
@@ -262,14 +263,14 @@ def test_a_node_that_is_taken_while_it_starts_is_given_back_at_the_end(
     box: Any = object()
     fleet._boxes, fleet._locks = {1: box}, {1: door}  # type: ignore[dict-item]
     fleet.take([1])
-    assert door.came.acquire(timeout=10)
+    assert door.came.acquire(timeout=PATIENCE_S)
     fleet.give([1])
-    assert door.came.acquire(timeout=10)
+    assert door.came.acquire(timeout=PATIENCE_S)
     second = threading.Thread(target=fleet.take, args=([1],))
     second.start()
-    assert door.came.acquire(timeout=10), "it waits for the start"
+    assert door.came.acquire(timeout=PATIENCE_S), "it waits for the start"
     go_on.set()
-    second.join(10)
+    second.join(PATIENCE_S)
     assert taken == [box, box]
     assert fleet._away == {1}
 

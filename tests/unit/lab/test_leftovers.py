@@ -11,7 +11,7 @@ DRIVES = (
     "from perdure.lab.live.fleets.leftovers import note_submitted\n"
     "note_submitted(sys.argv[1], 'gpt-drive-1', 'login', ('12', '13'))\n"
     "print('there', flush=True)\n"
-    "time.sleep(60)\n"
+    "time.sleep(3600)\n"
 )
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.cli.trace import hear_stop
 from perdure.files import is_locked
@@ -102,7 +102,7 @@ def test_a_job_of_the_same_name_below_another_home_is_left_alone(tmp_path: Path)
         wait_until(lambda: {*find_by_title("perdure keeper twin 1")} == found)
         (tmp_path / "link").symlink_to(home)
         assert kill_nodes("twin", str(tmp_path / "link"), [1]) == 1
-        assert mine.wait(10) == -signal.SIGKILL
+        assert mine.wait(PATIENCE_S) == -signal.SIGKILL
         assert (theirs.poll(), stranger.poll()) == (None, None)
 
 

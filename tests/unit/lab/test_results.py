@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.results import CARD, REPLAY
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import run_command
 from perdure.cli.page.results import OTHERS_MAX, PAGE_MAX, Results
@@ -266,7 +267,10 @@ def test_who_dies_while_it_is_kept_leaves_it_whole_or_not_at_all(
         "PERDURE_HOME": str(tmp_path), SWITCH: f"{point}=crash,about=plan-*",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "perdure", *PLAN], env=environ, capture_output=True, timeout=60
+        [sys.executable, "-m", "perdure", *PLAN],
+        env=environ,
+        capture_output=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == -9
     listing = Results(str(tmp_path)).look()

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import run_command
 from perdure.launch.kubernetes import image
@@ -205,7 +206,8 @@ def test_the_context_is_whole_and_its_wheel_runs(
     (wheel,) = (folder / "wheels").iterdir()
     done = subprocess.run(
         [sys.executable, "-P", "-c", "import perdure.cli.app as app; print(app.__file__)"],
-        env=dict(os.environ, PYTHONPATH=str(wheel)), capture_output=True, text=True, timeout=60,
+        env=dict(os.environ, PYTHONPATH=str(wheel)), capture_output=True, text=True,
+        timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.stdout.startswith(str(wheel)), done.stderr
     with zipfile.ZipFile(wheel) as archive:

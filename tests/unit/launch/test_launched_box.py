@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.launch.ssh import box, results
 
@@ -44,14 +44,14 @@ def test_how_a_job_has_ended_is_written_down_once_the_disk_takes_it(
     monkeypatch.setenv("PERDURE_FAILPOINTS", "supervise/write=error(ENOSPC),about=exit.json,nth=1")
     runner = supervise(tmp_path, "pass")
     wait_until(lambda: "how is not written down yet" in box.read_job_state(str(tmp_path))["reason"])
-    assert runner.wait(60) == 0
+    assert runner.wait(PATIENCE_S) == 0
     found = box.read_job_state(str(tmp_path))
     assert (found["state"], found["code"]) == ("ended", 0)
 
 
 def test_a_job_knows_the_file_that_it_writes_to(tmp_path: Path) -> None:
     code = "import os; print(os.environ['PERDURE_OUTPUT'])"
-    assert supervise(tmp_path, code).wait(60) == 0
+    assert supervise(tmp_path, code).wait(PATIENCE_S) == 0
     assert (tmp_path / "run.out").read_text() == f"{tmp_path / 'run.out'}\n"
 
 
@@ -61,25 +61,27 @@ def test_a_job_whose_number_cannot_be_written_down_is_not_begun(
     """Nobody would know of it once its supervisor is gone."""
     monkeypatch.setenv("PERDURE_FAILPOINTS", "supervise/write=error(ENOSPC),about=start.json,nth=2")
     monkeypatch.setenv("PERDURE_FAILPOINTS_FOLDER", str(tmp_path))
-    assert supervise(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')").wait(60) == box.REFUSED
+    assert (
+        supervise(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')").wait(PATIENCE_S) == box.REFUSED
+    )
     assert "cannot be started" in box.read_job_state(str(tmp_path))["reason"]
     assert not (tmp_path / "ran").exists()
 
 
 def test_exit_code_and_signal_are_written_down_exactly(tmp_path: Path) -> None:
     assert box.read_job_state(str(tmp_path))["state"] == "not-started"
-    assert supervise(tmp_path, "raise SystemExit(37)").wait(30) == 37
+    assert supervise(tmp_path, "raise SystemExit(37)").wait(PATIENCE_S) == 37
     found = box.read_job_state(str(tmp_path))
     assert (found["state"], found["code"], found["signal"]) == ("ended", 37, 0)
-    runner = supervise(tmp_path, "import time; time.sleep(60)")
+    runner = supervise(tmp_path, "import time; time.sleep(3600)")
     os.kill(wait_child(tmp_path, attempt=2), signal.SIGKILL)
-    assert runner.wait(30) == 137
+    assert runner.wait(PATIENCE_S) == 137
     found = box.read_job_state(str(tmp_path))
     assert (found["code"], found["signal"], found["attempt"]) == (0, 9, 2)
 
 
 def test_a_job_that_cannot_be_started_says_why(tmp_path: Path) -> None:
-    assert supervise(tmp_path, "pass", cwd=str(tmp_path / "gone")).wait(30) == box.REFUSED
+    assert supervise(tmp_path, "pass", cwd=str(tmp_path / "gone")).wait(PATIENCE_S) == box.REFUSED
     found = box.read_job_state(str(tmp_path))
     assert (found["state"], found["code"]) == ("ended", box.REFUSED)
     assert "cannot be started" in found["reason"]
@@ -87,7 +89,7 @@ def test_a_job_that_cannot_be_started_says_why(tmp_path: Path) -> None:
 
 
 def test_who_is_gone_and_who_goes_on_is_told_apart(tmp_path: Path) -> None:
-    runner = supervise(tmp_path, "import time; time.sleep(60)")
+    runner = supervise(tmp_path, "import time; time.sleep(3600)")
     child = wait_child(tmp_path)
     wait_state(tmp_path, "running")
     second = subprocess.run([sys.executable, BOX, "supervise", str(tmp_path)], capture_output=True)
@@ -122,7 +124,7 @@ def test_who_was_killed_for_memory_is_told_from_who_was_killed(tmp_path: Path) -
         ):
             document = {"command": [sys.executable, "-c", code], "cwd": str(tmp_path)}
             (tmp_path / "settings.json").write_text(json.dumps(document))
-            assert subprocess.run(["sh", "-c", script], timeout=60).returncode == 137
+            assert subprocess.run(["sh", "-c", script], timeout=PATIENCE_S).returncode == 137
             found = box.read_job_state(str(tmp_path))
             assert (found["state"], found["signal"]) == ("ended", 9)
             assert ("out of memory" in found["reason"]) is signs
@@ -133,11 +135,11 @@ def test_who_was_killed_for_memory_is_told_from_who_was_killed(tmp_path: Path) -
 
 def test_a_signal_to_the_supervisor_reaches_the_job(tmp_path: Path) -> None:
     handler = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); "
-    runner = supervise(tmp_path, handler + "open('up', 'w'); time.sleep(60)")
+    runner = supervise(tmp_path, handler + "open('up', 'w'); time.sleep(3600)")
     wait_until((tmp_path / "up").exists)
     runner.send_signal(signal.SIGHUP)
     runner.terminate()
-    assert runner.wait(30) == 5
+    assert runner.wait(PATIENCE_S) == 5
 
 
 SMI = """#!/bin/sh
@@ -217,25 +219,27 @@ def test_a_job_is_taken_from_a_box_whole_and_nobody_else_is_touched(tmp_path: Pa
     orphan = (
         "import os, subprocess, sys; "
         f"env = dict(os.environ, PERDURE_HOME={home!r}, PERDURE_JOB='mine'); "
-        "child = subprocess.Popen(['sleep', '600'], env=env, start_new_session=True, "
+        "child = subprocess.Popen(['sleep', '3600'], env=env, start_new_session=True, "
         "stdout=subprocess.DEVNULL); "
         "print(child.pid, flush=True)"
     )
-    made = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, timeout=60)
+    made = subprocess.run(
+        [sys.executable, "-c", orphan], stdout=subprocess.PIPE, timeout=PATIENCE_S
+    )
     lost = int(made.stdout)
     env = dict(os.environ, PERDURE_HOME=home)
-    theirs = subprocess.Popen(["sleep", "600"], env=env)  # Such as `perdure logs -f` beside it.
-    code = "import subprocess; subprocess.run(['sleep', '600'])"
+    theirs = subprocess.Popen(["sleep", "3600"], env=env)  # Such as `perdure logs -f` beside it.
+    code = "import subprocess; subprocess.run(['sleep', '3600'])"
     runner = supervise(tmp_path, code)
     try:
         child = wait_child(tmp_path)
         wait_until(lambda: len(box.list_family([child], home)) == 3)
         asked = json.dumps({"folder": str(tmp_path), "home": home})
         done = subprocess.run([sys.executable, BOX, "take", asked], stdout=subprocess.PIPE,
-                              check=True, timeout=60)  # fmt: skip
+                              check=True, timeout=PATIENCE_S)  # fmt: skip
         told = json.loads(done.stdout.decode().removeprefix(box.ANSWER))
         assert told == {"killed": 4, "left": []}
-        assert runner.wait(20) == -signal.SIGKILL
+        assert runner.wait(PATIENCE_S) == -signal.SIGKILL
         assert box.read_job_state(str(tmp_path))["state"] == "killed"
         assert not box.start_time(lost)
         assert theirs.poll() is None

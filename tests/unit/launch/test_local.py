@@ -2,11 +2,11 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.waiting import wait_until
 
 from perdure.launch.local import render, submit
 from perdure.model.errors import PlatformError
@@ -31,9 +31,7 @@ def test_submit_starts_it_in_a_session_of_its_own(tmp_path: Path) -> None:
         render(spec, str(tmp_path)), command=("/bin/sh", "-c", "cat /proc/self/stat; exec sleep 0")
     )
     pid = submit(plan)
-    deadline = time.monotonic() + 10
-    while os.waitpid(pid, os.WNOHANG)[0] != pid:
-        assert time.monotonic() < deadline
+    wait_until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, "end")
     fields = Path(plan.log).read_text().split()
     assert int(fields[5]) == pid  # session
 

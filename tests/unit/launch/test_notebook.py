@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
+from tests.waiting import PATIENCE_S
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.notebook import cells, render
@@ -367,7 +368,7 @@ def test_a_sitting_warns_itself_before_the_ceiling(
         "import sys; from perdure.launch.notebook.runner import main;"
         f"sys.executable = {str(python)!r}; sys.exit(main({str(tmp_path / 'session.json')!r}))"
     )
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S).returncode == 0
     told = capfd.readouterr().out
     assert "the session's ceiling is near: stops at an agreed step" in told
     status = json.loads((durable / "status.json").read_text())

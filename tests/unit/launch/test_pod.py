@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.launch import runs
 from perdure.launch.kubernetes import pod as program
@@ -31,7 +32,7 @@ if words[0] == "invite":
 told = []
 signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
 (place / f"{words[0]}-ready").touch()
-until = time.monotonic() + 20
+until = time.monotonic() + 900
 while time.monotonic() < until and not told:
     if (place / f"{words[0]}-ends").exists():
         sys.exit(int((place / f"{words[0]}-ends").read_text()))
@@ -43,6 +44,19 @@ while time.monotonic() < until and not told:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_POLL_S", 0.02)
     monkeypatch.setattr(runs, "_POLL_S", 0.02)
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between the looks of the pod's program, as they end."""
+    made: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        made.append(seconds)
+
+    monkeypatch.setattr(program, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    return made
 
 
 @pytest.fixture
@@ -74,7 +88,7 @@ class Running:
         self._thread.start()
 
     def end(self) -> int:
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         assert self.codes, "the pod has not ended"
         return self.codes[0]
 
@@ -132,14 +146,14 @@ def test_a_first_pod_that_is_told_to_go_comes_again(
 
 
 def test_a_first_pod_waits_until_the_one_before_has_saved(
-    make: Callable[..., Pod], tmp_path: Path
+    make: Callable[..., Pod], tmp_path: Path, sleeps: list[float]
 ) -> None:
     pod = make(0, nodes=1)
     pod.place.mkdir(parents=True)
     with open(pod.place.parent / "first.lock", "w") as before:
         fcntl.flock(before, fcntl.LOCK_EX)
         running = Running(pod)
-        time.sleep(0.3)
+        wait_until(lambda: len(sleeps) >= 5, "looks at the lock")
         assert not (tmp_path / "calls").exists()
     (tmp_path / "run-ends").write_text("0")
     assert running.end() == 0
@@ -189,10 +203,10 @@ def test_a_node_joins_the_first_pod_that_has_come_after(
 
 
 def test_a_node_waits_where_the_first_pod_has_only_moved(
-    make: Callable[..., Pod], tmp_path: Path
+    make: Callable[..., Pod], tmp_path: Path, sleeps: list[float]
 ) -> None:
     pod = make(1)
-    pod.settle_s = 10.0
+    pod.settle_s = 3600.0
     running = Running(pod)
     wait_until(pod.place.exists)
     pod.invitation.write_text("one")
@@ -200,7 +214,8 @@ def test_a_node_waits_where_the_first_pod_has_only_moved(
     pod.invitation.unlink()  # As the first pod does on a notice; its job has stopped.
     (tmp_path / "join-ends").write_text("0")
     (tmp_path / "join-ready").unlink()
-    time.sleep(0.2)
+    sleeps.clear()
+    wait_until(lambda: len(sleeps) >= 5, "looks since it was left")
     assert running.codes == []
     (tmp_path / "join-ends").unlink()
     pod.invitation.write_text("two")

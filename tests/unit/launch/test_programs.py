@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.waiting import PATIENCE_S
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.ssh.check import check_torch
@@ -52,14 +53,15 @@ def test_p5_an_old_python_answers_with_its_version(version: str, tmp_path: Path)
     wanted = {"places": {"DATA_DIR": str(tmp_path)}, "python": python, "mirror": "",
               "folder": str(tmp_path / "job")}  # fmt: skip
     done = subprocess.run([python, "-", "probe", json.dumps(wanted)], capture_output=True,
-                          input=read_program("box.py").encode(), timeout=60)  # fmt: skip
+                          input=read_program("box.py").encode(), timeout=PATIENCE_S)  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.decode().partition("@@perdure-json ")[2])
     assert told["python_version"].startswith(version)
     (tmp_path / "a.pt").write_text("x")
     asked = json.dumps({"roots": {"job": str(tmp_path)}, "skip": {}, "exclude": [], "hash": True})
     done = subprocess.run([python, "-", "manifest", asked], capture_output=True,
-                          input=read_program("results.py").encode(), timeout=60)  # fmt: skip
+                          input=read_program("results.py").encode(),
+                          timeout=PATIENCE_S)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert b'"job/a.pt"' in done.stdout
 

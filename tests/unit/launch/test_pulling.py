@@ -123,11 +123,20 @@ def test_a_broken_transfer_goes_on_and_leaves_no_half_file(
     source, target = tmp_path / "box", tmp_path / "here"
     source.mkdir()
     (source / "big.pt").write_bytes(os.urandom(8 << 20))
-    slow = f"timeout --preserve-status 1 {shutil.which('rsync')} --bwlimit=2000"
-    (tmp_path / "rsync").write_text(
-        f'#!/bin/sh\n[ -e {tmp_path}/broke ] && exec {shutil.which("rsync")} "$@"\n'
-        f'touch {tmp_path}/broke\nexec {slow} "$@"\n'
-    )
+    # The first one is ended once a part of the file is here.
+    (tmp_path / "rsync").write_text(f"""#!/bin/sh
+[ -e {tmp_path}/broke ] && exec {shutil.which("rsync")} "$@"
+touch {tmp_path}/broke
+exec 3<&0
+{shutil.which("rsync")} --bwlimit=500 "$@" <&3 &
+pid=$!
+until [ -n "$(find {target} -name '.big.pt.*' -size +0)" ]; do
+  kill -0 $pid || exit 99
+  sleep 0.05
+done
+kill $pid
+wait $pid
+""")
     (tmp_path / "rsync").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     told: list[str] = []

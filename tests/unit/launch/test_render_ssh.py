@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.launch.catalog import load_profile, overlay
 from perdure.launch.platforms import load_platform
@@ -34,7 +35,7 @@ def test_the_same_job_gives_the_same_files_and_shells_can_read_them(tmp_path: Pa
         (tmp_path / name).write_text(content)
         assert "@job@" not in content
         if name.endswith(".sh"):
-            subprocess.run(["sh", "-n", str(tmp_path / name)], check=True, timeout=20)
+            subprocess.run(["sh", "-n", str(tmp_path / name)], check=True, timeout=PATIENCE_S)
         if name.endswith(".py"):
             compile(content, name, "exec")
     assert 'export HF_ENDPOINT="https://mirror.example"' in plan.files["env.sh"]
@@ -129,10 +130,10 @@ def test_a_job_leaves_another_s_entry_in_the_crontab(tmp_path: Path) -> None:
         for word in ("on", "on"):  # A launch may be repeated.
             path = f"{tmp_path}:{os.environ['PATH']}"
             command = ["sh", str(launch / f"{job}.sh"), word]
-            subprocess.run(command, check=True, timeout=20, env={"PATH": path})
+            subprocess.run(command, check=True, timeout=PATIENCE_S, env={"PATH": path})
     assert [line.split()[-1] for line in table.read_text().splitlines()] == [
         f"[{job}]" for job in jobs
     ]
-    subprocess.run(["sh", str(launch / "gpt.sh"), "off"], check=True, timeout=20,
+    subprocess.run(["sh", str(launch / "gpt.sh"), "off"], check=True, timeout=PATIENCE_S,
                    env={"PATH": path})  # fmt: skip
     assert [line.split()[-1] for line in table.read_text().splitlines()] == ["[gpt2]", "[gpt.b]"]

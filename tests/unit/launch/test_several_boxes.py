@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.launch.catalog import load_profile, overlay
 from perdure.launch.platforms import place_job
@@ -157,7 +158,7 @@ def test_files_of_a_further_box_are_pulled_under_its_name() -> None:
 
 def test_a_box_listens_for_a_while_and_is_reached() -> None:
     command = [sys.executable, str(Path(box.__file__)), "listen", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     told = json.loads(done.stdout.removeprefix(box.ANSWER))
     assert ["lo", "127.0.0.1"] in told["interfaces"]
     assert box.reach(f"127.0.0.1:{told['port']}")
