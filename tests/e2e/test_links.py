@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from perdure.model.orders import RunProbe
 from perdure.service.jobfiles import load_endpoint
 from perdure.service.jobfolders import paths_of
 from tests.e2e.harness import SCRIPTS, Job
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-WAIT_S = 90.0
+LEAST = 60_000_000
+"""Bytes of ten of the smaller collectives, on all four links of a ring."""
 
 
 def test_delay_matrix_names_both_ends_and_the_group_and_a_probe_measures_the_pair(
@@ -27,21 +28,22 @@ def test_delay_matrix_names_both_ends_and_the_group_and_a_probe_measures_the_pai
 ) -> None:
     flag = tmp_path / "stop"
     job = start("links", "--nodes", "2", "-n", "2", str(SCRIPTS / "traffic.py"), str(flag))
-    noted = _wait_events(job, "LinksNoted", 1)[0]
-    moved = {(s[0], s[1], s[2]): s[3] for s in noted["links"] if s[3] > 1_000_000}
-    comms = {comm for _, _, comm in moved}
+    job.wait_until(
+        lambda: sum(count > LEAST for count in _sums(_find_moved(job)).values()) == 2, "traffic"
+    )
+    moved = _find_moved(job)
+    comms = set(_sums(moved))
     assert len(comms) == 2, moved
     assert "" not in comms
     for comm in comms:
         # A ring over four ranks on two nodes, whichever way round.
         links = {(src, dst) for src, dst, name in moved if name == comm}
         assert {src for src, _ in links} == {dst for _, dst in links} == {0, 1, 2, 3}
-    big, small = sorted(comms, key=lambda c: -sum(b for k, b in moved.items() if k[2] == c))
-    ratio = _sum(moved, big) / _sum(moved, small)
-    assert 2.5 < ratio < 6.0  # Four times the bytes; the first sweep may fall in between.
+    small, big = sorted(_sums(moved).values())
+    assert 2.5 < big / small < 6.0  # Four times the bytes; a sweep may fall in between.
 
     order = RunProbe(
-        id="p", round=1, pairs=((1, 0),), hosts=(0, 1), bytes=1_000_000, deadline_s=20.0, reason=""
+        id="p", round=1, pairs=((1, 0),), hosts=(0, 1), bytes=1_000_000, deadline_s=250.0, reason=""
     )
     asyncio.run(_send(job, NodeOrder(controller="test", orders=(order,))))
     ended = {e["node"]: e for e in _wait_events(job, "ProbeEnded", 2)}
@@ -56,30 +58,40 @@ def test_delay_matrix_names_both_ends_and_the_group_and_a_probe_measures_the_pai
     assert "Delay matrix (busy ms/MB" in job.cli("diagnose", "links").stdout
 
 
-def _sum(moved: dict[tuple[int, int, str], int], comm: str) -> int:
-    return sum(count for key, count in moved.items() if key[2] == comm)
+def _find_moved(job: Job) -> dict[tuple[int, int, str], int]:
+    """Return the bytes that were noted so far, by source, destination and communicator."""
+    moved: dict[tuple[int, int, str], int] = {}
+    for noted in _find_events(job, "LinksNoted"):
+        for src, dst, comm, count, *_ in noted["links"]:
+            moved[src, dst, comm] = moved.get((src, dst, comm), 0) + count
+    return {link: count for link, count in moved.items() if count > 1_000_000}
+
+
+def _sums(moved: dict[tuple[int, int, str], int]) -> dict[str, int]:
+    """Return the bytes of each communicator."""
+    sums: dict[str, int] = {}
+    for (_, _, comm), count in moved.items():
+        sums[comm] = sums.get(comm, 0) + count
+    return sums
 
 
 async def _send(job: Job, order: NodeOrder) -> None:
     endpoint = load_endpoint(paths_of(str(job.home / "state"), "links"), "controller")
-    bus = await NatsBus.connect(endpoint, name="test", timeout_s=10.0)
+    bus = await NatsBus.connect(endpoint, name="test", timeout_s=PATIENCE_S)
     try:
         await bus.publish(subject_orders("links", "all"), encode(order))
-        await asyncio.sleep(0.2)  # Nothing acknowledges a publish.
+        await bus.client.flush(timeout=PATIENCE_S)  # Nothing acknowledges a publish.
     finally:
         await bus.close()
 
 
-def _wait_events(job: Job, kind: str, count: int) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + WAIT_S
+def _find_events(job: Job, kind: str) -> list[dict[str, Any]]:
     journal = job.folder / "journal.jsonl"
-    while time.monotonic() < deadline:
-        found = []
-        if journal.exists():
-            for line in journal.read_text().splitlines():
-                if f'"type":"{kind}"' in line:
-                    found.append(json.loads(line)["body"])
-        if len(found) >= count:
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"no {count} {kind} in {WAIT_S:.0f} s: {job.text()}")
+    text = journal.read_text() if journal.exists() else ""
+    lines = [line for line in text.splitlines(keepends=True) if f'"type":"{kind}"' in line]
+    return [json.loads(line)["body"] for line in lines if line.endswith("\n")]
+
+
+def _wait_events(job: Job, kind: str, count: int) -> list[dict[str, Any]]:
+    job.wait_until(lambda: len(_find_events(job, kind)) >= count, f"{count} {kind}")
+    return _find_events(job, kind)

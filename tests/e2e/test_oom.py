@@ -1,5 +1,6 @@
 """The kernel's out-of-memory killer, for real: in a cgroup with a limit, where one can be made."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -46,6 +47,17 @@ def limited() -> Iterator[Place]:
         os.rmdir(place.path)
 
 
+@contextlib.contextmanager
+def inside(place: Place) -> Iterator[None]:
+    """Let this process start children in the cgroup `place`."""
+    parent = list_parent_cgroups()[0]
+    Path(place.path, "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        Path(parent.path, "cgroup.procs").write_text(str(os.getpid()))
+
+
 def check(job: Job) -> None:
     """The first recovery, the verdict and the exit record all say what happened."""
     recovery = next(row for row in job.report()["recoveries"] if row["rung"] == "restart")
@@ -62,8 +74,8 @@ def test_a_rank_beyond_the_limit_of_the_jobs_cgroup(
 ) -> None:
     script = tmp_path / "greedy.py"
     script.write_text(GREEDY)
-    job = start("greedy", "-n", "2", str(script))
-    Path(limited.path, "cgroup.procs").write_text(str(job.process.pid))  # Before it has children.
+    with inside(limited):
+        job = start("greedy", "-n", "2", str(script))
     assert job.wait() == 0, job.text()
     check(job)
 
@@ -73,14 +85,14 @@ def test_injected_on_a_script_that_declares_no_steps(
     start: Start, tmp_path: Path, cold: bool
 ) -> None:
     options = ["--cold"] if cold else []
-    hurry = tmp_path / "hurry"
-    script = [str(SCRIPTS / "allreduce.py"), "--steps", "2000", "--hurry", str(hurry)]
+    end = tmp_path / "end"
+    script = [str(SCRIPTS / "allreduce.py"), "--steps", "1000000", "--end", str(end)]
     job = start("inject", "-n", "2", *options, *script)
     job.wait_state("running")
     keeper = job.pid_of("perdure keeper")
     answer = json.loads(job.cli("inject", "inject", "oom", "--rank", "1", "--json").stdout)
     assert answer["note"].startswith("killed by the kernel at "), answer
-    hurry.touch()
+    end.touch()
     assert job.wait() == 0, job.text()
     check(job)
     for parent in list_parent_cgroups():

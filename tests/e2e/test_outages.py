@@ -17,6 +17,7 @@ from perdure.model.bus.access import ROLES, Access, build_access
 from perdure.model.bus.endpoint import Endpoint
 from tests.e2e.harness import SCRIPTS, Job
 from tests.lab.network import Lab, sh, why_not
+from tests.waiting import PATIENCE_S
 
 SCRIPT = SCRIPTS / "train_paced.py"
 STEP_S = 0.1
@@ -59,11 +60,11 @@ class Cluster:
 
     async def _connect(self) -> NatsBus:
         endpoint = Endpoint(self.files.url, "secret-of-admin", 0.0, user="admin")
-        return await NatsBus.connect(endpoint, timeout_s=10)
+        return await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
 
     async def _fill(self) -> None:
         bus = await self._connect()
-        js = bus.client.jetstream(timeout=5)
+        js = bus.client.jetstream(timeout=PATIENCE_S)
         await js.add_stream(name="FILL", subjects=["fill"])
         for size in (500_000, 20_000, 200):
             with contextlib.suppress(nats.js.errors.Error):
@@ -73,7 +74,7 @@ class Cluster:
 
     async def _clear(self) -> None:
         bus = await self._connect()
-        await bus.client.jetstream(timeout=5).delete_stream("FILL")
+        await bus.client.jetstream(timeout=PATIENCE_S).delete_stream("FILL")
         await bus.close()
 
 
@@ -130,8 +131,7 @@ def test_a_killed_and_a_full_server_stop_no_step_and_lose_no_event(
 
     cluster.kill()
     before = steps_made(tmp_path)
-    time.sleep(5.0)
-    assert steps_made(tmp_path) - before >= 0.25 * 5.0 / STEP_S
+    job.wait_until(lambda: steps_made(tmp_path) > before + 45, "steps without a server")
     assert max(saved(job), default=0) < before + 15  # nothing is written down meanwhile
     cluster.start()
     job.wait_until(lambda: max(saved(job), default=0) >= before + 20, "what was missed")
@@ -141,7 +141,7 @@ def test_a_killed_and_a_full_server_stop_no_step_and_lose_no_event(
     refused = job.cli("checkpoint", JOB, "--timeout-s", "2", check=False)
     assert refused.returncode == 3, refused.stdout + refused.stderr
     assert len(journal(job)) <= known + 2  # a small one may just have fitted in
-    assert steps_made(tmp_path) - before >= 0.25 * 2.0 / STEP_S
+    job.wait_until(lambda: steps_made(tmp_path) > before + 10, "steps beside a full server")
     assert (
         "nothing is decided until it can be written"
         in (job.folder / "logs" / "controller.log").read_text()
@@ -171,8 +171,8 @@ def test_a_partition_between_controller_and_agents_is_no_loss_of_nodes(
             before = steps_made(tmp_path)
             for node in cut:
                 sh("ip", "-n", lab.space(node), "route", "add", "blackhole", lab.gateway)
-            time.sleep(6.0)
-            assert steps_made(tmp_path) - before >= 0.25 * 6.0 / STEP_S
+            time.sleep(6.0)  # For longer than a node may be silent.
+            job.wait_until(lambda least=before + 15: steps_made(tmp_path) > least, "steps")
             for node in cut:
                 sh("ip", "-n", lab.space(node), "route", "del", "blackhole", lab.gateway)
             job.wait_until(lambda want=before + 30: job.state()["step"] > want, "catch-up")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.exact import SCRIPT, Start, check_equal, jobs_in, launch
+from tests.e2e.exact import SCRIPT, Start, check_equal, hold_at, jobs_in, launch
 from tests.e2e.harness import read_trail
+from tests.waiting import PATIENCE_S
 
 STEPS = 100
 
@@ -26,17 +27,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_part_may_die(start: Start, tmp_path: Path, reference: Path) -> None:
     """Controller, agent and nats-server die without a step lost; the keeper's death restarts."""
     (tmp_path / "reference").symlink_to(reference)
-    job = launch(start, tmp_path, "killed", 2, "--steps", str(STEPS), "--pace-s", "0.2")
+    trail = tmp_path / "killed"
+    job = launch(start, tmp_path, "killed", 2, "--steps", str(STEPS), "--pace-s", "0.1", until=30)
     job.wait_step(10)
-    for part in ("perdure controller", "perdure agent", "nats-server"):
+    for until, part in ((50, "perdure controller"), (70, "perdure agent"), (90, "nats-server")):
         old = job.kill(part)
         job.wait_until(
             lambda part=part, old=old: [p for p in job.find(part) if p.pid != old], f"a new {part}"
         )
+        hold_at(trail, until)
         job.wait_step(job.state()["step"] + 5)  # Seen by all three.
     job.kill("perdure keeper")
     job.wait_until(lambda: job.state()["restarts"] == 1, "another generation")
-    (tmp_path / "killed" / "hurry").touch()
+    (trail / "hurry").touch()
+    hold_at(trail, -1)
     assert job.wait() == 0, job.text()
     check_equal(tmp_path, STEPS, 2)
     rungs = [row["rung"] for row in job.report()["recoveries"]]
@@ -62,14 +66,19 @@ def test_checkpoint_by_signal_and_by_command_and_stop_then_resume(
     start: Start, tmp_path: Path, reference: Path
 ) -> None:
     (tmp_path / "reference").symlink_to(reference)
-    job = launch(start, tmp_path, "killed", 2, "--steps", str(STEPS), "--pace-s", "0.8", every=0)
+    trail = tmp_path / "killed"
+    words = ("--steps", str(STEPS), "--pace-s", "0.2")
+    job = launch(start, tmp_path, "killed", 2, *words, every=0, until=20)
     job.wait_step(2)
     job.process.send_signal(signal.SIGUSR1)
+    hold_at(trail, 40)
     job.wait_until(lambda: job.state().get("checkpoints"), "checkpoint")
     assert job.state()["checkpoints"][-1]["step"] >= 2
     assert "asked for by SIGUSR1" in job.cli("events", "killed").stdout
+    hold_at(trail, 60)
     saved = json.loads(job.cli("checkpoint", "killed", "--json").stdout)
     assert saved["step"] > job.state()["checkpoints"][0]["step"], saved
+    hold_at(trail, 80)
     job.cli("stop", "killed")
     assert job.wait() == 0, job.text()
     reached = json.loads(job.cli("status", "killed", "--json").stdout)
@@ -77,7 +86,8 @@ def test_checkpoint_by_signal_and_by_command_and_stop_then_resume(
     assert saved["step"] <= reached["step"] < STEPS
     assert job.report()["recoveries"] == []
     damaged = flip_a_bit_of_the_newest(job.folder / "checkpoints")
-    (tmp_path / "killed" / "hurry").touch()
+    (trail / "hurry").touch()
+    hold_at(trail, -1)
     again = start("killed", "-n", "2", "-c", str(tmp_path / "killed.toml"))
     assert again.wait() == 0, again.text()
     check_equal(tmp_path, STEPS, 2)
@@ -109,7 +119,7 @@ def test_alone_the_same_script_runs(tmp_path: Path) -> None:
     env |= {"MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, SCRIPT, "--trail", str(tmp_path / "trail"), "--steps", "5"],
-        env=env, capture_output=True, text=True, timeout=120,
+        env=env, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(read_trail(tmp_path / "trail")) == [(0, step) for step in range(5)]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from perdure.service.jobfiles import read_mirror
 from perdure.service.jobfolders import paths_of
 from perdure.telemetry.verdicts import list_verdicts
 from tests.e2e.harness import Job
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 SCRIPT = """
@@ -30,7 +30,8 @@ for step in run.steps(100000):
     optimizer.step()
     time.sleep(0.05)
     if run.rank == 1 and step == 30 and not Path("hung").exists():
-        Path("hung").touch()
+        Path("hung.new").write_text(str(time.monotonic()))
+        Path("hung.new").rename("hung")
         time.sleep(10_000)
 """
 
@@ -41,10 +42,13 @@ def hang(start: Callable[..., Job], folder: Path) -> tuple[Job, Callable[[], lis
     (folder / "job.toml").write_text("[checkpoint]\nevery_steps = 10\n")
     job = start("job", "-n", "2", "-c", str(folder / "job.toml"), str(folder / "train.py"))
 
+    job.wait_until((folder / "hung").exists, "the hang")
+    hung_s = float((folder / "hung").read_text())
+
     def find_hangs() -> list[str]:
         entries = list(read_mirror(paths_of(str(job.home / "state"), job.name)) or ())
         found = [v for v in list_verdicts(entries) if v.kind.endswith("Hang")]
-        return [str(v.culprit) for v in found]
+        return [str(v.culprit) for v in found if v.confirmed_s > hung_s]
 
     job.wait_until(find_hangs, "a verdict")
     assert job.state()["generation"] == 0, "it may be evaluating"
@@ -55,9 +59,7 @@ def test_how_long_a_hang_is_left_alone_is_set_while_it_lasts(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
     job, find_hangs = hang(start, tmp_path)
-    began_s = time.monotonic()
     told = json.loads(job.cli("set", "job", "detect.hang_action_s=3", "--json").stdout)
-    assert time.monotonic() - began_s < 20.0
     assert told["applied_at_step"] is None, "ranks that hang come to no step"
     job.wait_until(lambda: job.state()["generation"] == 1, "another generation")
     job.wait_step(45)
@@ -84,6 +86,6 @@ def test_a_stop_that_waits_for_a_rank_that_hangs_says_so(
     assert job.process.poll() is None
     job.cli("stop", "job", "--now")
     assert job.wait() == 1, job.text()
-    assert stop.wait(30) == 0
+    assert stop.wait(PATIENCE_S) == 0
     stop.stderr.close()
     assert find_hangs() == ["rank 1"]

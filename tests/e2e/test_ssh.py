@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.box import EXAMPLE, Laptop, make_boxes, needs_sshd
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.torch, needs_sshd]
 
@@ -34,9 +34,19 @@ def laptop(tmp_path: Path) -> Iterator[Laptop]:
         yield make()
 
 
+def hold_at_step_100(script: Path) -> None:
+    """Let the job live until its connection is cut: there it waits for a file in the box's home."""
+    text, loop = script.read_text(), "        optimizer.zero_grad"
+    assert text.count(loop) == 1
+    wait = "        while step == 100 and not os.path.exists(os.path.expanduser('~/go')):\n"
+    wait += "            __import__('time').sleep(0.05)\n"
+    script.write_text(text.replace(loop, wait + loop))
+
+
 def test_a_job_outlives_its_connection_and_its_box_is_given_back_last(laptop: Laptop) -> None:
     project = laptop.folder / "gpt"
     shutil.copytree(EXAMPLE, project, ignore=shutil.ignore_patterns("__pycache__"))
+    hold_at_step_100(project / "train.py")
     (project / "prepare.sh").write_bytes(b"#!/bin/sh\r\necho ready\r\n")
     (project / "prepare.sh").chmod(0o644)
     (laptop.folder / "job.toml").write_text(JOB)
@@ -50,8 +60,9 @@ def test_a_job_outlives_its_connection_and_its_box_is_given_back_last(laptop: La
     assert attached.stdout is not None
     lines = [attached.stdout.readline()]
     wait_until(laptop.box.cut, "a connection to cut")
+    (laptop.box.home / "go").touch()
     lines += attached.stdout  # Not by communicate(), which forgets what readline() has read ahead.
-    err = attached.communicate(timeout=120)[1]
+    err = attached.communicate(timeout=PATIENCE_S)[1]
     assert attached.returncode == 0, err
     steps = [int(line.split()[3]) for line in lines if " loss " in line]
     assert steps == list(range(0, 300, 50))
@@ -72,10 +83,10 @@ def test_a_job_outlives_its_connection_and_its_box_is_given_back_last(laptop: La
         told = page.stdout.readline()
         assert "urls" in told, told
         browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        with browser.open(json.loads(told)["urls"]["view"], timeout=30) as shown:
+        with browser.open(json.loads(told)["urls"]["view"], timeout=PATIENCE_S) as shown:
             assert "<title>gpt: done</title>" in shown.read().decode()
         page.send_signal(signal.SIGINT)
-        assert page.wait(30) == 0
+        assert page.wait(PATIENCE_S) == 0
     wait_until(
         lambda: not [p for p in laptop.box.find_processes() if "dash" in p.cmdline()],
         "the end of the page's server",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,33 +59,32 @@ def verdicts(job: Job, kind: str) -> list[Verdict]:
     return [verdict for verdict in list_verdicts(entries) if verdict.kind == kind]
 
 
-def test_a_stopped_keeper_is_named_and_replaced_unless_it_goes_on_in_time(
+def find_step(job: Job) -> int:
+    """Return the last step that rank 0 has made, by its own trail."""
+    lines = (job.home / "trail" / "rank-0.jsonl").read_text().splitlines(keepends=True)
+    return int(json.loads([line for line in lines if line.endswith("\n")][-1])["step"])
+
+
+def test_a_stopped_keeper_is_named_and_replaced(
     start: Start, tmp_path: Path, pause: Callable[[int], None]
 ) -> None:
     job = launch(start, tmp_path, "[detect]", "quiet_action_s = 8")
-    pid = job.pid_of("perdure keeper")
+    pid, paused = job.pid_of("perdure keeper"), find_step(job)
     pause(pid)
     job.wait_until(lambda: verdicts(job, "Unresponsive"), "a verdict on the keeper")
-    os.kill(pid, signal.SIGCONT)
-    job.wait_until(
-        lambda: "withdrawn" in verdicts(job, "Unresponsive")[0].evidence, "its withdrawal"
-    )
-    assert job.state()["restarts"] == 0
-    pause(pid)
-    job.wait_until(lambda: len(verdicts(job, "Unresponsive")) == 2, "another verdict on it")
-    before = job.state()["step"]
+    before = find_step(job)
     job.wait_until(lambda: job.state()["restarts"] == 1, "another generation")
     finish(job, job.state()["step"])
-    _, verdict = verdicts(job, "Unresponsive")
+    (verdict,) = verdicts(job, "Unresponsive")
     assert verdict.culprit.node == 0
     assert (verdict.evidence["pid"], verdict.evidence["proc_state"]) == (pid, "T")
     assert "stopped (state T)" in verdict.reason
     report = job.report()
     (recovery,) = report["recoveries"]
     assert recovery["rung"] == "restart"
-    assert recovery["at_step"] >= before + 10, "its ranks trained on meanwhile"
-    assert 0 < recovery["lost_steps"] < 20 * 12, recovery
-    assert recovery["at_step"] - recovery["lost_steps"] >= 20, "no checkpoint was taken before"
+    assert recovery["at_step"] > before + 1, "its ranks trained on meanwhile"
+    resumed = recovery["at_step"] - recovery["lost_steps"]
+    assert paused <= resumed < recovery["at_step"], "no checkpoint was taken at the verdict"
     assert any("stopped (state T)" in v.reason for v in verdicts(job, "Crash"))
 
 
@@ -100,16 +100,23 @@ def test_a_rank_that_dies_under_a_stopped_keeper_is_not_waited_for(
     finish(job, job.state()["step"])
 
 
-@pytest.mark.serial
 def test_each_stopped_part_is_replaced_and_training_goes_on(
     start: Start, tmp_path: Path, pause: Callable[[int], None]
 ) -> None:
+    """All but a keeper that goes on in time: it is named, and the verdict is withdrawn."""
     job = launch(start, tmp_path)
+    keeper = job.pid_of("perdure keeper")
+    pause(keeper)
+    job.wait_until(lambda: verdicts(job, "Unresponsive"), "a verdict on the keeper")
+    os.kill(keeper, signal.SIGCONT)
+    job.wait_until(
+        lambda: "withdrawn" in verdicts(job, "Unresponsive")[0].evidence, "its withdrawal"
+    )
     journal = job.folder / "journal.jsonl"
 
     def wait_replaced(title: str, old: int, lost: int) -> None:
-        said = f"(pid {old}) died: stopped (state T) for 3 s"
-        job.wait_until(lambda: said in job.text(), "word of it")
+        said = rf"\(pid {old}\) died: stopped \(state T\) for \d+ s"
+        job.wait_until(lambda: re.search(said, job.text()), "word of it")
         job.wait_until(lambda: [p for p in job.find(title) if p.pid != old], f"a new {title}")
         job.wait_until(lambda: journal.read_text().count('"ControllerLost"') == lost, "its entry")
         job.wait_step(job.state()["step"] + 10)
@@ -118,8 +125,9 @@ def test_each_stopped_part_is_replaced_and_training_goes_on(
         old = job.pid_of(title)
         pause(old)
         wait_replaced(title, old, lost)
+    assert job.state()["restarts"] == 0
     finish(job, job.state()["step"])
     report = job.report()
     assert [row["rung"] for row in report["recoveries"]] == ["none"] * 3
     assert all("stopped (state T)" in row["cause"] for row in report["recoveries"])
-    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.02, report["ledger"]
+    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.1, report["ledger"]

@@ -21,6 +21,8 @@ stage, peer = rank // 2, (rank + 2) % 4
 
 def stall(step: int, *, sent: bool) -> None:
     """Compute for ever, if it is this rank's turn."""
+    if (step, rank, sent) == (STEP, stalls, after_send):
+        print("stalls at", time.monotonic(), flush=True)
     while step == STEP and rank == stalls and sent == after_send:
         torch.randn(64, 64) @ torch.randn(64, 64)
 

@@ -10,12 +10,10 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 second = dist.new_group(list(range(dist.get_world_size())))
 data = torch.ones(1_000_000)
-end_s = time.monotonic() + 90.0
 while True:
     dist.all_reduce(data)
     dist.all_reduce(data[:250_000], group=second)
-    over = os.path.exists(sys.argv[1]) or time.monotonic() > end_s
-    stop = torch.tensor([float(over)])
+    stop = torch.tensor([float(os.path.exists(sys.argv[1]))])
     dist.all_reduce(stop, op=dist.ReduceOp.MAX)
     if stop.item():
         break
