@@ -4,6 +4,7 @@ What a real job's agents send is recorded from its bus, and compared field by fi
 """
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ from bench.healthy.noise import Lognormal
 from bench.healthy.record import list_fields, list_step_times, record_beats
 from bench.healthy.training import Shape, World
 from bench.healthy.workloads import Ddp
+
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = """
@@ -54,6 +57,7 @@ LEFT_OUT = {
     "ranks.stages.other_s": "less than a millisecond, but where a workload does something else",
     "ranks.proc.blocked": "of workloads that wait for a disk",
     "ranks.account.restored_s": "start-up is over",
+    "ranks.num_steps": "for people",
     "ranks.busy_phase": "the first optimizer's step imports what compiles, of a busy machine seen",
     "ranks.account.marks": "no checkpoints here",
     "ranks.account.boundary_s": "sub-millisecond accounts of perdure's own",
@@ -61,10 +65,6 @@ LEFT_OUT = {
     "ranks.account.overhead_s": "likewise",
 }
 """Field -> why no simulated heartbeat has it."""
-
-
-READ_S = 0.5
-"""A heartbeat is stamped before its rings are read, which takes a while on a busy machine."""
 
 
 def simulate(seconds: float, *, declared: bool):
@@ -117,12 +117,24 @@ def test_a_declared_phase_and_a_pause_begin_and_end_with_a_beat(kind, field):
     assert after.heartbeat_s == pytest.approx(1030.0, abs=0.3)
 
 
-def check_rules(beats):
+def find_ends(beats):
+    """Return for each heartbeat when its rings were read at the latest.
+
+    It is stamped before they are read, and its node's next one after that.
+    """
+    ends, next_s = [], {}
+    for beat in reversed(beats):
+        ends.append(next_s.get(beat.node, math.inf))
+        next_s[beat.node] = beat.sent_s
+    return ends[::-1]
+
+
+def check_rules(beats, *, exactly=True):
     """Check what holds of every heartbeat of a real job in training."""
     last: dict[tuple[int, str], int] = {}
-    for beat in beats:
+    for beat, read_s in zip(beats, find_ends(beats), strict=True):
         for progress in beat.ranks:
-            assert progress.heartbeat_s <= beat.sent_s + READ_S
+            assert progress.heartbeat_s <= read_s
             for comm in progress.comms:
                 key = progress.rank, comm.name
                 assert last.get(key, 0) <= comm.started_seq
@@ -130,10 +142,11 @@ def check_rules(beats):
                 last[key] = comm.started_seq
             for span in progress.spans:
                 assert span.comm < len(progress.comms)
-                assert 0.0 < span.start_s <= beat.sent_s + READ_S
-                assert span.end_s <= beat.sent_s + READ_S
-                # A wait may begin before its collective does, by a hair.
-                assert span.wait_s <= max(span.end_s - span.start_s, 0.0) + 0.02
+                assert 0.0 < span.start_s <= read_s
+                assert span.end_s <= read_s
+                # A wait may begin before its collective does, by a hair, and end after it.
+                until_s = span.end_s if exactly else read_s
+                assert span.wait_s <= max(until_s - span.start_s, 0.0) + 0.02
             for s in progress.stages:
                 parts = s.data_s + s.forward_s + s.backward_s + s.optimizer_s
                 whole = s.end_s - s.begin_s
@@ -141,8 +154,14 @@ def check_rules(beats):
     assert last
 
 
+def is_enough(beats, *, declared):
+    """Return whether all fields were seen, and more than 20 steps of each rank."""
+    times = list_step_times(beats)
+    steps = len(times) == 2 and all(len(each) > 20 for each in times.values())
+    return steps and not real_fields(declared=declared) - list_fields(beats)
+
+
 @pytest.mark.long
-@pytest.mark.serial
 @pytest.mark.torch
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_real_job_sends_what_the_simulated_ones_do(tmp_path, declared):
@@ -155,14 +174,14 @@ def test_a_real_job_sends_what_the_simulated_ones_do(tmp_path, declared):
             env=env, stdout=out, stderr=out, cwd=ROOT,
         )  # fmt: skip
         try:
-            beats = asyncio.run(record_beats(str(tmp_path), "job", 45.0, os.getuid()))
+            beats = []
+            while not is_enough(beats, declared=declared):
+                beats += asyncio.run(record_beats(str(tmp_path), "job", 15.0, os.getuid()))
         finally:
             job.send_signal(signal.SIGINT)
-            job.wait(60)
+            job.wait(PATIENCE_S)
     real = list_fields(beats)
-    assert sorted(real_fields(declared=declared) - real) == []
     more = real - real_fields(declared=declared)
     assert not [name for name in more if not any(name.startswith(each) for each in LEFT_OUT)]
     trained = [b for b in beats if b.ranks and all(p.stages for p in b.ranks)]
-    check_rules(trained)
-    assert all(len(times) > 20 for times in list_step_times(beats).values())
+    check_rules(trained, exactly=False)
