@@ -22,7 +22,6 @@ class Job:
 
     def __init__(self, home: Path, name: str, *options: str, timeout_s: float = PATIENCE_S) -> None:
         self.home, self.name, self.timeout_s = home, name, timeout_s
-        self.deadline = time.monotonic() + timeout_s
         self.output = home / f"{name}.out"
         self.env = dict(os.environ, PERDURE_HOME=str(home / "state"), COLUMNS="120")
         with open(self.output, "ab") as out:

@@ -26,7 +26,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.serial
 def test_three_servers_whose_disk_was_full_keep_the_journal_again(
     disk: Path, start: Callable[..., Job], tmp_path: Path
 ) -> None:
