@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUN = [sys.executable, str(ROOT / "bench" / "run_all.py")]
 CONFIGS = [{"D": n, "P": 1, "samples_per_s": float(n)} for n in (1, 2)]
@@ -13,7 +15,7 @@ CONFIGS = [{"D": n, "P": 1, "samples_per_s": float(n)} for n in (1, 2)]
 def call(*words: str) -> str:
     """Return what it says."""
     done = subprocess.run(
-        [*RUN, *words], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+        [*RUN, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=True, cwd=ROOT
     )
     return done.stdout
 

@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from bench.sweep import MARK
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARENT = """
@@ -56,6 +55,17 @@ def find_family(pid: int) -> list[psutil.Process]:
     return found
 
 
+def find_sweepers(pid: int) -> list[psutil.Process]:
+    """Return the process that waits for the end of `pid`, and sleeps after each look at it."""
+    found = psutil.process_iter(["cmdline"])
+    return [
+        one
+        for one in found
+        if any(word.endswith("sweep.py") for word in one.info["cmdline"] or ())
+        and str(pid) in one.info["cmdline"]
+    ]
+
+
 @pytest.mark.parametrize(
     ("run", "number"),
     [
@@ -69,11 +79,14 @@ def find_family(pid: int) -> list[psutil.Process]:
 def test_nothing_outlives_a_run_that_is_ended_early(
     run: "subprocess.Popen[bytes]", number: signal.Signals
 ) -> None:
-    wait_until(lambda: run.poll() is not None or len(find_family(run.pid)) > 1, "family", 60.0)
+    wait_until(lambda: run.poll() is not None or len(find_family(run.pid)) > 1, "family")
     assert run.poll() is None
     family = psutil.Process(run.pid).children(recursive=True)
-    time.sleep(2.5)  # Who has emptied his environment must have been seen before.
+    # Who has emptied his environment must have been seen before.
+    (sweeper,) = find_sweepers(run.pid)
+    looks = sweeper.num_ctx_switches().voluntary
+    wait_until(lambda: sweeper.num_ctx_switches().voluntary >= looks + 2, "look by the sweeper")
     run.send_signal(number)
-    run.wait(10)
-    _, alive = psutil.wait_procs(family, timeout=10)
+    run.wait(PATIENCE_S)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == []

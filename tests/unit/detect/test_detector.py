@@ -19,9 +19,7 @@ from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import (
     BusyPhase,
     NodeBeat,
-    ProcSample,
     RankAccount,
-    RankProgress,
 )
 
 
@@ -431,27 +429,6 @@ def test_stepping_carries_the_latest_stamps(make_world):
     assert stepping.at_s == stepping.stamps["first_step"] == world.first_step_s
     kinds = [type(event) for _, event in world.events]
     assert kinds.index(ProgressNoted) < kinds.index(GenerationStepping)
-
-
-def test_ten_thousand_ranks_at_1_hz_take_less_than_a_core():
-    import time
-
-    spec = JobSpec(script="x.py", nproc=8, nodes=1250)
-    detector = Detector(spec)
-
-    def rank_at(rank, now, step):
-        account = RankAccount(step=step, init_s=1.0, first_step_s=1.0, last_step_s=now)
-        return RankProgress(rank, rank, "step", 1.0, now, account, (), ProcSample("R", now, 0))
-
-    beats = [
-        NodeBeat(n, "a", s, 10.0 + s, 0, tuple(rank_at(r, 10.0 + s, s) for r in spec.ranks_of(n)))
-        for s in range(4)
-        for n in range(1250)
-    ]
-    before = time.process_time()
-    for beat in beats:
-        detector.take_beat(beat.sent_s, beat)
-    assert time.process_time() - before < 4.0
 
 
 def test_a_verdict_survives_the_journal(make_world):

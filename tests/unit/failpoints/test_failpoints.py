@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure import failpoints
 from perdure.failpoints import FOLDER, SWITCH, failpoint, switch
@@ -60,7 +61,7 @@ def test_a_command_refuses_a_variable_that_it_cannot_read() -> None:
         env=os.environ | {SWITCH: "nowhere=crash"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"perdure: error: {SWITCH}: there is no failpoint `nowhere`\n")
@@ -138,7 +139,7 @@ def test_times_are_counted_over_all_processes_of_a_folder(tmp_path: Path) -> Non
     env = os.environ | {SWITCH: "journal/appended=crash,nth=2", FOLDER: str(tmp_path)}
     command = [sys.executable, "-c", program]
     first, second = (
-        subprocess.run(command, env=env, capture_output=True, timeout=60) for _ in range(2)
+        subprocess.run(command, env=env, capture_output=True, timeout=PATIENCE_S) for _ in range(2)
     )
     assert (first.returncode, first.stdout) == (-signal.SIGKILL, b"")
     assert (second.returncode, second.stdout) == (0, b"lives\n")

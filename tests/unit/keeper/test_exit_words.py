@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.keeper.test_keeper_exits import make_evidence, make_record
+from tests.waiting import PATIENCE_S
 
 from perdure.model.failures import ExitRecord, explain_exit
 
@@ -37,7 +38,7 @@ def run_rank(program: str, script: str, folder: Path) -> tuple[ExitRecord, str]:
     evidence = make_evidence(folder)
     command = [sys.executable, "-c", program, str(path), evidence.traceback_file]
     with open(evidence.stderr, "wb") as stderr:
-        done = subprocess.run(command, stderr=stderr, timeout=60, check=False)
+        done = subprocess.run(command, stderr=stderr, timeout=PATIENCE_S, check=False)
     return make_record(evidence, done.returncode << 8), Path(evidence.stderr).read_text()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.keeper.json_lines import LineSocket
 from perdure.model.bus.wire import (
@@ -61,9 +62,9 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as keeper:
         theirs.close()
         try:
-            assert select.select([ours], [], [], 60)[0], "no keeper"
+            assert select.select([ours], [], [], PATIENCE_S)[0], "no keeper"
             yield keeper.pid, ours
-            assert keeper.wait(60) == 0
+            assert keeper.wait(PATIENCE_S) == 0
         finally:
             keeper.kill()
 
@@ -76,8 +77,8 @@ def connect(home: Path) -> LineSocket:
 
 
 def wait_for(agent: LineSocket, kind: type[T]) -> T:
-    """Return the next answer of this kind; each within 20 s."""
-    while select.select([agent.sock], [], [], 20)[0] and not agent.closed:
+    """Return the next answer of this kind."""
+    while select.select([agent.sock], [], [], PATIENCE_S)[0] and not agent.closed:
         for message in agent.read(FromKeeper):
             if isinstance(message, kind):
                 return message
@@ -112,7 +113,7 @@ def test_an_order_larger_than_a_socket_takes_arrives_whole(
 ) -> None:
     """T3: such as one with a large environment for each rank."""
     line = image[1]
-    line.settimeout(20)
+    line.settimeout(PATIENCE_S)
     with line.makefile("rb") as lines:
         assert len(lines.readline()) > 1_000_000
     agent = connect(tmp_path)
@@ -124,7 +125,7 @@ def make_order(rank: int, folder: Path, *, beside: bool = False) -> KeeperSpawn:
     """Return an order to start a rank that sleeps, and has all its files in `folder`."""
     out, err, ring = (str(folder / f"{rank}.{name}") for name in ("out", "err", "ring"))
     return KeeperSpawn(
-        1, (RankLaunch(rank, {}, out, err, ring),), "/bin/sleep", ("60",),
+        1, (RankLaunch(rank, {}, out, err, ring),), "/bin/sleep", ("3600",),
         module=False, no_python=True, cwd="/", cold=True, beside=beside,
     )  # fmt: skip
 
@@ -173,7 +174,7 @@ def test_ranks_for_which_there_is_no_process_are_started_once_there_is_one(
         agent.send(KeeperExit())
         agent.close()
         keeper = os.pidfd_open(image[0])
-        assert select.select([keeper], [], [], 20)[0]
+        assert select.select([keeper], [], [], PATIENCE_S)[0]
         os.close(keeper)
     finally:
         for pid in (group / "cgroup.procs").read_text().split():

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE_S
+
 from perdure.keeper.execution import INJECT
 
 SHOW = """
@@ -29,7 +31,7 @@ def show(folder: Path, *options: str) -> Any:
     env |= {"PYTHONPATH": f"{INJECT}{os.pathsep}{folder}", "PERDURE_ATTACH": "1"}
     env["PERDURE_TRACEBACK"] = str(folder / "traceback")
     command = [sys.executable, *options, str(script), "child"]
-    return json.loads(subprocess.check_output(command, env=env, timeout=60))
+    return json.loads(subprocess.check_output(command, env=env, timeout=PATIENCE_S))
 
 
 def test_chains_the_users_own(tmp_path: Path) -> None:
@@ -53,8 +55,10 @@ def test_traceback_is_kept_and_shown_unchanged(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": INJECT, "PERDURE_ATTACH": "1"}
     env["PERDURE_TRACEBACK"] = str(tmp_path / "traceback")
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    plain = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (1, plain.stderr)
     kept = json.loads((tmp_path / "traceback").read_text())
     assert kept == {"error": "ValueError: bad lr", "traceback": plain.stderr}

@@ -4,7 +4,7 @@ import contextlib
 import os
 import subprocess
 
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.adapters.host import (
     Process,
@@ -67,7 +67,7 @@ def test_a_program_name_may_hold_brackets() -> None:
 
 def test_the_table_has_who_lives_and_nobody_else() -> None:
     gone = subprocess.Popen(["true"])
-    gone.wait(10.0)
+    gone.wait(PATIENCE_S)
     assert scan_processes()[os.getpid()] == read_process(os.getpid())
     assert read_process(gone.pid) is None
 
@@ -84,7 +84,7 @@ def test_strays_of_an_earlier_keeper() -> None:
     with contextlib.ExitStack() as stack:
         processes = []
         for text in environs:
-            words = ["env", "-i", home, *text.split(), "sleep", "60"]
+            words = ["env", "-i", home, *text.split(), "sleep", "3600"]
             processes.append(stack.enter_context(subprocess.Popen(words)))
             stack.callback(processes[-1].kill)
         home = {"PERDURE_HOME": marks["PERDURE_HOME"]}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.keeper import execution as launch
 from perdure.keeper.image import zygote_environ
@@ -54,7 +55,7 @@ def test_path_of_the_image(tmp_path: Path, safe: str) -> None:
     env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": safe}
     pid, ours = launch.start_image("j", 0, env)
     with ours:
-        ours.settimeout(20)
+        ours.settimeout(PATIENCE_S)
         assert ours.recv(1000).decode() == str(tmp_path)
     os.waitpid(pid, 0)
 
@@ -73,7 +74,7 @@ def test_who_asks_the_image_for_gpus_makes_no_context(
     (package / "zygote.py").write_text(f"import os\ndef main(j, n, fd): os.write(fd, {told})\n")
     pid, ours = launch.start_image("j", 0, {"PYTHONPATH": str(tmp_path), **own})
     with ours:
-        ours.settimeout(20)
+        ours.settimeout(PATIENCE_S)
         assert ours.recv(1000).decode() == seen
     os.waitpid(pid, 0)
 
@@ -119,4 +120,7 @@ def test_lines() -> None:
 
 def test_keeper_needs_no_torch() -> None:
     program = "import sys, perdure.keeper.keeper; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, check=False).returncode
+        == 0
+    )

@@ -337,6 +337,7 @@ def test_what_is_excluded_as_rsync_reads_it_does_not_go_along(tmp_path: Path) ->
 FAKE = """\
 #!/bin/sh
 trap 'mkdir -p "$PERDURE_HOME/jobs/gpt"; cp state.json "$PERDURE_HOME/jobs/gpt/"; exit 0' TERM
+mkdir -p "$PERDURE_HOME"; : > "$PERDURE_HOME/ready"
 while :; do sleep 0.05; done
 """
 STOPPED = Snapshot(
@@ -359,18 +360,33 @@ def test_a_sitting_warns_itself_before_the_ceiling(
     python.chmod(0o755)
     settings = {
         "job": "gpt", "durable": str(durable), "data": str(data), "outputs": ["plots"],
-        "began_s": time.time() - 98.0, "session_max_s": 200.0, "stop_before_s": 100,
+        "began_s": time.time() - 1000.0, "session_max_s": 5000.0, "stop_before_s": 400,
         "sessions_max": 9,
     }  # fmt: skip
     (tmp_path / "session.json").write_text(json.dumps(settings))
     monkeypatch.setenv("PERDURE_HOME", str(home))
-    script = (
-        "import sys; from perdure.launch.notebook.runner import main;"
-        f"sys.executable = {str(python)!r}; sys.exit(main({str(tmp_path / 'session.json')!r}))"
-    )
+    # The alarm rings once the job hears signals; how long it was set for is printed.
+    script = f"""
+import os, signal, sys, threading, time
+from perdure.launch.notebook.runner import main
+
+def ring():
+    while not os.path.exists({str(home / "ready")!r}):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGALRM)
+
+def set_alarm(which, left_s):
+    print("alarm in", left_s, flush=True)
+    threading.Thread(target=ring, daemon=True).start()
+
+signal.setitimer = set_alarm
+sys.executable = {str(python)!r}
+sys.exit(main({str(tmp_path / "session.json")!r}))
+"""
     assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S).returncode == 0
     told = capfd.readouterr().out
     assert "the session's ceiling is near: stops at an agreed step" in told
+    assert 3000.0 < float(told.partition("alarm in ")[2].split()[0]) <= 3600.0
     status = json.loads((durable / "status.json").read_text())
     assert (status["state"], status["next"], status["checkpoint"]) == ("stopped", "requeue", 40)
     kept = durable / "session-1"
