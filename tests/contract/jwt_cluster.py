@@ -19,6 +19,7 @@ import nkeys
 from perdure.adapters.nats import NatsServer, make_certificate
 from perdure.adapters.nats.server import find_binary
 from perdure.model.bus.access import ROLES, Access, build_access
+from tests.waiting import wait_until
 
 _CREDS = """\
 -----BEGIN NATS USER JWT-----
@@ -128,11 +129,12 @@ class JwtCluster:
                 [find_binary(), "-c", str(config)], stdout=log, stderr=log
             )
         files = NatsServer(folder=str(self.folder), token="")
-        deadline = time.monotonic() + 20
-        while not files.poll_ready():
-            assert time.monotonic() < deadline, self.log.read_text()
+
+        def is_ready() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.02)
+            return bool(files.poll_ready())
+
+        wait_until(is_ready, "server")
         self.port = files.port
 
     def kill(self) -> None:

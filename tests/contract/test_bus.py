@@ -38,7 +38,7 @@ class Server:
         path.write_text(path.read_text().replace(str(8 << 20), str(payload_max)))
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        self.files.wait_ready()
+        self.files.wait_ready(timeout_s=PATIENCE_S)
         self._let_go()
         return Endpoint(url=self.files.url, token="s3cr3t", clock_offset_s=0.0)
 
@@ -63,6 +63,8 @@ class Server:
     def _hold(self) -> None:
         """Take the port without listening: the server may have it back, and nobody else."""
         self._let_go()
+        if self.files.port <= 0:
+            return  # It has never been ready.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind(("127.0.0.1", self.files.port))

@@ -47,7 +47,7 @@ async def ask_and_end(tmp_path: Path, answer: AnswerCommand | None) -> CommandRe
     with open(tmp_path / "nats.log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        server.wait_ready()
+        server.wait_ready(timeout_s=PATIENCE_S)
         endpoint = Endpoint(url=server.url, token="s3cr3t", clock_offset_s=0.0)
         Path(paths.root).mkdir(parents=True)
         Path(paths.endpoint).write_bytes(encode(endpoint))

@@ -44,7 +44,7 @@ class Cluster:
                 command = server.command()
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
         for server in self.servers:
-            server.wait_ready()
+            server.wait_ready(timeout_s=PATIENCE_S)
 
     def find_blocks(self, node: int) -> list[Path]:
         found = Path(self.servers[node].folder).rglob("*.blk")

@@ -89,7 +89,7 @@ class Site:
     def start(self) -> None:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(self.server.command(), stdout=log, stderr=log)
-        self.server.wait_ready()
+        self.server.wait_ready(timeout_s=PATIENCE_S)
         write_credentials(SPEC, self.paths, [self.server], url=self.server.url, clock_offset_s=0)
 
     def kill(self) -> None:
@@ -405,7 +405,7 @@ async def test_an_agent_is_no_operator_and_no_other_node(
         assert told == b'{"seqs":{"a1-evil":%d}}' % (seq + 2), "what is its own is taken"
         his = NodeRegistered(node=0, incarnation="a0-1", host="h", boot_id="b", slots=1)
         told = await honest.request(
-            subject_events(JOB, 0), render_events("a0-1", 0, his), timeout_s=5
+            subject_events(JOB, 0), render_events("a0-1", 0, his), timeout_s=PATIENCE_S
         )
         assert told == b'{"seqs":{"a0-1":1}}', "nobody else has used its numbers"
         assert (
