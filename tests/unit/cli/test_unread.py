@@ -34,7 +34,7 @@ class Pipe:
         """Read until the text ends with `until`."""
         data = b""
         while not data.decode().endswith(until):
-            assert select.select([self.reader], [], [], 10.0)[0], data[-500:]
+            assert select.select([self.reader], [], [], PATIENCE_S)[0], data[-500:]
             data += os.read(self.reader, 1 << 16)
         return data.decode()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.unit.launch.test_kubernetes import IMAGE
+from tests.waiting import PATIENCE_S
 
 from perdure.adapters.notices import kubernetes
 from perdure.cli.app import run_command
@@ -128,7 +129,7 @@ def test_kustomize_builds_it(home: Path, shape: str) -> None:
     render("--kustomize", "base")
     for folder in ("base", "base/volume"):
         done = subprocess.run(
-            ["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60
+            ["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert done.returncode == 0, done.stderr
         built = list(yaml.safe_load_all(done.stdout))

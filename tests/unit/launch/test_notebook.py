@@ -1,6 +1,7 @@
 """A rendered notebook: its cells are run as they are, in folders that stand for a service's."""
 
 import ast
+import functools
 import inspect
 import io
 import json
@@ -10,6 +11,7 @@ import sys
 import time
 import types
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,14 @@ BAD = "import sys; sys.exit('torch 2.13.0 sees no GPU: this session runs on the 
 def profile(name: str, **changes: Any) -> Profile:
     found = load_profile(name, "/nowhere").profile
     return structs.replace(found, notebook=structs.replace(found.notebook, **changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_wheel() -> Iterator[None]:
+    """To store the wheel takes seconds, and it is the same for every notebook."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "_store_wheel", functools.cache(cells._store_wheel))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def signal_amid_a_line(process: "subprocess.Popen[str]") -> None:
     """
     assert process.stdout is not None
     assert process.stderr is not None
-    assert select.select([process.stdout], [], [], 60)[0]
+    assert select.select([process.stdout], [], [], PATIENCE_S)[0]
     process.send_signal(signal.SIGALRM)
     assert os.read(process.stderr.fileno(), 1) == b"."
 
