@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from perdure.model.bus.lighthouse import ENDED_KEPT
+from tests.waiting import PATIENCE_S
 
 torchft = pytest.importorskip("torchft.coordination")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -25,6 +26,8 @@ class Group:
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url, self.step = name, url, 0
         self.errors: list[str] = []
+        self.calls: list[tuple[float, float]] = [(0.0, 0.0)]
+        """When each was begun and answered."""
         self.over = threading.Event()
         self.threads = [threading.Thread(target=run) for run in (self._ask, self._beat)]
         for thread in self.threads:
@@ -38,6 +41,7 @@ class Group:
         while not self.over.is_set():
             try:
                 client = client or self._client()
+                asked_s = time.time()
                 # Nobody listens at the address that it names as its manager's.
                 client.quorum(
                     self.name,
@@ -47,6 +51,7 @@ class Group:
                     step=self.step,
                     world_size=1,
                 )
+                self.calls.append((asked_s, time.time()))
                 self.step += 1
             except Exception as error:
                 self.errors.append(str(error))
@@ -58,14 +63,16 @@ class Group:
         while not self.over.wait(0.1):
             try:
                 client = client or self._client()
+                asked_s = time.time()
                 client.heartbeat(self.name)
+                self.calls.append((asked_s, time.time()))
             except Exception:
                 client = None
 
     def end(self) -> None:
         self.over.set()
         for thread in self.threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
 
 
 class Background:
@@ -79,7 +86,7 @@ class Background:
     def cli(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "perdure", *words],
-            env=self.env, cwd=self.home, capture_output=True, text=True, timeout=60,
+            env=self.env, cwd=self.home, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.returncode == code, done
         return done
@@ -100,10 +107,10 @@ class Background:
         family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
         for process in family:
             process.kill()
-        psutil.wait_procs(family, 10)
+        psutil.wait_procs(family, PATIENCE_S)
 
     def wait(self, what: str, seen: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + PATIENCE_S
         while not seen():
             assert time.monotonic() < deadline, f"no {what}; {self.states()}"
             time.sleep(0.1)
@@ -125,7 +132,6 @@ def background(tmp_path: Path) -> Iterator[Background]:
         group.end()
 
 
-@pytest.mark.timeout(120)
 def test_in_the_background_an_evicted_group_that_lives_is_told_what_is_to_be_done(
     background: Background,
 ) -> None:
@@ -143,7 +149,6 @@ def test_in_the_background_an_evicted_group_that_lives_is_told_what_is_to_be_don
     background.wait("end", lambda: not psutil.pid_exists(background.pid))
 
 
-@pytest.mark.timeout(120)
 def test_a_group_that_is_back_at_once_was_lost_and_one_with_its_name_is_another(
     background: Background,
 ) -> None:
@@ -151,7 +156,6 @@ def test_a_group_that_is_back_at_once_was_lost_and_one_with_its_name_is_another(
     first = background.start("a_0:x")
     background.wait("step", lambda: first.step > 3)
     first.end()
-    ended = time.time()
     again = background.start("a_0:y")
     background.wait("step of its next life", lambda: again.step > 3)
     alike = background.start("a_0:z")
@@ -161,14 +165,14 @@ def test_a_group_that_is_back_at_once_was_lost_and_one_with_its_name_is_another(
     (lost,) = report["recoveries"]
     assert (lost["culprit"], lost["rung"]) == ("group 0, a_0:x", "restart")
     assert "its group was started again" in lost["cause"]
-    assert abs(lost["at_s"] - ended) < 1.0
+    asked_s, answered_s = map(max, zip(*first.calls, strict=True))
+    assert asked_s <= lost["at_s"] <= answered_s, "when it was heard last"
     assert lost["total_s"] >= lost["detect_s"] >= 1.0, "until then it might have been heard"
     assert report["ledger"]["reconfiguration.detect"]["s"] == pytest.approx(lost["detect_s"])
     background.cli("stop", "kept")
     background.wait("end", lambda: not psutil.pid_exists(background.pid))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.long
 def test_of_many_groups_that_have_ended_the_last_few_are_shown(background: Background) -> None:
     background.serve()
@@ -195,7 +199,6 @@ def test_of_many_groups_that_have_ended_the_last_few_are_shown(background: Backg
     background.wait("end", lambda: not psutil.pid_exists(background.pid))
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.long
 def test_holds_outlive_a_serve_that_was_killed(background: Background) -> None:
     background.serve()

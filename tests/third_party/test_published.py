@@ -22,7 +22,7 @@ from tests.third_party.test_third_party import start  # noqa: F401  (a fixture)
 PATCHES = Path(__file__).resolve().parent / "patches"
 EXAMPLES, TORCHFT = os.environ.get("PERDURE_EXAMPLES", ""), os.environ.get("PERDURE_TORCHFT", "")
 DILOCO = Path(__file__).resolve().parent / "scripts" / "published_diloco.py"
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 needs_examples = pytest.mark.skipif(
     not EXAMPLES, reason="PERDURE_EXAMPLES names no checkout of pytorch/examples"
 )
@@ -70,7 +70,6 @@ def test_the_ddp_tutorial_resumes_from_its_snapshot(
 
 
 @pytest.mark.skipif(not TORCHFT, reason="PERDURE_TORCHFT names no checkout of pytorch/torchft")
-@pytest.mark.timeout(300)
 def test_torchfts_diloco_loses_a_group_and_all_outer_states_are_equal(
     start: Callable[..., Job],  # noqa: F811
     tmp_path: Path,
@@ -80,7 +79,6 @@ def test_torchfts_diloco_loses_a_group_and_all_outer_states_are_equal(
     words = ("--torchft", "--replicas", "3", "-n", "1")
     example = str(Path(TORCHFT) / "train_diloco.py")
     job = start("diloco", *words, str(DILOCO), example, str(log), "0.05")
-    job.deadline += 100
 
     def rows(group: int) -> list[dict[str, Any]]:
         path = log / f"group-{group}.jsonl"

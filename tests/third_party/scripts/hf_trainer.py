@@ -1,6 +1,7 @@
 """Hugging Face Trainer on a tiny random model: resumes by itself from its newest checkpoint."""
 
 import argparse
+import os
 import time
 
 import torch
@@ -27,11 +28,13 @@ class Tokens(torch.utils.data.Dataset):
 class Say(TrainerCallback):
     """One line a step, so that a test can see where it is; and a pace."""
 
-    def __init__(self, pace_s: float) -> None:
-        self.pace_s = pace_s
+    def __init__(self, pace_s: float, hold_at: int) -> None:
+        self.pace_s, self.hold_at = pace_s, hold_at
 
     def on_step_end(self, args, state, control, **_):
         time.sleep(self.pace_s)
+        while state.global_step == self.hold_at and not os.path.exists(f"{args.output_dir}/go"):
+            time.sleep(0.05)
         if state.is_world_process_zero:
             print(f"step {state.global_step}", flush=True)
 
@@ -41,6 +44,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--hold-at", type=int, default=-1, help="a step that waits for `go`")
     args = parser.parse_args()
     set_seed(1)
     model = GPT2LMHeadModel(
@@ -59,7 +63,10 @@ def main() -> None:
         ddp_backend="gloo",
     )
     trainer = Trainer(
-        model=model, args=training, train_dataset=Tokens(), callbacks=[Say(args.pace_s)]
+        model=model,
+        args=training,
+        train_dataset=Tokens(),
+        callbacks=[Say(args.pace_s, args.hold_at)],
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out))
     if trainer.is_world_process_zero():

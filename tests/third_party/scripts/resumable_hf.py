@@ -24,8 +24,9 @@ class Tokens(torch.utils.data.Dataset):
 class Trailing(Trainer):
     """Writes down loss and samples of each step that this rank makes."""
 
-    def __init__(self, trail: Path, pace_s: float, **options) -> None:
+    def __init__(self, trail: Path, pace_s: float, hold_at: int, **options) -> None:
         super().__init__(**options)
+        self.hold_at, self.go = hold_at, trail / "go"
         self.trail = trail / f"rank-{self.args.process_index}.jsonl"
         self.pace_s = pace_s
 
@@ -35,6 +36,8 @@ class Trailing(Trainer):
             return super().compute_loss(model, inputs, *args, **options)
         loss = super().compute_loss(model, inputs, *args, **options)
         time.sleep(self.pace_s)
+        while self.state.global_step == self.hold_at and not self.go.exists():
+            time.sleep(0.05)
         row = {"rank": self.args.process_index, "step": self.state.global_step}
         with open(self.trail, "a") as file:
             print(json.dumps({**row, "loss": loss.item().hex(), "indices": samples}), file=file)
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--trail", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--hold-at", type=int, default=-1, help="a step that waits for `go`")
     parser.add_argument("--evaluate-s", type=float, default=0.0, help="rank 0, every 8 steps")
     args = parser.parse_args()
     set_seed(1)
@@ -68,11 +72,16 @@ def main() -> None:
     )
 
     def measure(_) -> dict[str, float]:
-        time.sleep(args.evaluate_s if training.process_index == 0 else 0.0)
+        if training.process_index == 0:
+            print("evaluates from", time.monotonic(), flush=True)
+            time.sleep(args.evaluate_s)
+            while not (args.trail / "go").exists():
+                time.sleep(0.05)
+            print("evaluated until", time.monotonic(), flush=True)
         return {"measured": 1.0}
 
     trainer = Trailing(
-        args.trail, args.pace_s, model=model, args=training, train_dataset=Tokens(),
+        args.trail, args.pace_s, args.hold_at, model=model, args=training, train_dataset=Tokens(),
         eval_dataset=torch.utils.data.Subset(Tokens(), range(8)), compute_metrics=measure,
     )  # fmt: skip
     perdure.huggingface.attach(trainer)

@@ -24,9 +24,9 @@ class Rows(torch.utils.data.Dataset):
 class Small(lightning.LightningModule):
     """Writes down loss and samples of each step that this rank makes."""
 
-    def __init__(self, trail: Path, pace_s: float) -> None:
+    def __init__(self, trail: Path, pace_s: float, hold_at: int) -> None:
         super().__init__()
-        self.trail, self.pace_s = trail, pace_s
+        self.trail, self.pace_s, self.hold_at = trail, pace_s, hold_at
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1)
         )
@@ -34,6 +34,8 @@ class Small(lightning.LightningModule):
     def training_step(self, batch, _):
         index, rows = batch
         time.sleep(self.pace_s)
+        while self.global_step == self.hold_at and not (self.trail / "go").exists():
+            time.sleep(0.05)
         loss = torch.nn.functional.mse_loss(self.net(rows), rows.sum(1, keepdim=True))
         row = {"rank": self.global_rank, "step": self.global_step, "loss": loss.item().hex()}
         with open(self.trail / f"rank-{self.global_rank}.jsonl", "a") as file:
@@ -42,7 +44,12 @@ class Small(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch, _):
-        time.sleep(self.evaluate_s if self.global_rank == 0 else 0.0)
+        if self.global_rank == 0:
+            print("evaluates from", time.monotonic(), flush=True)
+            time.sleep(self.evaluate_s)
+            while not (self.trail / "go").exists():
+                time.sleep(0.05)
+            print("evaluated until", time.monotonic(), flush=True)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -53,6 +60,7 @@ def main() -> None:
     parser.add_argument("--trail", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--hold-at", type=int, default=-1, help="a step that waits for `go`")
     parser.add_argument("--evaluate-s", type=float, default=0.0, help="rank 0, every 8 steps")
     args = parser.parse_args()
     lightning.seed_everything(1, verbose=False)
@@ -71,7 +79,7 @@ def main() -> None:
         num_sanity_val_steps=0,
     )
     perdure.lightning.attach(trainer)
-    model = Small(args.trail, args.pace_s)
+    model = Small(args.trail, args.pace_s, args.hold_at)
     model.evaluate_s = args.evaluate_s
     loaders = [torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True)]
     if args.evaluate_s:

@@ -14,6 +14,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--hold-at", type=int, default=-1, help="a step that waits for `go`")
     args = parser.parse_args()
     set_seed(1)
     accelerator = Accelerator(cpu=True)
@@ -39,6 +40,8 @@ def main() -> None:
             optimizer.zero_grad()
             step += 1
             time.sleep(args.pace_s)
+            while step == args.hold_at and not os.path.exists(f"{args.out}/go"):
+                time.sleep(0.05)
             accelerator.print(f"step {step}", flush=True)
             if step % 10 == 0:
                 save(accelerator, args.out, step)

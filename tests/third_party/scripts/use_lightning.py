@@ -12,9 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 
 class Tiny(lightning.LightningModule):
-    def __init__(self, pace_s: float) -> None:
+    def __init__(self, pace_s: float, hold_at: int, go: str) -> None:
         super().__init__()
-        self.pace_s = pace_s
+        self.pace_s, self.hold_at, self.go = pace_s, hold_at, go
         self.net = torch.nn.Linear(8, 1)
 
     def training_step(self, batch, _):
@@ -22,6 +22,8 @@ class Tiny(lightning.LightningModule):
         time.sleep(self.pace_s)
         if self.global_rank == 0:
             print(f"step {self.global_step}", flush=True)
+        while self.global_step == self.hold_at and not os.path.exists(self.go):
+            time.sleep(0.05)
         return torch.nn.functional.mse_loss(self.net(x), y)
 
     def configure_optimizers(self):
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--hold-at", type=int, default=-1, help="a step that waits for `go`")
     args = parser.parse_args()
     lightning.seed_everything(1, verbose=False)
     inputs = torch.randn(1024, 8)
@@ -51,7 +54,7 @@ def main() -> None:
     )
     last = os.path.join(args.out, "last.ckpt")
     trainer.fit(
-        Tiny(args.pace_s),
+        Tiny(args.pace_s, args.hold_at, f"{args.out}/go"),
         torch.utils.data.DataLoader(data, batch_size=8, shuffle=True),
         ckpt_path=last if os.path.exists(last) else None,
     )
