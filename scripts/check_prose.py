@@ -73,6 +73,11 @@ def read_text(node: ast.AST) -> str:
     return ""
 
 
+def is_code(text: str) -> bool:
+    """Return whether `text` is a program or a markup rather than a message."""
+    return 4 * len(re.findall(r"[{}()=;$<>|]", text)) > len(text.split())
+
+
 def list_comments(source: str) -> Iterator[tuple[int, str]]:
     """Yield the first line and the text of each block of comments."""
     block: list[str] = []
@@ -97,7 +102,7 @@ def list_python(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Call | ast.Raise | ast.Return | ast.Assign | ast.keyword):
             for inner in ast.iter_child_nodes(node):
                 text = read_text(inner)
-                if len(text.split()) >= 4:
+                if len(text.split()) >= 4 and not is_code(text):
                     yield getattr(inner, "lineno", 0), text
     yield from list_comments(source)
 
