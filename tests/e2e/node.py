@@ -31,7 +31,6 @@ from perdure.model.paths import JobPaths, job_paths
 from tests.waiting import PATIENCE_S, wait_until
 
 JOB = "kept"
-TIMEOUT_S = PATIENCE_S
 MAIN = "import sys; from perdure.keeper.keeper import main; main(sys.argv[1], 0)"
 
 
