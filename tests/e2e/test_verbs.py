@@ -12,8 +12,9 @@ import pytest
 
 from tests.e2e.exact import Start
 from tests.e2e.harness import SCRIPTS, Job
+from tests.waiting import PATIENCE_S
 
-STEPS = 150
+STEPS = 1000
 
 
 def launch(start: Start, home: Path, name: str, *, step_s: float) -> Job:
@@ -23,7 +24,7 @@ def launch(start: Start, home: Path, name: str, *, step_s: float) -> Job:
     script = SCRIPTS / "train_paced.py"
     args = ["--trail", str(home / name), "--steps", str(STEPS), "--step-s", str(step_s)]
     spec.write_text(f'script = "{script}"\nargs = {json.dumps(args)}\n')
-    return start(name, "-n", "1", "--nodes", "2", "--spares", "1", "-c", str(spec), timeout_s=240.0)
+    return start(name, "-n", "1", "--nodes", "2", "--spares", "1", "-c", str(spec))
 
 
 def steps_made(home: Path, name: str) -> dict[int, Counter[int]]:
@@ -43,13 +44,13 @@ def ask(job: Job, *words: str) -> subprocess.Popen[str]:
 
 
 def answer(process: subprocess.Popen[str]) -> Any:
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     return json.loads(out)
 
 
 def wait_for_entry(job: Job, word: str) -> None:
     """Wait until `word` is in the journal, and no longer than that takes."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while word not in (job.folder / "journal.jsonl").read_text():
         assert time.monotonic() < deadline, job.text()
         time.sleep(0.005)

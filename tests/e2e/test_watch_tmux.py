@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
+from tests.waiting import PATIENCE_S
 
 TMUX = shutil.which("tmux") or ""
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(not TMUX, reason="no tmux")]
@@ -20,14 +22,16 @@ class Tmux:
     """A terminal of 80 by 24 with a command in it, on a server of its own."""
 
     def __init__(self, folder: Path, env: dict[str, str], command: str) -> None:
-        self.socket = str(folder / "tmux")
+        self.socket = str(folder / "tmux")  # A socket's path has 107 bytes at most.
         left_out = ("TMUX", "NO_COLOR", "COLUMNS", "LINES")
         self.env = {k: v for k, v in env.items() if k not in left_out}
         self.ask("new-session", "-d", "-x", "80", "-y", "24", command)
 
     def ask(self, *words: str, check: bool = True) -> str:
         argv = [TMUX, "-S", self.socket, "-f", os.devnull, *words]
-        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            argv, env=self.env, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert not check or done.returncode == 0, done.stderr
         return done.stdout
 
@@ -36,7 +40,7 @@ class Tmux:
         """What is on the screen."""
         return self.ask("capture-pane", "-p")
 
-    def wait(self, *words: str, seconds: float = 60.0) -> None:
+    def wait(self, *words: str, seconds: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + seconds
         while not all(word in self.text for word in words):
             assert time.monotonic() < deadline, f"no {words}:\n{self.text}"
@@ -58,11 +62,12 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.fixture
-def screen(job: Job, tmp_path: Path) -> Iterator[Tmux]:
+def screen(job: Job) -> Iterator[Tmux]:
     """`perdure watch` without a name, gone into the job."""
     job.wait_step(5)
     command = f"{sys.executable} -m perdure watch; echo left with $?; cat"
-    shown = Tmux(tmp_path, job.env, f"sh -c '{command}'")
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    shown = Tmux(folder, job.env, f"sh -c '{command}'")
     try:
         shown.wait("seen", "running", "1 job")
         shown.press("Enter")
@@ -70,6 +75,7 @@ def screen(job: Job, tmp_path: Path) -> Iterator[Tmux]:
         yield shown
     finally:
         shown.ask("kill-server", check=False)
+        shutil.rmtree(folder)
 
 
 def test_a_rank_is_killed_by_a_key_and_the_incident_shows(job: Job, screen: Tmux) -> None:
