@@ -81,7 +81,7 @@ def test_a_start_waits_until_the_dead_one_s_memory_is_free(listed):
 
     async def free_later():
         waiting = asyncio.create_task(found.wait(dead))
-        while len(looks) < 4:  # noqa: ASYNC110
+        while len(looks) < 4 and not waiting.done():  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert not waiting.done()
         fake.gpus[0].update(gpu(used=GIB + memory.FREE_BYTES))
