@@ -108,10 +108,12 @@ def test_a_node_that_stays_away_hides_no_step_of_the_others(tmp_path: Path) -> N
     (row,) = answer["systems"]
     assert (row["losses"], row["joins"]) == (1, 0)
     assert row["steps_again"] == 0
-    made = len((trail / "rank-0.jsonl").read_text().splitlines())
-    assert 0.3 * made < row["committed"] <= made
+    rows = [json.loads(line) for line in (trail / "rank-0.jsonl").read_text().splitlines()]
+    without = [made for made in rows if made["world"] == [0, 2]]
+    assert 0.5 * len(without) < row["committed"] <= len(rows)
     assert sum(row["ledger"].values()) == pytest.approx(1.0)
-    assert row["ledger"]["useful"] > 0.4 > 10 * abs(row["ledger"]["unattributed"])
+    assert row["ledger"]["useful"] > 0
+    assert abs(row["ledger"]["unattributed"]) < 0.04
     assert answer["assumed"] == [1]
 
 
