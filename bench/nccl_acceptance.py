@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from sweep import sweep_after_me
+from tests.nccl_files import read_nccl
 
-from perdure.adapters.nccl import read_nccl
 from perdure.model.orders import InterruptCollectives
 from perdure.model.signals.nccl import describe_open
 from perdure.worker.interrupt import Interrupter

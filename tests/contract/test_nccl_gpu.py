@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.adapters.nccl import read_nccl
 from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
+from tests.nccl_files import read_nccl
 from tests.waiting import PATIENCE_S
 
 torch = pytest.importorskip("torch")

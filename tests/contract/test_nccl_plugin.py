@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from perdure.adapters.nccl import read_nccl
 from perdure.model.errors import ProtocolError
 from perdure.model.signals import nccl as model
 from perdure.model.signals.nccl import NcclReading, describe_open, parse_nccl
@@ -20,6 +19,7 @@ from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 from tests.contract import nccl_driver as driver
 from tests.contract.nccl_driver import V3, V4, V5, V6, Nccl
+from tests.nccl_files import read_nccl
 from tests.waiting import PATIENCE_S
 
 ALL = (V3, V4, V5, V6)

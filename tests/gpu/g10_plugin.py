@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from perdure.adapters.nccl import read_nccl
 from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 from tests.contract.one_gpu import NCCL_ON_ONE_GPU
 from tests.gpu.kit import ROOT, Trial
 from tests.gpu.plugin_rank import REPLAYS
+from tests.nccl_files import read_nccl
 
 RANKS = 2
 LIMIT_S = 30.0

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from perdure.adapters.nccl import read_nccl
+from tests.nccl_files import read_nccl
 
 BYTES = 1 << 20
 BATCH = 10

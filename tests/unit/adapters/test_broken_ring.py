@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from tests.nccl_files import read_nccl
 from tests.rings import read_records, read_spans, read_stages
 
-from perdure.adapters.nccl import read_nccl
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import read_ring
 from perdure.agent.state import KeeperView
