@@ -51,8 +51,8 @@ def time_look() -> float:
 async def measure_cpu(driver: Driver) -> float:
     """Return the agent's CPU time per second, in looks at `/proc`.
 
-    The looks are taken while the agent runs, after a pause like the agent's own, so that the
-    caches are as cold for the yardstick as for the agent.
+    A look follows a pause like the agent's own. So the caches are as cold for the yardstick as
+    for the agent.
     """
     assert driver.agent is not None
     stat = ProcStat(driver.agent.pid)

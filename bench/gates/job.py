@@ -1,4 +1,4 @@
-"""What a whole job shows: how exact its ledger is, how soon a hang is told, and how it ends."""
+"""Gates of a whole job: its ledger, the report of a hang, and its end."""
 
 import contextlib
 import json

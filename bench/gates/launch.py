@@ -1,4 +1,4 @@
-"""How much memory a box that floods its answer takes of whoever asked."""
+"""Gates of launching on boxes: memory while a box floods its answer."""
 
 import contextlib
 import resource

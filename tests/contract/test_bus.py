@@ -61,7 +61,7 @@ class Server:
         self._let_go()
 
     def _hold(self) -> None:
-        """Take the port without listening: the server may have it back, and nobody else."""
+        """Bind the port without listening, so that only the server can use it again."""
         self._let_go()
         if self.files.port <= 0:
             return  # It has never been ready.

@@ -31,7 +31,7 @@ class Lighthouse:
 
     def __init__(self, home: Path) -> None:
         self.home, self.paths = home, paths_of(str(home), "lit")
-        # Nobody here sends heartbeats, and a test may be held up for longer than a silence.
+        # No group here sends heartbeats, and a busy machine may pause the test for long.
         torchft = TorchftConfig(replicas=2, silent_s=3600.0)
         spec = JobSpec(name="lit", script="x.py", torchft=torchft)
         write_atomic(self.paths.spec, encode(spec))

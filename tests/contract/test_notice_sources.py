@@ -168,7 +168,7 @@ async def test_nobody_there_is_said_once_and_asked_less_and_less(
             raise asyncio.CancelledError
         await asyncio.sleep(0)
 
-    with socket.socket() as taken:  # Nobody else listens there.
+    with socket.socket() as taken:  # No server listens there.
         taken.bind(("127.0.0.1", 0))
         source = AwsNotices(f"http://127.0.0.1:{taken.getsockname()[1]}")
         watch = NoticeWatch(
