@@ -34,6 +34,8 @@ class Fault:
     """From rank to rank, of a fault of a link."""
     patience_s: float = 30.0
     """How long a verdict is waited for."""
+    mended: bool = False
+    """Whether a link that is down is brought up again once the right verdict is there."""
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Outcome:
     culprit_right: bool = False
     confirm_s: float = -1.0
     """From the fault to the first right verdict; -1 without one."""
+    took_s: float = -1.0
+    """From what was seen first to that verdict, as it says itself."""
     passing: list[str] = field(default_factory=list)
     """Wrong verdicts beside or before it."""
     after: list[str] = field(default_factory=list)
@@ -117,6 +121,8 @@ def run_episode(job: LabJob, fault: Fault) -> Outcome:
     if fault.kind in RESTARTS:
         if outcome.kind_right:
             job.wait_training(generation + 1)
+    elif fault.mended and outcome.kind_right:
+        job.heal_link(fault.rank)
     elif fault.kind in ENDS_ITSELF or fault.kind == "link-down":
         left_s = fault.args["for_s"] - (_now(job) - told["at_s"])
         job.wait(lambda: False, max(0.0, left_s))
@@ -178,6 +184,7 @@ def _collect(job: LabJob, fault: Fault, at_s: float, since: int, outcome: Outcom
         last = good[0]  # It may be over, and withdrawn, by now.
     if good:
         outcome.confirm_s = round(good[0]["confirmed_s"] - at_s, 3)
+        outcome.took_s = good[0]["confirmed_s"] - good[0]["first_seen_s"]
     if last is not None:
         outcome.kind, outcome.culprit = last["kind"], name_culprit(last["culprit"])
         outcome.kind_right, outcome.culprit_right = judge(fault, last, per_node)

@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 
-from tests.lab.network import Lab
+from tests.lab.network import Lab, sh
+from tests.waiting import PATIENCE_S
 
 SCRIPT = Path(__file__).parent / "train.py"
 _POLL_S = 0.05
-_COMMAND_S = 45
+_COMMAND_S = PATIENCE_S
 _NICE = -15
 _PRECEDENCE_S = 1.5
 _KEYS = ("comm_hang", "compute_hang", "early_exit", "comm_slow", "straggler", "unhealthy_device")
@@ -128,7 +129,7 @@ class LabJob:
                 return result
             time.sleep(_POLL_S)
 
-    def wait_training(self, generation: int = 0, timeout_s: float = 90.0) -> None:
+    def wait_training(self, generation: int = 0, timeout_s: float = PATIENCE_S) -> None:
         """Wait until a generation takes steps."""
 
         def steps() -> bool:
@@ -163,10 +164,15 @@ class LabJob:
             found = self.journal.find("FaultInjected", since)
             return next((b for b in found if b["kind"] == kind and b["rank"] == rank), None)
 
-        body: Row | None = self.wait(told, 15.0)
+        body: Row | None = self.wait(told, PATIENCE_S)
         assert body is not None, f"{kind} was not told of:\n{self.text()}"
         assert not body.get("error"), body["error"]
         return body
+
+    def heal_link(self, rank: int) -> None:
+        """Bring the interface of a rank's node up again, which no order can reach."""
+        node = rank * self.lab.nodes // self.world
+        sh("ip", "-n", self.lab.space(node), "link", "set", "eth0", "up")
 
     def find_busy_links(self) -> list[tuple[int, int]]:
         """Return the directed links between nodes that carry much, as pairs of ranks."""

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.lab import network
-from tests.lab.episode import Fault, Outcome, run_episode, wait_quiet
+from tests.lab.episode import ENDS_ITSELF, Fault, Outcome, run_episode, wait_quiet
 from tests.lab.job import LabJob
+from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.serial, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(120)]
+# Serial: a laboratory runs before all else on the machine, so that it measures no neighbour.
+pytestmark = [pytest.mark.serial, pytest.mark.torch, pytest.mark.slow]
 
 WHY_NOT = network.why_not()
-HANG_S, SLOW_S = 4.0, 20.0
-"""Far above what is measured on an idle machine (bench/RESULTS.md): others may use it too."""
+HANG_S = 15.0
+"""How long a fault lasts that no order can end, so that its verdict has to come within it."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabJob]:
         job = LabJob(lab, home, "lab")
         try:
             job.wait_training()
-            job.wait(lambda: len(job.find_busy_links()) >= 3, 20.0)
+            assert job.wait(lambda: len(job.find_busy_links()) >= 3, PATIENCE_S)
             wait_quiet(job)
             yield job
         finally:
@@ -39,28 +41,29 @@ def harm(
     rank: int,
     *,
     link: tuple[int, int] | None = None,
-    patience_s: float = HANG_S,
+    patience_s: float = PATIENCE_S,
+    mended: bool = False,
     **args: float,
 ) -> Outcome:
     """Harm a rank, and return what the journal says once it is healed and there is quiet again."""
     if job.journal.open:  # A test before this one has failed.
         wait_quiet(job)
-    return run_episode(job, Fault(kind, rank, args, link, patience_s))
+    return run_episode(job, Fault(kind, rank, args, link, patience_s, mended))
 
 
 @pytest.mark.parametrize("kind", ["stop", "gil", "spin", "sleep"])
 def test_a_rank_that_hangs_is_named(job: LabJob, kind: str) -> None:
-    outcome = harm(job, kind, 1, for_s=HANG_S)
+    for_s = HANG_S if kind in ENDS_ITSELF else PATIENCE_S
+    outcome = harm(job, kind, 1, patience_s=for_s, for_s=for_s)
     assert (outcome.kind, outcome.culprit) == ("ComputeHang", "rank 1"), outcome
-    assert 0.9 <= outcome.confirm_s <= HANG_S
+    assert outcome.took_s >= 0.9, "sooner than the floor"
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward", "data"])
 def test_a_slow_rank_is_named_with_its_stage(job: LabJob, stage: str) -> None:
-    outcome = harm(job, f"slow-{stage}", 2, patience_s=SLOW_S, ms=60.0, for_s=SLOW_S)
+    outcome = harm(job, f"slow-{stage}", 2, ms=60.0, for_s=PATIENCE_S)
     assert (outcome.kind, outcome.culprit) == ("Straggler", "rank 2"), outcome
     assert outcome.stage == stage
-    assert outcome.confirm_s <= SLOW_S
 
 
 @pytest.mark.parametrize(
@@ -68,13 +71,13 @@ def test_a_slow_rank_is_named_with_its_stage(job: LabJob, stage: str) -> None:
 )
 def test_a_link_is_named_with_its_direction(job: LabJob, kind: str, verdict: str) -> None:
     src, dst = job.find_busy_links()[0]
-    args = {"to": float(dst), "mbit": 20.0, "for_s": SLOW_S}
-    outcome = harm(job, kind, src, link=(src, dst), patience_s=SLOW_S, **args)
+    args = {"to": float(dst), "mbit": 20.0, "for_s": 20.0}
+    outcome = harm(job, kind, src, link=(src, dst), **args)
     assert (outcome.kind, outcome.culprit) == (verdict, f"link {src}->{dst}"), outcome
 
 
 def test_a_node_without_its_network_is_named(job: LabJob) -> None:
-    outcome = harm(job, "link-down", 2, patience_s=8.0, for_s=8.0)
+    outcome = harm(job, "link-down", 2, mended=True, for_s=PATIENCE_S)
     assert outcome.kind_right, outcome
     assert outcome.culprit_right, outcome
 
@@ -86,13 +89,13 @@ def test_taking_memory_accuses_nobody_else(job: LabJob) -> None:
 
 
 def test_a_rank_that_calls_another_size_is_named(job: LabJob) -> None:
-    outcome = harm(job, "wrong-size", 1, patience_s=SLOW_S)
+    outcome = harm(job, "wrong-size", 1)
     assert outcome.culprit == "rank 1", outcome
     assert outcome.kind_right, outcome
 
 
 def test_a_rank_that_dies_is_named_and_the_world_comes_back(job: LabJob) -> None:
-    outcome = harm(job, "crash", 0, patience_s=SLOW_S)
+    outcome = harm(job, "crash", 0)
     assert (outcome.kind, outcome.culprit) == ("Crash", "rank 0"), outcome
 
 
@@ -112,5 +115,5 @@ def test_network_faults_are_refused_where_the_network_is_the_machines_own(tmp_pa
 
 
 def test_a_rank_that_calls_another_operation_is_named(job: LabJob) -> None:
-    outcome = harm(job, "wrong-op", 1, patience_s=8.0)
+    outcome = harm(job, "wrong-op", 1)
     assert (outcome.kind, outcome.culprit) == ("Desync", "rank 1"), outcome
