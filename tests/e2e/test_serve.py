@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e.box import find_port
 from tests.e2e.harness import SCRIPTS, Job
+from tests.waiting import PATIENCE_S
 
 pytest.importorskip("torchft")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -38,19 +40,11 @@ def read_commands() -> list[list[str]]:
     return [[line.strip() for line in block.splitlines()] for block in blocks]
 
 
-def choose_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
 class Serving(Job):
     """`perdure serve`, and the groups beside it."""
 
-    def __init__(self, home: Path, command: str, timeout_s: float) -> None:
-        self.home, self.deadline = home, time.monotonic() + timeout_s
+    def __init__(self, home: Path, command: str) -> None:
+        self.home, self.timeout_s = home, PATIENCE_S
         self.output, self.log = home / "serve.out", home / "log"
         self.log.mkdir()
         programs = Path(sys.executable).parent
@@ -60,7 +54,7 @@ class Serving(Job):
             PATH=f"{programs}{os.pathsep}{os.environ['PATH']}",
             COLUMNS="120",
         )
-        self.port, *self.masters = choose_ports(3)
+        self.port, *self.masters = (find_port() for _ in range(3))
         words = self.put_ports(command).split()
         assert words[0] == "perdure"
         self.name = words[2]
@@ -120,7 +114,7 @@ class Serving(Job):
 
     def wait_ended(self, group: int) -> float:
         """Wait until torchrun has ended, and its script; return when that made its last step."""
-        assert self.groups[group].wait(30) != 0
+        assert self.groups[group].wait(PATIENCE_S) != 0
         last_s: float = self.commits(group, 0.0)[-1]["t"]
         return last_s
 
@@ -159,20 +153,19 @@ class Serving(Job):
                 for one in (*family.children(recursive=True), family):
                     with contextlib.suppress(psutil.Error):
                         one.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
 
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Serving]:
     """Serve as the page says; afterwards nothing of it may be left."""
-    served = Serving(tmp_path, read_commands()[0][0], timeout_s=280.0)
+    served = Serving(tmp_path, read_commands()[0][0])
     yield served
     served.end_groups()
     served.end()
     assert served.leftovers() == []
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.serial
 def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serving) -> None:
     _, block, verbs, line_block = read_commands()
@@ -183,7 +176,7 @@ def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serv
 
     serving.start_group(1, block, line=False)
     serving.wait_group(1, "training")
-    alone = kill_and_start_again(serving, block)
+    alone, again_s = kill_and_start_again(serving, block)
     serving.start_group(0, block, line=True)  # It heals from one that has no settings.
     serving.wait_group(0, "training")
     serving.wait_members(2, 0.0, 0, 1)
@@ -206,13 +199,12 @@ def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serv
     drain_and_set(serving, typed)
     check_alike(serving)
     evict_and_restore(serving, block)
-    check_report(serving, typed["report"], alone, killed, crashed)
+    check_report(serving, typed["report"], again_s, alone, killed, crashed)
     serving.cli("stop", serving.name)
     assert serving.wait() == 0, serving.text()[-4000:]
     assert [group.poll() for group in serving.groups.values()] == [None, None]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.serial
 @pytest.mark.long
 def test_a_group_that_ends_well_is_finished_though_the_lighthouse_was_killed(
@@ -225,7 +217,7 @@ def test_a_group_that_ends_well_is_finished_though_the_lighthouse_was_killed(
     serving.kill(f"perdure lighthouse {serving.name}: serving")
     serving.wait_until(lambda: len(serving.commits(0, 0.0)) > before + 20, "steps after it")
     serving.wait_group(0, "finished")
-    assert serving.groups[0].wait(30) == 0
+    assert serving.groups[0].wait(PATIENCE_S) == 0
     serving.process.send_signal(signal.SIGTERM)
     assert serving.wait() == 0
     report = serving.report()
@@ -233,15 +225,16 @@ def test_a_group_that_ends_well_is_finished_though_the_lighthouse_was_killed(
     assert report["steps_committed"] > before
 
 
-def kill_and_start_again(serving: Serving, block: list[str]) -> float:
-    """Start group 1 again as soon as it has ended; return when it was killed.
+def kill_and_start_again(serving: Serving, block: list[str]) -> tuple[float, float]:
+    """Start group 1 again as soon as it has ended; return when it was killed and started.
 
     Nobody else trains, so that its next life is all that tells of its end.
     """
     killed = serving.kill_group(1)
+    again_s = time.time()
     serving.start_group(1, block, line=False)
     serving.wait_members(1, killed, 1)
-    return killed
+    return killed, again_s
 
 
 def check_picture(serving: Serving, typed: dict[str, str]) -> None:
@@ -282,20 +275,28 @@ def drain_and_set(serving: Serving, typed: dict[str, str]) -> None:
         )
 
 
-def check_report(serving: Serving, command: str, *ended: float) -> None:
-    """Each time that group 1 was ended is told of, with when that was and how long it was away."""
+def check_report(serving: Serving, command: str, again_s: float, *ended: float) -> None:
+    """Each time that group 1 was ended is told of, with when that was and how long it was away.
+
+    The first time, its next life, started at `again_s`, told of it.
+    """
     assert "group 1, train_1:" in serving.type(command)
-    report = serving.report()
-    lost = [r for r in report["recoveries"] if r["culprit"].startswith("group 1, train_1:")]
+
+    def find_lost() -> list[dict[str, Any]]:
+        recoveries = serving.report()["recoveries"]
+        return [r for r in recoveries if r["culprit"].startswith("group 1, train_1:")]
+
+    serving.wait_until(lambda: len(find_lost()) >= 4, "four ends in the report")
+    report, lost = serving.report(), find_lost()
     assert [r["rung"] for r in lost] == ["restart"] * 4, lost
     assert all("others started it again" in r["reason"] for r in lost)
     for told, at_s in zip(lost, ended, strict=False):
-        assert abs(told["at_s"] - at_s) < 1.0, lost
         back_s = next(r["t"] for r in serving.commits(1, at_s))
-        assert told["total_s"] > 1.0, "it imports torch"
+        assert abs(told["at_s"] - at_s) < (back_s - at_s) / 2, lost
+        assert told["total_s"] > (back_s - at_s) / 2, "from its end, and not from its return"
         assert told["at_s"] + told["total_s"] < back_s + 0.1
     assert report["ledger"]["reconfiguration.detect"]["s"] > lost[0]["detect_s"] - 0.01
-    assert lost[0]["detect_s"] > 1.0, "its next life told of it"
+    assert lost[0]["at_s"] + lost[0]["detect_s"] > again_s, "its next life told of it"
 
 
 def evict_and_restore(serving: Serving, block: list[str]) -> None:
@@ -303,11 +304,12 @@ def evict_and_restore(serving: Serving, block: list[str]) -> None:
     serving.wait_group(1, "training")
     answer = json.loads(serving.cli("evict", serving.name, "train_1", "--json").stdout)
     assert answer["replicas"] == [1]
-    assert serving.groups[1].wait(30) != 0
+    assert serving.groups[1].wait(PATIENCE_S) != 0
+    evicted = time.time()
     serving.start_group(1, block, line=True)
     serving.wait_group(1, "drained")
     restored = time.time()
-    assert not serving.commits(1, restored)
+    assert not serving.commits(1, evicted)
     serving.cli("restore", serving.name, "replica:1")
     serving.wait_members(2, restored, 0, 1)
 
@@ -342,7 +344,7 @@ def test_what_cannot_be_served_is_one_line(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == code, done
     error, hint = done.stderr.strip().splitlines()
@@ -358,7 +360,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> 
             env={**os.environ, "PERDURE_HOME": str(tmp_path / "state")},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
     assert done.returncode == 3
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
