@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from perdure.model.signals.progress import RankAccount
 from perdure.service.access.joining import ask_place, read_invitation
 from perdure.service.jobfiles import MINE
 from tests.e2e.harness import SCRIPTS, Job
+from tests.waiting import PATIENCE_S, wait_until
 
 JOB = "prey"
 
@@ -56,7 +56,7 @@ def lies() -> list[AnyEvent]:
 async def attack(admission: Admission) -> dict[str, Any]:
     """Try everything with the login of node 1; return what came of it."""
     heard: list[str] = []
-    bus = await NatsBus.connect(admission.endpoint, timeout_s=10)
+    bus = await NatsBus.connect(admission.endpoint, timeout_s=PATIENCE_S)
     try:
         for subject in (">", "perdure.>", "_INBOX.>", "$JS.>", subject_orders(JOB, 0),
                         subject_events(JOB, 0), subject_commands(JOB),
@@ -83,7 +83,9 @@ async def attack(admission: Admission) -> dict[str, Any]:
         told = []
         for seq, event in enumerate(lies(), 1):
             message = EventMessage(1, (EventBatch("a1-evil", seq, (event,)),))
-            told.append(await bus.request(subject_events(JOB, 1), encode(message), timeout_s=5))
+            told.append(
+                await bus.request(subject_events(JOB, 1), encode(message), timeout_s=PATIENCE_S)
+            )
     finally:
         await bus.close()
     return {"heard": heard, "answered": answered, "told": told, "cut": send_too_much(admission)}
@@ -93,7 +95,7 @@ def send_too_much(admission: Admission) -> bool:
     """Return whether the server hangs up on a message of 9 MB."""
     host, port = admission.endpoint.url.removeprefix("nats://").split(":")
     endpoint = admission.endpoint
-    with socket.create_connection((host, int(port)), timeout=5) as raw:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
         login = json.dumps({"user": endpoint.user, "pass": endpoint.token, "verbose": False})
         raw.sendall(f"CONNECT {login}\r\nPUB {subject_events(JOB, 1)} 9000000\r\n".encode())
         answer = b""
@@ -105,9 +107,9 @@ def send_too_much(admission: Admission) -> bool:
 
 async def send(endpoint: Endpoint, request: bytes) -> CommandReply:
     """Ask for a place, in the very bytes of `request`."""
-    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    bus = await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
     try:
-        answer = await bus.request(subject_joins(JOB), request, timeout_s=5)
+        answer = await bus.request(subject_joins(JOB), request, timeout_s=PATIENCE_S)
         return decode(answer, CommandReply)  # type: ignore[no-any-return]
     finally:
         await bus.close()
@@ -115,9 +117,9 @@ async def send(endpoint: Endpoint, request: bytes) -> CommandReply:
 
 def join(home: Path, invitation: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "perdure", "join", "-", "--wait", "5"],
+        [sys.executable, "-m", "perdure", "join", "-", "--wait", "300"],
         input=invitation, env=dict(os.environ, PERDURE_HOME=str(home)), cwd=home.parent,
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=2 * PATIENCE_S,
     )  # fmt: skip
 
 
@@ -133,7 +135,7 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
     job.wait_step(3)
     text = job.cli("invite", JOB).stdout
     invitation = read_invitation(text.encode())
-    admission = asyncio.run(ask_place(invitation, "evil", wait_s=10))
+    admission = asyncio.run(ask_place(invitation, "evil", wait_s=PATIENCE_S))
     assert (admission.node, admission.endpoint.user) == (1, "agent-1")
     found = asyncio.run(attack(admission))
     assert found["heard"] == []
@@ -156,7 +158,7 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
     short = job.cli("invite", JOB, "--expires", "1s").stdout
     other = job.cli("invite", JOB).stdout
     job.cli("invite", JOB, "--revoke", json.loads(other)["id"])
-    time.sleep(1.0)
+    wait_until(lambda: "expired" in job.cli("invite", JOB, "--list").stdout, "its end")
     for one, word in ((short, "expired"), (other, "was revoked")):
         refused = join(tmp_path / "elsewhere", one)
         assert (refused.returncode, word in refused.stderr) == (4, True), refused.stderr

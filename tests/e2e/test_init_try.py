@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from tests.unit.cli.adopting import scripts
+from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.long
 
 BUDGET_S = 300
 """Some 25 s are spent where nobody else uses the machine."""
@@ -78,7 +79,7 @@ def try_script(folder: Path, budget_s: int = BUDGET_S) -> tuple[int, dict[str, A
     words = ["init", "train.py", "--try", "--budget", str(budget_s), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "perdure", *words],
-        cwd=folder / "project", env=env, capture_output=True, text=True, timeout=380,
+        cwd=folder / "project", env=env, capture_output=True, text=True, timeout=2 * PATIENCE_S,
     )  # fmt: skip
     assert done.stdout, done.stderr
     assert list(temporary.glob("perdure-try-*")) == []

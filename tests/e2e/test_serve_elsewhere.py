@@ -5,7 +5,6 @@ The commands are those of docs/torchft.md, with addresses and ports of here.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ import pytest
 from tests.e2e.harness import SCRIPTS
 from tests.e2e.test_serve import LINE, PAGE, SCRIPT
 from tests.lab.network import Lab, sh, why_not
+from tests.waiting import PATIENCE_S, wait_until
 
 pytest.importorskip("torchft")
 pytestmark = [
@@ -60,12 +60,9 @@ class Machine:
             f"mount --bind /dev/null /etc/resolv.conf && hostname {name}"
         )
         into = ["ip", "netns", "exec", lab.space(number), "unshare", "-m", "-u"]
-        self.holder = subprocess.Popen([*into, "sh", "-c", f"{mount} && exec sleep 600"])
+        self.holder = subprocess.Popen([*into, "sh", "-c", f"{mount} && exec sleep 86400"])
         self.space = ["nsenter", "-t", str(self.holder.pid), "-m", "-u", "-n", "--"]
-        deadline = time.monotonic() + 10
-        while sh(*self.space, "hostname", check=False).strip() != name:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: sh(*self.space, "hostname", check=False).strip() == name, "its name")
         self.env = dict(
             os.environ,
             PERDURE_HOME=str(self.folder / "state"),
@@ -101,7 +98,7 @@ class Machine:
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == code, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
@@ -124,9 +121,9 @@ class Machine:
                 for one in (*family.children(recursive=True), family):
                     with contextlib.suppress(psutil.Error):
                         one.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
         self.holder.kill()
-        self.holder.wait(10)
+        self.holder.wait(PATIENCE_S)
 
 
 class Site:
@@ -177,6 +174,7 @@ class Site:
         text = "\n".join(self.put(line, machine) for line in self.started)
         text = text.replace("REPLICA_GROUP_ID=0", f"REPLICA_GROUP_ID={machine - 1}")
         env = {"LIVE_LR": "1", "STEP_PAUSE_S": "0.1", "MANAGER_HOST": f"gpu{machine}"}
+        env["PG_TIMEOUT_S"] = "3600"  # No group may be held up until then.
         return self.machines[machine].start("group.out", text, **env)
 
     def worker(self, machine: int) -> psutil.Process:
@@ -212,7 +210,7 @@ class Site:
         logs = self.machines[0].folder.glob("state/jobs/marduk/logs/*.log")
         return "\n".join(parts + [f"--- {p.name}\n{p.read_text()[-1500:]}" for p in logs])
 
-    def wait(self, condition: Any, what: str, within_s: float = 120.0) -> None:
+    def wait(self, condition: Any, what: str, within_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"no {what}:\n{self.told()}"
@@ -248,7 +246,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
             machine.end()
 
 
-@pytest.mark.timeout(550)
 @pytest.mark.serial
 @pytest.mark.long
 def test_groups_on_other_machines_are_steered_as_those_here_are(site: Site) -> None:
@@ -276,7 +273,7 @@ def test_groups_on_other_machines_are_steered_as_those_here_are(site: Site) -> N
     check_alike(site)
 
     first.type("perdure stop marduk")
-    assert serving.wait(30) == 0
+    assert serving.wait(PATIENCE_S) == 0
     site.serve()
     for machine in (one, other):
         site.wait(
@@ -285,7 +282,6 @@ def test_groups_on_other_machines_are_steered_as_those_here_are(site: Site) -> N
         )
 
 
-@pytest.mark.timeout(550)
 @pytest.mark.serial
 @pytest.mark.long
 def test_neither_an_eviction_nor_a_cut_network_nor_an_ended_login_stops_the_others(
@@ -317,7 +313,7 @@ def evict_and_restore(site: Site) -> None:
 
 
 def cut_and_mend(site: Site) -> None:
-    """Group 1 is left out and comes back; group 0 is never held up for a whole time-out."""
+    """Group 1 is left out and comes back; group 0 waits for no time-out of gloo."""
     cut = time.time()
     site.lab.cut(2)
     site.wait_members(1, cut, 0)
@@ -325,14 +321,13 @@ def cut_and_mend(site: Site) -> None:
     site.lab.heal()
     mended = time.time()
     site.wait_members(2, mended, 0, 1)
-    times = [row["t"] for row in site.commits(0, cut)]
-    waits = [after - before for before, after in itertools.pairwise([cut, *times])]
-    assert max(waits) < 30.0, "60 s is the time-out of its process group"
+    before = [row["t"] for row in site.commits(0, 0.0) if row["n"] == 2 and row["t"] < cut]
+    alone_s = next(row["t"] for row in site.commits(0, cut) if row["n"] == 1)
     report = json.loads(site.machines[0].type("perdure report marduk --json"))
     lost = [r for r in report["recoveries"] if "no heartbeat" in r["cause"]]
     assert lost
     assert all(r["culprit"].startswith("group 1, train_1:") for r in lost)
-    assert abs(lost[0]["at_s"] - cut) < 2.0
+    assert before[-20] < lost[0]["at_s"] < alone_s
     site.set(0.004)
 
 
@@ -347,24 +342,22 @@ def end_login(site: Site) -> None:
     site.wait(lambda: len(site.commits(1, ended)) > 20, "steps of its group")
     site.wait_members(2, ended, 0, 1)
     site.wait_state(1, "training")
-    asked_s = time.time()
     refused = first.type("perdure set marduk lr=0.005", 4)
     assert "rank 1: it has no line to the lighthouse any more" in refused
     refused_s = time.time()
-    assert refused_s - asked_s < 20.0, "within a try or two, and not after all of them"
     site.wait_members(2, refused_s, 0, 1)
     assert {r["lr"] for r in site.commits(0, refused_s)} == {0.004}
 
 
 def lose_a_process_and_a_relay(site: Site) -> None:
-    """Both come back; a death is heard of by the end of the line, and not after 5 s of silence."""
+    """Both come back; a death is heard of by the end of the line, and not by silence."""
     pid = site.worker(2).pid
     os.kill(pid, signal.SIGKILL)
     killed = time.time()
     site.wait_members(1, killed, 0)
-    alone = next(r["t"] for r in site.commits(0, killed) if r["n"] == 1)
-    assert alone - killed < 4.0
     site.wait_state(1, "gone")
+    report = json.loads(site.machines[0].type("perdure report marduk --json"))
+    assert not [r for r in report["recoveries"] if "no heartbeat" in r["cause"]]
     site.start_group(2)
     site.wait_members(2, killed, 0, 1)
 
