@@ -112,7 +112,7 @@ def test_a_killed_and_a_stopped_rank_are_named_and_the_world_restarts_warm(
     first, second = [row for row in report["recoveries"] if row["rung"] == "restart"]
     assert "SIGKILL" in first["cause"]
     assert (first["culprit"], second["culprit"]) == ("rank 1", "rank 1")
-    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.1, report["ledger"]
+    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.02, report["ledger"]
     verdicts = json.loads(job.cli("diagnose", "harmed", "--json").stdout)["verdicts"]
     # On a busy machine a rank may stand still before; that ends by itself.
     standing = [v for v in verdicts if "Hang" in v["kind"] and "withdrawn" not in v["evidence"]]

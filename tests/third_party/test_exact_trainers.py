@@ -69,7 +69,7 @@ def test_a_kill_changes_no_bit_of_a_trainers_losses(
     assert recovery["culprit"] == "rank 1"
     assert report["steps_committed"] == STEPS
     assert 0 < recovery["lost_steps"] < STEPS, "the ledger does not know what was lost"
-    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.1, report["ledger"]
+    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.02, report["ledger"]
 
 
 @pytest.mark.parametrize(
