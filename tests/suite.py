@@ -38,7 +38,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "core": (*SHORT, *AT_ONCE, *CORE),
     "parallel": (*SHORT, *AT_ONCE, "--ignore", "tests/platforms", "tests"),
     "serial": ("-m", "serial and not long", "--ignore", "tests/platforms"),
-    "lab": ("tests/lab",),
     "long": ("-m", "long", "--ignore", "tests/platforms", "tests"),
     "platforms": ("tests/platforms",),
     "k8s": ("tests/platforms/k8s",),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,11 @@ pytestmark = [pytest.mark.serial, pytest.mark.torch, pytest.mark.slow]
 WHY_NOT = network.why_not()
 HANG_S = 15.0
 """How long a fault lasts that no order can end, so that its verdict has to come within it."""
+
+
+def mark_long(*names: str) -> list[Any]:
+    """Return parameters that `make lab` tries, and `make test` leaves out."""
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,7 @@ def harm(
     return run_episode(job, Fault(kind, rank, args, link, patience_s, mended))
 
 
-@pytest.mark.parametrize("kind", ["stop", "gil", "spin", "sleep"])
+@pytest.mark.parametrize("kind", [*mark_long("stop", "gil", "sleep"), "spin"])
 def test_a_rank_that_hangs_is_named(job: LabJob, kind: str) -> None:
     for_s = HANG_S if kind in ENDS_ITSELF else PATIENCE_S
     outcome = harm(job, kind, 1, patience_s=for_s, for_s=for_s)
@@ -59,7 +65,7 @@ def test_a_rank_that_hangs_is_named(job: LabJob, kind: str) -> None:
     assert outcome.took_s >= 0.9, "sooner than the floor"
 
 
-@pytest.mark.parametrize("stage", ["forward", "backward", "data"])
+@pytest.mark.parametrize("stage", ["forward", *mark_long("backward", "data")])
 def test_a_slow_rank_is_named_with_its_stage(job: LabJob, stage: str) -> None:
     outcome = harm(job, f"slow-{stage}", 2, ms=60.0, for_s=PATIENCE_S)
     assert (outcome.kind, outcome.culprit) == ("Straggler", "rank 2"), outcome
@@ -82,12 +88,14 @@ def test_a_node_without_its_network_is_named(job: LabJob) -> None:
     assert outcome.culprit_right, outcome
 
 
+@pytest.mark.long
 def test_taking_memory_accuses_nobody_else(job: LabJob) -> None:
     outcome = harm(job, "memory", 0, patience_s=3.0, mb=64.0, for_s=3.0)
     assert outcome.kind in ("none", "Straggler"), outcome
     assert outcome.culprit in ("none", "rank 0"), outcome
 
 
+@pytest.mark.long
 def test_a_rank_that_calls_another_size_is_named(job: LabJob) -> None:
     outcome = harm(job, "wrong-size", 1)
     assert outcome.culprit == "rank 1", outcome
