@@ -1,4 +1,4 @@
-"""How soon survivors of a stopped rank raise, once the agent has told them to."""
+"""How soon survivors of a stopped rank leave their collective after the order."""
 
 from bench.gates.gate import Gate
 from tests.interrupted import time_interrupt
