@@ -478,12 +478,12 @@ def end_leftovers(
         time.sleep(0.005)
 
 
-def pick_free_port(host: str) -> int:
-    """Return a TCP port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def pick_free_ports(host: str, count: int) -> list[int]:
+    """Return `count` different TCP ports that are free at this moment."""
+    # Each stays taken until the last is picked: the kernel may give out a closed one again.
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 # --- what the machine is -----------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 from tests.waiting import PATIENCE_S
@@ -17,6 +19,7 @@ from perdure.adapters.host import (
     kill_process,
     list_children,
     list_descendants,
+    pick_free_ports,
     read_start_time,
     read_state,
 )
@@ -105,3 +108,27 @@ def test_children_of_another_thread_are_not_listed() -> None:
             for child in (mine, theirs):
                 assert child.stdin is not None
                 child.stdin.close()
+
+
+class LowestPort(socket.socket):
+    """A listener that always gets the lowest free port, as a kernel may choose it."""
+
+    taken: ClassVar[set[int]] = set()
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__()
+        self.port = min(set(range(1, 10)) - self.taken)
+        self.taken.add(self.port)
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
+
+    def close(self) -> None:
+        self.taken.discard(self.port)
+        super().close()
+
+
+def test_no_port_is_picked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "create_server", LowestPort)
+    assert pick_free_ports("127.0.0.1", 6) == [1, 2, 3, 4, 5, 6]
+    assert not LowestPort.taken

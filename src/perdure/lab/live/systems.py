@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from perdure.adapters.host import pick_free_port
+from perdure.adapters.host import pick_free_ports
 from perdure.lab.live.fleets.fleet import Fleet
 from perdure.lab.live.fleets.local import LocalFleet, kill_tree, start_process
 from perdure.lab.report import MadeStep
@@ -434,7 +434,7 @@ class Torchft(System):
         self.trail, self._folder = Trail(folder), folder
         self._count, self._pace_s = count, pace_s
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._port = pick_free_port("127.0.0.1")
+        [self._port] = pick_free_ports("127.0.0.1", 1)
 
     def start(self, places: Sequence[int]) -> None:
         """Begin with a lighthouse (-1) and these groups."""

@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from perdure.adapters.host import pick_free_port
+from perdure.adapters.host import pick_free_ports
 from perdure.adapters.nats import (
     SYSTEM,
     Member,
@@ -92,7 +92,7 @@ def make_servers(spec: JobSpec, paths: JobPaths, placement: Placement) -> list[N
             keep_endpoint(first, placement.door, certificate=made)
         return [first]
     hosts = placement.addresses[:count] or (placement.bind,) * count
-    ports = [pick_free_port(LOOPBACK) for _ in range(2 * count)]
+    ports = pick_free_ports(LOOPBACK, 2 * count)
     doors = [f"{host}:{port}" for host, port in zip(hosts, ports[count:], strict=True)]
     password, system = token_urlsafe(24), token_urlsafe(24)
     return [

@@ -16,7 +16,7 @@ from secrets import token_hex
 from typing import Any, assert_never
 
 from perdure.adapters.devices import Nvml, choose_group_devices, list_device_ids
-from perdure.adapters.host import pick_free_port, read_boot_id, read_state
+from perdure.adapters.host import pick_free_ports, read_boot_id, read_state
 from perdure.adapters.nats import NatsBus
 from perdure.adapters.nccl import has_nvidia_gpu
 from perdure.adapters.notices import open_sources
@@ -291,7 +291,7 @@ class AgentService:
             self.take(
                 KeeperSaid(
                     message=message,
-                    free_port=pick_free_port(host) if cold else 0,
+                    free_port=pick_free_ports(host, 1)[0] if cold else 0,
                     awaited=self._awaited.pop(message.generation, "") if started else "",
                 )
             )

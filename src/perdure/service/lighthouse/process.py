@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 
-from perdure.adapters.host import pick_free_port
+from perdure.adapters.host import pick_free_ports
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.job import JobSpec, Lighthouse
 from perdure.model.orders import LIGHTHOUSE
@@ -131,6 +131,6 @@ def _become_stock(lighthouse: Lighthouse, path: str) -> None:
     if program is None:
         raise ConfigError(f"there is no {_STOCK}", hint="pip install torchft==0.2.0")
     known = read_document(path, LighthouseFile)
-    port = (known and known.port) or pick_free_port("127.0.0.1")
+    port = (known and known.port) or pick_free_ports("127.0.0.1", 1)[0]
     write_document(path, LighthouseFile(port=port))
     os.execv(program, [program, "--bind", f"127.0.0.1:{port}", *lighthouse.stock_words])
