@@ -63,8 +63,12 @@ async def test_ids_and_lines_of_an_earlier_run_are_none_of_the_next_one(tmp_path
     assert other_id != first_id
 
 
-async def test_a_group_that_could_not_be_harmed_trains_on(tmp_path: Path) -> None:
+async def test_a_group_that_could_not_be_harmed_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("grpc")
+    # If the proxy were asked, its silence would look like the end of the group.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     spec = JobSpec(name="job", script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
     path = str(tmp_path / "lighthouse.json")
     lighthouse = LighthouseService(spec, path, clock=time.monotonic, incarnation="l1")
