@@ -15,8 +15,9 @@ from perdure.cli.speech.bar import APPEARS_S, Bar
     ("name", "told"), [("replay", "perdure: replay: measure 2 nodes\n"), ("", "")]
 )
 def test_without_a_terminal_a_bar_is_a_line_for_each_part_or_nothing(
-    name: str, told: str, capsys: pytest.CaptureFixture[str]
+    name: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # Logs of CI show colours and are no terminal.
     with Bar(name) as bar:
         bar.say("measure", 0.5, "2 nodes")
         bar.say("measure", 1.0, "1 nodes")

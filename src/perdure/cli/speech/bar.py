@@ -47,7 +47,8 @@ class Bar:
     ) -> None:
         """Draw nothing yet; `name` begins the lines, of which there are none without it."""
         console = Console(stderr=True)
-        self._shown = console.is_terminal and not as_json
+        # Not `is_terminal`: rich believes FORCE_COLOR, which logs of CI have without a terminal.
+        self._shown = console.file.isatty() and not as_json
         self._bar = Progress(
             TextColumn("{task.description:<9}", markup=False),
             BarColumn(),
