@@ -9,6 +9,10 @@ from bench.sweep import sweep_after_me
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from tests.environment import drop_foreign
+
+drop_foreign(os.environ)
+
 SEEDS = Path(__file__).resolve().parent.parent / ".seeds"
 """What exploration has found, which is tried first by the next one; `make clean` leaves it."""
 
