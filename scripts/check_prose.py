@@ -4,8 +4,9 @@
 usage: check_prose.py [--all] [FILE ...]
 
 A sentence fails if it has more than 25 words, or one of the patterns below. The check covers all
-Python and Markdown files that git tracks, except those in scripts/prose_exempt.txt. That list can
-only shrink: an entry that earlier versions of the list lack fails, and clean files are removed.
+Python and Markdown files of the repository, except those in scripts/prose_exempt.txt. That list can
+only shrink: it fails if it is longer than an earlier version, and clean files are removed from it.
+A file that was renamed is added by its new name.
 With --all, print exempt files too. With FILE, check these files.
 """
 
@@ -50,8 +51,11 @@ PATTERNS = {
         re.I,
     ),
 }
-SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"'(])|\n\s*\n|\n(?= {2,}\S+ {2,})")
-"""Where a sentence ends: a full stop, an empty line, or the next row of an indented table."""
+SENTENCE = re.compile(
+    r"(?<=[.!?:])\s+(?=[A-Z`\"'(])|\n\s*\n|\n(?= {2,}\S+ {2,})|\n\s*(?=(?:[-*]|\d+\.|\w+:) )"
+)
+"""Where a sentence ends: a full stop, an empty line, or the next row of a table or a list."""
+FENCED = re.compile(r"(?ms)^[ \t]*(`{3,}|~{3,}).*?^[ \t]*\1[ \t]*$")
 LISTED = re.compile(r"(?:^|\n)\s*[-*] |(?:^|\n)\s*\d+\. |\n?\|")
 
 
@@ -86,12 +90,12 @@ def list_comments(source: str) -> Iterator[tuple[int, str]]:
         if token.type == tokenize.COMMENT:
             line = token.start[0]
             if block and line > start + len(block):
-                yield start, " ".join(block)
+                yield start, "\n".join(block)
                 block = []
             start = start if block else line
             block.append(token.string.lstrip("#: ").strip())
     if block:
-        yield start, " ".join(block)
+        yield start, "\n".join(block)
 
 
 def list_python(source: str) -> Iterator[tuple[int, str]]:
@@ -109,8 +113,7 @@ def list_python(source: str) -> Iterator[tuple[int, str]]:
 
 def list_markdown(source: str) -> Iterator[tuple[int, str]]:
     """Yield paragraphs, items of lists, and cells of tables, with their lines."""
-    blank = re.compile(r"(?ms)^```.*?^```\s*$")
-    source = blank.sub(lambda match: "\n" * match.group().count("\n"), source)
+    source = FENCED.sub(lambda match: "\n" * match.group().count("\n"), source)
     source = re.sub(r"(?m)^#.*$", "", source)
     line = 1
     for part in re.split(r"(\n[^\S\n]*\n)", source):
@@ -124,9 +127,12 @@ def list_markdown(source: str) -> Iterator[tuple[int, str]]:
 
 def find_faults(path: Path) -> list[str]:
     """Return one line for each sentence of `path` that fails."""
-    source = path.read_text(encoding="utf-8")
-    texts = list_markdown(source) if path.suffix == ".md" else list_python(source)
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    try:
+        source = path.read_text(encoding="utf-8-sig")
+        texts = list((list_markdown if path.suffix == ".md" else list_python)(source))
+    except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
+        return [f"{name}:1: cannot be read: {error}"]
     faults = []
     for line, text in texts:
         for sentence in split(text):
@@ -145,12 +151,11 @@ def run_git(*words: str) -> str:
     ).stdout
 
 
-def read_earlier() -> set[str] | None:
-    """Return the entries that all earlier versions of the list have; None for a new list."""
+def find_longest() -> int | None:
+    """Return the length of the shortest earlier version of the list; None if there is none."""
     name = str(EXEMPT.relative_to(ROOT))
     found = run_git("log", f"-{REVISIONS}", "--format=%h", "--", name).split()
-    versions = [set(run_git("show", f"{revision}:{name}").splitlines()) for revision in found]
-    return set.intersection(*versions) if versions else None
+    return min((len(run_git("show", f"{r}:{name}").splitlines()) for r in found), default=None)
 
 
 def main() -> int:
@@ -166,8 +171,11 @@ def main() -> int:
         print("\n".join(faults))
         return 1 if faults else 0
     exempt = set(EXEMPT.read_text(encoding="utf-8").splitlines())
-    tracked = [name for name in run_git("ls-files", "*.py", "*.md").splitlines()]
-    by_file = {name: find_faults(ROOT / name) for name in tracked if (ROOT / name).is_file()}
+    listed = run_git("ls-files", "-z", "-co", "--exclude-standard", "*.py", "*.md").split("\0")
+    by_file = {name: find_faults(ROOT / name) for name in listed if (ROOT / name).is_file()}
+    if not by_file:
+        print("prose: git lists no files here; nothing was checked")
+        return 0
     wrong = [fault for name, found in by_file.items() if name not in exempt for fault in found]
     for fault in wrong[:SHOWN]:
         print(fault)
@@ -176,10 +184,11 @@ def main() -> int:
         exempt -= clean
         EXEMPT.write_text("".join(f"{name}\n" for name in sorted(exempt)), encoding="utf-8")
         print(f"prose: removed {len(clean)} clean files; commit {EXEMPT.relative_to(ROOT)}")
-    earlier = read_earlier()
-    grown = [] if earlier is None else sorted(exempt - earlier)
-    for name in grown:
-        print(f"{EXEMPT.relative_to(ROOT)}: {name} is new on the list, which can only shrink")
+    longest = find_longest()
+    grown = longest is not None and len(exempt) > longest
+    if grown:
+        print(f"{EXEMPT.relative_to(ROOT)}: the list has {len(exempt)} files, and had {longest}")
+        print("hint: rewrite a file's sentences; the list can only shrink")
     if options.all:
         print("\n".join(fault for name in exempt for fault in by_file.get(name, ())))
     if wrong:

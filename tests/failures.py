@@ -1,6 +1,6 @@
 """A pytest plugin that writes each failed test to the file that PERDURE_FAILURES names.
 
-The last line is the exit code, so a run that has none did not finish.
+The last line has the exit code and the number of passed tests. A run without it did not finish.
 """
 
 import json
@@ -20,9 +20,11 @@ class Failures:
     def __init__(self, path: Path) -> None:
         """Append to `path`."""
         self._path = path
+        self._passed = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a failed set-up, test, or tear-down."""
+        """Count a passed test; write a failed set-up, test, or tear-down."""
+        self._passed += report.when == "call" and report.passed
         if report.failed:
             self._write_failure(report)
 
@@ -32,8 +34,8 @@ class Failures:
             self._write_failure(report)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the exit code."""
-        self._write(int(exitstatus))
+        """Write the exit code and the number of passed tests."""
+        self._write({"code": int(exitstatus), "passed": self._passed})
 
     def _write_failure(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         crash = getattr(report.longrepr, "reprcrash", None)

@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["core", "serial"])
     parser.add_argument("machines", nargs="*", metavar="MACHINE", help="conditions joined by +")
     options = parser.parse_args()
-    machines = options.machines or DEFAULT
+    machines = dict.fromkeys(options.machines or DEFAULT)
     for name in [name for machine in machines for name in machine.split("+")]:
         if name not in CONDITIONS:
             parser.error(f"unknown condition {name}; conditions are {', '.join(CONDITIONS)}")

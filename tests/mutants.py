@@ -117,11 +117,11 @@ def copy_tree(into: Path, revision: str | None) -> Path:
     return into
 
 
-def is_caught(tree: Path, mutant: Mutant, text: str) -> bool:
-    """Return whether a test in `tree` fails with the changed file."""
+def is_caught(tree: Path, mutant: Mutant, text: str | None) -> bool:
+    """Return whether a test in `tree` fails with the changed file; None changes nothing."""
     path = tree / mutant.path
     original = path.read_bytes()
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(original if text is None else text.encode())
     env = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
     options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", *SHORT, *AT_ONCE]
     try:
@@ -150,10 +150,17 @@ def main() -> int:
     parser.add_argument("--old", metavar="REVISION", help="tests to compare with")
     options = parser.parse_args()
     sweep_after_me()
+    if options.old:
+        verify = ["git", "rev-parse", "--verify", "--quiet", f"{options.old}^{{commit}}"]
+        if subprocess.run(verify, cwd=ROOT, capture_output=True).returncode != 0:
+            parser.error(f"unknown revision {options.old}")
     caught, lost = 0, 0
     with tempfile.TemporaryDirectory() as folder:
         now = copy_tree(Path(folder) / "now", None)
         old = copy_tree(Path(folder) / "old", options.old) if options.old else None
+        if is_caught(now, next(draw(options.seed)), None):
+            print("mutants: a test fails without a mutant; run `make test` first")
+            return 1
         for mutant in draw(options.seed):
             if caught + lost >= options.count:
                 break

@@ -20,14 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.sweep import MARK, sweep_after_me
+
 from tests.failures import VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIES_ALONE = 2
 MOST_TRIED_AGAIN = 30
 """If more tests fail, none is tried again: the code is wrong, or the machine is."""
-FINISHED = (0, 1, 5)
-"""Exit codes of pytest: all passed, some failed, none was selected."""
+TEAR_DOWN_S = 60.0
+"""Longest wait for pytest after Ctrl-C; then it is killed."""
 INTERRUPTED = 130
 
 CORE = tuple(f"tests/{room}" for room in ("unit", "properties", "sim", "contract", "golden"))
@@ -46,9 +48,12 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How one run of pytest ended; `code` is None if it did not finish."""
+    """How one run of pytest ended."""
 
-    code: int | None
+    finished: bool
+    """Whether pytest ran tests and ended by itself."""
+    passed: int
+    """Tests that passed; a skipped test is not one of them."""
     failures: dict[str, str]
     """Why each failed test failed, by node id."""
 
@@ -75,23 +80,31 @@ def run_pytest(words: Sequence[str], root: Path) -> Run:
         path = Path(folder) / "failures.jsonl"
         env = os.environ | {VARIABLE: str(path)}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH", ""))))
+        env.pop(MARK, None)  # pytest ends its own processes, also if it is killed.
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.failures", *words]
-        subprocess.run(command, cwd=root, env=env, check=False)
+        with subprocess.Popen(command, cwd=root, env=env) as process:
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                process.wait(TEAR_DOWN_S)  # The terminal has interrupted pytest as well.
+                raise
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    *failed, code = [json.loads(line) for line in lines] or [None]
-    if not isinstance(code, int):
-        return Run(None, {})
+    found = [json.loads(line) for line in lines]
+    ending = found.pop() if found and isinstance(found[-1], dict) else {"code": None, "passed": 0}
     failures: dict[str, str] = {}
-    for name, why in failed:
+    for name, why in found:
         failures.setdefault(name, why)
-    return Run(code, failures)
+    # 0: all passed. 1: some failed. Python may still end with another code after pytest's end.
+    finished = ending["code"] == code and (code == 0 or (code == 1 and bool(failures)))
+    return Run(finished and bool(ending["passed"] or failures), ending["passed"], failures)
 
 
 def try_alone(name: str, root: Path) -> int | None:
     """Run a failed test again, alone; return the number of the try that passed, or None."""
     for number in range(2, 2 + TRIES_ALONE):
         print(f"suite: try {number}, alone: {name}", flush=True)
-        if run_pytest(["-p", "no:xdist", name], root).code == 0:
+        run = run_pytest(["-p", "no:xdist", name], root)
+        if run.finished and run.passed and not run.failures:
             return number
     return None
 
@@ -108,13 +121,13 @@ def run_suite(runs: Mapping[str, Sequence[str]], strict: bool, root: Path = ROOT
         print(f"suite: {part}", flush=True)
         run = run_pytest(words, root)
         failed |= run.failures
-        if run.code not in FINISHED or (run.code == 1 and not run.failures):
+        if not run.finished:
             broken.append(part)
     again = len(failed) <= MOST_TRIED_AGAIN and not broken
     passed_at = {name: try_alone(name, root) if again else None for name in failed}
     lost = [name for name, number in passed_at.items() if number is None]
     for part in broken:
-        print(f"suite: pytest did not finish: {part}")
+        print(f"suite: pytest did not finish, or ran no test: {part}")
     if failed and not again:
         print(f"suite: {len(failed)} tests failed; none was tried again")
     for name, number in passed_at.items():
@@ -142,9 +155,11 @@ def main() -> int:
     for part in parts:
         if part not in PARTS:
             parser.error(f"unknown part {part}; parts are {', '.join(PARTS)}")
+    sweep_after_me()
     try:
         return run_suite({part: list_words(part) for part in parts}, options.strict)
     except KeyboardInterrupt:
+        print("suite: interrupted")
         return INTERRUPTED
 
 

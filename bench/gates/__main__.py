@@ -18,6 +18,7 @@ import math
 import os
 import pkgutil
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,10 @@ def take_sample(name: str, source: Path) -> float:
         raise RuntimeError(f"no figure within {SAMPLE_LIMIT_S:g} s") from None
     if done.returncode != 0:
         raise RuntimeError((done.stderr or done.stdout).strip()[-2_000:])
-    return float(json.loads(done.stdout.splitlines()[-1])["figure"])
+    figure = float(json.loads((done.stdout.splitlines() or ["{}"])[-1]).get("figure", math.nan))
+    if not math.isfinite(figure):
+        raise RuntimeError(f"the figure is {figure}")
+    return figure
 
 
 def print_sample(gate: Gate) -> None:
@@ -90,6 +94,7 @@ def judge(interval: tuple[float, float], bound: float) -> str:
 @contextlib.contextmanager
 def check_out(revision: str) -> Iterator[Path]:
     """Yield a work tree of `revision`, and remove it afterwards."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # The work tree has to be removed.
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "old"
         subprocess.run(
@@ -144,6 +149,10 @@ def main() -> int:
     for name in (*(options.only or ()), *((options.sample,) if options.sample else ())):
         if name not in gates:
             parser.error(f"unknown gate {name}; --list prints all names")
+    if options.old:
+        verify = ["git", "rev-parse", "--verify", "--quiet", f"{options.old}^{{commit}}"]
+        if subprocess.run(verify, cwd=ROOT, capture_output=True).returncode != 0:
+            parser.error(f"unknown revision {options.old}")
     if options.sample:
         print_sample(gates[options.sample])
         return 0

@@ -80,6 +80,44 @@ def test_the_list_of_exempt_files_only_shrinks(root: Path, monkeypatch: pytest.M
     assert exempt.read_text() == ""
 
 
+def test_without_git_nothing_is_checked_and_the_list_stays(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / ".git").rename(root / "not-git")
+    assert check_prose(root, monkeypatch) == 0
+    assert (root / "scripts" / "prose_exempt.txt").read_text() == "old.py\n"
+
+
+def test_a_renamed_file_stays_exempt(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "old.py").rename(root / "moved.py")
+    (root / "scripts" / "prose_exempt.txt").write_text("moved.py\n")
+    assert check_prose(root, monkeypatch) == 0
+
+
+@pytest.mark.parametrize("data", [b"# caf\xe9 of the harbour\n", b"def test_it(:\n"])
+def test_a_file_that_cannot_be_read_is_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: bytes
+) -> None:
+    (root / "new.py").write_bytes(data)
+    assert check_prose(root, monkeypatch) == 1
+    assert "new.py:1: cannot be read: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"- An item of a list:\n\n  ```\n  {'word ' * 30}\n  ```\n",
+        f"~~~\n{'word ' * 30}\n~~~\n",
+        "A list of short items follows here:\n" + "- An item has only a few words\n" * 9,
+    ],
+)
+def test_programs_and_lists_are_no_long_sentences(
+    root: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (root / "new.md").write_text(text)
+    assert check_prose(root, monkeypatch) == 0
+
+
 def test_code_beyond_the_budget_fails_and_code_below_it_lowers_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

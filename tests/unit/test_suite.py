@@ -53,6 +53,21 @@ def test_a_second_try_fails_a_strict_suite(
     assert "passed at try 2, alone" in lines[-2]
 
 
+def test_a_second_try_that_is_skipped_has_not_passed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "import pathlib, pytest\n"
+        "def test_it():\n"
+        "    tried = pathlib.Path(__file__).with_name('tried')\n"
+        "    if tried.exists():\n        pytest.skip()\n"
+        "    tried.touch()\n    assert False\n"
+    )
+    code, lines = run(tmp_path, capfd, text)
+    assert code == 1
+    assert "test_it.py::test_it FAILED" in lines[-2]
+
+
 def test_a_suite_without_failures_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, lines = run(tmp_path, capfd, FLAKY.format(passes_at=1), strict=True)
     assert code == 0
@@ -67,12 +82,23 @@ def test_a_file_that_cannot_be_collected_fails_the_suite(
     assert "FAILED" in lines[-1]
 
 
-def test_a_pytest_that_dies_fails_the_suite(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("import os\ndef test_it():\n    os._exit(0)\n", id="dies"),
+        pytest.param(
+            "import atexit, os\ndef test_it():\n    atexit.register(os.kill, os.getpid(), 9)\n",
+            id="dies-late",
+        ),
+        pytest.param("import pytest\ndef test_it():\n    pytest.skip()\n", id="runs-nothing"),
+    ],
+)
+def test_a_pytest_that_does_not_end_well_fails_the_suite(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str
 ) -> None:
-    code, lines = run(tmp_path, capfd, "import os\ndef test_it():\n    os._exit(0)\n")
+    code, lines = run(tmp_path, capfd, text)
     assert code == 1
-    assert "pytest did not finish" in "\n".join(lines)
+    assert "pytest did not finish, or ran no test: only" in "\n".join(lines)
 
 
 def test_if_too_many_tests_fail_none_is_tried_again(
