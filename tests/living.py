@@ -21,7 +21,7 @@ class LivingJob:
         self.root.mkdir(parents=True)
         (self.root / "job.json").write_bytes(encode(JobSpec(name="j", script="x.py", nproc=2)))
         (self.root / "endpoint.json").write_text(
-            '{"url":"nats://x:1","token":"","clock_offset_s":0}'
+            '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
         )
         self.lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         fcntl.flock(self.lock, fcntl.LOCK_EX)

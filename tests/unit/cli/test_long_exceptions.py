@@ -42,7 +42,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "jobs" / "job"
     folder.mkdir(parents=True)
     (folder / "job.json").write_bytes(encode(story.spec))
-    (folder / "endpoint.json").write_text('{"url":"nats://x:1","token":"","clock_offset_s":0}')
+    (folder / "endpoint.json").write_text(
+        '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
+    )
     (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
 

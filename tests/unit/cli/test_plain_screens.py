@@ -86,7 +86,9 @@ def write_job(home: Path, extra: str) -> None:
     output = folder / "logs" / "ranks" / "g2" / "rank-1.out"
     output.write_bytes(f"hello {extra}\n".encode("utf-8", "surrogateescape"))
     (folder / "job.json").write_bytes(encode(story.spec))
-    (folder / "endpoint.json").write_text('{"url":"nats://x:1","token":"","clock_offset_s":0}')
+    (folder / "endpoint.json").write_text(
+        '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
+    )
     rows = [spoil(json.loads(encode(entry)), clean) for entry in story.entries]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "journal.jsonl").write_text(text)

@@ -29,7 +29,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / "home" / "jobs" / name
         (folder / "checkpoints" / "step-00000012").mkdir(parents=True)
         (folder / "job.json").write_bytes(encode(story.spec))
-        (folder / "endpoint.json").write_text('{"url":"nats://x:1","token":"","clock_offset_s":0}')
+        (folder / "endpoint.json").write_text(
+            '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
+        )
         (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
         os.utime(folder / "job.json", (number + 1.0, number + 1.0))
     return tmp_path / "home"

@@ -39,7 +39,9 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
     folder = tmp_path / "jobs" / "job"
     folder.mkdir(parents=True)
     (folder / "job.json").write_bytes(encode(story.spec))
-    (folder / "endpoint.json").write_text('{"url":"nats://x:1","token":"","clock_offset_s":0}')
+    (folder / "endpoint.json").write_text(
+        '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
+    )
     write(tmp_path, story.entries)
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     return story

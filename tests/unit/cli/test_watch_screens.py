@@ -349,7 +349,7 @@ async def test_a_run_that_was_killed_and_a_silent_controller_are_told(living: Li
     async with watch(living.home, "j") as seen:
         await seen.wait("j running")
         # A machine that has just been started has a clock near 0, and job time does not.
-        endpoint = {"url": "nats://x:1", "token": "", "clock_offset_s": 9_000_000.0}
+        endpoint = {"url": "nats://127.0.0.1:1", "token": "", "clock_offset_s": 9_000_000.0}
         (living.root / "endpoint.json").write_text(json.dumps(endpoint))
         at_s = time.monotonic() + 9_000_000.0 - 6_000_000.0
         living.picture = msgspec.structs.replace(living.picture, at_s=at_s)
