@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from bench.sweep import sweep_after_me
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from tests.environment import drop_foreign
+from tests.environment import choose_plain_tmp, drop_foreign
 
 drop_foreign(os.environ)
+choose_plain_tmp(os.environ)
+tempfile.tempdir = None  # It is read from TMPDIR again: pytest has read it already.
 
 SEEDS = Path(__file__).resolve().parent.parent / ".seeds"
 """What exploration has found, which is tried first by the next one; `make clean` leaves it."""

@@ -1,5 +1,6 @@
 """The environment that tests start with: without what belongs to another job, shell, or proxy."""
 
+import re
 from collections.abc import MutableMapping
 
 KEPT = frozenset(
@@ -35,3 +36,9 @@ def drop_foreign(environ: MutableMapping[str, str]) -> None:
     for name in list(environ):
         if name not in KEPT and (name in DROPPED or name.startswith(PREFIXES)):
             del environ[name]
+
+
+def choose_plain_tmp(environ: MutableMapping[str, str]) -> None:
+    """Leave a TMPDIR that a shell would split: programs that tests write do not quote theirs."""
+    if not re.fullmatch(r"[\w/.,:+@-]*", environ.get("TMPDIR", ""), re.ASCII):
+        environ["TMPDIR"] = "/tmp"

@@ -1,6 +1,7 @@
 """Tests see nothing of the job, the terminal, or the proxy that they were started beside."""
 
-from tests.environment import drop_foreign
+import pytest
+from tests.environment import choose_plain_tmp, drop_foreign
 
 
 def test_what_another_job_or_a_proxy_sets_is_dropped() -> None:
@@ -9,3 +10,13 @@ def test_what_another_job_or_a_proxy_sets_is_dropped() -> None:
     environ = foreign | own
     drop_foreign(environ)
     assert environ == own
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [("/tmp/a b", "/tmp"), ("/tmp/ü", "/tmp"), ("/var/tmp/a-b_1.c", "/var/tmp/a-b_1.c")],
+)
+def test_a_tmpdir_that_a_shell_splits_is_left(given: str, chosen: str) -> None:
+    environ = {"TMPDIR": given}
+    choose_plain_tmp(environ)
+    assert environ == {"TMPDIR": chosen}
