@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -93,10 +94,12 @@ class Outcomes(dict[str, Outcome]):
     @staticmethod
     def _run(batch: Sequence[dict[str, Any]], folder: Path) -> dict[str, Outcome]:
         """Run a batch in two processes: each mostly waits."""
+        shutil.rmtree(folder, ignore_errors=True)  # An earlier run of the batch may have failed.
         folder.mkdir()
         found: dict[str, Outcome] = {}
+        halves = [half for half in (batch[::2], batch[1::2]) if half]
         with ThreadPoolExecutor() as pool:
-            for some in pool.map(run_scenarios, (batch[::2], batch[1::2]), [folder] * 2):
+            for some in pool.map(run_scenarios, halves, [folder] * len(halves)):
                 found |= some
         return found
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from perdure.cli.looking import doctor
 from perdure.worker.native import build
@@ -71,10 +72,11 @@ def test_plugin_in_a_cache_that_is_empty(library: Path) -> None:
 
 
 @pytest.mark.torch
-def test_measured_on_this_machine() -> None:
+def test_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     library = build.find_library()
     if library is None:
         pytest.skip("the compiled recorder is not built")
+    monkeypatch.setattr(build, "_TIMEOUT_S", PATIENCE_S)
     cost = build.measure_cost(library)
     assert isinstance(cost, build.Cost), cost
     assert cost.bare_us > 0.0
