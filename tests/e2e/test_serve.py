@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from perdure.model.job import TorchftConfig
 from tests.e2e.box import find_port
 from tests.e2e.harness import SCRIPTS, Job
 from tests.waiting import PATIENCE_S
@@ -276,10 +277,7 @@ def drain_and_set(serving: Serving, typed: dict[str, str]) -> None:
 
 
 def check_report(serving: Serving, command: str, again_s: float, *ended: float) -> None:
-    """Each time that group 1 was ended is told of, with when that was and how long it was away.
-
-    The first time, its next life, started at `again_s`, told of it.
-    """
+    """The report has each end of group 1, its time, and how long the group was away."""
     assert "group 1, train_1:" in serving.type(command)
 
     def find_lost() -> list[dict[str, Any]]:
@@ -296,7 +294,9 @@ def check_report(serving: Serving, command: str, again_s: float, *ended: float) 
         assert told["total_s"] > (back_s - at_s) / 2, "from its end, and not from its return"
         assert told["at_s"] + told["total_s"] < back_s + 0.1
     assert report["ledger"]["reconfiguration.detect"]["s"] > lost[0]["detect_s"] - 0.01
-    assert lost[0]["at_s"] + lost[0]["detect_s"] > again_s, "its next life told of it"
+    # If torchrun takes long to end, the silence is reported before the next life begins.
+    told_s = lost[0]["at_s"] + lost[0]["detect_s"]
+    assert told_s > again_s or lost[0]["detect_s"] >= TorchftConfig().alone_s
 
 
 def evict_and_restore(serving: Serving, block: list[str]) -> None:
