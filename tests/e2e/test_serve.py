@@ -296,7 +296,7 @@ def check_report(serving: Serving, command: str, again_s: float, *ended: float) 
     assert report["ledger"]["reconfiguration.detect"]["s"] > lost[0]["detect_s"] - 0.01
     # If torchrun takes long to end, the silence is reported before the next life begins.
     told_s = lost[0]["at_s"] + lost[0]["detect_s"]
-    assert told_s > again_s or lost[0]["detect_s"] >= TorchftConfig().alone_s
+    assert told_s > again_s or lost[0]["detect_s"] >= TorchftConfig().silent_s
 
 
 def evict_and_restore(serving: Serving, block: list[str]) -> None:
