@@ -92,6 +92,7 @@ def test_injected_on_a_script_that_declares_no_steps(
     keeper = job.pid_of("perdure keeper")
     answer = json.loads(job.cli("inject", "inject", "oom", "--rank", "1", "--json").stdout)
     assert answer["note"].startswith("killed by the kernel at "), answer
+    job.wait_until(lambda: job.state().get("generation", 0) >= 1, "the next generation")
     end.touch()
     assert job.wait() == 0, job.text()
     check(job)
