@@ -2,7 +2,6 @@
 
 import os
 import stat
-import time
 import tomllib
 from pathlib import Path
 
@@ -75,5 +74,6 @@ def test_torches_that_are_tested_are_those_of_the_extra(
 def test_kernel_log_is_read_or_said_to_be_closed() -> None:
     lines, readable = read_kernel_kills()
     assert readable or not lines
-    late, _ = read_kernel_kills(time.monotonic() + 3600)
+    # The kernel's stamps do not follow the clock of a time namespace.
+    late, _ = read_kernel_kills(1e12)
     assert not late, "of before the job"

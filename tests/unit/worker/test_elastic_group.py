@@ -1,5 +1,6 @@
 """How the end of an operation is seen, and how a world that is not to be is left."""
 
+import contextlib
 import threading
 from typing import Any
 
@@ -86,7 +87,8 @@ def test_a_newer_order_is_heard_while_a_member_that_never_comes_is_waited_for(
         Group((0, 1), 0, store, listen(), lambda: bool(set(threading.enumerate()) - before))
     left = set(threading.enumerate()) - before
     assert [thread.name for thread in left] == ["perdure-connect"]
-    Group((0, 1), 1, store, listen())
+    with contextlib.suppress(Broken):  # The end that was left behind may close first.
+        Group((0, 1), 1, store, listen())
     for thread in left:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
