@@ -128,8 +128,8 @@ def become_user(setting: Setting) -> Iterator[None]:
             "PYTHONPYCACHEPREFIX": str(own / "cache"),
             "HYPOTHESIS_STORAGE_DIRECTORY": str(own / "cache"),
             "PYTEST_ADDOPTS": "-p no:cacheprovider",
-            "USER": "nobody",
-            "LOGNAME": "nobody",
+            "USER": "mallory",
+            "LOGNAME": "mallory",
         }
         setting.env.pop("XDG_RUNTIME_DIR", None)
         setting.prefix += ["unshare", "--mount", "--propagation", "private"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ class Cluster:
     """The servers of one job, as `perdure run` starts them."""
 
     def __init__(self, home: Path) -> None:
-        self.paths: JobPaths = job_paths(str(home), SPEC.name, 0)
+        self.paths: JobPaths = job_paths(str(home), SPEC.name, os.getuid())
         make_folders(self.paths)
         self.servers: list[NatsServer] = make_servers(SPEC, self.paths, HERE)
         set_certificates(self.servers, SPEC.nats)

@@ -1,5 +1,6 @@
 """T1: a rank may write anything into its ring; the agent reads on, and its heartbeats fit."""
 
+import contextlib
 import os
 import socket
 import struct
@@ -65,8 +66,9 @@ def put_foreign(kind: str, path: Path) -> None:
         case "a directory":
             path.mkdir()
         case "a socket":
-            with socket.socket(socket.AF_UNIX) as server:
-                server.bind(str(path))
+            # The name of a socket has at most 107 bytes, so it is a relative one.
+            with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
+                server.bind(path.name)
         case "a symbolic link":
             path.symlink_to("/dev/zero")
 

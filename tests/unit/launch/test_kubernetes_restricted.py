@@ -7,6 +7,7 @@ own: the linter has to come to the same.
 
 import copy
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,8 @@ def test_d5_a_capability_is_added_for_who_asks_for_it(security: str) -> None:
 
 def test_d5_a_user_without_a_name_has_a_home_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert make_user_variables({"HOME": "/"}) == {"HOME": "/tmp", "USER": "perdure"}
+    found = make_user_variables({"HOME": "/"})
+    assert found == {"HOME": tempfile.gettempdir(), "USER": "perdure"}
     assert make_user_variables({"HOME": "/nonexistent", "USER": "ada"})["USER"] == "ada"
 
 

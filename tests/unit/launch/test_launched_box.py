@@ -17,6 +17,12 @@ from perdure.launch.ssh import box, results
 BOX = str(Path(box.__file__))
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the box a home that can be written."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
 def supervise(folder: Path, code: str, **settings: Any) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-c", code]
     document = {"command": command, "cwd": str(folder), **settings}
