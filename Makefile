@@ -45,7 +45,7 @@ test: check
 test-machines: check
 	@$(BIN)/python -m tests.machines $(MACHINES)
 
-# Bounds on time, CPU, and memory: alone on a quiet machine, at most 15 minutes.
+# Bounds on time, CPU, and memory: alone on a quiet machine.
 # OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.
 gates: setup
 	@$(BIN)/python -m bench.gates $(if $(OLD),--old $(OLD)) $(if $(ONLY),--only $(ONLY))
