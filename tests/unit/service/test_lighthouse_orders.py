@@ -15,7 +15,7 @@ from perdure.model.bus.wire import NodeOrder, subject_orders
 from perdure.model.codec import encode
 from perdure.model.events import AnyEvent, FaultInjected, ReplicaSeen
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.orders import LIGHTHOUSE, EvictReplica, HoldReplicas, InjectFault
+from perdure.model.orders import LIGHTHOUSE, EvictReplica, HoldReplicas, InjectFault, ReplicaGroup
 from perdure.service.jobfiles import read_document
 from perdure.service.lighthouse import endings
 from perdure.service.lighthouse.loop import IDS, LighthouseService
@@ -122,3 +122,38 @@ async def test_a_group_whose_manager_is_not_reached_is_not_said_to_have_ended(
     (gone,) = [event for event in told if isinstance(event, ReplicaSeen)]
     assert gone.silent is not lives, "it has ended"
     assert ("its heartbeats go on" in gone.reason) is lives
+
+
+async def test_a_group_that_is_evicted_was_not_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for a quorum between the order and its end, and so is held for a moment."""
+    pytest.importorskip("grpc")
+    spec = JobSpec(name="job", script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
+    lighthouse = LighthouseService(
+        spec, str(tmp_path / "lighthouse.json"), clock=lambda: 1000.0, incarnation="l1"
+    )
+    told: list[AnyEvent] = []
+    lighthouse._outbox.put = told.append  # type: ignore[method-assign]
+    killed = asyncio.Event()
+
+    async def kill(manager: str, reason: str) -> str:
+        await killed.wait()
+        return ""
+
+    monkeypatch.setattr(endings, "kill_replica", kill)
+    lighthouse.machine.ask(1000.0, 1, make_member("a_0:x"))
+    evict = EvictReplica(replica="a_0:x", generation=0, group=0, kill=True, reason="evict")
+    groups = (ReplicaGroup(0, 0, "", held=True),)
+    hold = HoldReplicas(replicas=("a_0:x",), number=1, groups=groups, reason="evict")
+    for order in (evict, hold):
+        lighthouse._take_order(encode(NodeOrder(controller="c", orders=(order,))))
+    lighthouse._do(lighthouse.machine.ask(1000.0, 2, make_member("a_0:x", step=2)))
+    killed.set()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(isinstance(event, ReplicaSeen) and event.gone for event in told):
+                await asyncio.sleep(0.01)
+    finally:
+        await lighthouse.close()
+    assert [event for event in told if isinstance(event, ReplicaSeen) and event.held] == []

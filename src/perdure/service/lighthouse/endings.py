@@ -44,6 +44,10 @@ class Endings:
         self._clock, self._forget = clock, forget
         self._ending: set[str] = set()
 
+    def is_ending(self, name: str) -> bool:
+        """Return whether a replica is on its way to its end."""
+        return name in self._ending
+
     def kill(self, order: EvictReplica) -> None:
         """End a replica that others have started, and tell of it, as often as it is ordered."""
         reason = order.reason

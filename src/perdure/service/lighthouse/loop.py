@@ -432,6 +432,8 @@ class LighthouseService:
                     self._tell_late(output)
                 case LeftOut():
                     self._tell_left_out(output)
+                case Stands(replica=replica) if self._endings.is_ending(replica):
+                    pass  # It was in the quorum until it was evicted, and was not drained.
                 case Stands(replica=replica, group=group, step=step):
                     now, hold = self._clock(), self._hold_number
                     stands = ReplicaSeen(
