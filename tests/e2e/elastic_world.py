@@ -28,6 +28,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from perdure.adapters.nats import make_shared_certificate
+from perdure.control.orders import REPEAT_S
 from perdure.model.codec import decode, encode
 from perdure.model.events import AnyEvent, MemberReady, RankJoined, WorldBroken, WorldReformed
 from perdure.model.orders import FollowWorld, ReformWorld
@@ -398,6 +400,9 @@ class World:
         self.dismissed: set[int] = set()
         self.feeds: dict[int, str] = {}
         self.followers: set[int] = set()
+        self.key = make_shared_certificate()
+        self.joins: list[FollowWorld] = []
+        self.repeat_s = 0.0
         self.cut: set[int] = set()
         """Members that were left out while they live."""
         self.reformed: list[WorldReformed] = []
@@ -460,12 +465,26 @@ class World:
 
     def order_following(self) -> None:
         donors = {m: self.feeds[m] for m in self.members if m in self.feeds}
-        for rank in self.followers - set(self.ends):
-            order = FollowWorld(
-                generation=0, epoch=self.epoch, rank=rank, donors=donors, reason="test"
+        self.joins = [
+            FollowWorld(
+                generation=0,
+                epoch=self.epoch,
+                rank=rank,
+                donors=donors,
+                key=self.key,
+                reason="test",
             )
-            with contextlib.suppress(OSError):
-                self.socks[rank].sendall(encode(order) + b"\n")
+            for rank in self.followers
+        ]
+        self.repeat_joins()
+
+    def repeat_joins(self) -> None:
+        """Tell those that follow and their donors, as the controller does each second."""
+        self.repeat_s = time.monotonic() + REPEAT_S
+        for order in self.joins:
+            for rank in set(order.ranks) - set(self.ends) if order.rank not in self.ends else ():
+                with contextlib.suppress(OSError):
+                    self.socks[rank].sendall(encode(order) + b"\n")
 
     def run(self) -> dict[str, Any]:
         deadline = time.monotonic() + self.scenario.get("timeout_s", PATIENCE_S)
@@ -482,6 +501,8 @@ class World:
             self.listen(0.005)
             self.reap()
             self.cut_off()
+            if time.monotonic() > self.repeat_s:
+                self.repeat_joins()
             if self.retry_s and time.monotonic() > self.retry_s:
                 self.order(urgent="shapes" not in self.scenario)
         for me in self.cut - set(self.ends):

@@ -352,11 +352,13 @@ class ReformWorld(RankOrder, frozen=True, kw_only=True):
 class FollowWorld(RankOrder, frozen=True, kw_only=True):
     """Have `rank`, which is no member yet, take the members' state and keep up with them.
 
-    A level: a newer epoch replaces an older one. Answered by `MemberReady`.
+    The donors hear it as well. They listen for `rank` while the order is repeated, until `rank`
+    is ready, a member, or gone. A newer epoch replaces an older one.
     """
 
     about: ClassVar[str] = "follow {0.generation} {0.rank}"
     """Each rank follows by itself."""
+    says: ClassVar[str] = "generation {0.generation}, rank {0.rank}"
     done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {
         MemberReady: ("generation",),
         WorldReformed: ("generation",),
@@ -369,11 +371,19 @@ class FollowWorld(RankOrder, frozen=True, kw_only=True):
     """Member -> address at which it sends its state."""
     ahead: tuple[int, ...] = ()
     """Others that follow, and were told so before it: of parts of a state they choose first."""
+    key: str = ""
+    """Certificate and private key (PEM) that `rank` and its donors show one another. The controller
+    makes it when it sends the order. It is kept nowhere else."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return its one rank."""
-        return (self.rank,)
+        """Return the rank that follows, and its donors."""
+        return (self.rank, *sorted(self.donors))
+
+    def list_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+        """Return all once the rank that follows is ready or gone; donors do not answer."""
+        answered = super().list_answered(event)
+        return self.ranks if self.rank in answered else ()
 
     def describe(self) -> str:
         """Return who takes the state of whom."""

@@ -152,7 +152,9 @@ async def test_a_group_that_is_evicted_was_not_drained(
     killed.set()
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not any(isinstance(event, ReplicaSeen) and event.gone for event in told):
+            while not any(  # noqa: ASYNC110
+                isinstance(event, ReplicaSeen) and event.gone for event in told
+            ):
                 await asyncio.sleep(0.01)
     finally:
         await lighthouse.close()

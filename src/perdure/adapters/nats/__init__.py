@@ -13,7 +13,11 @@ if "aiohttp" not in sys.modules:
         del sys.modules["aiohttp"]
 
 from perdure.adapters.nats.bus import NatsBus, UntrustedError
-from perdure.adapters.nats.certificates import make_authority, make_certificate
+from perdure.adapters.nats.certificates import (
+    make_authority,
+    make_certificate,
+    make_shared_certificate,
+)
 from perdure.adapters.nats.credentials import choose_file, read_credentials, read_pem
 from perdure.adapters.nats.lease import ElectionWatch, NatsLease
 from perdure.adapters.nats.server import (
@@ -40,6 +44,7 @@ __all__ = [
     "find_binary",
     "make_authority",
     "make_certificate",
+    "make_shared_certificate",
     "read_credentials",
     "read_pem",
     "server_config",

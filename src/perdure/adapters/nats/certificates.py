@@ -58,16 +58,33 @@ def make_certificate(folder: str, host: str, *, seed: bytes = b"") -> tuple[str,
         made = _begin("perdure", own, "perdure", own).add_extension(names, critical=False)
         made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         pem = made.sign(own, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    secret = own.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
     cert, key = os.path.join(folder, "tls.crt"), os.path.join(folder, "tls.key")
     os.makedirs(folder, exist_ok=True)
     replace_file(cert, pem)
-    replace_file(key, secret, mode=0o600)
+    replace_file(key, _encode(own), mode=0o600)
     return cert, key
+
+
+def make_shared_certificate() -> str:
+    """Return a new certificate that has signed itself, followed by its private key (PEM).
+
+    Peers that share it show it to one another, and trust no other.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    own = ec.generate_private_key(ec.SECP256R1())
+    constraints = x509.BasicConstraints(ca=True, path_length=None)
+    made = _begin("perdure", own, "perdure", own).add_extension(constraints, critical=True)
+    return (made.sign(own, hashes.SHA256()).public_bytes(Encoding.PEM) + _encode(own)).decode()
+
+
+def _encode(key: "ec.EllipticCurvePrivateKey") -> bytes:
+    from cryptography.hazmat.primitives import serialization as form
+
+    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
 
 
 def make_authority(seed: bytes) -> str:

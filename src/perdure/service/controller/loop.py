@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from perdure.adapters.nats import make_shared_certificate
 from perdure.control.joining import preview_invitations
 from perdure.control.lighthouse.watch import ReplicaWatch
 from perdure.control.membership.quorum import make_quorum_config
@@ -59,7 +60,14 @@ from perdure.model.events import (
 )
 from perdure.model.fitting import fit_event
 from perdure.model.job import JobSpec
-from perdure.model.orders import AnswerCommand, AnyAction, Assignment, EndJob, WatchClosely
+from perdure.model.orders import (
+    AnswerCommand,
+    AnyAction,
+    Assignment,
+    EndJob,
+    FollowWorld,
+    WatchClosely,
+)
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.controller.inbox import Inbox
@@ -165,6 +173,8 @@ class ControllerService:
         self._writing: asyncio.Task[None] | None = None
         self._term, self._check, self._known_seq = term, check, known_seq
         self._orders = OrderBook(spec, incarnation, term)
+        self._join_keys: dict[tuple[int, int], str] = {}
+        """Generation and epoch of the newest join -> its key."""
         self._links = LinkFold()
         self._heard: dict[int, float] = {}
         """Node -> job time of its newest heartbeat."""
@@ -482,6 +492,15 @@ class ControllerService:
         self._derive(turn, self._detector.note(turn.now, event))
         self._derive(turn, self._links.note(turn.now, event))
 
+    def _add_key(self, action: AnyAction) -> AnyAction:
+        """Return `action`; of a join, with the key of its epoch, which no file keeps."""
+        if not isinstance(action, FollowWorld):
+            return action
+        join = (action.generation, action.epoch)
+        if join not in self._join_keys:
+            self._join_keys = {join: make_shared_certificate()}
+        return msgspec.structs.replace(action, key=self._join_keys[join])
+
     def _act(self, turn: _Turn, actions: list[AnyAction]) -> None:
         """Enter what the machine has decided, and what follows from it, and have it carried out."""
         self._derive(turn, self._memory.machine.facts(turn.now))
@@ -494,7 +513,7 @@ class ControllerService:
                 result=action.result if isinstance(action, AnswerCommand) else {},
             )
             self._enter(turn, fit_event(decision, self._journal.body_max) or decision)
-            turn.sendings += self._orders.take(action)
+            turn.sendings += self._orders.take(self._add_key(action))
             if isinstance(action, AnswerCommand):
                 turn.answers.append(action)
             record = make_journal_event(turn.now, action)

@@ -1,34 +1,32 @@
-"""A rank on its way into a world that trains: its donors, and itself.
+"""How a rank joins a world that trains: what its donors send, and how it catches up.
 
-What it is sent are parts, each a header line and bytes: a state at one step first, then the reduced
-gradients of each step after it. Every donor sends its
-share of both: the blobs whose number leaves its own modulo the number of donors. The bytes of a
-part are hashed; the epoch in which a step was reduced goes with it, because what two epochs made
-of the same step may differ in the last bit.
+A donor (`Donor`) sends parts, each a header line and bytes. The first part is the state at one
+step. After it comes the reduced gradients of each later step. Each donor sends its share of both:
+the blobs whose number modulo the number of donors is the donor's index. A blob's digest is made of
+the donor's own tensors while they do not change. So a blob that was copied too late, or damaged on
+its way, is found. The header names the epoch in which a step was reduced, because two epochs can
+differ in the last bit of the same step.
 
-A member's side is its share of the state, sent by a thread while training goes on (`Donor`). The
-state is that between two steps. It is copied while the next forward and backward run, and the
-update of the parameters waits for the copy. From then on the reduced gradients of each step are
-copied before they are applied, and sent after the state: with them the follower makes the same
-updates and comes as far as everyone.
+Training goes on while a donor sends. The state is copied between two steps while the next forward
+and backward pass run, and the update of the parameters waits for the copy. All ranks that join at
+one step share the copy. Another copy is made only after that one has been sent.
 
-The joining side takes a state from several members, then keeps up with them (`CatchUp`). The
-members train on meanwhile. The follower makes the same updates of the same reduced gradients, and
-so it has bit for bit what they have; it is called into the world when nothing is left for it to
-catch up on. Whatever goes wrong here costs nobody anything: it begins again, or in the end it joins
-without a state and gets one within the join.
+The rank that joins (`CatchUp`) takes the state from several donors and applies the same updates
+from the same reduced gradients. So it has the members' state bit for bit. The controller calls it
+into the world when it has caught up. If something fails, the rank tries again. After some tries it
+gets its state within the join.
 """
 
 import contextlib
 import functools
-import socket
+import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import torch
@@ -41,11 +39,12 @@ from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
 from perdure.worker.elastic.apart import start
+from perdure.worker.elastic.donor_port import DonorPort, connect_donor, hang_up
 from perdure.worker.elastic.group import read_progress
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving import (
     fill_blob,
-    hash_blobs,
+    hash_tensors,
     join_blob,
     list_blobs,
     open_state,
@@ -58,18 +57,24 @@ _HEADER_BYTES_MAX = 1 << 20
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """The follower's question how far the donor is; it is answered by `At`."""
+    """The follower's question how far the donor is. `At` answers it."""
 
     generation: int
     member: int
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
-    """The follower's request for its share of the state at `step` and every step from there on."""
+    """The follower's request for a share of the state at `step` and of every later step."""
 
-    step: int
-    share: int
-    shares: int
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    share: Annotated[int, msgspec.Meta(ge=0)]
+    shares: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """The follower's last word on the step that it asked for; if not `agreed`, it asks again."""
+
+    agreed: bool
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +87,7 @@ class Part(msgspec.Struct, frozen=True, tag=True):
     sizes: tuple[int, ...]
     """Bytes of each blob."""
     digest: str
+    """Of the digests of the skeleton and of each blob."""
     skeleton: int = 0
     settings: str = ""
     """Of a step: hash of the optimizer's settings (learning rate and such) at its update."""
@@ -89,31 +95,31 @@ class Part(msgspec.Struct, frozen=True, tag=True):
     """Parts that wait to be sent after this one."""
 
 
-Message = Ask | At | Take | Part
-AnyMessage = TypeVar("AnyMessage", Ask, At, Take, Part)
+Message = Ask | At | Take | Begin | Part
+AnyMessage = TypeVar("AnyMessage", Ask, At, Take, Begin, Part)
 
 
 class Connection:
-    """One connection: header lines, and bytes straight into tensors."""
+    """A connection of a donor and a follower: header lines, and bytes straight into tensors."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Talk over `sock`, which blocks."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        """Talk over `sock`, whose other end has shown the key of the join."""
         self.sock = sock
         self._file = sock.makefile("rb", buffering=1 << 16)
 
     def send(self, message: Message, blobs: Sequence[memoryview | bytes] = ()) -> None:
-        """Send a message and what belongs to it.
+        """Send a message and the bytes that belong to it.
 
         Raises:
             OSError: the other end is gone.
         """
         self.sock.sendall(encode(message) + b"\n")
         for blob in blobs:
-            self.sock.sendall(blob)
+            if len(blob):
+                self.sock.sendall(blob)
 
     def read(self, kind: type[AnyMessage]) -> AnyMessage:
-        """Return the next message, which is to be of this kind.
+        """Return the next message, which has to be of this kind.
 
         Raises:
             OSError: the other end is gone.
@@ -124,16 +130,16 @@ class Connection:
             raise ConnectionResetError("the other end has closed")
         return decode(line, kind)
 
-    def read_bytes(self, part: Part) -> tuple[bytes, list[Tensor]]:
+    def read_bytes(self, part: Part, bytes_max: int) -> tuple[bytes, list[Tensor]]:
         """Return the skeleton and the blobs of `part`.
 
         Raises:
             OSError: the other end is gone.
-            ProtocolError: they are not what was sent.
+            ProtocolError: they are more than `bytes_max` bytes, or not those of the donor.
         """
-        digest = xxhash.xxh3_128()
+        if min(part.skeleton, *part.sizes, 0) < 0 or part.skeleton + sum(part.sizes) > bytes_max:
+            raise ProtocolError(f"{part.kind} {part.step} is larger than this rank's own state")
         skeleton = self._file.read(part.skeleton)
-        digest.update(skeleton)
         blobs = []
         for size in part.sizes:
             blob = torch.empty(size, dtype=torch.uint8)
@@ -142,51 +148,121 @@ class Connection:
                 count = self._file.readinto(view)  # type: ignore[attr-defined]
                 if not count:
                     raise ConnectionResetError("the other end has closed")
-                digest.update(view[:count])
                 view = view[count:]
             blobs.append(blob)
-        if digest.hexdigest() != part.digest:
-            raise ProtocolError(f"{part.kind} {part.step} came over damaged")
+        if part.digest != _join_digests(skeleton, [hash_tensors([blob]) for blob in blobs]):
+            raise ProtocolError(f"{part.kind} {part.step} is not what the donor has")
         return skeleton, blobs
 
     def close(self) -> None:
-        """End the connection; whoever reads from it wakes up."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        """End the connection. A thread that reads from it wakes up."""
+        hang_up(self.sock)
+        self._file.close()
         self.sock.close()
 
 
+def _join_digests(skeleton: bytes, digests: Sequence[str]) -> str:
+    """Return the digest of a part whose blobs have these `digests`."""
+    return xxhash.xxh3_128_hexdigest(skeleton + "".join(digests).encode())
+
+
 BACKLOG_MIN = 256 << 20
-"""Bytes of gradients that may wait for a follower that is slow; or twice the state's share."""
+"""Bytes of gradients that may wait for a slow follower; or twice its share of the state."""
 _COPY_S_MAX = 60.0
+"""Seconds for which an update of the parameters waits for a copy."""
+_ASK_S = 5.0
+"""Seconds for a follower to ask for a state."""
+
+Share = tuple[int, int]
+"""Index of a donor among a follower's donors, and their number."""
+Blobs = tuple[list[Tensor], str]
+"""A share's blobs, and the digest of its part."""
 
 
-_NOTHING = Take(-1, 0, 1)
+class _Copy:
+    """A copy of the state at one step, for all followers that begin there."""
+
+    def __init__(self, step: int, epoch: int, state: Any) -> None:
+        self.step, self._epoch = step, epoch
+        self._skeleton, self._tensors = pack_state(state)
+        self._shares: dict[Share, Blobs] = {}
+        self._over = threading.Event()
+        """The copy is whole, or is not made any more."""
+        self._whole = False
+        self._lock = threading.Lock()
+
+    def make(self, shares: Sequence[Share]) -> None:
+        """Copy what these shares have. Called in a thread of its own."""
+        try:
+            blobs = list_blobs(self._tensors)
+            copied: dict[int, tuple[Tensor, str]] = {}
+            for index, count in shares:
+                for number in range(index, len(blobs), count):
+                    if number not in copied:
+                        copied[number] = join_blob(blobs[number]), hash_tensors(blobs[number])
+            made = {
+                (index, count): [copied[number] for number in range(index, len(blobs), count)]
+                for index, count in shares
+            }
+            for share, found in made.items():
+                digest = _join_digests(self._skeleton_of(share), [one for _, one in found])
+                self._shares[share] = [blob for blob, _ in found], digest
+            with self._lock:
+                self._whole = not self._over.is_set()
+        finally:
+            self._tensors = []
+            self._over.set()
+
+    def await_whole(self, limit_s: float) -> bool:
+        """Return whether the copy is whole within `limit_s` seconds; it is dropped otherwise."""
+        if not self._over.wait(limit_s):
+            with self._lock:
+                self._over.set()
+        if not self._whole:
+            self._shares = {}
+        return self._whole
+
+    def read(self, share: Share) -> "Piece":
+        """Return the part of `share`."""
+        blobs, digest = self._shares[share]
+        skeleton = self._skeleton_of(share)
+        sizes = tuple(blob.numel() for blob in blobs)
+        part = Part("state", self.step, self._epoch, sizes, digest, skeleton=len(skeleton))
+        return part, skeleton, blobs
+
+    def _skeleton_of(self, share: Share) -> bytes:
+        return self._skeleton if share[0] == 0 else b""
+
+
 Piece = tuple[Part, bytes, list[Tensor]]
-"""A header, the skeleton, and what belongs to it."""
+"""A header, the skeleton, and the blobs."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Session:
     """One follower."""
 
     connection: Connection
-    take: Take = _NOTHING
-    """State at this step is to be taken, and what share of it; -1: none."""
-    source: Piece | None = None
-    """The state, to be copied before it changes."""
+    member: int
+    take: Take
+    copy: _Copy | None = None
+    """The state that it is to be sent first; None before `take.step`, and once it was sent."""
     follows: bool = False
-    """Its state was taken: it gets every step from there on."""
-    copied: threading.Event = field(default_factory=threading.Event)
+    """It gets every step from `take.step` on."""
     parts: deque[Piece] = field(default_factory=deque)
     waiting: int = 0
     """Bytes in `parts`."""
     limit: int = BACKLOG_MIN
     over: bool = False
 
+    @property
+    def share(self) -> Share:
+        """Return which share of the state it takes from this donor."""
+        return self.take.share, self.take.shares
+
 
 class Donor:
-    """What a member gives to those who follow. Only `_serve` and below run in other threads."""
+    """What a member sends to ranks that join. Only `_serve` and below run in other threads."""
 
     def __init__(self, generation: int, state: Followed | None) -> None:
         """Serve nobody yet; a `state` that cannot be followed is None."""
@@ -195,23 +271,27 @@ class Donor:
         self._changed = threading.Condition()
         self._sessions: list[_Session] = []
         self._applied = -1
-        self._address = ""
+        self._port: DonorPort | None = None
 
-    def open(self, host: str) -> str:
-        """Listen at `host`; return the address, an empty string if no port can be had."""
-        if self._address or self._state is None:
-            return self._address
-        try:
-            listener = socket.create_server((host, 0))
-        except OSError:  # Then nobody follows.
-            return ""
-        self._address = f"{host}:{listener.getsockname()[1]}"
-        threading.Thread(
-            target=self._listen, args=(listener,), name="perdure-feed", daemon=True
-        ).start()
-        return self._address
+    def reserve(self, host: str) -> str:
+        """Reserve a port at `host`; return its address, or an empty string if there is none."""
+        if self._port is None and self._state is not None:
+            with contextlib.suppress(OSError):  # Without a port, nobody follows this member.
+                self._port = DonorPort(host, self._serve)
+        return self._port.address if self._port is not None else ""
+
+    def open(self, order: FollowWorld) -> None:
+        """Listen for the rank that `order` names. Called in the control thread; never waits."""
+        if self._port is not None and order.key:
+            self._port.open(order.key)
 
     # --- by the training thread ---------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the port up, and end all that follow: there is nothing left to follow."""
+        self._drop(self._sessions)
+        if self._port is not None:
+            self._port.close()
 
     def stand(self, step: int, epoch: int) -> None:
         """Note that the state is that after `step` steps, and does not change before `release`.
@@ -226,26 +306,37 @@ class Donor:
             taken = [s for s in due if s.take.step == step]
             if not taken:
                 return
-            skeleton, tensors = pack_state(self._state.replica.state())
+            copy = _Copy(step, epoch, self._state.replica.state())
             for session in taken:
-                session.source = (Part("state", step, epoch, (), ""), skeleton, tensors)
-                session.follows = True
+                session.copy, session.follows = copy, True
+            shares = sorted({session.share for session in taken})
+            start(functools.partial(copy.make, shares), "perdure-donor")
             self._changed.notify_all()
 
     def release(self, step: int, epoch: int) -> None:
         """Wait until the state may change: step number `step` is applied.
 
-        Followers are sent what the member itself makes that update of.
+        Followers are sent what the member itself makes that update of. A follower that causes an
+        error here is dropped: training goes on.
         """
         if not self._sessions:
             return
         with self._changed:
             followed = [s for s in self._sessions if s.follows]
-        flats = self._state.list_sent() if followed else []
-        settings = self._state.hash_settings() if followed else ""
+        deadline_s = time.monotonic() + _COPY_S_MAX
+        for copy in {session.copy for session in followed if session.copy is not None}:
+            if not copy.await_whole(max(0.0, deadline_s - time.monotonic())):
+                self._drop(session for session in followed if session.copy is copy)
+        followed = [session for session in followed if not session.over]
+        if not followed:
+            return
+        flats, settings = self._state.list_sent(), self._state.hash_settings()
+        copies: dict[Share, list[Tensor]] = {}
         for session in followed:
-            session.copied.wait(_COPY_S_MAX)
-            blobs = [join_blob([flat]) for flat in flats[session.take.share :: session.take.shares]]
+            index, count = session.share
+            if session.share not in copies:
+                copies[session.share] = [join_blob([flat]) for flat in flats[index::count]]
+            blobs = copies[session.share]
             part = Part("step", step, epoch, tuple(b.numel() for b in blobs), "", settings=settings)
             with self._changed:
                 session.parts.append((part, b"", blobs))
@@ -257,67 +348,95 @@ class Donor:
     def cut(self) -> None:
         """End all that follow: the coming update is not made of what they would be sent."""
         with self._changed:
-            for session in [s for s in self._sessions if s.follows]:
+            followed = [s for s in self._sessions if s.follows]
+        self._drop(followed)
+
+    def _drop(self, sessions: Iterable[_Session]) -> None:
+        with self._changed:
+            for session in sessions:
                 self._end(session)
 
     # --- by threads of its own ----------------------------------------------------------------
 
-    def _listen(self, listener: socket.socket) -> None:
-        while True:
-            sock, _ = listener.accept()
-            threading.Thread(
-                target=self._serve, args=(sock,), name="perdure-feed", daemon=True
-            ).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        session = _Session(Connection(sock))
+    def _serve(self, sock: ssl.SSLSocket) -> None:
+        """Serve a follower that has shown the key, until it has what it wanted or is gone."""
+        connection = Connection(sock)
+        session = None
         try:
-            self._agree(session)
-            self._copy(session)
+            session = self._agree(connection)
+            sock.settimeout(None)
+            self._send_state(session)
             while True:
                 self._send_next(session)
         except (OSError, ProtocolError, ValueError):
-            pass  # It has what it wanted, or it is gone.
+            pass
         finally:
+            connection.close()
+            if session is not None:
+                self._drop([session])
+
+    def _agree(self, connection: Connection) -> _Session:
+        """Return the session once a step is agreed on that is still to come.
+
+        The follower compares the answers of all its donors. If one of them cannot begin at the
+        step, it asks all of them again.
+
+        Raises:
+            OSError: the follower is gone, or too slow.
+            ProtocolError: it is of another world, or not understood.
+        """
+        connection.sock.settimeout(_ASK_S)
+        while True:
+            ask = connection.read(Ask)
+            if ask.generation != self._generation:
+                raise ProtocolError("a follower of another world")
             with self._changed:
-                self._end(session)
+                coming = [s.take.step - 1 for s in self._sessions if not s.follows]
+                step = max([self._applied, *coming])  # Then both begin there, with one copy.
+            connection.send(At(step, self._state.node, self._state.runs))
+            session = _Session(connection, ask.member, connection.read(Take))
+            try:
+                answer = self._admit(session)
+                connection.send(answer)
+                if connection.read(Begin).agreed and not (answer.late or answer.busy):
+                    return session
+            except BaseException:
+                self._drop([session])
+                raise
+            with self._changed:
+                self._sessions = [s for s in self._sessions if s is not session]
 
-    def _agree(self, session: _Session) -> None:
-        """Agree on a step that is still to come; the follower compares the answers of all."""
-        if session.connection.read(Ask).generation != self._generation:
-            raise ProtocolError("a follower of another world")
-
-        session.connection.send(At(self._applied, self._state.node, self._state.runs))
-        take = session.connection.read(Take)
+    def _admit(self, session: _Session) -> At:
+        """Take the session in if its step is still to come, and no other copy is to be sent."""
+        take = session.take
+        if take.share >= take.shares:
+            raise ProtocolError(f"share {take.share} of {take.shares}")
         with self._changed:
-            session.take, applied = take, self._applied
-            if take.step > applied:
+            for old in [s for s in self._sessions if s.member == session.member]:
+                self._end(old)  # The rank has begun again.
+            unsent = [s for s in self._sessions if not s.follows or s.copy is not None]
+            answer = At(
+                self._applied,
+                late=take.step <= self._applied,
+                busy=any(s.take.step != take.step for s in unsent),
+            )
+            if not (answer.late or answer.busy):
                 self._sessions = [*self._sessions, session]
-        session.connection.send(At(applied))
-        if take.step <= applied:
-            raise ProtocolError("the step has passed")
+        return answer
 
-    def _copy(self, session: _Session) -> None:
-        """Copy the state once it stands at the step that was agreed upon."""
+    def _send_state(self, session: _Session) -> None:
+        """Send the state once it stands at the step that was agreed upon."""
         with self._changed:
-            self._changed.wait_for(lambda: session.source is not None or session.over)
-            source = session.source
-        if source is None:
+            self._changed.wait_for(lambda: session.copy is not None or session.over)
+            copy = session.copy
+        if copy is None or not copy.await_whole(_COPY_S_MAX):
             raise ProtocolError("the follower was dropped")
-        part, skeleton, tensors = source
-        try:
-            mine = list_blobs(tensors)[session.take.share :: session.take.shares]
-            blobs = [join_blob(tensors) for tensors in mine]
-        finally:
-            session.source = None
-            session.copied.set()
-        skeleton = skeleton if session.take.share == 0 else b""
-        sizes = tuple(blob.numel() for blob in blobs)
-        part = msgspec.structs.replace(part, sizes=sizes, skeleton=len(skeleton))
+        part, skeleton, blobs = copy.read(session.share)
         with self._changed:
-            session.limit = max(BACKLOG_MIN, 2 * sum(sizes))
-            session.parts.appendleft((part, skeleton, blobs))
-            session.waiting += sum(sizes)
+            session.limit = max(BACKLOG_MIN, 2 * sum(part.sizes))
+        session.connection.send(part, [skeleton, *(view_bytes(blob) for blob in blobs)])
+        with self._changed:
+            session.copy = None
 
     def _send_next(self, session: _Session) -> None:
         with self._changed:
@@ -326,81 +445,120 @@ class Donor:
                 raise ProtocolError("the follower was dropped")
             part, skeleton, blobs = session.parts.popleft()
             behind = len(session.parts)
-        header = msgspec.structs.replace(part, digest=hash_blobs(skeleton, blobs), behind=behind)
-        session.connection.send(header, [skeleton, *(view_bytes(blob) for blob in blobs)])
+        digest = _join_digests(skeleton, [hash_tensors([blob]) for blob in blobs])
+        header = msgspec.structs.replace(part, digest=digest, behind=behind)
+        session.connection.send(header, [view_bytes(blob) for blob in blobs])
         with self._changed:
             session.waiting -= sum(part.sizes)
 
     def _end(self, session: _Session) -> None:
-        session.over = True
-        session.copied.set()
-        session.connection.close()
+        session.over, session.copy = True, None
+        session.parts.clear()
+        hang_up(session.connection.sock)
         self._sessions = [s for s in self._sessions if s is not session]
         self._changed.notify_all()
 
 
-_CONNECT_S = 5.0
 _LOOK_S = 0.002
+_BUSY_S = 0.05
+"""Seconds between two questions to a donor that sends another copy of its state."""
 _AHEAD_MAX = 4096
 _LAST_S = 10.0
-"""How long the members may wait for what is on its way when they are called together."""
+"""Seconds for which the members wait for the last steps when they are called together."""
+_SLACK_BYTES = 256 << 20
+"""A part may be so much larger than twice this rank's own state."""
 
 ChooseDonors = Callable[[Mapping[int, At], Sequence[int]], tuple[int, ...]]
-"""(what each has answered, who has chosen before) -> whom to follow"""
+"""(the donors' answers, the ranks that chose before) -> the donors to follow"""
 
 
 class Follower:
     """One attempt: connections to all donors, whose parts are read a row at a time."""
 
-    def __init__(
-        self, order: FollowWorld, called: Callable[[], bool], choose: ChooseDonors
-    ) -> None:
-        """Connect, and agree on the step whose state is taken.
+    def __init__(self, order: FollowWorld, called: Callable[[], bool], state: Followed) -> None:
+        """Connect for the rank that has `state`, and agree on the step at which it begins.
 
         Raises:
-            Lost: a donor is gone or refuses.
+            Lost: too few donors are left, or this rank was called into the world meanwhile.
         """
-        self._called, self._choose = called, choose
+        self._called = called
+        self._bytes_max = 2 * state.replica.nbytes + _SLACK_BYTES
         self.bytes = 0
         self.behind = 1
         """Parts that a donor had still to send when it sent its newest."""
         self.connections: dict[int, Connection] = {}
-        """By whom it follows."""
-        ahead = 1
+        """By donor."""
         try:
-            while not self._agree(order, ahead):
-                self.close()
-                ahead *= 2
-        except (OSError, ProtocolError, Lost) as error:
+            self._connect(order)
+            self._agree(order, state.choose_donors)
+        except Lost:
+            self.close()
+            raise
+        except (OSError, ProtocolError) as error:
             self.close()
             raise Lost(f"a donor cannot be followed: {error}") from None
         self._row = self._read_row()
         """What is read now; what comes after it waits at the donors, within their bounds."""
 
-    def _agree(self, order: FollowWorld, ahead: int) -> bool:
-        """Ask the donors for one step, `ahead` of the furthest; return whether none had passed it.
+    def _connect(self, order: FollowWorld) -> None:
+        """Connect to all donors at once; leave out those that cannot be reached.
 
         Raises:
-            Lost: they are too fast to be asked, or not to be followed.
+            Lost: none can be reached, or this rank was called into the world meanwhile.
         """
-        if ahead > _AHEAD_MAX:
-            raise Lost("the members' steps are too short")
-        for donor in sorted(order.donors):
-            host, _, port = order.donors[donor].rpartition(":")
-            sock = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-            self.connections[donor] = Connection(sock)
-            self.connections[donor].send(Ask(order.generation, order.rank))
-        answers = {donor: one.read(At) for donor, one in self.connections.items()}
-        for donor in set(answers) - set(self._choose(answers, order.ahead)):
-            self.connections.pop(donor).close()
-        connections = list(self.connections.values())
-        step = max(answers[donor].step for donor in self.connections) + ahead
-        for share, connection in enumerate(connections):
-            connection.send(Take(step, share, len(connections)))
-        agreed = all([connection.read(At).step < step for connection in connections])
+        reached = {
+            donor: start(
+                functools.partial(_reach, order.donors[donor], order.key), "perdure-follow"
+            )
+            for donor in sorted(order.donors)
+        }
+        while wait(reached.values(), _LOOK_S).not_done:
+            if self._called():
+                for reaching in reached.values():
+                    reaching.add_done_callback(_hang_up_late)
+                raise Lost("the world does not wait for it")
+        problem = "there is no donor"
+        for donor, reaching in reached.items():
+            if error := reaching.exception():
+                problem = f"donor {donor}: {error}"
+            else:
+                self.connections[donor] = reaching.result()
+        if not self.connections:
+            raise Lost(problem)
+
+    def _agree(self, order: FollowWorld, choose: ChooseDonors) -> None:
+        """Agree with the donors on one step that none of them has passed.
+
+        Raises:
+            Lost: they are too fast to be asked, or not to be followed, or this rank was called
+                into the world meanwhile.
+        """
+        ahead = 1
+        while True:
+            for connection in self.connections.values():
+                connection.send(Ask(order.generation, order.rank))
+            answers = {donor: one.read(At) for donor, one in self.connections.items()}
+            for donor in set(answers) - set(choose(answers, order.ahead)):
+                self.connections.pop(donor).close()
+            connections = list(self.connections.values())
+            step = max(answers[donor].step for donor in self.connections) + ahead
+            for share, connection in enumerate(connections):
+                connection.send(Take(step, share, len(connections)))
+            told = [connection.read(At) for connection in connections]
+            late, busy = any(one.late for one in told), any(one.busy for one in told)
+            for connection in connections:
+                connection.send(Begin(agreed=not (late or busy)))
+            if not (late or busy):
+                break
+            if self._called():
+                raise Lost("the world does not wait for it")
+            ahead *= 2 if late else 1
+            if ahead > _AHEAD_MAX:
+                raise Lost("the members' steps are too short")
+            if busy:
+                time.sleep(_BUSY_S)
         for connection in connections:
             connection.sock.settimeout(None)
-        return agreed
 
     def take_state(self) -> tuple[Any, Part]:
         """Return the members' state, and what it is.
@@ -443,7 +601,10 @@ class Follower:
 
     def _read_row(self) -> list[Future[Piece]]:
         connections = self.connections.values()
-        return [start(functools.partial(_read_piece, one), "perdure-follow") for one in connections]
+        return [
+            start(functools.partial(_read_piece, one, self._bytes_max), "perdure-follow")
+            for one in connections
+        ]
 
     def _take_row(self, wait_s: float) -> list[Piece] | None:
         """Return the next piece of each donor, in the order of their shares, once all are there.
@@ -467,9 +628,18 @@ class Follower:
         return pieces
 
 
-def _read_piece(connection: Connection) -> Piece:
+def _reach(address: str, key: str) -> Connection:
+    return Connection(connect_donor(address, key))
+
+
+def _hang_up_late(reached: Future[Connection]) -> None:
+    if reached.exception() is None:
+        reached.result().close()
+
+
+def _read_piece(connection: Connection, bytes_max: int) -> Piece:
     part = connection.read(Part)
-    return (part, *connection.read_bytes(part))
+    return (part, *connection.read_bytes(part, bytes_max))
 
 
 class CatchUp:
@@ -492,7 +662,7 @@ class CatchUp:
             if self._state is None:
                 raise Lost("such a state is given within the join")
             self._state.applied = FRESH
-            follower = self._follower = Follower(order, called, self._state.choose_donors)
+            follower = self._follower = Follower(order, called, self._state)
             state, part = follower.take_state()
             self._state.become(state, part.step, part.epoch)
             while not called():

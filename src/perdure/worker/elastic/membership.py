@@ -56,6 +56,8 @@ class Membership:
         """Breaks the groups of the world that this rank is in. It does not wait."""
         self.on_order: Callable[[], object] = lambda: None
         """Hears of a newer epoch, in the control thread."""
+        self.on_join: Callable[[FollowWorld], object] = lambda order: None
+        """Hears in the control thread of a rank that joins, if this rank is one of its donors."""
         self._changed = threading.Condition()
         self._order = ReformWorld(
             generation=self.generation,
@@ -122,10 +124,19 @@ class Membership:
             ).start()
 
     def take_follow(self, order: FollowWorld) -> None:
-        """Take the word to follow the world. Called in the control thread; never waits."""
+        """Take the order to follow the world, or to send a state to a rank that follows.
+
+        Called in the control thread; never waits.
+        """
+        if order.generation != self.generation:
+            return
+        if order.rank != self.me:
+            self.on_join(order)
+            return
         with self._changed:
-            held = self._follow.epoch if self._follow is not None else -1
-            if order.generation == self.generation and order.epoch > held:
+            held = (self._follow.epoch, self._follow.key) if self._follow is not None else (-1, "")
+            # A new controller gives another key.
+            if order.epoch > held[0] or (order.epoch == held[0] and order.key != held[1]):
                 self._follow = order
                 self._changed.notify_all()
 

@@ -128,15 +128,10 @@ def view_bytes(blob: Tensor) -> memoryview:
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> str:
-    """Return a hash of the tensors' bytes."""
-    return hash_blobs(b"", [_bytes_of(tensor) for tensor in tensors])
-
-
-def hash_blobs(skeleton: bytes, blobs: Sequence[Tensor]) -> str:
-    """Return a hash of these bytes, one after another."""
-    digest = xxhash.xxh3_128(skeleton)
-    for blob in blobs:
-        digest.update(view_bytes(blob))
+    """Return a hash of the tensors' bytes, one after another."""
+    digest = xxhash.xxh3_128()
+    for tensor in tensors:
+        digest.update(view_bytes(_bytes_of(tensor)))
     return digest.hexdigest()
 
 

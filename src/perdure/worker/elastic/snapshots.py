@@ -42,7 +42,7 @@ from perdure.worker.checkpoint.device_copies import DeviceCopies, Events
 from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.elastic.mapped import MappedFile
 from perdure.worker.elastic.moving import (
-    hash_blobs,
+    hash_tensors,
     make_places,
     open_state,
     pack_state,
@@ -256,7 +256,7 @@ class Snapshots(Generic[AnySnapshot]):
             for device in marks:
                 self._maps[slot].register(device)
             self._copy(data, tensors, marks)
-            header = msgspec.structs.replace(header, digest=hash_blobs(b"", [data]))
+            header = msgspec.structs.replace(header, digest=hash_tensors([data]))
             replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
             self.error = ""
         except OSError as error:
@@ -298,7 +298,7 @@ class Snapshots(Generic[AnySnapshot]):
         }
         mirror.swap(data if not self.error else data[:0], places)
         for owner, (slot, memory) in rooms.items():
-            if hash_blobs(b"", [memory]) == headers[owner].digest:
+            if hash_tensors([memory]) == headers[owner].digest:
                 replace_file(self._folder / (slot + ".head"), got[owner])
 
     def _make_room(self, owner: int, size: int) -> tuple[str, Tensor]:
@@ -358,7 +358,7 @@ class Snapshots(Generic[AnySnapshot]):
                     size = max(header.size, 1)
                     memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
                 data = torch.frombuffer(memory, dtype=torch.uint8)[: header.size]
-                if hash_blobs(b"", [data]) != header.digest:
+                if hash_tensors([data]) != header.digest:
                     self._remove(name + ".head")
                     break
                 return open_state(header.skeleton, make_places(data))[0]

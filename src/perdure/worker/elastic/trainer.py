@@ -94,6 +94,7 @@ class Trainer:
         config = config if config is not None else Config()
         self._steering = Steering(membership, config, self._saving, self._progress)
         self._donor = Donor(membership.generation, state.followed)
+        membership.on_join = self._donor.open
         self._catching = CatchUp(membership, state.followed)
         self._group: Group | None = None
         self._furthest = 0
@@ -172,6 +173,7 @@ class Trainer:
                 yield self._finished.popleft()
         self._steering.executor.end(self.applied)
         self._report(time.monotonic(), self._membership.now(), None, finished=True)
+        self._donor.close()
         self._saving.close()
         self.state.snapshots.close()
         self._progress.finish()
@@ -322,7 +324,7 @@ class Trainer:
         if supervised:  # A spare has it when it is called.
             self._connect = self._connect or choose_engine(self.state.replica.device)
         self._membership.announce(
-            self._donor.open(read_host_address()) if supervised else "",
+            self._donor.reserve(read_host_address()) if supervised else "",
             offered.replica.nbytes if offered is not None else 0,
         )
 

@@ -34,12 +34,16 @@ Plan = Reformation | ShardReformation | StageReformation
 
 
 class At(msgspec.Struct, frozen=True, tag=True):
-    """The donor's steps applied by now; as an answer to `Take` it means: too late."""
+    """The donor's steps applied by now."""
 
     step: int
     node: str = ""
     runs: tuple[tuple[int, int], ...] = ()
     """Where the model is cut into stages: its runs of blocks, each the first and the one behind."""
+    late: bool = False
+    """In the answer to `Take`: the donor has passed the step."""
+    busy: bool = False
+    """In the answer to `Take`: the donor has to send another copy of its state first."""
 
 
 class Lost(Exception):

@@ -1,0 +1,214 @@
+"""The TCP port at which a member sends its state to ranks that join.
+
+The port listens only while a join is under way. Each join has a key: a certificate with its private
+key. The controller makes it, and sends it over the bus to the joining rank and its donors. Both
+sides show this certificate in a TLS 1.3 handshake and accept no other. So a stranger can neither
+read a state nor send one.
+
+A stranger can connect while a join is under way. It costs a donor one of `_PENDING_MAX` sockets for
+at most `_HANDSHAKE_S`, and nothing in the training thread.
+"""
+
+import contextlib
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+_OPEN_S = 5.0
+"""Seconds for which the port listens after the last order. The controller repeats it each second
+until the rank has joined or is gone."""
+_LOOK_S = 0.2
+"""Seconds between two looks at whether the join is over."""
+_HANDSHAKE_S = 5.0
+"""Seconds for a TLS handshake, and for connecting."""
+_REFUSED_S = 2.0
+"""Seconds for which a donor may refuse a rank: the order may reach the donor after the rank."""
+_RETRY_S = 0.01
+_PENDING_MAX = 16
+"""Connections in a handshake. If there is one more, the oldest is dropped."""
+_ACCEPT_PAUSE_S = 0.002
+"""Seconds between two accepted connections: a flood takes no CPU time from the training."""
+_KEEPALIVE_S = 5
+_KEEPALIVE_EVERY_S = 2
+_KEEPALIVE_TRIES = 3
+
+
+class DonorPort:
+    """A port that is reserved for as long as the process lives, and listens during joins."""
+
+    def __init__(self, host: str, serve: Callable[[ssl.SSLSocket], None]) -> None:
+        """Reserve a port of `host`. `serve` gets each connection that has shown the key.
+
+        Raises:
+            OSError: `host` is no address of this machine, or has no free port.
+        """
+        self._serve = serve
+        self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # A bound socket that does not listen keeps the port from others, and refuses connections.
+        self._reserved = self._bind((host, 0))
+        self._bound = self._reserved.getsockname()
+        self.address = f"{host}:{self._bound[1]}"
+        self._lock = threading.Lock()
+        self._key = ""
+        self._until_s = 0.0
+        self._listens = False
+        self._context_key = ""
+        self._pending: dict[ssl.SSLSocket, None] = {}
+        """Connections in a handshake, the oldest first."""
+
+    def open(self, key: str) -> None:
+        """Listen for ranks that have `key`, for the next `_OPEN_S` seconds. Returns at once."""
+        with self._lock:
+            self._key, self._until_s = key, time.monotonic() + _OPEN_S
+            if self._listens:
+                return
+            self._listens = True
+        threading.Thread(target=self._listen, name="perdure-donor", daemon=True).start()
+
+    def close(self) -> None:
+        """Give the port up. A listener of a join that is under way ends within `_OPEN_S`."""
+        self._reserved.close()
+
+    def _bind(self, address: tuple[str, int]) -> socket.socket:
+        bound = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+
+    def _listen(self) -> None:
+        try:
+            with self._bind(self._bound) as listener:
+                listener.listen()
+                listener.settimeout(_LOOK_S)
+                while not self._is_over():
+                    self._accept(listener)
+        except (OSError, ValueError):  # No socket, or no valid key. The next order tries again.
+            with self._lock:
+                self._listens = False
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            self._listens = time.monotonic() < self._until_s
+            return not self._listens
+
+    def _accept(self, listener: socket.socket) -> None:
+        with self._lock:
+            key = self._key
+        if key != self._context_key:
+            self._context, self._context_key = _make_context(key, server=True), key
+        try:
+            sock, _ = listener.accept()
+            secured = _wrap(self._context, sock, server=True)
+        except TimeoutError:
+            return
+        except OSError:  # No file descriptor is left, or the connection is gone again.
+            time.sleep(_LOOK_S)
+            return
+        with self._lock:
+            self._pending[secured] = None
+            oldest = next(iter(self._pending)) if len(self._pending) > _PENDING_MAX else None
+        if oldest is not None:
+            hang_up(oldest)
+        threading.Thread(
+            target=self._greet, args=(secured,), name="perdure-donor", daemon=True
+        ).start()
+        time.sleep(_ACCEPT_PAUSE_S)
+
+    def _greet(self, secured: ssl.SSLSocket) -> None:
+        """Serve the connection once it has shown the key."""
+        try:
+            secured.do_handshake()
+        except OSError:  # A stranger, or a rank that has another key.
+            secured.close()
+            return
+        finally:
+            with self._lock:
+                self._pending.pop(secured, None)
+        self._serve(secured)
+
+
+def connect_donor(address: str, key: str) -> ssl.SSLSocket:
+    """Return a connection to the donor at `address` (`host:port`), which has shown `key`.
+
+    Raises:
+        OSError: the donor is not reached in time, or does not have the key.
+        ValueError: `address` or `key` is malformed.
+    """
+    context = _make_context(key, server=False)
+    secured = _wrap(context, _reach(address), server=False)
+    try:
+        secured.do_handshake()
+    except OSError:
+        secured.close()
+        raise
+    return secured
+
+
+def _reach(address: str) -> socket.socket:
+    """Return a connection to `address`, which may begin to listen a moment later.
+
+    Raises:
+        OSError: it is not reached.
+        ValueError: it is no address.
+    """
+    host, _, port = address.rpartition(":")
+    until_s = time.monotonic() + _REFUSED_S
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Shut `sock` down. A thread that reads from it or writes to it wakes up."""
+    with contextlib.suppress(OSError):
+        # Not `SSLSocket.shutdown`, which lets the other threads go on without encryption.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _make_context(key: str, *, server: bool) -> ssl.SSLContext:
+    """Return a TLS context that shows the certificate in `key` (PEM), and accepts no other."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=key)
+    with tempfile.NamedTemporaryFile("w") as file:  # OpenSSL reads a private key from files only.
+        file.write(key)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
+
+
+def _wrap(context: ssl.SSLContext, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
+    """Return `sock` with TLS, before the handshake."""
+    try:
+        sock.settimeout(_HANDSHAKE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _detect_lost_peer(sock)
+        return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+    except OSError:
+        sock.close()
+        raise
+
+
+def _detect_lost_peer(sock: socket.socket) -> None:
+    """Have the kernel end the connection within about 11 s if the other host vanishes."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _KEEPALIVE_S),
+        ("TCP_KEEPINTVL", _KEEPALIVE_EVERY_S),
+        ("TCP_KEEPCNT", _KEEPALIVE_TRIES),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

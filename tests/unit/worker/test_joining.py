@@ -1,0 +1,383 @@
+"""A rank joins over a real socket, and strangers attack the donor's port."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.waiting import PATIENCE_S
+from tests.waiting import wait_until as wait_for
+from torch import Tensor
+
+from perdure.adapters.nats import make_shared_certificate
+from perdure.model.codec import encode
+from perdure.model.orders import FollowWorld
+from perdure.worker.elastic import donor_port, joining
+from perdure.worker.elastic.donor_port import connect_donor
+from perdure.worker.elastic.joining import At, Connection, Donor, Follower, Lost, Part, Take
+from perdure.worker.elastic.moving import hash_tensors
+
+pytestmark = pytest.mark.torch
+KEY, OTHER_KEY = make_shared_certificate(), make_shared_certificate()
+HOST = "127.0.0.1"
+
+
+class Model:
+    """A state of two tensors, whose update adds the gradient to both."""
+
+    node, runs = "", ()
+
+    def __init__(self, size: int = 1000) -> None:
+        self.tensors = [torch.zeros(size), torch.ones(size)]
+        self.flat = torch.zeros(size)
+        self.applied, self.ready = 0, 0
+        nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        self.replica = SimpleNamespace(state=self.state, load=self.load, nbytes=nbytes)
+
+    def state(self) -> dict[str, Any]:
+        return {"tensors": self.tensors}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.tensors = list(state["tensors"])
+
+    def become(self, state: dict[str, Any], step: int, line: int) -> None:
+        self.load(state)
+        self.applied = step
+
+    def choose_donors(self, answers: dict[int, At], ahead: Any) -> tuple[int, ...]:
+        return tuple(answers)
+
+    def list_sent(self) -> list[Tensor]:
+        return [self.flat]
+
+    def hash_settings(self) -> str:
+        return "settings"
+
+    def update(self, source: str = "reduced") -> None:
+        for tensor in self.tensors:
+            tensor.add_(self.flat)
+        self.applied += 1
+
+
+class Member:
+    """A donor whose training thread makes a step whenever the test wants one."""
+
+    def __init__(self, model: Model | None = None) -> None:
+        self.model = model or Model()
+        self.donor = Donor(3, self.model)  # type: ignore[arg-type]
+        self.address = self.donor.reserve(HOST)
+        self.error: BaseException | None = None
+        self.hashes: dict[int, str] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def step(self) -> None:
+        model, step = self.model, self.model.applied
+        self.hashes[step] = hash_tensors(model.tensors)
+        self.donor.stand(step, 0)
+        model.flat.fill_(step + 1.0)
+        self.donor.release(step, 0)
+        model.update()
+
+    def _train(self) -> None:
+        try:
+            while not self._over.wait(0.005):
+                self.step()
+        except BaseException as error:
+            self.error = error
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE_S)
+        self.donor.close()
+        assert self.error is None
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def make_member() -> Iterator[Callable[..., Member]]:
+    """Make members whose steps the test makes itself."""
+    made: list[Member] = []
+
+    def make(model: Model | None = None) -> Member:
+        made.append(Member(model))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.fixture
+def member(make_member: Callable[..., Member]) -> Member:
+    """Make a member that trains."""
+    one = make_member()
+    one.start()
+    return one
+
+
+def order(*members: Member, key: str = KEY, rank: int = 9) -> FollowWorld:
+    donors = {number: member.address for number, member in enumerate(members)}
+    return FollowWorld(generation=3, epoch=1, rank=rank, donors=donors, key=key, reason="test")
+
+
+def follow(said: FollowWorld, model: Model | None = None) -> Follower:
+    return Follower(said, lambda: False, model or Model())  # type: ignore[arg-type]
+
+
+def come_after(follower: Follower, model: Model, steps: int) -> None:
+    """Take the state and make `steps` updates."""
+    state, part = follower.take_state()
+    model.become(state, part.step, part.epoch)
+    for _ in range(steps):
+        assert follower.take_step([model.flat], PATIENCE_S) is not None
+        model.update()
+    follower.close()
+
+
+def is_listening(member: Member) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex((HOST, member.port)) == 0
+
+
+def test_a_rank_that_joins_has_bit_for_bit_what_the_donors_have(
+    make_member: Callable[..., Member],
+) -> None:
+    members = [make_member(), make_member()]
+    said, model = order(*members), Model()
+    for one in members:
+        one.donor.open(said)
+    found: list[Follower] = []
+    thread = threading.Thread(target=lambda: found.append(follow(said, model)), daemon=True)
+    thread.start()
+    while thread.is_alive():  # Both make the same steps, as members do.
+        for one in members:
+            one.step()
+    for _ in range(8):
+        for one in members:
+            one.step()
+    come_after(found[0], model, 4)
+    assert hash_tensors(model.tensors) == members[0].hashes[model.applied]
+
+
+def test_a_port_listens_only_while_a_join_is_under_way(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(donor_port, "_OPEN_S", 1.0)
+    assert not is_listening(member)
+    member.donor.open(order(member))
+    wait_for(lambda: is_listening(member))
+    wait_for(lambda: not is_listening(member))
+    member.donor.open(order(member))
+    model = Model()
+    come_after(follow(order(member), model), model, 1)
+
+
+def speak(member: Member, *lines: bytes) -> bytes:
+    """Speak the port's own protocol without a key; return what comes back before the end."""
+    with socket.create_connection((HOST, member.port), timeout=PATIENCE_S) as sock:
+        sock.sendall(b"".join(line + b"\n" for line in lines))
+        found = b""
+        with contextlib.suppress(ConnectionError):
+            while data := sock.recv(1 << 16):
+                found += data
+        return found
+
+
+def test_a_stranger_who_knows_the_protocol_gets_nothing(member: Member) -> None:
+    member.donor.open(order(member))
+    wait_for(lambda: is_listening(member))
+    ask = json.dumps({"type": "Ask", "generation": 3, "member": 9}).encode()
+    take = encode(Take(member.model.applied + 50, 0, 1))
+    found = speak(member, ask, take)
+    assert len(found) < 100  # A TLS alert.
+    assert b"At" not in found
+
+
+def test_a_stranger_with_another_key_gets_nothing(member: Member) -> None:
+    member.donor.open(order(member))
+    with pytest.raises(Lost):
+        follow(order(member, key=OTHER_KEY))
+
+
+def test_a_rank_takes_no_state_from_a_donor_without_the_key(member: Member) -> None:
+    member.donor.open(order(member, key=OTHER_KEY))
+    with pytest.raises(Lost):
+        follow(order(member))
+
+
+def test_a_flood_hurts_neither_the_training_nor_the_join(member: Member) -> None:
+    said = order(member)
+    member.donor.open(said)
+    wait_for(lambda: is_listening(member))
+    over = threading.Event()
+
+    def flood() -> None:
+        held: list[socket.socket] = []
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection((HOST, member.port), timeout=1.0))
+                held[-1].sendall(b"P")
+            for sock in held[:-20]:
+                sock.close()
+            del held[:-20]
+        for sock in held:
+            sock.close()
+
+    threads = [threading.Thread(target=flood, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        model, deadline = Model(), time.monotonic() + PATIENCE_S
+        while model.applied == 0:  # The flood may cost the join some tries.
+            assert time.monotonic() < deadline
+            member.donor.open(said)
+            with contextlib.suppress(Lost):
+                come_after(follow(said, model), model, 1)
+        before = member.model.applied
+        wait_for(lambda: member.model.applied > before + 20)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert len(member.donor._port._pending) <= donor_port._PENDING_MAX + 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("share", [(0, 0), (1, 1), (-1, 1), (5, -2)])
+def test_a_share_that_does_not_exist_is_refused(member: Member, share: tuple[int, int]) -> None:
+    member.donor.open(order(member))
+    for _ in range(20):
+        connection = Connection(connect_donor(member.address, KEY))
+        connection.send(joining.Ask(3, 9))
+        step = connection.read(At).step + 3
+        connection.send(Take(step, *share))
+        with pytest.raises(ConnectionError):
+            connection.read(At)
+        connection.close()
+    before = member.model.applied
+    wait_for(lambda: member.model.applied > before + 10)
+
+
+def test_a_copy_that_is_late_is_thrown_away(
+    make_member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, model = make_member(), Model()
+    said, late = order(member), threading.Event()
+    real = joining.join_blob
+
+    def copy_late(tensors: list[Tensor]) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            assert late.wait(PATIENCE_S)
+        return real(tensors)
+
+    monkeypatch.setattr(joining, "join_blob", copy_late)
+    monkeypatch.setattr(joining, "_COPY_S_MAX", 0.2)
+    member.donor.open(said)
+    found: list[Follower] = []
+    thread = threading.Thread(target=lambda: found.append(follow(said, model)), daemon=True)
+    thread.start()
+    wait_for(lambda: bool(member.donor._sessions))
+    for _ in range(3):
+        member.step()  # An update is made while the copy is not whole.
+    late.set()
+    thread.join(PATIENCE_S)
+    with pytest.raises(Lost):
+        found[0].take_state()
+    found[0].close()
+    assert member.donor._sessions == []
+
+
+def test_ranks_that_join_together_share_a_copy(
+    make_member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, copies = make_member(), []
+    real = joining._Copy
+
+    def make(*args: Any) -> Any:
+        copies.append(real(*args))
+        return copies[-1]
+
+    monkeypatch.setattr(joining, "_Copy", make)
+    said = [order(member, rank=rank) for rank in (8, 9)]
+    models, found = [Model(), Model()], dict[int, Follower]()
+
+    def start(turn: int) -> threading.Thread:
+        member.donor.open(said[turn])
+
+        def run() -> None:
+            found[turn] = follow(said[turn], models[turn])
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    threads = [start(0), start(1)]
+    wait_for(lambda: len(member.donor._sessions) == 2)
+    for _ in range(4):
+        member.step()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    for turn, model in enumerate(models):
+        come_after(found[turn], model, 2)
+        assert hash_tensors(model.tensors) == member.hashes[model.applied]
+    assert len(copies) == 1
+
+
+def test_no_second_copy_is_made_while_one_is_unsent(make_member: Callable[..., Member]) -> None:
+    member = make_member(Model(4 << 20))  # More than the buffers of a connection hold.
+    member.donor.open(order(member))
+    slow, other = (Connection(connect_donor(member.address, KEY)) for _ in range(2))
+    slow.send(joining.Ask(3, 8))
+    assert slow.read(At).step == -1
+    slow.send(Take(0, 0, 1))
+    assert not slow.read(At).busy
+    slow.send(joining.Begin(agreed=True))
+    member.step()  # Its copy waits, since it reads nothing.
+    other.send(joining.Ask(3, 9))
+    step = other.read(At).step
+    other.send(Take(step + 1, 0, 1))
+    assert other.read(At).busy
+    member.step()
+    for one in (slow, other):
+        one.close()
+
+
+def test_what_is_larger_than_a_ranks_own_state_is_refused() -> None:
+    connection = Connection.__new__(Connection)
+    for sizes in ((1 << 40,), (1 << 20, 1 << 20), (-1, 5)):
+        with pytest.raises(joining.ProtocolError):
+            connection.read_bytes(Part("state", 1, 0, sizes, ""), 1 << 20)
+
+
+def test_an_unreachable_donor_is_left_out(member: Member) -> None:
+    with socket.socket() as gone:
+        gone.bind((HOST, 0))
+        said = order(member)
+        donors = {**said.donors, 5: f"{HOST}:{gone.getsockname()[1]}"}
+        member.donor.open(said)
+        model = Model()
+        whole = FollowWorld(generation=3, epoch=1, rank=9, donors=donors, key=KEY, reason="test")
+        come_after(follow(whole, model), model, 1)
+    assert model.applied > 0
+
+
+def test_a_rank_that_is_called_waits_for_no_donor() -> None:
+    with socket.create_server((HOST, 0)) as silent:  # It accepts, and never answers.
+        donors = {0: f"{HOST}:{silent.getsockname()[1]}"}
+        said = FollowWorld(generation=3, epoch=1, rank=9, donors=donors, key=KEY, reason="test")
+        with pytest.raises(Lost, match="does not wait"):
+            Follower(said, lambda: True, Model())  # type: ignore[arg-type]
