@@ -43,6 +43,8 @@ parser.add_argument("--busy-s", type=float, default=0.0)
 """Rank 2 is busy for so long, and says so, once it has committed step 20."""
 parser.add_argument("--compiled", action="store_true")
 """The loss is compiled, and each step says what Inductor's cache had of it."""
+parser.add_argument("--width", type=int, default=32)
+"""Of the hidden layer: with 300,000 a rank that joins follows the others first."""
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--device", default="cpu")
 """A GPU may be several ranks': NCCL takes them where each seems to be on a host of its own."""
@@ -54,7 +56,7 @@ os.makedirs(args.trail, exist_ok=True)
 hurry = Path(args.trail) / "hurry"
 rank = os.environ.get("RANK", "0")
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+model = nn.Sequential(nn.Linear(8, args.width), nn.ReLU(), nn.Linear(args.width, 1))
 out = open(f"{args.trail}/rank-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
 made: list[torch.optim.Optimizer] = []
 """The last one is the newest world's, where each has one of its own."""
