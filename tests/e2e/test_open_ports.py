@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 SECRET_BYTES = 4096
 """A stranger who gets more than this has got part of a state."""
 WIDTH = "300000"
-"""Of a layer whose state is too large to be sent within a join."""
+"""Width of the hidden layer. Its state is too large to be sent within a join."""
 
 
 def find_ports(job: Job) -> dict[int, str]:

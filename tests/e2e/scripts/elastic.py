@@ -44,7 +44,7 @@ parser.add_argument("--busy-s", type=float, default=0.0)
 parser.add_argument("--compiled", action="store_true")
 """The loss is compiled, and each step says what Inductor's cache had of it."""
 parser.add_argument("--width", type=int, default=32)
-"""Of the hidden layer: with 300,000 a rank that joins follows the others first."""
+"""Width of the hidden layer. With 300,000 a rank that joins follows the others first."""
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--device", default="cpu")
 """A GPU may be several ranks': NCCL takes them where each seems to be on a host of its own."""
