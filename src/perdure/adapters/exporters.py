@@ -7,6 +7,7 @@ the command that installs it.
 
 import hashlib
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -33,6 +34,11 @@ EXTRAS = {
     "mlflow-skinny": "'perdure[mlflow]'",
 }
 """What installs it."""
+
+_OPEN_MAX = 32
+"""Connections to the Prometheus endpoint at a time. One more is closed."""
+_READ_S = 5.0
+"""Seconds for a request to come."""
 
 
 def check_exporters() -> Check:
@@ -130,6 +136,7 @@ class PrometheusServer:
             raise PlatformError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}", hint="another --port"
             ) from error
+        _limit(self._server)
         self.port: int = self._server.server_port
 
     def close(self) -> None:
@@ -137,6 +144,29 @@ class PrometheusServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)
+
+
+def _limit(server: Any) -> None:
+    """Bound the threads of a server that has one for each connection, and the time of each."""
+    places = threading.BoundedSemaphore(_OPEN_MAX)
+    begin, serve = server.process_request, server.process_request_thread
+
+    def take(request: Any, address: Any) -> None:
+        if places.acquire(blocking=False):
+            begin(request, address)
+        else:
+            server.shutdown_request(request)
+
+    def serve_and_leave(request: Any, address: Any) -> None:
+        try:
+            serve(request, address)
+        finally:
+            places.release()
+
+    server.RequestHandlerClass = type(
+        "Handler", (server.RequestHandlerClass,), {"timeout": _READ_S}
+    )
+    server.process_request, server.process_request_thread = take, serve_and_leave
 
 
 # --- OpenTelemetry ----------------------------------------------------------------------------

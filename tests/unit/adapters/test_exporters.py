@@ -1,9 +1,12 @@
 """Each exporter against the library that it is for."""
 
+import contextlib
+import socket
+import threading
 import urllib.request
 
 import pytest
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.adapters import exporters
 from perdure.adapters.exporters import (
@@ -39,6 +42,36 @@ def test_prometheus_reads_what_is_served():
     assert (step.labels, step.value) == ({"job": 'j"x'}, 120.0)
     assert families["perdure_restarts"].type == "counter"
     assert text == render_prometheus(SNAPSHOT)
+
+
+def test_idle_connections_neither_fill_the_process_nor_keep_prometheus_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(exporters, "_READ_S", 0.5)
+    before = threading.active_count()
+    server = PrometheusServer(lambda: SNAPSHOT, "127.0.0.1", 0)
+    held = []
+    try:
+        for _ in range(200):
+            held.append(socket.create_connection(("127.0.0.1", server.port), PATIENCE_S))
+            assert threading.active_count() <= before + exporters._OPEN_MAX + 1
+
+        def read() -> bool:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(
+                    f"http://127.0.0.1:{server.port}/metrics", timeout=PATIENCE_S
+                ) as page,
+            ):
+                return b"perdure_step" in page.read()
+            return False
+
+        wait_until(read, "metrics")
+    finally:
+        for sock in held:
+            sock.close()
+        server.close()
 
 
 def test_incidents_become_traces_with_ids_that_stay():
