@@ -30,7 +30,8 @@ from tests.journals import Story
 from tests.pages import lay_down, serve
 
 from perdure.cli.jobs import find_here
-from perdure.cli.page.app import Access, Site
+from perdure.cli.page.app import Site
+from perdure.cli.page.door import Access
 from perdure.cli.page.reading import JobReading
 from perdure.dash.sections import Asked
 from perdure.model.codec import decode, encode

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,14 @@ class Page:
             return answer.status, found, answer.read().decode()
         finally:
             connection.close()
+
+    def send_raw(self, request: str) -> tuple[int, str]:
+        """Send these bytes as a stranger; return the status and the text of the answer."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as sent:
+            sent.sendall(request.encode("latin-1"))
+            answer = http.client.HTTPResponse(sent)
+            answer.begin()
+            return answer.status, answer.read().decode()
 
     def steer(self, job: str, **act: Any) -> tuple[int, dict[str, Any]]:
         """Ask for a verb as the page's own script does."""

@@ -22,7 +22,8 @@ from perdure.cli.app import run_command
 from perdure.cli.jobs import find_here
 from perdure.cli.looking.story import tell_story
 from perdure.cli.page import app
-from perdure.cli.page.app import Access, Site
+from perdure.cli.page.app import Site
+from perdure.cli.page.door import Access, Door, Role, Way
 from perdure.cli.page.reading import JobReading
 from perdure.cli.page.runs import name_run
 from perdure.lab.results import KeptDrill, KeptReplay, keep_result
@@ -77,6 +78,71 @@ def test_the_cookie_is_for_this_site_only(page: Page) -> None:
 def test_another_name_of_the_host_is_refused(page: Page, host: str) -> None:
     """A site whose name was made to lead here has the browser send its own."""
     assert page.ask("/", Host=host)[0] == 400
+
+
+HOSTS_OF_ATTACKERS = [
+    "127.0.0.1:{port}/static/?", "127.0.0.1/static/?", "127.0.0.1:1/static/#", "[::1]/static/?",
+    "x@127.0.0.1", "127.0.0.1:", "127.0.0.1:80:80", "localhost.", "::1", "[::1",
+    "127.0.0.1:\u0663".encode().decode("latin-1"), "127.0.0.1:1\\static", "127.0.0.1:1,localhost",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", HOSTS_OF_ATTACKERS)
+def test_a_host_header_with_more_than_a_name_and_a_port_is_refused(page: Page, host: str) -> None:
+    """Starlette 1.0 and older put the header into a URL, whose path is the attacker's then."""
+    for path in ("/", "/results", "/jobs/job", "/jobs/job/curves", "/jobs/job/report.html"):
+        sent = f"GET {path} HTTP/1.1\r\nHost: {host.format(port=page.port)}\r\n\r\n"
+        status, answer = page.send_raw(sent)
+        assert status == 400, path
+        assert "SIGKILL" not in answer
+        assert "poisoned" not in answer
+
+
+def test_a_path_that_names_no_role_answers_nobody(tmp_path: Path) -> None:
+    asked = []
+
+    async def answer(request: Request) -> None:
+        asked.append(request)
+
+    async def ask(path: str, cookie: str) -> int:
+        async def send(message: dict[str, object]) -> None:
+            told.append(message)
+
+        told: list[dict[str, object]] = []
+        headers = [(b"host", b"localhost"), (b"cookie", f"perdure-1={cookie}".encode())]
+        scope = {
+            "type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers,
+        }  # fmt: skip
+        await door(scope, None, send)
+        return told[0]["status"]
+
+    access = Access(frozenset({"localhost"}), 1, "viewer", "operator")
+    door = Door([Way("/new", answer), Way("/acts", answer, Role.OPERATOR)], {}, access)
+    asks = [
+        ("/new", ""),
+        ("/new", "viewer"),
+        ("/new", "operator"),
+        ("/none", ""),
+        ("/acts", "viewer"),
+    ]
+    statuses = [asyncio.run(ask(path, cookie)) for path, cookie in asks]
+    assert statuses == [401, 403, 403, 401, 403]
+    assert not asked
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "LOCALHOST:1", "[::1]", "[::1]:{port}"])
+def test_a_host_header_that_is_a_name_and_a_port_is_known(page: Page, host: str) -> None:
+    assert page.ask("/static/live.js", Host=host.format(port=page.port))[0] == 200
+
+
+def test_an_address_in_the_request_line_lets_no_stranger_in(page: Page) -> None:
+    for target in (
+        f"http://{page.host}/static/../jobs/job", "/static/../jobs/job", "/static/%2e%2e/jobs/job",
+        "/static//jobs/job", "//static/jobs/job",
+    ):  # fmt: skip
+        status, answer = page.send_raw(f"GET {target} HTTP/1.1\r\nHost: {page.host}\r\n\r\n")
+        assert status in (401, 404), target
+        assert "SIGKILL" not in answer
 
 
 def test_every_answer_forbids_what_is_not_the_pages_own(page: Page) -> None:
@@ -353,7 +419,7 @@ async def test_acts_that_nobody_answers_keep_nobody_from_looking(
 
     monkeypatch.setattr(app, "ask", ask)
     scope = {
-        "type": "http", "method": "POST", "headers": [], "role": "operator",
+        "type": "http", "method": "POST", "headers": [],
         "path_params": {"name": "job"},
     }  # fmt: skip
     asked = [asyncio.ensure_future(site.steer(Request(scope, receive))) for _ in range(8)]

@@ -8,7 +8,8 @@ import pytest
 from tests.journals import Story
 
 from perdure.cli.app import run_command
-from perdure.cli.page.app import Access, Site
+from perdure.cli.page.app import Site
+from perdure.cli.page.door import Access
 from perdure.model.codec import encode
 
 NONSENSE = ("", "{", "null", "[]", '{"script": 3}', "\x00" * 100, "[" * 100_000)

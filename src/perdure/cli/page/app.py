@@ -13,28 +13,25 @@
 
 Whoever comes shows a token once, as `?token=`, and has it as a cookie from then on: one of a
 viewer, or one of an operator, where the server was started to steer. What another site's page sends
-is refused by the cookie (SameSite=Strict), by the request's Host and, of a POST, by its Origin. The
-page loads nothing from elsewhere and runs no script but its own (Content-Security-Policy), and what
-ranks have written is escaped by the templates.
+is refused by the cookie (SameSite=Strict), by the request's Host and, of a POST, by its Origin
+(`door`). The page loads nothing from elsewhere and runs no script but its own
+(Content-Security-Policy), and what ranks have written is escaped by the templates.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 from markupsafe import Markup
-from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -45,13 +42,13 @@ from starlette.responses import (
     Response,
     StreamingResponse,
 )
-from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from perdure.cli.jobs import find_here, list_jobs_elsewhere, list_local_jobs
 from perdure.cli.looking.apart import run_apart
 from perdure.cli.page.acts import ACTS, Act, ask
+from perdure.cli.page.door import Access, Door, Role, Way, show_told
 from perdure.cli.page.reading import JobReading
 from perdure.cli.page.results import KINDS, Results
 from perdure.cli.page.runs import Snapshots
@@ -99,121 +96,6 @@ _LOOKERS = 4
 """Looks at once."""
 PAGES_MAX = 64
 """Open pages; more are refused."""
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-)
-_HEADERS = {
-    b"content-security-policy": _POLICY.encode(),
-    b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"no-referrer",
-    b"cross-origin-opener-policy": b"same-origin",
-    b"cross-origin-resource-policy": b"same-origin",
-    b"cache-control": b"no-store",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may come in: by what names, and with which tokens."""
-
-    hosts: frozenset[str]
-    """What a browser may call this server, without its port."""
-    port: int
-    viewer: str
-    operator: str = ""
-    """Empty: nobody steers."""
-    secure: bool = False
-    """It is served by TLS."""
-
-    def name_cookie(self, host: str) -> str:
-        """Return the cookie's name: servers that a browser reaches at one host have one each.
-
-        It has the port that the browser knows, of a tunnel its near end: two far servers may well
-        listen on the same one.
-        """
-        port = host[len(_name_host(host)) :].removeprefix(":")
-        return f"perdure-{port if port.isdigit() else self.port}"
-
-    def find_role(self, token: str) -> str:
-        """Return viewer, operator, or an empty text for a stranger."""
-        if self.operator and hmac.compare_digest(token.encode(), self.operator.encode()):
-            return "operator"
-        return "viewer" if hmac.compare_digest(token.encode(), self.viewer.encode()) else ""
-
-
-class Door:
-    """Lets nobody in without a token, and no other site's page with one."""
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        """Stand before `app`."""
-        self._app, self._access = app, access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer who may not come in; let others pass, with their role in the scope."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                kept = [h for h in message["headers"] if h[0].lower() not in _HEADERS]
-                message = {**message, "headers": [*kept, *_HEADERS.items()]}
-            await send(message)
-
-        response = self._check(Request(scope))
-        await (response or self._app)(scope, receive, send_with_headers)
-
-    def _check(self, request: Request) -> Response | None:
-        access = self._access
-        host = request.headers.get("host", "")
-        if _name_host(host) not in access.hosts:
-            return _tell(400, "Not this host", f"This server is not called {host[:100]!r}.", "")
-        if request.url.path.startswith("/static/"):
-            return None
-        scheme = "https" if access.secure else "http"
-        if request.method != "GET" and request.headers.get("origin") != f"{scheme}://{host}":
-            return _tell(403, "Not from here", "Only this server's own page may ask that.", "")
-        shown = request.query_params.get("token")
-        if shown is not None and request.method == "GET" and access.find_role(shown):
-            rest = [(k, v) for k, v in request.query_params.multi_items() if k != "token"]
-            query = "&".join(f"{quote(k)}={quote(v)}" for k, v in rest)
-            path = "/" + quote(request.url.path.lstrip("/"))  # `//name` would be another host.
-            entered = _lead(request, path + (f"?{query}" if query else ""))
-            entered.set_cookie(
-                access.name_cookie(host), shown,
-                httponly=True, samesite="strict", secure=access.secure,
-            )  # fmt: skip
-            return entered
-        role = access.find_role(request.cookies.get(access.name_cookie(host), ""))
-        if not role:
-            hint = "Open the address that `perdure dash` has printed: the token is in it."
-            return _tell(401, "Who are you?", "This page is shown to whoever has its token.", hint)
-        request.scope["role"] = role
-        return None
-
-
-def _lead(request: Request, place: str) -> Response:
-    """Lead on to the page without its token.
-
-    Who follows a link of another site (a chat, a mail, the file of `--open`) would come to the end
-    of a redirection without the cookie (SameSite=Strict), which this server's own page brings.
-    """
-    if request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
-        return RedirectResponse(place, 303)
-    return HTMLResponse(
-        f'<!doctype html><meta http-equiv="refresh" content="0; url={escape(place)}">'
-    )
-
-
-def _name_host(host: str) -> str:
-    """Return what a Host header names, without its port."""
-    name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host
-    return (name if name.startswith("[") else name.partition(":")[0]).lower()
-
-
-def _tell(status: int, title: str, text: str, hint: str) -> HTMLResponse:
-    return HTMLResponse(render("told.html", title=title, text=text, hint=hint), status)
 
 
 @dataclass(slots=True)
@@ -236,37 +118,31 @@ class Site:
     """What was asked for -> what was drawn of it last, of which story."""
     snapshots: Snapshots = field(default_factory=Snapshots)
     results: Results = field(init=False)
+    _static: StaticFiles = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin with no result read."""
         self.results = Results(self.home)
+        self._static = StaticFiles(directory=str(files("perdure.dash") / "static"))
 
     def app(self) -> ASGIApp:
         """Return the application."""
+        viewer, operator, anybody = Role.VIEWER, Role.OPERATOR, Role.STRANGER
         routes = [
-            Route("/", self.show_jobs),
-            Route("/live", self.stream_jobs),
-            Route("/jobs/{name}", self.show_job),
-            Route("/jobs/{name}/live", self.stream_job),
-            Route("/jobs/{name}/curves", self.show_curves),
-            Route("/jobs/{name}/report.html", self.show_report),
-            Route("/jobs/{name}/ask", self.steer, methods=["POST"]),
-            Route("/results", self.show_results),
-            Route("/results/live", self.stream_results),
-            Route("/results/{name}", self.show_result),
-            Route("/static/style.css", self.show_style),
-            Mount("/static", StaticFiles(directory=str(files("perdure.dash") / "static"))),
+            Way("/", self.show_jobs, viewer),
+            Way("/live", self.stream_jobs, viewer),
+            Way("/jobs/{name}", self.show_job, viewer),
+            Way("/jobs/{name}/live", self.stream_job, viewer),
+            Way("/jobs/{name}/curves", self.show_curves, viewer),
+            Way("/jobs/{name}/report.html", self.show_report, viewer),
+            Way("/jobs/{name}/ask", self.steer, operator, method="POST"),
+            Way("/results", self.show_results, viewer),
+            Way("/results/live", self.stream_results, viewer),
+            Way("/results/{name}", self.show_result, viewer),
+            Way("/static/style.css", self.show_style, anybody),
+            Way("/static/{path:path}", self.show_static, anybody),
         ]
-        handlers: Mapping[Any, Any] = {
-            PerdureError: _tell_error,
-            HTTPException: lambda _request, error: _tell(
-                error.status_code,
-                "There is no such page" if error.status_code == 404 else "Not now",
-                str(error.detail),
-                "",
-            ),
-        }
-        return Door(Starlette(routes=routes, exception_handlers=handlers), self.access)
+        return Door(routes, {PerdureError: _tell_error}, self.access)
 
     # --- pages -------------------------------------------------------------------------------
 
@@ -324,6 +200,10 @@ class Site:
     async def show_style(self, request: Request) -> Response:
         """Show the style that all pages have."""
         return Response(read_style(), media_type="text/css")
+
+    async def show_static(self, request: Request) -> Response:
+        """Show a script or a style of this package."""
+        return await self._static.get_response(request.path_params["path"], request.scope)
 
     async def show_curves(self, request: Request) -> Response:
         """Answer with curves by step, all or those of a `name`, and marks."""
@@ -400,8 +280,6 @@ class Site:
 
     async def steer(self, request: Request) -> Response:
         """Say what a verb would do, or have it done."""
-        if not _is_operator(request):
-            return JSONResponse({"ok": False, "text": "You may only look."}, 403)
         reading = await self._find(request)
         try:
             body = b""
@@ -583,7 +461,7 @@ def _mark_up(parts: Mapping[str, str]) -> dict[str, Markup]:
 
 
 def _is_operator(request: Request) -> bool:
-    return bool(request.scope.get("role") == "operator")
+    return bool(request.scope.get("role") == Role.OPERATOR)
 
 
 def _describe(error: Exception) -> str:
@@ -592,4 +470,4 @@ def _describe(error: Exception) -> str:
 
 async def _tell_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PerdureError)
-    return _tell(500, "That could not be read", error.message, error.hint or "")
+    return show_told(500, "That could not be read", error.message, error.hint or "")

@@ -28,7 +28,7 @@ from perdure.model.plain import make_plain
 from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:
-    from perdure.cli.page.app import Access
+    from perdure.cli.page.door import Access
 
 PORT = 8787
 _PROBE_S, _PROBE_S_MAX = 0.05, 60.0
@@ -68,7 +68,8 @@ def dash(
     try:
         import uvicorn
 
-        from perdure.cli.page.app import Access, Site
+        from perdure.cli.page.app import Site
+        from perdure.cli.page.door import Access
     except ModuleNotFoundError as error:
         if error.name not in ("uvicorn", "starlette", "anyio"):
             raise
@@ -85,7 +86,7 @@ def dash(
     listener = _listen(host, port)
     number = listener.getsockname()[1]
     access = Access(
-        hosts=frozenset({"127.0.0.1", "localhost", "[::1]", host.lower()}),
+        hosts=frozenset({"127.0.0.1", "localhost", "[::1]", _bracket(host).lower()}),
         port=number,
         viewer=token_urlsafe(24),
         operator=token_urlsafe(24) if operate else "",
@@ -259,13 +260,17 @@ def _start_browser(address: str) -> None:
 
 def _say_where(host: str, access: "Access", path: str, *, as_json: bool) -> list[str]:
     """Print the addresses by which to come in, and return them."""
-    shown = f"[{host}]" if ":" in host else host
-    place = f"{'https' if access.secure else 'http'}://{shown}:{access.port}/{path}"
+    place = f"{'https' if access.secure else 'http'}://{_bracket(host)}:{access.port}/{path}"
     urls = {"view": f"{place}?token={access.viewer}"}
     urls |= {"operate": f"{place}?token={access.operator}"} if access.operator else {}
     told = {"port": access.port, "pid": os.getpid(), "urls": urls}
     _print_urls(told, as_json=as_json)
     return list(urls.values())
+
+
+def _bracket(host: str) -> str:
+    """Return a host as URLs and Host headers have it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _print_urls(told: dict[str, Any], *, as_json: bool) -> None:
