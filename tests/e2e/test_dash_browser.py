@@ -99,7 +99,11 @@ def test_a_job_is_watched_steered_and_looked_back_at(browser: Any, tmp_path: Pat
             _steer(tab, "resume", "all ranks train on")
             wait("end of the pause", lambda: "running" in tab.locator("#s-bar .state").inner_text())
             _set(tab, "lr", "0.5")
-            wait("setting", lambda: "0.5" in tab.locator("#s-settings table").first.inner_text())
+            settings = tab.locator("#s-settings table").first
+            wait("setting", lambda: "0.5" in settings.inner_text())
+            _set_by_keys(tab, "lr", "0.25")
+            wait("setting by keys", lambda: "0.25" in settings.inner_text())
+            _answer_dialogs_by_keys(tab)
             job.find("rank")[1].kill()
             wait("incident", lambda: "SIGKILL" in tab.locator("#s-incidents").inner_text())
             wait("recovery", lambda: "running" in tab.locator("#s-bar .state").inner_text())
@@ -170,6 +174,58 @@ def _set(tab: Any, key: str, value: str) -> None:
     tab.locator("#ask-yes").click()
     wait("answer", lambda: tab.locator("#ask-said.good").count() == 1)
     tab.locator("#ask-no").click()
+
+
+def _set_by_keys(tab: Any, key: str, value: str) -> None:
+    """Type a value and press Enter at once, before its preview has come."""
+    tab.locator(f"#s-settings button[data-key={key}]").focus()
+    tab.keyboard.press("Enter")
+    tab.keyboard.press("Control+A")
+    tab.keyboard.type(value)
+    tab.keyboard.press("Enter")
+    wait("answer", lambda: tab.locator("#ask-said.good").count() == 1)
+    tab.keyboard.press("Enter")
+    assert tab.locator("#ask").is_hidden()
+
+
+def _answer_dialogs_by_keys(tab: Any) -> None:
+    """In the dialog of each verb on the page, Enter does it, and Escape cancels."""
+    tab.evaluate(
+        """() => { window.done = []; window.real = ask; ask = async (act) => {
+        if (!act.preview) done.push(act.verb); return {ok: true, text: "well"}; }; }"""
+    )
+
+    def list_done() -> list[str]:
+        return list(tab.evaluate("done"))
+
+    verbs = set(
+        tab.locator("button[data-verb]").evaluate_all("all => all.map(b => b.dataset.verb)")
+    )
+    assert {"pause", "checkpoint", "note", "stop", "set", "undo", "cordon", "evict"} <= verbs
+    for verb in sorted(verbs):
+        before = list_done()
+        for key in ("Escape", "Enter"):
+            tab.locator(f"button[data-verb={verb}]").first.focus()
+            tab.keyboard.press("Enter")
+            field = tab.locator("#ask-fields input")
+            if field.count():
+                field.fill("1")
+            wait(f"preview of {verb}", tab.locator("#ask-yes").is_enabled)
+            tab.keyboard.press(key)
+            if key == "Escape":
+                wait(f"end of {verb}", tab.locator("#ask").is_hidden)
+                assert list_done() == before
+        wait(verb, lambda: list_done() == [*before, verb])  # noqa: B023
+        wait("answer", lambda: tab.locator("#ask-said.good").count() == 1)
+        tab.keyboard.press("Enter")
+        wait(f"end of {verb}", tab.locator("#ask").is_hidden)
+    tab.evaluate("() => { ask = real; }")
+    for key in ("Enter", "Escape"):
+        tab.locator("h1").click()
+        tab.keyboard.press("?")
+        wait("list of keys", tab.locator("#keys").is_visible)
+        tab.keyboard.press(key)
+        wait("end of the list", tab.locator("#keys").is_hidden)
 
 
 def _look_back(tab: Any) -> None:

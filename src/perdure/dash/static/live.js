@@ -362,6 +362,7 @@ async function ask(act) {
 
 let asking = 0; // Answers to what was asked before are nobody's any more.
 let typing = 0;
+let agreed = false; // Enter was pressed behind a typed value whose preview is still to come.
 
 /** Say what a verb would do, and have it done once that was read and agreed to. */
 async function steer(button) {
@@ -400,17 +401,21 @@ async function steer(button) {
     said.textContent = answer.text;
     said.className = answer.ok ? "" : "bad";
     yes.disabled = !answer.ok;
+    if (agreed && dialog.open) yes.click();
+    agreed = false;
   };
   clearTimeout(typing);
+  agreed = false;
   input?.addEventListener("input", () => {
     yes.disabled = true;
+    agreed = false;
     clearTimeout(typing);
     typing = setTimeout(preview, 300);
   });
   asking++;
   yes.disabled = true;
-  dialog.returnValue = "";
   dialog.showModal();
+  (input ?? byId("ask-title")).focus();
   yes.onclick = async (event) => {
     event.preventDefault();
     yes.disabled = true;
@@ -421,6 +426,7 @@ async function steer(button) {
     said.textContent = answer.text;
     said.className = answer.ok ? "good" : "bad";
     byId("ask-no").textContent = "Close";
+    if (answer.ok) byId("ask-no").focus();
   };
   byId("ask-no").textContent = "Cancel";
   if (!input || input.value) await preview();
@@ -430,6 +436,14 @@ async function steer(button) {
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button[data-verb]");
   if (button) steer(button);
+});
+byId("ask-no")?.addEventListener("click", () => byId("ask").close());
+byId("ask")?.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.isComposing || event.target.id === "ask-no") return;
+  event.preventDefault();
+  if (event.repeat) return; // The key that has opened the dialog is still held.
+  agreed = event.target.matches("input") && byId("ask-yes").disabled;
+  byId("ask-yes").click();
 });
 
 listen();
