@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -99,12 +100,16 @@ class Page:
 
 
 @contextmanager
-def serve(home: Path, *words: str) -> Iterator[Page]:
-    """Yield a `perdure dash` of the jobs below `home`."""
+def serve(home: Path, *words: str, files_max: int = 0) -> Iterator[Page]:
+    """Yield a `perdure dash` of the jobs below `home`, which may open `files_max` files at once."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
+
     with subprocess.Popen(
         [sys.executable, "-m", "perdure", "dash", *words, "--port", "0", "--json"],
         env=os.environ | {"PERDURE_HOME": str(home)},
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, text=True, preexec_fn=limit if files_max else None,
     ) as process:  # fmt: skip
         try:
             yield Page(process, home)

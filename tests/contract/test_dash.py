@@ -1,6 +1,7 @@
 """The server of `perdure dash`, asked over HTTP: what it shows, and whom it lets in."""
 
 import asyncio
+import contextlib
 import http.client
 import itertools
 import json
@@ -8,6 +9,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -18,6 +21,7 @@ import pytest
 from msgspec import structs
 from starlette.requests import Request
 
+from perdure.adapters.nats.certificates import make_certificate
 from perdure.cli.app import run_command
 from perdure.cli.jobs import find_here
 from perdure.cli.looking.story import tell_story
@@ -117,7 +121,7 @@ def test_a_path_that_names_no_role_answers_nobody(tmp_path: Path) -> None:
         return told[0]["status"]
 
     access = Access(frozenset({"localhost"}), 1, "viewer", "operator")
-    door = Door([Way("/new", answer), Way("/acts", answer, Role.OPERATOR)], {}, access)
+    door = Door([Way("/new", answer), Way("/acts", answer, Role.OPERATOR)], {}, access, print)
     asks = [
         ("/new", ""),
         ("/new", "viewer"),
@@ -143,6 +147,56 @@ def test_an_address_in_the_request_line_lets_no_stranger_in(page: Page) -> None:
         status, answer = page.send_raw(f"GET {target} HTTP/1.1\r\nHost: {page.host}\r\n\r\n")
         assert status in (401, 404), target
         assert "SIGKILL" not in answer
+
+
+IDLE = 400
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
+def test_idle_connections_of_strangers_keep_nobody_from_the_page(
+    tmp_path: Path, secure: bool
+) -> None:
+    """The server may open 160 files. What has shown a token, or is of another address, stays."""
+    lay_down(tmp_path)
+    words, tls = [], None
+    if secure:
+        cert, key = make_certificate(str(tmp_path), "127.0.0.1")
+        words = ["--cert", cert, "--key", key]
+        tls = ssl.create_default_context(cafile=cert)
+        tls.check_hostname = False
+
+    def connect(port: int, source: str = "127.0.0.1") -> socket.socket:
+        return socket.create_connection(
+            ("127.0.0.1", port), timeout=PATIENCE_S, source_address=(source, 0)
+        )
+
+    def send(connection: socket.socket, path: str, page: Page) -> http.client.HTTPResponse:
+        head = f"GET {path} HTTP/1.1\r\nHost: {page.host}\r\nCookie: {page.cookie}\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        return answer
+
+    with contextlib.ExitStack() as stack:
+        page = stack.enter_context(serve(tmp_path, "job", *words, files_max=160))
+
+        def open_one(source: str = "127.0.0.1") -> socket.socket:
+            opened = connect(page.port, source)
+            opened = tls.wrap_socket(opened) if tls else opened
+            return stack.enter_context(opened)
+
+        with open_one() as first:
+            path = page.urls["view"].partition(page.host)[2]
+            page.cookie = send(first, path, page).getheader("set-cookie", "").partition(";")[0]
+        live = send(open_one(), "/jobs/job/live", page)
+        assert live.readline() == b"event: sections\n"
+        waiting = open_one("127.0.0.3")
+        for _ in range(IDLE):
+            stack.enter_context(connect(page.port, "127.0.0.2"))
+        assert send(waiting, "/jobs/job", page).status == 200
+        assert send(open_one("127.0.0.2"), "/jobs/job", page).status == 200
+        while b"event: sections" not in live.readline():
+            pass
 
 
 def test_every_answer_forbids_what_is_not_the_pages_own(page: Page) -> None:

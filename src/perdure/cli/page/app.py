@@ -106,6 +106,8 @@ class Site:
     access: Access
     only: str = ""
     """The one job that is shown; empty: all."""
+    admit: Callable[[tuple[str, int]], None] = lambda address: None
+    """Is called with the address of each connection that has shown a token."""
     readings: dict[str, JobReading] = field(default_factory=dict)
     pages: int = 0
     is_ending: Callable[[], bool] = lambda: False
@@ -142,7 +144,7 @@ class Site:
             Way("/static/style.css", self.show_style, anybody),
             Way("/static/{path:path}", self.show_static, anybody),
         ]
-        return Door(routes, {PerdureError: _tell_error}, self.access)
+        return Door(routes, {PerdureError: _tell_error}, self.access, self.admit)
 
     # --- pages -------------------------------------------------------------------------------
 

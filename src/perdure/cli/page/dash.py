@@ -21,6 +21,7 @@ import msgspec
 import typer
 
 from perdure.cli.jobs import ElsewhereError, find_job
+from perdure.cli.page.listener import Listener
 from perdure.cli.speech.say import Json, note, print_json
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
@@ -92,10 +93,13 @@ def dash(
         operator=token_urlsafe(24) if operate else "",
         secure=cert is not None,
     )
-    site = Site(home=resolve_home(), access=access, only=name)
+    site = Site(home=resolve_home(), access=access, only=name, admit=listener.admit)
     urls = _say_where(host, access, f"jobs/{quote(name)}" if name else "", as_json=as_json)
     config = uvicorn.Config(
         site.app(),
+        loop="asyncio",  # Another one would not accept through `Listener`.
+        backlog=listener.backlog,
+        proxy_headers=False,  # They would let a client name its own address.
         log_level="warning",
         ssl_certfile=cert,
         ssl_keyfile=key,
@@ -283,13 +287,12 @@ def _print_urls(told: dict[str, Any], *, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+def _listen(host: str, port: int) -> Listener:
+    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(128)  # Who comes at once waits.
+        listener.listen(listener.backlog)
     except OSError as error:
         listener.close()
         raise PlatformError(

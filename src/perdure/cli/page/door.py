@@ -5,7 +5,7 @@ routed counts, never a URL: Starlette builds a URL from the Host header, which t
 """
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from html import escape
@@ -111,13 +111,17 @@ class Door:
     """All ways of the page, behind the checks that every request has to pass."""
 
     def __init__(
-        self, ways: Sequence[Way], error_handlers: Mapping[Any, Any], access: Access
+        self,
+        ways: Sequence[Way],
+        error_handlers: Mapping[Any, Any],
+        access: Access,
+        admit: Callable[[tuple[str, int]], None],
     ) -> None:
-        """Stand before `ways`."""
+        """Stand before `ways`; `admit` gets the address of each client that shows a token."""
         handlers = {HTTPException: _tell_http_error, **error_handlers}
         self._app = Starlette(routes=ways, exception_handlers=handlers)
         self._app.router.redirect_slashes = False  # Its redirects repeat the Host header.
-        self._access = access
+        self._access, self._admit = access, admit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or pass it on with its role in the scope."""
@@ -132,6 +136,8 @@ class Door:
             await send(message)
 
         response = self._check(Request(scope))
+        if scope.get("role") and scope.get("client"):
+            self._admit(tuple(scope["client"]))
         await (response or self._app)(scope, receive, send_with_headers)
 
     def _check(self, request: Request) -> Response | None:
