@@ -7,7 +7,7 @@ SUITE = $(BIN)/python -m tests.suite $(if $(filter-out 0,$(STRICT)),--strict)
 # perdure anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo docs test test-machines check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -44,6 +44,11 @@ test: check
 # MACHINES="uptime busy": these ones.
 test-machines: check
 	@$(BIN)/python -m tests.machines $(MACHINES)
+
+# Tests of the page, the bus, torchft, and the commands with the lowest version of each library that
+# pyproject.toml allows (tests/floors.py). TESTS="FILE ...": these tests.
+test-floors: setup
+	@$(BIN)/python -m tests.floors $(TESTS)
 
 # Bounds on time, CPU, and memory: alone on a quiet machine.
 # OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.
