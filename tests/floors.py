@@ -66,7 +66,8 @@ def make_environment() -> Path:
     if made.exists() and made.read_text() == wanted:
         return python
     print(f"floors: making {FOLDER.relative_to(ROOT)}", flush=True)
-    venv.create(FOLDER, with_pip=True, clear=True)
+    if not python.exists():
+        venv.create(FOLDER, with_pip=True)
     new = FOLDER / "constraints.new"
     new.write_text(wanted)
     extras = ",".join(extra for extra in read_requirements() if extra and extra not in TOOLS[1:])
