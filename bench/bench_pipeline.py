@@ -28,7 +28,7 @@ from torch.distributed import pipelining
 
 from perdure.model.planning.pipeline import Action, Orders
 from perdure.plan.pipeline.orders import join_replicas, order_1f1b
-from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.communicators.gloo import connect
 from perdure.worker.elastic.group import Group
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 
@@ -132,7 +132,7 @@ def live(rank: int, size: int, port: int, count: int, steps: int) -> None:
     store: Any = vars(dist)["TCPStore"]("127.0.0.1", port, None, False, timedelta(seconds=120))
     prefixed: Any = vars(dist)["PrefixStore"]
     dist.init_process_group("gloo", store=prefixed("torch", store), rank=rank, world_size=size)
-    group = Group(tuple(range(size)), rank, prefixed("own", store), listen())
+    group = Group(tuple(range(size)), rank, prefixed("own", store), connect)
     for setting, pace_s, times in (("overhead", 0.0, 4 * steps), ("paced", 0.010, steps)):
         for name in SCHEDULES:
             pair = Pair(name, pace_s, count, rank, group)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.communicators.gloo import connect
 from perdure.worker.elastic.group import Broken, Group
 
 COUNT, PACE_S = 12, 0.002
@@ -66,7 +66,7 @@ def train(rank: int, size: int, port: int, pipe: int, reports: int, state_mb: fl
     model, optimizer = make_model(state_mb)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     store = _TCPStore("127.0.0.1", port, is_master=False)
-    connect, members = listen(), tuple(range(size))
+    members = tuple(range(size))
     group = Group(members, rank, _PrefixStore("0", store), connect)
     orders = Orders(pipe, group)
 

@@ -21,7 +21,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.planning.pipeline import Orders
 from perdure.model.planning.world import World
 from perdure.worker.elastic import list_blocks
-from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.communicators.gloo import connect
 from perdure.worker.elastic.group import Group
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 
@@ -180,7 +180,6 @@ def live(rank: int, size: int, host: str, port: int) -> None:
     store: Any = vars(dist)["TCPStore"](host, port, None, False, timedelta(seconds=120))
     prefixed: Any = vars(dist)["PrefixStore"]
     tasks = decode(store.get("tasks"), list[Task])
-    connect = listen()
     whole = Group(tuple(range(size)), rank, prefixed("whole", store), connect)
     groups = {}
     for members in list_copies(tasks):

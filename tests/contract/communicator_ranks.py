@@ -47,13 +47,13 @@ def open_engine(name: str, rank: int, build_s: float = BUILD_S) -> tuple[Connect
     """Return what connects, and the device on which its tensors are."""
     if name == "gloo":
         gloo._BUILD_S = build_s
-        return gloo.listen(), "cpu"
+        return gloo.connect, "cpu"
     if name == "fake":
         return FakeDevice(late_s=0.002, build_s=build_s).connect, "cpu"
     if name == "split":
         gloo._BUILD_S = build_s
         device = FakeDevice(late_s=0.002, build_s=build_s)
-        return beside(device.connect, gloo.listen(), is_float32), "cpu"
+        return beside(device.connect, gloo.connect, is_float32), "cpu"
     from perdure.worker.elastic.communicators.nccl import open_device
 
     os.environ |= ELASTIC | NCCL_ON_ONE_GPU | {"NCCL_HOSTID": f"r{rank}"}

@@ -258,7 +258,7 @@ def make_connect(scenario: dict[str, Any], device: FakeDevice) -> Any:
     if "device" not in scenario:
         return None
     connect = lambda *args: device.connect(*args)  # noqa: E731
-    return beside(connect, gloo.listen(), is_gradient) if scenario.get("split") else connect
+    return beside(connect, gloo.connect, is_gradient) if scenario.get("split") else connect
 
 
 def is_gradient(tensor: Tensor) -> bool:

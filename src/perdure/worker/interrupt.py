@@ -13,11 +13,15 @@ server, HTTP clients and perdure's own line all lack one of these. What cannot b
 
 A rank that is stopped, or that holds the GIL in native code, cannot do this; its peers can.
 
-A torchft process group's own connections are noted when it is formed, and broken when it is void
-(`Fences`). A process has connections of other groups as well, its own replica group's among them,
-so those of each quorum are told apart by when they appeared. While a group is still being formed it
-hangs on its rendezvous store, whose connection is then broken as well. A break is fenced by the
-quorum's id: one meant for a group that is gone by now touches nothing.
+gloo makes one device for each group. The kernel's name of its listener, which is never used twice,
+identifies a device, and so all connections of one group, also those made later. An elastic group
+notes the listener of its own device (`make_own_device`). A torchft group notes the listeners that
+appear while the group is formed (`Fences`). A break touches only the devices of its own group.
+An order to interrupt a rank (`Interrupter`) breaks all groups: the world of the rank starts again.
+
+While a torchft group is still being formed it hangs on its rendezvous store, whose connection is
+then broken as well. A break is fenced by the quorum's id: one meant for a group that is gone by now
+touches nothing.
 
 gloo tells a pair's failure to what waits in its queues, and not to the transfer that it was just
 writing, which then waits until its time-out (1 in 200 kills). Such a collective is given up, with
@@ -31,7 +35,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -49,6 +53,9 @@ from perdure.worker.sockets import (
 from perdure.worker.stderr import say
 
 _TIMEVAL = struct.Struct("@ll")
+_making = threading.Lock()
+_own: set[str] = set()
+"""Listeners of the devices of perdure's own groups."""
 
 
 class Interrupter:
@@ -74,7 +81,7 @@ class Interrupter:
         self._done.add(order.id)
         sockets, errors = 0, []
         try:
-            sockets = shut_down_gloo()
+            sockets = sum(map(shut_down, list_gloo_sockets()))
         except OSError as error:
             errors.append(f"gloo: {error}")
         nccl = list_nccl_backends()
@@ -93,22 +100,60 @@ class Interrupter:
         )
 
 
+def make_own_device(make: Callable[[], Any]) -> tuple[Any, str]:
+    """Return the gloo device that `make()` returns, and its listener, for one group of perdure's.
+
+    Another thread may make a device at the same time. Then neither is used, and `make` runs again.
+    """
+    with _making:
+        while True:
+            before = list_devices()
+            device = make()
+            new = list_devices().keys() - before.keys()
+            if len(new) <= 1:
+                break
+    listener = next(iter(new), "")
+    _own.add(listener)
+    return device, listener
+
+
+def drop_own_device(listener: str) -> None:
+    """Shut down the connections of a device whose group is left."""
+    with contextlib.suppress(OSError):
+        shut_down_devices({listener})
+    _own.discard(listener)
+
+
 def shut_down_gloo() -> int:
-    """Shut down every connection of this process's gloo pairs; return how many there were."""
-    return sum(map(shut_down, list_gloo_sockets()))
+    """Shut down the connections of every group of perdure's; return how many there were."""
+    return shut_down_devices(_own.copy())
+
+
+def shut_down_devices(listeners: Set[str]) -> int:
+    """Shut down the connections of the gloo devices with these listeners; return their number."""
+    devices = list_devices()
+    pairs = {fd for name in devices.keys() & listeners for fd in devices[name]}
+    return sum(shut_down(fd) for fd in sorted(pairs))
 
 
 def list_gloo_sockets() -> list[int]:
     """Return descriptors of this process that surely are connections of gloo's pairs."""
+    return sorted({fd for pairs in list_devices().values() for fd in pairs})
+
+
+def list_devices() -> dict[str, list[int]]:
+    """Return the descriptors of each gloo device's pairs, by the kernel's name of its listener."""
     targets = list_links()
-    found: set[int] = set()
+    devices: dict[str, list[int]] = {}
     for fd, target in targets.items():
         if target != "anon_inode:[eventpoll]":
             continue
         watched = [w for w in _read_watched(fd) if targets.get(w, "").startswith("socket:")]
-        if any(_is_listener(w) for w in watched):
-            found.update(w for w in watched if _is_pair(w))
-    return sorted(found)
+        listeners = [w for w in watched if _is_listener(w)]
+        if listeners:
+            pairs = [w for w in watched if _is_pair(w)]
+            devices |= {targets[listener]: pairs for listener in listeners}
+    return devices
 
 
 def list_nccl_backends() -> list[Any]:
@@ -183,14 +228,14 @@ class Connections:
     """What belongs to one process group of one quorum."""
 
     quorum_id: int
-    before: dict[int, str]
-    """Sockets that were there before it: descriptor -> the kernel's name of it."""
-    store: int = 0
-    """Port of its rendezvous, while it is being formed. Its host has several names."""
-    stores: dict[int, str] = field(default_factory=dict)
-    """Connections to it: they are there before the group begins to be formed."""
-    sockets: dict[int, str] | None = None
-    """Its own, once it is formed."""
+    before: Set[str]
+    """Listeners of the devices that were there before it."""
+    sockets: dict[int, str]
+    """Sockets that were there before its rendezvous: descriptor -> the kernel's name of it."""
+    store: int
+    """Port of its rendezvous. Its host has several names."""
+    devices: Set[str] | None = None
+    """Listeners of its own devices, once it is formed."""
     broken: bool = False
 
 
@@ -215,22 +260,16 @@ class Fences:
     def begin(self, group: Any, quorum_id: int, store: int) -> None:
         """Note that a group is about to be formed, at the rendezvous on port `store`."""
         with self.lock:
-            links = list_sockets()
-            known = self.coming.pop(group, links)
-            new = (fd for fd, name in links.items() if store and known.get(fd) != name)
-            stores = {fd: links[fd] for fd in new if _port_of(fd) == store}
-            self.groups[group] = Connections(quorum_id, links, store, stores)
+            sockets = self.coming.pop(group, None) or list_sockets()
+            self.groups[group] = Connections(quorum_id, list_devices().keys(), sockets, store)
 
     def end(self, group: Any) -> None:
         """Note that the group was formed, or could not be."""
         with self.lock:
             held = self.groups.get(group)
-            if held is None:
-                return
-            links = list_sockets()
-            mine = (fd for fd in list_gloo_sockets() if links.get(fd) != held.before.get(fd))
-            held.sockets, held.store = {fd: links[fd] for fd in mine if fd in links}, 0
-            held.stores.clear()
+            if held is not None:
+                held.devices = list_devices().keys() - held.before
+                held.sockets.clear()
 
     def break_up(self, quorum_id: int) -> int:
         """Break what belongs to this quorum and nothing else; return how many sockets there were.
@@ -242,14 +281,11 @@ class Fences:
             for group, held in list(self.groups.items()):
                 if held.quorum_id != quorum_id:
                     continue
-                if held.sockets is None:
+                if held.devices is None:
                     count += _shut_forming(held)
                 elif not held.broken:
                     held.broken = True
-                    links = list_sockets()
-                    same = [fd for fd, name in held.sockets.items() if links.get(fd) == name]
-                    count += sum(shut_down(fd, blocking=True) for fd in same)
-                    count += _abort_device(group)
+                    count += shut_down_devices(held.devices) + _abort_device(group)
         return count
 
     def outlast(self, group: Any, work: Any) -> bool:
@@ -272,12 +308,10 @@ class Fences:
 
 
 def _shut_forming(held: Connections) -> int:
-    links = list_sockets()
-    new = {fd for fd, name in links.items() if held.before.get(fd) != name}
-    pairs = new.intersection(list_gloo_sockets())
-    stores = {fd for fd in new - pairs if held.store and _port_of(fd) == held.store}
-    stores |= {fd for fd, name in held.stores.items() if links.get(fd) == name}
-    return sum(shut_down(fd, blocking=True) for fd in sorted(pairs | stores))
+    new = (fd for fd, name in list_sockets().items() if held.sockets.get(fd) != name)
+    stores = [fd for fd in new if held.store and _port_of(fd) == held.store]
+    count = sum(shut_down(fd, blocking=True) for fd in stores)
+    return count + shut_down_devices(list_devices().keys() - held.before)
 
 
 def _abort_device(group: Any) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from perdure.model.orders import ReformWorld
 from perdure.worker.elastic.communicators import gloo
-from perdure.worker.elastic.communicators.gloo import GlooComm, listen
+from perdure.worker.elastic.communicators.gloo import GlooComm, connect
 from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.elastic.membership import Membership
 
@@ -65,7 +65,7 @@ class Gloo:
 
 
 def make_group(work: Any) -> Group:
-    return Group((0, 1), 0, None, lambda *_: GlooComm(Gloo(work)))
+    return Group((0, 1), 0, None, lambda *_: GlooComm(Gloo(work), ""))
 
 
 def test_one_that_ends_well_between_two_looks_is_no_failure() -> None:
@@ -84,11 +84,11 @@ def test_a_newer_order_is_heard_while_a_member_that_never_comes_is_waited_for(
     monkeypatch.setattr(gloo, "_BUILD_S", PATIENCE_S)
     store, before = dist.HashStore(), set(threading.enumerate())
     with pytest.raises(Broken, match="newer epoch"):
-        Group((0, 1), 0, store, listen(), lambda: bool(set(threading.enumerate()) - before))
+        Group((0, 1), 0, store, connect, lambda: bool(set(threading.enumerate()) - before))
     left = set(threading.enumerate()) - before
     assert [thread.name for thread in left] == ["perdure-connect"]
     with contextlib.suppress(Broken):  # The end that was left behind may close first.
-        Group((0, 1), 1, store, listen())
+        Group((0, 1), 1, store, connect)
     for thread in left:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()

@@ -13,7 +13,15 @@ from tests.waiting import PATIENCE_S
 from perdure.model.events import CollectivesInterrupted
 from perdure.model.orders import InterruptCollectives
 from perdure.worker import interrupt
-from perdure.worker.interrupt import Interrupter, list_gloo_sockets, shut_down_gloo
+from perdure.worker.interrupt import (
+    Interrupter,
+    drop_own_device,
+    list_gloo_sockets,
+    make_own_device,
+    shut_down_devices,
+    shut_down_gloo,
+)
+from perdure.worker.sockets import list_links
 
 
 class Device:
@@ -63,12 +71,49 @@ def test_anything_else_is_left_alone(device: Device, change: object) -> None:
     assert list_gloo_sockets() == []
 
 
-def test_shut_down_is_seen_by_the_peer(device: Device) -> None:
-    assert shut_down_gloo() == 1
-    device.peer.settimeout(PATIENCE_S)
-    assert device.peer.recv(1) == b""
-    device.peer.close()
-    assert shut_down_gloo() == 0
+def is_open(device: Device) -> bool:
+    """Return whether a device's connection was left alone: a break is seen at once."""
+    device.peer.setblocking(False)
+    try:
+        return device.peer.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
+def test_only_the_connections_of_one_device_are_shut_also_those_made_later(device: Device) -> None:
+    with ExitStack() as stack:
+        own, listener = make_own_device(lambda: Device(stack))
+        later = stack.enter_context(socket.create_connection(own.listener.getsockname()))
+        theirs = stack.enter_context(own.listener.accept()[0])
+        theirs.setblocking(False)
+        own.epoll.register(theirs, select.EPOLLIN)
+        theirs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            theirs.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 300, 0))
+        assert shut_down_gloo() == 2
+        for peer in (own.peer, later):
+            peer.settimeout(PATIENCE_S)
+            assert peer.recv(1) == b""
+        assert is_open(device)
+        drop_own_device(listener)
+        assert shut_down_gloo() == 0
+    assert shut_down_devices({listener}) == 0
+
+
+def test_a_device_that_appears_beside_an_own_one_is_not_taken_for_it(device: Device) -> None:
+    with ExitStack() as stack:
+        foreign = [Device(stack)]
+
+        def make() -> Device:
+            if len(foreign) < 3:  # The script makes a device at the same time, twice.
+                foreign.append(Device(stack))
+            return Device(stack)
+
+        own, listener = make_own_device(make)
+        assert listener == list_links()[own.listener.fileno()]
+        assert shut_down_devices({listener}) == 1
+        assert all(map(is_open, [device, *foreign]))
+        drop_own_device(listener)
 
 
 def test_an_order_is_carried_out_once(device: Device) -> None:

@@ -27,7 +27,7 @@ from perdure.plan.pipeline.orders import (
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe
 from perdure.plan.worlds.chain import StageCost
-from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.communicators.gloo import connect
 from perdure.worker.elastic.gradients import GradientTree
 from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
@@ -133,7 +133,7 @@ def run_world(
     cells: dict[int, Cell] = {}
 
     def live(number: int) -> None:
-        group = Group(schedule.members, schedule.members[number], store, listen())
+        group = Group(schedule.members, schedule.members[number], store, connect)
         cell = cells[number] = Cell(schedule, number, group, **how)
         try:
             if body is not None:

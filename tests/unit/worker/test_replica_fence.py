@@ -11,7 +11,6 @@ from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.worker import interrupt as replica_fence
 from perdure.worker.interrupt import Fences
-from perdure.worker.sockets import list_sockets
 
 
 class Group:
@@ -21,15 +20,16 @@ class Group:
 def connect() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
+        ours.setblocking(False)
         theirs, _ = server.accept()
     return ours, theirs
 
 
 @pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Descriptors that are taken for gloo's; how they are told is `interrupt`'s to test."""
-    found: list[int] = []
-    monkeypatch.setattr(replica_fence, "list_gloo_sockets", lambda: found)
+def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Listener -> pairs of what is taken for gloo's devices; `interrupt`'s tests say how."""
+    found: dict[str, list[int]] = {}
+    monkeypatch.setattr(replica_fence, "list_devices", found.copy)
     return found
 
 
@@ -50,38 +50,41 @@ def wait_closed(sock: socket.socket) -> None:
         assert sock.recv(1) == b""
 
 
-def test_only_the_quorums_own_sockets_are_broken_and_only_once(pairs: list[int]) -> None:
+def test_only_the_quorums_own_sockets_are_broken_and_only_once(
+    devices: dict[str, list[int]],
+) -> None:
     fences, group = Fences(), Group()
-    older, older_end = connect()
+    (older, older_end), (mine, mine_end), (late, late_end) = connect(), connect(), connect()
+    devices["older"] = [older.fileno()]
     fences.begin(group, 7, 1)
-    mine, mine_end = connect()
-    pairs += [older.fileno(), mine.fileno()]
+    devices["mine"] = [mine.fileno()]
     fences.end(group)
+    devices["mine"].append(late.fileno())
     assert fences.break_up(6) == 0
-    assert fences.break_up(7) == 1
+    assert fences.break_up(7) == 2
     assert fences.break_up(7) == 0
     wait_closed(mine_end)
+    wait_closed(late_end)
     assert is_open(older_end)
-    for sock in (older, older_end, mine, mine_end):
+    for sock in (older, older_end, mine, mine_end, late, late_end):
         sock.close()
 
 
-def test_a_descriptor_that_is_somebody_elses_by_now_is_left_alone(pairs: list[int]) -> None:
+def test_a_device_that_is_gone_by_now_breaks_nothing(devices: dict[str, list[int]]) -> None:
     fences, group = Fences(), Group()
     fences.begin(group, 7, 1)
-    mine, mine_end = connect()
-    pairs.append(mine.fileno())
+    devices["mine"] = []
     fences.end(group)
-    number = mine.fileno()
-    mine.close()
+    del devices["mine"]
     other, other_end = connect()
-    assert number in (other.fileno(), other_end.fileno()) or number not in list_sockets()
+    devices["other"] = [other.fileno()]
     assert fences.break_up(7) == 0
-    for sock in (mine_end, other, other_end):
+    assert is_open(other_end)
+    for sock in (other, other_end):
         sock.close()
 
 
-def test_a_group_that_is_being_formed_lets_go_of_its_store(pairs: list[int]) -> None:
+def test_a_group_that_is_being_formed_lets_go_of_its_store(devices: dict[str, list[int]]) -> None:
     fences, group = Fences(), Group()
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
@@ -93,11 +96,14 @@ def test_a_group_that_is_being_formed_lets_go_of_its_store(pairs: list[int]) -> 
         fences.begin(group, 8, port)
         rendezvous = socket.create_connection((host, port))
         rendezvous_end, _ = server.accept()
-        assert fences.break_up(8) == 2
+        pair, pair_end = connect()
+        devices["mine"] = [pair.fileno()]
+        assert fences.break_up(8) == 3
+        wait_closed(pair_end)
         wait_closed(first_end)
         wait_closed(rendezvous_end)
         assert is_open(kept_end)
-        for sock in (kept, kept_end, first, first_end, rendezvous, rendezvous_end):
+        for sock in (kept, kept_end, first, first_end, rendezvous, rendezvous_end, pair, pair_end):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
             sock.close()
 

@@ -24,9 +24,9 @@ from perdure.plan.elastic.stage_commit import StageProgress
 from perdure.worker.elastic.apart import Broken as Broken
 from perdure.worker.elastic.apart import breaking as breaking
 from perdure.worker.elastic.communicators import Communicator, Connect, Ticket
-from perdure.worker.elastic.communicators.gloo import GlooComm, listen
+from perdure.worker.elastic.communicators.gloo import GlooComm
+from perdure.worker.elastic.communicators.gloo import connect as connect_gloo
 from perdure.worker.elastic.communicators.lone import LoneComm
-from perdure.worker.interrupt import shut_down_gloo
 
 _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
@@ -313,10 +313,10 @@ class ShardGroup(Group):
             Broken: a member was lost meanwhile, or `overtaken()` became true.
         """
         super().__init__(members, me, store, connect, overtaken)
-        plain = self.comm
-        if not isinstance(plain, GlooComm):
+        self._plain = self.comm
+        if not isinstance(self._plain, GlooComm):
             apart = PrefixStore("torch", store)
-            plain = listen()(apart, self.index, len(members), overtaken)
+            self._plain = connect_gloo(apart, self.index, len(members), overtaken)
         _register_backend()
         with breaking(RuntimeError):
             # What torch would connect by itself hears of no order meanwhile.
@@ -325,18 +325,13 @@ class ShardGroup(Group):
                 store=store,
                 rank=self.index,
                 world_size=len(members),
-                pg_options=plain.group,
+                pg_options=self._plain.group,
             )
 
     def give_up(self) -> None:
-        """Wait until nothing is under way, disconnect, and forget torch's default group.
-
-        Modules and meshes still refer to it, so that its connections would stay open, and those
-        who wait for this member would not learn that it has left.
-        """
+        """Wait until nothing is under way, disconnect, and forget torch's default group."""
         super().give_up()
-        with contextlib.suppress(OSError):
-            shut_down_gloo()
+        self._plain.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -29,7 +29,7 @@ from perdure.model.errors import MeasureError, PlatformError
 from perdure.model.plain import make_plain
 from perdure.model.planning.costs import LINKS, AllReduce, Meeting, Place, Transfer
 from perdure.plan.worlds.measures import fit_line, settle
-from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.communicators.gloo import connect
 from perdure.worker.elastic.group import Group, PrefixStore, TCPStore
 from perdure.worker.pipeline.messages import HEADER_BYTES, describe, pack, unpack
 from perdure.worker.process import die_with
@@ -184,7 +184,6 @@ def main(argv: Sequence[str]) -> None:
     if theirs != (ours := describe_software()):
         sys.exit(f"links: {host}:{port} has {theirs}, and this machine {ours}")
     torch.set_num_threads(1)
-    connect = listen()
     store.add("ready", 1)  # A connection waits for few seconds, and an import of torch takes some.
     deadline = time.monotonic() + wait.total_seconds()
     while store.add("ready", 0) < size and time.monotonic() < deadline:

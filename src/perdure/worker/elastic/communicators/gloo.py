@@ -30,7 +30,7 @@ from torch import Tensor
 
 from perdure.worker.elastic.apart import breaking, make_apart, start
 from perdure.worker.elastic.communicators import Kind, State, Ticket
-from perdure.worker.interrupt import shut_down_gloo
+from perdure.worker.interrupt import drop_own_device, make_own_device, shut_down_devices
 
 _BUILD_S = 10.0
 """Bound for the connections of a group whose members were all there a moment ago."""
@@ -40,11 +40,6 @@ _SLICE = timedelta(seconds=0.05)
 """How long a break may go unnoticed by who waits for a collective or a send."""
 _MOMENT_S = 0.25
 """For an operation to learn that its connections are shut: one that was about to write, writes."""
-
-
-def listen() -> Callable[[Any, int, int, Callable[[], bool]], "GlooComm"]:
-    """Return what connects over a listener that all groups of this process share."""
-    return functools.partial(connect, make_device())
 
 
 def make_device() -> Any:
@@ -58,16 +53,13 @@ def make_device() -> Any:
     return dist.ProcessGroupGloo.create_default_device()
 
 
-def connect(
-    device: Any, store: Any, index: int, size: int, overtaken: Callable[[], bool]
-) -> "GlooComm":
-    """Return a communicator once all members have connected.
+def connect(store: Any, index: int, size: int, overtaken: Callable[[], bool]) -> "GlooComm":
+    """Return a communicator once all members have connected, over a device of its own.
 
     Raises:
         Broken: a member was lost meanwhile, or `overtaken()` became true.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [device]
     options._timeout = timedelta(seconds=_BUILD_S)
     options._threads = 2
 
@@ -75,9 +67,15 @@ def connect(
         return dist.ProcessGroupGloo(store, index, size, options)
 
     with breaking(RuntimeError, what="no connections: "):
-        group = make_apart(make, overtaken, "perdure-connect")
+        device, listener = make_own_device(make_device)
+        options._devices = [device]
+        try:
+            group = make_apart(make, overtaken, "perdure-connect")
+        except BaseException:
+            drop_own_device(listener)
+            raise
     group._set_default_timeout(_WHOLE)
-    return GlooComm(group)
+    return GlooComm(group, listener)
 
 
 class GlooComm:
@@ -85,9 +83,9 @@ class GlooComm:
 
     heard = told = True
 
-    def __init__(self, group: Any) -> None:
-        """Use a process group of gloo that is connected."""
-        self.group = group
+    def __init__(self, group: Any, listener: str) -> None:
+        """Use a process group of gloo that is connected, over the device with this listener."""
+        self.group, self._listener = group, listener
         self._running: set[Ticket] = set()
         self._broken = False
 
@@ -149,11 +147,11 @@ class GlooComm:
         self._running.discard(ticket)
 
     def break_(self) -> None:
-        """Shut all connections: our peers wait for us as we have waited for a lost one."""
+        """Shut the group's connections: our peers wait for us as we have waited for a lost one."""
         if not self._broken:
             self._broken = True
             with contextlib.suppress(OSError):
-                shut_down_gloo()
+                shut_down_devices({self._listener})
 
     def drained(self, timeout_s: float) -> bool:
         """Give each operation a moment to learn of the break; true in the end."""
@@ -173,5 +171,9 @@ class GlooComm:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
 
     def close(self) -> None:
-        """Close the connections: whoever waits for us learns of it."""
+        """Close the connections: whoever waits for us learns of it.
+
+        Modules, meshes, and forked processes may still hold the group, or its descriptors.
+        """
+        drop_own_device(self._listener)
         self.group = None

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from perdure.worker.elastic.communicators import Communicator, Connect, State, Ticket
-from perdure.worker.elastic.communicators.gloo import listen
+from perdure.worker.elastic.communicators import Communicator, Connect, State, Ticket, gloo
 from perdure.worker.elastic.communicators.nccl import open_device
 
 PrefixStore: Any = vars(dist)["PrefixStore"]
@@ -28,8 +27,8 @@ PrefixStore: Any = vars(dist)["PrefixStore"]
 def choose_engine(device: torch.device) -> Connect:
     """Return what connects the members of a world whose parameters are on `device`."""
     if device.type != "cuda" or not dist.is_nccl_available():
-        return listen()
-    return beside(open_device(str(device)), listen(), lambda tensor: tensor.device == device)
+        return gloo.connect
+    return beside(open_device(str(device)), gloo.connect, lambda tensor: tensor.device == device)
 
 
 def beside(device: Connect, host: Connect, on_device: Callable[[Tensor], bool]) -> Connect:
