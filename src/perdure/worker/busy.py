@@ -22,12 +22,13 @@ from typing import Any
 
 from perdure.model.errors import ConfigError
 from perdure.worker.attach import Attachment, attach_ring
+from perdure.worker.forking import free_in_child
 
 AT_MOST_S_MAX = 7 * 86400.0
 """A phase that may take longer is a loop, and hangs in it would never be found."""
 
 
-_lock = threading.RLock()  # A signal's handler may come in the middle.
+_lock = free_in_child(threading.RLock())  # A signal's handler may come in the middle.
 _numbers = itertools.count()
 _open: dict[int, tuple[int, int, bytes]] = {}
 """The phases that this process is in: number -> (until, since, name)."""

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from perdure.worker.busy import Busy
+from perdure.worker.forking import free_in_child
 from perdure.worker.start.cold import after_import, while_importing
 
 AT_MOST_S = 600.0
@@ -54,7 +55,7 @@ class Tally:
 
     def __init__(self) -> None:
         """Begin at nothing."""
-        self._lock = threading.RLock()  # A signal's handler may come in the middle.
+        self._lock = free_in_child(threading.RLock())  # A signal's handler may come in the middle.
         self._depth = self._since = self._spent = 0
         self._stepping = threading.main_thread().ident
 

@@ -32,6 +32,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, MetricsLogged
 from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
 from perdure.model.orders import Order
+from perdure.worker.forking import free_in_child
 from perdure.worker.sockets import OwnSocket
 from perdure.worker.stderr import say
 
@@ -51,7 +52,7 @@ class Control:
         self._path = path
         self._hello = hello
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        self._changed = free_in_child(threading.Condition())
         self._unacked: deque[WorkerEvent] = deque()
         self._seq = 0
         self._metrics: deque[int] = deque()
@@ -63,7 +64,7 @@ class Control:
         self._wake_read, self._wake_write = _make_pair()
         self._line: OwnSocket | None = None
         self._refused_at_s = -_REFUSED_S
-        self._stop = threading.Event()
+        self._stop = free_in_child(threading.Event())
         self._thread: threading.Thread | None = None
         self._handlers: dict[type[Order], Callable[[Any], None]] = {}
         self.on_connect: Callable[[], None] | None = None

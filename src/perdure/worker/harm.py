@@ -37,6 +37,7 @@ from perdure.model.faults import FAULTS, NETWORK_FAULTS
 from perdure.model.orders import InjectFault
 from perdure.worker import cgroups
 from perdure.worker.boundary import NEVER
+from perdure.worker.forking import free_in_child
 from perdure.worker.stderr import say
 
 STAGES = {"slow-forward": "forward", "slow-backward": "backward", "slow-data": "data"}
@@ -48,7 +49,7 @@ def arm_forward(before: Callable[[], None]) -> bool:
         return False
     from torch.nn.modules.module import register_module_forward_pre_hook
 
-    lock = threading.Lock()
+    lock = free_in_child(threading.Lock())
     handles: list[Any] = []
 
     def strike(module: Any, args: Any) -> None:
@@ -251,7 +252,7 @@ class Faults:
         self._rank, self._generation = rank, generation
         self._emit, self._drain, self._now = emit, drain, now
         self._seen: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._waiting: list[tuple[int, InjectFault]] = []
         self._early: set[str] = set()
         """Those for a step that were asked for before there were steps."""

@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from perdure.model import ring as layout
+from perdure.worker.forking import free_in_child
 from perdure.worker.native.recorder import list_operators
 from perdure.worker.recording.groups import read_group_timeout_s
 from perdure.worker.recording.recorder import Comm, Dump, Members, Recorder, is_idle
@@ -51,7 +52,7 @@ class HookRecorder(Recorder):
         """
         super().__init__(ring, members)
         self._dumps = dumps
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._comms: dict[str, Comm] = {}
         self._library: torch.library.Library | None = None
         self._without_future: set[str] = set()

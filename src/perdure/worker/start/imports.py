@@ -21,6 +21,7 @@ from pathlib import Path
 
 import perdure
 from perdure.files import replace_file
+from perdure.worker.forking import free_in_child
 
 DENIED = frozenset({
     "apex", "bitsandbytes", "comet_ml", "cupy", "cupy_backends", "deepspeed", "flash_attn", "grpc",
@@ -81,7 +82,7 @@ def record_imports(path: str, script_dir: str) -> None:
     """
     pid = os.getpid()
     installed = list_installed_folders()
-    lock = threading.Lock()
+    lock = free_in_child(threading.Lock())
     looked = written = 0
 
     def write() -> bool:
@@ -102,7 +103,7 @@ def record_imports(path: str, script_dir: str) -> None:
         while not over.wait(delay_s):
             delay_s = _LOOK_S[0] if write() else min(_SLOWER * delay_s, _LOOK_S[1])
 
-    over = threading.Event()
+    over = free_in_child(threading.Event())
     threading.Thread(target=run, name="perdure-imports", daemon=True).start()
     atexit.register(write)
     atexit.register(over.set)
