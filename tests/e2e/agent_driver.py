@@ -63,6 +63,8 @@ class Driver:
         self.beats: list[NodeBeat] = []
         self.taken: dict[str, int] = {}
         self.number = 0
+        self.agent_command = [sys.executable, "-P", "-m", "perdure", "agent", self.job, "0"]
+        self.env: dict[str, str] = {}
         self.agent: subprocess.Popen[bytes] | None = None
         self.nats: subprocess.Popen[bytes] | None = None
         self.bus: NatsBus | None = None
@@ -84,11 +86,11 @@ class Driver:
         self.start_agent()
 
     def start_agent(self) -> None:
-        env = dict(os.environ, PERDURE_HOME=self.home, PERDURE_RUN_PID=str(self.run_pid))
+        env = os.environ | self.env
+        env |= {"PERDURE_HOME": self.home, "PERDURE_RUN_PID": str(self.run_pid)}
         with open(self.paths.log("agent-0"), "ab") as log:
             self.agent = subprocess.Popen(
-                [sys.executable, "-P", "-m", "perdure", "agent", self.job, "0"],
-                env=env, stdout=log, stderr=log, start_new_session=True,
+                self.agent_command, env=env, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
     def kill_agent(self) -> None:

@@ -87,7 +87,7 @@ from perdure.service.part import Asides, Tasks, read_run_pid, run_part, watch_pr
 from perdure.service.placement import LOOPBACK, choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
 from perdure.service.processes import part_command
-from perdure.worker.native.build import build_nccl_plugin, find_nccl_plugin
+from perdure.worker.native.build import find_nccl_plugin, plugin_command
 
 log = logging.getLogger("perdure.agent")
 
@@ -168,7 +168,7 @@ class AgentService:
         )
         self._tasks = Tasks()
         self._dumping, self._awaited = set[tuple[int, int]](), dict[int, str]()
-        self._nccl_plugin, self._told_exit = provide_plugin() if has_nvidia_gpu() else "", False
+        self._nccl_plugin, self._told_exit = find_nccl_plugin() if has_nvidia_gpu() else "", False
         self._left = asyncio.Event()
         self._failed: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -211,6 +211,8 @@ class AgentService:
             self._start(self._watch_logs())
             self._start(self._links.run(self._view_ranks, self.now))
             self._start(self._devices.run(lambda: self._view_ranks().pids))
+            if has_nvidia_gpu() and not self._nccl_plugin:
+                self._start(self._build_plugin())
             for source in self.notices.sources:
                 self._start(self.notices.watch(source))
             if self._node >= self._spec.local_nodes:
@@ -498,6 +500,26 @@ class AgentService:
         for note in self._asides.take(all=all):
             self._outbox.put(note)
 
+    async def _build_plugin(self) -> None:
+        """Have a process beside build the NCCL plugin, for the ranks that start later."""
+        pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        try:
+            builder = await asyncio.create_subprocess_exec(
+                *plugin_command(), stdin=nothing, stderr=pipe
+            )
+        except OSError as error:
+            log.warning("NCCL is not watched: its plugin cannot be built: %s", error)
+            return
+        try:
+            _, said = await builder.communicate()
+        finally:
+            if builder.returncode is None:
+                builder.terminate()
+                await builder.wait()
+        if builder.returncode:
+            log.warning("NCCL is not watched: %s", said.decode(errors="replace").strip())
+        self._nccl_plugin = find_nccl_plugin()
+
     async def _leave_in_time(self) -> None:
         """Leave a machine from elsewhere."""
         orphan_s = self._spec.bus.orphan_s
@@ -515,16 +537,6 @@ class AgentService:
         ports = frozenset({keeper.store_port, wanted.master_port if wanted else 0} - {0})
         running = dict(keeper.running)
         return Ranks(keeper.generation, running, ports, self._reader.on_device)
-
-
-def provide_plugin() -> str:
-    """Return the path of the NCCL plugin, built now if need be; empty where it cannot be."""
-    try:
-        path = find_nccl_plugin() or build_nccl_plugin()
-    except PlatformError as error:
-        log.warning("NCCL is not watched: %s (%s)", error.message, error.hint)
-        return ""
-    return path if find_nccl_plugin() == path else ""
 
 
 # --- the process --------------------------------------------------------------------------------

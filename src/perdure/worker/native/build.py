@@ -28,6 +28,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -403,6 +404,23 @@ def build_nccl_plugin(target: Path | None = None) -> str:
     return str(target)
 
 
+def plugin_command() -> list[str]:
+    """Return the command of a process that builds the plugin, at the lowest priority.
+
+    SIGTERM ends it and its compiler, and leaves no half-written file.
+    """
+    return [sys.executable, "-P", "-m", "perdure.worker.native.build"]
+
+
+def _build_plugin_beside() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    os.nice(19)
+    try:
+        build_nccl_plugin()
+    except PlatformError as error:
+        sys.exit(f"{error.message} ({error.hint})")
+
+
 def _cache_plugin() -> Path:
     made_of = [" ".join((platform.machine(), *_PLUGIN_FLAGS)).encode()]
     made_of += [(HERE / "nccl" / name).read_bytes() for name in _PLUGIN_SOURCES]
@@ -411,4 +429,7 @@ def _cache_plugin() -> Path:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        _build_plugin_beside()
+        sys.exit()
     print(json.dumps(msgspec.to_builtins(_measure(sys.argv[1]))))
