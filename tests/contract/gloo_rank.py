@@ -37,7 +37,7 @@ def reach_store(name: str) -> Any:
 
 
 def open_both(rank: int) -> dict[str, Group]:
-    """Connect two groups by two threads at once; the script's own groups connect meanwhile."""
+    """Connect two groups by two threads at once, while the script connects its own groups."""
     found: dict[str, Group] = {}
     connect = choose_engine(torch.device("cpu"))
 

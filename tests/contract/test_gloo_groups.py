@@ -42,7 +42,7 @@ def test_a_break_leaves_the_other_groups_of_both_ranks_whole(when: str) -> None:
             said = json.loads(words)
             assert said["before"] == dict.fromkeys([*said["after"], "mirror"], True)
             assert said["after"] == dict.fromkeys(["default", "pair", "own", "training"], True)
-        assert "closed" in said["error"].lower(), said  # The other rank of the group was told.
+        assert "closed" in said["error"].lower(), said
     finally:
         for rank in ranks:
             rank.kill()

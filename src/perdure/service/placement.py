@@ -110,14 +110,16 @@ def read_own_address(env: Mapping[str, str]) -> str:
 
 
 def choose_gloo_interface(spec: JobSpec, env: Mapping[str, str]) -> str:
-    """Return the interface by which other nodes reach this one; empty where gloo finds it.
+    """Return the interface of this node's address; empty if you have named one, or none has it.
 
     Left alone, gloo takes the address of the host's own name. On Debian and Ubuntu that is
-    127.0.1.1, at which no other node is.
+    127.0.1.1, at which no other node is. Elsewhere, strangers may reach a job of one machine there.
     """
-    address = env.get("PERDURE_NODE_ADDRESS", "")
-    if not address or address.startswith("127.") or "GLOO_SOCKET_IFNAME" in {**env, **spec.env}:
+    if "GLOO_SOCKET_IFNAME" in {**env, **spec.env}:
         return ""
+    address = read_own_address(env)
+    if address.startswith("127."):
+        address = LOOPBACK
     return next((name for name, own in list_interfaces() if own == address), "")
 
 

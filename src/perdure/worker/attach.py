@@ -143,11 +143,13 @@ class Attachment:
     def start_replica(self) -> None:
         """Repair torchft as soon as the script has imported it (see `worker.torchft.manager`)."""
         from perdure.worker.start.cold import after_import
+        from perdure.worker.torchft.listening import listen_at_node
         from perdure.worker.torchft.manager import install, is_replica, join_replica
 
         if is_replica() and self.control is not None:
             join_replica(self)
             after_import("torchft", install)
+            after_import("torchft", listen_at_node)
 
     def declare_compilations(self) -> None:
         """Show compilations by torch as busy phases, as soon as it is ready to compile."""

@@ -1,8 +1,8 @@
 """Locks that are free in a forked child.
 
-A fork copies a lock as it is. If another thread of the rank held it, no thread of the child ever
-releases it. A rank forks in the middle of everything: the loaders of its data, a script's own
-processes. perdure's own state in the child is cut off from the parent's, so it needs no repair.
+A fork copies a lock as it is. If another thread of the rank held the lock, no thread of the child
+ever releases it. Data loaders and a script's own processes are forked at any time. The state behind
+the locks needs no repair, because ring and control line drop their connection in the child.
 """
 
 import os
@@ -14,7 +14,7 @@ _locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def free_in_child(lock: AnyLock) -> AnyLock:
-    """Return `lock`, a lock, condition, or event, which nobody holds in a forked child."""
+    """Register a lock, condition, or event as released in forked children, and return `lock`."""
     _locks.add(lock)
     return lock
 

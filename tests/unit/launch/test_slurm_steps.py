@@ -94,7 +94,7 @@ def test_p4_gloo_is_told_the_interface_where_a_name_may_be_loopback(
     find = placement.choose_gloo_interface
     assert find(spec, {"PERDURE_NODE_ADDRESS": "10.0.0.1"}) == "eth1"
     assert find(spec, {"PERDURE_NODE_ADDRESS": "10.0.0.9"}) == ""
-    assert find(spec, {"PERDURE_NODE_ADDRESS": "127.0.0.1"}) == find(spec, {}) == ""
+    assert find(spec, {"PERDURE_NODE_ADDRESS": "127.0.0.1"}) == find(spec, {}) == "lo"
     chosen = {"PERDURE_NODE_ADDRESS": "10.0.0.1", "GLOO_SOCKET_IFNAME": "ib0"}
     assert find(spec, chosen) == ""
 

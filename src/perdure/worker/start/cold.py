@@ -5,10 +5,11 @@ Standard library only, until torch is there: a script that imports no torch pays
 
 import importlib
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -140,7 +141,30 @@ def arm(traceback_file: str, title: str, imports: str) -> None:
         install_hook(traceback_file, os.getpid())
     if title:
         set_title(title)
+    after_import("torch.distributed.rendezvous", _bind_store)
     after_import("torch", lambda torch: _attach(imports))
+
+
+def _bind_store(rendezvous: ModuleType) -> None:
+    """Have rank 0's store listen on MASTER_ADDR alone. torch's server takes every interface."""
+    make: Callable[..., object] = rendezvous.__dict__["TCPStore"]
+
+    def make_store(
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        *args: object,
+        **named: object,
+    ) -> object:
+        meeting = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if is_master and (host_name, str(port)) == meeting:
+            with suppress(OSError):  # An earlier process group of this rank serves it already.
+                listener = socket.create_server((host_name, port), backlog=4096)
+                named["master_listen_fd"] = listener.detach()
+        return make(host_name, port, world_size, is_master, *args, **named)
+
+    rendezvous.__dict__["TCPStore"] = make_store
 
 
 def _attach(imports: str) -> None:
