@@ -1,6 +1,6 @@
 """The file of the NCCL plugin, read whole; perdure follows it from look to look instead."""
 
-from perdure.adapters.rings import open_regular
+from perdure.files.regular import open_regular
 from perdure.model.errors import ProtocolError
 from perdure.model.signals.nccl import NcclReading, parse_nccl
 

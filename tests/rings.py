@@ -4,7 +4,7 @@ import struct
 
 import msgspec
 
-from perdure.adapters.rings import open_regular
+from perdure.files.regular import open_regular
 from perdure.model.errors import ProtocolError
 from perdure.model.ring import (
     RECORD_BYTES,

@@ -30,6 +30,7 @@ from perdure.cli.page.app import Site
 from perdure.cli.page.door import Access, Door, Role, Way
 from perdure.cli.page.reading import JobReading
 from perdure.cli.page.runs import name_run
+from perdure.failpoints import SWITCH
 from perdure.lab.results import KeptDrill, KeptReplay, keep_result
 from perdure.model.events import MetricsLogged, OperatorNoted, VerdictReached
 from perdure.model.verdicts import Culprit, Verdict
@@ -441,12 +442,14 @@ def test_what_was_shown_of_one_job_is_not_done_to_the_next(page: Page) -> None:
         page.cookie = known
 
 
-def test_a_disk_that_does_not_answer_does_not_keep_it_from_ending(tmp_path: Path) -> None:
+def test_a_disk_that_does_not_answer_does_not_keep_it_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lay_down(tmp_path)
-    picture = tmp_path / "jobs/job/state.json"
-    picture.unlink()
-    os.mkfifo(picture)  # Whoever opens it waits.
+    stuck = tmp_path / "stuck"
+    monkeypatch.setenv(SWITCH, f"file/read=delay(1000000),about=state.json,file={stuck}")
     with serve(tmp_path) as page:
+        stuck.touch()
         page.enter()
         connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=PATIENCE_S)
         connection.request("GET", "/jobs/job", headers={"Host": page.host, "Cookie": page.cookie})

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from perdure.adapters.ring_follow import SPANS_A_BEAT, Stride
-from perdure.adapters.rings import open_regular
+from perdure.files.regular import open_regular
 from perdure.model.signals.nccl import (
     COMM_BYTES,
     HEADER_BYTES,

@@ -1,9 +1,8 @@
 """Rings read from outside the rank: at any moment, also while it is stopped or after its end."""
 
-import errno
 import os
-import stat
 
+from perdure.files.regular import open_regular
 from perdure.model.errors import ProtocolError
 from perdure.model.ring import (
     HEADER_BYTES,
@@ -14,14 +13,6 @@ from perdure.model.ring import (
 )
 
 _ATTEMPTS = 8
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def read_ring(path: str, clock_offset_s: float) -> RingReading | None:
@@ -49,31 +40,6 @@ def open_ring(path: str) -> int:
         return open_regular(path)
     except OSError:
         return -1
-
-
-def open_regular(path: str, flags: int = 0) -> int:
-    """Return a descriptor for reading what a rank may have put at `path`; it never waits.
-
-    An `opener` of `open`, too, whose `flags` say nothing more.
-
-    Raises:
-        OSError: there is no regular file, or a link to one.
-    """
-    wait_for_nobody = os.O_NONBLOCK | os.O_NOCTTY
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | wait_for_nobody)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    return fd
-
-
-def name_foreign(path: str) -> str:
-    """Return what lies at `path` where it is no file, such as `a FIFO`; empty otherwise."""
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        return ""
-    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def copy_ring(fd: int) -> tuple[bytes, bool]:

@@ -5,6 +5,7 @@ import math
 import os
 from pathlib import Path
 
+from perdure.files.regular import read_file
 from perdure.model.checkpoints import MANIFEST, Manifest, parse_checkpoint_name
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
@@ -37,7 +38,7 @@ def list_stored(root: Path, keep_best: str = "") -> list[Stored]:
         sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.is_file()}
         manifest: Manifest | None = None
         with contextlib.suppress(OSError, ProtocolError):
-            manifest = decode((path / MANIFEST).read_bytes(), Manifest)
+            manifest = decode(read_file(path / MANIFEST, follow=True), Manifest)
         whole = (
             manifest is not None
             and bool(manifest.files)

@@ -356,7 +356,8 @@ def list_jobs_elsewhere(home: str = "") -> "list[LaunchRecord]":
     from perdure.launch.records import list_records
 
     home = home or resolve_home()
-    records = [r for r in list_records(home) if r.profile.kind != "local" and not r.torn_down_s]
+    found = list_records(home, note)
+    records = [r for r in found if r.profile.kind != "local" and not r.torn_down_s]
     return [record for record in records if not _is_here(record, home)]
 
 

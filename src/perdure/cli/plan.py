@@ -11,6 +11,7 @@ import typer
 from perdure.cli.page.keeping import keep
 from perdure.cli.speech.say import Json, keep_given, note, print_json, render_table
 from perdure.dash.shape import render_span
+from perdure.files.regular import read_file
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import HINT, CostProfile, read_profile
 from perdure.model.planning.world import Device, make_devices
@@ -161,7 +162,7 @@ def load_profile(file: Path) -> CostProfile:
         ConfigError: There is none, or it is malformed.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_file(file, follow=True).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "expected UTF-8"
         raise ConfigError(f"cannot read {file}: {why}", hint=HINT) from error

@@ -13,6 +13,7 @@ import typer
 from perdure.cli.page.keeping import keep
 from perdure.cli.speech.say import Json, Width, answer, keep_given, note, print_json, write_asked
 from perdure.dash.terminal import print_exact
+from perdure.files.regular import read_file
 from perdure.lab.policies.policies import (
     POLICIES,
     Policy,
@@ -96,7 +97,7 @@ def load_trace(
         ConfigError: There is no such file, or it is malformed.
     """
     try:
-        text = file.read_bytes().decode()
+        text = read_file(file, follow=True).decode()
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", hint="a trace file") from error
     except UnicodeDecodeError as error:
@@ -392,7 +393,7 @@ def load_costs(path: Path) -> "MeasuredCosts":
     from perdure.lab.report import MeasuredCosts
 
     try:
-        return msgspec.json.decode(path.read_bytes(), type=MeasuredCosts)
+        return msgspec.json.decode(read_file(path, follow=True), type=MeasuredCosts)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"cannot read measured costs from {path}: {error}",
@@ -417,7 +418,7 @@ def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) 
         name, _, model = tau.rpartition(":")
         path = Path(name)
     try:
-        text = path.read_bytes().decode()
+        text = read_file(path, follow=True).decode()
     except (OSError, UnicodeDecodeError) as error:
         hint = f"--tau FILE, FILE:MODEL, {' or '.join(MODELS)}"
         raise ConfigError(f"cannot read a table of throughput from {tau}", hint=hint) from error

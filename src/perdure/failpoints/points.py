@@ -14,6 +14,7 @@ class Point(NamedTuple):
 _FULL = ("crash", "delay", "error")
 
 POINTS: dict[str, Point] = {
+    "file/read": Point("A document is about to be read. About: its name.", ("delay",)),
     "file/write": Point(
         "A file that is there whole or not at all is about to be written under a temporary name; "
         "`take` leaves the write short. About: its name.",

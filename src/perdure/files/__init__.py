@@ -3,10 +3,12 @@
 import contextlib
 import fcntl
 import os
+import stat
 import threading
 from pathlib import Path
 
 from perdure.failpoints import failpoint
+from perdure.files.regular import UnfitFileError, open_regular
 
 
 def replace_file(
@@ -74,9 +76,9 @@ def _write_beside(
 def is_locked(path: str | Path) -> bool:
     """Return whether somebody holds the lock of the file at `path`, or it is not for us to know."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+    except (FileNotFoundError, UnfitFileError):
         return False
     except OSError:
         return True
@@ -84,9 +86,10 @@ def is_locked(path: str | Path) -> bool:
 
 
 def read_size(path: str | Path) -> int:
-    """Return how many bytes are in the file at `path`; 0 where there is none."""
+    """Return how many bytes are in the regular file at `path`; 0 if there is none."""
     with contextlib.suppress(OSError):
-        return os.stat(path).st_size
+        status = os.lstat(path)
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
     return 0
 
 

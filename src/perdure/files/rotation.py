@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from perdure.failpoints import failpoint
 from perdure.files import read_size
+from perdure.files.regular import open_file
 
 HEAD_BYTES = 8 << 20
 """The beginning that is kept for ever."""
@@ -120,7 +121,7 @@ def _read_parts(parts: Sequence[Part], offset: int, count: int) -> tuple[int, by
                 break
             begin = at = part.begin
         try:
-            with open(part.path, "rb") as file:
+            with open_file(part.path) as file:
                 file.seek(at - part.begin)
                 data += file.read(min(count - len(data), part.end - at))
         except OSError:
@@ -160,7 +161,7 @@ def rotate_file(path: str, head_bytes: int = HEAD_BYTES, part_bytes: int = PART_
 
 def _copy_front(path: str, new: str, length: int) -> None:
     """Copy the first `length` bytes of a file to another one, and bring them to the disk."""
-    with open(path, "rb") as source, open(new, "wb") as target:
+    with open_file(path) as source, open(new, "wb") as target:
         shutil.copystat(path, new)
         left = length
         while left and (data := source.read(min(left, 1 << 20))):
@@ -201,7 +202,7 @@ def _collapse(fd: int, length: int) -> bool:
 
 def _finish(path: str, new: str) -> None:
     """Do what whoever died in the middle of a cut has left: the copy counts once it was cut."""
-    with open(path, "rb") as current, open(new, "rb") as copy:
+    with open_file(path) as current, open_file(new) as copy:
         still = read_size(path) >= read_size(new)
         still = still and current.read(_COMPARED) == copy.read(_COMPARED)
     if still:

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from perdure.adapters.rings import open_regular
 from perdure.files import replace_file
+from perdure.files.regular import open_regular
 from perdure.files.rotation import measure_file, read_piece
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.failures import ExitRecord

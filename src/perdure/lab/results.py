@@ -25,6 +25,7 @@ import msgspec
 from perdure import __version__
 from perdure.dash.svg import fold_stairs
 from perdure.files import create_file
+from perdure.files.regular import read_file
 from perdure.lab.drill.card import Card
 from perdure.lab.report import Comparison, DriveResult, ReplayResult
 from perdure.lab.traces.figures import Availability
@@ -227,21 +228,9 @@ def read_result(folder: Path, name: str) -> Result:
 
     Raises:
         ProtocolError: it is damaged, or nothing that was kept.
-        OSError: it cannot be read.
+        OSError: it cannot be read, is no regular file, or is larger than a result.
     """
-    path = folder / f"{name}.json"
-    # A link or a pipe that somebody has put there is neither followed nor waited for.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ProtocolError("it is no file")
-        data = file.read(SIZE_MAX + 1) if status.st_size <= SIZE_MAX else b""
-    size = max(status.st_size, len(data))  # It may have grown.
-    if size > SIZE_MAX:
-        raise ProtocolError(
-            f"it has {-(-size >> 20)} MiB; no result has more than {SIZE_MAX >> 20}"
-        )
-    found: Result = decode(data, Result)
+    found: Result = decode(read_file(folder / f"{name}.json", SIZE_MAX), Result)
     if not name.startswith(f"{found.__struct_config__.tag}-"):
         raise ProtocolError(f"it is a {found.__struct_config__.tag}, and not what its name says")
     return found

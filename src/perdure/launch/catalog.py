@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.files.regular import read_file
 from perdure.model.errors import ConfigError
 from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
 from perdure.model.source import find_misfit, parse_toml
@@ -140,7 +141,7 @@ def _find_file(name: str, home: str, seen: set[Path]) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     """Return one profile's own document, each of its keys checked."""
     try:
-        data = path.read_bytes()
+        data = read_file(path, follow=True)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     return deepcopy(_parse(data, path))

@@ -1,12 +1,14 @@
 """What this machine remembers of the jobs that it launched: one file a job, replaced atomically."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from perdure.files import replace_file
+from perdure.files.regular import read_file
 from perdure.model.errors import PlatformError
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def forget_record(home: str, job: str, at_s: float) -> Path:
 def read_record(home: str, job: str) -> "LaunchRecord | None":
     """Return what is remembered of `job`; None where it was never launched from here."""
     try:
-        data = _path(home, job).read_bytes()
+        data = read_file(_path(home, job))
         from perdure.model.platforms.launching import LaunchRecord  # Most jobs have no record.
 
         return msgspec.json.decode(data, type=LaunchRecord)
@@ -81,7 +83,20 @@ def _read_task(home: str, job: str) -> "LaunchRecord | None":
     )
 
 
-def list_records(home: str) -> "list[LaunchRecord]":
-    """Return all records, by name."""
-    names = sorted(path.stem for path in Path(home, "launches").glob("*.json"))
-    return [record for name in names if (record := read_record(home, name)) is not None]
+def list_records(home: str, say: Callable[[str], None] | None = None) -> "list[LaunchRecord]":
+    """Return all records, by name; pass those that cannot be read to `say`.
+
+    Raises:
+        PlatformError: one cannot be read, and there is no `say`.
+    """
+    found = []
+    for path in sorted(Path(home, "launches").glob("*.json")):
+        try:
+            record = read_record(home, path.stem)
+        except PlatformError as error:
+            if say is None:
+                raise
+            say(error.message)
+            continue
+        found += [record] if record is not None else []
+    return found

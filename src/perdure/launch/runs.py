@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from perdure.files.regular import read_file
 from perdure.model.errors import ProtocolError
 from perdure.model.paths import JobPaths, job_paths
 from perdure.model.records import decode_record
@@ -144,7 +145,7 @@ def read_runs(path: Path) -> list[Run]:
     """Return the runs so far; a torn last line counts for none."""
     runs = []
     with contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines():
+        for line in read_file(path).splitlines():
             with contextlib.suppress(msgspec.MsgspecError):
                 runs.append(msgspec.json.decode(line, type=Run))
     return runs
@@ -175,7 +176,7 @@ def look_at_job(paths: JobPaths) -> tuple[str, int]:
 def read_status(paths: JobPaths) -> Snapshot | None:
     """Return what a job's own process wrote down last; None where nobody wrote it."""
     try:
-        snapshot: Snapshot = decode_record(Path(paths.snapshot).read_bytes(), Snapshot)
+        snapshot: Snapshot = decode_record(read_file(paths.snapshot), Snapshot)
     except (OSError, ProtocolError):
         return None
     return snapshot

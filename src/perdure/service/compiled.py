@@ -18,7 +18,6 @@ import hashlib
 import hmac
 import os
 import re
-import stat
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -32,6 +31,7 @@ import msgspec
 from perdure.adapters.storage import read_free_space
 from perdure.adapters.transfer import Wire
 from perdure.files import is_locked
+from perdure.files.regular import open_regular
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.relative import explain_unsafe
 from perdure.model.signals.compiled import CompiledFile
@@ -217,14 +217,14 @@ def _walk(root: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
 def _send_file(wire: Wire, folder: Path, path: str, size: int, check: "hmac.HMAC") -> None:
     """Send one file of the roster as it was when that was made, or say that it is so no more."""
     try:
-        fd = os.open(folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(folder / path)
     except OSError:
         wire.send(_MISSING)
         return
     with open(fd, "rb", buffering=0) as file:
         before = os.fstat(fd)
         lock = folder / "locks" / f"{os.path.basename(path).partition('.')[0]}.lock"
-        if before.st_size != size or not stat.S_ISREG(before.st_mode) or is_locked(lock):
+        if before.st_size != size or is_locked(lock):
             wire.send(_MISSING)
             return
         wire.send(_HERE)

@@ -22,6 +22,7 @@ import xxhash
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file
+from perdure.files.regular import read_file
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import MetricsLogged
@@ -128,7 +129,7 @@ class CurveFiles:
             return
         try:
             with _locked(self._folder):
-                self._fold([(path, path.read_bytes()) for path in paths])
+                self._fold([(path, read_file(path)) for path in paths])
         except Exception as error:  # The next call tries again, and a controller goes on without.
             log.warning("curves are not folded: %r", error)
 
@@ -162,7 +163,7 @@ def read_curves(folder: str) -> Curves:
     new = []
     for _, path in _list_new(Path(folder)):
         with contextlib.suppress(OSError):  # It was folded just now.
-            new.append((path, path.read_bytes()))
+            new.append((path, read_file(path)))
     curves, folded, why = _read_kept(Path(folder))
     if why:
         curves.count_dropped(0.0, UNREADABLE, 1)
@@ -190,7 +191,7 @@ def _list_new(folder: Path) -> list[tuple[int, Path]]:
 def _read_kept(folder: Path) -> tuple[Curves, dict[str, int], str]:
     """Return what is kept, which files are in it, and why it cannot be read."""
     try:
-        first, _, body = (folder / KEPT).read_bytes().partition(b"\n")
+        first, _, body = read_file(folder / KEPT).partition(b"\n")
         head: _Head = decode_record(first, _Head)
         if xxhash.xxh3_128_hexdigest(body) != head.digest:
             raise ProtocolError("it does not have the hash that it had")

@@ -19,6 +19,7 @@ import msgspec
 
 from perdure import __version__
 from perdure.files import replace_file
+from perdure.files.regular import LINE_BYTES_MAX, UnfitFileError, open_file, read_file
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
@@ -125,15 +126,20 @@ def write_atomic(path: str, data: bytes, *, mode: int = 0o644) -> None:
 def read_document(path: str, type_: type[T]) -> T | None:
     """Return the document at `path`; None where there is none.
 
-    None also where it is not what was written, which is said.
+    A damaged document counts as missing, with a warning; so does anything but a regular file.
     """
     try:
-        return decode_record(Path(path).read_bytes(), type_)
+        return decode_record(read_file(path), type_)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ProtocolError as error:
-        log.warning("%s is damaged: %s", path, error)
+    except (ProtocolError, UnfitFileError) as error:
+        log.warning("%s is damaged: %s", path, _explain(error))
         return None
+
+
+def _explain(error: ProtocolError | UnfitFileError) -> str:
+    """Return what is wrong, without the path."""
+    return str(error.strerror) if isinstance(error, UnfitFileError) else error.message
 
 
 def load_spec(paths: JobPaths, say: Callable[[str], None] = log.warning) -> JobSpec:
@@ -145,23 +151,23 @@ def load_spec(paths: JobPaths, say: Callable[[str], None] = log.warning) -> JobS
     """
     name = os.path.basename(paths.root)
     try:
-        return decode_record(Path(paths.spec).read_bytes(), JobSpec)
+        return decode_record(read_file(paths.spec), JobSpec)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"unknown job `{name}`: no {paths.spec}",
             hint="`perdure ps` lists the jobs under this PERDURE_HOME",
         ) from None
-    except ProtocolError as error:
+    except (ProtocolError, UnfitFileError) as error:
         from perdure.model.chain import EntryReader
         from perdure.model.events import JobSubmitted
 
         first = next(iter(EntryReader(read_lines(paths.journal), mine=MINE)), None)
         if first is not None and isinstance(first.body, JobSubmitted):
             stands_in = "the job as it was submitted stands in for it"
-            say(f"{paths.spec} is damaged: {error}; {stands_in}")
+            say(f"{paths.spec} is damaged: {_explain(error)}; {stands_in}")
             return first.body.spec
         raise PlatformError(
-            f"{paths.spec} is damaged: {error}",
+            f"{paths.spec} is damaged: {_explain(error)}",
             hint=f"perdure run --name {name} with the job's own options writes it anew",
         ) from error
 
@@ -231,15 +237,25 @@ def read_mirror(paths: JobPaths, without: Collection[str] = ()) -> "EntryReader 
 
 
 def read_lines(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file, one in memory at a time; none where there is no such file."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb", _AT_ONCE) as file:
-        yield from file
+    """Yield the lines of a file, one in memory at a time; none if there is no such file.
+
+    A line of `LINE_BYTES_MAX` is the last one: nothing that perdure has written follows.
+
+    Raises:
+        UnfitFileError: it is no regular file.
+    """
+    with contextlib.suppress(FileNotFoundError), open_file(path, _AT_ONCE) as file:
+        while line := file.readline(LINE_BYTES_MAX):
+            if len(line) == LINE_BYTES_MAX:
+                yield line + b"\n"  # With an end, it counts as damaged and not as torn.
+                return
+            yield line
 
 
 def read_last_entries(paths: JobPaths) -> "list[JournalEntry]":
     """Return the newest sound entries of `journal.jsonl`, oldest first, and at least one.
 
-    They are those of its last 64 KiB, or of more where there is none.
+    They are those of its last 64 KiB, or of its last `LINE_BYTES_MAX` if there is none.
 
     Raises:
         ProtocolError: one of them only a newer version knows.
@@ -247,14 +263,14 @@ def read_last_entries(paths: JobPaths) -> "list[JournalEntry]":
     from perdure.model.chain import EntryReader
 
     length = _LAST_LINES_GUESS
-    with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_file(paths.journal) as file:
         size = file.seek(0, os.SEEK_END)
         while True:
             start = max(0, size - length)
             file.seek(start)
             lines = file.read(size - start).split(b"\n")[1 if start else 0 : -1]
             entries = list(EntryReader((line + b"\n" for line in lines), mine=MINE, first=0))
-            if entries or not start:
+            if entries or not start or length >= LINE_BYTES_MAX:
                 return entries
             length *= 4
     return []

@@ -12,10 +12,10 @@ import ipaddress
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
+from perdure.files.regular import read_file
 from perdure.launch.ssh.box import list_interfaces
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.job import JobSpec
@@ -81,7 +81,7 @@ def load_placement(path: str, nodes: int) -> Placement:
         ConfigError: it cannot be read, has too few addresses, or opens the job to strangers.
     """
     try:
-        placement: Placement = decode_record(Path(path).read_bytes(), Placement)
+        placement: Placement = decode_record(read_file(path, follow=True), Placement)
     except OSError as error:
         raise ConfigError(f"--placement {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, ProtocolError) as error:

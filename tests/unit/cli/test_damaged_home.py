@@ -1,6 +1,7 @@
 """A job whose files are damaged: what can be known of it is said, and of all others too."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ def test_a_file_that_cannot_be_read_hides_no_other_job(
     (jobs / name).unlink(missing_ok=True)
     (jobs / name).mkdir()
     rows, err = ask(capsys, "ps")
-    assert [row["job"] for row in rows["jobs"]] == ["whole"]
-    assert "perdure: broken: " in err
+    missing = {"broken"} if name == "journal.jsonl" else set()  # It tells what a job was.
+    assert {"whole", "broken"} - {row["job"] for row in rows["jobs"]} == missing
+    assert ("perdure: broken: " in err) == bool(missing)
     site = Site(str(jobs.parent.parent), Access(frozenset(), 1, "x"))
     assert "whole" in site._render_jobs()["jobs"]
 
@@ -82,3 +84,20 @@ def test_a_journal_whose_beginning_is_lost_is_reported(
     (jobs / "journal.jsonl").write_bytes(b"")
     report, _ = ask(capsys, "report", "broken")
     assert report["wall_s"] == 0.0
+
+
+@pytest.mark.parametrize("text", ["{", ""])
+def test_one_damaged_record_of_a_launch_hides_no_job(
+    jobs: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """`perdure ps` ended with exit code 3 and listed none."""
+    record = jobs.parent.parent / "launches" / "away.json"
+    record.parent.mkdir()
+    record.write_text(text)
+    rows, err = ask(capsys, "ps")
+    assert [row["job"] for row in rows["jobs"]] == ["broken", "whole"]
+    assert f"cannot read {record}" in err
+    record.unlink()
+    os.mkfifo(record)
+    _, err = ask(capsys, "ps")
+    assert "a FIFO" in err

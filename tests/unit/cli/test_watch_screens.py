@@ -4,8 +4,8 @@ What is drawn is read from the screen itself, cell by cell, as a person sees it.
 """
 
 import json
-import os
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -29,11 +29,13 @@ from perdure.cli.watching.asking import AskScreen
 from perdure.cli.watching.job import JobScreen
 from perdure.cli.watching.jobs import JobsScreen
 from perdure.cli.watching.rank import RankScreen
+from perdure.files.regular import read_file
 from perdure.model.errors import SafetyError
 from perdure.model.events import VerdictReached
 from perdure.model.report import DeviceRow, RankRow, ReplicaRow, StageRow, WorldShape
 from perdure.model.steering import KeySpec
 from perdure.model.verdicts import Culprit, Verdict
+from perdure.service import jobfiles
 
 POISON = "[bold red]x[/] \x1b[2J\x1b]52;c;cm0K\x07\0\u202e $(reboot) [link=http://e]y"
 
@@ -386,15 +388,18 @@ async def test_a_disk_that_does_not_answer_is_told_until_it_does(
     monkeypatch.setattr(looking, "_PATIENCE_S", 0.2)
     async with watch(living.home, "j") as seen:
         await seen.wait("j running")
-        (living.root / "state.json").unlink()
-        os.mkfifo(living.root / "state.json")  # Whoever opens it waits.
+        answers = threading.Event()
+
+        def read(path: str) -> bytes:
+            assert answers.wait(PATIENCE_S)
+            return read_file(path)
+
+        monkeypatch.setattr(jobfiles, "read_file", read)
         try:
             await seen.wait("Nothing new can be read: not read in")
         finally:
-            (living.root / "state.json").rename(living.root / "pipe")
             living.write(step=13)
-            with (living.root / "pipe").open("wb") as pipe:
-                pipe.write(msgspec.json.encode(living.picture))
+            answers.set()
         await seen.wait("j running  step 13")
         await seen.until(lambda: "Nothing new" not in seen.text, "end of the trouble")
 

@@ -20,6 +20,7 @@ import typer
 from perdure.cli.jobs import find_here, read_newest_change_s
 from perdure.cli.looking.redaction import SECRET_NAME
 from perdure.cli.speech.say import JobName, Json, answer
+from perdure.files.regular import open_file, read_file
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, SafetyError
 from perdure.service.jobfolders import paths_of, resolve_home
 
@@ -201,7 +202,7 @@ def _teach_credential(redactor: "Redactor", path: str) -> None:
     document = _read_json(path)
     if document is None:
         with contextlib.suppress(OSError):
-            redactor.add_secret(Path(path).read_text(errors="replace").strip(), "<credential>")
+            redactor.add_secret(read_file(path).decode(errors="replace").strip(), "<credential>")
     for key, value in (document or {}).items():
         if isinstance(value, str) and key in ("token", "password", "seed", "jwt", "creds"):
             redactor.add_secret(value, "<credential>")
@@ -286,7 +287,7 @@ def take_ends(path: Path, head: int, tail: int) -> str:
     Lines are whole, so that no half of a secret is left that would no longer be known as one.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size <= head + tail:
                 return file.read(head + tail).decode("utf-8", "replace")
@@ -392,7 +393,7 @@ def _read_json(path: str | Path, errors: str = "strict") -> dict[str, Any] | Non
     import json
 
     try:
-        found = json.loads(Path(path).read_bytes().decode("utf-8", errors))
+        found = json.loads(read_file(path).decode("utf-8", errors))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection
 
+from perdure.files.regular import LINE_BYTES_MAX, open_file
 from perdure.model.chain import EntryReader, Link, Tally
 from perdure.model.events import JournalEntry
 from perdure.service.jobfiles import MINE
@@ -52,14 +53,14 @@ class MirrorTail:
     def _read_lines(self) -> list[bytes]:
         """Return the next few whole lines."""
         try:
-            with open(self._path, "rb") as file:
+            with open_file(self._path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode, self._offset, self._last = status.st_ino, 0, None
                     self.begun, self.tally = self.begun + 1, Tally()
                 file.seek(self._offset)
                 data = file.read(_AT_ONCE)
-                data += file.readline() if len(data) == _AT_ONCE else b""
+                data += file.readline(LINE_BYTES_MAX) if len(data) == _AT_ONCE else b""
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]  # The rest has yet to be written.

@@ -30,6 +30,7 @@ from perdure.cli.running.torchrun import (
     parse_nproc,
     read_rendezvous,
 )
+from perdure.files.regular import read_file
 from perdure.launch.catalog import find_line
 from perdure.launch.environment import explain_default_threads
 from perdure.model import job
@@ -74,7 +75,7 @@ def read_job_file(path: str) -> dict[str, Any]:
         ConfigError: it cannot be read, or is no TOML; the line is named.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_file(path, follow=True)
         if path.endswith(".json"):
             return decode(data.removeprefix(BOM.encode()), dict[str, Any])
         return parse_toml(data, path)
@@ -472,7 +473,7 @@ def check_script(spec: JobSpec) -> list[str]:
     """
     path = os.path.join(spec.cwd, os.path.expanduser(spec.script))
     try:
-        source = Path(path).read_bytes()
+        source = read_file(path, follow=True)
     except FileNotFoundError:
         folder, name = os.path.split(path)
         names = os.listdir(folder) if os.path.isdir(folder) else []

@@ -47,6 +47,7 @@ from perdure.adapters.nats import (
     read_pem,
 )
 from perdure.files import replace_file, sync_path
+from perdure.files.regular import read_file
 from perdure.model.bus.access import ROLES, Role, build_access, user_name
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.codec import decode
@@ -247,7 +248,7 @@ def make_token(path: str) -> str:
         PlatformError: it cannot be read or written.
     """
     try:
-        token = Path(path).read_text(encoding="utf-8").strip()
+        token = read_file(path, follow=True).decode().strip()
         if token:
             return token
         raise PlatformError(f"{path} is empty", hint="it shall hold a token")
@@ -348,7 +349,7 @@ def renew_logins(paths: JobPaths, servers: Sequence[NatsServer], nodes: Sequence
 def _read(asked: str) -> list[int] | None:
     """Return the nodes of a request; None where there is none."""
     with contextlib.suppress(FileNotFoundError):
-        nodes: list[int] = decode(Path(asked).read_bytes(), list[int])
+        nodes: list[int] = decode(read_file(asked), list[int])
         return nodes
     return None
 

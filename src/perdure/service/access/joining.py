@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from secrets import token_hex, token_urlsafe
 from typing import Any
 
@@ -28,6 +27,7 @@ from perdure.adapters.host import read_text
 from perdure.adapters.nats import NatsBus, UntrustedError
 from perdure.control.job import JobState
 from perdure.control.joining import note_invitation
+from perdure.files.regular import read_file
 from perdure.model.bus.version import check_spoken
 from perdure.model.bus.wire import (
     Admission,
@@ -465,6 +465,6 @@ def read_source(path: str) -> bytes:
     if path == "-":
         return sys.stdin.buffer.read()
     try:
-        return Path(path).read_bytes()
+        return read_file(path, follow=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", hint="perdure invite JOB > FILE") from None

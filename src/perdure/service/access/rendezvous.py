@@ -27,6 +27,7 @@ import msgspec
 from perdure.adapters.health import find_filesystem
 from perdure.adapters.nats import make_authority, make_certificate
 from perdure.files import create_file
+from perdure.files.regular import open_regular
 from perdure.launch.environment import RDZV_SECRET as SECRET
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.wire import Invitation
@@ -120,7 +121,7 @@ def _check(secret: str, source: str) -> str:
 
 def _read(path: str) -> str:
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path, follow=True), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(_SECRET_MAX + 2)
     except OSError as error:

@@ -19,8 +19,9 @@ from perdure.adapters.host import (
 from perdure.adapters.nccl_follow import RANKS_A_BEAT, NcclFollower
 from perdure.adapters.nccl_links import DeviceRank
 from perdure.adapters.ring_follow import RingFollower
-from perdure.adapters.rings import name_foreign, open_regular, read_ring
+from perdure.adapters.rings import read_ring
 from perdure.agent.state import KeeperView
+from perdure.files.regular import name_foreign, read_file
 from perdure.model.errors import ProtocolError
 from perdure.model.events import RankExited
 from perdure.model.failures import ExitRecord
@@ -228,9 +229,6 @@ def _measure_family(keeper: int, ranks: set[int]) -> dict[int, float]:
 
 def _read_record(path: str) -> ExitRecord | None:
     """Return what a keeper wrote down of a rank's end; None where nothing can be read."""
-    with (
-        contextlib.suppress(OSError, ProtocolError),
-        open(path, "rb", opener=open_regular) as file,
-    ):
-        return decode_record(file.read(_RECORD_BYTES_MAX), ExitRecord)
+    with contextlib.suppress(OSError, ProtocolError):
+        return decode_record(read_file(path, _RECORD_BYTES_MAX), ExitRecord)
     return None

@@ -22,7 +22,7 @@ from perdure.adapters.links import LinkReader
 from perdure.adapters.nccl_links import DeviceRank, NcclLinkReader
 from perdure.adapters.netlink import list_interfaces
 from perdure.adapters.nics import NicReader
-from perdure.adapters.rings import open_regular
+from perdure.files.regular import open_regular
 from perdure.model.errors import PlatformError
 from perdure.model.orders import WatchClosely
 from perdure.model.paths import JobPaths

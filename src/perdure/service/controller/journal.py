@@ -30,6 +30,7 @@ from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.adapters.shared_folder import open_journal
 from perdure.failpoints import failpoint
 from perdure.files import read_size, replace_file, sync_path
+from perdure.files.regular import open_file
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.chain import FIRST, EntryReader, Link, Tally, seal, split_lines
 from perdure.model.codec import encode
@@ -112,7 +113,7 @@ class Mirror:
     def read(self) -> bytes:
         """Return what is in the file; nothing where there is none."""
         try:
-            with open(self.path, "rb") as file:
+            with open_file(self.path) as file:
                 return file.read()
         except OSError:
             return b""
@@ -125,7 +126,7 @@ class Mirror:
     def read_from(self, size: int) -> bytes:
         """Return what is behind the first `size` bytes of the file."""
         try:
-            with open(self.path, "rb") as file:
+            with open_file(self.path) as file:
                 file.seek(size)
                 return file.read()
         except OSError:
@@ -142,7 +143,7 @@ class Mirror:
         self._digest.reset()
         with contextlib.ExitStack() as stack:
             try:
-                file: BinaryIO | None = stack.enter_context(open(self.path, "rb"))
+                file: BinaryIO | None = stack.enter_context(open_file(self.path))
             except FileNotFoundError:
                 file = None
             except OSError:
@@ -251,7 +252,7 @@ class Mirror:
         self._digest.reset()
         left = size
         try:
-            with open(self.path, "rb") as file:
+            with open_file(self.path) as file:
                 while left and (chunk := file.read(min(left, 1 << 20))):
                     self._digest.update(chunk)
                     left -= len(chunk)
@@ -301,7 +302,8 @@ class Mirror:
         if self._data is not None and (time.monotonic() < self._retry_at_s or not self._replace()):
             return  # What is there is worth more than a beginning.
         try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open(self.path, flags, 0o644)
             try:
                 if self._shared and os.fstat(fd).st_ino != self._inode:
                     return  # A later controller's.

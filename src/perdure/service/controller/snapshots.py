@@ -20,6 +20,7 @@ import xxhash
 import perdure
 from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.failpoints import failpoint
+from perdure.files.regular import read_file
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.job import JobSpec
 from perdure.model.records import decode_record, encode_record
@@ -91,7 +92,7 @@ class SnapshotFiles:
         return sorted(Path(self._folder).glob("[0-9]*.json"), reverse=True)
 
     def _read(self, path: Path, spec: JobSpec) -> tuple[Memory, Position]:
-        first, _, body = path.read_bytes().partition(b"\n")
+        first, _, body = read_file(path).partition(b"\n")
         header: _Header = decode_record(first, _Header)
         if header.code != self._code:
             raise ProtocolError("other code of perdure wrote it")

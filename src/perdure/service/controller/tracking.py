@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
+from perdure.files.regular import open_file
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.plain import make_plain
@@ -141,7 +142,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _read_last(path: str, begun: int) -> str:
     """Return what was said last since the log was `begun` bytes long: the error, in one line."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(begun if begun <= end else 0, end - _SAID_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

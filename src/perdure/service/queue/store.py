@@ -24,6 +24,7 @@ from perdure.adapters.host import read_boot_id, read_start_time
 from perdure.control.queue import Book
 from perdure.failpoints import failpoint
 from perdure.files import create_file, is_locked, sync_path
+from perdure.files.regular import open_file
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.queue import NAME, Claim, Ending, Item, Record
 from perdure.model.records import decode_record, encode_record
@@ -59,7 +60,7 @@ class QueueStore:
     def read(self) -> Book:
         """Return the book with everything that was written since the last look."""
         try:
-            with open(self._journal, "rb") as file:
+            with open_file(self._journal) as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

@@ -20,6 +20,7 @@ import xxhash
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
+from perdure.files.regular import read_file
 from perdure.model.checkpoints import (
     LATEST,
     MANIFEST,
@@ -60,7 +61,7 @@ def read_manifest(folder: Path) -> Manifest:
         ProtocolError: it is not there, or no manifest.
     """
     try:
-        data = (folder / MANIFEST).read_bytes()
+        data = read_file(folder / MANIFEST, follow=True)
     except OSError as error:
         raise ProtocolError(f"no manifest: {error.strerror}") from error
     return decode(data, Manifest)
