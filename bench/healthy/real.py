@@ -54,7 +54,7 @@ def run_piece(kind: str, seconds: float, seed: int, ranks: int = 2) -> Row:
         watch = MachineWatch(job.pid, chance if kind == "neighbours" else None)
         watch.start()
         try:
-            beats = asyncio.run(record_beats(home, "job", seconds + 20.0, os.getuid()))
+            beats = asyncio.run(record_beats(home, "job", seconds + 20.0))
             code = job.wait(END_S)
         except (TimeoutError, subprocess.TimeoutExpired):
             code, beats = None, []

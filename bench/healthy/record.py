@@ -12,23 +12,23 @@ from collections.abc import Iterable
 import msgspec
 
 from perdure.adapters.nats import NatsBus
+from perdure.files.private import locate_job
 from perdure.model.bus.wire import subject_beats
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError
-from perdure.model.paths import job_paths
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.jobfiles import load_endpoint
 
 START_S = 30.0
 
 
-async def record_beats(home: str, job: str, seconds: float, uid: int) -> list[NodeBeat]:
+async def record_beats(home: str, job: str, seconds: float) -> list[NodeBeat]:
     """Return what the agents of `job` send within `seconds` from the first heartbeat on.
 
     Raises:
         TimeoutError: no heartbeat came within `START_S`.
     """
-    paths = job_paths(home, job, uid)
+    paths = locate_job(home, job)
     deadline = time.monotonic() + START_S
     while not os.path.exists(paths.credential("controller")):  # noqa: ASYNC240
         if time.monotonic() > deadline:

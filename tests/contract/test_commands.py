@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer
+from perdure.files.private import locate_job
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, Decision, JobEnded, JournalEntry
 from perdure.model.orders import AnswerCommand
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import JobPaths
 from perdure.service.commands import ask_controller
 from perdure.service.ports import Reply
 from tests.waiting import PATIENCE_S
@@ -41,7 +42,7 @@ def journal(paths: JobPaths, answer: AnswerCommand | None) -> None:
 
 async def ask_and_end(tmp_path: Path, answer: AnswerCommand | None) -> CommandReply:
     """Return what is said of a command that a controller takes, and whose server then ends."""
-    paths = job_paths(str(tmp_path), "job", 0)
+    paths = locate_job(str(tmp_path), "job")
     server = NatsServer(folder=str(tmp_path / "nats"), token="s3cr3t")
     command = server.command()
     with open(tmp_path / "nats.log", "wb") as log:

@@ -176,7 +176,7 @@ def test_a_real_job_sends_what_the_simulated_ones_do(tmp_path, declared):
         try:
             beats = []
             while not is_enough(beats, declared=declared):
-                beats += asyncio.run(record_beats(str(tmp_path), "job", 15.0, os.getuid()))
+                beats += asyncio.run(record_beats(str(tmp_path), "job", 15.0))
         finally:
             job.send_signal(signal.SIGINT)
             job.wait(PATIENCE_S)

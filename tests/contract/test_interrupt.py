@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from perdure.files.private import locate_job
 from perdure.model.bus.wire import WorkerEvent
 from perdure.model.codec import encode
 from perdure.model.events import CollectivesInterrupted
 from perdure.model.orders import InterruptCollectives, TakeStacks
-from perdure.model.paths import job_paths
 from tests.waiting import wait_until
 
 pytest.importorskip("torch")
@@ -57,7 +57,7 @@ def test_order_of_another_generation_breaks_nothing(ranks: Ranks) -> None:
     old = InterruptCollectives(generation=3, ranks=(0,), reason="late")
     next_ = TakeStacks(generation=4, ranks=(0,), reason="it is carried out after the other one")
     ranks.lines[0].connection.sendall(encode(old) + b"\n" + encode(next_) + b"\n")
-    traces = Path(job_paths(str(ranks.directory), "j", os.getuid()).traces(4), "gloo")
+    traces = Path(locate_job(str(ranks.directory), "j").traces(4), "gloo")
     wait_until((traces / "rank_0").exists, "answer to the next order")
     done = ranks.count_done(0)
     said = ranks.processes[0].stdout

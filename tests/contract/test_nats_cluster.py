@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 
 from perdure.adapters.nats import SYSTEM, ElectionWatch, NatsBus, NatsLease, NatsServer, NatsStream
+from perdure.files.private import locate_job
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.job import BusConfig, JobSpec
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import JobPaths
 from perdure.service.access.credentials import make_servers, set_certificates, write_credentials
 from perdure.service.controller.leading import LeaseLoop
 from perdure.service.controller.process import restart_server
@@ -28,7 +28,7 @@ class Cluster:
     """The servers of one job, as `perdure run` starts them."""
 
     def __init__(self, home: Path) -> None:
-        self.paths: JobPaths = job_paths(str(home), SPEC.name, os.getuid())
+        self.paths: JobPaths = locate_job(str(home), SPEC.name)
         make_folders(self.paths)
         self.servers: list[NatsServer] = make_servers(SPEC, self.paths, HERE)
         set_certificates(self.servers, SPEC.nats)

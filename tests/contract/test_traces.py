@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from perdure.files.private import locate_job
 from perdure.model.codec import encode
 from perdure.model.orders import TakeStacks
-from perdure.model.paths import job_paths
 from perdure.worker.recording.recorder import TraceWriter
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -60,7 +60,7 @@ def test_living_ranks_write_traces_that_the_analyzer_reads(ranks: Ranks) -> None
         ranks.lines[rank].connection.sendall(
             encode(TakeStacks(generation=4, ranks=(0, 1), reason="test")) + b"\n"
         )
-    directory = Path(job_paths(str(ranks.directory), "j", os.getuid()).traces(4), "gloo")
+    directory = Path(locate_job(str(ranks.directory), "j").traces(4), "gloo")
     both = [directory / f"rank_{rank}" for rank in (0, 1)]
     wait_until(lambda: all(path.exists() for path in both))
     wait_until(lambda: all(b"interrupt_rank.py" in path.read_bytes() for path in both))

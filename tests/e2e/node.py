@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from perdure.files.private import locate_job
 from perdure.model.bus.wire import (
     FromKeeper,
     KeeperExit,
@@ -27,7 +28,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.failures import ExitRecord
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import JobPaths
 from tests.waiting import PATIENCE_S, wait_until
 
 JOB = "kept"
@@ -39,7 +40,7 @@ class Node:
 
     def __init__(self, home: Path, **environ: str) -> None:
         self.home = home
-        self.paths: JobPaths = job_paths(str(home), JOB, os.getuid())
+        self.paths: JobPaths = locate_job(str(home), JOB)
         self.port = 0
         self.env: dict[str, str] = {}
         self.environ = environ

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from perdure.files import replace_file
+from perdure.files.private import locate_job
 from perdure.model.bus.wire import (
     KeeperKill,
     KeeperSignal,
@@ -22,7 +23,6 @@ from perdure.model.bus.wire import (
     KeeperStatus,
     KeeperStopped,
 )
-from perdure.model.paths import job_paths
 from tests.e2e.node import JOB, MAIN, Node
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -341,7 +341,7 @@ def test_imports_are_preloaded(tmp_path: Path) -> None:
         " os.environ.get('SET_AT_IMPORT'))\n"
         "import sched\ntime.sleep(3600)"
     )
-    paths = job_paths(str(tmp_path), JOB, os.getuid())
+    paths = locate_job(str(tmp_path), JOB)
     os.makedirs(paths.root)
     Path(paths.imports).write_text(json.dumps(names[:-1]))
     node = Node(tmp_path, PYTHONPATH=str(tmp_path))
@@ -379,7 +379,7 @@ def test_what_a_rank_imports_late_is_in_the_image_while_it_still_runs(tmp_path: 
         TRAIL + f"import sys\nnote([m for m in {names} if m in sys.modules])\n"
         "import sched\ntime.sleep(3)\nimport wave\ntime.sleep(3600)"
     )
-    imported = Path(job_paths(str(tmp_path), JOB, os.getuid()).imports)
+    imported = Path(locate_job(str(tmp_path), JOB).imports)
     node = Node(tmp_path, PYTHONPATH=str(tmp_path))
     node.env["PYTHONPATH"] = str(tmp_path)
 

@@ -10,6 +10,7 @@ import pytest
 
 from perdure.cli.looking.output import Stream
 from perdure.files import rotation
+from perdure.files.private import locate_job
 from perdure.files.rotation import (
     list_parts,
     list_parts_of,
@@ -19,7 +20,6 @@ from perdure.files.rotation import (
     rotate_file,
 )
 from perdure.model.job import JobSpec
-from perdure.model.paths import job_paths
 from perdure.service.agent.logs import LogWatch
 from perdure.service.tail import RankTails
 
@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_all_generations_together_are_bounded(tmp_path: Path) -> None:
     spec = JobSpec(name="job", script="x.py", nproc=2)
-    paths = job_paths(str(tmp_path), "job", 0)
+    paths = locate_job(str(tmp_path), "job")
     for generation in range(6):
         for rank in range(2):
             path = Path(paths.stream(generation, rank, "out"))

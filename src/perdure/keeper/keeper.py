@@ -22,6 +22,7 @@ from typing import Any
 
 from perdure.adapters.host import read_text, send_signal
 from perdure.failpoints import failpoint
+from perdure.files.private import locate_job, make_private
 from perdure.keeper import reaping as reap
 from perdure.keeper.image import ImageProcess, Warmth, zygote_environ
 from perdure.keeper.json_lines import LineSocket
@@ -38,7 +39,7 @@ from perdure.model.bus.wire import (
     ToKeeper,
 )
 from perdure.model.errors import PlatformError
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import JobPaths
 from perdure.worker.process import set_subreaper, set_title
 from perdure.worker.start.imports import read_imports
 
@@ -279,7 +280,7 @@ def main(job: str, node: int) -> None:
         PlatformError: there is one already, or its socket cannot be made.
     """
     os.environ.pop(reap.KEEPER, None)
-    paths = job_paths(os.environ["PERDURE_HOME"], job, os.getuid())
+    paths = locate_job(os.environ["PERDURE_HOME"], job)
     try:
         make_private(os.path.dirname(paths.sockets))
         make_private(paths.sockets)
@@ -299,19 +300,6 @@ def main(job: str, node: int) -> None:
         keeper.watch_supervisor(int(supervisor))
     keeper.run(cold=os.environ.get("PERDURE_COLD", "") == "1")
     os.close(lock)
-
-
-def make_private(path: str) -> None:
-    """Make directory `path`, which nobody else may enter: whoever connects gives orders.
-
-    Raises:
-        PlatformError: it is somebody else's already.
-    """
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    if os.lstat(path).st_uid != os.getuid() or os.path.islink(path):
-        raise PlatformError(f"{path} belongs to somebody else", hint="remove it")
-    os.chmod(path, 0o700)
 
 
 def end_strays(job: str, node: int) -> None:

@@ -24,6 +24,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from perdure.failpoints import failpoint
+from perdure.files.private import find_private, make_private
 from perdure.launch.exchange import (
     SAID_MAX,
     FloodError,
@@ -442,9 +443,8 @@ def _pass_errors(pipe: IO[bytes], codes: list[int]) -> None:
 
 def _list_shared_options() -> list[str]:
     """Return what shares a connection, in a private folder: paths of sockets have to be short."""
-    folder = f"/tmp/perdure-{os.getuid()}/ssh"
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    if os.stat(folder).st_uid != os.getuid():
-        raise PlatformError(f"{folder} belongs to another user", hint="remove it")
-    os.chmod(os.path.dirname(folder), 0o700)
+    private = find_private("/tmp")
+    folder = f"{private}/ssh"
+    for one in (private, folder):
+        make_private(one)
     return ["ControlMaster=auto", f"ControlPath={folder}/%C", "ControlPersist=60"]

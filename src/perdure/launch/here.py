@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
+from perdure.files.private import locate_job
 from perdure.launch import local
 from perdure.launch.lint import check_plan
 from perdure.launch.platforms import Here, locate_in_project, read_secrets, render_job
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
-from perdure.model.paths import job_paths
 from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan, Step
 from perdure.model.platforms.profile import Profile
 
@@ -64,7 +64,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         id=str(pid),
         launched_s=time.time(),
         roots={
-            "job": job_paths(here.home, plan.job, os.getuid()).root,
+            "job": locate_job(here.home, plan.job).root,
             **{f"outputs/{o}": f"{plan.place}/{o}" for o in spec.launch.outputs},
         },
     )

@@ -15,9 +15,10 @@ from typing import Literal
 
 import msgspec
 
+from perdure.files.private import locate_job
 from perdure.files.regular import read_file
 from perdure.model.errors import ProtocolError
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import JobPaths
 from perdure.model.records import decode_record
 from perdure.model.report import Snapshot
 
@@ -138,7 +139,7 @@ def exit_code(returncode: int) -> int:
 
 def locate_own_job(name: str, home: str = "") -> JobPaths:
     """Return where a job of this user has its files."""
-    return job_paths(home or os.environ["PERDURE_HOME"], name, os.getuid())
+    return locate_job(home or os.environ["PERDURE_HOME"], name)
 
 
 def read_runs(path: Path) -> list[Run]:

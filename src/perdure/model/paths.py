@@ -166,17 +166,22 @@ class JobPaths(msgspec.Struct, frozen=True):
         return str(PurePosixPath(self.sockets, f"agent-{node}"))
 
 
-def lighthouse_door(uid: int, port: int, address: str = "") -> str:
-    """Where ranks that others have started are heard, for the lighthouse on `port`.
+def lighthouse_door(private: str, port: int, address: str = "") -> str:
+    """Return where ranks that others have started are heard, for the lighthouse on `port`.
+
+    `private` is this user's folder for sockets.
 
     It is this machine's lighthouse; one at `address` is heard for by the relay that has joined it.
     """
     at = f"{address}-" if address else ""
-    return f"/tmp/perdure-{uid}/lighthouse-{at}{port}"
+    return f"{private}/lighthouse-{at}{port}"
 
 
-def job_paths(home: str, job: str, uid: int) -> JobPaths:
-    """Return the paths of `job` under the absolute directory `home`."""
+def job_paths(home: str, job: str, private: str, shared: str) -> JobPaths:
+    """Return the paths of `job` under the absolute directory `home`.
+
+    `private` is this user's folder for sockets, and `shared` the one in shared memory.
+    """
     root = str(PurePosixPath(home, "jobs", job))
     short = sha256(root.encode()).hexdigest()[:12]
-    return JobPaths(root, f"/tmp/perdure-{uid}/{short}", f"/dev/shm/perdure-{uid}/{short}")
+    return JobPaths(root, f"{private}/{short}", f"{shared}/{short}")

@@ -22,7 +22,6 @@ import importlib.metadata
 import os
 import re
 import shutil
-import stat
 import sys
 import tempfile
 import threading
@@ -33,6 +32,8 @@ from pathlib import Path
 from perdure.adapters.health import find_filesystem
 from perdure.adapters.host import read_text
 from perdure.adapters.storage import read_free_space
+from perdure.files.private import make_private
+from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.platforms.box import NETWORK_KINDS
@@ -84,10 +85,10 @@ def choose_caches(spec: JobSpec, paths: JobPaths, env: Mapping[str, str]) -> dic
         if not any(other in said for other in (name, *_USERS.get(name, ())))
     }
     for place in list_places(paths) if wanted else ():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, PlatformError):
             if place.parent != Path(paths.root):
-                _own(place.parent.parent)
-                _own(place.parent)
+                make_private(str(place.parent.parent))
+                make_private(str(place.parent))
             if _make_fit(place, wanted.values()):
                 return {name: str(place / folder) for name, folder in wanted.items()}
     return {}
@@ -152,29 +153,16 @@ def name_cpu(cpuinfo: str = "/proc/cpuinfo") -> str:
     return hashlib.sha256("\n".join([os.uname().machine, *known]).encode()).hexdigest()[:16]
 
 
-def _own(folder: Path) -> None:
-    """Make `folder`, closed to others.
-
-    Raises:
-        OSError: it cannot be made, or is somebody else's: he could put another in its place.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is another user's, or a link")
-    folder.chmod(0o700)
-
-
 def _make_fit(place: Path, folders: Iterable[str]) -> bool:
     """Make the folders; return whether there is room, and what is put there can be executed.
 
     Raises:
-        OSError: they cannot be made or written.
+        OSError, PlatformError: they cannot be made or written.
     """
     free = read_free_space(str(place))
     if free.bytes < FREE_MIN_BYTES or free.inodes in range(FILES_MIN):
         return False
-    _own(place)
+    make_private(str(place))
     with contextlib.suppress(FileExistsError):
         (place / _MADE_ON).symlink_to(name_cpu())
     if os.readlink(place / _MADE_ON) != name_cpu():

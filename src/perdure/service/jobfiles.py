@@ -19,6 +19,7 @@ import msgspec
 
 from perdure import __version__
 from perdure.files import replace_file
+from perdure.files.private import make_private
 from perdure.files.regular import LINE_BYTES_MAX, UnfitFileError, open_file, read_file
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
@@ -347,12 +348,8 @@ def make_folders(paths: JobPaths) -> None:
     try:
         for folder in ("logs/ranks", "rings", "exits", "errors", "nats"):
             os.makedirs(os.path.join(paths.root, folder), exist_ok=True)
-        os.makedirs(paths.sockets, mode=0o700, exist_ok=True)
-        parent = os.path.dirname(paths.sockets)
-        for folder in (parent, paths.sockets):
-            if os.stat(folder).st_uid != os.getuid():
-                raise PlatformError(f"{folder} belongs to another user", hint="remove it")
-            os.chmod(folder, 0o700)
+        for folder in (os.path.dirname(paths.sockets), paths.sockets):
+            make_private(folder)
     except OSError as error:
         raise PlatformError(f"cannot make {error.filename}: {error.strerror}") from error
 

@@ -9,8 +9,9 @@ import os
 from pathlib import Path
 
 from perdure.files import is_locked
+from perdure.files.private import locate_job
 from perdure.model.errors import ConfigError
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import JobPaths
 
 ENDED = ("done", "failed", "stopped")
 """States of a job that has ended."""
@@ -36,7 +37,7 @@ def resolve_home(env: dict[str, str] | None = None) -> str:
 
 def paths_of(home: str, job: str) -> JobPaths:
     """Return the paths of `job` for this user."""
-    return job_paths(home, job, os.getuid())
+    return locate_job(home, job)
 
 
 def list_jobs(home: str) -> list[str]:

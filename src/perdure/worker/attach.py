@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from perdure.files.private import locate_job
 from perdure.model.bus.wire import WorkerHello
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
 from perdure.model.nccl import explain_shared_gpus
 from perdure.model.orders import InjectFault, InterruptCollectives, Order, TakeStacks
-from perdure.model.paths import job_paths
 from perdure.model.ring import RING_BYTES
 from perdure.model.signals.progress import Phase
 from perdure.worker.control import Control
@@ -128,7 +128,7 @@ class Attachment:
             traces = TraceWriter(
                 rank=self.ring.rank,
                 generation=self.ring.generation,
-                directory=job_paths(home, self.job, os.getuid()).traces(self.ring.generation),
+                directory=locate_job(home, self.job).traces(self.ring.generation),
                 dumps=list_dumps(),
                 groups=list_process_groups,
             )

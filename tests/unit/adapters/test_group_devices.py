@@ -90,7 +90,7 @@ def test_p2_without_a_gpu_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_p2_the_ranks_of_a_group_find_its_devices_whatever_the_job_says() -> None:
     spec = make(2, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
-    paths = job_paths("/h", "ft", 1000)
+    paths = job_paths("/h", "ft", "/tmp/perdure-1000", "/dev/shm/perdure-1000")
     for group, share in enumerate(("0,1", "2,3")):
         run = Assignment(number=1, generation=1, phase="run", replica=group)
         for local in range(2):

@@ -16,6 +16,7 @@ from typing import TypeVar
 import pytest
 from tests.waiting import PATIENCE_S
 
+from perdure.files.private import locate_job
 from perdure.keeper.json_lines import LineSocket
 from perdure.model.bus.wire import (
     FromKeeper,
@@ -30,16 +31,15 @@ from perdure.model.bus.wire import (
     KeeperStoreReady,
     RankLaunch,
 )
-from perdure.model.paths import job_paths
 
 T = TypeVar("T")
 
 KEEPER = """
 import math, os, socket, sys
-from perdure.model.paths import job_paths
+from perdure.files.private import locate_job
 from perdure.keeper import keeper
 from perdure.keeper import image as warm
-paths = job_paths(os.environ["PERDURE_HOME"], "j", os.getuid())
+paths = locate_job(os.environ["PERDURE_HOME"], "j")
 keeper.make_private(os.path.dirname(paths.sockets))
 keeper.make_private(paths.sockets)
 one = keeper.Keeper("j", 0, paths)
@@ -72,7 +72,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
 def connect(home: Path) -> LineSocket:
     """Be an agent: the keeper listens, since it has spoken to its image."""
     sock = socket.socket(socket.AF_UNIX)
-    sock.connect(job_paths(str(home), "j", os.getuid()).keeper_socket(0))
+    sock.connect(locate_job(str(home), "j").keeper_socket(0))
     return LineSocket(sock)
 
 

@@ -8,7 +8,7 @@ from perdure.model.nccl import ELASTIC, NCCL_DEFAULTS, SUPERVISED
 from perdure.model.orders import Assignment
 from perdure.model.paths import job_paths
 
-PATHS = job_paths("/h", "j", 1000)
+PATHS = job_paths("/h", "j", "/tmp/perdure-1000", "/dev/shm/perdure-1000")
 RUN = Assignment(
     number=3,
     generation=2,

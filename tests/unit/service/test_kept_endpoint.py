@@ -1,15 +1,14 @@
 """What of a job's server outlives its runs, and what does not."""
 
-import os
 import socket
 from pathlib import Path
 
 import pytest
 
 from perdure.adapters.nats import NatsServer
+from perdure.files.private import locate_job
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.paths import job_paths
 from perdure.service.access.credentials import keep_endpoint, make_servers, set_certificates
 from perdure.service.jobfiles import write_document
 from perdure.service.placement import Placement, load_placement
@@ -21,7 +20,7 @@ def start_run(folder: Path, number: int, address: str = "127.0.0.2") -> NatsServ
     """Return the server of one run, as `perdure run` makes it, not started."""
     placement = folder / "placement.json"
     placement.write_text(f'{{"bind": "{address}", "door": "credentials/door.json"}}')
-    paths = job_paths(str(folder / f"home{number}"), "far", os.getuid())
+    paths = locate_job(str(folder / f"home{number}"), "far")
     (server,) = make_servers(SPEC, paths, load_placement(str(placement), 1))
     set_certificates([server], SPEC.nats)
     return server

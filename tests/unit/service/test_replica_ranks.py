@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from tests.waiting import PATIENCE_S
 
+from perdure.files.private import find_private
 from perdure.model.bus.wire import (
     ReplicaHello,
     ReplicaWelcome,
@@ -53,7 +54,7 @@ class Lighthouse:
         """Keeps the port, and so the door, from other tests that run at the same time."""
         self.held.bind(("127.0.0.1", 0))
         self.port = int(self.held.getsockname()[1])
-        self.door = lighthouse_door(os.getuid(), self.port)
+        self.door = lighthouse_door(find_private("/tmp"), self.port)
 
     async def _find(self, name: str) -> tuple[int, int]:
         return (1, 5) if name == "train_1:ab" else (-1, -1)

@@ -15,6 +15,7 @@ from tests.fakes import FakeBus, FakeServer
 from tests.lighthouse import make_member
 from tests.waiting import PATIENCE_S
 
+from perdure.files.private import find_private
 from perdure.model.bus.wire import (
     EventAck,
     EventMessage,
@@ -69,7 +70,7 @@ class Site:
     async def start(self) -> None:
         await FakeBus(self.server).serve_each(subject_events("job", "*"), self._acknowledge)
         port = await self.lighthouse.start()
-        self.door = lighthouse_door(os.getuid(), port, ADDRESS)
+        self.door = lighthouse_door(find_private("/tmp"), port, ADDRESS)
         os.makedirs(os.path.dirname(self.door), mode=0o700, exist_ok=True)
         await self.lighthouse.join(FakeBus(self.server))
         self.running = asyncio.create_task(self.relay.run())

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from tests.waiting import PATIENCE_S
 
+from perdure.files.private import locate_job
 from perdure.model.job import JobSpec, TrackingConfig
-from perdure.model.paths import job_paths
 from perdure.service.controller import tracking
 from perdure.service.controller.tracking import Trackers
 
@@ -25,7 +25,7 @@ def make(tmp_path: Path, code: str, **more: float) -> tuple[Trackers, Path]:
     config = TrackingConfig(mlflow="http://x", **({"end_s": PATIENCE_S} | more))
     spec = JobSpec(name="j", script="x.py", cwd=str(tmp_path), env={"MLFLOW_RUN_ID": "r"},
                    tracking=config)  # fmt: skip
-    paths = job_paths(str(tmp_path), "j", 0)
+    paths = locate_job(str(tmp_path), "j")
     Path(paths.logs).mkdir(parents=True)
     command = lambda *words: [sys.executable, "-c", code, MARK, *words]  # noqa: E731
     return Trackers(spec, paths, command, pause_s=0.05), Path(paths.root)
@@ -136,7 +136,7 @@ async def test_one_that_ends_well_is_waited_for_and_has_its_environment(tmp_path
 
 async def test_a_job_without_trackers_starts_none(tmp_path: Path) -> None:
     spec = JobSpec(name="j", script="x.py")
-    trackers = Trackers(spec, job_paths(str(tmp_path), "j", 0))
+    trackers = Trackers(spec, locate_job(str(tmp_path), "j"))
     trackers.start()
     await trackers.finish()
     await trackers.end()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from perdure.files.private import find_private
 from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.paths import lighthouse_door
 from perdure.worker.torchft.elsewhere import find_door, prepare_elsewhere
@@ -18,7 +19,7 @@ def port(tmp_path: Path) -> Iterator[int]:
     with socket.socket() as taken, socket.socket(socket.AF_UNIX) as line:
         taken.bind(("127.0.0.1", 0))
         number = int(taken.getsockname()[1])
-        door, path = lighthouse_door(os.getuid(), number), tmp_path / "ranks"
+        door, path = lighthouse_door(find_private("/tmp"), number), tmp_path / "ranks"
         os.makedirs(os.path.dirname(door), mode=0o700, exist_ok=True)
         line.bind(str(path))
         line.listen()
@@ -32,7 +33,7 @@ def port(tmp_path: Path) -> Iterator[int]:
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_the_url_alone_leads_to_the_line(port: int, host: str) -> None:
     url = f"http://{host}:{port}"
-    assert find_door({"TORCHFT_LIGHTHOUSE": url}) == lighthouse_door(os.getuid(), port)
+    assert find_door({"TORCHFT_LIGHTHOUSE": url}) == lighthouse_door(find_private("/tmp"), port)
     assert find_door({"TORCHFT_LIGHTHOUSE": url, "PERDURE_RING": "x"}) == "", "it has one already"
 
 

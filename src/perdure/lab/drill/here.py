@@ -13,6 +13,7 @@ from secrets import token_hex
 import msgspec
 
 from perdure.adapters.confinement import Confinement
+from perdure.files.private import find_private, make_private
 from perdure.lab.drill.card import Card
 from perdure.lab.drill.copies import CopiedRun
 from perdure.lab.drill.isolation import clean_environ, isolate, list_changes, list_writable
@@ -46,10 +47,10 @@ def make_scratch(home: str) -> Iterator[tuple[Path, Path]]:
     Raises:
         PlatformError: no folder can be made there.
     """
-    folders, short = Path(home, "drill"), Path(f"/tmp/perdure-{os.getuid()}")
+    folders, short = Path(home, "drill"), Path(find_private("/tmp"))
     try:
         folders.mkdir(parents=True, exist_ok=True)
-        short.mkdir(mode=0o700, exist_ok=True)
+        make_private(str(short))
         sweep(folders, short)
         prefix = f"drill-{platform.node()}-{os.getpid()}-"
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folders)).resolve()

@@ -26,6 +26,7 @@ import msgspec
 
 from perdure.adapters.confinement import Confinement
 from perdure.failpoints import SWITCH
+from perdure.files.private import find_private, make_private
 from perdure.lab.drill.copies import RunFiles
 from perdure.lab.drill.isolation import clean_environ, list_writable
 from perdure.lab.drill.place import NotMadeError
@@ -91,7 +92,7 @@ class _Place:
         self.home, self.credentials = home, credentials
         self.launch = self.job / "launch"
         short = f"drill-{zlib.crc32(str(self.job).encode()):08x}"  # Sockets have short paths.
-        self.temporary = Path(f"/tmp/perdure-{os.getuid()}", short)
+        self.temporary = Path(find_private("/tmp"), short)
 
     @classmethod
     def of_environ(cls) -> "_Place":
@@ -140,8 +141,9 @@ def main(argv: list[str]) -> int:
 def keep(place: _Place, command: list[str]) -> int:
     """Become the job's own process: held to the drill's folders, watched from outside."""
     kept = msgspec.json.decode((place.launch / KEPT).read_bytes(), type=Kept)
-    for folder in (place.durable, place.temporary):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place.durable.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (place.temporary.parent, place.temporary):
+        make_private(str(folder))
     (place.launch / LEASE).touch()
     # Its own parent ends at once: what is below the job would end with it.
     subprocess.run(

@@ -27,6 +27,7 @@ import msgspec
 from perdure.adapters.health import find_filesystem
 from perdure.adapters.nats import make_authority, make_certificate
 from perdure.files import create_file
+from perdure.files.private import find_private, make_private
 from perdure.files.regular import open_regular
 from perdure.launch.environment import RDZV_SECRET as SECRET
 from perdure.model.bus.endpoint import Endpoint
@@ -188,9 +189,10 @@ class FirstNode:
 
     def __init__(self, address: str, port: int) -> None:
         """Take it, if nobody has it: then it is `taken`."""
-        path = f"/tmp/perdure-{os.getuid()}/rendezvous-{address}-{port}.lock"
+        private = find_private("/tmp")
+        make_private(private)
+        path = f"{private}/rendezvous-{address}-{port}.lock"
         with on_disk(f"use {path}"):
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self.taken = True
         try:

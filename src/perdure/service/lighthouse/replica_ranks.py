@@ -78,7 +78,7 @@ class ReplicaRanks:
         """Listen, where the ranks look for the lighthouse on this port; `name` is of the line."""
         self._server.job = name
         path = os.path.join(paths.sockets, "ranks")
-        door = lighthouse_door(os.getuid(), port, address)
+        door = lighthouse_door(os.path.dirname(paths.sockets), port, address)
         await self._server.start(path)
         try:
             with contextlib.suppress(FileNotFoundError):

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from perdure.files import replace_file
-from perdure.model.errors import PlatformError
-from perdure.model.paths import job_paths
+from perdure.files.private import locate_job, make_private
 from perdure.plan.elastic.commit import NO_LINE
 from perdure.plan.elastic.shards import Snapshot, plan_mirrors
 from perdure.plan.elastic.stage_commit import StageSnapshot
@@ -146,7 +145,8 @@ class Snapshots(Generic[AnySnapshot]):
         self.error = ""
         """Why the last snapshot came to nothing."""
         if self._kept:
-            _make_private(self._folder)
+            for one in (*reversed(self._folder.parents[:2]), self._folder):
+                make_private(str(one))
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -383,19 +383,4 @@ def locate_memory() -> Path | None:
     home, job = os.environ.get("PERDURE_HOME", ""), os.environ.get("PERDURE_JOB", "")
     if not home or not job or not os.path.isdir("/dev/shm"):
         return None
-    return Path(job_paths(home, job, os.getuid()).memory, "n" + os.environ.get("PERDURE_NODE", "0"))
-
-
-def _make_private(folder: Path) -> None:
-    """Make `folder`, which nobody else may read.
-
-    Raises:
-        PlatformError: it, or one that it is in, is somebody else's.
-    """
-    try:
-        for one in (folder.parent.parent, folder.parent, folder):
-            one.mkdir(mode=0o700, exist_ok=True)
-            if one.stat().st_uid not in (os.getuid(), 0):
-                raise PlatformError(f"{one} belongs to somebody else")
-    except OSError as error:
-        raise PlatformError(f"no place for snapshots in memory: {error}") from error
+    return Path(locate_job(home, job).memory, "n" + os.environ.get("PERDURE_NODE", "0"))

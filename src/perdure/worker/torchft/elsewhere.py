@@ -17,6 +17,7 @@ import urllib.parse
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from perdure.files.private import find_private
 from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.bus.wire import ReplicaHello, ReplicaWelcome, WorkerHello
 from perdure.model.codec import decode, encode
@@ -57,8 +58,9 @@ def _list_doors(host: str, port: int) -> list[str]:
     except (OSError, UnicodeError):
         return []
     addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
-    here = [lighthouse_door(os.getuid(), port)] if any(map(_is_here, addresses)) else []
-    return here + [lighthouse_door(os.getuid(), port, address) for address in addresses]
+    private = find_private("/tmp")
+    here = [lighthouse_door(private, port)] if any(map(_is_here, addresses)) else []
+    return here + [lighthouse_door(private, port, address) for address in addresses]
 
 
 def prepare_elsewhere(environ: MutableMapping[str, str]) -> None:
@@ -143,7 +145,7 @@ def _read_replica_id(manager: Any) -> str:
 def _is_ours(path: str) -> bool:
     """Return whether there is a socket at `path`, and nobody else can have put it there."""
     try:
-        owners = {os.stat(place).st_uid for place in (os.path.dirname(path), path)}
+        owners = {os.lstat(os.path.dirname(path)).st_uid, os.stat(path).st_uid}
     except OSError:
         return False
     return owners == {os.getuid()}
