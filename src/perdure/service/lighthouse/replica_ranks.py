@@ -18,6 +18,7 @@ from perdure.adapters.host import read_state
 from perdure.agent.messages import Request, TellWorker, WorkerSaid
 from perdure.agent.relay import answer_worker, relay, relay_boundary
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity
+from perdure.files.private import find_private
 from perdure.model.bus.wire import (
     ReplicaHello,
     ReplicaWelcome,
@@ -78,7 +79,7 @@ class ReplicaRanks:
         """Listen, where the ranks look for the lighthouse on this port; `name` is of the line."""
         self._server.job = name
         path = os.path.join(paths.sockets, "ranks")
-        door = lighthouse_door(os.path.dirname(paths.sockets), port, address)
+        door = lighthouse_door(find_private("/tmp"), port, address)
         await self._server.start(path)
         try:
             with contextlib.suppress(FileNotFoundError):
