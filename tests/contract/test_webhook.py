@@ -13,7 +13,12 @@ from perdure.model.bus.wire import Command, CommandReply
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec
 from perdure.service.controller.inbox import Inbox
-from perdure.service.controller.webhook import BODY_BYTES_MAX, Webhook
+from perdure.service.controller.webhook import (
+    BODY_BYTES_MAX,
+    PEER_MAX,
+    STRANGERS_MAX,
+    Webhook,
+)
 from perdure.service.ports import Reply
 from tests.waiting import PATIENCE_S
 
@@ -86,6 +91,31 @@ async def test_a_notice_is_taken_and_answered(hook: Hook) -> None:
         in_parts, "POST /notify HTTP/1.1\r\nTransfer-Encoding: chunked"
     )
     assert (status, answer["ok"]) == (200, True), "a sender that does not know how much it sends"
+
+
+@pytest.mark.parametrize("addresses", [1, 9])
+async def test_idle_connections_without_a_token_keep_no_notice_out(
+    hook: Hook, addresses: int
+) -> None:
+    """Of eight notices with the right token, eight got 503 while 64 connections were idle."""
+    idle = []
+    async with asyncio.timeout(PATIENCE_S):
+        for number in range(STRANGERS_MAX + PEER_MAX):
+            local = (f"127.0.0.{1 + number % addresses}", 0)
+            connection = await asyncio.open_connection(
+                "127.0.0.1", hook.webhook.port, local_addr=local
+            )
+            connection[1].write(b"P")
+            idle.append(connection)
+        body = json.dumps(NOTICE).encode()
+        assert [(await hook.post(body))[0] for _ in range(4)] == [200] * 4
+        answers = await asyncio.gather(*(hook.post(body) for _ in range(8)))
+        assert [status for status, _ in answers] == [200] * 8
+        reader, _ = idle[0]
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""  # The oldest lost its place.
+    for _, writer in idle:
+        writer.close()
 
 
 async def test_bad_requests_are_refused(hook: Hook) -> None:

@@ -6,6 +6,7 @@ quarter of opening it, and it can never show another process that got the same p
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
@@ -25,6 +26,10 @@ TREE_S = 5.0
 DELAY_S = 0.5
 """How old what its threads waited for a CPU may be: each of them has a file of its own."""
 _GONE = ProcSample(state="X")
+_KERNEL_LOG = "/dev/kmsg"
+_KERNEL_HEAD = re.compile(r"\d+,\d+,(\d+)[,;]")
+_KERNEL_READS_MAX = 1_000_000
+"""Reads of the kernel's log; its largest buffer has fewer records."""
 _KERNEL_LATE_S = 5.0
 _KERNEL_DRIFT = 2e-4
 """The kernel's log is stamped by a clock that no time service slews."""
@@ -510,26 +515,32 @@ def read_kernel_kills(since_s: float = 0.0, limit: int = 50) -> tuple[tuple[str,
     """
     earliest_s = since_s - _KERNEL_LATE_S - _KERNEL_DRIFT * time.monotonic()
     try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return (), False
     lines: list[str] = []
+    readable = False
     try:
-        while True:
+        for _ in range(_KERNEL_READS_MAX):
             try:
                 text = os.read(fd, 8192).decode("utf-8", "replace")
             except BlockingIOError:
+                readable = True
                 break
-            except OSError:
+            except BrokenPipeError:
                 continue  # Overwritten while it was read: the next one follows.
-            stamp_us = int(text.split(",", 3)[2])
-            if stamp_us / 1e6 < earliest_s:
+            except OSError:
+                break
+            head = _KERNEL_HEAD.match(text)
+            if head is None:  # A container may have another file in its place, such as /dev/null.
+                break
+            if int(head[1]) / 1e6 < earliest_s:
                 continue
             if "Killed process" in text or "oom-kill" in text or "NVRM: Xid" in text:
                 lines.append(text.partition(";")[2].splitlines()[0])
     finally:
         os.close(fd)
-    return tuple(lines[-limit:]), True
+    return tuple(lines[-limit:]), readable
 
 
 def list_cgroups(own: str, root: str, controller: str) -> Iterator[tuple[Path, tuple[str, ...]]]:

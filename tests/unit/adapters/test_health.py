@@ -1,5 +1,6 @@
 """Checks of the machine, on what they are pointed at."""
 
+import errno
 import os
 import stat
 import tomllib
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.adapters import health
+from perdure.adapters import health, host
 from perdure.adapters.host import read_kernel_kills
 from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN
 
@@ -69,6 +70,47 @@ def test_torches_that_are_tested_are_those_of_the_extra(
     monkeypatch.setattr(health, "version", lambda name: version)
     check = health.check_torch()
     assert (check.state, check.mend.partition(":")[0].partition(" where")[0]) == (state, mend)
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "/dev/zero", "/", "empty", "text", "missing"])
+def test_another_file_in_the_place_of_the_kernel_log_is_said_to_be_closed(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers map /dev/kmsg to /dev/null: an IndexError."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("6,1,2;Killed process 1\n\n,,,;\n")
+    monkeypatch.setattr(host, "_KERNEL_LOG", str(tmp_path / place))
+    assert not read_kernel_kills()[1]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO, errno.EINVAL, errno.EPIPE])
+def test_a_kernel_log_that_refuses_every_read_ends_the_reading(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seccomp filter answers EPERM: it was read again for ever."""
+
+    def refuse(fd: int, count: int) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(host, "_KERNEL_LOG", "/dev/null")
+    monkeypatch.setattr(os, "read", refuse)
+    assert read_kernel_kills() == ((), False)
+
+
+def test_records_before_and_after_those_that_were_overwritten_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = iter([b"6,1,9,-;Killed process 1\n", BrokenPipeError(), b"6,9,9;NVRM: Xid 79\n"])
+
+    def read(fd: int, count: int) -> bytes:
+        one = next(given, BlockingIOError())
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    monkeypatch.setattr(host, "_KERNEL_LOG", "/dev/null")
+    monkeypatch.setattr(os, "read", read)
+    assert read_kernel_kills(-1e12) == (("Killed process 1", "NVRM: Xid 79"), True)
 
 
 def test_kernel_log_is_read_or_said_to_be_closed() -> None:

@@ -25,6 +25,10 @@ log = logging.getLogger("perdure.webhook")
 HEAD_BYTES_MAX = 8192
 BODY_BYTES_MAX = 16_384
 OPEN_MAX = 32
+"""Connections that have shown the token; more get 503."""
+STRANGERS_MAX, PEER_MAX = 256, 64
+"""Connections that have not shown the token: of all peers, and of one address. A new connection
+evicts the oldest of more. A burst of notices fits, as long as none was answered."""
 READ_S = 5.0
 ANSWER_S = 10.0
 _READ_BYTES = 512
@@ -50,7 +54,9 @@ class Webhook:
         """Prepare; `run` serves."""
         self._inbox, self._token, self._tls = inbox, token, tls
         self._host, self.port = host, port
-        self._open = 0
+        self._strangers: dict[asyncio.StreamWriter, str] = {}
+        """Connections without a token yet, oldest first, and their peers' addresses."""
+        self._known: set[asyncio.StreamWriter] = set()
 
     async def run(self) -> None:
         """Serve until cancelled; a port in use is waited for."""
@@ -58,8 +64,9 @@ class Webhook:
         while True:
             try:
                 server = await asyncio.start_server(
-                    self._serve, self._host, self.port, limit=HEAD_BYTES_MAX, ssl=self._tls
-                )
+                    self._serve, self._host, self.port, limit=HEAD_BYTES_MAX, ssl=self._tls,
+                    ssl_handshake_timeout=READ_S if self._tls else None,
+                )  # fmt: skip
                 break
             except OSError as error:
                 if not said:
@@ -72,13 +79,11 @@ class Webhook:
             await server.serve_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        self._take_in(writer)
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
         try:
-            if self._open > OPEN_MAX:
-                raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
             async with asyncio.timeout(READ_S):
-                body = await self._read(http, reader)
+                body = await self._read(http, reader, writer)
             status, data = await self._ask(body)
         except Refusal as refusal:
             log.warning("refused: %s", refusal.reason)
@@ -87,7 +92,8 @@ class Webhook:
         except (TimeoutError, OSError, EOFError):
             status, data = HTTPStatus.REQUEST_TIMEOUT, b"{}"
         finally:
-            self._open -= 1
+            self._strangers.pop(writer, None)
+            self._known.discard(writer)
         with contextlib.suppress(h11.ProtocolError):  # To who has gone nothing can be said.
             writer.write(_render(http, status, data))
         with contextlib.suppress(OSError, TimeoutError):
@@ -97,7 +103,19 @@ class Webhook:
                 await writer.wait_closed()
         writer.transport.abort()  # Of who does not read its answer.
 
-    async def _read(self, http: h11.Connection, reader: asyncio.StreamReader) -> bytes:
+    def _take_in(self, writer: asyncio.StreamWriter) -> None:
+        """Give a new connection a place; the oldest without a token loses its place to it."""
+        peer = str((writer.get_extra_info("peername") or ("",))[0])
+        same = [other for other, address in self._strangers.items() if address == peer]
+        if len(same) >= PEER_MAX or len(self._strangers) >= STRANGERS_MAX:
+            oldest = same[0] if len(same) >= PEER_MAX else next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = peer
+
+    async def _read(
+        self, http: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bytes:
         """Return the body of an authorized request.
 
         Raises:
@@ -116,6 +134,10 @@ class Webhook:
                     http.receive_data(await reader.read(_READ_BYTES))
                 case h11.Request():
                     self._check(event)
+                    self._strangers.pop(writer, None)
+                    if len(self._known) >= OPEN_MAX:
+                        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
+                    self._known.add(writer)
                 case h11.Data():
                     body += event.data
                     _check_size(len(body))
