@@ -63,9 +63,11 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0, *, follow: bool =
     return fd
 
 
-def open_file(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+def open_file(
+    path: str | os.PathLike[str], buffering: int = -1, *, follow: bool = False
+) -> BinaryIO:
     """Open a regular file for reading, as `open_regular` does."""
-    return open(path, "rb", buffering, opener=open_regular)
+    return open(open_regular(path, follow=follow), "rb", buffering)
 
 
 def read_file(
@@ -78,7 +80,7 @@ def read_file(
         OSError: it cannot be read.
     """
     failpoint("file/read", os.path.basename(path))
-    with open(open_regular(path, follow=follow), "rb") as file:
+    with open_file(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(bytes_max + 1) if size <= bytes_max else b""
     if max(size, len(data)) > bytes_max:  # It may have grown.

@@ -107,6 +107,42 @@ def test_what_a_file_says_is_wrong_in_one_way_whatever_the_options(
             make_spec(RunOptions(config=str(path), **flags))
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "field"),
+    [
+        ("nproc=1000000000\n", 2, "nproc"),
+        ("nodes=1000000000\n", 2, "nodes"),
+        ("nproc=256\nnodes=257\n", 3, "nodes"),
+        ("spares=1000000000\n", 2, "spares"),
+        ("nodes_max=1000000000\n", 2, "nodes_max"),
+        ("remote=1000000000\n", 2, "remote"),
+        ("[torchft]\nreplicas=1000000000\n", 3, "torchft.replicas"),
+    ],
+)
+def test_more_ranks_than_have_numbers_are_refused_in_a_line(
+    tmp_path: Path, text: str, line: int, field: str
+) -> None:
+    """It took 5.4 GB, and ended with the traceback of a MemoryError."""
+    config = write(tmp_path, f'script="x.py"\n{text}')
+    with pytest.raises(ConfigError, match=rf"job.toml, line {line}: {field} = .* 65536") as told:
+        make_spec(RunOptions(config=config))
+    assert told.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"nproc": "1000000000"}, {"nodes": 1000000000}, {"nproc": "256", "nodes": 257}]
+)
+def test_options_for_too_many_ranks_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"options: n.* are more than 65536"):
+        make_spec(RunOptions(script="x.py", **options))
+    assert make_spec(RunOptions(script="x.py", nproc="256", nodes=256))[0].nproc == 256
+
+
+def test_a_number_of_ranks_with_very_many_digits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a number of ranks"):
+        make_spec(RunOptions(script="x.py", nproc="9" * 5000))
+
+
 def test_an_option_that_is_wrong_is_not_the_files_fault(tmp_path: Path) -> None:
     config = write(tmp_path, 'name="a"\nscript="x.py"\n')
     with pytest.raises(ConfigError, match=r"^options: name: not a name of a job$"):

@@ -374,12 +374,34 @@ def validate(document: dict[str, Any], source: str) -> JobSpec:
     hint = f"every field of a job file is documented in {job.__file__}"
     wrong = find_misfit(document, JobSpec, hint, "fields")
     if wrong is None:
-        return msgspec.convert(document, JobSpec)
+        spec = msgspec.convert(document, JobSpec)
+        _check_size(spec, source)
+        return spec
     what, hint = wrong.what, wrong.hint
     if wrong.place == "name":
         what, hint = "not a name of a job", "letters, digits and _.-, at most 63, no - in front"
     at = f"{wrong.place}: " if wrong.place else ""
     raise ConfigError(f"{source}{_find_line(source, wrong.keys)}: {at}{what}", hint=hint)
+
+
+def _check_size(spec: JobSpec, source: str) -> None:
+    """Refuse a job with more ranks than have numbers.
+
+    Raises:
+        ConfigError: there are too many; the message names the largest of the fields.
+    """
+    nodes = max(spec.num_logins, spec.torchft.replicas)
+    if nodes * spec.nproc <= RANKS_MAX:
+        return
+    fields = ("nproc", "nodes", "spares", "nodes_max", "remote")
+    given = {name: getattr(spec, name) for name in fields}
+    given["torchft.replicas"] = spec.torchft.replicas
+    name = max(given, key=lambda name: given[name])
+    raise ConfigError(
+        f"{source}{_find_line(source, name.split('.'))}: {name} = {given[name]}: "
+        f"{nodes} nodes x {spec.nproc} ranks are more than {RANKS_MAX}",
+        hint=f"a job has at most {RANKS_MAX} ranks; nproc counts those of one node",
+    )
 
 
 def _find_line(source: str, keys: list[str]) -> str:
@@ -411,6 +433,8 @@ def _list_option_notes(options: RunOptions, spec: JobSpec) -> list[str]:
     return [*notes, *(text for given, text in more if given)]
 
 
+RANKS_MAX = 65_536
+"""Ranks of all nodes: a rank's number has 16 bits where ranks record their collectives."""
 _BUCKETS = {"s3": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
 """Scheme of a URL -> perdure's extra, and the module that it brings for fsspec."""
 _TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}

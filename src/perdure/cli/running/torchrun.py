@@ -28,6 +28,8 @@ REFUSED = {
 
 _PORT = 29500
 _JOIN_S = 600.0
+_DIGITS_MAX = 18
+"""Digits of a number of ranks: Python refuses to read one of very many."""
 """torchrun's own default of `join_timeout`."""
 
 
@@ -251,7 +253,7 @@ def parse_nproc(text: str, env: Mapping[str, str]) -> int:
     Raises:
         ConfigError: none of these, or there is no GPU.
     """
-    if text.isdigit() and int(text) > 0:
+    if text.isdecimal() and len(text) <= _DIGITS_MAX and int(text) > 0:
         return int(text)
     gpus = len(list_visible_gpus(env)) if text in ("auto", "gpu") else 0
     match text:

@@ -28,7 +28,7 @@ from perdure.adapters.health import find_filesystem
 from perdure.adapters.nats import make_authority, make_certificate
 from perdure.files import create_file
 from perdure.files.private import find_private, make_private
-from perdure.files.regular import open_regular
+from perdure.files.regular import open_file
 from perdure.launch.environment import RDZV_SECRET as SECRET
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.wire import Invitation
@@ -122,7 +122,7 @@ def _check(secret: str, source: str) -> str:
 
 def _read(path: str) -> str:
     try:
-        with open(open_regular(path, follow=True), "rb") as file:
+        with open_file(path, follow=True) as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(_SECRET_MAX + 2)
     except OSError as error:

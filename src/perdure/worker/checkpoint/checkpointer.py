@@ -25,6 +25,7 @@ from torch import Tensor
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
+from perdure.files.regular import open_file
 from perdure.model.checkpoints import TEMPORARY, FileEntry, Manifest, Part, name_checkpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
@@ -44,6 +45,7 @@ from perdure.worker.checkpoint.files import (
     tag_latest,
 )
 from perdure.worker.checkpoint.index import INDEX, read_index
+from perdure.worker.checkpoint.loading import check_archive
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
@@ -533,7 +535,9 @@ class Checkpointer:
         found: list[dict[str, Any]] = []
         for path in self._registry.list_own(folder):
             try:
-                found.append(torch.load(path, map_location="cpu", weights_only=plain))
+                with open_file(path, follow=True) as file:
+                    check_archive(file)
+                    found.append(torch.load(file, map_location="cpu", weights_only=plain))
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path.name} needs pickle: set checkpoint.allow_pickle"

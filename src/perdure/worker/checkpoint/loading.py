@@ -7,13 +7,18 @@ answer on standard output. A folder is a sharded checkpoint, whose index is read
 import io
 import pickle
 import sys
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
 
+from perdure.files.regular import open_file
 from perdure.worker.checkpoint.index import read_index
+
+_ZIP = b"PK\x03\x04"
+"""Beginning of an archive of torch.save; older files are pickles."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -37,6 +42,8 @@ def load(path: Path, *, allow_pickle: bool) -> int:
     """
     if path.is_dir():
         return _load_shards(path)
+    with open_file(path, follow=True) as file:
+        check_archive(file)
     try:
         return _count(torch.load(path, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError:
@@ -51,6 +58,29 @@ def load(path: Path, *, allow_pickle: bool) -> int:
         if not allow_pickle:
             raise ForeignError("is a TorchScript program") from None
         return _count(torch.jit.load(path, map_location="cpu"))  # type: ignore[no-untyped-call]
+
+
+def check_archive(file: BinaryIO) -> None:
+    """Refuse an archive that would take more memory than it has bytes.
+
+    torch.save stores records as they are. Compressed ones, or several that share their bytes, would
+    let a file of 1 MB take gigabytes when it is loaded. TorchScript compresses its sources, which
+    nobody reads who loads data.
+
+    Raises:
+        ValueError: it is such an archive.
+        zipfile.BadZipFile: it is damaged.
+    """
+    if file.read(len(_ZIP)) == _ZIP:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.infolist()
+        records = [one for one in names if one.filename.split("/")[1:2] != ["code"]]
+        if packed := [one for one in records if one.compress_type != zipfile.ZIP_STORED]:
+            raise ValueError(f"its record {packed[0].filename} is compressed")
+        size = file.seek(0, io.SEEK_END)
+        if (total := sum(one.file_size for one in records)) > size:
+            raise ValueError(f"its records have {total} bytes, and the file has {size}")
+    file.seek(0)
 
 
 def _list_foreign(path: Path) -> list[str]:
@@ -87,10 +117,11 @@ def _load_shards(folder: Path) -> int:
         path = folder / place.relative_path
         if not 0 <= place.offset <= place.offset + place.length <= path.stat().st_size:
             raise ValueError(f"{place.relative_path} ends before its last tensor")
-        with open(path, "rb") as file:
+        with open_file(path, follow=True) as file:
             file.seek(place.offset)
             data = file.read(place.length)
-        tensors += _count(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        check_archive(shard := io.BytesIO(data))
+        tensors += _count(torch.load(shard, map_location="cpu", weights_only=True))
     return tensors
 
 
