@@ -1,4 +1,4 @@
-"""Another user who is first in /tmp gets nothing of a job, and holds nobody up."""
+"""Another user can take names in /tmp first: jobs run all the same, and their files are safe."""
 
 import os
 import stat
@@ -62,7 +62,7 @@ def test_a_name_that_a_stranger_has_taken_is_left_to_him(tmp_path: Path, kind: s
     assert find_again(tmp_path) == path
     assert stat.S_IMODE(victim.stat().st_mode) == 0o755
     assert not list(victim.iterdir())
-    first.rename(tmp_path / "gone")  # He gives it up: nobody may find another folder now.
+    first.rename(tmp_path / "gone")  # The name is free again, and the folder in use stays.
     assert find_again(tmp_path) == path
 
 
@@ -76,14 +76,14 @@ def test_a_link_of_ones_own_is_not_followed_either(tmp_path: Path) -> None:
     assert find_again(tmp_path) == f"{first}-2"
 
 
-INSIDE = """
-mkdir -p /tmp/perdure-0 /dev/shm/perdure-0
-for place in /tmp/perdure-0 /dev/shm/perdure-0; do
-    mount -t tmpfs -o uid=65534,mode=755 tmpfs "$place"
-done
-"$1" -m perdure run -n 1 --name squatted "$2" || exit
-ls -A /tmp/perdure-0 /dev/shm/perdure-0
-"""
+PLACES = ("/tmp/perdure-0", "/dev/shm/perdure-0")
+INSIDE = (
+    *(f"mkdir -p {place}" for place in PLACES),
+    *(f"mount -t tmpfs -o uid={STRANGER},mode=755 tmpfs {place}" for place in PLACES),
+    '"$1" -m perdure run -n 1 --name squatted "$2" || exit',
+    f"ls -A {' '.join(PLACES)}",
+)
+"""Commands in a mount namespace in which another user has both names."""
 
 
 @root_only
@@ -96,7 +96,16 @@ def test_a_job_runs_though_a_stranger_has_its_folders(tmp_path: Path) -> None:
     there = set(Path("/tmp").glob("perdure-0-*"))
     try:
         done = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", INSIDE, "sh", sys.executable, str(script)],
+            [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                "\n".join(INSIDE),
+                "sh",
+                sys.executable,
+                str(script),
+            ],
             env={**os.environ, "PERDURE_HOME": str(tmp_path / "home")},
             capture_output=True,
             text=True,

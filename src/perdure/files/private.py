@@ -1,7 +1,7 @@
-"""Folders of this user in /tmp and /dev/shm, where other users can put anything beforehand.
+"""Private folders of this user in /tmp and /dev/shm, which every user can write to.
 
-A folder that another user has made under the usual name stays there: nobody but root can remove it.
-The first free number behind the name is used then. No link is followed.
+If another user has taken the usual name, this user cannot remove the folder there. perdure then
+uses the first free number behind the name. Links are refused.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Readers of files in whose place somebody else may have put anything.
+"""Files that a script or another user may have replaced: only regular files are opened.
 
 A FIFO would make a reader wait for ever, a device would fill its memory, and a link would show
-another user's file. So only regular files are opened, and each kind of file has a largest size.
+another user's file. Each kind of file has a largest size.
 """
 
 import errno
@@ -30,7 +30,7 @@ class UnfitFileError(PlatformError, OSError):
     """The path has no regular file, or a file that is too large for its kind."""
 
     def __init__(self, path: str | os.PathLike[str], kind: str) -> None:
-        """Name the path, and what is there."""
+        """Name the path and the kind of file there."""
         name = os.fspath(path)
         super().__init__(f"{name} is {kind}", hint=f"move it away: mv {name} {name}.unfit")
         self.errno, self.strerror, self.filename = errno.EINVAL, f"it is {kind}", name
@@ -89,7 +89,7 @@ def read_file(
 
 
 def name_foreign(path: str | os.PathLike[str]) -> str:
-    """Return the kind of what is at `path` if it is no regular file, such as `a FIFO`."""
+    """Return the kind of a path that has no regular file, such as `a FIFO`; empty otherwise."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

@@ -102,7 +102,7 @@ def test_a_torchscript_program_is_named_as_one_though_its_sources_are_compressed
 
     path = tmp_path / "program.pt"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(9)))
         torch.jit.script(layers).save(path)
         with zipfile.ZipFile(path) as archive:
