@@ -9,7 +9,15 @@ from perdure.dash.shape import clip
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
 from perdure.model.plain import REASON_MAX, name_step, shorten_line, show_controls
-from perdure.model.report import PHASES, MendRow, NoteRow, Recovery, Report, SkipRow
+from perdure.model.report import (
+    PHASES,
+    HungSaveRow,
+    MendRow,
+    NoteRow,
+    Recovery,
+    Report,
+    SkipRow,
+)
 
 if TYPE_CHECKING:
     from perdure.telemetry.series import Series
@@ -25,6 +33,7 @@ def render_text(
     parts.append(_render_notes(report, series, width))
     parts.append(render_mended(report.mended))
     parts.append(render_skipped(report.skipped))
+    parts.append(render_hung_saves(report.hung_saves))
     if series is not None:
         parts.append(_render_loss(report, series, width))
     if ledger:
@@ -94,6 +103,19 @@ def render_skipped(rows: Sequence[SkipRow]) -> str:
         f"{shorten_line(show_controls(row.why), REASON_MAX)}"
         for row in rows
     )
+
+
+def render_hung_saves(rows: Sequence[HungSaveRow]) -> str:
+    """Return which checkpoints' disks hung, a line each."""
+    lines = []
+    for row in rows:
+        end = "no checkpoint was saved since"
+        if row.over_s:
+            count = f"{row.skipped} save{'' if row.skipped == 1 else 's'}"
+            end = f"over after {row.over_s - row.at_s:.0f} s, in which {count} did not begin"
+        why = shorten_line(show_controls(row.why), REASON_MAX)
+        lines.append(f"Storage of checkpoints: {why}; {end}")
+    return "\n".join(lines)
 
 
 def describe_note(note: NoteRow) -> str:

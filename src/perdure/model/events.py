@@ -211,6 +211,8 @@ class CheckpointSaved(GenerationEvent, frozen=True, kw_only=True):
     """From the snapshot to the tag."""
     at_s: float
     reason: str = "interval"
+    skipped: int = 0
+    """Saves that were not begun while this one, or one that failed, was being written."""
 
 
 class CheckpointFailed(GenerationEvent, frozen=True, kw_only=True):
@@ -219,6 +221,8 @@ class CheckpointFailed(GenerationEvent, frozen=True, kw_only=True):
     step: int
     error: str
     at_s: float
+    writing: int = -1
+    """The step whose checkpoint takes too long, so that this one was not begun; -1 for none."""
 
 
 class CheckpointRestored(RankEvent, frozen=True, kw_only=True):

@@ -114,6 +114,20 @@ class SkipRow(msgspec.Struct, frozen=True):
     """The step from which the world went on instead."""
 
 
+class HungSaveRow(msgspec.Struct, frozen=True):
+    """A checkpoint whose disk took so long that later saves were skipped."""
+
+    at_s: float
+    """When the first save was skipped."""
+    step: int
+    """Of the checkpoint."""
+    why: str
+    over_s: float = 0.0
+    """When a checkpoint was saved again; 0 before."""
+    skipped: int = 0
+    """Saves that were skipped until then."""
+
+
 class Report(msgspec.Struct, frozen=True):
     """`perdure report --json`."""
 
@@ -141,6 +155,8 @@ class Report(msgspec.Struct, frozen=True):
     """What was found damaged of the journal, the oldest first."""
     skipped: tuple[SkipRow, ...] = ()
     """Checkpoints that could not be used, the oldest first."""
+    hung_saves: tuple[HungSaveRow, ...] = ()
+    """Checkpoints whose disk hung, the oldest first."""
     incidents: int = 0
     """Of `recoveries` all but joins: what failed, of the job or of perdure's own parts."""
     lost_unknown: bool = False
@@ -307,6 +323,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """What was found damaged of the journal, the oldest first."""
     skipped: tuple[SkipRow, ...] = ()
     """Checkpoints that could not be used, the oldest first."""
+    hung_saves: tuple[HungSaveRow, ...] = ()
+    """Checkpoints whose disk hung, the oldest first."""
     world: WorldShape | None = None
     """Of a pipelined elastic job."""
     observed: bool = False

@@ -64,6 +64,13 @@ class AlertFold:
         return Alert(job=self.job, kind=kind, summary=summary, at_s=entry.at_s, seq=entry.seq)
 
 
+def _name_writer(event: CheckpointFailed) -> tuple[str, ...]:
+    """Return what the failures that one hung disk brings about have in common."""
+    if event.writing < 0:
+        return ()
+    return ("checkpoint-failed", str(event.generation), str(event.writing))
+
+
 _Found = tuple[AlertKind, str, tuple[str, ...]]
 
 
@@ -104,7 +111,7 @@ def _describe(event: AnyEvent) -> _Found | None:
             return (
                 "checkpoint-failed",
                 f"the checkpoint of step {event.step} failed: {event.error}",
-                (),
+                _name_writer(event),
             )
         case RoomNoted():
             return (

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from perdure.model.events import (
     ActionWithheld,
+    CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
     CommandReceived,
@@ -38,7 +39,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord, explain_verdict
 from perdure.model.job import JobSpec
-from perdure.model.report import MendRow, NoteRow, SkipRow, WithheldRow
+from perdure.model.report import HungSaveRow, MendRow, NoteRow, SkipRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import HANGS, Culprit, Verdict
 from perdure.telemetry.older import OlderFailures
@@ -201,6 +202,8 @@ class History:
     mended: list[MendRow] = field(default_factory=list)
     skipped: list[SkipRow] = field(default_factory=list)
     """Checkpoints that could not be used, each told once, by whichever rank says it first."""
+    hung_saves: list[HungSaveRow] = field(default_factory=list)
+    """Checkpoints whose disk hung, each told once."""
     """What was found damaged of the journal, the newest last."""
     dropped: int = 0
     """Generations that are only counted any more, and the number of the newest of them."""
@@ -324,8 +327,11 @@ class History:
                 self._note(entry.at_s, event)
             case MachineReported() as event:
                 self.machines.take(event)
+            case CheckpointFailed() as event if event.writing >= 0:
+                self._note_hung_save(event)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
+                self._end_hung_save(event)
             case WorldReformed() as event if not event.finished:
                 self._reform(event)
 
@@ -349,6 +355,19 @@ class History:
         known = {row.why for row in self.skipped}
         new = [SkipRow(at_s, why, event.step) for why in event.skipped if why not in known]
         self.skipped = [*self.skipped, *new][-MENDED_MAX:]
+
+    def _note_hung_save(self, event: CheckpointFailed) -> None:
+        rows = self.hung_saves
+        row = HungSaveRow(event.at_s, event.writing, event.error)
+        if rows and not rows[-1].over_s:
+            row = structs.replace(rows.pop(), step=row.step, why=row.why)
+        self.hung_saves = [*rows, row][-MENDED_MAX:]
+
+    def _end_hung_save(self, event: CheckpointSaved) -> None:
+        if self.hung_saves and not self.hung_saves[-1].over_s:
+            row = self.hung_saves.pop()
+            row = structs.replace(row, over_s=event.at_s, skipped=event.skipped)
+            self.hung_saves.append(row)
 
     def condense(self, before: int, checkpoints: int) -> None:
         """Keep of generations older than `before` only how far they came.

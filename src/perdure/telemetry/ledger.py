@@ -95,6 +95,7 @@ class LedgerFold:
             notes=tuple(history.notes),
             mended=tuple(history.mended),
             skipped=tuple(history.skipped),
+            hung_saves=tuple(history.hung_saves),
             incidents=sum(r.rung != "join" for r in recoveries),
             lost_unknown=sums["useful"] > 0
             and any(r.failed and r.rung != "stop" and r.lost_steps is None for r in recoveries),

@@ -213,6 +213,7 @@ class SnapshotFold:
             seq=self.certain.seq,
             mended=tuple(history.mended),
             skipped=tuple(history.skipped),
+            hung_saves=tuple(history.hung_saves),
             job=self._spec.name,
             state=state,
             at_s=now,

@@ -24,6 +24,11 @@ from perdure.model.errors import ConfigError
 from perdure.worker.attach import Attachment, attach_ring
 from perdure.worker.forking import free_in_child
 
+FIRST_S = 3600.0
+"""At most so long is the first evaluation, or save, of which nothing is known."""
+LEAST_S = 600.0
+LONGER = 10.0
+"""Later ones are at most so many times as long as the longest so far, and `LEAST_S` at least."""
 AT_MOST_S_MAX = 7 * 86400.0
 """A phase that may take longer is a loop, and hangs in it would never be found."""
 
@@ -70,6 +75,11 @@ class Busy:
             _show(attachment)
             if attachment.stages is not None:
                 attachment.stages.resume()
+
+
+def compute_allowance_s(longest_s: float) -> float:
+    """Return how long a phase may take whose longest took `longest_s`; 0: none was seen."""
+    return min(FIRST_S * 24, max(LEAST_S, LONGER * longest_s)) if longest_s else FIRST_S
 
 
 def _show(attachment: Attachment) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal, Protocol
 
-from perdure.model.errors import PerdureError
+from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import AnyEvent, BoundaryReached, CheckpointFailed, KeysDeclared
 from perdure.model.signals.progress import Phase
 from perdure.model.steering import Change
@@ -30,6 +30,7 @@ from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
 from perdure.worker.config import Config
 from perdure.worker.control import Control
 from perdure.worker.progress import Spent
+from perdure.worker.stderr import say
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _NUM_STEPS_MAX = 1 << 53
@@ -74,6 +75,17 @@ class SignalForwarding:
 
 
 _SAVES = ("checkpoint", "stop", "drain")
+REPEATED = ("interval", "asked")
+"""Reasons of saves that nobody waits for an answer to."""
+
+
+class SaveSkipped(PlatformError):
+    """A save was not begun, because the checkpoint before it is still being written."""
+
+    def __init__(self, message: str, *, writing: int, again: bool) -> None:
+        """Note the step that is being `writing`, and whether saves were skipped for it `again`."""
+        super().__init__(message)
+        self.writing, self.again = writing, again
 
 
 class Depth(Protocol):
@@ -110,6 +122,7 @@ class Depth(Protocol):
         """Begin a checkpoint of `step`, where it is this rank's to write.
 
         Raises:
+            SaveSkipped: the one before is still being written.
             OSError, PerdureError: it cannot be begun.
         """
 
@@ -214,22 +227,31 @@ class Executor:
         self._depth.account("boundary")
 
     def save(self, step: int, reason: str) -> str:
-        """Begin a checkpoint; tell and return why it could not be begun: training goes on."""
+        """Begin a checkpoint; tell and return why it could not be begun: training goes on.
+
+        A disk that hangs is told of once, and then only to who asks for a checkpoint.
+        """
         try:
             self._depth.save(step, reason)
+        except SaveSkipped as error:
+            if error.again and reason in REPEATED:
+                return ""
+            self.tell_failed(step, str(error), writing=error.writing)
+            return str(error)
         except (OSError, PerdureError) as error:
             self.tell_failed(step, str(error))
             return str(error)
         return ""
 
-    def tell_failed(self, step: int, error: str) -> None:
+    def tell_failed(self, step: int, error: str, *, writing: int = -1) -> None:
         """Tell that there will be no checkpoint of `step`."""
-        if self._depth.speaks:
-            self._emit(
-                CheckpointFailed(
-                    generation=self._generation, step=step, error=error, at_s=self._now()
-                )
-            )
+        if not self._depth.speaks:
+            return
+        say(f"checkpoint of step {step} failed: {error}")
+        failed = CheckpointFailed(
+            generation=self._generation, step=step, error=error, at_s=self._now(), writing=writing
+        )
+        self._emit(failed)
 
     def _hold(self, step: int) -> None:
         """Make no step until resumed, or until more is agreed for this one.

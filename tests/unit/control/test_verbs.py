@@ -430,3 +430,15 @@ def test_a_fault_for_a_step_of_a_script_without_steps_is_refused() -> None:
     answer = one(ask(driver, "inject", rank=1, at_step=50), AnswerCommand)
     assert not answer.ok
     assert "declared no step so far" in answer.reason
+
+
+def test_a_checkpoint_that_fails_before_all_ranks_are_heard_is_answered() -> None:
+    driver = start()
+    sent = one(ask(driver, "checkpoint"), SendBoundary)
+    agree(driver, sent)
+    failed = CheckpointFailed(
+        generation=driver.controller.state.generation, step=sent.step, error="it hangs", at_s=1.0
+    )
+    answer = one(driver.do(failed), AnswerCommand)
+    assert not answer.ok
+    assert "it hangs" in answer.reason

@@ -13,23 +13,33 @@ import numpy
 import pytest
 import torch
 from tests.disks import small_disk
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 from torch import nn
 
 from perdure.adapters.checkpoints import verify_all
 from perdure.model.checkpoints import Manifest
 from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
+from perdure.worker import busy
 from perdure.worker.checkpoint import Checkpointer, checkpointer
 from perdure.worker.checkpoint.files import list_checkpoints
 from perdure.worker.checkpoint.sharded import SavePlanCache
 from perdure.worker.checkpoint.staging import Staging
+from perdure.worker.executor import SaveSkipped
 
 
 class Trainee:
     """A model with everything that has state, and its checkpointer."""
 
-    def __init__(self, url: str, seed: int, generation: int = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        seed: int,
+        generation: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        **config: Any,
+    ) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(80, 80), nn.BatchNorm1d(80), nn.Dropout(0.5))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -38,8 +48,8 @@ class Trainee:
         self.saver = Checkpointer(
             url=url,
             config=CheckpointConfig(**config),
-            rank=0,
-            world_size=1,
+            rank=rank,
+            world_size=world_size,
             generation=generation,
             emit=self.events.append,
             now=lambda: 1.0,
@@ -233,7 +243,7 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
         return publish(folder, root, step, manifest)
 
     def wait_ahead(task: checkpointer.SaveTask, path: Path, rank: int) -> Path:
-        if (task._rank, task._step) == (1, 2):  # Its own plan of the next step is written.
+        if (task._rank, task.step) == (1, 2):  # Its own plan of the next step is written.
             ahead.set()
         return wait(task, path, rank)
 
@@ -274,3 +284,87 @@ def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(
     tensors = staging.begin({"weight": torch.ones(8)}, ())
     with pytest.raises(checkpointer.SaveAbandoned):
         late.write(staging, SavePlanCache(1), tensors, {"fingerprint": {}, "extra": {}})
+
+
+@pytest.mark.parametrize("hung", [0, 1])
+def test_ranks_save_together_again_once_the_disk_of_one_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: int
+) -> None:
+    """One rank hangs before it reports its share; meanwhile both skip what they cannot begin."""
+    answers, replace_file = threading.Event(), checkpointer.replace_file
+    ranks = [Trainee(str(tmp_path), seed=1, rank=rank, world_size=2) for rank in range(2)]
+
+    def replace_late(path: Path, data: bytes, **options: Any) -> None:
+        if path.name == f"part-{hung}.json":
+            assert answers.wait(PATIENCE_S)
+        replace_file(path, data, **options)
+
+    def save(step: int) -> list[bool]:
+        begun = []
+        for rank in ranks:
+            try:
+                rank.saver.save(step, reason="interval", extra={})
+                begun.append(True)
+            except SaveSkipped:
+                begun.append(False)
+        return begun
+
+    monkeypatch.setattr(checkpointer, "replace_file", replace_late)
+    monkeypatch.setattr(checkpointer, "WAIT_S", 0.1)
+    assert save(1) == [True, True]
+    wait_until(lambda: (tmp_path / "step-00000001.g0.1.tmp" / f"part-{1 - hung}.json").exists())
+    assert save(2)[hung] is False
+    assert save(3) == [False, False] if hung == 0 else save(3)[hung] is False
+    answers.set()
+    for rank in ranks:
+        rank.saver.close()
+    assert save(4) == [True, True]
+    for rank in ranks:
+        rank.saver.close()
+    saved = ranks[0].of(CheckpointSaved)
+    assert [event.step for event in saved] == [1, 4]
+    assert saved[0].skipped == 2
+    assert not ranks[0].of(CheckpointFailed)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_checkpoint_that_is_not_written_at_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wait has an end, also where every touch of the disk hangs; no thread keeps a process."""
+    answers, one = threading.Event(), Trainee(str(tmp_path), seed=1)
+
+    def hang(*_: object, **__: object) -> None:
+        assert answers.wait(PATIENCE_S)
+
+    monkeypatch.setattr(checkpointer.SaveTask, "write", hang)
+    monkeypatch.setattr(busy, "FIRST_S", 0.2)
+    one.save(1)
+    one.saver.close()
+    (failed,) = one.of(CheckpointFailed)
+    assert (failed.step, failed.writing) == (1, 1)
+    assert "still being written" in failed.error
+    assert "there is none" in capsys.readouterr().err
+    with pytest.raises(SaveSkipped):
+        one.saver.save(2, reason="stop", extra={})
+    answers.set()
+    monkeypatch.setattr(busy, "FIRST_S", PATIENCE_S)
+    one.saver.close()
+
+
+def test_place_that_hangs_where_a_state_cannot_be_taken_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, one = threading.Event(), Trainee(str(tmp_path), seed=1)
+
+    def hang(*_: object) -> str:
+        assert answers.wait(PATIENCE_S)
+        return "it hung"
+
+    monkeypatch.setattr(checkpointer.SaveTask, "explain", hang)
+    monkeypatch.setattr(one.model, "state_dict", None)
+    one.save(1)
+    assert not one.of(CheckpointFailed)
+    answers.set()
+    one.saver.close()
+    assert [event.error for event in one.of(CheckpointFailed)] == ["it hung"]

@@ -39,7 +39,7 @@ def diagnose(
     """Say what went wrong: each verdict with culprit and evidence."""
     from perdure.dash.links import render_links
     from perdure.dash.live import describe_late
-    from perdure.dash.text import render_mended, render_skipped
+    from perdure.dash.text import render_hung_saves, render_mended, render_skipped
     from perdure.dash.verdicts import render_aside, render_verdict, render_withheld
     from perdure.telemetry.asides import list_asides
     from perdure.telemetry.links import read_delay_matrix
@@ -73,6 +73,7 @@ def diagnose(
             "withheld": snapshot.withheld,
             "mended": snapshot.mended,
             "skipped": snapshot.skipped,
+            "hung_saves": snapshot.hung_saves,
         }
         document = {"verdicts": verdicts, "fate": outcome, "set_aside": asides}
         print_json(document | {k: v for k, v in more.items() if v})
@@ -96,6 +97,8 @@ def diagnose(
         print("\n" + render_mended(snapshot.mended))
     if snapshot.skipped:
         print("\n" + render_skipped(snapshot.skipped))
+    if snapshot.hung_saves:
+        print("\n" + render_hung_saves(snapshot.hung_saves))
     print("\n" + render_links(read_delay_matrix(entries, found.read_newest().links), 100))
 
 

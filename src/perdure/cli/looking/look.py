@@ -201,7 +201,7 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     """Return a snapshot as text."""
     from perdure.dash.live import describe_late, describe_left, order_metrics, render_count
     from perdure.dash.shape import render_shape
-    from perdure.dash.text import render_mended, render_skipped
+    from perdure.dash.text import render_hung_saves, render_mended, render_skipped
     from perdure.dash.verdicts import describe_verdict, render_withheld
     from perdure.dash.watch import choose_shown_verdicts, holds, render_busy
 
@@ -215,9 +215,10 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     reason = shorten_line(snapshot.reason, REASON_MAX)
     mended = render_mended(snapshot.mended[-1:])
     skipped = render_skipped(snapshot.skipped[-1:])
+    hung = render_hung_saves(snapshot.hung_saves[-1:])
     left = describe_left(snapshot)
     left = f"{left}, by the pace of the last minutes" if left else ""
-    said = (reason, mended, skipped, *render_withheld(snapshot), metrics, left)
+    said = (reason, mended, skipped, hung, *render_withheld(snapshot), metrics, left)
     lines += [line for line in said if line]
     if snapshot.ranks:
         head = ("rank", "node", "pid", "state", "phase", "step", "CPU s", "MB", "collective")

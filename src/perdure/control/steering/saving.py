@@ -48,7 +48,7 @@ def note_checkpoint(
     if world is not None and world.checkpoint_due_s is not None:
         plan_checkpoint(state, now)
     for command in sorted(state.commands.values(), key=lambda c: c.id):
-        if command.kind != "checkpoint" or command.settled.get("at_step") != event.step:
+        if command.kind != "checkpoint" or _find_step(state, command) != event.step:
             continue
         if command.id == _OWN:
             del state.commands[_OWN]
@@ -58,6 +58,17 @@ def note_checkpoint(
         else:
             actions += state.answer(command.id, False, event.error, {"step": event.step})
     return actions
+
+
+def _find_step(state: JobState, command: OpenCommand) -> int | None:
+    """Return the step of a command's checkpoint.
+
+    A save may have failed at once, before the last rank has said that it came to the step.
+    """
+    boundary = state.boundary
+    if boundary is not None and boundary.command == command.id and boundary.move == "commit":
+        return boundary.step
+    return command.settled.get("at_step")
 
 
 def plan_checkpoint(state: JobState, now: float) -> None:

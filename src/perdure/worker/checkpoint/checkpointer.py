@@ -2,6 +2,8 @@
 
 A failed save never harms training: the previous checkpoint stays `latest`, and the failure is an
 event. A rank that dies in between leaves a temporary directory, which the next generation removes.
+Training waits `WAIT_S` at most for a disk that hangs. Later saves are skipped until the disk
+answers. A rank then declines the saves that it has skipped, because other ranks may wait for it.
 
 One save of one rank, in its background thread, goes from the snapshot to the tag (`SaveTask`).
 Ranks meet in files of the checkpoint's temporary directory: `plan-R` what rank R holds, `part-R`
@@ -10,11 +12,13 @@ publishes, tags. Whatever a rank waits for is bounded, and ends when another ran
 """
 
 import contextlib
+import functools
 import os
 import pickle
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +35,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
+from perdure.worker.busy import compute_allowance_s, declare_busy
 from perdure.worker.checkpoint.files import (
     Remote,
     apply_retention,
@@ -55,11 +60,21 @@ from perdure.worker.checkpoint.sharded import (
     write_tensors,
 )
 from perdure.worker.checkpoint.staging import Staging
+from perdure.worker.executor import REPEATED, SaveSkipped
 from perdure.worker.rng import capture_rng, compare_fingerprints, restore_rng, take_fingerprint
 from perdure.worker.stderr import say
 
 TIMEOUT_S = 300.0
+WAIT_S = 30.0
+"""Seconds that a save waits for the one before: a disk may be slow for a while."""
+_QUICK_S = 1.0
+"""Seconds that a wait for a disk may take before it is declared as a busy phase."""
+_LAST = ("stop", "end")
+"""Reasons of saves after which no step is made."""
 _POLL_S = 0.01
+_SKIPPED_MAX = 100
+"""Newest skipped saves that a rank declines; no rank waits for older ones."""
+_DECLINED = "it was still writing an earlier checkpoint"
 _FREE_MIN = 64 << 10
 _PLAN, _PART, _RESULTS = "plan-{}.bin", "part-{}.json", "results-{}.bin"
 """Files of one rank in a checkpoint's temporary directory."""
@@ -67,6 +82,10 @@ _PLAN, _PART, _RESULTS = "plan-{}.bin", "part-{}.json", "results-{}.bin"
 
 class SaveAbandoned(Exception):
     """Raised where another rank has failed, which says so itself."""
+
+
+class PeerLate(PlatformError):
+    """Raised where a rank that lives did not do its share."""
 
 
 class SaveTask:
@@ -91,7 +110,10 @@ class SaveTask:
         self._root, self._remote = root, remote
         self.folder = root / f"{name_checkpoint(step)}.{attempt}{TEMPORARY}"
         self._failed = root / f"{name_checkpoint(step)}.{attempt}.failed{TEMPORARY}"
-        self._step, self._reason = step, reason
+        self.step, self.reason = step, reason
+        self.began = time.monotonic()
+        self.doing = f"it waits for {root}"
+        """What it waits for, in words."""
         self._rank, self._world_size = rank, world_size
         self._allow_pickle = allow_pickle
         self._begun = False
@@ -229,36 +251,39 @@ class SaveTask:
             if path.name not in roster:
                 path.unlink()
         manifest = Manifest(
-            step=self._step,
+            step=self.step,
             world_size=self._world_size,
             files=tuple(files),
             fingerprint=own["fingerprint"],
             metrics=dict(own["extra"].get("metrics", {})),
-            reason=self._reason,
+            reason=self.reason,
         )
-        final = publish(self.folder, self._root, self._step, manifest)
+        final = publish(self.folder, self._root, self.step, manifest)
         if self._remote:
+            self.doing = f"it waits for {self._remote.show(final)}"
             self._remote.upload(final, manifest)
         tag_latest(self._root, final)
         failpoint("checkpoint/tagged")
-        remove_temporaries(self._root, self._step)  # Of attempts that failed: all are past them.
+        remove_temporaries(self._root, self.step)  # Of attempts that failed: all are past them.
         return manifest
 
     def _wait(self, path: Path, rank: int) -> Path:
         """Wait for a file of `rank`; end when this checkpoint cannot be any more."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline, before = time.monotonic() + TIMEOUT_S, self.doing
         while not path.exists():
+            self.doing = f"it waits for the share of rank {rank} in {self._root}"
             if self._rank != 0 and self._abandoned:
                 raise SaveAbandoned
             part = self.folder / _PART.format(rank)
             if part.exists():
                 self._read_part(part)
             if time.monotonic() > deadline:
-                raise PlatformError(
+                raise PeerLate(
                     f"rank {rank} did not finish its share in {TIMEOUT_S:.0f} s",
                     hint=f"do all nodes see {self._root}? [checkpoint] url",
                 )
             time.sleep(_POLL_S)
+        self.doing = before
         return path
 
     def _read_part(self, path: Path) -> Part:
@@ -266,7 +291,8 @@ class SaveTask:
         if part.error and self._rank != 0:
             raise SaveAbandoned
         if part.error:
-            raise PlatformError(f"rank {part.rank}: {part.error}")
+            kind = PeerLate if part.error == _DECLINED else PlatformError
+            raise kind(f"rank {part.rank}: {part.error}")
         return part
 
 
@@ -310,7 +336,17 @@ class Checkpointer:
         self._registry = registry or Registry(rank, world_size)
         self._staging = Staging()
         self._cache = SavePlanCache(rank)
-        self._writer: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._writing: SaveTask | None = None
+        """What the writing thread is at."""
+        self._skipped: deque[SaveTask] = deque(maxlen=_SKIPPED_MAX)
+        """Saves that were not begun meanwhile, which that thread declines at its end."""
+        self._num_skipped = 0
+        """Saves that were not begun since the last one was written."""
+        self._told = False
+        """The disk was said to hang, and nothing was written since."""
+        self._written, self._longest_s = 0, 0.0
+        """Step of the newest checkpoint, 0 for none; seconds that the slowest save took."""
         self._attempts = 0
         self._found: _Found | None = None
         self.gate_s = 0.0
@@ -335,21 +371,73 @@ class Checkpointer:
         self.gate_s += self._staging.enter_replay()
 
     def close(self) -> None:
-        """Wait until what was begun is written (or has failed)."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        """Wait until what was begun is written, has failed, or has hung for too long."""
+        task = self._wait_for_writer(last=True)
+        if task is None:
+            return
+        newest = f"the newest one is of step {self._written}" if self._written else "there is none"
+        text = f"{self._describe(task)}; training has ended, and {newest}"
+        if self._rank == 0:
+            self._tell_failed(task, text, writing=task.step)
+
+    def _wait_for_writer(self, *, last: bool) -> SaveTask | None:
+        """Wait for what is being written; return it if it takes too long.
+
+        The `last` one is worth as long a wait as an evaluation would get. No other wait is longer
+        than `WAIT_S`, and a disk that is known to hang is not waited for.
+        """
+        with self._changed:
+            task = self._writing
+        if task is None:
+            return None
+        most_s = WAIT_S if not self._told else 0.0
+        if last:
+            age_s = time.monotonic() - task.began
+            most_s = compute_allowance_s(self._longest_s) - age_s
+        if self._is_idle(min(most_s, _QUICK_S)):
+            return None
+        if most_s <= _QUICK_S:
+            return task
+        with declare_busy("checkpoint", at_most_s=most_s + _QUICK_S):
+            if self._is_idle(min(most_s, WAIT_S)):
+                return None
+            if most_s > WAIT_S and self._rank == 0:
+                say(f"{self._describe(task)}; perdure waits {most_s:.0f} s for it at most")
+            return None if self._is_idle(most_s - WAIT_S) else task
+
+    def _is_idle(self, wait_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._writing is None, max(0.0, wait_s))
+
+    def _describe(self, task: SaveTask) -> str:
+        age_s = time.monotonic() - task.began
+        return (
+            f"the last checkpoint, of step {task.step}, is still being written "
+            f"since {age_s:.0f} s: {task.doing}"
+        )
+
+    def _skip(self, task: SaveTask, writing: SaveTask) -> bool:
+        """Leave `task` to the writing thread, to be declined; False if that thread has ended."""
+        with self._changed:
+            if self._writing is not writing:
+                return False
+            if self._world_size > 1:
+                self._skipped.append(task)
+            self._num_skipped += 1
+            return True
 
     # --- saving ------------------------------------------------------------------------------
 
     def save(self, step: int, *, reason: str, extra: dict[str, Any]) -> float:
         """Take a snapshot of `step` and begin to write it; return the seconds it stalled.
 
-        A save that is still being written is waited for first. All ranks call it at the same step.
+        A save that is still being written is waited for first, a while. All ranks call it at the
+        same step.
+
+        Raises:
+            SaveSkipped: the one before is still being written.
         """
         began = time.monotonic()
-        self.close()
-        self._staging.wait()
         self._attempts += 1
         task = SaveTask(
             root=self._root,
@@ -361,6 +449,12 @@ class Checkpointer:
             reason=reason,
             allow_pickle=self._config.allow_pickle,
         )
+        writing = self._wait_for_writer(last=reason in _LAST)
+        if writing is not None and self._skip(task, writing):
+            again, self._told = self._told, True
+            raise SaveSkipped(self._describe(writing), writing=writing.step, again=again)
+        self._staging.wait()
+        task.began = time.monotonic()
         try:
             own = self._staging.copy_own(
                 {
@@ -373,33 +467,47 @@ class Checkpointer:
             live = self._registry.tensors()
             tensors = self._staging.begin(live, self._registry.gated(live))
         except Exception as error:  # The script's own state_dict() among others.
-            self._fail(task, step, error)
+            self._start(task, functools.partial(self._fail, task, error))
             return time.monotonic() - began
         stall_s = time.monotonic() - began
-        self._writer = threading.Thread(
-            target=self._write,
-            args=(task, step, tensors, own, reason, stall_s, began),
-            name="perdure-checkpoint",
-            daemon=True,
-        )
-        self._writer.start()
+        self._start(task, functools.partial(self._write, task, tensors, own, stall_s))
         return stall_s
 
+    def _start(self, task: SaveTask, write: Callable[[], object]) -> None:
+        """Call `write` in a thread of its own: any touch of a disk may take for ever."""
+
+        def run() -> None:
+            skipped: SaveTask | None = task
+            try:
+                write()
+            finally:
+                while skipped is not None:
+                    with self._changed:
+                        skipped = self._skipped.popleft() if self._skipped else None
+                        if skipped is None:
+                            self._writing = None
+                            self._changed.notify_all()
+                    if skipped is not None:
+                        skipped.fail(_DECLINED)
+
+        self._writing = task
+        threading.Thread(target=run, name="perdure-checkpoint", daemon=True).start()
+
     def _write(
-        self,
-        task: SaveTask,
-        step: int,
-        tensors: dict[str, Tensor],
-        own: dict[str, Any],
-        reason: str,
-        stall_s: float,
-        began: float,
+        self, task: SaveTask, tensors: dict[str, Tensor], own: dict[str, Any], stall_s: float
     ) -> None:
-        gate_s = self.gate_s
+        gate_s, step = self.gate_s, task.step
         try:
             manifest = task.write(self._staging, self._cache, tensors, own)
+            save_s = time.monotonic() - task.began
+            told, self._told = self._told, False
+            if not told:
+                self._longest_s = max(self._longest_s, save_s)
             if manifest is None:
                 return
+            if told:
+                say(f"checkpoints are written again: that of step {step} took {save_s:.0f} s")
+            self._written = step
             final = self._root / name_checkpoint(step)
             self._emit(
                 CheckpointSaved(
@@ -408,9 +516,10 @@ class Checkpointer:
                     path=self._remote.show(final) if self._remote else str(final),
                     bytes=sum(entry.bytes for entry in manifest.files),
                     stall_s=stall_s + self.gate_s - gate_s,
-                    save_s=time.monotonic() - began,
+                    save_s=save_s,
                     at_s=self._now(),
-                    reason=reason,
+                    reason=task.reason,
+                    skipped=self._take_num_skipped(),
                 )
             )
             failpoint("checkpoint/surplus")
@@ -420,16 +529,37 @@ class Checkpointer:
         except SaveAbandoned:
             task.fail("another rank failed")
         except BaseException as error:
-            self._fail(task, step, error)
+            self._fail(task, error)
 
-    def _fail(self, task: SaveTask, step: int, error: BaseException) -> None:
-        """Say that this save came to nothing; the previous one stays what it was."""
+    def _take_num_skipped(self) -> int:
+        with self._changed:
+            skipped, self._num_skipped = self._num_skipped, 0
+            return skipped
+
+    def _fail(self, task: SaveTask, error: BaseException) -> None:
+        """Say that this save came to nothing; the previous one stays what it was.
+
+        A rank that does not write its share is told of once, as is a disk that hangs.
+        """
         text = task.explain(error)
         if not task.fail(text):
             return
-        say(f"checkpoint of step {step} failed: {text}")
+        if isinstance(error, PeerLate):
+            again, self._told = self._told, True
+            if again and task.reason in REPEATED:
+                return
+        self._tell_failed(task, text)
+
+    def _tell_failed(self, task: SaveTask, error: str, *, writing: int = -1) -> None:
+        say(f"checkpoint of step {task.step} failed: {error}")
         self._emit(
-            CheckpointFailed(generation=self._generation, step=step, error=text, at_s=self._now())
+            CheckpointFailed(
+                generation=self._generation,
+                step=task.step,
+                error=error,
+                at_s=self._now(),
+                writing=writing,
+            )
         )
 
     # --- restoring ---------------------------------------------------------------------------
@@ -456,7 +586,7 @@ class Checkpointer:
             ConfigError: the checkpoint is whole but does not fit what was registered.
         """
         step, folder, skipped, own = self._found or self._choose()
-        self._found = None
+        self._found, self._written = None, step
         why: list[str] = []
         if folder is not None:
             failpoint("checkpoint/restore")

@@ -37,7 +37,7 @@ from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken, Group, read_keys
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state import State
-from perdure.worker.executor import Depth, Executor
+from perdure.worker.executor import Depth, Executor, SaveSkipped
 from perdure.worker.progress import Progress
 from perdure.worker.settings import (
     declare_own_keys,
@@ -124,9 +124,13 @@ class Saving:
         if not self._wanted or self._saved[0] == applied or (self._state.whole and not self._mine):
             return
         self._saver = self._saver or self._open(0, 1)
+        before, self._saved = self._saved[0], (applied, time.monotonic())
         if self._mine:
-            self._saver.save(applied, reason=reason, extra=extra)
-        self._saved = (applied, time.monotonic())
+            try:
+                self._saver.save(applied, reason=reason, extra=extra)
+            except SaveSkipped:
+                self._saved = (before, time.monotonic())
+                raise
 
     def close(self) -> None:
         """Wait until what was begun is written."""
@@ -291,9 +295,7 @@ class Steering(Depth):
 
     def _save(self, applied: int, group: Group, reason: str) -> None:
         self._group = group
-        error = self.executor.save(applied, reason)
-        if error:
-            say(f"checkpoint of step {applied}: {error}")
+        self.executor.save(applied, reason)
 
     def save(self, step: int, reason: str) -> None:
         """Begin a checkpoint, if that is ours to do."""

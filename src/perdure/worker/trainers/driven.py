@@ -7,16 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from perdure.model.errors import ConfigError
-from perdure.worker.busy import declare_busy
+from perdure.worker.busy import compute_allowance_s, declare_busy
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng
 from perdure.worker.run import Run
 
-FIRST_S = 3600.0
-"""At most so long is the first evaluation, or save, of which nothing is known."""
-LEAST_S = 600.0
-LONGER = 10.0
-"""Later ones are at most so many times as long as the longest so far, and `LEAST_S` at least."""
 _DEPTH_MAX = 4
 """Of a batch of batches."""
 
@@ -52,8 +47,7 @@ class Driven:
         @functools.wraps(original)
         def call(*args: Any, **options: Any) -> Any:
             longest_s = self._longest_s.get(name, 0.0)
-            limit_s = min(FIRST_S * 24, max(LEAST_S, LONGER * longest_s)) if longest_s else FIRST_S
-            with declare_busy(name, at_most_s=limit_s):
+            with declare_busy(name, at_most_s=compute_allowance_s(longest_s)):
                 began_s = time.monotonic()
                 result = original(*args, **options)
                 self._longest_s[name] = max(longest_s, time.monotonic() - began_s)
