@@ -2,6 +2,7 @@
 
 from perdure.control.agreement.boundary import (
     answer_boundary,
+    ask_again,
     close_boundary,
     commit_boundary,
     reach_boundary,
@@ -75,6 +76,10 @@ def note_progress(
 
 def reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
     """Remember an agreement that all ranks carried out, for the command behind its step."""
+    boundary = state.boundary
+    drains = boundary is not None and boundary.kind == "drain"  # Its move is taken back.
+    if event.dropped and not drains:
+        return ask_again(state, now, event)
     done = reach_boundary(state, event)
     held = note_held(state, now, event, done)
     held += [*reach_change(state, event), *reach_pause(state, event)]

@@ -594,6 +594,8 @@ class BoundaryReached(NamedEvent, frozen=True, kw_only=True):
     step: int
     at_s: float
     error: str = ""
+    dropped: bool = False
+    """All ranks have dropped it, because no decision had reached any of them for long."""
 
 
 class RanksAgreed(NamedEvent, frozen=True, kw_only=True):

@@ -214,7 +214,7 @@ class SendBoundary(RankOrder, frozen=True, kw_only=True):
 
     @property
     def sent_max(self) -> int:
-        """Return how often it is worth saying: a prepared rank waits for 30 s."""
+        """Return how often it is worth saying: ranks drop it after 30 s without a word."""
         return 30 if self.move == "abort" else 600
 
     def list_done(self, event: AnyEvent) -> tuple[int, ...]:

@@ -4,11 +4,15 @@ The control thread prepares and decides, the training thread arrives; one lock l
 them. A rank acknowledges only while fewer than S steps are committed, and then does not pass S
 without a decision: that gate, and nothing else, is what keeps ranks from acting at different
 steps. The training thread pays one comparison of integers at a boundary where nothing is open.
+
+If the control plane is away, the ranks settle among themselves what is open (`worker.cells`): a
+commit that has reached one of them holds for all. After `DROP_S` without any, all of them drop it.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import msgspec
@@ -17,9 +21,12 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import RESUMED, Change
+from perdure.worker.cells import Cells, NoCells
 
 NEVER = 1 << 62
-WAIT_S_MAX = 30.0
+DROP_S = 30.0
+"""Seconds without a decision after which ranks that wait for it drop what was to be decided."""
+ORPHAN_S = 1800.0
 ASK_FIRST_S = 0.25
 ASK_EVERY_S = 1.0
 _HOLDS = ("pause", "drain")
@@ -45,7 +52,7 @@ class Agreed(msgspec.Struct, frozen=True):
 
 class _Open(msgspec.Struct):
     agreed: Agreed
-    decision: Literal["", "commit", "abort"] = ""
+    decision: Literal["", "commit", "abort", "drop"] = ""
 
 
 class BoundaryGate:
@@ -61,12 +68,17 @@ class BoundaryGate:
         now: Callable[[], float] = time.monotonic,
         plans: tuple[str, ...] = PLANS,
         interrupted: Callable[[], bool] = lambda: False,
+        cells: Cells | None = None,
+        orphan_s: float = ORPHAN_S,
+        excuse: Callable[[float], AbstractContextManager[None]] = lambda most_s: nullcontext(),
     ) -> None:
         """Answer through `emit`; ask about a missing decision through `ask`.
 
-        `check` returns why a change cannot be made here; `now` is job time. Of a decision about
-        one of `plans` the rank says that it has heard it. Where `interrupted` becomes true (say
-        so by `wake`) the training thread leaves whatever it waits for.
+        Ranks settle by `cells` what perdure does not decide. Without cells they wait for it, for
+        `orphan_s`. `excuse` declares a wait of at most so many seconds. `check` returns why a
+        change cannot be made here; `now` is job time. Of a decision about one of `plans` the rank
+        says that it has heard it. Where `interrupted` becomes true (say so by `wake`) the training
+        thread leaves whatever it waits for.
         """
         self._plans = plans
         self._rank = rank
@@ -75,6 +87,8 @@ class BoundaryGate:
         self._check = check
         self._now = now
         self._interrupted = interrupted
+        self._cells = cells or NoCells()
+        self._orphan_s, self._excuse = orphan_s, excuse
         self._changed = threading.Condition()
         self._open: dict[str, _Open] = {}
         self._answers: dict[str, BoundaryAnswered] = {}
@@ -90,19 +104,23 @@ class BoundaryGate:
         """The earliest step at which the training thread has to call `arrive`."""
 
     def handle(self, order: SendBoundary | ResumeRanks) -> None:
-        """Take one move of the agreement. Called by the control thread; never waits."""
+        """Take one move of the agreement. The control thread calls it; it waits for a cell only."""
         if isinstance(order, ResumeRanks):
             self._resume(order.id)
+            self._cells.settle(order.id + RESUMED, "commit")
             return
-        answer: BoundaryAnswered | None = None
+        answer: BoundaryAnswered | BoundaryReached | None = None
+        move = self._settle(order)
         with self._changed:
             if order.move == "prepare":
                 answer = self._prepare(order)
             else:
                 entry = self._open.get(order.id)
                 if entry is not None and not entry.decision:
-                    entry.decision = order.move
-                    if order.move == "abort" or order.id in self._resumed:
+                    entry.decision = move
+                    if move == "drop":
+                        answer = self._drop(entry)
+                    elif move == "abort" or order.id in self._resumed:
                         self._remove(order.id)
                     elif order.kind in self._plans:
                         answer = BoundaryAnswered(
@@ -112,6 +130,36 @@ class BoundaryGate:
                 self._changed.notify_all()
         if answer is not None:
             self._emit(answer)
+
+    def _settle(self, order: SendBoundary) -> Literal["", "commit", "abort", "drop"]:
+        """Make a decision that was heard hold for all ranks; return what holds.
+
+        If no cell answers, what perdure says counts.
+        """
+        if order.move == "prepare":
+            return ""
+        with self._changed:
+            entry = self._open.get(order.id)
+            known = entry is None or bool(entry.decision)
+        if known:
+            return order.move
+        if order.move == "abort":
+            self._cells.settle(order.id, "drop")
+            return "abort"
+        return self._cells.settle(order.id, "commit") or "commit"
+
+    def _drop(self, entry: _Open) -> BoundaryReached:
+        """Forget what the ranks have dropped; return what is to be told of it."""
+        agreed = entry.agreed
+        why = f"perdure was away: the ranks have dropped it at step {agreed.step}"
+        self._remove(agreed.id)
+        self._answers[agreed.id] = BoundaryAnswered(
+            id=agreed.id, rank=self._rank, ok=False, step=self.committed, reason=why
+        )
+        return BoundaryReached(
+            id=agreed.id, rank=self._rank, step=self.committed, at_s=self._now(), error=why,
+            dropped=True,
+        )  # fmt: skip
 
     def _resume(self, id_: str) -> None:
         """End a wait, or one that is yet to come, and say so once.
@@ -171,15 +219,18 @@ class BoundaryGate:
         """Return what was agreed for the step `committed`, waiting for open decisions.
 
         Raises:
-            ProtocolError: no decision came within 30 s.
+            ProtocolError: the ranks have no store in common, and no decision came for `orphan_s`.
             Interrupted: it has to leave; it comes again.
         """
         due = []
         with self._changed:
             entries = [e for e in self._open.values() if e.agreed.step <= committed]
+        for entry in entries:
+            self._wait(entry)
+        with self._changed:
             for entry in entries:
-                self._wait(entry)
-            for entry in entries:
+                if entry.decision == "drop" and entry.agreed.id in self._open:
+                    self._emit(self._drop(entry))
                 self._remove(entry.agreed.id)
                 if entry.decision == "commit" and entry.agreed.step < committed:
                     self.missed.append(entry.agreed)
@@ -199,17 +250,22 @@ class BoundaryGate:
             Interrupted: it has to leave; it comes again.
         """
         ask_s = ASK_FIRST_S
-        with self._changed:
-            while not self._changed.wait_for(
-                lambda: self._interrupted() or not self.holds or committed >= self.next_step,
-                timeout=ask_s,
-            ):
-                for id_ in list(self.holds):
-                    self._ask(id_)
-                account()
-                ask_s = ASK_EVERY_S
-            if self._interrupted():
-                raise Interrupted
+        while True:
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._interrupted() or not self.holds or committed >= self.next_step,
+                    timeout=ask_s,
+                ):
+                    break
+                holds = list(self.holds)
+            for id_ in holds:
+                self._ask(id_)
+                if self._cells.read(id_ + RESUMED):
+                    self._resume(id_)
+            account()
+            ask_s = ASK_EVERY_S
+        if self._interrupted():
+            raise Interrupted
         return self.arrive(committed) if committed >= self.next_step else []
 
     def close(self, why: str) -> list[Agreed]:
@@ -260,22 +316,37 @@ class BoundaryGate:
         )
 
     def _wait(self, entry: _Open) -> None:
+        if self._is_decided(entry, ASK_FIRST_S):
+            return
         began = time.monotonic()
-        ask_s = ASK_FIRST_S
-        while not entry.decision:
-            if self._changed.wait_for(lambda: entry.decision or self._interrupted(), timeout=ask_s):
-                if entry.decision:
+        with self._excuse(self._orphan_s + DROP_S):
+            while True:
+                self._ask(entry.agreed.id)
+                self._look(entry, time.monotonic() - began)
+                if self._is_decided(entry, ASK_EVERY_S):
                     return
+
+    def _is_decided(self, entry: _Open, wait_s: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: entry.decision or self._interrupted(), timeout=wait_s)
+            if not entry.decision and self._interrupted():
                 raise Interrupted
-            waited = time.monotonic() - began
-            if waited >= WAIT_S_MAX:
-                raise ProtocolError(
-                    f"no decision on {entry.agreed.kind} {entry.agreed.id} at step "
-                    f"{entry.agreed.step} within {waited:.0f} s",
-                    hint="perdure's controller or agent is gone: see `perdure ps`",
-                )
-            self._ask(entry.agreed.id)
-            ask_s = ASK_EVERY_S
+            return bool(entry.decision)
+
+    def _look(self, entry: _Open, waited_s: float) -> None:
+        """Look at what other ranks have heard; drop it with them if that is nothing."""
+        id_ = entry.agreed.id
+        fate = self._cells.read(id_)
+        if not fate and waited_s >= DROP_S:
+            fate = self._cells.settle(id_, "drop")
+        with self._changed:
+            entry.decision = entry.decision or fate
+        if not fate and waited_s >= self._orphan_s:
+            raise ProtocolError(
+                f"no decision on {entry.agreed.kind} {id_} at step "
+                f"{entry.agreed.step} within {waited_s:.0f} s",
+                hint="perdure's controller or agent is gone: see `perdure ps`",
+            )
 
     def _remove(self, boundary_id: str) -> None:
         self._open.pop(boundary_id, None)

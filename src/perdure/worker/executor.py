@@ -26,7 +26,9 @@ from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import AnyEvent, BoundaryReached, CheckpointFailed, KeysDeclared
 from perdure.model.signals.progress import Phase
 from perdure.model.steering import Change
-from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
+from perdure.worker.boundary import ORPHAN_S, PLANS, Agreed, BoundaryGate
+from perdure.worker.busy import declare_busy
+from perdure.worker.cells import Cells
 from perdure.worker.config import Config
 from perdure.worker.control import Control
 from perdure.worker.progress import Spent
@@ -145,10 +147,12 @@ class Executor:
         line: Control | None = None,
         plans: tuple[str, ...] = PLANS,
         interrupted: Callable[[], bool] = lambda: False,
+        cells: Cells | None = None,
+        orphan_s: float = ORPHAN_S,
     ) -> None:
         """Answer as `rank` through `emit`; ask, and pass on signals, through `line`.
 
-        For `plans` and `interrupted` see `BoundaryGate`.
+        For `plans` and what follows see `BoundaryGate`.
         """
         self._depth = depth
         self._rank, self._generation = rank, generation
@@ -161,6 +165,9 @@ class Executor:
             now=now,
             plans=plans,
             interrupted=interrupted,
+            cells=cells,
+            orphan_s=orphan_s,
+            excuse=lambda most_s: declare_busy("decision", at_most_s=most_s),
         )
         self._signals = SignalForwarding(line.signal) if line is not None else None
         self._due: list[Agreed] = []

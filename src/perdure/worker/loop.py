@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.worker.attach import Attachment
+from perdure.worker.cells import open_cells
 from perdure.worker.config import Config
 from perdure.worker.executor import Depth, Executor
 from perdure.worker.metrics import MetricsBuffer
 from perdure.worker.progress import Progress
-from perdure.worker.settings import plan_steering, read_steering
+from perdure.worker.settings import plan_steering, read_spec, read_steering
 
 if TYPE_CHECKING:  # It imports torch.
     from perdure.worker.checkpoint import Checkpointer
@@ -38,6 +39,8 @@ class StepLoop(Depth):
             emit=attachment.emit,
             now=attachment.now,
             line=attachment.control,
+            cells=open_cells(),
+            orphan_s=read_spec().bus.orphan_s,
         )
         self._gate = self._executor.gate
         attachment.obey(self._gate.handle, SendBoundary, ResumeRanks)

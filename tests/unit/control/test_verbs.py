@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from tests.unit.control.driver import Driver, one, started
 from tests.unit.control.test_placement import start
 
@@ -19,12 +20,14 @@ from perdure.model.events import (
     GenerationStepping,
     GenerationStopped,
     JobSubmitted,
+    KeysDeclared,
     NodeCordoned,
     NodeLost,
     NodeRestored,
     ProgressNoted,
     RankJoined,
     RanksStarted,
+    SettingsChanged,
     StoreReady,
     TimerFired,
 )
@@ -35,10 +38,12 @@ from perdure.model.orders import (
     CordonNode,
     InjectFault,
     NoteDraining,
+    RecordEvent,
     RestoreNode,
     ResumeRanks,
     SendBoundary,
 )
+from perdure.model.steering import KeySpec
 
 
 def ask(driver: Driver, kind: str, *targets: str, id_: str = "", **args: Any) -> list[AnyAction]:
@@ -442,3 +447,59 @@ def test_a_checkpoint_that_fails_before_all_ranks_are_heard_is_answered() -> Non
     answer = one(driver.do(failed), AnswerCommand)
     assert not answer.ok
     assert "it hangs" in answer.reason
+
+
+def drop(driver: Driver, sent: SendBoundary) -> list[AnyAction]:
+    """Have all ranks say that they have dropped what was asked; return what follows."""
+    actions: list[AnyAction] = []
+    for rank in driver.controller.state.ranks:
+        reached = BoundaryReached(
+            id=sent.id, rank=rank, step=sent.step, at_s=driver.now, error="away", dropped=True
+        )
+        actions += driver.do(reached)
+    return actions
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "stop", "pause"])
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_all_ranks_have_dropped_is_asked_again(kind: str, committed: bool) -> None:
+    """Also after a commit, which reached none of them: no controller may rely on it."""
+    driver = start()
+    sent = one(ask(driver, kind), SendBoundary)
+    if committed:
+        agree(driver, sent)
+    actions = drop(driver, sent)
+    again = [a for a in actions if isinstance(a, SendBoundary) and a.move == "prepare"]
+    (later,) = again
+    assert later.id != sent.id
+    assert later.step > sent.step
+    assert driver.controller.state.steering.pause is None
+    agree(driver, later)
+    assert driver.controller.state.boundary is None or (
+        driver.controller.state.boundary.move == "commit"
+    )
+
+
+def test_a_committed_change_that_all_ranks_have_dropped_is_taken_back() -> None:
+    driver = start()
+    spec = KeySpec(name="lr", type="float", default=0.5)
+    generation = driver.controller.state.generation
+    driver.do(KeysDeclared(generation=generation, keys=(spec,)))
+    sent = one(ask(driver, "set", changes={"lr": 0.1}), SendBoundary)
+    agree(driver, sent)
+    steering = driver.controller.state.steering
+    assert [change.values for change in steering.changes] == [{"lr": 0.1}]
+    actions = drop(driver, sent)
+    assert not steering.changes
+    assert not steering.open
+    (noted,) = [
+        a.event.change
+        for a in actions
+        if isinstance(a, RecordEvent) and isinstance(a.event, SettingsChanged)
+    ]
+    assert (noted.values, noted.undoes) == ({"lr": 0.5}, 1)
+    (later,) = [a for a in actions if isinstance(a, SendBoundary) and a.move == "prepare"]
+    agree(driver, later)
+    (change,) = steering.changes
+    assert (change.values, change.step) == ({"lr": 0.1}, later.step)
+    assert change.epoch > noted.epoch

@@ -35,11 +35,12 @@ from perdure.control.agreement.changes import (
     answer_early,
     close_changes,
     commit_open,
+    drop_change,
     note_high,
     plan_change,
     refuse_change,
 )
-from perdure.control.agreement.pauses import commit_pause
+from perdure.control.agreement.pauses import commit_pause, drop_pause
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
 from perdure.control.promises import ANSWER_TIMEOUT_S, TRIES_MAX, OpenBoundary
@@ -230,6 +231,25 @@ def send_boundary_again(state: JobState, reason: str) -> list[AnyAction]:
     if state.boundary is not None:
         return send_boundary(state, reason)
     return [last for last in state.aborted if state.find_world(last.generation) is not None]
+
+
+def ask_again(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
+    """Begin a later try of what all ranks have dropped, also after a commit that reached none.
+
+    What the ranks did is the truth: a commit that they have dropped is taken back.
+    """
+    actions = [*drop_change(state, event), *drop_pause(state, now, event)]
+    boundary = state.boundary
+    if boundary is None or not boundary.is_meant(event.id):
+        return actions
+    boundary.move = "prepare"
+    boundary.reached.clear()
+    boundary.planned.clear()
+    command = state.commands.get(boundary.command)
+    if command is not None:
+        command.settled.pop("at_step", None)
+    state.step = max(state.step, event.step)
+    return actions + retry_boundary(state, now, event.error)
 
 
 def reach_boundary(state: JobState, event: BoundaryReached) -> OpenBoundary | None:

@@ -121,6 +121,27 @@ def commit_open(state: JobState, boundary: OpenBoundary) -> list[AnyAction]:
     return commit_change(state, change)
 
 
+def drop_change(state: JobState, event: BoundaryReached) -> list[AnyAction]:
+    """Take back a change that all ranks have dropped, so that no later world makes it."""
+    steering = state.steering
+    found = next((o for o in steering.open if o.boundary == event.id), None)
+    if found is None:
+        return []
+    change = found.change
+    steering.open.remove(found)
+    steering.changes = [one for one in steering.changes if one.epoch != change.epoch]
+    steering.settings_epoch += 1
+    back = msgspec.structs.replace(
+        change,
+        epoch=steering.settings_epoch,
+        values=change.before,
+        before=change.values,
+        undoes=change.epoch,
+        why=event.error,
+    )
+    return [RecordEvent(event=SettingsChanged(change=back), reason=event.error)]
+
+
 def refuse_change(state: JobState, command: str, rank: int, why: str) -> list[AnyAction]:
     """Refuse a change that one rank cannot make: then none makes it."""
     result = {"rank": rank}

@@ -41,6 +41,16 @@ def reach_pause(state: JobState, event: BoundaryReached) -> list[AnyAction]:
     return answer_pause(state)
 
 
+def drop_pause(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
+    """Take back a pause that all ranks have dropped: they train on."""
+    pause = state.steering.pause
+    if pause is None or event.id != pause.id:
+        return []
+    state.steering.pause = None
+    over = JobResumed(id=pause.id, step=event.step, at_s=now, who="")
+    return [RecordEvent(event=over, reason=event.error)]
+
+
 def hold_all(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Hold all replica groups at the lighthouse, before their next step.
 

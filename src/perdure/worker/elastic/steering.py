@@ -32,6 +32,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import KeySpec
 from perdure.worker.boundary import Interrupted
+from perdure.worker.cells import open_cells
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken, Group, read_keys
@@ -172,6 +173,8 @@ class Steering(Depth):
             now=membership.now,
             line=attachment.control,
             interrupted=membership.overtaken,
+            cells=open_cells(),
+            orphan_s=read_spec().bus.orphan_s,
         )
         self._gate = self.executor.gate
         self._lock = threading.Lock()

@@ -1,0 +1,105 @@
+"""Where the ranks of a generation settle an agreement if perdure's control plane is away.
+
+Each agreement has one cell, and the first write to it holds for all ranks. A rank that hears a
+commit writes `commit`. A rank that has heard nothing for long writes `drop`. So all ranks apply,
+or all ranks drop, whichever of them the decision has reached. The cells are keys of the
+generation's TCPStore, which lives on node 0 and needs neither bus, agent, nor controller.
+"""
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+Fate = Literal["", "commit", "drop"]
+_TIMEOUT_S = 5.0
+_PREFIX = "perdure/agreed/"
+
+
+class Cells(Protocol):
+    """One cell for each agreement."""
+
+    def settle(self, id_: str, fate: Fate) -> Fate:
+        """Write `fate`, unless the cell has one; return which it has, empty if nobody can say."""
+        ...
+
+    def read(self, id_: str) -> Fate:
+        """Return the fate of an agreement; empty for none so far."""
+        ...
+
+
+class OwnCells:
+    """The cells of a rank that is alone."""
+
+    def __init__(self) -> None:
+        """Begin with empty cells."""
+        self._fates: dict[str, Fate] = {}
+
+    def settle(self, id_: str, fate: Fate) -> Fate:
+        """Write `fate`, unless the cell has one; return which it has."""
+        return self._fates.setdefault(id_, fate)
+
+    def read(self, id_: str) -> Fate:
+        """Return the fate of an agreement; empty for none so far."""
+        return self._fates.get(id_, "")
+
+
+class NoCells:
+    """In the place of cells, where ranks have no store in common: nobody can drop anything."""
+
+    def settle(self, id_: str, fate: Fate) -> Fate:
+        """Return that nobody can say."""
+        return ""
+
+    def read(self, id_: str) -> Fate:
+        """Return that nobody can say."""
+        return ""
+
+
+class StoreCells:
+    """Keys of the TCPStore at `host`:`port`. A store that does not answer is asked again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Connect at the first use."""
+        self._host, self._port = host, port
+        self._lock = threading.Lock()
+        self._store: Any = None
+
+    def settle(self, id_: str, fate: Fate) -> Fate:
+        """Write `fate`, unless the cell has one; return which it has."""
+        return self._ask(lambda store: store.compare_set(_PREFIX + id_, "", fate))
+
+    def read(self, id_: str) -> Fate:
+        """Return the fate of an agreement; empty for none so far."""
+        key = _PREFIX + id_
+        return self._ask(lambda store: store.get(key) if store.check([key]) else b"")
+
+    def _ask(self, question: Any) -> Fate:
+        with self._lock:
+            try:
+                self._store = self._store or self._connect()
+                found: Fate = question(self._store).decode()
+            except (OSError, RuntimeError):  # It ends with node 0, or with its generation.
+                self._store = None
+                return ""
+            return found
+
+    def _connect(self) -> Any:
+        import torch.distributed
+
+        # TCPStore itself would go on trying for its whole time-out.
+        socket.create_connection((self._host, self._port), timeout=_TIMEOUT_S).close()
+        make: Any = vars(torch.distributed)["TCPStore"]
+        timeout = timedelta(seconds=_TIMEOUT_S)
+        return make(
+            self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+
+
+def open_cells() -> Cells:
+    """Return the cells of this rank's generation, whose store perdure serves."""
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("MASTER_PORT", "").isdigit():
+        return StoreCells(env.get("MASTER_ADDR", "127.0.0.1"), int(env["MASTER_PORT"]))
+    return OwnCells() if env.get("WORLD_SIZE", "1") == "1" else NoCells()

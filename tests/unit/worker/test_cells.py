@@ -1,0 +1,55 @@
+"""The cells in a real store: the first write holds, and a store that is gone says nothing."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from tests.waiting import PATIENCE_S
+
+torch_dist = pytest.importorskip("torch.distributed")
+
+from perdure.worker.cells import NoCells, OwnCells, StoreCells, open_cells  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def serve():
+    return torch_dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+
+
+def test_the_first_write_holds_for_all_ranks():
+    store = serve()
+    ranks = [StoreCells("127.0.0.1", store.port) for _ in range(4)]
+    fates = ["commit", "drop", "drop", "commit"]
+    for number in range(20):
+        assert ranks[0].read(f"b{number}") == ""
+        with ThreadPoolExecutor(4) as pool:
+            told = pool.map(
+                lambda rank, fate, id_=f"b{number}": rank.settle(id_, fate),
+                ranks, fates, timeout=PATIENCE_S,
+            )  # fmt: skip
+            (settled,) = set(told)
+        assert settled in ("commit", "drop")
+        assert {rank.read(f"b{number}") for rank in ranks} == {settled}
+
+
+def test_a_store_that_is_gone_says_nothing():
+    store = serve()
+    cells = StoreCells("127.0.0.1", store.port)
+    assert cells.settle("b1", "commit") == "commit"
+    del store
+    assert cells.read("b1") == ""
+    assert cells.settle("b2", "drop") == ""
+
+
+def test_only_the_store_that_perdure_serves_is_used(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert isinstance(open_cells(), OwnCells)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert isinstance(open_cells(), NoCells)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert isinstance(open_cells(), StoreCells)
