@@ -101,3 +101,49 @@ def test_a_file_system_that_becomes_read_only_ends_no_job(
         assert job.wait() == 128 + 15, job.text()
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Write until not a byte more fits."""
+    for size in (1 << 20, 1 << 10):
+        with contextlib.suppress(OSError), open(disk / f"fill-{size}", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(size))
+    assert os.statvfs(disk).f_bavail == 0
+
+
+def make_room(disk: Path) -> None:
+    for path in disk.glob("fill-*"):
+        path.unlink()
+
+
+def test_ranks_that_find_no_room_to_start_wait_for_it(
+    disk: Path, start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The disk is full while a rank dies: that is one restart, once there is room again."""
+    (tmp_path / "loop.py").write_text(
+        "import itertools, os, time\n"
+        f"beat = open(r'{tmp_path}/beat-' + os.environ['RANK'], 'a')\n"
+        "for n in itertools.count():\n"
+        "    print(os.environ['PERDURE_GENERATION'], file=beat, flush=True)\n"
+        "    time.sleep(0.05)\n"
+    )
+    job = start("full", "-n", "2", "loop.py")
+    beats = [tmp_path / f"beat-{rank}" for rank in range(2)]
+    job.wait_until(lambda: all(beat.exists() for beat in beats), "ranks")
+    job.wait_state("running")
+    fill(disk)
+    job.kill("perdure rank")
+    job.wait_until(lambda: "waits for room to start its ranks" in job.text(), "the refusal")
+    assert f"No space left on device: {job.folder}" in job.text()
+    job.wait_until(lambda: job.state().get("waits"), "the refusal in the snapshot")
+    assert "waits for room to start its ranks" in job.cli("status", "full").stdout
+    job.wait_until(lambda: not job.find("perdure rank full g0"), "the end of all ranks")
+    make_room(disk)
+    job.wait_until(
+        lambda: all(beat.read_text().split()[-1:] == ["1"] for beat in beats), "the next world"
+    )
+    job.wait_until(lambda: "there is room again" in job.text(), "a word that it is over")
+    assert job.state()["restarts"] == 1
+    job.cli("stop", "full", "--now")
+    job.wait()

@@ -42,6 +42,7 @@ from perdure.model.bus.wire import (
     KeeperStopped,
     KeeperStore,
     KeeperStoreReady,
+    KeeperWaits,
     NodeOrder,
 )
 from perdure.model.events import (
@@ -50,6 +51,7 @@ from perdure.model.events import (
     NodeRegistered,
     RankExited,
     RanksStarted,
+    RoomNoted,
     StacksTaken,
     StoreReady,
     TimerFired,
@@ -426,6 +428,8 @@ class Agent:
             case KeeperSpawned() as spawned:
                 told = self._note_spawned(keeper, spawned, said.awaited)
                 return [*told, *self._reconcile(now)]
+            case KeeperWaits() as waits:
+                return [self._tell_room(now, waits)]
             case KeeperStoreReady(generation=generation, port=port):
                 if self.state.assignment is None or self.state.assignment.generation != generation:
                     return []
@@ -439,6 +443,18 @@ class Agent:
                 if keeper.generation <= generation:
                     keeper.running.clear()
                 return self._reconcile(now)
+
+    def _tell_room(self, now: float, waits: KeeperWaits) -> Report:
+        why = f"node {self.identity.node} waits for room to start its ranks: {waits.why}"
+        noted = RoomNoted(
+            grade="short",
+            reason=why,
+            place=waits.place,
+            at_s=now,
+            node=self.identity.node,
+            generation=waits.generation,
+        )
+        return Report(noted)
 
     def _note_spawned(
         self, keeper: KeeperView, spawned: KeeperSpawned, awaited: str

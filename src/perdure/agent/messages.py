@@ -12,6 +12,7 @@ from perdure.model.bus.wire import (
     KeeperState,
     KeeperStopped,
     KeeperStoreReady,
+    KeeperWaits,
     NodeOrder,
     ToKeeper,
     WorkerHello,
@@ -70,7 +71,7 @@ class KeeperHeard(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class KeeperSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The keeper answers."""
 
-    message: KeeperSpawned | KeeperStoreReady | KeeperStopped
+    message: KeeperSpawned | KeeperWaits | KeeperStoreReady | KeeperStopped
     free_port: int = 0
     """For a store that rank 0 has to serve: a port that is free at this moment."""
     awaited: str = ""

@@ -4,6 +4,7 @@ At most one generation lives: an order to start a newer one first ends what is o
 generation that was ended is never started again, however late its order arrives.
 """
 
+import errno
 import os
 import signal
 import time
@@ -36,6 +37,7 @@ from perdure.model.bus.wire import (
     KeeperStopped,
     KeeperStore,
     KeeperStoreReady,
+    KeeperWaits,
     RankLaunch,
 )
 from perdure.model.errors import ProtocolError
@@ -50,6 +52,9 @@ _RESCAN_S_MAX = 0.1
 _IDLE_S = 1.0
 _AGAIN_S = 2.0
 """Until processes are asked for again that the machine has refused."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ROOM_S, _ROOM_S_MAX = 1.0, 30.0
+"""Until a start is tried again that found no room on the disk; twice as long each time."""
 
 
 @dataclass(slots=True)
@@ -119,6 +124,8 @@ class Ranks:
         self._store_pid = 0
         self._forking: Forking | None = None
         self._again_s = 0.0
+        self._no_room: KeeperWaits | None = None
+        self._room_s = _ROOM_S
         """Nothing is started before: there was no process to be had."""
         self._evidence: dict[int, exits.Evidence] = {}
         self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
@@ -171,7 +178,8 @@ class Ranks:
         elif self._spawned is not None and self._spawned.generation == order.generation:
             self._send(self._spawned)
         elif self._is_under_way(order.generation) or order in self._waiting:
-            return
+            if self._no_room is not None and order in self._waiting:
+                self._send(self._no_room)
         elif order.generation <= self.generation:
             self._send(KeeperStopped(order.generation))
         elif all(one.generation < order.generation for one in self._waiting):
@@ -322,8 +330,11 @@ class Ranks:
         self._waiting.remove(order)
         try:
             self._prepare(order)
-        except OSError as error:  # A full disk: those that live here live on.
-            self._refuse(order, f"cannot be started: {error}")
+        except OSError as error:  # Those that live here live on.
+            if error.errno in _FULL:
+                self._wait_for_room(order, error)
+            else:
+                self._refuse(order, f"cannot be started: {error}")
             return
         image = self._warmth.current
         if why_cold or self._warmth.why_cold or image is None:
@@ -400,18 +411,33 @@ class Ranks:
             self._log(f"generation {order.generation}: no process for every rank yet: {error}")
             for pid in pids.values():
                 send_signal(pid, signal.SIGKILL)
-            self._put_back(order)
+            if error.errno in _FULL:
+                self._wait_for_room(order, error)
+            else:
+                self._put_back(order)
             return
         self._adopt(order, pids, warm=False, why_cold=why_cold)
 
-    def _put_back(self, order: KeeperSpawn) -> None:
-        self._again_s = time.monotonic() + _AGAIN_S
+    def _wait_for_room(self, order: KeeperSpawn, error: OSError) -> None:
+        """Try again later: a full disk is no fault of the ranks, and restarts would use it up."""
+        place = str(error.filename or self._paths.root)
+        waits = KeeperWaits(order.generation, str(error.strerror), place)
+        if waits != self._no_room:
+            self._no_room = waits
+            self._log(f"generation {order.generation} waits for room: {error.strerror}: {place}")
+            self._send(waits)
+        self._put_back(order, self._room_s)
+        self._room_s = min(2 * self._room_s, _ROOM_S_MAX)
+
+    def _put_back(self, order: KeeperSpawn, after_s: float = _AGAIN_S) -> None:
+        self._again_s = time.monotonic() + after_s
         if all(one.generation <= order.generation for one in self._waiting):  # Else that is newer.
             self._waiting.insert(0, order)
 
     def _adopt(
         self, order: KeeperSpawn, pids: dict[int, int], *, warm: bool, why_cold: str
     ) -> None:
+        self._no_room, self._room_s = None, _ROOM_S
         at_s = time.monotonic() + self._offset_s
         if not order.beside:
             self._first_start = min(

@@ -536,12 +536,15 @@ Grade = Literal["ok", "low", "short"]
 
 
 class RoomNoted(Event, frozen=True, kw_only=True):
-    """The room where checkpoints land has become less than is needed, or enough again."""
+    """There is less room for checkpoints, or to start ranks, than is needed; or enough again."""
 
     grade: Grade
     reason: str
     place: str
     at_s: float
+    node: int = -1
+    """Where ranks of `generation` wait for room before they start; -1: room for checkpoints."""
+    generation: int = -1
 
 
 class CommandReceived(NamedEvent, frozen=True, kw_only=True):

@@ -325,6 +325,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Checkpoints that could not be used, the oldest first."""
     hung_saves: tuple[HungSaveRow, ...] = ()
     """Checkpoints whose disk hung, the oldest first."""
+    waits: tuple[str, ...] = ()
+    """Nodes that wait for room on a disk to start their ranks, in words."""
     world: WorldShape | None = None
     """Of a pipelined elastic job."""
     observed: bool = False

@@ -201,6 +201,7 @@ class Supervisor:
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
         self._shown, self._torchft = -1, dict[str, str]()
         self._mended_s = 0.0
+        self._waits: tuple[str, ...] = ()
         """When the newest damage to the journal that was said was found, job time."""
         self._parts: Parts | None = None
         """Who runs the job, as it is written down."""
@@ -570,10 +571,19 @@ class Supervisor:
                 if snapshot.state in ENDED:  # What ranks have left unfinished comes before that.
                     self._show_lines(last=True)
                 self._on_snapshot(snapshot)
+                self._show_waits(snapshot.waits)
                 for row in snapshot.mended:
                     if row.at_s > self._mended_s:
                         self._mended_s = row.at_s
                         self._note(f"the journal was damaged: {row.reason}")
+
+    def _show_waits(self, waits: tuple[str, ...]) -> None:
+        for why in waits:
+            if why not in self._waits:
+                self._note(f"{why}; perdure tries again until there is room")
+        if self._waits and not waits:
+            self._note("there is room again: all ranks are started")
+        self._waits = waits
 
     def _finish_snapshot(self) -> None:
         """Leave no picture of a running job where the job was ended by force."""

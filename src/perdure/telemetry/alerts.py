@@ -113,6 +113,8 @@ def _describe(event: AnyEvent) -> _Found | None:
                 f"the checkpoint of step {event.step} failed: {event.error}",
                 _name_writer(event),
             )
+        case RoomNoted() if event.node >= 0:
+            return "storage", f"{event.reason}: {event.place}", ()
         case RoomNoted():
             return (
                 "storage",

@@ -33,6 +33,7 @@ from perdure.model.events import (
     RankJoined,
     RanksStarted,
     ReplicaSeen,
+    RoomNoted,
     VerdictReached,
     VerdictWithdrawn,
     WorldReformed,
@@ -202,6 +203,8 @@ class History:
     mended: list[MendRow] = field(default_factory=list)
     skipped: list[SkipRow] = field(default_factory=list)
     """Checkpoints that could not be used, each told once, by whichever rank says it first."""
+    waits: dict[int, str] = field(default_factory=dict)
+    """Node -> what room its ranks wait for before they start."""
     hung_saves: list[HungSaveRow] = field(default_factory=list)
     """Checkpoints whose disk hung, each told once."""
     """What was found damaged of the journal, the newest last."""
@@ -295,7 +298,10 @@ class History:
                 self.reason = decision.reason or decision.summary
             case FailureDecided() as event:
                 self._fail(event)
+            case RoomNoted() as event if event.node >= 0:
+                self.waits[event.node] = f"{event.reason}: {event.place}"
             case RanksStarted() as event:
+                self.waits.pop(event.node, None)
                 generation = self._of(event.generation)
                 generation.started.setdefault(event.node, event)
                 for rank in event.pids:

@@ -21,7 +21,7 @@ class Cells(Protocol):
     """One cell for each agreement."""
 
     def settle(self, id_: str, fate: Fate) -> Fate:
-        """Write `fate`, unless the cell has one; return which it has, empty if nobody can say."""
+        """Write `fate`, unless the cell has one; return which it has, empty if no store answers."""
         ...
 
     def read(self, id_: str) -> Fate:
@@ -46,14 +46,14 @@ class OwnCells:
 
 
 class NoCells:
-    """In the place of cells, where ranks have no store in common: nobody can drop anything."""
+    """Stands for cells if ranks have no store in common: no rank can drop anything."""
 
     def settle(self, id_: str, fate: Fate) -> Fate:
-        """Return that nobody can say."""
+        """Return the empty fate: no other rank can read this one's."""
         return ""
 
     def read(self, id_: str) -> Fate:
-        """Return that nobody can say."""
+        """Return the empty fate."""
         return ""
 
 
@@ -98,8 +98,8 @@ class StoreCells:
 
 
 def open_cells() -> Cells:
-    """Return the cells of this rank's generation, whose store perdure serves."""
-    env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("MASTER_PORT", "").isdigit():
-        return StoreCells(env.get("MASTER_ADDR", "127.0.0.1"), int(env["MASTER_PORT"]))
-    return OwnCells() if env.get("WORLD_SIZE", "1") == "1" else NoCells()
+    """Return the cells of this rank's generation: perdure serves its store, or rank 0 does."""
+    port = os.environ.get("MASTER_PORT", "")
+    if port.isdigit():
+        return StoreCells(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(port))
+    return OwnCells() if os.environ.get("WORLD_SIZE", "1") == "1" else NoCells()

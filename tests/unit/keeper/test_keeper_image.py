@@ -133,7 +133,7 @@ def make_order(rank: int, folder: Path, *, beside: bool = False) -> KeeperSpawn:
 def test_a_rank_whose_files_cannot_be_made_has_failed_and_the_others_live_on(
     image: tuple[int, socket.socket], tmp_path: Path
 ) -> None:
-    """Such as on a full disk."""
+    """Such as where a file stands in the place of a directory."""
     agent = connect(tmp_path)
     agent.send(make_order(0, tmp_path))
     running = wait_for(agent, KeeperSpawned).pids

@@ -44,12 +44,11 @@ def test_a_store_that_is_gone_says_nothing():
     assert cells.settle("b2", "drop") == ""
 
 
-def test_only_the_store_that_perdure_serves_is_used(monkeypatch):
+def test_ranks_without_a_store_have_no_cells(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
     assert isinstance(open_cells(), OwnCells)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("MASTER_PORT", "29500")
     assert isinstance(open_cells(), NoCells)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert isinstance(open_cells(), StoreCells)

@@ -218,7 +218,16 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     hung = render_hung_saves(snapshot.hung_saves[-1:])
     left = describe_left(snapshot)
     left = f"{left}, by the pace of the last minutes" if left else ""
-    said = (reason, mended, skipped, hung, *render_withheld(snapshot), metrics, left)
+    said = (
+        reason,
+        *snapshot.waits,
+        mended,
+        skipped,
+        hung,
+        *render_withheld(snapshot),
+        metrics,
+        left,
+    )
     lines += [line for line in said if line]
     if snapshot.ranks:
         head = ("rank", "node", "pid", "state", "phase", "step", "CPU s", "MB", "collective")

@@ -122,7 +122,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.PreemptionNoticed: ("controller", "agent"),
         events.PreemptionWithdrawn: ("controller", "agent"),
         events.MachineReported: ("controller",),
-        events.RoomNoted: ("run",),
+        events.RoomNoted: ("run", "agent"),
         events.ActionWithheld: ("controller",),
         events.FailureDecided: ("controller",),
         events.InvitationMade: ("controller",),

@@ -407,6 +407,13 @@ class KeeperSpawned(OfGeneration, frozen=True):
     beside: bool = False
 
 
+class KeeperWaits(OfGeneration, frozen=True):
+    """The disk is full, so the ranks are not started yet; `KeeperSpawned` follows."""
+
+    why: str
+    place: str
+
+
 class KeeperStoreReady(OfGeneration, frozen=True):
     """The store serves `port`; 0 with `why_not` where a keeper cannot (cold: rank 0 will)."""
 
@@ -424,4 +431,6 @@ class KeeperStopped(OfGeneration, frozen=True):
     """Nothing of generations up to this one is left."""
 
 
-FromKeeper = KeeperState | KeeperSpawned | KeeperStoreReady | KeeperExited | KeeperStopped
+FromKeeper = (
+    KeeperState | KeeperSpawned | KeeperWaits | KeeperStoreReady | KeeperExited | KeeperStopped
+)
