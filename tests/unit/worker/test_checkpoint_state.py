@@ -119,6 +119,7 @@ def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_training(tmp_pa
     saver, events = make_saver(str(tmp_path))
     saver.register("broken", Broken())
     saver.save(1, reason="test", extra={})
+    saver.close()
     (failed,) = events
     assert isinstance(failed, CheckpointFailed)
     assert failed.error == "no state today"
