@@ -290,7 +290,7 @@ def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(
 def test_ranks_save_together_again_once_the_disk_of_one_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: int
 ) -> None:
-    """A hung rank does not report its share; meanwhile both ranks skip what they cannot begin."""
+    """Ranks skip the saves that the disk of rank `hung` holds up."""
     answers, replace_file = threading.Event(), checkpointer.replace_file
     ranks = [Trainee(str(tmp_path), seed=1, rank=rank, world_size=2) for rank in range(2)]
 
