@@ -9,11 +9,14 @@ generation's TCPStore, which lives on node 0 and needs neither bus, agent, nor c
 import os
 import socket
 import threading
+import time
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 Fate = Literal["", "commit", "drop"]
 _TIMEOUT_S = 5.0
+_AWAY_S = 60.0
+"""Seconds until a store that did not answer is asked again. The control thread waits for it."""
 _PREFIX = "perdure/agreed/"
 
 
@@ -65,6 +68,7 @@ class StoreCells:
         self._host, self._port = host, port
         self._lock = threading.Lock()
         self._store: Any = None
+        self._again_s = 0.0
 
     def settle(self, id_: str, fate: Fate) -> Fate:
         """Write `fate`, unless the cell has one; return which it has."""
@@ -77,11 +81,13 @@ class StoreCells:
 
     def _ask(self, question: Any) -> Fate:
         with self._lock:
+            if time.monotonic() < self._again_s:
+                return ""
             try:
                 self._store = self._store or self._connect()
                 found: Fate = question(self._store).decode()
             except (OSError, RuntimeError):  # It ends with node 0, or with its generation.
-                self._store = None
+                self._store, self._again_s = None, time.monotonic() + _AWAY_S
                 return ""
             return found
 
