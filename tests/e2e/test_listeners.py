@@ -48,14 +48,16 @@ def test_a_plain_job_listens_on_loopback_alone(start: Start, tmp_path: Path, col
     assert list_open(job) == []
 
 
-@pytest.mark.parametrize("script", ["train_paced.py", "elastic.py"])
+@pytest.mark.parametrize(
+    ("script", "cold"), [("train_paced.py", False), ("elastic.py", False), ("elastic.py", True)]
+)
 def test_a_job_that_trains_listens_on_loopback_alone(
-    start: Start, tmp_path: Path, script: str
+    start: Start, tmp_path: Path, script: str, cold: bool
 ) -> None:
     trail = tmp_path / "trail"
     trail.mkdir()
     words = ["--trail", str(trail), "--steps", FOR_EVER]
-    job = start("trains", "-n", "2", str(SCRIPTS / script), *words)
+    job = start("trains", "-n", "2", *["--cold"][: int(cold)], str(SCRIPTS / script), *words)
     job.wait_step(2)
     assert list_open(job) == []
 

@@ -178,4 +178,6 @@ def test_what_the_disk_refuses_is_one_line_and_no_traceback(
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     assert run_command(["events", "odd"]) == 3
     told = capsys.readouterr().err
-    assert told == f"perdure: error: {folder}/journal.jsonl: Is a directory\n"
+    journal = f"{folder}/journal.jsonl"
+    hint = f"hint: move it away: mv {journal} {journal}.unfit"
+    assert told == f"perdure: error: {journal} is a directory\n{hint}\n"

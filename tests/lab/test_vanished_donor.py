@@ -15,8 +15,8 @@ from tests.waiting import PATIENCE_S
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 DONOR = """
 import json, sys, time
-from tests.unit.worker.test_joining import KEY, Member, order
-import tests.unit.worker.test_joining as joining
+from tests.unit.worker.test_elastic_joining import KEY, Member, order
+import tests.unit.worker.test_elastic_joining as joining
 host, key = sys.argv[1], sys.stdin.read()
 joining.HOST = host
 member = Member()
@@ -29,7 +29,7 @@ while True:
 RANK = """
 import json, sys
 from perdure.worker.elastic.joining import Follower, Lost
-from tests.unit.worker.test_joining import Model, follow, order
+from tests.unit.worker.test_elastic_joining import Model, follow, order
 from types import SimpleNamespace
 said, key = json.loads(sys.argv[1]), sys.argv[2]
 members = [SimpleNamespace(address=address) for address in said]

@@ -28,9 +28,9 @@ REFUSED = {
 
 _PORT = 29500
 _JOIN_S = 600.0
-_DIGITS_MAX = 18
-"""Digits of a number of ranks: Python refuses to read one of very many."""
 """torchrun's own default of `join_timeout`."""
+_DIGITS_MAX = 1000
+"""Digits of a number of ranks. Python refuses to read a number of more than 4,300 digits."""
 
 
 class Started(msgspec.Struct, frozen=True):

@@ -259,12 +259,16 @@ class Membership:
     def _reach_first(self) -> Any:
         """Connect to the generation's store, which may be still to come."""
         env = os.environ
+        host, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "0") or 0)
+        serves = self.me == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True"
+        listener: dict[str, int] = {}
+        if serves:
+            with contextlib.suppress(OSError):  # Else torch listens on all interfaces.
+                made = socket.create_server((host, port), backlog=4096)
+                listener["master_listen_fd"] = made.detach()
+        timeout = timedelta(seconds=60)
         return TCPStore(
-            env.get("MASTER_ADDR", "127.0.0.1"),
-            int(env.get("MASTER_PORT", "0") or 0),
-            is_master=self.me == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True",
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
+            host, port, is_master=serves, wait_for_workers=False, timeout=timeout, **listener
         )
 
     def _reach(self) -> Any:
