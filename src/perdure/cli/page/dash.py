@@ -36,6 +36,14 @@ _PROBE_S, _PROBE_S_MAX = 0.05, 60.0
 _SILENCE_S = 60.0
 """A machine that is asked for a page, and says nothing for so long, is given up."""
 _LINE_MAX = 65_536
+_SERVING: dict[str, Any] = {
+    "loop": "asyncio",  # Another one would not accept through `Listener`.
+    "proxy_headers": False,  # They would let a client name its own address.
+    "log_level": "warning",
+    "timeout_graceful_shutdown": 1,
+    "server_header": False,
+    "lifespan": "off",
+}
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -96,16 +104,7 @@ def dash(
     site = Site(home=resolve_home(), access=access, only=name, admit=listener.admit)
     urls = _say_where(host, access, f"jobs/{quote(name)}" if name else "", as_json=as_json)
     config = uvicorn.Config(
-        site.app(),
-        loop="asyncio",  # Another one would not accept through `Listener`.
-        backlog=listener.backlog,
-        proxy_headers=False,  # They would let a client name its own address.
-        log_level="warning",
-        ssl_certfile=cert,
-        ssl_keyfile=key,
-        timeout_graceful_shutdown=1,
-        server_header=False,
-        lifespan="off",
+        site.app(), ssl_certfile=cert, ssl_keyfile=key, backlog=listener.backlog, **_SERVING
     )
     server = uvicorn.Server(config)
     site.is_ending = lambda: server.should_exit
