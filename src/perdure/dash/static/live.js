@@ -414,6 +414,7 @@ async function steer(button) {
   });
   asking++;
   yes.disabled = true;
+  said.textContent = said.className = ""; // Of the dialog before.
   dialog.showModal();
   (input ?? byId("ask-title")).focus();
   yes.onclick = async (event) => {
@@ -430,7 +431,6 @@ async function steer(button) {
   };
   byId("ask-no").textContent = "Cancel";
   if (!input || input.value) await preview();
-  else said.textContent = "";
 }
 
 document.addEventListener("click", (event) => {
