@@ -301,17 +301,7 @@ class History:
             case RoomNoted() as event if event.node >= 0:
                 self.waits[event.node] = f"{event.reason}: {event.place}"
             case RanksStarted() as event:
-                self.waits.pop(event.node, None)
-                generation = self._of(event.generation)
-                generation.started.setdefault(event.node, event)
-                for rank in event.pids:
-                    generation.rank(rank)
-                    generation.homes[rank] = event.node
-                    if self.spec and not self.spec.groups and rank >= self.spec.world_size:
-                        # It is no rank of a first world, but a member started beside it.
-                        generation.joined.setdefault(rank, event.at_s)
-                        if event.awaited:
-                            generation.awaited[rank] = event.awaited
+                self._start(event)
             case GenerationStopped() as event:
                 stopped = self._find_at_most(event.generation)
                 if stopped is not None:
@@ -340,6 +330,19 @@ class History:
                 self._end_hung_save(event)
             case WorldReformed() as event if not event.finished:
                 self._reform(event)
+
+    def _start(self, event: RanksStarted) -> None:
+        self.waits.pop(event.node, None)
+        generation = self._of(event.generation)
+        generation.started.setdefault(event.node, event)
+        for rank in event.pids:
+            generation.rank(rank)
+            generation.homes[rank] = event.node
+            if self.spec and not self.spec.groups and rank >= self.spec.world_size:
+                # It is no rank of a first world, but a member started beside it.
+                generation.joined.setdefault(rank, event.at_s)
+                if event.awaited:
+                    generation.awaited[rank] = event.awaited
 
     def _note(self, at_s: float, event: OperatorNoted | JournalMended | ActionWithheld) -> None:
         match event:

@@ -1,5 +1,6 @@
 """`perdure diagnose`: each verdict with its culprit and evidence, live or after the fact."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,7 +40,6 @@ def diagnose(
     """Say what went wrong: each verdict with culprit and evidence."""
     from perdure.dash.links import render_links
     from perdure.dash.live import describe_late
-    from perdure.dash.text import render_hung_saves, render_mended, render_skipped
     from perdure.dash.verdicts import render_aside, render_verdict, render_withheld
     from perdure.telemetry.asides import list_asides
     from perdure.telemetry.links import read_delay_matrix
@@ -93,13 +93,21 @@ def diagnose(
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
     for aside in asides:
         print("\n" + render_aside(aside, start_s))
-    if snapshot.mended:
-        print("\n" + render_mended(snapshot.mended))
-    if snapshot.skipped:
-        print("\n" + render_skipped(snapshot.skipped))
-    if snapshot.hung_saves:
-        print("\n" + render_hung_saves(snapshot.hung_saves))
+    for block in _render_checkpoints(snapshot):
+        print("\n" + block)
     print("\n" + render_links(read_delay_matrix(entries, found.read_newest().links), 100))
+
+
+def _render_checkpoints(snapshot: "Snapshot") -> Iterator[str]:
+    """Yield what is wrong with the journal and with checkpoints, a block each."""
+    from perdure.dash.text import render_hung_saves, render_mended, render_skipped
+
+    if snapshot.mended:
+        yield render_mended(snapshot.mended)
+    if snapshot.skipped:
+        yield render_skipped(snapshot.skipped)
+    if snapshot.hung_saves:
+        yield render_hung_saves(snapshot.hung_saves)
 
 
 def _print_end(

@@ -375,7 +375,7 @@ def validate(document: dict[str, Any], source: str) -> JobSpec:
     wrong = find_misfit(document, JobSpec, hint, "fields")
     if wrong is None:
         spec = msgspec.convert(document, JobSpec)
-        _check_size(spec, source)
+        _check_size(spec, document, source)
         return spec
     what, hint = wrong.what, wrong.hint
     if wrong.place == "name":
@@ -384,18 +384,19 @@ def validate(document: dict[str, Any], source: str) -> JobSpec:
     raise ConfigError(f"{source}{_find_line(source, wrong.keys)}: {at}{what}", hint=hint)
 
 
-def _check_size(spec: JobSpec, source: str) -> None:
+def _check_size(spec: JobSpec, document: dict[str, Any], source: str) -> None:
     """Refuse a job with more ranks than have numbers.
 
     Raises:
         ConfigError: there are too many; the message names the largest of the fields.
     """
-    nodes = max(spec.num_logins, spec.torchft.replicas)
+    replicas = document.get("torchft", {}).get("replicas", 0)
+    nodes = max(spec.num_logins, replicas)
     if nodes * spec.nproc <= RANKS_MAX:
         return
     fields = ("nproc", "nodes", "spares", "nodes_max", "remote")
     given = {name: getattr(spec, name) for name in fields}
-    given["torchft.replicas"] = spec.torchft.replicas
+    given["torchft.replicas"] = replicas
     name = max(given, key=lambda name: given[name])
     raise ConfigError(
         f"{source}{_find_line(source, name.split('.'))}: {name} = {given[name]}: "

@@ -38,8 +38,8 @@ if command -v tmux >/dev/null; then
   socket="$JOB_DIR/launch/tmux" # Of its own: the one under /tmp may be cleaned away.
   if [ ${#socket} -ge 100 ]; then # Paths of sockets are short; a stranger's would be obeyed.
     known="$JOB_DIR/launch/tmux-folder"
-    [ -O "$known" ] || ln -sfn "$(mktemp -d /tmp/perdure-tmux-XXXXXXXX)" "$known"
-    socket="$(readlink "$known")/tmux"
+    [ -O "$(cat "$known" 2>/dev/null)" ] || mktemp -d /tmp/perdure-tmux-XXXXXXXX >"$known"
+    socket="$(cat "$known")/tmux"
   fi
   tmux -S "$socket" has-session -t run 2>/dev/null || # Else it was started, and nobody was told.
     tmux -S "$socket" new-session -d -s run 'exec sh ./run.sh'

@@ -170,8 +170,8 @@ BACKLOG_MIN = 256 << 20
 """Bytes of gradients that may wait for a slow follower; or twice its share of the state."""
 _COPY_S_MAX = 60.0
 """Seconds for which an update of the parameters waits for a copy."""
-_ASK_S = 5.0
-"""Seconds for a follower to ask for a state."""
+_ASK_S = 60.0
+"""Seconds for a follower to ask for a state. It waits meanwhile for donors that do not answer."""
 
 Share = tuple[int, int]
 """Index of a donor among a follower's donors, and their number."""
