@@ -117,7 +117,13 @@ KINDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+OFTEN = ("plain", "elastic")
+"""Kinds that `make test` tries. The others are tried by `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.long) for kind in KINDS]
+)
 def test_no_stranger_at_a_port_ends_a_rank(
     kind: str, start: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -109,7 +109,12 @@ _STICKY = (
 device brings about as well as a script's own kernel does. A failed assertion on the device is the
 script's, want of memory is no such error, and an uncorrectable one of the memory is the device's
 (`policy.response`)."""
-_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Software caused connection abort",
+    "remote process exited",
+)
 """What gloo and NCCL say when the other end of a connection is gone."""
 
 
@@ -165,6 +170,9 @@ def explain_exit(record: ExitRecord, detected_s: float, step: int, early: int | 
     if early is not None:
         culprit, cause = f"rank {early}", f"left early; then {culprit}: {cause}"
         reason = f"{culprit} ended with exit code 0 while others needed it: {reason}"
+    elif record.lost_peer:  # If another rank had failed before, that rank is told of instead.
+        reason = f"{culprit} lost its connection to another rank{name_step(step)}"
+        culprit = f"a connection of {culprit}"
     return Cause(
         cause=cause, culprit=culprit, at_step=step,
         failure_s=record.at_s, detected_s=detected_s, reason=reason,

@@ -261,7 +261,7 @@ class VerdictFold:
         cause = explain_exit(record, first.detected_s, first.account.step, None)
         return Verdict(
             kind="Crash",
-            culprit=Culprit(rank=record.rank),
+            culprit=Culprit() if record.lost_peer else Culprit(rank=record.rank),
             generation=generation,
             first_seen_s=record.at_s,
             confirmed_s=first.detected_s,

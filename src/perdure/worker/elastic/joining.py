@@ -115,8 +115,7 @@ class Connection:
         """
         self.sock.sendall(encode(message) + b"\n")
         for blob in blobs:
-            if len(blob):
-                self.sock.sendall(blob)
+            self.sock.sendall(blob)
 
     def read(self, kind: type[AnyMessage]) -> AnyMessage:
         """Return the next message, which has to be of this kind.
@@ -197,16 +196,13 @@ class _Copy:
             blobs = list_blobs(self._tensors)
             copied: dict[int, tuple[Tensor, str]] = {}
             for index, count in shares:
-                for number in range(index, len(blobs), count):
+                numbers = range(index, len(blobs), count)
+                for number in numbers:
                     if number not in copied:
                         copied[number] = join_blob(blobs[number]), hash_tensors(blobs[number])
-            made = {
-                (index, count): [copied[number] for number in range(index, len(blobs), count)]
-                for index, count in shares
-            }
-            for share, found in made.items():
-                digest = _join_digests(self._skeleton_of(share), [one for _, one in found])
-                self._shares[share] = [blob for blob, _ in found], digest
+                digests = [copied[number][1] for number in numbers]
+                digest = _join_digests(self._skeleton_of((index, count)), digests)
+                self._shares[index, count] = [copied[number][0] for number in numbers], digest
             with self._lock:
                 self._whole = not self._over.is_set()
         finally:
@@ -225,8 +221,7 @@ class _Copy:
     def read(self, share: Share) -> "Piece":
         """Return the part of `share`."""
         blobs, digest = self._shares[share]
-        skeleton = self._skeleton_of(share)
-        sizes = tuple(blob.numel() for blob in blobs)
+        skeleton, sizes = self._skeleton_of(share), tuple(blob.numel() for blob in blobs)
         part = Part("state", self.step, self._epoch, sizes, digest, skeleton=len(skeleton))
         return part, skeleton, blobs
 
@@ -331,11 +326,11 @@ class Donor:
         if not followed:
             return
         flats, settings = self._state.list_sent(), self._state.hash_settings()
-        copies: dict[Share, list[Tensor]] = {}
+        copies = {
+            (index, count): [join_blob([flat]) for flat in flats[index::count]]
+            for index, count in {session.share for session in followed}
+        }
         for session in followed:
-            index, count = session.share
-            if session.share not in copies:
-                copies[session.share] = [join_blob([flat]) for flat in flats[index::count]]
             blobs = copies[session.share]
             part = Part("step", step, epoch, tuple(b.numel() for b in blobs), "", settings=settings)
             with self._changed:
