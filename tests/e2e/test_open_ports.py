@@ -118,7 +118,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 OFTEN = ("plain", "elastic")
-"""Kinds that `make test` tries. The others are tried by `make test-long`."""
+"""Kinds that `make test` tries. `make campaign` tries the others."""
 
 
 @pytest.mark.parametrize(
