@@ -337,6 +337,7 @@ class Checkpointer:
         self._staging = Staging()
         self._cache = SavePlanCache(rank)
         self._changed = threading.Condition()
+        self._writer: threading.Thread | None = None
         self._writing: SaveTask | None = None
         """What the writing thread is at."""
         self._skipped: deque[SaveTask] = deque(maxlen=_SKIPPED_MAX)
@@ -374,6 +375,9 @@ class Checkpointer:
         """Wait until what was begun is written, has failed, or has hung for too long."""
         task = self._wait_for_writer(last=True)
         if task is None:
+            # A thread that came back from native code later would abort the interpreter.
+            if self._writer is not None:
+                self._writer.join()
             return
         newest = f"the newest one is of step {self._written}" if self._written else "there is none"
         text = f"{self._describe(task)}; training has ended, and {newest}"
@@ -491,7 +495,8 @@ class Checkpointer:
                         skipped.fail(_DECLINED)
 
         self._writing = task
-        threading.Thread(target=run, name="perdure-checkpoint", daemon=True).start()
+        self._writer = threading.Thread(target=run, name="perdure-checkpoint", daemon=True)
+        self._writer.start()
 
     def _write(
         self, task: SaveTask, tensors: dict[str, Tensor], own: dict[str, Any], stall_s: float
