@@ -184,6 +184,7 @@ class Ranks:
             self._send(KeeperStopped(order.generation))
         elif all(one.generation < order.generation for one in self._waiting):
             self._waiting = [order]
+            self._again_s, self._room_s, self._no_room = 0.0, _ROOM_S, None
             if self.generation >= 0 and self._ended < order.generation - 1:
                 self.kill(order.generation - 1, 0.0, answer=False)
 

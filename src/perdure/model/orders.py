@@ -358,7 +358,7 @@ class FollowWorld(RankOrder, frozen=True, kw_only=True):
 
     about: ClassVar[str] = "follow {0.generation} {0.rank}"
     """Each rank follows by itself."""
-    says: ClassVar[str] = "generation {0.generation}, rank {0.rank}"
+    worth: ClassVar[int] = _FOR_EVER
     done_by: ClassVar[Mapping[type[Event], tuple[str, ...]]] = {
         MemberReady: ("generation",),
         WorldReformed: ("generation",),

@@ -72,6 +72,7 @@ class StoreCells:
 
     def settle(self, id_: str, fate: Fate) -> Fate:
         """Write `fate`, unless the cell has one; return which it has."""
+        self._again_s = 0.0  # The other ranks have to read it.
         return self._ask(lambda store: store.compare_set(_PREFIX + id_, "", fate))
 
     def read(self, id_: str) -> Fate:

@@ -138,6 +138,6 @@ class StepLoop(Depth):
         """Begin a checkpoint of `step`; values that were logged up to it are sent first."""
         self._metrics.flush()
         extra = {"config": self.config.state(), "metrics": self._metrics.last}
-        self._saver.save(step, reason=reason, extra=extra)  # It raises if it is skipped.
-        self._saved_step = step
+        self._saved_step = step  # Also if this rank skips it: all ranks decide alike at the end.
+        self._saver.save(step, reason=reason, extra=extra)
         self._ring.add_mark(step)  # What was done up to it is safe once it is written.

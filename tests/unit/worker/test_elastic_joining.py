@@ -2,13 +2,17 @@
 
 import contextlib
 import json
+import os
+import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.waiting import PATIENCE_S
@@ -381,3 +385,41 @@ def test_a_rank_that_is_called_waits_for_no_donor() -> None:
         said = FollowWorld(generation=3, epoch=1, rank=9, donors=donors, key=KEY, reason="test")
         with pytest.raises(Lost, match="does not wait"):
             Follower(said, lambda: True, Model())  # type: ignore[arg-type]
+
+
+def test_resets_do_not_stop_a_port_from_accepting(member: Member) -> None:
+    said, model = order(member), Model()
+    member.donor.open(said)
+    wait_for(lambda: is_listening(member))
+    for _ in range(60):
+        with socket.create_connection((HOST, member.port), timeout=PATIENCE_S) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    come_after(follow(said, model), model, 1)
+
+
+def test_a_forked_child_does_not_keep_the_port_listening(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(donor_port, "_OPEN_S", 1.0)
+    member.donor.open(order(member))
+    wait_for(lambda: is_listening(member))
+    child = os.fork()
+    if child == 0:
+        time.sleep(PATIENCE_S)
+        os._exit(0)
+    try:
+        wait_for(lambda: not is_listening(member))
+        model = Model()
+        member.donor.open(order(member))
+        come_after(follow(order(member), model), model, 1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_an_order_of_an_older_epoch_does_not_change_the_key(member: Member) -> None:
+    newer = msgspec.structs.replace(order(member), epoch=2)
+    member.donor.open(newer)
+    member.donor.open(order(member, key=OTHER_KEY))
+    model = Model()
+    come_after(follow(newer, model), model, 1)

@@ -167,15 +167,17 @@ class SaveTask:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.folder.rename(self._failed)
-            for path in list(self._failed.glob("*")):
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                for path in list(self._failed.glob("*")):
                     path.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def _abandoned(self) -> bool:
         """Whether rank 0 has given this checkpoint up."""
-        return self._failed.exists() or (self._begun and not self.folder.exists())
+        with contextlib.suppress(OSError):  # The disk answers with errors: nothing is known.
+            return self._failed.exists() or (self._begun and not self.folder.exists())
+        return False
 
     def explain(self, error: BaseException) -> str:
         """Return one line that names the place."""
@@ -492,7 +494,8 @@ class Checkpointer:
                             self._writing = None
                             self._changed.notify_all()
                     if skipped is not None:
-                        skipped.fail(_DECLINED)
+                        with contextlib.suppress(OSError):
+                            skipped.fail(_DECLINED)
 
         self._writing = task
         self._writer = threading.Thread(target=run, name="perdure-checkpoint", daemon=True)

@@ -10,6 +10,7 @@ at most `_HANDSHAKE_S`, and nothing in the training thread.
 """
 
 import contextlib
+import functools
 import socket
 import ssl
 import tempfile
@@ -54,7 +55,7 @@ class DonorPort:
         self._lock = threading.Lock()
         self._key = ""
         self._until_s = 0.0
-        self._listens = False
+        self._listens = self._closed = False
         self._context_key = ""
         self._pending: dict[ssl.SSLSocket, None] = {}
         """Connections in a handshake, the oldest first."""
@@ -63,13 +64,16 @@ class DonorPort:
         """Listen for ranks that have `key`, for the next `_OPEN_S` seconds. Returns at once."""
         with self._lock:
             self._key, self._until_s = key, time.monotonic() + _OPEN_S
-            if self._listens:
+            if self._listens or self._closed:
                 return
             self._listens = True
-        threading.Thread(target=self._listen, name="perdure-donor", daemon=True).start()
+        if not _start(self._listen):
+            self._listens = False  # The next order tries again.
 
     def close(self) -> None:
-        """Give the port up. A listener of a join that is under way ends within `_OPEN_S`."""
+        """Give the port up for good. A listener of a join that is under way ends in a moment."""
+        with self._lock:
+            self._closed = True
         self._reserved.close()
 
     def _bind(self, address: tuple[str, int]) -> socket.socket:
@@ -87,39 +91,46 @@ class DonorPort:
             with self._bind(self._bound) as listener:
                 listener.listen()
                 listener.settimeout(_LOOK_S)
-                while not self._is_over():
-                    self._accept(listener)
+                try:
+                    while not self._is_over():
+                        self._accept(listener)
+                finally:
+                    hang_up(listener)  # A forked child may have it as well.
         except (OSError, ValueError):  # No socket, or no valid key. The next order tries again.
             with self._lock:
                 self._listens = False
 
     def _is_over(self) -> bool:
         with self._lock:
-            self._listens = time.monotonic() < self._until_s
+            self._listens = time.monotonic() < self._until_s and not self._closed
             return not self._listens
 
     def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (TimeoutError, ConnectionError):
+            return
+        except OSError:  # No file descriptor is left.
+            time.sleep(_LOOK_S)
+            return
         with self._lock:
             key = self._key
         if key != self._context_key:
             self._context, self._context_key = _make_context(key, server=True), key
+        time.sleep(_ACCEPT_PAUSE_S)
         try:
-            sock, _ = listener.accept()
             secured = _wrap(self._context, sock, server=True)
-        except TimeoutError:
-            return
-        except OSError:  # No file descriptor is left, or the connection is gone again.
-            time.sleep(_LOOK_S)
+        except OSError:  # The connection is gone again.
             return
         with self._lock:
             self._pending[secured] = None
             oldest = next(iter(self._pending)) if len(self._pending) > _PENDING_MAX else None
         if oldest is not None:
             hang_up(oldest)
-        threading.Thread(
-            target=self._greet, args=(secured,), name="perdure-donor", daemon=True
-        ).start()
-        time.sleep(_ACCEPT_PAUSE_S)
+        if not _start(functools.partial(self._greet, secured)):
+            with self._lock:
+                del self._pending[secured]
+            secured.close()
 
     def _greet(self, secured: ssl.SSLSocket) -> None:
         """Serve the connection once it has shown the key."""
@@ -142,13 +153,18 @@ def connect_donor(address: str, key: str) -> ssl.SSLSocket:
         ValueError: `address` or `key` is malformed.
     """
     context = _make_context(key, server=False)
-    secured = _wrap(context, _reach(address), server=False)
-    try:
-        secured.do_handshake()
-    except OSError:
-        secured.close()
-        raise
-    return secured
+    until_s = time.monotonic() + _REFUSED_S
+    while True:
+        secured = _wrap(context, _reach(address), server=False)
+        try:
+            secured.do_handshake()
+            return secured
+        except OSError as error:
+            secured.close()
+            known = not isinstance(error, ssl.SSLCertVerificationError)
+            if known or time.monotonic() > until_s:
+                raise
+            time.sleep(_RETRY_S)  # The donor still has the key of the join before.
 
 
 def _reach(address: str) -> socket.socket:
@@ -167,6 +183,15 @@ def _reach(address: str) -> socket.socket:
             if time.monotonic() > until_s:
                 raise
             time.sleep(_RETRY_S)
+
+
+def _start(run: Callable[[], None]) -> bool:
+    """Start a thread; return False if this process may have no more."""
+    try:
+        threading.Thread(target=run, name="perdure-donor", daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def hang_up(sock: socket.socket) -> None:
@@ -193,6 +218,7 @@ def _make_context(key: str, *, server: bool) -> ssl.SSLContext:
 def _wrap(context: ssl.SSLContext, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
     """Return `sock` with TLS, before the handshake."""
     try:
+        sock.getpeername()  # It raises if the connection is gone again.
         sock.settimeout(_HANDSHAKE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _detect_lost_peer(sock)
@@ -207,6 +233,7 @@ def _detect_lost_peer(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", _KEEPALIVE_S),
+        ("TCP_KEEPALIVE", _KEEPALIVE_S),  # The same on macOS.
         ("TCP_KEEPINTVL", _KEEPALIVE_EVERY_S),
         ("TCP_KEEPCNT", _KEEPALIVE_TRIES),
     ):

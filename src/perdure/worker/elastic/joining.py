@@ -172,6 +172,9 @@ _COPY_S_MAX = 60.0
 _ASK_S = 60.0
 """Seconds for a follower to ask for a state. It waits meanwhile for donors that do not answer."""
 
+_SEND_S = 60.0
+"""Seconds for a follower to take the next few kilobytes: its host may have vanished."""
+
 Share = tuple[int, int]
 """Index of a donor among a follower's donors, and their number."""
 Blobs = tuple[list[Tensor], str]
@@ -265,7 +268,7 @@ class Donor:
         self._state: Any = state
         self._changed = threading.Condition()
         self._sessions: list[_Session] = []
-        self._applied = -1
+        self._applied = self._epoch = -1
         self._port: DonorPort | None = None
 
     def reserve(self, host: str) -> str:
@@ -277,7 +280,8 @@ class Donor:
 
     def open(self, order: FollowWorld) -> None:
         """Listen for the rank that `order` names. Called in the control thread; never waits."""
-        if self._port is not None and order.key:
+        if self._port is not None and order.key and order.epoch >= self._epoch:
+            self._epoch = order.epoch
             self._port.open(order.key)
 
     # --- by the training thread ---------------------------------------------------------------
@@ -318,20 +322,21 @@ class Donor:
             return
         with self._changed:
             followed = [s for s in self._sessions if s.follows]
+            copies = {session.copy for session in followed if session.copy is not None}
         deadline_s = time.monotonic() + _COPY_S_MAX
-        for copy in {session.copy for session in followed if session.copy is not None}:
+        for copy in copies:
             if not copy.await_whole(max(0.0, deadline_s - time.monotonic())):
                 self._drop(session for session in followed if session.copy is copy)
         followed = [session for session in followed if not session.over]
         if not followed:
             return
         flats, settings = self._state.list_sent(), self._state.hash_settings()
-        copies = {
+        sent = {
             (index, count): [join_blob([flat]) for flat in flats[index::count]]
             for index, count in {session.share for session in followed}
         }
         for session in followed:
-            blobs = copies[session.share]
+            blobs = sent[session.share]
             part = Part("step", step, epoch, tuple(b.numel() for b in blobs), "", settings=settings)
             with self._changed:
                 session.parts.append((part, b"", blobs))
@@ -359,7 +364,7 @@ class Donor:
         session = None
         try:
             session = self._agree(connection)
-            sock.settimeout(None)
+            sock.settimeout(_SEND_S)
             self._send_state(session)
             while True:
                 self._send_next(session)

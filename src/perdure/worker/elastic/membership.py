@@ -264,7 +264,8 @@ class Membership:
         listener: dict[str, int] = {}
         if serves:
             with contextlib.suppress(OSError):  # Else torch listens on all interfaces.
-                made = socket.create_server((host, port), backlog=4096)
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                made = socket.create_server((host, port), family=family, backlog=4096)
                 listener["master_listen_fd"] = made.detach()
         timeout = timedelta(seconds=60)
         return TCPStore(

@@ -130,7 +130,8 @@ class Saving:
             try:
                 self._saver.save(applied, reason=reason, extra=extra)
             except SaveSkipped:
-                self._saved = (before, time.monotonic())
+                if self._state.whole:  # Else members that save other parts have not skipped it.
+                    self._saved = (before, time.monotonic())
                 raise
 
     def close(self) -> None:
