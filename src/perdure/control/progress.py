@@ -79,7 +79,7 @@ def reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction
     boundary = state.boundary
     drains = boundary is not None and boundary.kind == "drain"  # Its move is taken back.
     if event.dropped and not drains:
-        return ask_again(state, now, event)
+        return after_boundary(state, now, ask_again(state, now, event))
     done = reach_boundary(state, event)
     held = note_held(state, now, event, done)
     held += [*reach_change(state, event), *reach_pause(state, event)]

@@ -88,7 +88,7 @@ class BoundaryGate:
         self._now = now
         self._interrupted = interrupted
         self._cells = cells or NoCells()
-        self._orphan_s, self._excuse = orphan_s, excuse
+        self._orphan_s, self._excuse = max(orphan_s, DROP_S), excuse
         self._changed = threading.Condition()
         self._open: dict[str, _Open] = {}
         self._answers: dict[str, BoundaryAnswered] = {}

@@ -27,7 +27,7 @@ from perdure.model.events import AnyEvent, BoundaryReached, CheckpointFailed, Ke
 from perdure.model.signals.progress import Phase
 from perdure.model.steering import Change
 from perdure.worker.boundary import ORPHAN_S, PLANS, Agreed, BoundaryGate
-from perdure.worker.busy import declare_busy
+from perdure.worker.busy import AT_MOST_S_MAX, declare_busy
 from perdure.worker.cells import Cells
 from perdure.worker.config import Config
 from perdure.worker.control import Control
@@ -167,7 +167,7 @@ class Executor:
             interrupted=interrupted,
             cells=cells,
             orphan_s=orphan_s,
-            excuse=lambda most_s: declare_busy("decision", at_most_s=most_s),
+            excuse=lambda most_s: declare_busy("decision", at_most_s=min(most_s, AT_MOST_S_MAX)),
         )
         self._signals = SignalForwarding(line.signal) if line is not None else None
         self._due: list[Agreed] = []

@@ -92,6 +92,17 @@ def test_ranks_without_a_store_wait_as_long_as_an_orphan_may(monkeypatch):
         gate.arrive(5)
 
 
+def test_a_short_orphan_s_ends_no_rank_that_can_drop_what_is_open(monkeypatch):
+    monkeypatch.setattr(boundary, "ASK_FIRST_S", 0.001)
+    monkeypatch.setattr(boundary, "ASK_EVERY_S", 0.001)
+    monkeypatch.setattr(boundary, "DROP_S", 0.05)
+    gate = BoundaryGate(
+        rank=0, emit=lambda e: None, ask=lambda i: None, cells=OwnCells(), orphan_s=0.001
+    )
+    gate.handle(order("prepare"))
+    assert gate.arrive(5) == []
+
+
 class World:
     """Four ranks before step 5, which have promised one thing."""
 
