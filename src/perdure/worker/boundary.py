@@ -53,6 +53,8 @@ class Agreed(msgspec.Struct, frozen=True):
 class _Open(msgspec.Struct):
     agreed: Agreed
     decision: Literal["", "commit", "abort", "drop"] = ""
+    unwritten: bool = False
+    """A commit that was heard while no cell answered: it is written before it is carried out."""
 
 
 class BoundaryGate:
@@ -117,7 +119,7 @@ class BoundaryGate:
             else:
                 entry = self._open.get(order.id)
                 if entry is not None and not entry.decision:
-                    entry.decision = move
+                    entry.decision, entry.unwritten = move or "commit", not move
                     if move == "drop":
                         answer = self._drop(entry)
                     elif move == "abort" or order.id in self._resumed:
@@ -134,7 +136,7 @@ class BoundaryGate:
     def _settle(self, order: SendBoundary) -> Literal["", "commit", "abort", "drop"]:
         """Make a decision that was heard hold for all ranks; return what holds.
 
-        If no cell answers, what perdure says counts.
+        Return an empty string for a commit if no cell answers.
         """
         if order.move == "prepare":
             return ""
@@ -146,7 +148,7 @@ class BoundaryGate:
         if order.move == "abort":
             self._cells.settle(order.id, "drop")
             return "abort"
-        return self._cells.settle(order.id, "commit") or "commit"
+        return self._cells.settle(order.id, "commit")
 
     def _drop(self, entry: _Open) -> BoundaryReached:
         """Forget what the ranks have dropped; return what is to be told of it."""
@@ -227,6 +229,8 @@ class BoundaryGate:
             entries = [e for e in self._open.values() if e.agreed.step <= committed]
         for entry in entries:
             self._wait(entry)
+            if entry.unwritten and (fate := self._cells.settle(entry.agreed.id, "commit")):
+                entry.decision, entry.unwritten = fate, False
         with self._changed:
             for entry in entries:
                 if entry.decision == "drop" and entry.agreed.id in self._open:

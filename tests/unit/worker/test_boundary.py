@@ -9,7 +9,7 @@ from perdure.model.events import BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.worker import boundary
 from perdure.worker.boundary import NEVER, BoundaryGate
-from perdure.worker.cells import OwnCells
+from perdure.worker.cells import NoCells, OwnCells
 
 
 def order(move, step=5, id="b1", kind="checkpoint"):
@@ -160,6 +160,17 @@ def test_a_rank_that_comes_late_with_a_commit_drops_with_the_others(monkeypatch)
     assert world.arrive() == [False] * 3
     late.handle(order("commit", kind="set"))
     assert late.arrive(5) == []
+    assert world.said[-1].dropped
+
+
+def test_a_commit_that_no_cell_took_at_first_is_written_before_it_is_carried_out(monkeypatch):
+    world = World("set", monkeypatch, drop_s=0.0)
+    deaf, cells = world.gates.pop(), world.gates[0]._cells
+    deaf._cells = NoCells()  # Its way to the store is broken for a moment.
+    deaf.handle(order("commit", kind="set"))
+    assert world.arrive() == [False] * 3
+    deaf._cells = cells
+    assert deaf.arrive(5) == []
     assert world.said[-1].dropped
 
 

@@ -491,10 +491,7 @@ class Follower:
         try:
             self._connect(order)
             self._agree(order, state.choose_donors)
-        except Lost:
-            self.close()
-            raise
-        except (OSError, ProtocolError) as error:
+        except (Lost, OSError, ProtocolError) as error:
             self.close()
             raise Lost(f"a donor cannot be followed: {error}") from None
         self._row = self._read_row()
@@ -508,7 +505,7 @@ class Follower:
         """
         reached = {
             donor: start(
-                functools.partial(_reach, order.donors[donor], order.key), "perdure-follow"
+                functools.partial(connect_donor, order.donors[donor], order.key), "perdure-follow"
             )
             for donor in sorted(order.donors)
         }
@@ -522,7 +519,7 @@ class Follower:
             if error := reaching.exception():
                 problem = f"donor {donor}: {error}"
             else:
-                self.connections[donor] = reaching.result()
+                self.connections[donor] = Connection(reaching.result())
         if not self.connections:
             raise Lost(problem)
 
@@ -628,11 +625,7 @@ class Follower:
         return pieces
 
 
-def _reach(address: str, key: str) -> Connection:
-    return Connection(connect_donor(address, key))
-
-
-def _hang_up_late(reached: Future[Connection]) -> None:
+def _hang_up_late(reached: Future[ssl.SSLSocket]) -> None:
     if reached.exception() is None:
         reached.result().close()
 
