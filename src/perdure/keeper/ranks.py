@@ -124,9 +124,9 @@ class Ranks:
         self._store_pid = 0
         self._forking: Forking | None = None
         self._again_s = 0.0
+        """Nothing is started before: there was no process to be had, or no room."""
         self._no_room: KeeperWaits | None = None
         self._room_s = _ROOM_S
-        """Nothing is started before: there was no process to be had."""
         self._evidence: dict[int, exits.Evidence] = {}
         self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
         self._ending: Ending | None = None

@@ -25,11 +25,9 @@ class Cells(Protocol):
 
     def settle(self, id_: str, fate: Fate) -> Fate:
         """Write `fate`, unless the cell has one; return which it has, empty if no store answers."""
-        ...
 
     def read(self, id_: str) -> Fate:
         """Return the fate of an agreement; empty for none so far."""
-        ...
 
 
 class OwnCells:

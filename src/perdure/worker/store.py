@@ -4,6 +4,7 @@ It is forked from the image like a rank. No store outlives its generation, and n
 twice: a key or a connection of a dead world can never reach a living one.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -36,12 +37,30 @@ def serve_store(bind: str, world_size: int) -> tuple[object, int]:
     import torch.distributed
 
     make: Any = vars(torch.distributed)["TCPStore"]
-    listener = socket.create_server((bind, 0), backlog=4096)
+    listener = _listen(bind, 0)
     port: int = listener.getsockname()[1]
     store = make(
         bind, port, world_size, True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, port
+
+
+def bind_store(host: str, port: int) -> dict[str, int]:
+    """Return the option by which a TCPStore listens at `host` alone; empty to leave it to torch.
+
+    torch's server takes every interface. A host's name is left to it all the same: on Debian a
+    host's own name is 127.0.1.1, at which no other node is.
+    """
+    with contextlib.suppress(OSError):  # `host` is a name, or this process serves it already.
+        if host != "localhost":
+            socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+        return {"master_listen_fd": _listen(host, port).detach()}
+    return {}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=4096)
 
 
 def wait_for_ever(store: object) -> None:

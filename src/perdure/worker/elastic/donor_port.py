@@ -161,8 +161,7 @@ def connect_donor(address: str, key: str) -> ssl.SSLSocket:
             return secured
         except OSError as error:
             secured.close()
-            known = not isinstance(error, ssl.SSLCertVerificationError)
-            if known or time.monotonic() > until_s:
+            if not isinstance(error, ssl.SSLCertVerificationError) or time.monotonic() > until_s:
                 raise
             time.sleep(_RETRY_S)  # The donor still has the key of the join before.
 

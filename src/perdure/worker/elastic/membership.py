@@ -27,7 +27,7 @@ from perdure.worker.elastic.survival import outlive_errors
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
 from perdure.worker.stderr import say
-from perdure.worker.store import serve_store
+from perdure.worker.store import bind_store, serve_store
 
 _ORDER_S = 60.0
 """How long a broken world waits for the next one before its ranks give up."""
@@ -261,12 +261,7 @@ class Membership:
         env = os.environ
         host, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "0") or 0)
         serves = self.me == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True"
-        listener: dict[str, int] = {}
-        if serves:
-            with contextlib.suppress(OSError):  # Else torch listens on all interfaces.
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                made = socket.create_server((host, port), family=family, backlog=4096)
-                listener["master_listen_fd"] = made.detach()
+        listener = bind_store(host, port) if serves else {}
         timeout = timedelta(seconds=60)
         return TCPStore(
             host, port, is_master=serves, wait_for_workers=False, timeout=timeout, **listener

@@ -5,11 +5,10 @@ Standard library only, until torch is there: a script that imports no torch pays
 
 import importlib
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,6 +17,7 @@ from perdure.worker.process import set_title
 from perdure.worker.start.failure import install_hook
 from perdure.worker.start.streams import survive_full_disks
 from perdure.worker.stderr import say
+from perdure.worker.store import bind_store
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
@@ -159,9 +159,7 @@ def _bind_store(rendezvous: ModuleType) -> None:
     ) -> object:
         meeting = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if is_master and (host_name, str(port)) == meeting:
-            with suppress(OSError):  # An earlier process group of this rank serves it already.
-                listener = socket.create_server((host_name, port), backlog=4096)
-                named["master_listen_fd"] = listener.detach()
+            named |= bind_store(host_name, port)
         return make(host_name, port, world_size, is_master, *args, **named)
 
     rendezvous.__dict__["TCPStore"] = make_store
