@@ -104,3 +104,17 @@ def test_end_of_training_says_what_was_not_saved(start: Callable[..., Job], tmp_
     assert [event["step"] for event in ends] == [20]
     assert "training has ended" in job.cli("report", "hung").stdout
     assert not accused(job)
+
+
+@pytest.mark.slow
+def test_the_last_step_is_saved_once_the_disk_answers(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The save of the last step was due at an interval, and was skipped for an older one."""
+    job = launch(start, tmp_path, "--steps", "60")
+    stuck = tmp_path / "hung" / "stuck"
+    stuck.touch()
+    job.wait_until(lambda: "perdure waits" in job.text(), "the end of training")
+    stuck.unlink()
+    assert job.wait() == 0, job.text()
+    assert events(job, "CheckpointSaved")[-1]["step"] == 60

@@ -116,7 +116,11 @@ class StepLoop(Depth):
         self._executor.end(self.committed)
         self._metrics.flush()
         self.account("overhead", "checkpoint")
-        if self.save_at_end and self._saved_step != self.committed:
+        is_saved = self._saved_step == self.committed
+        if is_saved:
+            self._saver.close()
+            is_saved = self._saver.unbegun != self.committed  # Else a rank had to skip it.
+        if self.save_at_end and not is_saved:
             self._executor.save(self.committed, "end")
         self._saver.close()
         self.account("checkpoint")

@@ -318,6 +318,7 @@ def test_ranks_save_together_again_once_the_disk_of_one_answers(
     answers.set()
     for rank in ranks:
         rank.saver.close()
+    assert [rank.saver.unbegun for rank in ranks] == [3, 3], "both know at the end of training"
     assert save(4) == [True, True]
     for rank in ranks:
         rank.saver.close()

@@ -117,6 +117,8 @@ class SaveTask:
         self._rank, self._world_size = rank, world_size
         self._allow_pickle = allow_pickle
         self._begun = False
+        self.is_agreed = False
+        """All ranks have begun it."""
 
     def write(
         self,
@@ -137,6 +139,7 @@ class SaveTask:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._begun = True
         self._agree(cache, tensors)
+        self.is_agreed = True
         self._write_share(staging, cache, tensors, own)
         return self._finish(cache, own) if self._rank == 0 else None
 
@@ -348,6 +351,9 @@ class Checkpointer:
         """Saves that were not begun since the last one was written."""
         self._told = False
         """The disk was said to hang, and nothing was written since."""
+        self.unbegun = -1
+        """Newest step of which a save came to nothing before all ranks had begun it. All ranks
+        know of it: none begins before all have said what they hold."""
         self._written, self._longest_s = 0, 0.0
         """Step of the newest checkpoint, 0 for none; seconds that the slowest save took."""
         self._attempts = 0
@@ -430,6 +436,7 @@ class Checkpointer:
             if self._world_size > 1:
                 self._skipped.append(task)
             self._num_skipped += 1
+            self.unbegun = max(self.unbegun, task.step)
             return True
 
     # --- saving ------------------------------------------------------------------------------
@@ -487,6 +494,8 @@ class Checkpointer:
             try:
                 write()
             finally:
+                if not task.is_agreed:
+                    self.unbegun = max(self.unbegun, task.step)
                 while skipped is not None:
                     with self._changed:
                         skipped = self._skipped.popleft() if self._skipped else None
