@@ -76,11 +76,10 @@ def note_progress(
 
 def reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
     """Remember an agreement that all ranks carried out, for the command behind its step."""
-    boundary = state.boundary
-    drains = boundary is not None and boundary.kind == "drain"  # Its move is taken back.
-    if event.dropped and not drains:
+    moves = any(move.boundary == event.id for move in state.moves.values())
+    if event.dropped and not moves:  # Else the move is taken back.
         return after_boundary(state, now, ask_again(state, now, event))
-    done = reach_boundary(state, event)
+    done = None if event.dropped else reach_boundary(state, event)
     held = note_held(state, now, event, done)
     held += [*reach_change(state, event), *reach_pause(state, event)]
     resumed = reach_resume(state, event)

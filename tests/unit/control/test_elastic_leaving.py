@@ -49,12 +49,15 @@ def promise(lab: Lab, boundary: SendBoundary, *ranks: int) -> list[AnyAction]:
     return actions
 
 
-def reach(lab: Lab, boundary: SendBoundary, *ranks: int) -> list[AnyAction]:
+def reach(lab: Lab, boundary: SendBoundary, *ranks: int, dropped: bool = False) -> list[AnyAction]:
     actions: list[AnyAction] = []
     for rank in ranks:
-        actions = lab.say(
-            BoundaryReached(id=boundary.id, rank=rank, step=boundary.step, at_s=lab.now)
-        )
+        actions += lab.say(
+            BoundaryReached(
+                id=boundary.id, rank=rank, step=boundary.step, at_s=lab.now, dropped=dropped,
+                error="away" if dropped else "",
+            )
+        )  # fmt: skip
     return actions
 
 
@@ -71,6 +74,18 @@ def test_members_of_a_drained_node_leave_at_a_step_and_the_others_go_on() -> Non
     assert answer.ok
     assert answer.result["moves"] == [{"node": 1, "to": None, "ranks": [2, 3]}]
     assert lab.machine.state.cordoned.keys() == {1}
+
+
+def test_members_that_have_dropped_a_drain_stay_and_are_asked_again() -> None:
+    lab = train()
+    prepare = find(ask(lab, "drain", targets=["1"]), SendBoundary)
+    promise(lab, prepare, 0, 1, 2, 3)
+    dropped = reach(lab, prepare, 0, 1, 2, 3, dropped=True)
+    assert not [a for a in dropped if isinstance(a, ReformWorld)], "all four train on"
+    (later,) = [a for a in dropped if isinstance(a, SendBoundary) and a.move == "prepare"]
+    promise(lab, later, 0, 1, 2, 3)
+    assert not [a for a in reach(lab, later, 0) if isinstance(a, ReformWorld)], "one of four"
+    assert order_of(reach(lab, later, 1, 2, 3)).ranks == (0, 1)
 
 
 def test_a_node_that_its_members_have_left_is_left_already() -> None:

@@ -503,3 +503,17 @@ def test_a_committed_change_that_all_ranks_have_dropped_is_taken_back() -> None:
     (change,) = steering.changes
     assert (change.values, change.step) == ({"lr": 0.1}, later.step)
     assert change.epoch > noted.epoch
+
+
+def test_what_waits_behind_a_dropped_agreement_begins_once_that_is_given_up() -> None:
+    driver = start()
+    spec = KeySpec(name="lr", type="float", default=0.5)
+    generation = driver.controller.state.generation
+    driver.do(KeysDeclared(generation=generation, keys=(spec,)))
+    at_step = driver.controller.state.step + 20
+    sent = one(ask(driver, "set", changes={"lr": 0.1}, at=at_step), SendBoundary)
+    assert not [a for a in ask(driver, "checkpoint") if isinstance(a, SendBoundary)], "it waits"
+    actions = drop(driver, sent)
+    assert not one([a for a in actions if isinstance(a, AnswerCommand)], AnswerCommand).ok
+    begun = [a for a in actions if isinstance(a, SendBoundary) and a.move == "prepare"]
+    assert [a.kind for a in begun] == ["checkpoint"]
