@@ -27,6 +27,7 @@ from tests.waiting import PATIENCE_S
 FAKE_CHECKPOINTS = """
 import sys, types
 class Checkpointer:
+    unbegun = -1
     gate_s = 0.0
     def __init__(self, **options): print("url", options["url"], flush=True)
     def register(self, name, value): print("register", name, flush=True)
@@ -188,7 +189,8 @@ def test_a_stop_is_agreed_and_waits_for_its_decision(rank):
     rank.order("commit", 10)
     reached = rank.read_until(BoundaryReached)
     assert (reached.step, reached.error) == (10, "")
-    assert rank.finish()[-3:] == ["save 10 stop", "close", "end 10 True"]
+    printed = [line for line in rank.finish() if line != "close"]
+    assert printed[-2:] == ["save 10 stop", "end 10 True"]
     assert rank.process.returncode == 0
     assert read_ring(rank.ring, 0.0).account.boundary_s > 0.1
 

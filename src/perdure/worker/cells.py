@@ -102,9 +102,12 @@ class StoreCells:
         )
 
 
-def open_cells() -> Cells:
-    """Return the cells of this rank's generation: perdure serves its store, or rank 0 does."""
-    port = os.environ.get("MASTER_PORT", "")
-    if port.isdigit():
+def open_cells(*, grows: bool = False) -> Cells:
+    """Return the cells of this rank's generation: perdure serves its store, or rank 0 does.
+
+    A rank that is alone needs no store, unless its world `grows`.
+    """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if (port := os.environ.get("MASTER_PORT", "")).isdigit() and (grows or not alone):
         return StoreCells(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(port))
-    return OwnCells() if os.environ.get("WORLD_SIZE", "1") == "1" else NoCells()
+    return OwnCells() if alone else NoCells()

@@ -52,3 +52,11 @@ def test_ranks_without_a_store_have_no_cells(monkeypatch):
     assert isinstance(open_cells(), NoCells)
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert isinstance(open_cells(), StoreCells)
+
+
+def test_a_rank_that_is_alone_asks_no_store_unless_its_world_grows(monkeypatch):
+    """Such a rank serves no store itself, and waited half an hour for one."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert isinstance(open_cells(), OwnCells)
+    assert isinstance(open_cells(grows=True), StoreCells)

@@ -17,6 +17,8 @@ from perdure.worker.ring import RingWriter
 
 
 class FakeSaver:
+    unbegun = -1  # The newest step that some rank could not begin to save.
+
     def __init__(self, start=0):
         self.start, self.saves, self.gate_s, self.closed, self.full = start, [], 0.0, False, False
 
@@ -156,6 +158,15 @@ def test_a_last_step_that_was_saved_is_not_saved_again(rank):
     rank.step(8)
     rank.loop.leave()
     assert [step for step, _, _ in rank.saver.saves] == [4, 8]
+
+
+def test_a_last_step_that_some_rank_skipped_is_saved_again(rank):
+    rank.loop.every_steps, rank.loop.save_at_end = 4, True
+    rank.loop.begin()
+    rank.step(8)
+    rank.saver.unbegun = 8
+    rank.loop.leave()
+    assert [step for step, _, _ in rank.saver.saves] == [4, 8, 8]
 
 
 def test_an_agreed_checkpoint_happens_at_its_step(rank):

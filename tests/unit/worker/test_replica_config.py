@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from perdure.model.errors import ConfigError
+from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
 from perdure.model.orders import SendBoundary
 from perdure.model.steering import Change, Steering
+from perdure.worker import boundary
 from perdure.worker.torchft.settings import STATE_KEY, ReplicaConfig
 
 NOTHING = Steering()
@@ -16,7 +17,9 @@ NOTHING = Steering()
 class Group:
     """A rank of a replica group of one, without torchft."""
 
-    def __init__(self, group: int = 0, steering: Steering = NOTHING) -> None:
+    def __init__(
+        self, group: int = 0, steering: Steering = NOTHING, orphan_s: float = 600.0
+    ) -> None:
         self.step, self.quorum = 0, 1
         self.events: list[Any] = []
         self.asked: list[str] = []
@@ -32,6 +35,7 @@ class Group:
             now=lambda: 1.0,
             quorum_id=lambda: self.quorum,
             steering=steering,
+            orphan_s=orphan_s,
         )
         self.config = self.settings.config
         self.config.declare("lr", float, default=0.1, min=0, on_change=self.heard.append)
@@ -117,6 +121,16 @@ def test_a_healing_group_gets_values_and_promises() -> None:
     late.begin(10)
     assert late.config.lr == 0.7
     assert late.asked == [], "it had the decision, and needed not wait"
+
+
+def test_a_group_waits_for_a_decision_as_long_as_the_job_says(monkeypatch) -> None:
+    for name in ("ASK_FIRST_S", "ASK_EVERY_S", "DROP_S"):
+        monkeypatch.setattr(boundary, name, 0.001)
+    group = Group(orphan_s=0.01)
+    group.begin(1)
+    group.take("prepare", 2, 0.5)
+    with pytest.raises(ProtocolError, match=r"no decision on set b1\.1@0 at step 2"):
+        group.begin(2)
 
 
 def test_who_is_told_of_a_decision_without_having_been_asked_acts_upon_it_too() -> None:

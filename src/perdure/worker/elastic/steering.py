@@ -174,7 +174,7 @@ class Steering(Depth):
             now=membership.now,
             line=attachment.control,
             interrupted=membership.overtaken,
-            cells=open_cells(),
+            cells=open_cells(grows=True),
             orphan_s=read_spec().bus.orphan_s,
         )
         self._gate = self.executor.gate

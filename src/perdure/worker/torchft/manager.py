@@ -472,6 +472,7 @@ def join_replica(attachment: Any) -> None:
         quorum_id=replica.read_quorum_id,
         steering=read_steering(),
         checkpoint=spec.checkpoint,
+        orphan_s=spec.bus.orphan_s,
     )
     attachment.obey(settings.take, SendBoundary, ResumeRanks)
 

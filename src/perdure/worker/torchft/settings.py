@@ -31,7 +31,7 @@ from perdure.model.events import AnyEvent, BoundaryAnswered
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import Change, Steering
-from perdure.worker.boundary import PLANS, Agreed
+from perdure.worker.boundary import ORPHAN_S, PLANS, Agreed
 from perdure.worker.config import Config
 from perdure.worker.control import Control
 from perdure.worker.executor import Depth, Executor
@@ -109,15 +109,17 @@ class ReplicaConfig(Depth):
         steering: Steering,
         line: Control | None = None,
         checkpoint: CheckpointConfig | None = None,
+        orphan_s: float = ORPHAN_S,
     ) -> None:
         """Take part in the job's agreements as `rank`; `steering` was agreed upon before.
 
-        With `checkpoint` the state of the group is saved and loaded.
+        With `checkpoint` the state of the group is saved and loaded. A decision is waited for at
+        most `orphan_s`.
         """
         self._heals = steering.heals
         self._emit, self._quorum_id, self._rank = emit, quorum_id, rank
         self._group, self._speaks = str(rank // nproc), rank % nproc == 0
-        self._executor = self._make_executor(rank, generation, now, line)
+        self._executor = self._make_executor(rank, generation, now, line, orphan_s)
         if checkpoint is not None:
             self._saves = {
                 "url": read_checkpoint_url(checkpoint),
@@ -131,7 +133,12 @@ class ReplicaConfig(Depth):
         plan_steering(self._executor.gate, self.config, 0, steering)
 
     def _make_executor(
-        self, rank: int, generation: int, now: Callable[[], float], line: Control | None
+        self,
+        rank: int,
+        generation: int,
+        now: Callable[[], float],
+        line: Control | None,
+        orphan_s: float = ORPHAN_S,
     ) -> Executor:
         return Executor(
             self,
@@ -141,6 +148,7 @@ class ReplicaConfig(Depth):
             now=now,
             line=line,
             plans=(*PLANS, "checkpoint"),
+            orphan_s=orphan_s,
         )
 
     # --- control thread -----------------------------------------------------------------------
