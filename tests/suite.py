@@ -34,8 +34,8 @@ INTERRUPTED = 130
 
 CORE = tuple(f"tests/{room}" for room in ("unit", "properties", "sim", "contract", "golden"))
 SHORT = ("-m", "not serial and not long")
-AT_ONCE = ("-n", "3", "--dist", "worksteal")
-"""Three at once, also on two cores: a test of a whole job waits for a third of its time."""
+AT_ONCE = ("-n", "4", "--dist", "worksteal")
+"""Four at once, also on two cores: a test of a whole job waits for most of its time."""
 PARTS: Mapping[str, tuple[str, ...]] = {
     "core": (*SHORT, *AT_ONCE, *CORE),
     "parallel": (*SHORT, *AT_ONCE, "--ignore", "tests/platforms", "tests"),

@@ -150,7 +150,7 @@ def test_an_address_in_the_request_line_lets_no_stranger_in(page: Page) -> None:
         assert "SIGKILL" not in answer
 
 
-IDLE = 400
+IDLE = 200
 
 
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])

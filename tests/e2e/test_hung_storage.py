@@ -94,6 +94,7 @@ def test_training_goes_on_beside_a_checkpoint_disk_that_hangs(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_end_of_training_says_what_was_not_saved(start: Callable[..., Job], tmp_path: Path) -> None:
     """The ranks wait for their disk, much longer than a silent rank may; then they end."""
     job = launch(start, tmp_path, "--steps", "50", last_s=75.0)

@@ -30,8 +30,15 @@ def test_useful_is_what_the_committed_steps_took(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("declared", [(), ("--declare",)], ids=["supervised", "resumable"])
-@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize(
+    ("how", "declared"),
+    [
+        pytest.param("stop", (), id="stop-supervised"),
+        pytest.param("kill", (), id="kill-supervised", marks=pytest.mark.long),
+        pytest.param("stop", ("--declare",), id="stop-resumable", marks=pytest.mark.long),
+        pytest.param("kill", ("--declare",), id="kill-resumable"),
+    ],
+)
 def test_a_hang_in_which_the_job_is_ended_is_loss(
     start: Start, how: str, declared: tuple[str, ...]
 ) -> None:

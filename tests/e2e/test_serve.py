@@ -169,7 +169,6 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
     assert served.leftovers() == []
 
 
-@pytest.mark.serial
 def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serving) -> None:
     _, block, verbs, line_block = read_commands()
     assert line_block == [LINE]
