@@ -103,13 +103,14 @@ class Interrupter:
 def make_own_device(make: Callable[[], Any]) -> tuple[Any, str]:
     """Return the gloo device that `make()` returns, and its listener, for one group of perdure's.
 
-    Another thread may make a device at the same time. Then neither is used, and `make` runs again.
+    Another thread may begin to listen at the same time. Then `make` runs again.
     """
     with _making:
         while True:
-            before = list_devices()
+            before = set(list_sockets().values())
             device = make()
-            new = list_devices().keys() - before.keys()
+            sockets = list_sockets().items()
+            new = [name for fd, name in sockets if name not in before and _is_listener(fd)]
             if len(new) <= 1:
                 break
     listener = next(iter(new), "")
@@ -117,10 +118,8 @@ def make_own_device(make: Callable[[], Any]) -> tuple[Any, str]:
     return device, listener
 
 
-def drop_own_device(listener: str) -> None:
-    """Shut down the connections of a device whose group is left."""
-    with contextlib.suppress(OSError):
-        shut_down_devices({listener})
+def forget_device(listener: str) -> None:
+    """Note that a group of perdure's is left, whose connections were shut down."""
     _own.discard(listener)
 
 

@@ -15,7 +15,7 @@ from perdure.model.orders import InterruptCollectives
 from perdure.worker import interrupt
 from perdure.worker.interrupt import (
     Interrupter,
-    drop_own_device,
+    forget_device,
     list_gloo_sockets,
     make_own_device,
     shut_down_devices,
@@ -95,7 +95,7 @@ def test_only_the_connections_of_one_device_are_shut_also_those_made_later(devic
             peer.settimeout(PATIENCE_S)
             assert peer.recv(1) == b""
         assert is_open(device)
-        drop_own_device(listener)
+        forget_device(listener)
         assert shut_down_gloo() == 0
     assert shut_down_devices({listener}) == 0
 
@@ -113,7 +113,7 @@ def test_a_device_that_appears_beside_an_own_one_is_not_taken_for_it(device: Dev
         assert listener == list_links()[own.listener.fileno()]
         assert shut_down_devices({listener}) == 1
         assert all(map(is_open, [device, *foreign]))
-        drop_own_device(listener)
+        forget_device(listener)
 
 
 def test_an_order_is_carried_out_once(device: Device) -> None:

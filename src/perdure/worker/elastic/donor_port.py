@@ -11,13 +11,18 @@ at most `_HANDSHAKE_S`, and nothing in the training thread.
 
 import contextlib
 import functools
+import io
 import socket
 import ssl
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
+_SENT = 1 << 20
+_RECEIVED = 1 << 18
+"""Bytes that go to the socket, and come from it, in one call."""
 _OPEN_S = 5.0
 """Seconds for which the port listens after the last order. The controller repeats it each second
 until the rank has joined or is gone."""
@@ -37,10 +42,99 @@ _KEEPALIVE_EVERY_S = 2
 _KEEPALIVE_TRIES = 3
 
 
+class SecureStream(io.RawIOBase):
+    """A connection with TLS, of which many records go to the socket in one call.
+
+    `ssl.SSLSocket` makes a call of the kernel for each record of 16 KB, and carries less than half
+    as much. A large state would then never come up with the steps that are made meanwhile.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:
+        """Talk over the connection `sock`. Nothing is sent before the handshake."""
+        self._sock = sock
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
+        self._block = memoryview(bytearray(_RECEIVED))
+
+    def do_handshake(self) -> None:
+        """Show the key, and see that of the other end.
+
+        Raises:
+            OSError: it has another key, is gone, or takes longer than `_HANDSHAKE_S`.
+        """
+        until_s = time.monotonic() + _HANDSHAKE_S
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._sock.settimeout(max(0.001, until_s - time.monotonic()))
+                self._receive()
+            except OSError:
+                with contextlib.suppress(OSError):  # The alert, which says why not.
+                    self._flush()
+                raise
+        self._sock.settimeout(_HANDSHAKE_S)
+        self._flush()
+
+    def settimeout(self, wait_s: float | None) -> None:
+        """Bound each wait for the other end, to send or to receive."""
+        self._sock.settimeout(wait_s)
+
+    def readable(self) -> bool:
+        """Return that bytes come from it."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill some of `buffer`; return how many bytes, 0 at the end.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        while True:
+            try:
+                return cast(int, self._tls.read(len(buffer), buffer))  # Not bytes, into a buffer.
+            except ssl.SSLWantReadError:
+                self._receive()
+            except ssl.SSLZeroReturnError:
+                return 0
+
+    def sendall(self, data: memoryview | bytes) -> None:
+        """Send `data`.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        view = memoryview(data)
+        while view:
+            view = view[self._tls.write(view[:_SENT]) :]
+            self._flush()
+
+    def hang_up(self) -> None:
+        """End the connection. A thread that reads from it or writes to it wakes up."""
+        hang_up(self._sock)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+        super().close()
+
+    def _receive(self) -> None:
+        count = self._sock.recv_into(self._block)
+        if not count:
+            raise ConnectionResetError("the other end has closed")
+        self._incoming.write(self._block[:count])
+
+    def _flush(self) -> None:
+        if self._outgoing.pending:
+            self._sock.sendall(self._outgoing.read())
+
+
 class DonorPort:
     """A port that is reserved for as long as the process lives, and listens during joins."""
 
-    def __init__(self, host: str, serve: Callable[[ssl.SSLSocket], None]) -> None:
+    def __init__(self, host: str, serve: Callable[[SecureStream], None]) -> None:
         """Reserve a port of `host`. `serve` gets each connection that has shown the key.
 
         Raises:
@@ -57,7 +151,7 @@ class DonorPort:
         self._until_s = 0.0
         self._listens = self._closed = False
         self._context_key = ""
-        self._pending: dict[ssl.SSLSocket, None] = {}
+        self._pending: dict[SecureStream, None] = {}
         """Connections in a handshake, the oldest first."""
 
     def open(self, key: str) -> None:
@@ -126,13 +220,13 @@ class DonorPort:
             self._pending[secured] = None
             oldest = next(iter(self._pending)) if len(self._pending) > _PENDING_MAX else None
         if oldest is not None:
-            hang_up(oldest)
+            oldest.hang_up()
         if not _start(functools.partial(self._greet, secured)):
             with self._lock:
                 del self._pending[secured]
             secured.close()
 
-    def _greet(self, secured: ssl.SSLSocket) -> None:
+    def _greet(self, secured: SecureStream) -> None:
         """Serve the connection once it has shown the key."""
         try:
             secured.do_handshake()
@@ -145,7 +239,7 @@ class DonorPort:
         self._serve(secured)
 
 
-def connect_donor(address: str, key: str) -> ssl.SSLSocket:
+def connect_donor(address: str, key: str) -> SecureStream:
     """Return a connection to the donor at `address` (`host:port`), which has shown `key`.
 
     Raises:
@@ -194,10 +288,9 @@ def _start(run: Callable[[], None]) -> bool:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Shut `sock` down. A thread that reads from it or writes to it wakes up."""
+    """Shut `sock` down. A thread that waits for it wakes up."""
     with contextlib.suppress(OSError):
-        # Not `SSLSocket.shutdown`, which lets the other threads go on without encryption.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _make_context(key: str, *, server: bool) -> ssl.SSLContext:
@@ -214,14 +307,14 @@ def _make_context(key: str, *, server: bool) -> ssl.SSLContext:
     return context
 
 
-def _wrap(context: ssl.SSLContext, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
+def _wrap(context: ssl.SSLContext, sock: socket.socket, *, server: bool) -> SecureStream:
     """Return `sock` with TLS, before the handshake."""
     try:
         sock.getpeername()  # It raises if the connection is gone again.
         sock.settimeout(_HANDSHAKE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _detect_lost_peer(sock)
-        return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+        return SecureStream(sock, context, server=server)
     except OSError:
         sock.close()
         raise

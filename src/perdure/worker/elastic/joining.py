@@ -19,7 +19,7 @@ gets its state within the join.
 
 import contextlib
 import functools
-import ssl
+import io
 import threading
 import time
 from collections import deque
@@ -39,7 +39,7 @@ from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
 from perdure.worker.elastic.apart import start
-from perdure.worker.elastic.donor_port import DonorPort, connect_donor, hang_up
+from perdure.worker.elastic.donor_port import DonorPort, SecureStream, connect_donor
 from perdure.worker.elastic.group import read_progress
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving import (
@@ -102,10 +102,10 @@ AnyMessage = TypeVar("AnyMessage", Ask, At, Take, Begin, Part)
 class Connection:
     """A connection of a donor and a follower: header lines, and bytes straight into tensors."""
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        """Talk over `sock`, whose other end has shown the key of the join."""
-        self.sock = sock
-        self._file = sock.makefile("rb", buffering=1 << 16)
+    def __init__(self, stream: SecureStream) -> None:
+        """Talk over `stream`, whose other end has shown the key of the join."""
+        self.stream = stream
+        self._file = io.BufferedReader(stream, 1 << 16)
 
     def send(self, message: Message, blobs: Sequence[memoryview | bytes] = ()) -> None:
         """Send a message and the bytes that belong to it.
@@ -113,9 +113,9 @@ class Connection:
         Raises:
             OSError: the other end is gone.
         """
-        self.sock.sendall(encode(message) + b"\n")
+        self.stream.sendall(encode(message) + b"\n")
         for blob in blobs:
-            self.sock.sendall(blob)
+            self.stream.sendall(blob)
 
     def read(self, kind: type[AnyMessage]) -> AnyMessage:
         """Return the next message, which has to be of this kind.
@@ -144,7 +144,7 @@ class Connection:
             blob = torch.empty(size, dtype=torch.uint8)
             view = view_bytes(blob)
             while view:
-                count = self._file.readinto(view)  # type: ignore[attr-defined]
+                count = self._file.readinto(view)
                 if not count:
                     raise ConnectionResetError("the other end has closed")
                 view = view[count:]
@@ -155,9 +155,8 @@ class Connection:
 
     def close(self) -> None:
         """End the connection. A thread that reads from it wakes up."""
-        hang_up(self.sock)
+        self.stream.hang_up()
         self._file.close()
-        self.sock.close()
 
 
 def _join_digests(skeleton: bytes, digests: Sequence[str]) -> str:
@@ -358,13 +357,13 @@ class Donor:
 
     # --- by threads of its own ----------------------------------------------------------------
 
-    def _serve(self, sock: ssl.SSLSocket) -> None:
+    def _serve(self, stream: SecureStream) -> None:
         """Serve a follower that has shown the key, until it has what it wanted or is gone."""
-        connection = Connection(sock)
+        connection = Connection(stream)
         session = None
         try:
             session = self._agree(connection)
-            sock.settimeout(_SEND_S)
+            stream.settimeout(_SEND_S)
             self._send_state(session)
             while True:
                 self._send_next(session)
@@ -385,7 +384,7 @@ class Donor:
             OSError: the follower is gone, or too slow.
             ProtocolError: it is of another world, or not understood.
         """
-        connection.sock.settimeout(_ASK_S)
+        connection.stream.settimeout(_ASK_S)
         while True:
             ask = connection.read(Ask)
             if ask.generation != self._generation:
@@ -454,7 +453,7 @@ class Donor:
     def _end(self, session: _Session) -> None:
         session.over, session.copy = True, None
         session.parts.clear()
-        hang_up(session.connection.sock)
+        session.connection.stream.hang_up()
         self._sessions = [s for s in self._sessions if s is not session]
         self._changed.notify_all()
 
@@ -555,7 +554,7 @@ class Follower:
             if busy:
                 time.sleep(_BUSY_S)
         for connection in connections:
-            connection.sock.settimeout(None)
+            connection.stream.settimeout(None)
 
     def take_state(self) -> tuple[Any, Part]:
         """Return the members' state, and what it is.
@@ -625,7 +624,7 @@ class Follower:
         return pieces
 
 
-def _hang_up_late(reached: Future[ssl.SSLSocket]) -> None:
+def _hang_up_late(reached: Future[SecureStream]) -> None:
     if reached.exception() is None:
         reached.result().close()
 

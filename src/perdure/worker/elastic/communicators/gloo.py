@@ -30,7 +30,7 @@ from torch import Tensor
 
 from perdure.worker.elastic.apart import breaking, make_apart, start
 from perdure.worker.elastic.communicators import Kind, State, Ticket
-from perdure.worker.interrupt import drop_own_device, make_own_device, shut_down_devices
+from perdure.worker.interrupt import forget_device, make_own_device, shut_down_devices
 
 _BUILD_S = 10.0
 """Bound for the connections of a group whose members were all there a moment ago."""
@@ -72,7 +72,7 @@ def connect(store: Any, index: int, size: int, overtaken: Callable[[], bool]) ->
         try:
             group = make_apart(make, overtaken, "perdure-connect")
         except BaseException:
-            drop_own_device(listener)
+            GlooComm(None, listener).close()
             raise
     group._set_default_timeout(_WHOLE)
     return GlooComm(group, listener)
@@ -173,7 +173,10 @@ class GlooComm:
     def close(self) -> None:
         """Close the connections: whoever waits for us learns of it.
 
-        Modules, meshes, and forked processes may still hold the group, or its descriptors.
+        Modules, meshes, and forked processes may still hold the group, or its descriptors. gloo
+        takes 10 ms to end a device, for which nobody waits.
         """
-        drop_own_device(self._listener)
-        self.group = None
+        self.break_()
+        forget_device(self._listener)
+        held, self.group = [self.group], None
+        start(held.clear, "perdure-close", daemon=False)
