@@ -7,7 +7,7 @@ SUITE = $(BIN)/python -m tests.suite $(if $(filter-out 0,$(STRICT)),--strict)
 # perdure anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo docs test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs exact test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -49,6 +49,10 @@ test-machines: check
 # pyproject.toml allows (tests/floors.py). TESTS="FILE ...": these tests.
 test-floors: setup
 	@$(BIN)/python -m tests.floors $(TESTS)
+
+# Training loops that are killed twice, beside undisturbed ones: their losses are equal to the bit.
+exact: setup
+	$(BIN)/python -m pytest -q tests/unit/worker/test_exact_loops.py
 
 # Bounds on time, CPU, and memory: alone on a quiet machine.
 # OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.

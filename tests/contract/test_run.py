@@ -33,6 +33,9 @@ class Checkpointer:
     def register(self, name, value): print("register", name, flush=True)
     def restore(self, extra): return 3
     def save(self, step, *, reason, extra, wait=False): print("save", step, reason, flush=True)
+    def begin_step(self): pass
+    def check(self): pass
+    def settle(self): pass
     def close(self): print("close", flush=True)
 module = types.ModuleType("perdure.worker.checkpoint")
 module.Checkpointer = Checkpointer

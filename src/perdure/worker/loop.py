@@ -68,6 +68,7 @@ class StepLoop(Depth):
         """Restore, once; every object has been registered by now."""
         if not self._begun:
             self._begun = True
+            self._saver.check()
             self.progress.enter_restore()
             extra: dict[str, Any] = {}
             self.committed = self._saver.restore(extra)
@@ -96,6 +97,7 @@ class StepLoop(Depth):
 
     def enter_step(self) -> None:
         """Begin a step: nothing between here and `commit_step` is perdure's."""
+        self._saver.begin_step()
         self.progress.begin(self.committed)
 
     def commit_step(self) -> None:
@@ -128,6 +130,7 @@ class StepLoop(Depth):
 
     def abandon(self) -> None:
         """Note that the script left the loop by itself; what it is up to is not known."""
+        self._saver.settle()
         self._executor.leave(f"the script left its loop at step {self.committed}")
         self._metrics.flush()
 

@@ -335,7 +335,8 @@ def test_checkpoint_that_is_not_written_at_the_end_is_told(
     """The wait has an end, also where every touch of the disk hangs; no thread keeps a process."""
     answers, one = threading.Event(), Trainee(str(tmp_path), seed=1)
 
-    def hang(*_: object, **__: object) -> None:
+    def hang(_task: object, staging: Staging, *_: object) -> None:
+        staging.run()
         assert answers.wait(PATIENCE_S)
 
     monkeypatch.setattr(checkpointer.SaveTask, "write", hang)

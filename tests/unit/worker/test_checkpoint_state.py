@@ -49,6 +49,7 @@ def test_gate_waits_until_what_is_late_is_copied() -> None:
     assert staged["small"].sum() == 5
     assert not staging._done.is_set()
     staging.run()
+    staging.wait()
     assert staging.wait() == 0.0
     assert staged["big"].sum() == 5000
     assert staging.begin({"big": big, "small": small}, set())["big"] is staged["big"]  # reused

@@ -32,6 +32,15 @@ class FakeSaver:
         self.saves.append((step, reason, extra))
         return 0.0
 
+    def begin_step(self):
+        pass
+
+    def check(self):
+        pass
+
+    def settle(self):
+        pass
+
     def close(self):
         self.closed = True
 

@@ -196,7 +196,7 @@ def _check_loop(reading: Reading, loop: ast.For, inner: ast.For | ast.While, bat
                 if isinstance(above, _BLOCKS):
                     raise UnsureError(
                         f"line {call.lineno} makes a step of the optimizer only at times "
-                        "(accumulation?), and gradients are in no checkpoint",
+                        "(accumulation?), so a turn of the loop is not a step of training",
                         "run.batches(..., accumulate=K) yields the K micro-batches of a step",
                     )
     if not reading.methods("zero_grad", inner):

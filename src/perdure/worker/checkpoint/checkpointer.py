@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ from perdure.worker.checkpoint.files import (
 )
 from perdure.worker.checkpoint.index import INDEX, read_index
 from perdure.worker.checkpoint.loading import check_archive
+from perdure.worker.checkpoint.plain import read_plain_state
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
@@ -233,6 +234,8 @@ class SaveTask:
             files.append(entry)
         sync_path(self.folder)
         failpoint("checkpoint/hashed")
+        self.doing = "its copy is compared with the state at the next optimizer step"
+        staging.confirm()
         part = encode(Part(self._rank, tuple(files)))
         replace_file(self.folder / _PART.format(self._rank), part, synced=True)
         sync_path(self.folder)
@@ -313,6 +316,18 @@ class _Found(NamedTuple):
     """What this rank has kept of its own."""
 
 
+@contextlib.contextmanager
+def _fitting(folder: Path) -> Iterator[None]:
+    """Say of what does not fit that the script has changed."""
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError, PerdureError) as error:
+        raise ConfigError(
+            f"{folder.name} does not fit the script: {str(error).strip() or repr(error)}",
+            hint="give the changed script a new job name or checkpoint url",
+        ) from error
+
+
 class Checkpointer:
     """Checkpoints of one rank in one generation."""
 
@@ -358,18 +373,36 @@ class Checkpointer:
         """Step of the newest checkpoint, 0 for none; seconds that the slowest save took."""
         self._attempts = 0
         self._found: _Found | None = None
+        self._kept: tuple[Path, dict[str, Any]] | None = None
+        """What was restored, as long as nobody has registered some of it."""
         self.gate_s = 0.0
         """Seconds waited at gates so far."""
 
     def register(self, name: str, value: Any) -> None:
-        """Save and restore `value` under `name`; an optimizer's step becomes a gate."""
+        """Save and restore `value` under `name`; an optimizer's step becomes a gate.
+
+        What was restored before and nobody has taken is kept for it.
+
+        Raises:
+            ConfigError: what is kept does not fit.
+        """
+        kept = (
+            self._kept if self._kept and name in self._registry.list_left(self._kept[1]) else None
+        )
         self._registry.add(name, value)
+        if kept is not None:
+            self._take(name, *kept)
         if isinstance(value, torch.optim.Optimizer):
-            value.register_step_pre_hook(lambda *_: self._pass_gate())
+            value.register_step_pre_hook(lambda *_: self._pass_gate(id(value)))
             value.register_step_post_hook(lambda *_: self._staging.leave_update())
 
-    def _pass_gate(self) -> None:
+    def _pass_gate(self, optimizer: int) -> None:
+        self._registry.updated.add(optimizer)
         self.gate_s += self._staging.enter_update()
+
+    def begin_step(self) -> None:
+        """Note that a step begins: gradients of optimizers that step in it are not saved."""
+        self._registry.updated.clear()
 
     def settle(self) -> None:
         """Wait until what was begun is copied: the state may change, by whatever means."""
@@ -377,10 +410,12 @@ class Checkpointer:
 
     def enter_replay(self) -> None:
         """Gate before a graph is replayed that has captured an optimizer's step."""
+        self._registry.updated.update(map(id, self._registry.optimizers.values()))
         self.gate_s += self._staging.enter_replay()
 
     def close(self) -> None:
         """Wait until what was begun is written, has failed, or has hung for too long."""
+        self._staging.wait()
         task = self._wait_for_writer(last=True)
         if task is None:
             # A thread that came back from native code later would abort the interpreter.
@@ -462,11 +497,11 @@ class Checkpointer:
             reason=reason,
             allow_pickle=self._config.allow_pickle,
         )
+        self._staging.wait()
         writing = self._wait_for_writer(last=reason in _LAST)
         if writing is not None and self._skip(task, writing):
             again, self._told = self._told, True
             raise SaveSkipped(self._describe(writing), writing=writing.step, again=again)
-        self._staging.wait()
         task.began = time.monotonic()
         try:
             own = self._staging.copy_own(
@@ -579,6 +614,15 @@ class Checkpointer:
             )
         )
 
+    def check(self) -> None:
+        """Refuse objects that could not be saved, before any work is done.
+
+        Raises:
+            ConfigError: the state of an object is no plain data.
+        """
+        if not self._config.allow_pickle:
+            self._registry.check()
+
     # --- restoring ---------------------------------------------------------------------------
 
     def read_newest(self) -> tuple[int, dict[str, Any]]:
@@ -607,13 +651,10 @@ class Checkpointer:
         why: list[str] = []
         if folder is not None:
             failpoint("checkpoint/restore")
-            try:
+            with _fitting(folder):
                 why = self._load(folder, own, extra)
-            except (RuntimeError, KeyError, ValueError, PerdureError) as error:
-                raise ConfigError(
-                    f"{folder.name} does not fit the script: {str(error).strip() or repr(error)}",
-                    hint="give the changed script a new job name or checkpoint url",
-                ) from error
+            if self._registry.list_left(own):
+                self._kept = folder, own
         self._emit(
             CheckpointRestored(
                 generation=self._generation,
@@ -689,16 +730,22 @@ class Checkpointer:
                 raise ConfigError(
                     f"{path.name} needs pickle: set checkpoint.allow_pickle"
                 ) from error
-        return self._registry.merge(found)
+        return self._registry.merge([read_plain_state(one) for one in found])
+
+    def _take(self, name: str, folder: Path, own: dict[str, Any]) -> None:
+        """Load what the checkpoint has of the object that was registered just now."""
+        with _fitting(folder), torch.no_grad():
+            read_tensors(folder, self._registry.targets(own, name))
+            self._registry.load_own(own, name)
+        if not self._registry.list_left(own):
+            self._kept = None
 
     def _load(self, folder: Path, own: dict[str, Any], extra: dict[str, Any]) -> list[str]:
         """Load one checkpoint; return why the resume is not exact, empty where it is."""
         why = self._registry.replay(own)
         with torch.no_grad():
             read_tensors(folder, self._registry.targets(own))
-            missing = self._registry.load_own(own)
-        if missing:
-            why.append(f"not in the checkpoint: {', '.join(missing)}")
+            why += self._registry.load_own(own)
         extra.update(own["extra"])
         differs = compare_fingerprints(own["fingerprint"], take_fingerprint(self._world_size))
         restore_rng(own["rng"])

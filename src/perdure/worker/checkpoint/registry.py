@@ -6,6 +6,10 @@ rank, once, split over the ranks. What nothing keeps equal is each rank's own: b
 statistics differ from rank to rank until the next broadcast), schedulers, scalers, the script's
 objects, and, of several ranks, parameters outside DDP and FSDP2 (they may be a pipeline's stage).
 
+What training uses is state, whatever `state_dict()` exports (`modules.py`). An optimizer may hold
+another one, which has its state (ZeroRedundancyOptimizer). It may step parameters that no model
+has: their values are saved with it. Gradients are saved if a step ends amid an accumulation.
+
 An optimizer's state is saved by parameter name, as it is: nothing initialised, nothing cast.
 Torch's own way (`get_optimizer_state_dict`) takes a step with zero gradients where there is no
 state yet and then asks the checkpoint for state that never existed; `load_state_dict` casts
@@ -25,7 +29,8 @@ Those resume with what DDP does by itself, and the claim of exactness is dropped
 `find_unused_parameters` DDP never rebuilds, and nothing need be done.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +38,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from perdure.model.errors import ConfigError
+from perdure.worker.checkpoint.modules import (
+    describe_module,
+    load_flags,
+    load_rest,
+    prepare_parameters,
+    read_rest,
+    unwrap,
+)
+from perdure.worker.checkpoint.plain import check_plain
 
 
 class Registry:
@@ -49,6 +64,8 @@ class Registry:
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
         self._orders: dict[str, list[str]] = {}
+        self.updated: set[int] = set()
+        """Ids of the registered optimizers that have stepped since the boundary before."""
 
     def add(self, name: str, value: Any) -> None:
         """Register one object under its name."""
@@ -62,15 +79,17 @@ class Registry:
     # --- tensors that go through torch.distributed.checkpoint ---------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live parameters and optimizer state that are saved by name."""
-        state = self._model_tensors()
+        """Return the live parameters, optimizer state, and gradients that are saved by name."""
+        state = {key: parameter.detach() for key, parameter in self._parameters().items()}
         names, shared = self._names(), self._shared()
-        for name, optimizer in self.optimizers.items():
+        for name, optimizer in self._list_optimizers():
             for parameter_name, parameter in name_parameters(optimizer, names).items():
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if _goes_by_name(value, parameter):
                         path = f"optimizer.{name}.{parameter_name}.{key}"
                         state[self._key(path, value, id(parameter) in shared)] = value.detach()
+        for path, gradient in self._gradients().items():
+            state[self._key(path, gradient, shared=False)] = gradient
         return state
 
     def gated(self, tensors: Iterable[str]) -> set[str]:
@@ -82,19 +101,55 @@ class Registry:
             for p in group["params"]
         }
         free = {key for key, parameter in self._parameters().items() if id(parameter) not in held}
-        return set(tensors) - free
+        return {key for key in tensors if key not in free and not key.startswith(_GRADIENT)}
 
-    def _model_tensors(self) -> dict[str, Tensor]:
-        return {key: parameter.detach() for key, parameter in self._parameters().items()}
-
-    def _parameters(self) -> dict[str, Tensor]:
-        """Return the models' parameters by their keys; a tied one once."""
+    def _parameters(self, only: str = "") -> dict[str, Tensor]:
+        """Return the parameters by their keys, a tied one once; none that has no shape yet."""
         shared = self._shared()
-        return {
+        found: dict[str, Tensor] = {
             self._key(f"model.{name}.{path}", parameter, id(parameter) in shared): parameter
             for name, model in self.models.items()
+            if _is_of(name, only)
             for path, parameter in unwrap(model).named_parameters()
+            if not is_lazy(parameter)
         }
+        loose = (one for one in self._list_loose() if _is_of(one[0], only))
+        return found | {self._loose_key(*one): one[2] for one in loose}
+
+    def _list_loose(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the parameters that an optimizer steps and no model has: its name, place, value."""
+        names = self._names()
+        seen = set(names)
+        for name, optimizer in self._list_optimizers():
+            for place, parameter in name_parameters(optimizer, names).items():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, place, parameter
+
+    def _loose_key(self, name: str, place: str, parameter: Tensor) -> str:
+        return self._key(f"parameter.{name}.{place}", parameter, shared=False)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that the next step adds to: of optimizers that have not stepped."""
+        names = self._names()
+        return {
+            f"{_GRADIENT}{name}.{path}": parameter.grad.detach()
+            for name, optimizer in self.optimizers.items()
+            if id(optimizer) not in self.updated
+            for path, parameter in name_parameters(optimizer, names).items()
+            if parameter.grad is not None and parameter.grad.layout == torch.strided
+        }
+
+    def _list_optimizers(self) -> list[tuple[str, Optimizer]]:
+        """Return the registered optimizers, and those that they hold, with their names."""
+        found: list[tuple[str, Optimizer]] = []
+        left = list(self.optimizers.items())
+        while left:
+            name, one = left.pop(0)
+            if not any(one.state is other.state for _, other in found):
+                found.append((name, one))
+                left += [(f"{name}.{place}", inner) for place, inner in _list_inner(one)]
+        return found
 
     def _names(self) -> dict[int, str]:
         return {
@@ -124,13 +179,35 @@ class Registry:
         names = self._names()
         return {
             "objects": {name: value.state_dict() for name, value in self.others.items()},
-            "models": {name: _rest_of_model(model) for name, model in self.models.items()},
+            "models": {name: read_rest(model) for name, model in self.models.items()},
+            "modules": {name: describe_module(model) for name, model in self.models.items()},
             "optimizers": {
                 name: self._own_of(optimizer, name_parameters(optimizer, names))
-                for name, optimizer in self.optimizers.items()
+                for name, optimizer in self._list_optimizers()
             },
+            "loose": [[name, place] for name, place, _ in self._list_loose()],
+            "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
             "bucket_order": {path: self._order(path, ddp) for path, ddp in self._ddp().items()},
         }
+
+    def check(self) -> None:
+        """Refuse an object whose state no checkpoint could keep.
+
+        Raises:
+            ConfigError: it does not load as plain data, or cannot be taken.
+        """
+        names = self._names()
+        for name, value in self.others.items():
+            try:
+                state = value.state_dict()
+            except Exception as error:  # The script's own code.
+                raise ConfigError(f"register: {name}.state_dict() failed: {error!r}") from error
+            check_plain(f"{name} ({type(value).__name__})", state)
+        for name, model in self.models.items():
+            check_plain(f"{name} ({type(model).__name__})", read_rest(model))
+        for name, optimizer in self._list_optimizers():
+            state = self._own_of(optimizer, name_parameters(optimizer, names))
+            check_plain(f"{name} ({type(optimizer).__name__})", state)
 
     def list_own(self, folder: Path) -> list[Path]:
         """Return the files in which a checkpoint has what is this rank's own."""
@@ -150,7 +227,12 @@ class Registry:
                     tensors.setdefault(name, {})[key] = describe_tensor(value)
                 else:
                     rest.setdefault(name, {})[key] = value
-        return {"groups": read_groups(optimizer, named), "rest": rest, "tensors": tensors}
+        return {
+            "groups": read_groups(optimizer, named),
+            "rest": rest,
+            "tensors": tensors,
+            "more": {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)},
+        }
 
     def _ddp(self) -> dict[str, DistributedDataParallel]:
         return {
@@ -175,24 +257,38 @@ class Registry:
         reasons = [replay_bucket_order(d, orders.get(path, [])) for path, d in self._ddp().items()]
         return [why for why in reasons if why and self._world_size > 2]
 
-    def targets(self, own: dict[str, Any]) -> dict[str, Tensor]:
+    def targets(self, own: dict[str, Any], only: str = "") -> dict[str, Tensor]:
         """Return the tensors to read a checkpoint into, fresh ones for optimizer state.
 
+        With `only` they are those of the object of this name.
+
         Raises:
-            ConfigError: an optimizer is not in the checkpoint, or holds other parameters.
+            ConfigError: an optimizer or a model holds other parameters than in the checkpoint.
         """
-        state = self._model_tensors()
-        names, shared = self._names(), self._shared()
-        for name, optimizer in self.optimizers.items():
-            if name not in own["optimizers"]:
+        described = own.get("modules", {})
+        for name in sorted(self.models.keys() & described.keys()):
+            if not _is_of(name, only):
                 continue
-            saved = own["optimizers"][name]
-            named = name_parameters(optimizer, names)
-            try:
-                load_groups(optimizer, named, saved["groups"])
-            except ConfigError as error:
-                raise ConfigError(f"optimizer {name!r}: {error.message}") from error
+            with _naming(f"model {name!r}"):
+                prepare_parameters(self.models[name], described[name])
+        known = self._name_all()
+        names, shared = self._names(), self._shared()
+        optimizers = [
+            (name, one)
+            for name, one in self._list_optimizers()
+            if name in own["optimizers"] and _is_of(name, only)
+        ]
+        for name, optimizer in optimizers:
+            with _naming(f"optimizer {name!r}"):
+                groups = own["optimizers"][name]["groups"]
+                load_groups(optimizer, name_parameters(optimizer, names), groups, known)
+        state = {key: parameter.detach() for key, parameter in self._parameters(only).items()}
+        for one in self._list_lost(own):
+            state.pop(self._loose_key(*one), None)
+        for name, optimizer in optimizers:
+            saved, named = own["optimizers"][name], name_parameters(optimizer, names)
             optimizer.state.clear()
+            optimizer.state.update(saved.get("more", {}))
             for parameter_name, entries in saved["rest"].items():
                 parameter = named[parameter_name]
                 for key, value in entries.items():
@@ -204,29 +300,96 @@ class Registry:
                     optimizer.state[parameter][key] = value
                     path = f"optimizer.{name}.{parameter_name}.{key}"
                     state[self._key(path, value, id(parameter) in shared)] = value
+        return state | self._make_gradients(own.get("gradients", {}), only)
+
+    def _make_gradients(self, saved: dict[str, list[Any]], only: str) -> dict[str, Tensor]:
+        """Give parameters gradients to read the saved ones into; return these."""
+        names, state = self._names(), dict[str, Tensor]()
+        for name, optimizer in self.optimizers.items():
+            if not _is_of(name, only):
+                continue
+            for path, parameter in name_parameters(optimizer, names).items():
+                key = f"{_GRADIENT}{name}.{path}"
+                if key in saved:
+                    parameter.grad = make_tensor(saved[key], parameter)
+                    state[self._key(key, parameter.grad, shared=False)] = parameter.grad
         return state
 
-    def load_own(self, own: dict[str, Any]) -> list[str]:
-        """Put this rank's own state back; return the names that the checkpoint lacks."""
+    def _list_lost(self, own: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
+        """Return the parameters of no model whose values the checkpoint lacks."""
+        saved = own.get("loose", ())
+        return [one for one in self._list_loose() if [one[0], one[1]] not in saved]
+
+    def _name_all(self) -> dict[str, Tensor]:
+        """Return all models' parameters by the names that optimizers' groups have for them."""
+        return {
+            f"{name}.{path}": parameter
+            for name, model in self.models.items()
+            for path, parameter in unwrap(model).named_parameters()
+        }
+
+    def load_own(self, own: dict[str, Any], only: str = "") -> list[str]:
+        """Put this rank's own state back; return why that is not all of it.
+
+        With `only` it is that of the object of this name.
+        """
+        described = own.get("modules", {})
         for name, model in self.models.items():
-            if name in own["models"]:
-                _load_rest_of_model(model, own["models"][name])
+            if name in own["models"] and _is_of(name, only):
+                load_rest(model, own["models"][name], described.get(name, {}))
+                if name in described:
+                    load_flags(model, described[name])
         for name, value in self.others.items():
-            if name in own["objects"]:
+            if name in own["objects"] and _is_of(name, only):
                 value.load_state_dict(own["objects"][name])
-        saved = {**own["models"], **own["optimizers"], **own["objects"]}
-        return sorted({*self.models, *self.optimizers, *self.others} - set(saved))
+        mine, saved = self._list_names(), _list_saved(own)
+        lost = sorted(mine - saved) + [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
+        why = [f"not in the checkpoint: {', '.join(lost)}"] if lost else []
+        if left := self.list_left(own):
+            why.append(f"in the checkpoint and not registered: {', '.join(left)}")
+        return why
+
+    def list_left(self, own: dict[str, Any]) -> list[str]:
+        """Return the names of objects that the checkpoint has and nobody has registered."""
+        return sorted(_list_saved(own) - self._list_names())
+
+    def _list_names(self) -> set[str]:
+        return {*self.models, *self.others, *(name for name, _ in self._list_optimizers())}
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the script's own module inside DDP and torch.compile."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
+def _list_saved(own: dict[str, Any]) -> set[str]:
+    return {*own["models"], *own["optimizers"], *own["objects"]}
+
+
+def _is_of(name: str, only: str) -> bool:
+    """Return whether `name` is `only`, or inside it; any is if `only` is empty."""
+    return not only or name == only or name.startswith(f"{only}.")
+
+
+_GRADIENT = "gradient."
+"""What the key of a gradient begins with."""
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Name the object that does not fit."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error.message}") from error
+
+
+def _list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+    """Return the optimizers among an optimizer's attributes, also in lists and dicts."""
+    found: list[tuple[str, Any]] = []
+    for key, value in vars(optimizer).items():
+        if isinstance(value, dict):
+            found += [(f"{key}.{place}", one) for place, one in value.items()]
+        elif isinstance(value, list | tuple):
+            found += [(f"{key}.{place}", one) for place, one in enumerate(value)]
         else:
-            return model
+            found.append((key, value))
+    return [(place, one) for place, one in found if isinstance(one, Optimizer)]
 
 
 def _goes_by_name(value: Any, parameter: Tensor) -> bool:
@@ -234,22 +397,6 @@ def _goes_by_name(value: Any, parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         return isinstance(value, DTensor)
     return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
-
-
-def _rest_of_model(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of the state dict that are no parameters: buffers, extra state."""
-    inner = unwrap(model)
-    parameters = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
-    return {key: v for key, v in inner.state_dict().items() if key not in parameters}
-
-
-def _load_rest_of_model(model: nn.Module, rest: dict[str, Any]) -> None:
-    if not rest:
-        return
-    inner = unwrap(model)
-    state = inner.state_dict()
-    state.update(rest)
-    inner.load_state_dict(state)
 
 
 def name_parameters(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Tensor]:
@@ -271,19 +418,37 @@ def read_groups(optimizer: Optimizer, named: dict[str, Tensor]) -> list[dict[str
 
 
 def load_groups(
-    optimizer: Optimizer, named: dict[str, Tensor], groups: list[dict[str, Any]]
+    optimizer: Optimizer,
+    named: dict[str, Tensor],
+    groups: list[dict[str, Any]],
+    known: dict[str, Tensor],
 ) -> None:
-    """Put learning rates and the like back.
+    """Put learning rates and the like back, and the groups as the script changed them meanwhile.
+
+    `named` are the optimizer's parameters, `known` those of all models.
 
     Raises:
-        ConfigError: the optimizer holds other parameters than the saved one did.
+        ConfigError: the saved optimizer held parameters that are not known, or not all of these.
     """
-    if [group["params"] for group in read_groups(optimizer, named)] != [
-        group["params"] for group in groups
-    ]:
-        raise ConfigError("its groups hold other parameters than those of the checkpoint")
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
+    members = [group["params"] for group in groups]
+    if [group["params"] for group in read_groups(optimizer, named)] != members:
+        known = known | named
+        saved = {name for names in members for name in names}
+        if lost := sorted(saved - known.keys()):
+            raise ConfigError(f"it stepped {lost[0]}, which the script does not have")
+        if fresh := sorted(named.keys() - saved):
+            raise ConfigError(f"it steps {fresh[0]}, and did not when the checkpoint was made")
+        del optimizer.param_groups[len(groups) :]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for number, names in enumerate(members):
+            parameters = [known[name] for name in names]
+            if number < len(optimizer.param_groups):
+                optimizer.param_groups[number]["params"] = parameters
+            else:
+                optimizer.add_param_group({"params": parameters})
+    for group, one in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in one.items():
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                 group[key].copy_(value)  # Schedulers and captured graphs hold this very tensor.
             elif key != "params":
@@ -291,18 +456,31 @@ def load_groups(
 
 
 def describe_tensor(value: Tensor) -> list[Any]:
-    """Return what `make_tensor` needs besides the parameter: shape, type, where it lay."""
-    shape = list(value.to_local().shape if isinstance(value, DTensor) else value.shape)
-    return [shape, value.dtype, value.device.type, isinstance(value, DTensor)]
+    """Return what `make_tensor` needs: shape, type, where it lay, how it lay in memory."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    strides = list(local.stride())
+    return [list(local.shape), value.dtype, value.device.type, local is not value, strides]
 
 
 def make_tensor(description: list[Any], parameter: Tensor) -> Tensor:
     """Return an empty state tensor to read into, sharded like its parameter where it was."""
-    shape, dtype, device_type, sharded = description
+    shape, dtype, device_type, sharded, *strides = description
     if sharded:
         return torch.empty_like(parameter.detach(), dtype=dtype)
     device = parameter.device if device_type != "cpu" else torch.device("cpu")
+    if strides and _is_dense(shape, strides[0]):
+        return torch.empty_strided(shape, strides[0], dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _is_dense(shape: list[int], strides: list[int]) -> bool:
+    """Return whether each place in memory is one element, as of a transposed tensor."""
+    size = 1
+    for stride, count in sorted(zip(strides, shape, strict=True)):
+        if count != 1 and stride != size:
+            return False
+        size *= count
+    return True
 
 
 def place_scalar(value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:

@@ -5,21 +5,25 @@ copied while the next forward and backward run; `wait` before that step is the g
 else (buffers change in forward, and what is small) is copied at once. The copies lie in slabs
 that are used again by the next checkpoint: one more copy of the state in host memory.
 
-Torch counts the changes of every tensor. If one was changed while it could be copied (a script
-that writes parameters by hand), the copy is worth nothing and says so. On a device the gate holds
-the device and not the CPU, so the next update may be counted before the copy is done: there the
-gate itself looks at the counts.
+A copy is good if it equals its source at the gate. A script may write parameters by hand meanwhile
+(the copy has what they were for a moment), so the gate compares: all bits of the first copies, and
+blocks drawn from a seed of the later ones. Nobody publishes a copy before (`confirm`). Torch's
+counts of changes are a cheap first look: writes through `.data` do not count. If a copy is not its
+source, it is worth nothing, says so, and from then on all is copied at once.
+
+On a device the gate holds the device and not the CPU, so the next update may be counted before the
+copy is done: there the gate itself looks at the counts, and nothing is compared.
 
 A CUDA graph that has captured an optimizer's step changes what it likes, counts nothing and passes
 no gate. So all is copied at once where a step was captured, or no gate was passed since the copy
 before, unless the script passes the gate itself, before each replay.
 """
 
-import copy
 import itertools
+import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,12 +32,20 @@ from torch.distributed.tensor import DTensor
 
 from perdure.model.errors import PlatformError
 from perdure.worker.checkpoint.device_copies import DeviceCopies, Events
+from perdure.worker.checkpoint.plain import copy_plain, visit
 from perdure.worker.checkpoint.slabs import Slabs
 
 GIVE_WAY_S = 0.2
 """The longest that the writer waits for an optimizer's step."""
+_COMPARED_WHOLE = 2
+"""Copies of which every bit is compared."""
+_BLOCKS, _BLOCK = 64, 4096
+"""Tensors of a later copy of which a block is compared, and a block's elements at most."""
 _SMALL = 4096
 """Elements up to which a tensor is copied at once: a thread would cost more."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Staging:
@@ -54,6 +66,11 @@ class Staging:
         self._looking = threading.Lock()
         self._changed: str | None = None
         """Which tensor was changed before the gate, empty for none; None: nobody has looked."""
+        self._uncompared: list[tuple[str, Tensor, Tensor]] = []
+        """What the gate compares: key, source, and copy."""
+        self._compared = threading.Event()
+        self._compared.set()
+        self._num_compared = 0
         self._torn = False
         """A copy was changed under way: whoever does so passes no gate."""
         self._passed = False
@@ -83,6 +100,9 @@ class Staging:
         self._late = [
             (key, one, staged[key], one._version) for key, one in sources.items() if key in waiting
         ]
+        self._uncompared = [] if waiting & on_device else [one[:3] for one in self._late]
+        if self._uncompared:
+            self._compared.clear()
         if waiting & on_device:
             after = self._device.mark(sources[key] for key in waiting)
             pairs = [(target, source) for _, source, target, _ in self._late]
@@ -91,13 +111,13 @@ class Staging:
         return {key: _wrap_alike(staged[key], value) for key, value in tensors.items()}
 
     def copy_own(self, plain: Any) -> Any:
-        """Return a deep copy on the CPU of plain state: containers, tensors, numbers, strings.
+        """Return a deep copy on the CPU of plain state: containers, tensors, arrays, numbers.
 
         A device is waited for once, however many tensors it has. What it copied lies in memory
         that the next such copy uses again.
         """
         found: list[Tensor] = []
-        _visit(plain, found.append, lambda _: None)
+        visit(plain, lambda one: found.append(_take_local(one)), lambda _: None)
         sources = {
             str(number): source
             for number, source in enumerate(found)
@@ -109,9 +129,9 @@ class Staging:
 
         def take(source: Tensor) -> Tensor:
             place = places.get(str(next(numbers)))
-            return source.to("cpu", copy=True) if place is None else place
+            return _take_local(source).to("cpu", copy=True) if place is None else place
 
-        return _visit(plain, take, copy.deepcopy)
+        return visit(plain, take, copy_plain)
 
     def run(self) -> None:
         """Copy what could wait; called in the background thread. Opens the gate in any case.
@@ -125,20 +145,31 @@ class Staging:
             else:
                 for _, source, target, _ in self._late:
                     target.copy_(source)
-            key = self._find_changed()
-            if key:
-                self._torn = True
-                raise PlatformError(
-                    f"{key} was changed between a step's end and the next optimizer step; "
-                    "from now on everything is copied at once"
-                )
+            self._refuse(self._find_changed())
         finally:
             self._late = []
             self._done.set()
 
+    def confirm(self) -> None:
+        """Wait until the gate has compared the copy with the state; called before it is published.
+
+        Raises:
+            PlatformError: they differ.
+        """
+        self._compared.wait()
+        self._refuse(self._find_changed())
+
+    def _refuse(self, key: str) -> None:
+        if key:
+            self._torn = True
+            raise PlatformError(
+                f"{key} was changed between a step's end and the next optimizer step; "
+                "from now on everything is copied at once"
+            )
+
     def wait(self) -> float:
-        """Wait until the state may change; return the seconds waited."""
-        if self._done.is_set():
+        """Wait until the state may change, and compare the copy; return the seconds it took."""
+        if self._done.is_set() and not self._uncompared:
             return 0.0
         began = time.monotonic()
         if self._events:
@@ -146,7 +177,24 @@ class Staging:
             self._device.hold(self._events)
         else:
             self._done.wait()
+        self._compare()
         return time.monotonic() - began
+
+    def _compare(self) -> None:
+        pairs, self._uncompared = self._uncompared, []
+        if not pairs:
+            return
+        self._num_compared += 1
+        chance = random.Random(self._num_compared)
+        blocks = self._num_compared > _COMPARED_WHOLE
+        for key, source, target in (
+            chance.sample(pairs, _BLOCKS) if len(pairs) > _BLOCKS and blocks else pairs
+        ):
+            if not _is_same(source, target, chance if blocks else None):
+                with self._looking:
+                    self._changed = self._changed or key
+                break
+        self._compared.set()
 
     def _find_changed(self) -> str:
         """Return which tensor was changed while it could be copied; empty for none.
@@ -198,6 +246,25 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+def _is_same(one: Tensor, other: Tensor, chance: random.Random | None) -> bool:
+    """Return whether two tensors have the same bits: all of them, or those of a drawn block."""
+    while chance is not None and one.numel() > _BLOCK:
+        if one.dim() == 1:
+            begin = chance.randrange(one.numel() - _BLOCK + 1)
+            one, other = one[begin : begin + _BLOCK], other[begin : begin + _BLOCK]
+        else:
+            place = chance.randrange(one.shape[0])
+            one, other = one[place], other[place]
+    return torch.equal(_read_bits(one), _read_bits(other))
+
+
+def _read_bits(value: Tensor) -> Tensor:
+    """Return a view as integers: NaN equals itself, and 0.0 is not -0.0."""
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value.view(_INTEGERS[value.itemsize])
+
+
 def _make_block(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
@@ -218,14 +285,3 @@ def _wrap_alike(local: Tensor, value: Tensor) -> Tensor:
 def _is_ordinary(tensor: Tensor) -> bool:
     """Return whether a tensor is its bytes: strided, of no class or kind of its own."""
     return type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized
-
-
-def _visit(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """Return plain state with what `change` makes of its tensors, and `other` of what is none."""
-    if isinstance(value, dict):
-        return {key: _visit(one, change, other) for key, one in value.items()}
-    if isinstance(value, Tensor):
-        return change(_take_local(value))
-    if type(value) in (list, tuple):
-        return type(value)(_visit(one, change, other) for one in value)
-    return other(value)

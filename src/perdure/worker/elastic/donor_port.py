@@ -46,7 +46,7 @@ class SecureStream(io.RawIOBase):
     """A connection with TLS, of which many records go to the socket in one call.
 
     `ssl.SSLSocket` makes a call of the kernel for each record of 16 KB, and carries less than half
-    as much. A large state would then never come up with the steps that are made meanwhile.
+    as much. A rank with a large state would then receive steps no faster than they are made.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:

@@ -106,6 +106,8 @@ class Connection:
         """Talk over `stream`, whose other end has shown the key of the join."""
         self.stream = stream
         self._file = io.BufferedReader(stream, 1 << 16)
+        self._steps: list[list[Tensor]] = [[], []]
+        """The blobs of the two latest steps, to be filled again: fresh memory costs time."""
 
     def send(self, message: Message, blobs: Sequence[memoryview | bytes] = ()) -> None:
         """Send a message and the bytes that belong to it.
@@ -132,6 +134,8 @@ class Connection:
     def read_bytes(self, part: Part, bytes_max: int) -> tuple[bytes, list[Tensor]]:
         """Return the skeleton and the blobs of `part`.
 
+        The blobs of a step are filled again by the second one after it.
+
         Raises:
             OSError: the other end is gone.
             ProtocolError: they are more than `bytes_max` bytes, or not those of the donor.
@@ -139,16 +143,18 @@ class Connection:
         if min(part.skeleton, *part.sizes, 0) < 0 or part.skeleton + sum(part.sizes) > bytes_max:
             raise ProtocolError(f"{part.kind} {part.step} is larger than this rank's own state")
         skeleton = self._file.read(part.skeleton)
-        blobs = []
-        for size in part.sizes:
-            blob = torch.empty(size, dtype=torch.uint8)
+        blobs = self._steps[0]
+        if part.sizes != tuple(map(len, blobs)):
+            blobs = [torch.empty(size, dtype=torch.uint8) for size in part.sizes]
+        if part.kind == "step":
+            self._steps = [self._steps[1], blobs]
+        for blob in blobs:
             view = view_bytes(blob)
             while view:
                 count = self._file.readinto(view)
                 if not count:
                     raise ConnectionResetError("the other end has closed")
                 view = view[count:]
-            blobs.append(blob)
         if part.digest != _join_digests(skeleton, [hash_tensors([blob]) for blob in blobs]):
             raise ProtocolError(f"{part.kind} {part.step} is not what the donor has")
         return skeleton, blobs

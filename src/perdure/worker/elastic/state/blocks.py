@@ -314,7 +314,7 @@ class StageRegistry(Registry):
         """Return nothing: no buckets are in an order of their own."""
         return []
 
-    def targets(self, own: dict[str, Any]) -> dict[str, Tensor]:
+    def targets(self, own: dict[str, Any], only: str = "") -> dict[str, Tensor]:
         """Return tensors for what this member needs of a checkpoint.
 
         Raises:
@@ -338,7 +338,11 @@ class StageRegistry(Registry):
                 raise ValueError(f"block {block}: {name} has another shape")
         return self._targets
 
-    def load_own(self, own: dict[str, Any]) -> list[str]:
+    def list_left(self, own: dict[str, Any]) -> list[str]:
+        """Return nothing: a stage has no objects with names."""
+        return []
+
+    def load_own(self, own: dict[str, Any], only: str = "") -> list[str]:
         """Become what was read."""
         replica, numbers = self._replica, own["stage"]["numbers"]
         found: dict[str, dict[str, Any]] = {}

@@ -1,0 +1,26 @@
+"""A loop that is killed twice has the losses of one that is not, to the last bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unit.worker.exact_life import find_difference
+from tests.unit.worker.exact_loops import LOOPS
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of small operations wait for one another on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_killed_loop_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
+    differ, said = find_difference(LOOPS[name], str(tmp_path))
+    assert differ == []
+    if name != "optimizer_registered_between_two_loops":  # It is not there at the restore.
+        assert said == ""
