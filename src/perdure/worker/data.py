@@ -1,9 +1,13 @@
-"""Which samples a step uses: a pure function of (seed, step), whoever was restarted since.
+"""Which samples a step uses: a function of the seed and of how many were used before.
 
-The data is one endless stream: a permutation of the dataset, then another one, and so on; step k
-uses positions k·G to (k+1)·G, where G is the global batch. So nothing is dropped at the end of a
-pass, each sample is used once in every pass, and a loader is positioned by a number instead of by
-a sampler's state, which would run ahead by what loader workers have prefetched.
+The data is one endless stream: a permutation of the dataset, then another one, and so on. A step
+uses the next G positions, where G is the global batch. So nothing is dropped at the end of a pass,
+each sample is used once in every pass, and a loader is positioned by a number instead of by a
+sampler's state, which would run ahead by what loader workers have prefetched.
+
+Each checkpoint keeps this number, and what the stream is made of (`Plan`). So another batch size
+neither skips nor repeats a sample. A dataset that has grown is shuffled as a whole from the next
+pass on.
 
 Random augmentation is a function of (seed, position) too: while a sample is fetched, Python's,
 NumPy's and torch's generators are seeded for it, and in the training process restored after it.
@@ -27,7 +31,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from hashlib import blake2b
@@ -53,13 +57,21 @@ from perdure.worker.stderr import say
 _REFUSED = ("sampler", "batch_sampler", "generator")
 
 
+Stretch = tuple[int, int, int]
+"""The first position of some passes, the number of the first one, and the length of each."""
+
+
 class SampleOrder:
     """The endless stream of samples of a dataset of `length`."""
 
-    def __init__(self, length: int, *, seed: int, shuffle: bool) -> None:
-        """Shuffle each pass by (`seed`, number of the pass), or never."""
-        assert length > 0
-        self._length = length
+    def __init__(
+        self, length: int, *, seed: int, shuffle: bool, stretches: Sequence[Stretch] = ()
+    ) -> None:
+        """Shuffle each pass by (`seed`, number of the pass), or never.
+
+        The dataset had other lengths in `stretches`, if it has grown.
+        """
+        self._stretches = stretches or ((0, 0, length),)
         self._seed = seed
         self._shuffle = shuffle
         self._pass = -1
@@ -67,14 +79,57 @@ class SampleOrder:
 
     def __getitem__(self, position: int) -> int:
         """Return the index of the sample at `position`."""
-        number, offset = divmod(position, self._length)
+        first, number, length = next(s for s in reversed(self._stretches) if s[0] <= position)
+        passes, offset = divmod(position - first, length)
         if not self._shuffle:
             return offset
-        if number != self._pass:
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, "pass", number))
-            self._permutation = torch.randperm(self._length, generator=generator).tolist()
-            self._pass = number
+        if number + passes != self._pass:
+            self._pass = number + passes
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "pass", self._pass))
+            self._permutation = torch.randperm(length, generator=generator).tolist()
         return self._permutation[offset]
+
+
+class Plan:
+    """How many samples a run has used, and what its stream is made of. An object to register."""
+
+    def __init__(self, length: int, *, seed: int, shuffle: bool, batch: int) -> None:
+        """Begin with a dataset of `length`; `batch` samples are a step's, 0 if that changes."""
+        self.samples = -1
+        """Samples used so far; -1 until somebody says so."""
+        self.stretches: list[Stretch] = [(0, 0, length)]
+        self.why_not_exact = ""
+        """What differs from the run that the checkpoint is of."""
+        self._now = {"length": length, "seed": seed, "shuffle": shuffle, "batch": batch}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it."""
+        return {"samples": self.samples, "stretches": self.stretches, **self._now}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `saved` was."""
+        self.samples, self.stretches = saved["samples"], [(*one,) for one in saved["stretches"]]
+        differs = {key for key, value in self._now.items() if saved[key] != value}
+        self.why_not_exact = ", ".join(
+            f"{_PLANNED[key]} was {saved[key]}, is {self._now[key]}" for key in sorted(differs)
+        )
+        length = self._now["length"]
+        if "length" in differs:
+            first, number, before = self.stretches[-1]
+            passes = -(-(self.samples - first) // before)
+            begun = first + passes * before
+            # A shorter one cannot end the pass: its indices are of what is gone.
+            self.stretches.append(
+                (begun if length > before else self.samples, number + passes, length)
+            )
+
+
+_PLANNED = {
+    "length": "the number of samples in the dataset",
+    "seed": "the seed of run.batches",
+    "shuffle": "shuffle",
+    "batch": "the number of samples in a step",
+}
 
 
 def derive_seed(*parts: object) -> int:
@@ -95,19 +150,27 @@ def open_batches(
     accumulate: int,
     num_workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
+    plan: Plan | None = None,
     **loader: Any,
 ) -> Generator[Any, None, None]:
     """Return an iterator over this rank's batches of steps `start` to `stop`.
+
+    `plan` says how many samples were used before; without it, `start` steps of this size.
 
     Its loader exists when this returns, and has drawn nothing from the global generators.
 
     Raises:
         ConfigError: the data cannot be positioned; the message says why.
     """
-    _check(dataset, loader, batch_size, accumulate)
+    length = count_samples(dataset)
+    _check(loader, batch_size, accumulate)
     loader.pop("drop_last", None)  # There is no last batch: the stream goes on.
-    order = SampleOrder(len(dataset), seed=seed, shuffle=shuffle)
-    keys = _Keys(order, batch_size, accumulate, start, stop, rank, world_size)
+    step = batch_size * accumulate * world_size
+    begun = start * step if plan is None else plan.samples
+    stretches = plan.stretches if plan is not None else ()
+    order = SampleOrder(length, seed=seed, shuffle=shuffle, stretches=stretches)
+    positions = range(begun, begun + (stop - start) * step, batch_size * world_size)
+    keys = _Keys(order, batch_size, positions, rank * batch_size)
     data_loader: DataLoader[Any] = DataLoader(
         SeededSamples(dataset, seed),
         batch_sampler=keys,
@@ -132,17 +195,26 @@ def _refuse_unindexed(dataset: Any, why: str, hint: str) -> None:
         raise ConfigError(why.format(type(dataset).__name__), hint=hint)
 
 
-def _check(dataset: Any, loader: dict[str, Any], batch_size: int, accumulate: int) -> None:
+def count_samples(dataset: Any) -> int:
+    """Return how many samples a dataset has.
+
+    Raises:
+        ConfigError: none, or they cannot be had by their index.
+    """
     _refuse_unindexed(
         dataset,
         "run.batches: {} has no samples by index, so it cannot be positioned at a step",
         "use a map-style dataset, or run.steps() with data of your own",
     )
-    for name in _REFUSED:
-        if name in loader:
-            raise ConfigError(f"run.batches: {name} is decided by (seed, step)", hint="drop it")
     if not len(dataset):
         raise ConfigError("run.batches: the dataset is empty")
+    return len(dataset)
+
+
+def _check(loader: dict[str, Any], batch_size: int, accumulate: int) -> None:
+    for name in _REFUSED:
+        if name in loader:
+            raise ConfigError(f"run.batches: {name} is decided by the seed", hint="drop it")
     if batch_size < 1 or accumulate < 1:
         raise ConfigError("run.batches: batch_size and accumulate are at least 1")
 
@@ -150,30 +222,19 @@ def _check(dataset: Any, loader: dict[str, Any], batch_size: int, accumulate: in
 class _Keys:
     """A batch sampler over (position, index); micro-batch by micro-batch, rank by rank."""
 
-    def __init__(
-        self,
-        order: SampleOrder,
-        batch_size: int,
-        accumulate: int,
-        start: int,
-        stop: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self._order = order
-        self._batch_size = batch_size
-        self._stride = batch_size * world_size
-        self._offset = rank * batch_size
-        self._micro_batches = range(start * accumulate, stop * accumulate)
+    def __init__(self, order: SampleOrder, batch_size: int, positions: range, offset: int) -> None:
+        self._order, self._batch_size = order, batch_size
+        self._positions, self._offset = positions, offset
+        """Where each micro-batch begins, and where this rank's share of it does."""
 
     def __len__(self) -> int:
         """Return how many micro-batches there are."""
-        return len(self._micro_batches)
+        return len(self._positions)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Yield the keys of each of this rank's micro-batches."""
-        for micro_batch in self._micro_batches:
-            first = micro_batch * self._stride + self._offset
+        for position in self._positions:
+            first = position + self._offset
             yield [(at, self._order[at]) for at in range(first, first + self._batch_size)]
 
 

@@ -21,7 +21,7 @@ from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
-from perdure.worker.settings import declare_own_keys, read_checkpoint_url, read_spec
+from perdure.worker.settings import OWN, declare_own_keys, read_checkpoint_url, read_spec
 from perdure.worker.work import declare_work
 
 
@@ -34,7 +34,7 @@ class Run:
         """Settings that may change while it runs; `run.config.declare(lr=...)` names them."""
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._step = 0
+        self._step = self._num_streams = 0
         self.loop: StepLoop | None = None
         """What is behind `steps`, for adapters of trainers that call back; None where alone."""
         self._registered: dict[str, Any] = {}
@@ -111,7 +111,8 @@ class Run:
     ) -> Iterator[tuple[int, Any]]:
         """Yield (step, batch) up to `steps`: this rank's share of each step's samples.
 
-        Which samples a step uses is a function of (`seed`, step) alone. `batch_size` is per rank
+        Which samples a step uses is a function of `seed` and of how many were used before, which
+        each checkpoint keeps. `batch_size` is per rank
         and micro-batch; with `accumulate` above 1, `batch` is a list of that many. Without
         `batch_size` both follow `run.config.declare_batch`, and `batch` is always a list. Further
         arguments go to the DataLoader. Loading counts as part of the step.
@@ -119,8 +120,13 @@ class Run:
         Raises:
             ConfigError: the loader cannot be positioned exactly; the message says why.
         """
-        from perdure.worker.data import open_batches
+        from perdure.worker.data import Plan, count_samples, open_batches
 
+        batch = (batch_size or 0) * accumulate * self.world_size
+        plan = Plan(count_samples(dataset), seed=seed, shuffle=shuffle, batch=batch)
+        self._num_streams += 1
+        if self._saver is not None:
+            self._saver.register(f"{OWN}batches.{self._num_streams}", plan)
         if self.loop is not None:
             self.loop.aim(steps)
             self.loop.begin()
@@ -143,10 +149,13 @@ class Run:
                 accumulate=sizes[1],
                 num_workers=num_workers,
                 collate_fn=collate_fn,
+                plan=plan,
                 **loader,
             )
 
         sizes = read_sizes()
+        if plan.samples < 0:
+            plan.samples = self.step * sizes[0] * sizes[1] * self.world_size
         stream = open_stream(sizes)
         try:
             for step in self.steps(steps):
@@ -154,8 +163,9 @@ class Run:
                     sizes = read_sizes()
                     stream.close()
                     stream = open_stream(sizes)
-                batch = next(stream)
-                yield step, [batch] if batch_size is None and sizes[1] == 1 else batch
+                loaded = next(stream)
+                yield step, [loaded] if batch_size is None and sizes[1] == 1 else loaded
+                plan.samples += sizes[0] * sizes[1] * self.world_size
         finally:
             stream.close()
 

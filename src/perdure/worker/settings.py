@@ -16,6 +16,9 @@ from perdure.plan.settings import LOG_LEVELS
 from perdure.worker.boundary import Agreed, BoundaryGate
 from perdure.worker.config import Config
 
+OWN = "perdure."
+"""What the names of objects begin with that perdure itself registers."""
+
 
 def read_steering() -> Steering:
     """Return what the agent has written down for this generation."""

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import IterableDataset  # noqa: E402
 
-from perdure.worker.data import SampleOrder, open_batches  # noqa: E402
+from perdure.worker.data import Plan, SampleOrder, open_batches  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -96,3 +96,42 @@ class Endless(IterableDataset):
 def test_what_cannot_be_positioned_is_refused_with_the_reason(changes, why):
     with pytest.raises(ConfigError, match=why):
         take(**changes)
+
+
+def resume(length, batch, *, was):
+    """Return the plan of a run that goes on where `was` has stopped."""
+    plan = Plan(length, seed=3, shuffle=True, batch=batch)
+    plan.load_state_dict(was.state_dict())
+    return plan
+
+
+def begin(length=10, batch=2, *, samples):
+    plan = Plan(length, seed=3, shuffle=True, batch=batch)
+    plan.samples = samples
+    return plan
+
+
+def test_another_batch_size_skips_and_repeats_no_sample():
+    before = indices(take(stop=3))
+    plan = resume(10, 4, was=begin(samples=6))
+    assert plan.why_not_exact == "the number of samples in a step was 2, is 4"
+    after = indices(take(batch_size=4, start=3, stop=4, plan=plan))
+    assert sorted(before + after) == list(range(10))
+
+
+@pytest.mark.parametrize("used", range(2, 20, 2))
+def test_a_dataset_that_has_grown_is_whole_from_the_next_pass_on(used):
+    before = indices(take(stop=used // 2))
+    plan = resume(14, 2, was=begin(samples=used))
+    assert plan.why_not_exact == "the number of samples in the dataset was 10, is 14"
+    after = indices(take(Noisy(14), start=used // 2, stop=30, plan=plan))
+    rest = -used % 10
+    assert sorted(before + after[:rest]) == sorted([*range(10)] * ((used + rest) // 10))
+    assert sorted(after[rest : rest + 14]) == list(range(14))
+    plan.samples = used + 10
+    assert indices(take(Noisy(14), stop=5, plan=resume(14, 2, was=plan))) == after[10:20]
+
+
+def test_a_dataset_that_has_shrunk_begins_a_pass_at_once():
+    plan = resume(6, 2, was=begin(samples=4))
+    assert sorted(indices(take(Noisy(6), stop=3, plan=plan))) == list(range(6))

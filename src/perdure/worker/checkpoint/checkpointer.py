@@ -737,6 +737,8 @@ class Checkpointer:
         with _fitting(folder), torch.no_grad():
             read_tensors(folder, self._registry.targets(own, name))
             self._registry.load_own(own, name)
+        if why := getattr(self._registry.others.get(name), "why_not_exact", ""):
+            say(f"not exact from here on: {why}")
         if not self._registry.list_left(own):
             self._kept = None
 

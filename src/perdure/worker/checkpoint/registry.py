@@ -51,6 +51,7 @@ from perdure.worker.checkpoint.modules import (
     unwrap,
 )
 from perdure.worker.checkpoint.plain import check_plain
+from perdure.worker.settings import OWN
 
 
 class Registry:
@@ -343,11 +344,15 @@ class Registry:
             if name in own["objects"] and _is_of(name, only):
                 value.load_state_dict(own["objects"][name])
         mine, saved = self._list_names(), _list_saved(own)
-        lost = sorted(mine - saved) + [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
+        lost = sorted(name for name in mine - saved if not name.startswith(OWN))
+        lost += [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
         why = [f"not in the checkpoint: {', '.join(lost)}"] if lost else []
-        if left := self.list_left(own):
+        if left := [name for name in self.list_left(own) if not name.startswith(OWN)]:
             why.append(f"in the checkpoint and not registered: {', '.join(left)}")
-        return why
+        told = (
+            getattr(one, "why_not_exact", "") for n, one in self.others.items() if _is_of(n, only)
+        )
+        return why + [text for text in told if text]
 
     def list_left(self, own: dict[str, Any]) -> list[str]:
         """Return the names of objects that the checkpoint has and nobody has registered."""
