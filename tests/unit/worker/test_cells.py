@@ -60,3 +60,14 @@ def test_a_rank_that_is_alone_asks_no_store_unless_its_world_grows(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert isinstance(open_cells(), OwnCells)
     assert isinstance(open_cells(grows=True), StoreCells)
+
+
+@pytest.mark.parametrize("written", [b"\xff", b"stop", b"Commit", b"x" * (1 << 20)])
+def test_what_a_stranger_writes_into_a_cell_counts_as_drop_for_all_ranks(written):
+    """torch's store has no login. Bytes that are no text ended the rank's training thread."""
+    store = serve()
+    stranger = torch_dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    stranger.set("perdure/agreed/b1", written)
+    ranks = [StoreCells("127.0.0.1", store.port) for _ in range(2)]
+    assert [rank.settle("b1", "commit") for rank in ranks] == ["drop", "drop"]
+    assert {rank.read("b1") for rank in ranks} == {"drop"}
