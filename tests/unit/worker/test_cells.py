@@ -71,5 +71,7 @@ def test_what_a_stranger_writes_into_a_cell_counts_as_drop_for_all_ranks(written
     for _ in range(2):
         rank = StoreCells("127.0.0.1", store.port)
         told = []
-        wait_until(lambda rank=rank, told=told: told.append(rank.settle("b1", "commit")) or told[-1])
+        wait_until(
+            lambda rank=rank, told=told: told.append(rank.settle("b1", "commit")) or told[-1]
+        )
         assert told[-1] == "drop"
