@@ -1,8 +1,8 @@
 """Strangers attack each socket that a live job listens on; it trains on and tells them nothing.
 
 The attacker is a process of its own (`tests/attacker.py`). If root runs the tests, it is another
-user. What is attacked is found in the kernel's tables. How long steps take meanwhile is printed by
-`bench/bench_attack.py`.
+user. The tests find the job's sockets in the kernel's tables. `bench/bench_attack.py` measures the
+steps beside an attack.
 """
 
 import json
@@ -181,8 +181,7 @@ def test_no_stranger_at_a_port_ends_a_served_group(tmp_path: Path) -> None:
 def test_a_stranger_in_what_has_no_login_makes_perdure_blame_nobody(
     kind: str, start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """torch's store, gloo, and torchft have no login: a world may start again, and nobody is
-    blamed."""
+    """A stranger may restart a world, because torch's store, gloo, and torchft have no login."""
     job, _ = start_prey(kind, start, tmp_path)
     with attack(job, protocols=tuple(OPEN_PROTOCOLS)):
         before = read_progress(job)
