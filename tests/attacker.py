@@ -35,16 +35,16 @@ from perdure.model.bus.access import ROLES
 from perdure.model.bus.wire import (
     subject_beats,
     subject_commands,
-    subject_compiled,
     subject_events,
     subject_joins,
     subject_journal,
     subject_lines,
     subject_notices,
     subject_orders,
-    subject_probe,
     subject_queries,
 )
+from perdure.model.signals.compiled import subject_compiled
+from perdure.model.signals.links import subject_probe
 
 Place = tuple[str, int | str]
 """Host and port; or an empty host, and the path of a unix socket."""
@@ -241,7 +241,7 @@ REQUESTS = tuple(
     b"POST /notify HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\n"
     b"Content-Length: 1000000000\r\n\r\n" + b"x" * 100_000,
     b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n"
-    b"\r\n0\r\n\r\nGET /static/live.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"\r\n0\r\n\r\nGET /jobs/prey HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\nx",
     b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
 )
@@ -311,7 +311,8 @@ def flood(place: Place) -> Iterator[bytes]:
         for number in range(_HELD_MAX):
             held.append(connect(place))
             held[-1].send((b"", b"\x16", b"P", b"\x00")[number % 4] or b"{")
-    yield b""
+    if held:
+        yield b""
     for sock in held:
         sock.close()
 
@@ -497,6 +498,7 @@ def main() -> None:
     """Become another user, then attack until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--core", type=int, default=-1)
+    parser.add_argument("--only", default="")
     parser.add_argument("--stores", action="store_true")
     args = parser.parse_args()
     with contextlib.suppress(ImportError):
@@ -506,13 +508,16 @@ def main() -> None:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     user = find_user()
+    "x".encode("idna")  # `socket` imports it late.
     if os.geteuid() == 0:  # All modules are imported: this user may not read the repository.
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     if args.core >= 0:
         os.sched_setaffinity(0, {args.core})
-    aims = _Aims(PROTOCOLS | (OPEN_PROTOCOLS if args.stores else {}))
+    protocols = PROTOCOLS | (OPEN_PROTOCOLS if args.stores else {})
+    only = args.only.split(",") if args.only else protocols
+    aims = _Aims({name: run for name, run in protocols.items() if name in only})
     for _ in range(_THREADS):
         threading.Thread(target=aims.run, daemon=True).start()
     for line in sys.stdin:

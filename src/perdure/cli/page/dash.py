@@ -39,7 +39,7 @@ _LINE_MAX = 65_536
 _SERVING: dict[str, Any] = {
     "loop": "asyncio",  # Another one would not accept through `Listener`.
     "proxy_headers": False,  # They would let a client name its own address.
-    "log_level": "warning",
+    "log_level": "error",  # It warns of each bad request of a stranger.
     "timeout_graceful_shutdown": 1,
     "server_header": False,
     "lifespan": "off",
