@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -330,26 +329,32 @@ PROTOCOLS: dict[str, Callable[[Place], Iterator[bytes]]] = {
 # --- what has no login ---------------------------------------------------------------------------
 
 
+VALIDATE, SET, COMPARE_SET, GET, CHECK, NUMBER_OF_KEYS, DELETE = 0, 1, 2, 3, 5, 7, 8
+"""Queries of torch's TCPStore, in the order of its `QueryType`."""
+MAGIC = 0x3C85F7CE
+KEYS = tuple(
+    f"/{name}"
+    for number in range(20)
+    for name in (
+        f"perdure/agreed/b{number}", f"perdure/agreed/b{number}.1", f"{number}", f"{number}/plain",
+        f"default_pg/0//{number}", f"block/{number}",
+    )
+)  # fmt: skip
+
+
+def _pack(*texts: bytes) -> bytes:
+    return b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+
+
 def speak_store(place: Place) -> Iterator[bytes]:
-    """Read, replace, and delete keys of a TCPStore; write into the cells of agreements."""
-    if not place[0] or exchange(place):  # A store says nothing first.
-        return
-    dist = sys.modules["torch.distributed"]
-    with contextlib.suppress(RuntimeError, OSError):
-        store: Any = vars(dist)["TCPStore"](
-            place[0], place[1], is_master=False, wait_for_workers=False,
-            timeout=timedelta(seconds=_CONNECT_S),
-        )  # fmt: skip
-        for number in range(50):
-            for key in (f"perdure/agreed/b{number}", f"perdure/agreed/b{number}.1", f"{number}"):
-                store.compare_set(key, "", "\xff")
-                store.set(key, b"\xff" * 100)
-                store.delete_key(key)
-        keys = store.list_keys() if hasattr(store, "list_keys") else []
-        for key in keys:
-            store.set(key, b"\x00evil")
-            store.delete_key(key)
-        yield b"".join(str(key).encode() for key in keys)[:1000]
+    """Replace and delete keys of a TCPStore; write into the cells of agreements."""
+    hello = bytes([VALIDATE]) + struct.pack("<I", MAGIC)
+    yield exchange(place, hello, bytes([NUMBER_OF_KEYS]))
+    for key in map(str.encode, KEYS):
+        replaced = bytes([COMPARE_SET]) + _pack(key, b"", b"\xff")
+        replaced += bytes([SET]) + _pack(key, b"\xff" * 100)
+        exchange(place, hello, replaced, bytes([DELETE]) + _pack(key), bytes([NUMBER_OF_KEYS]))
+    yield exchange(place, hello, bytes([GET]) + _pack(b"/none"))  # It ends before it is answered.
 
 
 def speak_gloo(place: Place) -> Iterator[bytes]:
@@ -503,8 +508,6 @@ def main() -> None:
     args = parser.parse_args()
     with contextlib.suppress(ImportError):
         import grpc  # noqa: F401
-    if args.stores:
-        import torch.distributed  # noqa: F401
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     user = find_user()
