@@ -5,7 +5,7 @@
 The job has the first core of this process. The attacker (`tests/attacker.py`) has the last one. If
 root runs this, the attacker is another user. Blocks without and with an attack take turns in one
 job. The output has the median, the p99, and the longest step of both. It also has the share of
-attacked steps that exceed the p99 without an attack, and the number of processes that died.
+attacked steps that exceed the p99 without an attack, and the number of ranks that died.
 """
 
 import argparse
@@ -75,6 +75,15 @@ def list_pids(job: psutil.Process) -> list[int]:
     return [job.pid, *(child.pid for child in job.children(recursive=True))]
 
 
+def find_ranks(job: psutil.Process) -> set[int]:
+    """Return the pids of the job's ranks."""
+    return {
+        child.pid
+        for child in job.children(recursive=True)
+        if f"perdure rank {JOB}" in " ".join(child.cmdline())
+    }
+
+
 def measure(kind: str, blocks: int, block_s: float, core: int) -> dict[str, object]:
     """Return the figures of one job."""
     with tempfile.TemporaryDirectory() as name:
@@ -86,7 +95,7 @@ def measure(kind: str, blocks: int, block_s: float, core: int) -> dict[str, obje
                 if time.monotonic() > deadline:
                     raise SystemExit(f"no steps: {(folder / 'out').read_text()[-2000:]}")
                 time.sleep(0.1)
-            before = set(list_pids(job))
+            before = find_ranks(job)
             rounds, places = 0, find_places(list_pids(job))
             for block in range(2 * blocks):
                 if block % 2 == 0:
@@ -103,7 +112,7 @@ def measure(kind: str, blocks: int, block_s: float, core: int) -> dict[str, obje
                         attacker.look()
                     spans[True].append((began_s, time.monotonic()))
                     rounds += attacker.has_attacked(places, tuple(PROTOCOLS))
-            died = sorted(before - set(list_pids(job)))
+            died = before - find_ranks(job)
             times = read_times(kind, folder)
         found = {
             attacked: [
@@ -112,7 +121,7 @@ def measure(kind: str, blocks: int, block_s: float, core: int) -> dict[str, obje
             for attacked, those in spans.items()
         }
         return describe(found) | {
-            "places": len(places), "complete_attacks": rounds, "died": len(died),
+            "places": len(places), "complete_attacks": rounds, "ranks_died": len(died),
         }  # fmt: skip
 
 
