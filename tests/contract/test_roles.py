@@ -213,20 +213,32 @@ async def test_nobody_hears_what_is_not_for_him(site: Site) -> None:
     assert heard == [[], [], [], [], []]
 
 
-async def test_a_viewer_reads_the_journal_and_can_do_nothing_to_it(site: Site) -> None:
+JOURNAL = "PERDURE_roles_job_JOURNAL"
+ASKED_OF_JETSTREAM = ("DIRECT.GET", "STREAM.INFO", "STREAM.MSG.GET")
+TARGETS = (
+    subject_journal(JOB),
+    subject_orders(JOB, 1),
+    f"$JS.API.STREAM.PURGE.{JOURNAL}",
+    f"$JS.API.STREAM.DELETE.{JOURNAL}",
+)
+"""Where nobody but the controller may publish."""
+
+
+async def test_no_login_has_jetstream_answer_where_it_may_not_publish(site: Site) -> None:
+    """JetStream answers past the permissions: a viewer could purge and delete the journal."""
     stream = await NatsStream.open(await site.connect("controller"), JOB)
     await stream.append(b"line\n", expected_last=0, message_id="a")
-    viewer = await site.connect("viewer")
-    name = "PERDURE_roles_job_JOURNAL"
-    js = viewer.client.jetstream(timeout=PATIENCE_S)
-    assert (await js.get_msg(name, 1, direct=True)).data == b"line\n"
+    ordered = await hear(await site.connect("agent-1"), subject_orders(JOB, 1))
+    for user in ("agent-0", "joiner", "lighthouse", "monitor", "viewer", "worker"):
+        bus = await site.connect(user)
+        for question in ASKED_OF_JETSTREAM:
+            for target in TARGETS:
+                subject = f"$JS.API.{question}.{JOURNAL}"
+                for data in (b'{"seq":1}', b'{"seq":99}', b""):
+                    await bus.client.publish(subject, data, reply=target)
+        await bus.client.flush()
     assert await NatsStream(await site.connect("operator"), JOB).read_all() == [b"line\n"]
-    js = viewer.client.jetstream(timeout=1)  # Nobody answers what the server does not pass on.
-    with pytest.raises(Exception, match="timeout"):
-        await js.delete_stream(name)
-    with pytest.raises(Exception, match="timeout"):
-        await js.purge_stream(name)
-    assert await stream.read_all() == [b"line\n"]
+    assert ordered == []
 
 
 async def test_a_wrong_password_or_none_is_refused_and_said(site: Site) -> None:
@@ -343,6 +355,34 @@ async def test_bad_messages_are_refused_and_nothing_is_lost(
     notes = [e.body for e in entries if isinstance(e.body, MessagesSetAside)]
     assert {note.door for note in notes} == {"event", "heartbeat", "command"}
     assert any("no node 77" in note.reason for note in notes)
+
+
+async def test_the_controller_answers_into_inboxes_only(site: Site) -> None:
+    """A sender names the answer's subject, and the controller may publish where he may not."""
+    async with controlling(site):
+        ordered = await hear(await site.connect("agent-1"), subject_orders(JOB, 1))
+        stream = NatsStream(await site.connect("operator"), JOB)
+        before = await stream.read_all()
+        asked = {
+            "agent-0": subject_events(JOB, 0),
+            "joiner": subject_joins(JOB),
+            "monitor": subject_notices(JOB),
+            "viewer": subject_queries(JOB),
+            "worker": subject_queries(JOB),
+        }
+        for user, subject in asked.items():
+            bus = await site.connect(user)
+            for target in TARGETS:
+                for data in (b"{}", command("ping")):
+                    await bus.client.publish(subject, data, reply=target)
+            await bus.client.flush()
+            if user == "worker":
+                assert (await ask(bus, subject, command("ping"))).ok
+        after = await stream.read_all()
+        assert after[: len(before)] == before
+        kinds = [decode(line, JournalEntry) for group in after for line in group.splitlines()]
+        assert kinds
+    assert ordered == []
 
 
 def lies() -> dict[str, AnyEvent]:

@@ -4,21 +4,20 @@
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from perdure.adapters.listener import STRANGERS_MAX
+from perdure.adapters.nats import make_certificate
 from perdure.model.bus.wire import Command, CommandReply
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec
 from perdure.service.controller.inbox import Inbox
-from perdure.service.controller.webhook import (
-    BODY_BYTES_MAX,
-    PEER_MAX,
-    STRANGERS_MAX,
-    Webhook,
-)
+from perdure.service.controller.webhook import BODY_BYTES_MAX, Webhook
 from perdure.service.ports import Reply
 from tests.waiting import PATIENCE_S
 
@@ -29,9 +28,9 @@ NOTICE = {"kind": "device-failed", "device": "GPU-1", "id": "42"}
 class Hook:
     """A webhook whose controller refuses devices other than GPU-1."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.inbox = Inbox(JobSpec(script="x"), asyncio.Event())
-        self.webhook = Webhook(self.inbox, "127.0.0.1", 0, TOKEN)
+        self.webhook = Webhook(self.inbox, "127.0.0.1", 0, TOKEN, tls=tls)
         self.taken: list[Command] = []
 
     async def control(self) -> None:
@@ -67,7 +66,12 @@ class Hook:
 
 @pytest.fixture
 async def hook() -> AsyncIterator[Hook]:
-    hook = Hook()
+    async with serve(Hook()) as hook:
+        yield hook
+
+
+@contextlib.asynccontextmanager
+async def serve(hook: Hook) -> AsyncIterator[Hook]:
     tasks = [asyncio.create_task(hook.webhook.run()), asyncio.create_task(hook.control())]
     while not hook.webhook.port:
         await asyncio.sleep(0.005)
@@ -100,7 +104,7 @@ async def test_idle_connections_without_a_token_keep_no_notice_out(
     """Of eight notices with the right token, eight got 503 while 64 connections were idle."""
     idle = []
     async with asyncio.timeout(PATIENCE_S):
-        for number in range(STRANGERS_MAX + PEER_MAX):
+        for number in range(STRANGERS_MAX + 64):
             local = (f"127.0.0.{1 + number % addresses}", 0)
             connection = await asyncio.open_connection(
                 "127.0.0.1", hook.webhook.port, local_addr=local
@@ -116,6 +120,31 @@ async def test_idle_connections_without_a_token_keep_no_notice_out(
             assert await reader.read() == b""  # The oldest lost its place.
     for _, writer in idle:
         writer.close()
+
+
+async def test_handshakes_of_tls_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were only timed: each took a file of the controller for five seconds."""
+    monkeypatch.setattr("perdure.service.controller.webhook.READ_S", PATIENCE_S)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    cert, key = make_certificate(str(tmp_path), "127.0.0.1")
+    tls.load_cert_chain(cert, key)
+    idle = []
+    async with serve(Hook(tls)) as hook, asyncio.timeout(PATIENCE_S):
+        for _ in range(STRANGERS_MAX + 64):
+            idle.append(await asyncio.open_connection("127.0.0.1", hook.webhook.port))
+        with contextlib.suppress(ConnectionError):
+            assert await idle[0][0].read() == b""  # The oldest lost its place.
+        context = ssl.create_default_context(cafile=cert)
+        port = hook.webhook.port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        body = json.dumps(NOTICE).encode()
+        head = f"POST /notify HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        for _, other in [*idle, (reader, writer)]:
+            other.close()
 
 
 async def test_bad_requests_are_refused(hook: Hook) -> None:

@@ -1,11 +1,13 @@
 """Checkpoints read back without torch: roster, sizes, hashes; at a path or any fsspec URL."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 
+from perdure.files.regular import DOCUMENT_BYTES_MAX, open_file
 from perdure.model.checkpoints import (
     MANIFEST,
     Manifest,
@@ -60,9 +62,10 @@ def verify_checkpoint(
     """
     step = parse_checkpoint_name(path.rsplit("/", 1)[-1])
     try:
-        manifest: Manifest = decode(fs.cat_file(f"{path}/{MANIFEST}"), Manifest)
+        with _open(fs, f"{path}/{MANIFEST}") as file:
+            manifest: Manifest = decode(file.read(DOCUMENT_BYTES_MAX), Manifest)
     except (OSError, ProtocolError) as error:
-        why = "no manifest" if isinstance(error, OSError) else str(error)
+        why = "no manifest" if isinstance(error, FileNotFoundError) else str(error)
         return VerifyResult(path, False, -1 if step is None else step, 0, 0, (why,))
     present = {row.rstrip("/").rsplit("/", 1)[-1] for row in fs.ls(path, detail=False)}
     expected = {entry.path for entry in manifest.files} | {MANIFEST}
@@ -77,13 +80,14 @@ def verify_checkpoint(
         if entry.path not in present:
             continue
         try:
-            size, digest = _hash(fs, f"{path}/{entry.path}")
+            size, digest = _hash(fs, f"{path}/{entry.path}", entry.bytes)
         except OSError as error:  # A checkpoint of a job that runs may go meanwhile.
             problems.append(f"{entry.path} cannot be read: {error.strerror or error}")
             continue
         total += size
         if size != entry.bytes:
-            problems.append(f"{entry.path} has {size} bytes instead of {entry.bytes}")
+            has = f"{size} bytes" if size < entry.bytes else "more bytes"
+            problems.append(f"{entry.path} has {has} instead of {entry.bytes}")
         elif digest != entry.xxh3_128:
             problems.append(f"{entry.path} does not match its hash")
     if step is not None and step != manifest.step:
@@ -93,10 +97,19 @@ def verify_checkpoint(
     )
 
 
-def _hash(fs: Any, path: str) -> tuple[int, str]:
+def _open(fs: Any, path: str) -> BinaryIO:
+    """Open a file for reading; on this machine it has to be a regular one, or lead to one."""
+    if isinstance(fs, LocalFileSystem):
+        return open_file(path, follow=True)
+    opened: BinaryIO = fs.open(path, "rb")
+    return opened
+
+
+def _hash(fs: Any, path: str, bytes_max: int) -> tuple[int, str]:
+    """Return size and hash of a file; of a larger one, little more than `bytes_max` is read."""
     digest, size = xxhash.xxh3_128(), 0
-    with fs.open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
+    with _open(fs, path) as file:
+        while size <= bytes_max and (chunk := file.read(_CHUNK)):
             digest.update(chunk)
             size += len(chunk)
     return size, digest.hexdigest()

@@ -62,7 +62,7 @@ def _write_beside(
     target: Path, temporary: Path, data: bytes, *, mode: int | None, synced: bool
 ) -> None:
     """Write what is about to be at `target` under another name."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(temporary, flags, 0o666 if mode is None else 0o600), "wb") as file:
         if mode is not None:
             os.fchmod(file.fileno(), mode)

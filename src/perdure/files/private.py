@@ -53,6 +53,19 @@ def make_private(path: str) -> None:
         raise PlatformError(f"cannot make {path}: {error.strerror}") from error
 
 
+def check_owner(path: str | os.PathLike[str]) -> None:
+    """Refuse what another user owns: it may name a command to run, or a place to send secrets to.
+
+    Raises:
+        PlatformError: `path`, or the link there, belongs to another user.
+        OSError: there is no such path.
+    """
+    if os.lstat(path).st_uid != os.geteuid():
+        raise PlatformError(
+            f"{os.fspath(path)} belongs to another user", hint="run the command as that user"
+        )
+
+
 def _is_ours(path: str) -> bool:
     """Return whether `path` is a folder of this user, and not a link to one."""
     try:

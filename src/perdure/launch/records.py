@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from perdure.files import replace_file
+from perdure.files.private import check_owner
 from perdure.files.regular import read_file
 from perdure.model.errors import PlatformError
 
@@ -53,6 +54,7 @@ def read_record(home: str, job: str) -> "LaunchRecord | None":
     """Return what is remembered of `job`; None where it was never launched from here."""
     try:
         data = read_file(_path(home, job))
+        check_owner(_path(home, job))  # It says which program reaches the box.
         from perdure.model.platforms.launching import LaunchRecord  # Most jobs have no record.
 
         return msgspec.json.decode(data, type=LaunchRecord)

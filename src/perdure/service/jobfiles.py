@@ -19,7 +19,7 @@ import msgspec
 
 from perdure import __version__
 from perdure.files import replace_file
-from perdure.files.private import make_private
+from perdure.files.private import check_owner, make_private
 from perdure.files.regular import LINE_BYTES_MAX, UnfitFileError, open_file, read_file
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
@@ -178,6 +178,7 @@ def load_endpoint(paths: JobPaths, user: str = "operator") -> Endpoint:
 
     Raises:
         ConfigError: the job was never started.
+        PlatformError: another user's document names files with secrets.
     """
     path = paths.endpoint if user == "operator" else paths.credential(user)
     endpoint = read_document(path, Endpoint)
@@ -185,6 +186,8 @@ def load_endpoint(paths: JobPaths, user: str = "operator") -> Endpoint:
         damaged = os.path.exists(path)
         what = f"{path} is damaged" if damaged else f"no endpoint of the job: {path}"
         raise ConfigError(what, hint="start the job anew" if damaged else "is it running?")
+    if endpoint.creds or endpoint.tls_key:
+        check_owner(path)  # It names a secret, and the server that gets it.
     return endpoint
 
 

@@ -10,9 +10,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import xxhash
 from tests.journals import Story
 from tests.waiting import PATIENCE_S
 
+from perdure.model.checkpoints import FileEntry, Manifest
 from perdure.model.codec import encode
 
 JOBS = {
@@ -122,6 +124,27 @@ def test_what_lies_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path, kind: 
     for text in (listed.stderr, told.stdout, told.stderr, made.stderr, *texts):
         assert "Traceback" not in text
         assert SECRET not in text
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "directory", "socket", "huge"])
+@pytest.mark.parametrize("name", ["manifest.json", "weights.pt"])
+def test_a_checkpoint_whose_file_is_none_holds_verify_up_no_longer(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    """`perdure verify` waited for a FIFO for ever, and read /dev/zero until its memory was full."""
+    folder = tmp_path / "step-00000001"
+    entry = FileEntry(path="weights.pt", bytes=3, xxh3_128=xxhash.xxh3_128_hexdigest(b"abc"))
+    put("directory", folder, folder)
+    (folder / "weights.pt").write_bytes(b"abc")
+    manifest = Manifest(step=1, world_size=1, files=(entry,))
+    (folder / "manifest.json").write_bytes(encode(manifest))
+    whole = run(tmp_path, "-m", "perdure", "verify", str(tmp_path))
+    assert whole.returncode == 0, whole.stderr
+    put(kind, folder / name, folder)
+    done = run(tmp_path, "-m", "perdure", "verify", str(tmp_path))
+    assert done.returncode == 3, done.stderr
+    assert "DAMAGED" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "directory", "socket", "huge"])

@@ -22,7 +22,7 @@ from perdure.model.bus.wire import (
     subject_joins,
 )
 from perdure.model.codec import decode, encode
-from perdure.model.errors import PlatformError
+from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import digest_secret
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -34,6 +34,7 @@ from perdure.service.access.credentials import (
     renew_logins,
     write_credentials,
 )
+from perdure.service.access.sealing import open_sealed
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import MINE, load_endpoint, write_document
@@ -69,10 +70,10 @@ class Door:
         return decode(data, CommandReply)  # type: ignore[no-any-return]
 
 
-def render_request(machine: str, invitation: str) -> bytes:
+def render_request(machine: str, invitation: str, *, sealed: bool = False) -> bytes:
     return encode(JoinRequest(
         id="same", machine=machine, host=machine, invitation=invitation, secret=invitation,
-        speaks=MINE,
+        speaks=MINE, sealed=sealed,
     ))  # fmt: skip
 
 
@@ -109,6 +110,18 @@ async def test_an_old_request_for_a_place_brings_nobody_the_new_login(door: Door
     told = await door.send(request)
     assert (told.ok, told.reason) == (False, "invitation i1 was revoked")
     assert "another" not in str(told)
+
+
+async def test_a_machine_cannot_read_what_another_is_admitted_with(door: Door) -> None:
+    """All that were invited have the login `joiner`, and heard the login of every other node."""
+    await door.invite("i1")
+    told = await door.send(render_request("honest", "i1", sealed=True))
+    assert told.ok
+    assert "one" not in str(told.result)
+    with pytest.raises(ProtocolError, match="another secret"):
+        open_sealed(told.result["sealed"], "i2")
+    admission: Admission = decode(open_sealed(told.result["sealed"], "i1"), Admission)
+    assert (admission.node, admission.endpoint.token) == (1, "one")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 torch_dist = pytest.importorskip("torch.distributed")
 
@@ -60,3 +60,18 @@ def test_a_rank_that_is_alone_asks_no_store_unless_its_world_grows(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert isinstance(open_cells(), OwnCells)
     assert isinstance(open_cells(grows=True), StoreCells)
+
+
+@pytest.mark.parametrize("written", [b"\xff", b"stop", b"Commit"])
+def test_what_a_stranger_writes_into_a_cell_counts_as_drop_for_all_ranks(written):
+    """torch's store has no login. Bytes that are no text ended the rank's training thread."""
+    store = serve()
+    stranger = torch_dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    stranger.set("perdure/agreed/b1", written)
+    for _ in range(2):
+        rank = StoreCells("127.0.0.1", store.port)
+        told = []
+        wait_until(
+            lambda rank=rank, told=told: told.append(rank.settle("b1", "commit")) or told[-1]
+        )
+        assert told[-1] == "drop"

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -23,9 +24,9 @@ from perdure.adapters.nats import make_shared_certificate
 from perdure.model.codec import encode
 from perdure.model.orders import FollowWorld
 from perdure.worker.elastic import donor_port, joining
-from perdure.worker.elastic.donor_port import connect_donor
+from perdure.worker.elastic.donor_port import DonorPort, connect_donor
 from perdure.worker.elastic.joining import At, Connection, Donor, Follower, Lost, Part, Take
-from perdure.worker.elastic.moving import hash_tensors
+from perdure.worker.elastic.moving import hash_tensors, pack_state, view_bytes
 
 pytestmark = pytest.mark.torch
 KEY, OTHER_KEY = make_shared_certificate(), make_shared_certificate()
@@ -134,7 +135,7 @@ def member(make_member: Callable[..., Member]) -> Member:
     return one
 
 
-def order(*members: Member, key: str = KEY, rank: int = 9) -> FollowWorld:
+def order(*members: Member | DonorPort, key: str = KEY, rank: int = 9) -> FollowWorld:
     donors = {number: member.address for number, member in enumerate(members)}
     return FollowWorld(generation=3, epoch=1, rank=rank, donors=donors, key=key, reason="test")
 
@@ -365,6 +366,83 @@ def test_what_is_larger_than_a_ranks_own_state_is_refused() -> None:
     for sizes in ((1 << 40,), (1 << 20, 1 << 20), (-1, 5)):
         with pytest.raises(joining.ProtocolError):
             connection.read_bytes(Part("state", 1, 0, sizes, ""), 1 << 20)
+
+
+def serve_lies(part: Part, skeleton: bytes, blobs: list[Tensor]) -> DonorPort:
+    """Be a donor that has the key, and sends this with a digest that is right."""
+
+    def serve(sock: ssl.SSLSocket) -> None:
+        with contextlib.suppress(OSError):
+            connection = Connection(sock)
+            connection.read(joining.Ask)
+            connection.send(At(1, "", ()))
+            connection.read(Take)
+            connection.send(At(1))
+            connection.read(joining.Begin)
+            digest = joining._join_digests(skeleton, [hash_tensors([blob]) for blob in blobs])
+            sizes = tuple(blob.numel() for blob in blobs)
+            more = {"digest": digest, "sizes": sizes, "skeleton": len(skeleton)}
+            sent = msgspec.structs.replace(part, **more)
+            connection.send(sent, [skeleton, *(view_bytes(blob) for blob in blobs)])
+            sock.recv(1)  # The follower hangs up.
+            connection.close()
+
+    port = DonorPort(HOST, serve)
+    port.open(KEY)
+    return port
+
+
+ONE, SMALL = torch.zeros(1, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+SKELETON = pack_state({"tensors": [torch.zeros(10)]})[0]
+
+
+@pytest.mark.parametrize(
+    ("skeleton", "blobs"),
+    [(b"junk", [SMALL]), (SKELETON, []), (SKELETON, [ONE]), (b"", [SMALL])],
+)
+def test_a_state_of_a_donor_that_lies_is_dropped(skeleton: bytes, blobs: list[Tensor]) -> None:
+    """A donor that had the key ended the rank that joined."""
+    port = serve_lies(Part("state", 2, 0, (), ""), skeleton, blobs)
+    follower = follow(order(port))
+    try:
+        with pytest.raises(Lost):
+            follower.take_state()
+    finally:
+        follower.close()
+        port.close()
+
+
+@pytest.mark.parametrize("blobs", [[], [ONE], [SMALL]])
+def test_a_step_of_a_donor_that_lies_is_dropped(blobs: list[Tensor]) -> None:
+    port = serve_lies(Part("step", 2, 0, (), ""), b"", blobs)
+    follower = follow(order(port))
+    flat = torch.zeros(1000)
+    try:
+        with pytest.raises(Lost):
+            wait_for(lambda: follower.take_step([flat], 0.01))
+    finally:
+        follower.close()
+        port.close()
+    assert not flat.any()
+
+
+def test_a_follower_cannot_have_the_others_begin_in_the_far_future(member: Member) -> None:
+    """Donors propose the step of the last follower, and it never came."""
+    wait_for(lambda: member.model.applied > 3)
+    member.donor.open(order(member))
+    with connect_donor(member.address, KEY) as sock:
+        connection = Connection(sock)
+        connection.send(joining.Ask(3, 8))
+        now = connection.read(At).step
+        connection.send(Take(now + 10**6, 0, 1))
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            connection.read(At)
+    model = Model()
+    follower = follow(order(member), model)
+    try:
+        assert follower.take_state()[1].step < now + 10**5
+    finally:
+        follower.close()
 
 
 def test_an_unreachable_donor_is_left_out(member: Member) -> None:

@@ -19,7 +19,7 @@ from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 
 from perdure.adapters.nats.credentials import make_login
-from perdure.model.bus.access import inbox_prefix
+from perdure.model.bus.access import INBOX, inbox_prefix
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.errors import PlatformError, RequestError
 
@@ -320,11 +320,15 @@ class NatsBus:
         subject: str,
         handler: Callable[[str, bytes, Callable[[bytes], Awaitable[None]]], None],
     ) -> None:
-        """Call `handler` with what the last part of each message's subject is, and the message."""
+        """Call `handler` with what the last part of each message's subject is, and the message.
+
+        The sender names the subject of the answer. If that is no inbox, nothing is answered: this
+        login may publish where the sender may not.
+        """
 
         async def receive(message: Msg) -> None:
             async def reply(data: bytes) -> None:
-                if message.reply:
+                if message.reply.startswith(INBOX):
                     await self.publish(message.reply, data)
 
             handler(message.subject.rpartition(".")[2], message.data, reply)

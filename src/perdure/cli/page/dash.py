@@ -20,8 +20,8 @@ from urllib.parse import quote
 import msgspec
 import typer
 
+from perdure.adapters.listener import Listener
 from perdure.cli.jobs import ElsewhereError, find_job
-from perdure.cli.page.listener import Listener
 from perdure.cli.speech.say import Json, note, print_json
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
@@ -39,7 +39,7 @@ _LINE_MAX = 65_536
 _SERVING: dict[str, Any] = {
     "loop": "asyncio",  # Another one would not accept through `Listener`.
     "proxy_headers": False,  # They would let a client name its own address.
-    "log_level": "warning",
+    "log_level": "error",  # It warns of each bad request of a stranger.
     "timeout_graceful_shutdown": 1,
     "server_header": False,
     "lifespan": "off",
@@ -287,14 +287,9 @@ def _print_urls(told: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _listen(host: str, port: int) -> Listener:
-    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(listener.backlog)
+        return Listener(host, port)
     except OSError as error:
-        listener.close()
         raise PlatformError(
             f"{host}:{port} cannot be listened on: {error.strerror}", hint="--port 0: any free one"
         ) from None
-    return listener

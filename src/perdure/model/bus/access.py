@@ -11,7 +11,7 @@
                 its place's lines
     lighthouse  its events, orders (fenced aborts),  its own orders, events, beats,
                 answers to relays                    lines
-    viewer      queries                              answers to itself, the journal
+    viewer      queries                              answers to itself, new journal entries
     worker      queries                              answers to itself
     monitor     notices                              answers to itself
     joiner      requests for a place                 answers to itself
@@ -19,9 +19,10 @@
 Where others start the groups (`perdure serve`) there are no agents. The relay of a machine with
 such groups has the login of an agent, by the number of its place, and passes on what ranks say.
 
-Every role hears answers under an inbox of its own only, so that none reads another's. A viewer
-reads the journal message by message (`DIRECT.GET`) and may make no consumer: a consumer's
-deliveries go to any subject that its maker names, past these permissions.
+Every role hears answers under an inbox of its own only, so that none reads another's. JetStream
+sends its answers to any subject that the asker names, past these permissions. With that, a login
+that may ask JetStream anything can also write to the journal, or delete it. So only the controller,
+`run`, and operators may ask.
 
 The same table is what a user's own cluster should be given (`docs/nats.md`).
 
@@ -158,9 +159,13 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     """It may also answer each request that it was sent, once."""
 
 
+INBOX = "_INBOX."
+"""Prefix of all subjects of answers."""
+
+
 def inbox_prefix(user: str) -> str:
     """Return the prefix of the subjects on which `user` awaits answers; `user` has no dots."""
-    return f"_INBOX.{user}"
+    return INBOX + user
 
 
 def user_name(role: Role, node: int | None = None) -> str:
@@ -173,8 +178,13 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
     user = user_name(role, node if isinstance(node, int) else None)
     me = "*" if node is None else node
     api, stream, lease = "$JS.API", stream_journal(job), bucket_lease(job)
-    info, direct = f"{api}.STREAM.INFO.{stream}", f"{api}.DIRECT.GET.{stream}"
-    last = (info, f"{api}.STREAM.MSG.GET.{stream}", direct, f"{direct}.>")
+    direct = f"{api}.DIRECT.GET.{stream}"
+    last = (
+        f"{api}.STREAM.INFO.{stream}",
+        f"{api}.STREAM.MSG.GET.{stream}",
+        direct,
+        f"{direct}.>",
+    )
     replay = (
         f"{api}.CONSUMER.CREATE.{stream}",
         f"{api}.CONSUMER.CREATE.{stream}.>",
@@ -189,7 +199,7 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
             (
                 orders(job, "*"),
                 journal,
-                "_INBOX.>",
+                f"{INBOX}>",
                 f"{api}.STREAM.CREATE.{stream}",
                 f"{api}.STREAM.DELETE.{stream}",
                 *last,
@@ -222,7 +232,7 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
             (subject_events(job, LIGHTHOUSE), orders(job, "*")),
             (orders(job, LIGHTHOUSE), events_, beats, subject_lines(job, "*")),
         ),
-        "viewer": ((ask, info, direct, f"{direct}.>"), (journal,)),
+        "viewer": ((ask,), (journal,)),
         "worker": ((ask,), ()),
         "monitor": ((notices,), ()),
         "joiner": ((subject_joins(job),), ()),

@@ -189,6 +189,8 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""
     """That of the invitation; the journal has its digest only."""
     speaks: Spoken = Spoken()
+    sealed: bool = False
+    """The machine can open an answer that is sealed with its secret."""
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,6 +53,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
+from perdure.service.access.sealing import open_sealed
 from perdure.service.agent.notices import OrphanedError, ReplacedError, StartedAnewError
 from perdure.service.caches import limit_caches
 from perdure.service.jobfiles import (
@@ -207,6 +208,7 @@ async def ask_place(
                 invitation=invitation.id,
                 secret=invitation.secret,
                 speaks=MINE,
+                sealed=True,
             )
             why: PlatformError | SafetyError
             try:
@@ -215,7 +217,7 @@ async def ask_place(
                 )
                 told: CommandReply = decode(data, CommandReply)
                 if told.ok:
-                    return msgspec.convert(told.result["admission"], Admission)
+                    return _read_place(told, invitation.secret)
                 why = SafetyError(f"no place in {invitation.job}: {told.reason}", hint="--wait S")
                 # An agent that this machine had until just now is soon heard of no more.
                 deadline = max(deadline, began_s + float(told.result.get("silent_in_s", 0.0)))
@@ -232,6 +234,18 @@ async def ask_place(
             await asyncio.sleep(_AGAIN_S)
     finally:
         await bus.close()
+
+
+def _read_place(told: CommandReply, secret: str) -> Admission:
+    """Return the place in an answer; of an older controller, it is not sealed.
+
+    Raises:
+        ProtocolError: it cannot be read.
+    """
+    if "sealed" not in told.result:
+        return msgspec.convert(told.result["admission"], Admission)
+    admission: Admission = decode(open_sealed(told.result["sealed"], secret), Admission)
+    return admission
 
 
 async def _connect(

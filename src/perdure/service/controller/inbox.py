@@ -49,6 +49,7 @@ from perdure.model.events import AnyEvent, MessagesSetAside, RankExited, digest_
 from perdure.model.job import JobSpec
 from perdure.model.plain import make_plain
 from perdure.model.signals.progress import NodeBeat
+from perdure.service.access.sealing import seal
 from perdure.service.jobfiles import MINE
 from perdure.service.part import Asides, Tasks
 from perdure.service.ports import Bus, Reply
@@ -193,7 +194,9 @@ class Inbox:
                 words = error.message if isinstance(error, PerdureError) else error.strerror
                 why = f"its credentials cannot be read where the job runs: {words}"
             if admission is not None:
-                result = {"admission": msgspec.to_builtins(admission)}
+                result: dict[str, Any] = {"admission": msgspec.to_builtins(admission)}
+                if asked.sealed:  # All machines that join hear what is sent to `joiner`.
+                    result = {"sealed": seal(encode(admission), asked.secret)}
                 told = msgspec.structs.replace(told, result=result)
             elif told.ok:
                 told = CommandReply(id=told.id, ok=False, reason=why)

@@ -30,6 +30,7 @@ from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.adapters.shared_folder import open_journal
 from perdure.failpoints import failpoint
 from perdure.files import read_size, replace_file, sync_path
+from perdure.files.private import check_owner
 from perdure.files.regular import open_file
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.chain import FIRST, EntryReader, Link, Tally, seal, split_lines
@@ -614,6 +615,7 @@ def _read_source(paths: JobPaths) -> list[bytes]:
         return asyncio.run(_read_stream(endpoint, job, spec))
     if not any(Path(paths.nats).glob("jetstream/*/streams/*")):
         return []  # The machine was gone before there was one.
+    check_owner(paths.root)  # Its links would lead the server's files anywhere.
     with tempfile.TemporaryDirectory(prefix="perdure-nats-") as folder:
         server = NatsServer(folder=paths.nats, token=endpoint.token, name=job)
         with open(os.path.join(folder, "log"), "wb") as output:

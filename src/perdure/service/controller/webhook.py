@@ -16,6 +16,7 @@ from http import HTTPStatus
 
 import h11
 
+from perdure.adapters.listener import Listener
 from perdure.model.bus.wire import CommandReply
 from perdure.model.codec import decode, encode
 from perdure.service.controller.inbox import Inbox
@@ -26,9 +27,6 @@ HEAD_BYTES_MAX = 8192
 BODY_BYTES_MAX = 16_384
 OPEN_MAX = 32
 """Connections that have shown the token; more get 503."""
-STRANGERS_MAX, PEER_MAX = 256, 64
-"""Connections that have not shown the token: of all peers, and of one address. A new connection
-evicts the oldest of more. A burst of notices fits, as long as none was answered."""
 READ_S = 5.0
 ANSWER_S = 10.0
 _READ_BYTES = 512
@@ -54,32 +52,32 @@ class Webhook:
         """Prepare; `run` serves."""
         self._inbox, self._token, self._tls = inbox, token, tls
         self._host, self.port = host, port
-        self._strangers: dict[asyncio.StreamWriter, str] = {}
-        """Connections without a token yet, oldest first, and their peers' addresses."""
         self._known: set[asyncio.StreamWriter] = set()
+        """Connections that have shown the token."""
 
     async def run(self) -> None:
         """Serve until cancelled; a port in use is waited for."""
         said = False
         while True:
             try:
-                server = await asyncio.start_server(
-                    self._serve, self._host, self.port, limit=HEAD_BYTES_MAX, ssl=self._tls,
-                    ssl_handshake_timeout=READ_S if self._tls else None,
-                )  # fmt: skip
+                self._listener = Listener(self._host, self.port)
                 break
             except OSError as error:
                 if not said:
                     log.error("webhook on %s:%d: %s; trying again", self._host, self.port, error)
                 said = True
                 await asyncio.sleep(_BIND_AGAIN_S)
-        self.port = server.sockets[0].getsockname()[1]
+        self.port = self._listener.getsockname()[1]
+        server = await asyncio.start_server(
+            self._serve, sock=self._listener, backlog=self._listener.backlog,
+            limit=HEAD_BYTES_MAX, ssl=self._tls,
+            ssl_handshake_timeout=READ_S if self._tls else None,
+        )  # fmt: skip
         log.info("webhook on %s:%d", self._host, self.port)
         async with server:
             await server.serve_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._take_in(writer)
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
         try:
             async with asyncio.timeout(READ_S):
@@ -92,7 +90,6 @@ class Webhook:
         except (TimeoutError, OSError, EOFError):
             status, data = HTTPStatus.REQUEST_TIMEOUT, b"{}"
         finally:
-            self._strangers.pop(writer, None)
             self._known.discard(writer)
         with contextlib.suppress(h11.ProtocolError):  # To who has gone nothing can be said.
             writer.write(_render(http, status, data))
@@ -102,16 +99,6 @@ class Webhook:
                 writer.close()
                 await writer.wait_closed()
         writer.transport.abort()  # Of who does not read its answer.
-
-    def _take_in(self, writer: asyncio.StreamWriter) -> None:
-        """Give a new connection a place; the oldest without a token loses its place to it."""
-        peer = str((writer.get_extra_info("peername") or ("",))[0])
-        same = [other for other, address in self._strangers.items() if address == peer]
-        if len(same) >= PEER_MAX or len(self._strangers) >= STRANGERS_MAX:
-            oldest = same[0] if len(same) >= PEER_MAX else next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.transport.abort()
-        self._strangers[writer] = peer
 
     async def _read(
         self, http: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -134,7 +121,7 @@ class Webhook:
                     http.receive_data(await reader.read(_READ_BYTES))
                 case h11.Request():
                     self._check(event)
-                    self._strangers.pop(writer, None)
+                    self._listener.admit(writer.get_extra_info("peername")[:2])
                     if len(self._known) >= OPEN_MAX:
                         raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
                     self._known.add(writer)

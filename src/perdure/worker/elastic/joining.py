@@ -414,8 +414,8 @@ class Donor:
     def _admit(self, session: _Session) -> At:
         """Take the session in if its step is still to come, and no other copy is to be sent."""
         take = session.take
-        if take.share >= take.shares:
-            raise ProtocolError(f"share {take.share} of {take.shares}")
+        if take.share >= take.shares or take.step > self._applied + 2 * _AHEAD_MAX:
+            raise ProtocolError(f"share {take.share} of {take.shares} of step {take.step}")
         with self._changed:
             for old in [s for s in self._sessions if s.member == session.member]:
                 self._end(old)  # The rank has begun again.
@@ -573,10 +573,12 @@ class Follower:
             if self._called():
                 raise Lost("the world does not wait for it")
             pieces = self._take_row(_LOOK_S)
-        state, tensors = open_state(pieces[0][1])
+        try:
+            state, tensors = open_state(pieces[0][1])
+        except Exception as error:  # Bytes that are no skeleton raise anything.
+            raise Lost(f"the donor's skeleton cannot be read: {error!r:.200}") from None
         for number, targets in enumerate(list_blobs(tensors)):
-            _, _, blobs = pieces[number % len(pieces)]
-            fill_blob(targets, blobs[number // len(pieces)])
+            fill_blob(targets, _find_blob(pieces, number, sum(t.nbytes for t in targets)))
         return state, pieces[0][0]
 
     def take_step(self, flats: list[Tensor], wait_s: float) -> Part | None:
@@ -591,7 +593,7 @@ class Follower:
         if pieces is None:
             return None
         for number, flat in enumerate(flats):
-            flat.view(torch.uint8).copy_(pieces[number % len(pieces)][2][number // len(pieces)])
+            flat.view(torch.uint8).copy_(_find_blob(pieces, number, flat.nbytes))
         self.behind = max(part.behind for part, _, _ in pieces)
         return pieces[0][0]
 
@@ -628,6 +630,18 @@ class Follower:
             raise Lost(f"{parts[0].kind} {parts[0].step} was reduced in two epochs")
         self._row = self._read_row()
         return pieces
+
+
+def _find_blob(pieces: Sequence[Piece], number: int, size: int) -> Tensor:
+    """Return the blob of this number, which has to be of `size` bytes.
+
+    Raises:
+        Lost: the donors have not sent such a blob.
+    """
+    blobs = pieces[number % len(pieces)][2][number // len(pieces) :]
+    if not blobs or blobs[0].numel() != size:
+        raise Lost("a donor sends other tensors than this rank has")
+    return blobs[0]
 
 
 def _hang_up_late(reached: Future[SecureStream]) -> None:

@@ -1,7 +1,8 @@
-"""The page's listening socket: it bounds connections that have shown no token.
+"""A listening socket that bounds connections which have shown no token: of the page, the webhook.
 
-uvicorn counts requests, so a stranger could use up the process's files with idle connections. The
-event loop accepts each connection here, before TLS, and the door says which one has shown a token.
+uvicorn counts requests, and asyncio counts nothing. So a stranger could use up the process's files
+with idle connections. The event loop accepts each connection here, before TLS. The server says
+which one has shown a token.
 """
 
 import contextlib
@@ -21,14 +22,25 @@ class Listener(socket.socket):
     The address with the most connections loses one. A flood from one machine leaves others alone.
     """
 
-    def __init__(self, family: int) -> None:
-        """Make the socket; bind it and listen as with any other."""
-        super().__init__(family)
+    def __init__(self, host: str, port: int) -> None:
+        """Listen at `host`, with port 0 at any free port.
+
+        Raises:
+            OSError: that cannot be.
+        """
+        super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._strangers: dict[tuple[str, int], socket.socket] = {}
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.strangers_max = STRANGERS_MAX if soft < 0 else max(4, min(STRANGERS_MAX, soft // 4))
         self.backlog = self.strangers_max // 4
         """Connections accepted in one turn of the event loop; the next turns read requests."""
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.bind((host, port))
+            self.listen(self.backlog)
+        except OSError:
+            self.close()
+            raise
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Return the next connection, and drop another one if there are too many.
