@@ -545,12 +545,13 @@ class Ranks:
             ending.upto,
             newer,
         )
-        for pid in members:
-            send_signal(pid, signal.SIGKILL)
-        if ranks or members:
+        ours = [pid for pid in members if send_signal(pid, signal.SIGKILL)]
+        if ranks or ours:
             ending.next_look_s = now + ending.wait_s
             ending.wait_s = min(2 * ending.wait_s, _RESCAN_S_MAX)
             return
+        if members:  # What sudo has started: to wait for it would hold up the ranks for ever.
+            self._log(f"processes {members} are another user's and go on")
         self._ending = None
         self._roots = {p: g for p, g in self._roots.items() if g > ending.upto}
         failpoint("keeper/stopped")

@@ -229,7 +229,8 @@ class Supervisor:
             self._show_lines(last=True)
             self._finish_snapshot()
         if left:
-            self._note(f"processes {left} cannot be killed (waiting for a disk or a driver?)")
+            why = "another user's, or waiting for a disk or a driver"
+            self._note(f"processes {left} cannot be killed ({why})")
         if self._failure is not None:
             raise self._failure
         if self._ended is not None:
