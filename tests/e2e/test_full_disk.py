@@ -134,16 +134,16 @@ def test_ranks_that_find_no_room_to_start_wait_for_it(
     job.wait_state("running")
     fill(disk)
     job.kill("perdure rank")
-    job.wait_until(lambda: "waits for room to start its ranks" in job.text(), "the refusal")
+    job.wait_until(lambda: "waits to start its ranks" in job.text(), "the refusal")
     assert f"No space left on device: {job.folder}" in job.text()
     job.wait_until(lambda: job.state().get("waits"), "the refusal in the snapshot")
-    assert "waits for room to start its ranks" in job.cli("status", "full").stdout
+    assert "waits to start its ranks" in job.cli("status", "full").stdout
     job.wait_until(lambda: not job.find("perdure rank full g0"), "the end of all ranks")
     make_room(disk)
     job.wait_until(
         lambda: all(beat.read_text().split()[-1:] == ["1"] for beat in beats), "the next world"
     )
-    job.wait_until(lambda: "there is room again" in job.text(), "a word that it is over")
+    job.wait_until(lambda: "the wait is over" in job.text(), "a word that it is over")
     assert job.state()["restarts"] == 1
     job.cli("stop", "full", "--now")
     job.wait()

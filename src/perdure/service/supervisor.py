@@ -581,9 +581,9 @@ class Supervisor:
     def _show_waits(self, waits: tuple[str, ...]) -> None:
         for why in waits:
             if why not in self._waits:
-                self._note(f"{why}; perdure tries again until there is room")
+                self._note(f"{why}; perdure tries again until it can")
         if self._waits and not waits:
-            self._note("there is room again: all ranks are started")
+            self._note("the wait is over: all ranks are started")
         self._waits = waits
 
     def _finish_snapshot(self) -> None:
