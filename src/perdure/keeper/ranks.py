@@ -4,10 +4,13 @@ At most one generation lives: an order to start a newer one first ends what is o
 generation that was ended is never started again, however late its order arrives.
 """
 
+import contextlib
 import errno
+import glob
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from resource import struct_rusage
@@ -56,6 +59,8 @@ _AGAIN_S = 2.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _AWAY = DISK_ERRORS | {errno.ENFILE, errno.ENOMEM}
 """Errors of a machine, not of the job: those that trained here before can train here later."""
+_RING_KEPT_S = 600.0
+"""Seconds for which the ring of a rank that has ended stays: an agent may be away meanwhile."""
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
 """Until a start is tried again that the disk has refused; twice as long each time."""
 
@@ -133,6 +138,8 @@ class Ranks:
         self._evidence: dict[int, exits.Evidence] = {}
         self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
         self._ending: Ending | None = None
+        self._old_rings: deque[tuple[float, str]] = deque()
+        """When ranks have ended, the oldest first, and their rings."""
         self._oom_kills = OomKills(mark)
         self._oom_kills.tidy(lambda mark: reap.keeper_mark(int(mark.partition(":")[0])) == mark)
         self._first_start = 0
@@ -372,6 +379,7 @@ class Ranks:
     def _prepare(self, order: KeeperSpawn) -> None:
         """Make the rings and the streams' directories; note where evidence will lie."""
         failpoint("keeper/prepare")
+        self._remove_old_rings()
         if not order.beside:
             self.generation = order.generation
             self._ranks = {}
@@ -383,6 +391,15 @@ class Ranks:
             self._evidence[one.rank] = exits.prepare_evidence(one, own)
             if one.ring:
                 RingWriter.create(one.ring, rank=one.rank, generation=order.generation).close()
+
+    def _remove_old_rings(self) -> None:
+        """Remove rings of ranks that ended long ago: their folder may be memory."""
+        before_s = time.monotonic() + self._offset_s - _RING_KEPT_S
+        while self._old_rings and self._old_rings[0][0] < before_s:
+            ring = glob.escape(self._old_rings.popleft()[1])
+            for path in glob.glob(f"{ring}*"):  # What plugins write lies beside it.
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
     def _refuse(self, order: KeeperSpawn, why: str) -> None:
         """Have processes in the place of these ranks, that end at once."""
@@ -509,6 +526,7 @@ class Ranks:
             evidence=rank.evidence,
         )
         rank.record = record
+        self._old_rings.append((at_s, self._paths.ring(rank.generation, rank.rank)))
         try:
             if record.oom:
                 self._oom_kills.claim()
