@@ -19,8 +19,8 @@ from perdure.model.paths import JobPaths, job_paths
 def find_private(root: str) -> str:
     """Return the path of this user's folder below `root`; of one that can be made if there is none.
 
-    All processes of a user find the same one, by its owner: no record of it can be lost. Where
-    nobody can write to /tmp, as in many pods, it is the one in /dev/shm.
+    All processes of a user find the same one, by its owner: no record of it can be lost. If
+    this user cannot write to /tmp, as in many pods, the folder is in /dev/shm.
     """
     if root == "/tmp" and not os.access(root, os.W_OK):
         return find_private("/dev/shm")

@@ -1,4 +1,4 @@
-"""A rank has started a process as another user, as `sudo` does: nobody here can end it."""
+"""A rank has started a process as another user, with `sudo`. perdure cannot end that process."""
 
 import os
 import subprocess
