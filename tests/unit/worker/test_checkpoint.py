@@ -230,6 +230,15 @@ def test_a_checkpoint_that_cannot_be_read_is_skipped_for_an_older_one_only(
         Trainee(str(tmp_path), seed=3).saver.restore({})
 
 
+def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> None:
+    one = Trainee(str(tmp_path), seed=1)
+    for step in (99_999_999, 100_000_000):
+        one.train(1)
+        one.save(step)
+        one.saver.close()
+    assert Trainee(str(tmp_path), seed=2).saver.restore({}) == 100_000_000
+
+
 def test_half_written_checkpoint_is_never_seen_and_is_removed(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
     left = tmp_path / "step-00000015.g0.tmp"

@@ -31,7 +31,14 @@ from torch import Tensor
 from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
 from perdure.files.regular import open_file
-from perdure.model.checkpoints import TEMPORARY, FileEntry, Manifest, Part, name_checkpoint
+from perdure.model.checkpoints import (
+    TEMPORARY,
+    FileEntry,
+    Manifest,
+    Part,
+    name_checkpoint,
+    parse_checkpoint_name,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
@@ -690,7 +697,7 @@ class Checkpointer:
             if saved:
                 why = f"perdure saved {saved} there, and nothing is there now"
                 raise OSError(errno.ENOENT, why, str(self._root))
-            return sorted(names, reverse=True)
+            return sorted(names, key=lambda name: parse_checkpoint_name(name) or 0, reverse=True)
 
         try:
             return self._read_patiently(look, compute_allowance_s(0.0))
