@@ -281,8 +281,9 @@ class Supervisor:
         deadline = time.monotonic() + _NATS_READY_S
         while not all(server.poll_ready() for server in self._servers):
             if time.monotonic() > deadline:
+                why = "".join(f"; {s.unreached}" for s in self._servers if s.unreached)
                 raise PlatformError(
-                    f"nats-server is not ready after {_NATS_READY_S:g} s",
+                    f"nats-server is not ready after {_NATS_READY_S:g} s{why}",
                     hint=f"see {self._paths.logs}/nats-server*.log",
                 )
             await asyncio.sleep(0.005)
