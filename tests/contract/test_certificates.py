@@ -5,8 +5,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from perdure.adapters.nats import make_authority, make_certificate
+from perdure.adapters.nats.certificates import make_shared_certificate
 from perdure.model.errors import ConfigError
 
 SEED, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -63,3 +65,12 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(OSError, match="file"):
         make_certificate(str(tmp_path / "file"), "192.0.2.1")
+
+
+def test_certificates_are_valid_whatever_a_machine_takes_for_the_time(tmp_path: Path) -> None:
+    """A node whose clock stands in 1970, or years ahead, joins all the same."""
+    files = make_certificate(str(tmp_path), "192.0.2.1", seed=SEED)
+    made = Path(files[0]).read_text() + make_shared_certificate()
+    for certificate in x509.load_pem_x509_certificates(made.encode()):
+        assert certificate.not_valid_before_utc.timestamp() <= 0.0
+        assert certificate.not_valid_after_utc.year == 9999

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import small_disk
 from tests.e2e.harness import Job
 
 
@@ -117,33 +118,61 @@ def make_room(disk: Path) -> None:
         path.unlink()
 
 
+BEAT = """
+import itertools, os, time
+beat = open(os.path.join(os.environ["BEATS"], "beat-" + os.environ["RANK"]), "a")
+for n in itertools.count():
+    print(os.environ["PERDURE_GENERATION"], file=beat, flush=True)
+    time.sleep(0.05)
+"""
+
+
+def start_beating(start: Callable[..., Job], folder: Path, *words: str) -> Job:
+    """Start two ranks that note their generation again and again, and wait until both do."""
+    (folder / "loop.py").write_text(f"import os\nos.environ['BEATS'] = {str(folder)!r}\n{BEAT}")
+    job = start("full", "-n", "2", *words, "loop.py")
+    job.wait_until(lambda: read_generations(folder) == {"0"}, "ranks")
+    return job
+
+
+def read_generations(folder: Path) -> set[str]:
+    """Return what the two ranks have noted last."""
+    beats = [folder / f"beat-{rank}" for rank in range(2)]
+    return {(beat.read_text().split() or [""])[-1] if beat.exists() else "" for beat in beats}
+
+
 def test_ranks_that_find_no_room_to_start_wait_for_it(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The disk of logs has no inode left while a rank dies: one restart, once there is one."""
+    logs = tmp_path / "logs"
+    with small_disk(logs, "1m,nr_inodes=40"):
+        job = start_beating(start, tmp_path, "--log-dir", str(logs))
+        with contextlib.suppress(OSError):
+            for number in range(100):
+                (logs / f"fill-{number}").touch()
+        job.kill("perdure rank")
+        job.wait_until(lambda: "waits to start its ranks" in job.text(), "the refusal")
+        assert f"No space left on device: {logs}" in job.text()
+        job.wait_until(lambda: job.state().get("waits"), "the refusal in the snapshot")
+        assert "waits to start its ranks" in job.cli("status", "full").stdout
+        job.wait_until(lambda: not job.find("perdure rank full g0"), "the end of all ranks")
+        make_room(logs)
+        job.wait_until(lambda: read_generations(tmp_path) == {"1"}, "the next world")
+        job.wait_until(lambda: "the wait is over" in job.text(), "a word that it is over")
+        assert job.state()["restarts"] == 1
+        job.cli("stop", "full", "--now")
+        job.wait()
+
+
+@pytest.mark.long
+def test_a_full_state_directory_holds_up_no_restart(
     disk: Path, start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """The disk is full while a rank dies: that is one restart, once there is room again."""
-    (tmp_path / "loop.py").write_text(
-        "import itertools, os, time\n"
-        f"beat = open(r'{tmp_path}/beat-' + os.environ['RANK'], 'a')\n"
-        "for n in itertools.count():\n"
-        "    print(os.environ['PERDURE_GENERATION'], file=beat, flush=True)\n"
-        "    time.sleep(0.05)\n"
-    )
-    job = start("full", "-n", "2", "loop.py")
-    beats = [tmp_path / f"beat-{rank}" for rank in range(2)]
-    job.wait_until(lambda: all(beat.exists() for beat in beats), "ranks")
-    job.wait_state("running")
+    job = start_beating(start, tmp_path)
     fill(disk)
     job.kill("perdure rank")
-    job.wait_until(lambda: "waits for room to start its ranks" in job.text(), "the refusal")
-    assert f"No space left on device: {job.folder}" in job.text()
-    job.wait_until(lambda: job.state().get("waits"), "the refusal in the snapshot")
-    assert "waits for room to start its ranks" in job.cli("status", "full").stdout
-    job.wait_until(lambda: not job.find("perdure rank full g0"), "the end of all ranks")
+    job.wait_until(lambda: read_generations(tmp_path) == {"1"}, "the next world")
     make_room(disk)
-    job.wait_until(
-        lambda: all(beat.read_text().split()[-1:] == ["1"] for beat in beats), "the next world"
-    )
-    job.wait_until(lambda: "there is room again" in job.text(), "a word that it is over")
-    assert job.state()["restarts"] == 1
     job.cli("stop", "full", "--now")
     job.wait()

@@ -1,6 +1,8 @@
 """The disk of a job's checkpoints hangs: training goes on, and no rank is accused."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 
 from tests.e2e.exact import find_step
 from tests.e2e.harness import SCRIPTS, Job
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 _SCRIPT = """
@@ -119,3 +122,38 @@ def test_the_last_step_is_saved_once_the_disk_answers(
     stuck.unlink()
     assert job.wait() == 0, job.text()
     assert events(job, "CheckpointSaved")[-1]["step"] == 60
+
+
+@pytest.mark.long
+def test_a_state_directory_whose_disk_hangs_stops_no_step(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """As a home on an NFS whose server is away: the ranks themselves touch nothing there."""
+    state, image, trail = tmp_path / "state", tmp_path / "image", tmp_path / "trail"
+    state.mkdir()
+    trail.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 256 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True)
+    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(state)], capture_output=True)
+    if made.returncode or mounted.returncode:
+        pytest.skip("no file system of its own can be mounted here")
+    try:
+        words = ("--trail", str(trail), "--steps", "1000000", "--step-s", "0.02")
+        job = start("hung", "-n", "2", str(SCRIPTS / "train_paced.py"), *words)
+        job.wait_step(5)
+        subprocess.run(["fsfreeze", "-f", str(state)], check=True)
+        try:
+            for rank in range(2):
+                path = trail / f"rank-{rank}.txt"
+                size = path.stat().st_size
+                wait_until(lambda path=path, size=size: path.stat().st_size > size + 2000, "steps")
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(state)], check=True)
+        step = job.state()["step"]
+        job.wait_step(step + 50)
+        assert not accused(job)
+        job.cli("stop", "hung", "--now")
+        job.wait()
+    finally:
+        subprocess.run(["umount", "-l", str(state)], check=True)

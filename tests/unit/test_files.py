@@ -1,12 +1,13 @@
 """A file is replaced whole or not at all, and nothing is left beside it."""
 
+import errno
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from perdure.files import replace_file
+from perdure.files import replace_file, sync_path
 
 
 @pytest.mark.parametrize("synced", [False, True])
@@ -37,3 +38,11 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         replace_file(tmp_path / "missing" / "document", b"data")
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_file_system_that_syncs_no_directories_refuses_nothing() -> None:
+    """As CIFS did, and FUSE may: no checkpoint was ever published there. /proc is one of them."""
+    sync_path("/proc/self")
+    with pytest.raises(OSError, match="Invalid argument") as caught:
+        sync_path("/proc/self/status")
+    assert caught.value.errno == errno.EINVAL

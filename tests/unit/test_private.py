@@ -118,3 +118,33 @@ def test_a_job_runs_though_a_stranger_has_its_folders(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "trained" in done.stdout
     assert done.stdout.endswith("/dev/shm/perdure-0:\n\n/tmp/perdure-0:\n")
+
+
+_READ_ONLY = """
+import ctypes, subprocess
+from perdure.files.private import find_private, make_private
+from perdure.model.errors import PlatformError
+assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
+mount = ["mount", "-t", "tmpfs"]
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run([*mount, "tmpfs", "/dev/shm"], check=True)
+subprocess.run([*mount, "-o", "ro", "tmpfs", "/tmp"], check=True)
+folder = find_private("/tmp")
+make_private(folder)
+print(folder, find_private("/dev/shm") == folder)
+subprocess.run(["mount", "-o", "remount,ro", "/dev/shm"], check=True)
+try:
+    make_private("/dev/shm/other")
+except PlatformError as error:
+    print(error.message, error.hint)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_where_tmp_is_read_only_shared_memory_holds_the_folder() -> None:
+    """As in a pod with a read-only root file system."""
+    words = [sys.executable, "-c", _READ_ONLY]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    folder, error = done.stdout.splitlines()
+    assert folder == f"/dev/shm/perdure-{os.getuid()} True"
+    assert "cannot make /dev/shm/other: Read-only file system mount a tmpfs" in error

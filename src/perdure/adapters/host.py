@@ -441,10 +441,15 @@ def find_marked(marks: Mapping[str, str]) -> dict[int, int]:
     return {pid: start for pid, start in starts.items() if start}
 
 
-def send_signal(pid: int, number: int) -> None:
-    """Send a signal, where there is such a process and it is ours."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+def send_signal(pid: int, number: int) -> bool:
+    """Send a signal if there is such a process; return False if it is another user's."""
+    try:
         os.kill(pid, number)
+    except PermissionError:
+        return False
+    except ProcessLookupError:
+        pass
+    return True
 
 
 def kill_process(pid: int, start: int) -> bool:

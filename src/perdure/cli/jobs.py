@@ -168,7 +168,8 @@ class Job:
         if self.alive:
             offset_s = load_endpoint(self.paths).clock_offset_s
             shift_s = time.time() - (time.monotonic() + offset_s)
-            readings = (read_ring(str(p), offset_s) for p in root.glob("rings/g*-r*.ring"))
+            rings = Path(self.paths.ring(0, 0)).parent.glob("g*-r*.ring")
+            readings = (read_ring(str(p), offset_s) for p in rings)
             beats = [r.heartbeat_s + shift_s for r in readings if r is not None and r.pid]
         signs = Signs(
             now_s=time.time(),

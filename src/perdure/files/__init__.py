@@ -1,6 +1,7 @@
 """Files that are there whole or not at all: who reads one finds the old content or the new one."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -94,9 +95,15 @@ def read_size(path: str | Path) -> int:
 
 
 def sync_path(path: str | Path) -> None:
-    """Bring a file's content, or a directory's names, to the disk."""
+    """Bring a file's content, or a directory's names, to the disk.
+
+    Some network file systems sync no directories, and answer with EINVAL.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise
     finally:
         os.close(fd)

@@ -19,8 +19,11 @@ from perdure.model.paths import JobPaths, job_paths
 def find_private(root: str) -> str:
     """Return the path of this user's folder below `root`; of one that can be made if there is none.
 
-    All processes of a user find the same one, by its owner: no record of it can be lost.
+    All processes of a user find the same one, by its owner: no record of it can be lost. If
+    this user cannot write to /tmp, as in many pods, the folder is in /dev/shm.
     """
+    if root == "/tmp" and not os.access(root, os.W_OK):
+        return find_private("/dev/shm")
     first = f"{root}/perdure-{os.getuid()}"
     there = sorted(glob.glob(f"{first}-*"), key=lambda path: (len(path), path))
     ours = next((path for path in (first, *there) if _is_ours(path)), "")
@@ -50,7 +53,10 @@ def make_private(path: str) -> None:
         if stat.S_IMODE(os.lstat(path).st_mode) != 0o700:
             os.chmod(path, 0o700)
     except OSError as error:
-        raise PlatformError(f"cannot make {path}: {error.strerror}") from error
+        raise PlatformError(
+            f"cannot make {path}: {error.strerror}",
+            hint="mount a tmpfs that you can write to at /tmp or /dev/shm",
+        ) from error
 
 
 def check_owner(path: str | os.PathLike[str]) -> None:

@@ -4,10 +4,13 @@ At most one generation lives: an order to start a newer one first ends what is o
 generation that was ended is never started again, however late its order arrives.
 """
 
+import contextlib
 import errno
+import glob
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from resource import struct_rusage
@@ -45,6 +48,7 @@ from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.worker.cgroups import OomKills
 from perdure.worker.ring import RingWriter
+from perdure.worker.start.streams import DISK_ERRORS
 
 _EVERYTHING = 1 << 62
 _RESCAN_S = 0.005
@@ -52,9 +56,13 @@ _RESCAN_S_MAX = 0.1
 _IDLE_S = 1.0
 _AGAIN_S = 2.0
 """Until processes are asked for again that the machine has refused."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_AWAY = DISK_ERRORS | {errno.ENFILE, errno.ENOMEM}
+"""Errors of a machine, not of the job: those that trained here before can train here later."""
+_RING_KEPT_S = 600.0
+"""Seconds for which the ring of a rank that has ended stays: an agent may be away meanwhile."""
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
-"""Until a start is tried again that found no room on the disk; twice as long each time."""
+"""Until a start is tried again that the disk has refused; twice as long each time."""
 
 
 @dataclass(slots=True)
@@ -130,6 +138,8 @@ class Ranks:
         self._evidence: dict[int, exits.Evidence] = {}
         self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
         self._ending: Ending | None = None
+        self._old_rings: deque[tuple[float, str]] = deque()
+        """When ranks have ended, the oldest first, and their rings."""
         self._oom_kills = OomKills(mark)
         self._oom_kills.tidy(lambda mark: reap.keeper_mark(int(mark.partition(":")[0])) == mark)
         self._first_start = 0
@@ -332,7 +342,7 @@ class Ranks:
         try:
             self._prepare(order)
         except OSError as error:  # Those that live here live on.
-            if error.errno in _FULL:
+            if error.errno in (_AWAY if order.generation else _FULL):
                 self._wait_for_room(order, error)
             else:
                 self._refuse(order, f"cannot be started: {error}")
@@ -369,6 +379,7 @@ class Ranks:
     def _prepare(self, order: KeeperSpawn) -> None:
         """Make the rings and the streams' directories; note where evidence will lie."""
         failpoint("keeper/prepare")
+        self._remove_old_rings()
         if not order.beside:
             self.generation = order.generation
             self._ranks = {}
@@ -380,6 +391,15 @@ class Ranks:
             self._evidence[one.rank] = exits.prepare_evidence(one, own)
             if one.ring:
                 RingWriter.create(one.ring, rank=one.rank, generation=order.generation).close()
+
+    def _remove_old_rings(self) -> None:
+        """Remove rings of ranks that ended long ago: their folder may be memory."""
+        before_s = time.monotonic() + self._offset_s - _RING_KEPT_S
+        while self._old_rings and self._old_rings[0][0] < before_s:
+            ring = glob.escape(self._old_rings.popleft()[1])
+            for path in glob.glob(f"{ring}*"):  # What plugins write lies beside it.
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
     def _refuse(self, order: KeeperSpawn, why: str) -> None:
         """Have processes in the place of these ranks, that end at once."""
@@ -420,12 +440,12 @@ class Ranks:
         self._adopt(order, pids, warm=False, why_cold=why_cold)
 
     def _wait_for_room(self, order: KeeperSpawn, error: OSError) -> None:
-        """Try again later: a full disk is no fault of the ranks, and restarts would use it up."""
+        """Try again later: the disk is no fault of the ranks, and would use up all restarts."""
         place = str(error.filename or self._paths.root)
         waits = KeeperWaits(order.generation, str(error.strerror), place)
         if waits != self._no_room:
             self._no_room = waits
-            self._log(f"generation {order.generation} waits for room: {error.strerror}: {place}")
+            self._log(f"generation {order.generation} waits: {error.strerror}: {place}")
             self._send(waits)
         self._put_back(order, self._room_s)
         self._room_s = min(2 * self._room_s, _ROOM_S_MAX)
@@ -506,6 +526,7 @@ class Ranks:
             evidence=rank.evidence,
         )
         rank.record = record
+        self._old_rings.append((at_s, self._paths.ring(rank.generation, rank.rank)))
         try:
             if record.oom:
                 self._oom_kills.claim()
@@ -545,12 +566,13 @@ class Ranks:
             ending.upto,
             newer,
         )
-        for pid in members:
-            send_signal(pid, signal.SIGKILL)
-        if ranks or members:
+        ours = [pid for pid in members if send_signal(pid, signal.SIGKILL)]
+        if ranks or ours:
             ending.next_look_s = now + ending.wait_s
             ending.wait_s = min(2 * ending.wait_s, _RESCAN_S_MAX)
             return
+        if members:  # What sudo has started: to wait for it would hold up the ranks for ever.
+            self._log(f"processes {members} are another user's and go on")
         self._ending = None
         self._roots = {p: g for p, g in self._roots.items() if g > ending.upto}
         failpoint("keeper/stopped")

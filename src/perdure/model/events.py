@@ -543,7 +543,7 @@ class RoomNoted(Event, frozen=True, kw_only=True):
     place: str
     at_s: float
     node: int = -1
-    """Where ranks of `generation` wait for room before they start; -1: room for checkpoints."""
+    """Where ranks of `generation` wait for a disk before they start; -1: room for checkpoints."""
     generation: int = -1
 
 

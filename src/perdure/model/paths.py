@@ -13,7 +13,7 @@
         curves/             values of `run.log`, coarser with age
         tracking/           what experiment trackers were told, and what their libraries keep
         logs/*.log          of the parts
-        logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
+        logs/ranks/gN/rank-R.out|.err
         exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
         traces/gN/BACKEND/rank_R    Flight Recorder's, for torchfrtrace
         run.lock            held while it runs         away/node-N     locked: the node is kept away
@@ -21,6 +21,7 @@
         compile-cache/      inductor/, triton/, cuda/: what torch has compiled for the ranks
         lighthouse.json     port and last quorum (torchft)
 Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes),
+with rings/gN-rR.ring, the memory that each rank shares with its agent,
 snapshots of sharded elastic jobs in shared memory.
 """
 
@@ -131,8 +132,11 @@ class JobPaths(msgspec.Struct, frozen=True):
         return str(PurePosixPath(base, f"g{generation}", f"rank-{rank}.{name}"))
 
     def ring(self, generation: int, rank: int) -> str:
-        """The rank's progress ring."""
-        return self._at("rings", f"g{generation}-r{rank}.ring")
+        """The rank's progress ring: beside the sockets, on a disk of this machine.
+
+        A rank's store into a file of a disk that hangs would stop the training.
+        """
+        return str(PurePosixPath(self.sockets, "rings", f"g{generation}-r{rank}.ring"))
 
     def traces(self, generation: int) -> str:
         """Flight Recorder's traces of a generation, written when a rank is suspected."""

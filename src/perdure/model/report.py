@@ -326,7 +326,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     hung_saves: tuple[HungSaveRow, ...] = ()
     """Checkpoints whose disk hung, the oldest first."""
     waits: tuple[str, ...] = ()
-    """Nodes that wait for room on a disk to start their ranks, in words."""
+    """Nodes that wait for a disk to start their ranks, in words."""
     world: WorldShape | None = None
     """Of a pipelined elastic job."""
     observed: bool = False

@@ -349,9 +349,9 @@ def make_folders(paths: JobPaths) -> None:
     """
     remove_folders(paths)  # Of a run that was itself killed.
     try:
-        for folder in ("logs/ranks", "rings", "exits", "errors", "nats"):
+        for folder in ("logs/ranks", "exits", "errors", "nats"):
             os.makedirs(os.path.join(paths.root, folder), exist_ok=True)
-        for folder in (os.path.dirname(paths.sockets), paths.sockets):
+        for folder in (os.path.dirname(paths.sockets), paths.sockets, f"{paths.sockets}/rings"):
             make_private(folder)
     except OSError as error:
         raise PlatformError(f"cannot make {error.filename}: {error.strerror}") from error

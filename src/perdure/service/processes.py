@@ -224,10 +224,9 @@ def end_family(job: str, home: str, *, spare: frozenset[int], timeout_s: float =
     while True:
         reap_adopted(set(spare))
         pids = {*list_living_descendants(os.getpid()), *find_marked(job, home)} - spare
-        if not pids or time.monotonic() > deadline:
+        ours = [pid for pid in pids if send_signal(pid, signal.SIGKILL)]
+        if not ours or time.monotonic() > deadline:
             return sorted(pids)
-        for pid in pids:
-            send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

@@ -229,7 +229,8 @@ class Supervisor:
             self._show_lines(last=True)
             self._finish_snapshot()
         if left:
-            self._note(f"processes {left} cannot be killed (waiting for a disk or a driver?)")
+            why = "another user's, or waiting for a disk or a driver"
+            self._note(f"processes {left} cannot be killed ({why})")
         if self._failure is not None:
             raise self._failure
         if self._ended is not None:
@@ -280,8 +281,9 @@ class Supervisor:
         deadline = time.monotonic() + _NATS_READY_S
         while not all(server.poll_ready() for server in self._servers):
             if time.monotonic() > deadline:
+                why = "".join(f"; {s.unreached}" for s in self._servers if s.unreached)
                 raise PlatformError(
-                    f"nats-server is not ready after {_NATS_READY_S:g} s",
+                    f"nats-server is not ready after {_NATS_READY_S:g} s{why}",
                     hint=f"see {self._paths.logs}/nats-server*.log",
                 )
             await asyncio.sleep(0.005)
@@ -580,9 +582,9 @@ class Supervisor:
     def _show_waits(self, waits: tuple[str, ...]) -> None:
         for why in waits:
             if why not in self._waits:
-                self._note(f"{why}; perdure tries again until there is room")
+                self._note(f"{why}; perdure tries again until it can")
         if self._waits and not waits:
-            self._note("there is room again: all ranks are started")
+            self._note("the wait is over: all ranks are started")
         self._waits = waits
 
     def _finish_snapshot(self) -> None:

@@ -162,13 +162,14 @@ def explain_vanishing(
         if facts.slurm.nodes:
             told["nodes"] = facts.slurm.nodes
         return Vanishing(facts.slurm.state, f"Slurm says so; {_SLURM[facts.slurm.state]}", told)
-    if facts.elsewhere:
+    boots = [facts.boot_id_before] if facts.boot_id_before else []
+    boots += [e.body.boot_id for e in entries if isinstance(e.body, NodeRegistered)]
+    here = bool(facts.boot_id) and facts.boot_id in boots
+    if facts.elsewhere and not here:  # Else a DHCP server, for example, has renamed this machine.
         more = f"; Slurm: {facts.slurm.reason}" if facts.slurm is not None else ""
         reason = f"it ran on {facts.elsewhere}, whose kernel is not asked from here{more}"
         return Vanishing("unknown", reason, {"last_event_s": last_s})
-    boots = [facts.boot_id_before] if facts.boot_id_before else []
-    boots += [e.body.boot_id for e in entries if isinstance(e.body, NodeRegistered)]
-    if boots and boots[-1] and facts.boot_id and boots[-1] != facts.boot_id:
+    if boots and boots[-1] and facts.boot_id and not here:
         return Vanishing(
             "reboot",
             "the machine was started anew since; the same --name resumes the job",

@@ -23,7 +23,7 @@ JOBS = {
     "bad-picture": ("state.json", "endpoint.json", "parts.json", "newest.json", "run.lock"),
     "bad-rest": (
         "curves/kept", "curves/new-00000001-a.jsonl", "checkpoints/step-00000001/manifest.json",
-        "logs/ranks/g0/rank-0.out", "logs/controller.log", "rings/g0-r0.ring", "imports.json",
+        "logs/ranks/g0/rank-0.out", "logs/controller.log", "imports.json",
         "errors/g0-r0.json", "credentials/agent-0.json", "lighthouse.json",
     ),
 }  # fmt: skip

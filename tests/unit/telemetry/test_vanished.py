@@ -91,3 +91,15 @@ def test_the_kernel_of_another_machine_says_nothing() -> None:
     found = explain_vanishing(journal(HERE), HostFacts(boot_id="x", elsewhere="n", slurm=put_back))
     assert found is not None
     assert "BeginTime" in found.reason
+
+
+def test_a_machine_that_was_renamed_is_asked_all_the_same() -> None:
+    """By its DHCP server, or by cloud-init: it has not been started anew."""
+    log = ("Killed process 41 (python) total-vm:9kB",)
+    facts = HostFacts(boot_id="boot-1", elsewhere="before", kernel_log=log)
+    assert find_cause(journal(HERE), facts, 41) == "out of memory"
+
+
+def test_a_node_that_joined_from_another_machine_is_no_reboot_of_this_one() -> None:
+    joined = NodeRegistered(node=1, incarnation="b", host="i", boot_id="boot-9", slots=1)
+    assert find_cause(journal(HERE, joined), SAME) == "killed"

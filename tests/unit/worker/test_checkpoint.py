@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from tests.disks import small_disk
 from tests.waiting import PATIENCE_S, wait_until
 from torch import nn
 
 from perdure.adapters.checkpoints import verify_all
 from perdure.model.checkpoints import Manifest
+from perdure.model.errors import PlatformError
 from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
+from perdure.model.records import encode_record
 from perdure.worker import busy
 from perdure.worker.checkpoint import Checkpointer, checkpointer
 from perdure.worker.checkpoint.files import list_checkpoints
@@ -152,6 +156,89 @@ def test_damaged_checkpoint_is_skipped_with_the_reason(tmp_path: Path, damage: s
     assert "step-00000010" in restored.skipped[0]
 
 
+def take_away(path: Path) -> Path:
+    """Have the system answer with an error at `path`; return where its content is now."""
+    content = path.rename(path.with_name(f"{path.name}-content"))
+    path.symlink_to(path)  # Too many levels of links: not "no such file".
+    return content
+
+
+def bring_back(path: Path, content: Path) -> None:
+    path.unlink()
+    content.rename(path)
+
+
+def test_a_disk_that_is_away_is_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a FUSE whose server has died, or an NFS: to begin at step 0 would lose the training."""
+    disk = tmp_path / "disk"
+    two_checkpoints(disk)
+    content = take_away(disk)
+    two = Trainee(str(disk), seed=2)
+    with ThreadPoolExecutor() as pool:
+        restored = pool.submit(two.saver.restore, {})
+        wait_until(lambda: "checkpoints cannot be read" in capfd.readouterr().err, "a word")
+        bring_back(disk, content)
+        assert restored.result(PATIENCE_S) == 10
+    assert two.of(CheckpointRestored)[0].skipped == ()
+
+
+def test_a_mount_that_is_missing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The folder below it is empty, and the job knows that it has saved there."""
+    disk = tmp_path / "disk"
+    newest, older = two_checkpoints(disk)
+    monkeypatch.setenv("PERDURE_SPEC", str(tmp_path / "job.json"))
+    saved = [{"step": 5, "path": str(older)}, {"step": 10, "path": str(newest)}]
+    (tmp_path / "state.json").write_bytes(encode_record({"checkpoints": saved}))
+    content = disk.rename(tmp_path / "content")
+    disk.mkdir()
+    two = Trainee(str(disk), seed=2)
+    with ThreadPoolExecutor() as pool:
+        restored = pool.submit(two.saver.restore, {})
+        wait_until(lambda: "perdure saved step-00000010" in capfd.readouterr().err, "a word")
+        disk.rmdir()
+        content.rename(disk)
+        assert restored.result(PATIENCE_S) == 10
+
+
+def test_a_disk_that_stays_away_ends_the_rank_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    two_checkpoints(disk)
+    take_away(disk)
+    monkeypatch.setattr(busy, "FIRST_S", 0.0)
+    with pytest.raises(PlatformError, match="no checkpoint can be read: Too many levels"):
+        Trainee(str(disk), seed=2).saver.restore({})
+
+
+def test_a_checkpoint_that_cannot_be_read_is_skipped_for_an_older_one_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "WAIT_S", 0.0)
+    newest, older = two_checkpoints(tmp_path)
+    take_away(newest / "__0_0.distcp")
+    two = Trainee(str(tmp_path), seed=2)
+    assert two.saver.restore({}) == 5
+    (restored,) = two.of(CheckpointRestored)
+    assert "its disk does not answer: Too many levels" in restored.skipped[0]
+    take_away(older / "__0_0.distcp")
+    with pytest.raises(PlatformError, match="no checkpoint can be read"):
+        Trainee(str(tmp_path), seed=3).saver.restore({})
+
+
+def test_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path: Path) -> None:
+    one = Trainee(str(tmp_path), seed=1)
+    for step in (99_999_999, 100_000_000):
+        one.train(1)
+        one.save(step)
+        one.saver.close()
+    assert Trainee(str(tmp_path), seed=2).saver.restore({}) == 100_000_000
+
+
 def test_half_written_checkpoint_is_never_seen_and_is_removed(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
     left = tmp_path / "step-00000015.g0.tmp"
@@ -198,6 +285,50 @@ def test_retention_keeps_last_every_nth_and_best(tmp_path: Path) -> None:
         one.saver.close()
     assert [step for step, _ in list_checkpoints(tmp_path)] == [8, 7, 4, 3]
     assert (tmp_path / "latest").read_text() == "step-00000008"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is no failure of the newest one. An NFS keeps files that another host has open."""
+    one = Trainee(str(tmp_path), seed=1, keep_last=1)
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, **options: Any) -> None:
+        if path.name != "step-00000001":
+            rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    for step in range(1, 5):
+        one.train(1)
+        one.save(step)
+        one.saver.close()
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [4, 1]
+    assert len(one.of(CheckpointSaved)) == 4
+    assert not one.of(CheckpointFailed)
+    said = capfd.readouterr().err
+    assert said.count("old checkpoints cannot be removed") == 1
+    assert f"{tmp_path}/step-00000001 is still there" in said
+
+
+def test_a_bucket_that_refuses_to_delete_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_SPEC", str(tmp_path / "here" / "job.json"))
+
+    def refuse(*words: object, **options: object) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(LocalFileSystem, "rm", refuse)
+    one = Trainee(f"local://{tmp_path}/there", seed=1, keep_last=1)
+    for step in range(1, 4):
+        one.train(1)
+        one.save(step)
+        one.saver.close()
+    assert len(one.of(CheckpointSaved)) == 3
+    assert not one.of(CheckpointFailed)
+    assert capfd.readouterr().err.count("cannot be removed: Access Denied") == 1
+    assert not list((tmp_path / "here").rglob("*.tmp"))
 
 
 def test_other_environment_is_resumed_but_not_called_exact(tmp_path: Path) -> None:

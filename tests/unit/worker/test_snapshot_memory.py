@@ -10,6 +10,7 @@ import torch
 from tests.played_device import PlayedDevice
 
 from perdure.plan.elastic.shards import Shard, Snapshot
+from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.mapped import MappedFile
 from perdure.worker.elastic.snapshots import Snapshots
 
@@ -154,3 +155,32 @@ def test_what_cannot_be_registered_is_copied_all_the_same(
         assert torch.equal(read(snapshots, take(snapshots, step, content))["w"], content["w"])
     snapshots.close()
     assert runtime.calls == (["register"] * 2 if why == "refused" else []), "tried once a slot"
+
+
+def test_memory_that_somebody_empties_is_made_again(tmp_path: Path) -> None:
+    """As systemd-logind does with /dev/shm when the user logs out (RemoveIPC)."""
+    folder = tmp_path / "a" / "b"
+    snapshots = Snapshots(folder, 0, Snapshot, every=1)
+    kept = [take(snapshots, step, {"w": torch.full((50,), float(step))}) for step in range(3)]
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.parent.rmdir()
+    assert snapshots.list_all() == ()
+    newest = take(snapshots, 3, {"w": torch.full((50,), 3.0)})
+    assert snapshots.list_all() == (newest,)
+    assert torch.equal(read(snapshots, newest)["w"], torch.full((50,), 3.0))
+    with pytest.raises(Broken):
+        read(snapshots, kept[-1])
+
+
+def test_a_snapshot_whose_tensors_are_gone_is_not_found_again(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path / "a" / "b", 0, Snapshot, every=1)
+    newest = take(snapshots, 1, {"w": torch.ones(50)})
+    for path in (tmp_path / "a" / "b").glob("m0-?"):
+        path.unlink()
+    with pytest.raises(Broken, match="damaged"):
+        read(snapshots, newest)
+    assert snapshots.list_all() == ()
+    newest = take(snapshots, 2, {"w": torch.zeros(50)})
+    assert torch.equal(read(snapshots, newest)["w"], torch.zeros(50))

@@ -5,7 +5,7 @@ their only authority, or that of an authority whose key all nodes derive from th
 """
 
 import os
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # It is imported where a certificate is made: a job on loopba
     Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
 
 _AUTHORITY = "perdure rendezvous"
-_VALID = timedelta(days=3650)
-"""Longer than any run: a certificate that ends before the job would end it."""
-_EARLIER = timedelta(days=1)
-"""A machine whose clock is behind by less believes it as well."""
+_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+_END = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""The whole range of a clock: a machine may start in 1970, and get the time later. A certificate
+lives no longer than its job. RFC 5280, 4.1.2.5, gives this end to certificates without one."""
 
 
 def make_certificate(folder: str, host: str, *, seed: bytes = b"") -> tuple[str, str]:
@@ -121,7 +121,6 @@ def _begin(subject: str, key: "Key", issuer: str, signer: "Key") -> "Certificate
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
-    now = datetime.now(UTC)
     by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     return (
         x509.CertificateBuilder()
@@ -129,8 +128,8 @@ def _begin(subject: str, key: "Key", issuer: str, signer: "Key") -> "Certificate
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _EARLIER)
-        .not_valid_after(now + _VALID)
+        .not_valid_before(_BEGIN)
+        .not_valid_after(_END)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(by, critical=False)
     )

@@ -145,6 +145,8 @@ class NatsServer:
     """Of a cluster; None where it is alone."""
     jetstream: bool = True
     """Whether it keeps anything, or only carries messages."""
+    unreached: str = ""
+    """Why the last connection to it failed; empty before the first one."""
 
     @property
     def url(self) -> str:
@@ -245,7 +247,8 @@ class NatsServer:
             with socket.create_connection((self.host, self.port), timeout=1) as client:
                 client.settimeout(1)
                 return (b'"jetstream":true' if self.jetstream else b"INFO") in client.recv(8192)
-        except OSError:
+        except OSError as error:
+            self.unreached = f"{self.host}:{self.port}: {error.strerror or error}"
             return False
 
     def wait_ready(self, *, timeout_s: float = 10.0) -> None:

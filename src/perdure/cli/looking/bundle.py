@@ -68,7 +68,6 @@ _SKIPPED = frozenset(
         "previous",
         "checkpoints",
         "compile-cache",
-        "rings",
         "snapshots",
         "tracking",
     }

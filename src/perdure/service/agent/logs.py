@@ -30,9 +30,11 @@ def cut_logs(folder: str, output: str = "") -> None:
 
     `output` is a file to which `perdure run` itself writes, where it is to be cut as well.
     """
-    logs = Path(folder).glob("*.log")
-    paths = [str(path) for path in logs if not path.name.startswith(("agent-", "keeper-"))]
-    for path in (*paths, output) if output else paths:
+    paths = [output] if output else []
+    with contextlib.suppress(OSError):  # Its disk is away: the next call may find it.
+        logs = Path(folder).glob("*.log")
+        paths += [str(path) for path in logs if not path.name.startswith(("agent-", "keeper-"))]
+    for path in paths:
         with contextlib.suppress(OSError):  # It goes on as it is.
             rotate_file(path)
 
@@ -63,7 +65,8 @@ class LogWatch:
                     log.warning("%s grows: it cannot be cut: %s", path, error.strerror)
         self._looks += 1
         if self._looks % _WEIGH_EVERY == 1:
-            self.thin(ranks)
+            with contextlib.suppress(OSError):  # Its disk is away: a later look may find it.
+                self.thin(ranks)
 
     def thin(self, ranks: Iterable[int], bytes_max: int = NODE_BYTES) -> None:
         """Have all that `ranks` have ever written take no more than `bytes_max`."""

@@ -12,6 +12,7 @@ publishes, tags. Whatever a rank waits for is bounded, and ends when another ran
 """
 
 import contextlib
+import errno
 import functools
 import os
 import pickle
@@ -21,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,14 @@ from torch import Tensor
 from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
 from perdure.files.regular import open_file
-from perdure.model.checkpoints import TEMPORARY, FileEntry, Manifest, Part, name_checkpoint
+from perdure.model.checkpoints import (
+    TEMPORARY,
+    FileEntry,
+    Manifest,
+    Part,
+    name_checkpoint,
+    parse_checkpoint_name,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
@@ -46,6 +54,7 @@ from perdure.worker.checkpoint.files import (
     open_place,
     publish,
     read_manifest,
+    read_saved,
     remove_temporaries,
     tag_latest,
 )
@@ -65,11 +74,16 @@ from perdure.worker.executor import REPEATED, SaveSkipped
 from perdure.worker.rng import capture_rng, compare_fingerprints, restore_rng, take_fingerprint
 from perdure.worker.stderr import say
 
+T = TypeVar("T")
 TIMEOUT_S = 300.0
 WAIT_S = 30.0
 """Seconds that a save waits for the one before: a disk may be slow for a while."""
 _QUICK_S = 1.0
 """Seconds that a wait for a disk may take before it is declared as a busy phase."""
+_AGAIN_S = 1.0
+"""Seconds between two tries to read a disk that does not answer."""
+_UNREAD = "its disk does not answer: "
+"""What is wrong with a checkpoint that may be whole."""
 _LAST = ("stop", "end")
 """Reasons of saves after which no step is made."""
 _POLL_S = 0.01
@@ -79,6 +93,9 @@ _DECLINED = "it was still writing an earlier checkpoint"
 _FREE_MIN = 64 << 10
 _PLAN, _PART, _RESULTS = "plan-{}.bin", "part-{}.json", "results-{}.bin"
 """Files of one rank in a checkpoint's temporary directory."""
+
+
+_MOUNT = "mount the disk of [checkpoint] url again, and run the same command"
 
 
 class SaveAbandoned(Exception):
@@ -364,6 +381,7 @@ class Checkpointer:
         """Saves that were not begun meanwhile, which that thread declines at its end."""
         self._num_skipped = 0
         """Saves that were not begun since the last one was written."""
+        self._surplus_told = False
         self._told = False
         """The disk was said to hang, and nothing was written since."""
         self.unbegun = -1
@@ -575,13 +593,24 @@ class Checkpointer:
                 )
             )
             failpoint("checkpoint/surplus")
-            apply_retention(self._root, self._config, step)
-            if self._remote:
-                self._remote.apply_retention(self._config, step)
+            self._remove_surplus(step)
         except SaveAbandoned:
             task.fail("another rank failed")
         except BaseException as error:
             self._fail(task, error)
+
+    def _remove_surplus(self, step: int) -> None:
+        """Remove what no rule keeps. If a disk refuses, say so once: `step` is saved."""
+        try:
+            left = apply_retention(self._root, self._config, step)
+            if self._remote:
+                self._remote.apply_retention(self._config, step)
+            why = f"{left[0]} is still there" if left else ""
+        except Exception as error:  # Libraries of remote places have errors of their own.
+            why = str(error) or repr(error)
+        if why and not self._surplus_told:
+            say(f"old checkpoints cannot be removed: {why}")
+        self._surplus_told = bool(why)
 
     def _take_num_skipped(self) -> int:
         with self._changed:
@@ -673,14 +702,18 @@ class Checkpointer:
             remove_temporaries(self._root)
         group = in_group()
         skipped: list[str] = []
+        unread = False
         for name in self._agree_on(self._list_names() if self._rank == 0 or not group else []):
             problem = self._check(name, group)
             if not problem:
                 folder = self._root / name
                 return _Found(int(name.rsplit("-", 1)[1]), folder, skipped, self._read_own(folder))
+            unread = unread or problem.startswith(_UNREAD)
             skipped.append(f"{self._root / name}: {problem}")
             if self._rank == 0:
                 say(f"checkpoint skipped: {skipped[-1]}")
+        if unread:  # They may all be whole.
+            raise PlatformError(f"no checkpoint can be read; {skipped[-1]}", hint=_MOUNT)
         return _Found(0, None, skipped, {})
 
     def _agree_on(self, value: Any) -> Any:
@@ -691,10 +724,48 @@ class Checkpointer:
         return box[0]
 
     def _list_names(self) -> list[str]:
-        names = {path.name for _, path in list_checkpoints(self._root)}
-        if self._remote:
-            names |= set(self._remote.list_names())
-        return sorted(names, reverse=True)
+        """Return the names of all checkpoints, newest first.
+
+        Raises:
+            PlatformError: their disk did not answer for as long as perdure waits.
+        """
+
+        def look() -> list[str]:
+            names = {path.name for _, path in list_checkpoints(self._root)}
+            if self._remote:
+                names |= set(self._remote.list_names())
+            saved = "" if names else read_saved(self._root)
+            if saved:
+                why = f"perdure saved {saved} there, and nothing is there now"
+                raise OSError(errno.ENOENT, why, str(self._root))
+            return sorted(names, key=lambda name: parse_checkpoint_name(name) or 0, reverse=True)
+
+        try:
+            return self._read_patiently(look, compute_allowance_s(0.0))
+        except OSError as error:
+            why = f"{error.strerror or error}: {error.filename or self._root}"
+            raise PlatformError(f"no checkpoint can be read: {why}", hint=_MOUNT) from error
+
+    def _read_patiently(self, read: Callable[[], T], most_s: float) -> T:
+        """Return what `read` returns, tried again for `most_s` seconds while a disk is away.
+
+        Raises:
+            OSError: the disk is still away.
+        """
+        deadline_s, told = time.monotonic() + most_s, False
+        with contextlib.ExitStack() as busy:
+            while True:
+                try:
+                    return read()
+                except OSError as error:
+                    if time.monotonic() >= deadline_s:
+                        raise
+                    if not told:
+                        told = True
+                        why = f"{error.strerror or error}: {error.filename or self._root}"
+                        say(f"checkpoints cannot be read: {why}; perdure waits {most_s:.0f} s")
+                        busy.enter_context(declare_busy("checkpoint", at_most_s=most_s + _QUICK_S))
+                time.sleep(_AGAIN_S)
 
     def _check(self, name: str, group: bool) -> str:
         """Return what is wrong with a checkpoint; the ranks of a group share the reading."""
@@ -711,12 +782,18 @@ class Checkpointer:
         return next((text for text in problems if text), "")
 
     def _find_problem(self, name: str, group: bool) -> str:
-        try:
+        share = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+
+        def look() -> str:
             manifest: Manifest = read_manifest(self._root / name)
+            return find_problem(self._root / name, manifest, *share)
+
+        try:
+            return self._read_patiently(look, WAIT_S)
         except ProtocolError as error:
             return error.message
-        share = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
-        return find_problem(self._root / name, manifest, *share)
+        except OSError as error:
+            return f"{_UNREAD}{error.strerror or error}"
 
     def _read_own(self, folder: Path) -> dict[str, Any]:
         plain = not self._config.allow_pickle

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 import xxhash
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
-from perdure.files.regular import read_file
+from perdure.files.regular import UnfitFileError, read_file
 from perdure.model.checkpoints import (
     LATEST,
     MANIFEST,
@@ -33,9 +34,18 @@ from perdure.model.checkpoints import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.job import CheckpointConfig
+from perdure.model.records import decode_record
 from perdure.model.relative import explain_unsafe
 
 _CHUNK = 4 << 20
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors that say what is on a disk. All others say that the disk does not answer."""
+
+
+class _Picture(msgspec.Struct, frozen=True):
+    """The part of a job's `Snapshot` that says what was saved."""
+
+    checkpoints: tuple[dict[str, object], ...] = ()
 
 
 def hash_file(path: Path, give_way: Callable[[], object] = bool) -> str:
@@ -59,10 +69,11 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         ProtocolError: it is not there, or no manifest.
+        OSError: the disk does not answer.
     """
     try:
         data = read_file(folder / MANIFEST, follow=True)
-    except OSError as error:
+    except (*_ABSENT, UnfitFileError) as error:
         raise ProtocolError(f"no manifest: {error.strerror}") from error
     return decode(data, Manifest)
 
@@ -77,6 +88,9 @@ def find_problem(folder: Path, manifest: Manifest, share: int = 0, shares: int =
     """Return the first thing that is wrong with a checkpoint's files; empty where all is well.
 
     Of several ranks each may read its own share of the files.
+
+    Raises:
+        OSError: the disk does not answer.
     """
     if not manifest.files:
         return "the roster is empty"
@@ -87,27 +101,41 @@ def find_problem(folder: Path, manifest: Manifest, share: int = 0, shares: int =
         path = folder / entry.path
         try:
             size = path.stat().st_size
-        except OSError:
-            return f"{entry.path} is missing"
-        if size != entry.bytes:
-            return f"{entry.path} has {size} bytes instead of {entry.bytes}"
-        try:
+            if size != entry.bytes:
+                return f"{entry.path} has {size} bytes instead of {entry.bytes}"
             if hash_file(path) != entry.xxh3_128:
                 return f"{entry.path} does not match its hash"
-        except OSError as error:
-            return f"{entry.path} cannot be read: {error.strerror}"
+        except _ABSENT:
+            return f"{entry.path} is missing"
     return ""
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return (step, directory) of the finished checkpoints, newest first."""
+    """Return (step, directory) of the finished checkpoints, newest first.
+
+    Raises:
+        OSError: the disk does not answer. To find none instead would begin at step 0.
+    """
     found = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*_ABSENT):
         for path in root.iterdir():
             step = parse_checkpoint_name(path.name)
             if step is not None and path.is_dir():
                 found.append((step, path))
     return sorted(found, reverse=True)
+
+
+def read_saved(root: Path) -> str:
+    """Return the name of the newest checkpoint that this run has saved in `root`; empty if none.
+
+    It is what the newest snapshot of the job says, on the machine of `perdure run`.
+    """
+    spec, picture = os.environ.get("PERDURE_SPEC", ""), _Picture()
+    if spec:
+        with contextlib.suppress(OSError, ProtocolError):
+            picture = decode_record(read_file(Path(spec).with_name("state.json")), _Picture)
+    paths = [Path(str(saved.get("path", ""))) for saved in picture.checkpoints]
+    return next((path.name for path in reversed(paths) if path.parent == root), "")
 
 
 def publish(temporary: Path, root: Path, step: int, manifest: Manifest) -> Path:
@@ -193,16 +221,24 @@ def remove_surplus(
         remove(step)
 
 
-def apply_retention(root: Path, config: CheckpointConfig, newest: int) -> None:
-    """Remove finished checkpoints that no rule keeps."""
+def apply_retention(root: Path, config: CheckpointConfig, newest: int) -> list[Path]:
+    """Remove finished checkpoints that no rule keeps; return those that cannot be removed.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     found = dict(list_checkpoints(root))
+    left: list[Path] = []
+
+    def remove(step: int) -> None:
+        shutil.rmtree(found[step], ignore_errors=True)
+        if found[step].exists():
+            left.append(found[step])
+
     remove_surplus(
-        found,
-        config,
-        newest,
-        read=lambda step: read_manifest(found[step]),
-        remove=lambda step: shutil.rmtree(found[step], ignore_errors=True),
+        found, config, newest, read=lambda step: read_manifest(found[step]), remove=remove
     )
+    return left
 
 
 class Remote:

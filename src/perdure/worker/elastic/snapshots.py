@@ -34,6 +34,7 @@ from torch import Tensor
 
 from perdure.files import replace_file
 from perdure.files.private import locate_job, make_private
+from perdure.model.errors import PlatformError
 from perdure.plan.elastic.commit import NO_LINE
 from perdure.plan.elastic.shards import Snapshot, plan_mirrors
 from perdure.plan.elastic.stage_commit import StageSnapshot
@@ -145,8 +146,16 @@ class Snapshots(Generic[AnySnapshot]):
         self.error = ""
         """Why the last snapshot came to nothing."""
         if self._kept:
-            for one in (*reversed(self._folder.parents[:2]), self._folder):
-                make_private(str(one))
+            self._make_folder()
+
+    def _make_folder(self) -> None:
+        """Make the folder, also if somebody has removed it, as systemd-logind does at a logout.
+
+        Raises:
+            PlatformError: it cannot be made.
+        """
+        for one in (*reversed(self._folder.parents[:2]), self._folder):
+            make_private(str(one))
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -259,7 +268,7 @@ class Snapshots(Generic[AnySnapshot]):
             header = msgspec.structs.replace(header, digest=hash_tensors([data]))
             replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
             self.error = ""
-        except OSError as error:
+        except (OSError, PlatformError) as error:
             self.error = f"no snapshot of step {header.snapshot.step}: {error}"
         finally:
             self.copied_s += time.monotonic() - began
@@ -290,7 +299,7 @@ class Snapshots(Generic[AnySnapshot]):
         headers = {m: msgspec.msgpack.decode(h, type=self._kind) for m, h in got.items() if h}
         rooms: dict[int, tuple[str, Tensor]] = {}
         for owner, header in headers.items():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, PlatformError):
                 rooms[owner] = self._make_room(owner, header.size)
         places = {
             owner: rooms[owner][1] if owner in rooms else torch.empty(h.size, dtype=torch.uint8)
@@ -308,10 +317,12 @@ class Snapshots(Generic[AnySnapshot]):
 
         Raises:
             OSError: there is no room.
+            PlatformError: the folder is gone, and cannot be made again.
         """
         names = [f"m{owner}-{slot}" for slot in "ab"]
         steps = {n: h.snapshot.step for n, h in self._headers() if n in names}
         slot = min(names, key=lambda name: steps.get(name, -1))
+        self._make_folder()
         self._remove(slot + ".head")
         try:
             return slot, self._open(slot, size)
@@ -326,7 +337,7 @@ class Snapshots(Generic[AnySnapshot]):
             OSError: there is no room. Writing would be a SIGBUS.
         """
         known = self._maps.get(slot)
-        if known is None or known.size != size:
+        if known is None or known.size != size or not (self._folder / slot).exists():
             self._unmap(slot)
             known = self._maps[slot] = MappedFile(self._folder / slot, size)
         return known.view()
@@ -354,9 +365,13 @@ class Snapshots(Generic[AnySnapshot]):
     def _read(self, wanted: AnySnapshot) -> Any:
         for name, header in self._headers():
             if header.snapshot == wanted:
-                with open(self._folder / name, "rb") as file:
-                    size = max(header.size, 1)
-                    memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                try:
+                    with open(self._folder / name, "rb") as file:
+                        size = max(header.size, 1)
+                        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                except (OSError, ValueError):  # It is gone, or was cut.
+                    self._remove(name + ".head")
+                    break
                 data = torch.frombuffer(memory, dtype=torch.uint8)[: header.size]
                 if hash_tensors([data]) != header.digest:
                     self._remove(name + ".head")

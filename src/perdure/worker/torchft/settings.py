@@ -62,8 +62,12 @@ def _holds_any(url: str) -> bool:
         return False
     if "://" in url and not url.startswith("file://"):
         return True
-    folder = url.removeprefix("file://")
-    return os.path.isdir(folder) and bool(os.listdir(folder))
+    try:
+        return bool(os.listdir(url.removeprefix("file://")))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 STATE_KEY = "perdure"
