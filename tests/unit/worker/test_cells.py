@@ -8,7 +8,7 @@ from tests.waiting import PATIENCE_S
 
 torch_dist = pytest.importorskip("torch.distributed")
 
-from perdure.worker.cells import NoCells, OwnCells, StoreCells, open_cells  # noqa: E402
+from perdure.worker.cells import Away, OwnCells, StoreCells, open_cells  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -19,9 +19,15 @@ def serve():
     )
 
 
+def connect(store):
+    cells = StoreCells(lambda: f"127.0.0.1:{store.port}")
+    cells.open()
+    return cells
+
+
 def test_the_first_write_holds_for_all_ranks():
     store = serve()
-    ranks = [StoreCells("127.0.0.1", store.port) for _ in range(4)]
+    ranks = [connect(store) for _ in range(4)]
     fates = ["commit", "drop", "drop", "commit"]
     for number in range(20):
         assert ranks[0].read(f"b{number}") == ""
@@ -35,28 +41,41 @@ def test_the_first_write_holds_for_all_ranks():
         assert {rank.read(f"b{number}") for rank in ranks} == {settled}
 
 
-def test_a_store_that_is_gone_says_nothing():
-    store = serve()
-    cells = StoreCells("127.0.0.1", store.port)
+@pytest.mark.parametrize("served", [True, False])
+def test_votes_and_questions_reach_the_others(served):
+    store = serve() if served else None
+    first, second = [connect(store) for _ in range(2)] if served else [OwnCells()] * 2
+    assert second.asked() == ""
+    first.ask("b1")
+    assert second.asked() == "b1"
+    assert not first.vote("b1", 0, (0, 1))
+    assert not first.vote("b1", 0, (0, 1)), "a vote counts once"
+    assert second.vote("b1", 1, (0, 1))
+    assert second.read("b1") == ""
+
+
+def test_a_store_that_is_gone_is_away_and_the_next_one_is_found():
+    stores = [serve(), serve()]
+    cells = StoreCells(lambda: f"127.0.0.1:{ports[0]}")
+    ports = [store.port for store in stores]
+    cells.open()
     assert cells.settle("b1", "commit") == "commit"
-    del store
+    stores.pop(0)
+    with pytest.raises(Away):
+        cells.read("b1")
+    with pytest.raises(Away):
+        cells.open()
+    assert cells._store is None
+    ports.pop(0)
+    assert cells.open() == f"127.0.0.1:{ports[0]}"
     assert cells.read("b1") == ""
-    assert cells.settle("b2", "drop") == ""
 
 
 def test_ranks_without_a_store_have_no_cells(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    assert isinstance(open_cells(), OwnCells)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert isinstance(open_cells(), OwnCells), "such a rank serves no store"
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert isinstance(open_cells(), NoCells)
-    monkeypatch.setenv("MASTER_PORT", "29500")
     assert isinstance(open_cells(), StoreCells)
-
-
-def test_a_rank_that_is_alone_asks_no_store_unless_its_world_grows(monkeypatch):
-    """Such a rank serves no store itself, and waited half an hour for one."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert isinstance(open_cells(), OwnCells)
-    assert isinstance(open_cells(grows=True), StoreCells)
+    monkeypatch.delenv("MASTER_PORT")
+    assert open_cells() is None
