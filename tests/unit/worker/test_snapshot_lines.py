@@ -1,4 +1,4 @@
-"""What a snapshot in memory lacks is said once, and only if its world goes on."""
+"""A rank says once what its snapshots in memory lack, if its world goes on."""
 
 from typing import Any
 
