@@ -539,14 +539,22 @@ class Checkpointer:
                     skipped=self._take_num_skipped(),
                 )
             )
-            failpoint("checkpoint/surplus")
-            apply_retention(self._root, self._config, step)
-            if self._remote:
-                self._remote.apply_retention(self._config, step)
+            task.doing = "it is written, and the removal of older ones has not ended"
+            self._remove_surplus(step)
         except SaveAbandoned:
             task.fail("another rank failed")
         except BaseException as error:
             self._fail(task, error)
+
+    def _remove_surplus(self, step: int) -> None:
+        """Remove what no rule keeps. If that fails, the next save tries it again."""
+        try:
+            failpoint("checkpoint/surplus")
+            apply_retention(self._root, self._config, step)
+            if self._remote:
+                self._remote.apply_retention(self._config, step)
+        except Exception as error:  # An fsspec file system may raise anything.
+            say(f"older checkpoints than that of step {step} could not be removed: {error}")
 
     def _take_num_skipped(self) -> int:
         with self._changed:
@@ -590,6 +598,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: it holds pickles, and `checkpoint.allow_pickle` is off.
+            PlatformError: what is there cannot be listed.
         """
         found = self._found = self._found or self._choose()
         return found.step, found.own.get("objects", {})
@@ -650,7 +659,13 @@ class Checkpointer:
         return box[0]
 
     def _list_names(self) -> list[str]:
-        names = {path.name for _, path in list_checkpoints(self._root)}
+        try:
+            names = {path.name for _, path in list_checkpoints(self._root)}
+        except OSError as error:
+            raise PlatformError(
+                f"the checkpoints in {self._root} cannot be listed: {error.strerror}",
+                hint=f"ls {self._root}",
+            ) from error
         if self._remote:
             names |= set(self._remote.list_names())
         return sorted(names, reverse=True)

@@ -100,9 +100,12 @@ def find_problem(folder: Path, manifest: Manifest, share: int = 0, shares: int =
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return (step, directory) of the finished checkpoints, newest first."""
+    """Return (step, directory) of the finished checkpoints, newest first.
+
+    A place that cannot be read raises: to begin at step 0 instead would lose the training.
+    """
     found = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in root.iterdir():
             step = parse_checkpoint_name(path.name)
             if step is not None and path.is_dir():
