@@ -16,7 +16,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.orders import SendBoundary
 from perdure.worker.boundary import DROP_S, BoundaryGate
-from perdure.worker.cells import Away, OwnCells
+from perdure.worker.cells import Away, Cells
 
 STEP, END, STORES = 2, 4, 3
 ACTS = ("train", "look", "wait", "tell", "decide", "way")
@@ -62,7 +62,7 @@ class World:
 
     def __init__(self, random: Random, size: int, kind: Any, orphan_s: float = 1e9) -> None:
         self.random, self.size, self.kind, self.now = random, size, kind, 0.0
-        self.stores = [OwnCells() for _ in range(STORES)]
+        self.stores = [Cells() for _ in range(STORES)]
         self.cells = [View(self) for _ in range(size)]
         self.said: list[list[Any]] = [[] for _ in range(size)]
         self.gates = [

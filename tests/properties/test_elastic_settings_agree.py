@@ -42,7 +42,7 @@ from perdure.model.steering import Steering as Past
 from perdure.plan.elastic.commit import FRESH, MemberProgress, Reformation, decide_reformation
 from perdure.worker.attach import stand_alone
 from perdure.worker.boundary import Agreed, Interrupted
-from perdure.worker.cells import OwnCells
+from perdure.worker.cells import Cells
 from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.steering import Steering
@@ -234,7 +234,7 @@ class Cluster:
         """Step -> value with which it was committed, ever."""
         self.answers: dict[str, AnswerCommand] = {}
         self.saved: list[tuple[int, Any]] = []
-        self.past, self.members, self.cells = Past(), dict[int, Member](), OwnCells()
+        self.past, self.members, self.cells = Past(), dict[int, Member](), Cells()
         self.do(JobSubmitted(spec=SPEC, at_s=self.now))
         self.do(ControllerStarted(incarnation="c"))
         for node in range(RANKS):

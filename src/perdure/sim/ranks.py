@@ -21,7 +21,7 @@ from perdure.model.events import AnyEvent, BoundaryReached
 from perdure.model.orders import Order, SendBoundary
 from perdure.model.signals.progress import CommProgress, ProcSample, RankAccount, RankProgress
 from perdure.worker.boundary import ASK_EVERY_S, LOOK_S, NEVER, Agreed, BoundaryGate
-from perdure.worker.cells import OwnCells
+from perdure.worker.cells import Cells
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class World:
     """Waited at boundaries so far."""
     agreed: dict[int, list[float]] = field(default_factory=dict)
     """Step -> when each rank began the checkpoint that was agreed on for it."""
-    cells: OwnCells = field(default_factory=OwnCells)
+    cells: Cells = field(default_factory=Cells)
 
     def spawn(self, rank: int, now: float) -> bool:
         """Add a rank; True once the world is whole, which fixes when its first step begins."""

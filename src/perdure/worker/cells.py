@@ -8,9 +8,11 @@ needs neither bus, agent, nor controller. `worker.boundary` asks them in a threa
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Fate = Literal["", "commit", "drop"]
 TIMEOUT_S = 5.0
@@ -21,33 +23,11 @@ class Away(Exception):
     """Raised if the cells cannot be reached."""
 
 
-class Cells(Protocol):
-    """One cell for each agreement, and one for the agreement that ranks ask about.
+class Cells:
+    """One cell for each agreement, and one for the question of ranks that wait.
 
-    Each method raises `Away` if the cells cannot be reached.
+    These are in the process of a rank that is alone. Others raise `Away` if no answer comes.
     """
-
-    def open(self) -> str:
-        """Go to the cells of the world of now; return where they are."""
-
-    def settle(self, id_: str, fate: Fate) -> Fate:
-        """Write `fate`, unless the cell has one; return which it has."""
-
-    def read(self, id_: str) -> Fate:
-        """Return the fate of an agreement; empty for none so far."""
-
-    def vote(self, id_: str, rank: int, voters: Iterable[int]) -> bool:
-        """Let `rank` vote for a drop; return whether all `voters` have."""
-
-    def ask(self, id_: str) -> None:
-        """Ask the other ranks for their votes, and for what they have heard."""
-
-    def asked(self) -> str:
-        """Return the agreement that a rank has asked about last; empty for none."""
-
-
-class OwnCells:
-    """Cells in this process: of a rank that is alone."""
 
     def __init__(self) -> None:
         """Begin with empty cells."""
@@ -56,7 +36,7 @@ class OwnCells:
         self._asked = ""
 
     def open(self) -> str:
-        """Return where the cells are."""
+        """Go to the cells of the world of now; return where they are."""
         return "here"
 
     def settle(self, id_: str, fate: Fate) -> Fate:
@@ -74,15 +54,15 @@ class OwnCells:
         return votes.issuperset(voters)
 
     def ask(self, id_: str) -> None:
-        """Ask the other ranks for their votes."""
+        """Ask the other ranks for their votes, and for what they have heard."""
         self._asked = id_
 
     def asked(self) -> str:
-        """Return the agreement that a rank has asked about last."""
+        """Return the agreement that a rank has asked about last; empty for none."""
         return self._asked
 
 
-class StoreCells:
+class StoreCells(Cells):
     """Keys of the TCPStore at the address `locate()`. One thread may use them."""
 
     def __init__(self, locate: Callable[[], str]) -> None:
@@ -90,12 +70,14 @@ class StoreCells:
         self._locate = locate
         self._address = ""
         self._store: Any = None
+        self._left: Future[Any] | None = None
+        """What this store has not answered in time."""
 
     def open(self) -> str:
         """Connect to the store of the world of now; return its address."""
         address = self._locate()
         if address != self._address:
-            self._address, self._store = address, None
+            self._address, self._store, self._left = address, None, None
         if self._store is None:
             self._store = self._do(lambda _: _connect(address))
         return address
@@ -129,11 +111,25 @@ class StoreCells:
         return found.decode()
 
     def _do(self, act: Callable[[Any], Any]) -> Any:
-        try:
-            return act(self._store)
-        except (OSError, RuntimeError) as error:  # It ends with its host, or with its world.
+        """Return what `act` returns. torch waits without a limit for a host that has stopped."""
+        if self._left is not None and not self._left.done():
+            raise Away("the store has stopped")
+        store, made = self._store, Future[Any]()
+
+        def run() -> None:
+            try:
+                made.set_result(act(store))
+            except Exception as error:  # It ends with its host, or with its world.
+                made.set_exception(Away(str(error)))
+
+        threading.Thread(target=run, name="perdure-store", daemon=True).start()
+        self._left = made
+        if not wait([made], TIMEOUT_S).done:
             self._store = None
-            raise Away(str(error)) from None
+            raise Away("the store does not answer")
+        if made.exception() is not None:
+            self._store = None
+        return made.result()
 
 
 def _connect(address: str) -> Any:
@@ -151,6 +147,6 @@ def open_cells() -> Cells | None:
     """Return the cells of a generation whose ranks stay; None if the ranks have no store."""
     env = os.environ
     if env.get("WORLD_SIZE", "1") == "1":
-        return OwnCells()
+        return Cells()
     address = f"{env.get('MASTER_ADDR', '127.0.0.1')}:{env.get('MASTER_PORT', '')}"
     return StoreCells(lambda: address) if env.get("MASTER_PORT", "").isdigit() else None

@@ -9,7 +9,7 @@ from perdure.model.events import BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.worker import boundary
 from perdure.worker.boundary import NEVER, BoundaryGate
-from perdure.worker.cells import Away, OwnCells
+from perdure.worker.cells import Away, Cells
 
 
 def order(move, step=5, id="b1", kind="checkpoint", ranks=(0, 1, 2, 3)):
@@ -95,7 +95,7 @@ def test_ranks_without_a_store_wait_as_long_as_an_orphan_may(monkeypatch):
 def test_a_short_orphan_s_ends_no_rank_that_can_drop_what_is_open():
     now = [0.0]
     gate = BoundaryGate(
-        rank=0, emit=lambda e: None, ask=lambda i: None, cells=OwnCells(), orphan_s=0.001,
+        rank=0, emit=lambda e: None, ask=lambda i: None, cells=Cells(), orphan_s=0.001,
         now=lambda: now[0],
     )  # fmt: skip
     gate.handle(order("prepare", ranks=(0,)))
@@ -113,7 +113,7 @@ class World:
         monkeypatch.setattr(boundary, "ASK_EVERY_S", 0.001)
         monkeypatch.setattr(boundary, "DROP_S", drop_s)
         monkeypatch.setattr(boundary, "LOOK_S", 0.001)
-        self.kind, self.said, cells = kind, [], OwnCells()
+        self.kind, self.said, cells = kind, [], Cells()
         self.gates = [
             BoundaryGate(rank=rank, emit=self.said.append, ask=lambda i: None, cells=cells)
             for rank in range(4)
@@ -310,7 +310,7 @@ class Moving:
 
 def test_a_rank_that_has_voted_at_another_store_acts_upon_no_late_commit():
     """Rank 0 may have dropped it there, as it has here, and nobody at the new store knows."""
-    stores = OwnCells(), OwnCells()
+    stores = Cells(), Cells()
     ways = Moving(*stores), Moving(*stores)
     (first, second), now = make_two(ways)
     assert first.poll(5) is None
@@ -332,7 +332,7 @@ def test_a_rank_that_has_voted_at_another_store_acts_upon_no_late_commit():
 
 def test_a_rank_that_was_asked_late_leaves_a_commit_to_the_cells():
     """The others may have voted for a drop without it."""
-    (late, other), _ = make_two([OwnCells()] * 2)
+    (late, other), _ = make_two([Cells()] * 2)
     late._open.clear(), late._answers.clear()
     late.handle(order("prepare", kind="set", ranks=(0, 1)), late=True)
     late.handle(order("commit", kind="set", ranks=(0, 1)))
@@ -344,7 +344,7 @@ def test_a_rank_that_was_asked_late_leaves_a_commit_to_the_cells():
 
 
 def test_a_rank_that_ends_has_told_what_it_has_heard():
-    cells = OwnCells()
+    cells = Cells()
     gate = BoundaryGate(rank=0, emit=lambda e: None, ask=lambda i: None, cells=cells)
     gate.reopen()
     gate.handle(order("prepare", kind="stop"))

@@ -1,14 +1,20 @@
 """The cells in a real store: the first write holds, and a store that is gone says nothing."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 torch_dist = pytest.importorskip("torch.distributed")
 
-from perdure.worker.cells import Away, OwnCells, StoreCells, open_cells  # noqa: E402
+from perdure.worker import cells as module  # noqa: E402
+from perdure.worker.cells import Away, Cells, StoreCells, open_cells  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -44,7 +50,7 @@ def test_the_first_write_holds_for_all_ranks():
 @pytest.mark.parametrize("served", [True, False])
 def test_votes_and_questions_reach_the_others(served):
     store = serve() if served else None
-    first, second = [connect(store) for _ in range(2)] if served else [OwnCells()] * 2
+    first, second = [connect(store) for _ in range(2)] if served else [Cells()] * 2
     assert second.asked() == ""
     first.ask("b1")
     assert second.asked() == "b1"
@@ -71,10 +77,50 @@ def test_a_store_that_is_gone_is_away_and_the_next_one_is_found():
     assert cells.read("b1") == ""
 
 
+def read(cells, id_):
+    cells.open()
+    return cells.read(id_)
+
+
+_SERVER = """
+import sys
+import torch.distributed
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_whose_process_has_stopped_holds_up_nobody(monkeypatch):
+    """torch itself waits for its answer without a limit."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        port = int(server.stdout.readline())
+        cells = StoreCells(lambda: f"127.0.0.1:{port}")
+        cells.open()
+        assert cells.settle("b1", "commit") == "commit"
+        os.kill(server.pid, signal.SIGSTOP)
+        monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
+        left = threading.active_count()
+        for _ in range(5):
+            with pytest.raises(Away):
+                read(cells, "b1")
+        assert threading.active_count() <= left + 2, "one that waits, and one that connects"
+        os.kill(server.pid, signal.SIGCONT)
+        monkeypatch.setattr(module, "TIMEOUT_S", PATIENCE_S)
+        wait_until(lambda: cells._left.done(), "an answer after all")
+        assert read(cells, "b1") == "commit"
+    finally:
+        server.kill()
+        server.communicate(timeout=PATIENCE_S)
+
+
 def test_ranks_without_a_store_have_no_cells(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert isinstance(open_cells(), OwnCells), "such a rank serves no store"
+    assert type(open_cells()) is Cells, "such a rank serves no store"
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert isinstance(open_cells(), StoreCells)
     monkeypatch.delenv("MASTER_PORT")

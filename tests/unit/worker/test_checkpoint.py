@@ -195,7 +195,7 @@ def test_a_place_that_cannot_be_read_begins_no_training_at_step_zero(tmp_path: P
     """A server that was away for a moment cost a job all its steps."""
     two_checkpoints(tmp_path / "real")
     place = tmp_path / "place"
-    place.symlink_to(place)  # ELOOP: as EIO, ESTALE or EACCES, it says nothing of what is there.
+    place.symlink_to(place)  # ELOOP says as little as EIO, ESTALE or EACCES.
     with pytest.raises(PlatformError, match=r"place cannot be listed: Too many levels"):
         Trainee(str(place), seed=2).saver.restore({})
     place.unlink()
