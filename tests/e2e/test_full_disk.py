@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from perdure.failpoints import SWITCH
 from tests.e2e.harness import Job
 
 
@@ -117,10 +118,17 @@ def make_room(disk: Path) -> None:
         path.unlink()
 
 
-def test_ranks_that_find_no_room_to_start_wait_for_it(
-    disk: Path, start: Callable[..., Job], tmp_path: Path
+@pytest.mark.parametrize("refusal", ["No space left on device", "Stale file handle"])
+def test_ranks_that_a_disk_lets_not_start_wait_for_it(
+    disk: Path,
+    start: Callable[..., Job],
+    tmp_path: Path,
+    refusal: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The disk is full while a rank dies: that is one restart, once there is room again."""
+    """The disk is full, or away, while a rank dies: that is one restart, once it answers again."""
+    full, away = refusal.startswith("No space"), tmp_path / "away"
+    monkeypatch.setenv(SWITCH, f"keeper/prepare=error(ESTALE),file={away}")
     (tmp_path / "loop.py").write_text(
         "import itertools, os, time\n"
         f"beat = open(r'{tmp_path}/beat-' + os.environ['RANK'], 'a')\n"
@@ -132,18 +140,22 @@ def test_ranks_that_find_no_room_to_start_wait_for_it(
     beats = [tmp_path / f"beat-{rank}" for rank in range(2)]
     job.wait_until(lambda: all(beat.exists() for beat in beats), "ranks")
     job.wait_state("running")
-    fill(disk)
+    if full:
+        fill(disk)
+    else:
+        away.touch()
     job.kill("perdure rank")
-    job.wait_until(lambda: "waits for room to start its ranks" in job.text(), "the refusal")
-    assert f"No space left on device: {job.folder}" in job.text()
+    job.wait_until(lambda: "waits for its disk to start its ranks" in job.text(), "the refusal")
+    assert f"{refusal}: {job.folder}" in job.text()
     job.wait_until(lambda: job.state().get("waits"), "the refusal in the snapshot")
-    assert "waits for room to start its ranks" in job.cli("status", "full").stdout
+    assert "waits for its disk to start its ranks" in job.cli("status", "full").stdout
     job.wait_until(lambda: not job.find("perdure rank full g0"), "the end of all ranks")
     make_room(disk)
+    away.unlink(missing_ok=True)
     job.wait_until(
         lambda: all(beat.read_text().split()[-1:] == ["1"] for beat in beats), "the next world"
     )
-    job.wait_until(lambda: "there is room again" in job.text(), "a word that it is over")
+    job.wait_until(lambda: "the disk answers again" in job.text(), "a word that it is over")
     assert job.state()["restarts"] == 1
     job.cli("stop", "full", "--now")
     job.wait()

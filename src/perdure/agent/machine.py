@@ -445,7 +445,7 @@ class Agent:
                 return self._reconcile(now)
 
     def _tell_room(self, now: float, waits: KeeperWaits) -> Report:
-        why = f"node {self.identity.node} waits for room to start its ranks: {waits.why}"
+        why = f"node {self.identity.node} waits for its disk to start its ranks: {waits.why}"
         noted = RoomNoted(
             grade="short",
             reason=why,

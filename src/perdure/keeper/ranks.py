@@ -4,7 +4,6 @@ At most one generation lives: an order to start a newer one first ends what is o
 generation that was ended is never started again, however late its order arrives.
 """
 
-import errno
 import os
 import signal
 import time
@@ -45,6 +44,7 @@ from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.worker.cgroups import OomKills
 from perdure.worker.ring import RingWriter
+from perdure.worker.start.streams import DISK_ERRORS
 
 _EVERYTHING = 1 << 62
 _RESCAN_S = 0.005
@@ -52,9 +52,8 @@ _RESCAN_S_MAX = 0.1
 _IDLE_S = 1.0
 _AGAIN_S = 2.0
 """Until processes are asked for again that the machine has refused."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
-"""Until a start is tried again that found no room on the disk; twice as long each time."""
+"""Until a start is tried again that its disk refused; twice as long each time."""
 
 
 @dataclass(slots=True)
@@ -332,8 +331,8 @@ class Ranks:
         try:
             self._prepare(order)
         except OSError as error:  # Those that live here live on.
-            if error.errno in _FULL:
-                self._wait_for_room(order, error)
+            if error.errno in DISK_ERRORS:
+                self._wait_for_disk(order, error)
             else:
                 self._refuse(order, f"cannot be started: {error}")
             return
@@ -412,20 +411,22 @@ class Ranks:
             self._log(f"generation {order.generation}: no process for every rank yet: {error}")
             for pid in pids.values():
                 send_signal(pid, signal.SIGKILL)
-            if error.errno in _FULL:
-                self._wait_for_room(order, error)
+            if error.errno in DISK_ERRORS:
+                self._wait_for_disk(order, error)
             else:
                 self._put_back(order)
             return
         self._adopt(order, pids, warm=False, why_cold=why_cold)
 
-    def _wait_for_room(self, order: KeeperSpawn, error: OSError) -> None:
-        """Try again later: a full disk is no fault of the ranks, and restarts would use it up."""
+    def _wait_for_disk(self, order: KeeperSpawn, error: OSError) -> None:
+        """Try again later: a full disk, or one that is away, is no fault of the ranks."""
         place = str(error.filename or self._paths.root)
         waits = KeeperWaits(order.generation, str(error.strerror), place)
         if waits != self._no_room:
             self._no_room = waits
-            self._log(f"generation {order.generation} waits for room: {error.strerror}: {place}")
+            self._log(
+                f"generation {order.generation} waits for its disk: {error.strerror}: {place}"
+            )
             self._send(waits)
         self._put_back(order, self._room_s)
         self._room_s = min(2 * self._room_s, _ROOM_S_MAX)

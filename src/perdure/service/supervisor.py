@@ -582,7 +582,7 @@ class Supervisor:
             if why not in self._waits:
                 self._note(f"{why}; perdure tries again until there is room")
         if self._waits and not waits:
-            self._note("there is room again: all ranks are started")
+            self._note("the disk answers again: all ranks are started")
         self._waits = waits
 
     def _finish_snapshot(self) -> None:

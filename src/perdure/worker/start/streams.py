@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-_DISK = frozenset({
+DISK_ERRORS = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS,
     errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT,  # Its server is away.
 })  # fmt: skip
@@ -51,7 +51,7 @@ class LossyFile(io.FileIO):
         except OSError as error:
             trace = error.__traceback__
             by_handler = trace is not None and trace.tb_next is not None
-            if by_handler or error.errno not in _DISK:
+            if by_handler or error.errno not in DISK_ERRORS:
                 raise
         self.lost += lost + size - taken
         return size
