@@ -22,11 +22,13 @@ from perdure.model.errors import PlatformError
 from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
 from perdure.worker import busy
+from perdure.worker.attach import Attachment
 from perdure.worker.checkpoint import Checkpointer, checkpointer
 from perdure.worker.checkpoint.files import Remote, list_checkpoints
 from perdure.worker.checkpoint.sharded import SavePlanCache
 from perdure.worker.checkpoint.staging import Staging
 from perdure.worker.executor import SaveSkipped
+from perdure.worker.ring import RingWriter
 
 
 class Trainee:
@@ -201,6 +203,26 @@ def test_a_place_that_cannot_be_read_begins_no_training_at_step_zero(tmp_path: P
     place.unlink()
     place.symlink_to(tmp_path / "real")
     assert Trainee(str(place), seed=2).saver.restore({}) == 10
+
+
+@pytest.mark.parametrize("reads", ["find_problem", "read_tensors"])
+def test_a_rank_that_reads_a_checkpoint_is_busy_as_long_as_its_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: str
+) -> None:
+    two_checkpoints(tmp_path / "place")
+    ring = RingWriter.create(str(tmp_path / "ring"), rank=0, generation=0)
+    monkeypatch.setattr(busy, "attach_ring", lambda: Attachment(ring))
+    real, seen = getattr(checkpointer, reads), list[str]()
+
+    def look(*of: Any) -> Any:
+        seen.extend(name.decode() for _, _, name in busy._open.values())
+        return real(*of)
+
+    monkeypatch.setattr(checkpointer, reads, look)
+    assert Trainee(str(tmp_path / "place"), seed=2).saver.restore({}) == 10
+    assert set(seen) == {"restore"}
+    assert not busy._open
+    ring.close()
 
 
 def test_a_removal_that_fails_makes_no_failed_save(

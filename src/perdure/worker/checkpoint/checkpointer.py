@@ -35,7 +35,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
-from perdure.worker.busy import compute_allowance_s, declare_busy
+from perdure.worker.busy import Busy, compute_allowance_s, declare_busy
 from perdure.worker.checkpoint.files import (
     Remote,
     apply_retention,
@@ -299,6 +299,11 @@ class SaveTask:
             kind = PeerLate if part.error == _DECLINED else PlatformError
             raise kind(f"rank {part.rank}: {part.error}")
         return part
+
+
+def _reading() -> Busy:
+    """Return a context in which a disk that hangs makes no verdict on the rank that reads it."""
+    return declare_busy("restore", at_most_s=compute_allowance_s(0.0))
 
 
 class _Found(NamedTuple):
@@ -600,7 +605,7 @@ class Checkpointer:
             ConfigError: it holds pickles, and `checkpoint.allow_pickle` is off.
             PlatformError: what is there cannot be listed.
         """
-        found = self._found = self._found or self._choose()
+        found = self._found = self._found or self._read()
         return found.step, found.own.get("objects", {})
 
     def restore(self, extra: dict[str, Any]) -> int:
@@ -611,13 +616,14 @@ class Checkpointer:
         Raises:
             ConfigError: the checkpoint is whole but does not fit what was registered.
         """
-        step, folder, skipped, own = self._found or self._choose()
+        step, folder, skipped, own = self._found or self._read()
         self._found, self._written = None, step
         why: list[str] = []
         if folder is not None:
             failpoint("checkpoint/restore")
             try:
-                why = self._load(folder, own, extra)
+                with _reading():
+                    why = self._load(folder, own, extra)
             except (RuntimeError, KeyError, ValueError, PerdureError) as error:
                 raise ConfigError(
                     f"{folder.name} does not fit the script: {str(error).strip() or repr(error)}",
@@ -635,6 +641,10 @@ class Checkpointer:
             )
         )
         return step
+
+    def _read(self) -> _Found:
+        with _reading():
+            return self._choose()
 
     def _choose(self) -> _Found:
         if self._rank == 0:
