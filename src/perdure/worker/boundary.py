@@ -445,7 +445,9 @@ class BoundaryGate:
             promised = not id_ or id_ in self._open or id_.endswith(RESUMED)
             if not fate and not promised and id_ not in self._answers:
                 why = "perdure was away: the other ranks drop it"
-                no = BoundaryAnswered(id=id_, rank=self._rank, ok=False, step=-1, reason=why)
+                no = BoundaryAnswered(
+                    id=id_, rank=self._rank, ok=False, step=self.committed, reason=why
+                )
                 self._remember(self._answers, id_, no)
         if fate:
             cells.settle(id_, fate)
@@ -455,7 +457,6 @@ class BoundaryGate:
     def _settle(self, cells: Cells, where: str, entry: _Open) -> None:
         """Ask what others have heard; vote for a drop if that is nothing."""
         id_ = entry.agreed.id
-        cells.ask(id_)
         fate = cells.read(id_)
         with self._changed:
             if entry.decision or entry.since_s is None:
@@ -466,6 +467,8 @@ class BoundaryGate:
                 entry.voted = where
             heard = entry.heard and entry.voted == where
             voters = tuple(self._members() if self._members is not None else entry.ranks)
+        if not fate:
+            cells.ask(id_)
         if not fate and heard:
             fate = cells.settle(id_, "commit")
         elif not fate and cells.vote(id_, self._rank, voters):

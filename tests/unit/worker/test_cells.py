@@ -53,10 +53,10 @@ def test_votes_and_questions_reach_the_others(served):
     first, second = [connect(store) for _ in range(2)] if served else [Cells()] * 2
     assert second.asked() == ""
     first.ask("b1")
-    assert second.asked() == "b1"
+    wait_until(lambda: second.asked() == "b1")  # A store answers no write.
     assert not first.vote("b1", 0, (0, 1))
     assert not first.vote("b1", 0, (0, 1)), "a vote counts once"
-    assert second.vote("b1", 1, (0, 1))
+    wait_until(lambda: second.vote("b1", 1, (0, 1)))
     assert second.read("b1") == ""
 
 
