@@ -580,7 +580,7 @@ class Supervisor:
     def _show_waits(self, waits: tuple[str, ...]) -> None:
         for why in waits:
             if why not in self._waits:
-                self._note(f"{why}; perdure tries again until there is room")
+                self._note(f"{why}; perdure tries again until it answers")
         if self._waits and not waits:
             self._note("the disk answers again: all ranks are started")
         self._waits = waits
