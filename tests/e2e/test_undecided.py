@@ -26,6 +26,9 @@ handle = boundary.BoundaryGate.handle
 
 
 def lose_commits(gate, order, **how):
+    if (HOME / f"unasked-{{RANK}}").exists():
+        return
+    (HOME / f"asked-{{RANK}}").touch()
     commits = getattr(order, "move", "") == "commit"
     if commits and (HOME / f"deaf-{{RANK}}").exists():
         (HOME / f"lost-{{RANK}}").touch()
@@ -151,6 +154,30 @@ def test_a_commit_that_reached_no_rank_is_dropped_by_all_and_asked_again(
     job.wait_until(lambda: -1 not in first_steps(tmp_path), "the new value, asked for again")
     (step,) = first_steps(tmp_path)
     assert step > before
+    assert {row["generation"] for rank in rows(tmp_path).values() for row in rank} == {0}
+    job.cli("stop", "undecided", "--now")
+    job.wait()
+
+
+@pytest.mark.long
+def test_a_question_that_missed_one_rank_of_four_is_dropped_by_all(
+    start: Start, tmp_path: Path
+) -> None:
+    """The rank goes on into a step that the others do not begin, and votes from there."""
+    job = launch(start, tmp_path, drop_s=3.0)
+    (tmp_path / "unasked-1").touch()
+    asked = begin_set(job)
+    job.wait_until(lambda: len(list(tmp_path.glob("asked-*"))) == 3, "a question")
+    refused = kill_control_plane(job)
+    before = steps(tmp_path)
+    job.wait_until(lambda: steps(tmp_path) > before + 200, "200 more steps")
+    assert first_steps(tmp_path) == {-1}
+    asked.wait()
+    (tmp_path / "unasked-1").unlink()
+    for log in refused:
+        log.rmdir()
+    job.wait_until(lambda: -1 not in first_steps(tmp_path), "the new value, asked for again")
+    assert len(first_steps(tmp_path)) == 1
     assert {row["generation"] for rank in rows(tmp_path).values() for row in rank} == {0}
     job.cli("stop", "undecided", "--now")
     job.wait()
