@@ -28,9 +28,9 @@ def read_ready(job: Job) -> set[int]:
 def kill_node(job: Job, node: int, rank: int) -> None:
     """SIGKILL all that a node has: agent, keeper, rank."""
     pids = [
-        job.find(f"perdure agent el {node}")[0].pid,
-        job.find(f"perdure keeper el {node}")[0].pid,
-        job.find(f"perdure rank el g0 r{rank}:")[0].pid,
+        job.find(f"perdure agent {job.name} {node}")[0].pid,
+        job.find(f"perdure keeper {job.name} {node}")[0].pid,
+        job.find(f"perdure rank {job.name} g0 r{rank}:")[0].pid,
     ]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
+from tests.e2e.test_elastic_nodes import kill_node
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 RANKS = 4
@@ -24,12 +25,15 @@ HOME, RANK = Path({home!r}), int(os.environ["RANK"])
 handle = boundary.BoundaryGate.handle
 
 
-def lose_commits(gate, order):
+def lose_commits(gate, order, **how):
+    if (HOME / f"unasked-{{RANK}}").exists():
+        return
+    (HOME / f"asked-{{RANK}}").touch()
     commits = getattr(order, "move", "") == "commit"
     if commits and (HOME / f"deaf-{{RANK}}").exists():
         (HOME / f"lost-{{RANK}}").touch()
         return
-    handle(gate, order)
+    handle(gate, order, **how)
     if commits:
         (HOME / f"heard-{{RANK}}").touch()
 
@@ -41,15 +45,19 @@ runpy.run_path({script!r}, run_name="__main__")
 Start = Callable[..., Job]
 
 
-def launch(start: Start, home: Path, drop_s: float) -> Job:
-    """Start four ranks; those with a file `deaf-RANK` lose each commit."""
+def launch(
+    start: Start,
+    home: Path,
+    drop_s: float,
+    name: str = "train_settings.py",
+    world: tuple[str, ...] = ("-n", str(RANKS)),
+) -> Job:
+    """Start ranks; those with a file `deaf-RANK` lose each commit."""
     (home / "trail").mkdir()
-    script = _SCRIPT.format(
-        home=str(home), drop_s=drop_s, script=str(SCRIPTS / "train_settings.py")
-    )
+    script = _SCRIPT.format(home=str(home), drop_s=drop_s, script=str(SCRIPTS / name))
     (home / "train.py").write_text(script)
     options = ("train.py", "--trail", str(home / "trail"), "--steps", "1000000")
-    job = start("undecided", "-n", str(RANKS), *options)
+    job = start("undecided", *world, *options)
     job.wait_step(20)
     return job
 
@@ -78,10 +86,10 @@ def kill_control_plane(job: Job) -> list[Path]:
     return refused
 
 
-def rows(home: Path) -> dict[int, list[dict[str, float]]]:
+def rows(home: Path, ranks: Iterable[int] = range(RANKS)) -> dict[int, list[dict[str, float]]]:
     """Return the steps that each rank wrote down."""
     found: dict[int, list[dict[str, float]]] = {}
-    for rank in range(RANKS):
+    for rank in ranks:
         lines = (home / "trail" / f"rank-{rank}.jsonl").read_text().split("\n")[:-1]
         found[rank] = [json.loads(line) for line in lines]
     return found
@@ -149,3 +157,47 @@ def test_a_commit_that_reached_no_rank_is_dropped_by_all_and_asked_again(
     assert {row["generation"] for rank in rows(tmp_path).values() for row in rank} == {0}
     job.cli("stop", "undecided", "--now")
     job.wait()
+
+
+@pytest.mark.long
+def test_a_question_that_missed_one_rank_of_four_is_dropped_by_all(
+    start: Start, tmp_path: Path
+) -> None:
+    """The rank goes on into a step that the others do not begin, and votes from there."""
+    job = launch(start, tmp_path, drop_s=3.0)
+    (tmp_path / "unasked-1").touch()
+    asked = begin_set(job)
+    job.wait_until(lambda: len(list(tmp_path.glob("asked-*"))) == 3, "a question")
+    refused = kill_control_plane(job)
+    before = steps(tmp_path)
+    job.wait_until(lambda: steps(tmp_path) > before + 200, "200 more steps")
+    assert first_steps(tmp_path) == {-1}
+    asked.wait()
+    (tmp_path / "unasked-1").unlink()
+    for log in refused:
+        log.rmdir()
+    job.wait_until(lambda: -1 not in first_steps(tmp_path), "the new value, asked for again")
+    assert len(first_steps(tmp_path)) == 1
+    assert {row["generation"] for rank in rows(tmp_path).values() for row in rank} == {0}
+    job.cli("stop", "undecided", "--now")
+    job.wait()
+
+
+@pytest.mark.long
+def test_an_elastic_world_drops_it_at_a_store_that_lives(start: Start, tmp_path: Path) -> None:
+    """The generation's store was on the first node, which is lost."""
+    job = launch(start, tmp_path, 3.0, "elastic.py", ("-n", "1", "--nodes", "3"))
+    kill_node(job, 0, rank=0)
+    job.wait_until(
+        lambda: rows(tmp_path, [1])[1][-1]["epoch"] > 0, "a world without the first node"
+    )
+    for rank in range(10):
+        (tmp_path / f"deaf-{rank}").touch()
+    asked = begin_set(job)
+    job.wait_until(lambda: any(tmp_path.glob("lost-*")), "a commit that is lost")
+    kill_control_plane(job)
+    before = rows(tmp_path, [1])[1][-1]["step"]
+    job.wait_until(lambda: rows(tmp_path, [1])[1][-1]["step"] > before + 50, "50 more steps")
+    asked.wait()
+    assert {row["rate"] for rank in rows(tmp_path, (1, 2)).values() for row in rank} == {0.01}
+    end(job)

@@ -42,6 +42,7 @@ from perdure.model.steering import Steering as Past
 from perdure.plan.elastic.commit import FRESH, MemberProgress, Reformation, decide_reformation
 from perdure.worker.attach import stand_alone
 from perdure.worker.boundary import Agreed, Interrupted
+from perdure.worker.cells import Cells
 from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.steering import Steering
@@ -101,6 +102,9 @@ class Room:
     def emit(self, event: AnyEvent) -> None:
         self.cluster.outbox[self.me].append(event)
 
+    def find_store(self) -> str:
+        return ""
+
     def overtaken(self) -> bool:
         return self.ordered > self.epoch
 
@@ -136,6 +140,7 @@ class Member:
         config = Config().declare("lr", float, default=DEFAULT, min=0, max=1)
         self.steering = Steering(room, config, room, Progress(None))
         self.steering._gate.hold = self.stand  # type: ignore[method-assign]
+        self.steering._gate._cells = cluster.cells
         self.config = config
         self.applied, self.fresh, self.holds = 0, True, False
         self.at_store = self.began = False
@@ -177,10 +182,14 @@ class Member:
                 self.cluster.begin_step(self, self.config["lr"])
 
     def waits(self) -> bool:
-        """Whether the training thread would stand in the gate now."""
+        """Whether the training thread would stand in the gate now; its other thread looks."""
         gate = self.steering._gate
+        gate.look()
         here = [e for e in gate._open.values() if e.agreed.step <= self.applied]
-        return any(not e.decision for e in here)
+        if any(not e.decision for e in here):
+            gate.poll(self.applied)
+            return True
+        return False
 
     def stand(self, committed: int, account: Any) -> list[Agreed]:
         """Stand in the place of `BoundaryGate.hold`: come back instead of waiting."""
@@ -225,7 +234,7 @@ class Cluster:
         """Step -> value with which it was committed, ever."""
         self.answers: dict[str, AnswerCommand] = {}
         self.saved: list[tuple[int, Any]] = []
-        self.past, self.members = Past(), dict[int, Member]()
+        self.past, self.members, self.cells = Past(), dict[int, Member](), Cells()
         self.do(JobSubmitted(spec=SPEC, at_s=self.now))
         self.do(ControllerStarted(incarnation="c"))
         for node in range(RANKS):

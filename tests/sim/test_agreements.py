@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from msgspec import structs
 
-from perdure.model.events import BoundaryAnswered, CommandReceived
+from perdure.model.events import BoundaryAnswered, BoundaryReached, CommandReceived
 from perdure.model.orders import SendBoundary
 from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
 from perdure.sim.ranks import Rank, World
+from perdure.worker.boundary import BoundaryGate
 
 STORM = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)
 DEATHS = ("controller", "halfway", "agent")
@@ -81,6 +81,20 @@ def test_the_controllers_own_checkpoints_survive_its_deaths() -> None:
     assert max(s.controllers for s in simulations) >= 5
 
 
+@pytest.mark.parametrize("seeds", [range(6000, 6015), _long(6015, 6200)])
+def test_ranks_train_on_alike_while_no_controller_is_there(seeds: range) -> None:
+    """For longer than ranks wait: what no rank has heard is dropped, and asked for again."""
+    simulations = [
+        run(seed, faults=12, kinds=("controller", "halfway"), down_s=120.0, save_s=1.0, commands=())
+        for seed in seeds
+    ]
+    for simulation in simulations:
+        assert set(simulation.worlds) == {0}, "an absent controller ended no rank"
+    told = [entry.body for simulation in simulations for entry in simulation.journal]
+    assert any(isinstance(one, BoundaryReached) and one.dropped for one in told)
+    assert agreed(simulations) > len(seeds)
+
+
 @pytest.mark.long
 def test_a_stop_ends_all_ranks_at_one_step() -> None:
     kinds = (*DEATHS, "outage")
@@ -118,14 +132,14 @@ def test_a_rank_that_does_not_wait_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_rank_that_promises_what_it_does_not_keep_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prepare = Rank._prepare
+    prepare = BoundaryGate._prepare
 
-    def promise(self: Rank, now: float, order: SendBoundary) -> BoundaryAnswered:
-        if self.rank == 3:
+    def promise(self: BoundaryGate, order: SendBoundary, **how: Any) -> BoundaryAnswered:
+        if self._rank == 3:
             return BoundaryAnswered(id=order.id, rank=3, ok=True, step=0)
-        return prepare(self, now, order)
+        return prepare(self, order, **how)
 
-    monkeypatch.setattr(Rank, "_prepare", promise)
+    monkeypatch.setattr(BoundaryGate, "_prepare", promise)
     with pytest.raises(InvariantViolated, match=r"was carried out by ranks \[0, 1, 2\] of 4 only"):
         run_all(range(5), faults=0)
 
@@ -136,9 +150,9 @@ def test_an_agent_that_decides_by_itself_is_caught(monkeypatch: pytest.MonkeyPat
 
     def give_up(self: Rank, now: float) -> bool:
         going = advance(self, now)
-        if self.rank == 2 and self.waits_since_s is not None and now > self.waits_since_s + 0.05:
-            for order, _ in list(self.open.values()):
-                self.hear(now, structs.replace(order, move="abort"))
+        waits = [e for e in self.gate._waits() if now > (e.since_s or 0.0) + 0.05]
+        for entry in waits if self.rank == 2 else ():
+            self.gate._decide(entry, "abort")
         return going
 
     monkeypatch.setattr(Rank, "advance", give_up)

@@ -267,9 +267,8 @@ class Node:
         held, now = self.keeper, self.clock.now
         if held is None:
             return
-        for rank in [r for r, played in held.ranks.items() if played.open]:
-            alive = rank in held.running and rank not in held.stopped
-            if alive and not held.ranks[rank].advance(now):
+        for rank in [r for r in held.running if r not in held.stopped]:
+            if not held.ranks[rank].advance(now):
                 self.end_rank(rank, code=1)
 
     def finish_ranks(self) -> bool:

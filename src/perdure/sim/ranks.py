@@ -8,22 +8,20 @@ the same way, until it knows the decision.
 `Rank` is one of any depth: what a node, its keeper and its agent have to do with. A member of an
 elastic world (`sim.elastic`) is a rank that does more of its own.
 
-The rules of agreements are the real ones': an acknowledgement only while fewer than S steps are
-committed, a gate at S until the decision is known, a promise that stands when it is asked for
-again, and a veto from whoever has left the loop. Ranks differ by a fraction of a step, as real ones
-do, so that one may have passed S when another has not. `Agreements` sees all of them at once, as no
-real part does.
+Agreements are made by the real gate (`worker.boundary`): only its clock, its line and the cells of
+its generation are played. Ranks differ by a fraction of a step, as real ones do, so that one may
+have passed S when another has not. `Agreements` sees all of them at once, as no real part does.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
+from perdure.model.errors import ProtocolError
+from perdure.model.events import AnyEvent, BoundaryReached
 from perdure.model.orders import Order, SendBoundary
 from perdure.model.signals.progress import CommProgress, ProcSample, RankAccount, RankProgress
-
-WAIT_S_MAX = 30.0
-ASK_EVERY_S = 1.0
+from perdure.worker.boundary import ASK_EVERY_S, LOOK_S, NEVER, Agreed, BoundaryGate
+from perdure.worker.cells import Cells
 
 
 @dataclass(slots=True)
@@ -58,6 +56,7 @@ class World:
     """Waited at boundaries so far."""
     agreed: dict[int, list[float]] = field(default_factory=dict)
     """Step -> when each rank began the checkpoint that was agreed on for it."""
+    cells: Cells = field(default_factory=Cells)
 
     def spawn(self, rank: int, now: float) -> bool:
         """Add a rank; True once the world is whole, which fixes when its first step begins."""
@@ -135,15 +134,15 @@ class Agreements:
         if self.decided.setdefault(order.id, order.move) != order.move:
             raise Broken(f"{order.id} is committed for one rank and aborted for another")
 
-    def carry(self, generation: int, order: SendBoundary, rank: int, step: int) -> None:
+    def carry(self, generation: int, agreed: Agreed, rank: int, step: int) -> None:
         """Check that a rank does what was agreed once, and at the step of all others."""
-        done = self.carried.setdefault((generation, order.id), {})
+        done = self.carried.setdefault((generation, agreed.id), {})
         if rank in done:
-            raise Broken(f"rank {rank} did {order.id} twice")
+            raise Broken(f"rank {rank} did {agreed.id} twice")
         done[rank] = step
         if len(set(done.values())) > 1:
-            raise Broken(f"{order.id} at different steps: {done}")
-        if order.kind == "stop":
+            raise Broken(f"{agreed.id} at different steps: {done}")
+        if agreed.kind == "stop":
             self.stopped.setdefault(generation, set()).add(step)
 
     def check_end(self, generation: int, size: int) -> None:
@@ -157,7 +156,7 @@ class Agreements:
 
 @dataclass(slots=True)
 class Rank:
-    """One rank's gate and control thread."""
+    """One rank's gate, and the threads that call it."""
 
     rank: int
     world: World
@@ -172,15 +171,26 @@ class Rank:
     """It comes into a world that exists."""
     committed: int = 0
     ended: bool = False
-    open: dict[str, tuple[SendBoundary, bool]] = field(default_factory=dict)
-    """Id -> (order, whether it is committed)."""
-    answers: dict[str, BoundaryAnswered] = field(default_factory=dict)
-    waits_since_s: float | None = None
+    gate: BoundaryGate = field(init=False)
+    now: float = 0.0
     asked_s: float = 0.0
+    looked_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Make the gate."""
+        self.gate = BoundaryGate(
+            rank=self.rank,
+            emit=self.emit,
+            ask=self.ask,
+            now=lambda: self.now,
+            cells=self.world.cells,
+        )
 
     def look(self, now: float) -> int:
         """Return its committed steps, which never shrink."""
+        self.now = now
         self.committed = max(self.committed, self.world.step_at(now - self.late_s))
+        self.gate.advance(self.committed)
         return self.committed
 
     def begin(self) -> None:
@@ -194,85 +204,65 @@ class Rank:
         if not isinstance(order, SendBoundary):
             return
         self.look(now)
-        if order.move == "prepare":
-            self.emit(self._prepare(now, order))
-            return
-        entry = self.open.get(order.id)
-        if entry is None or entry[1]:
-            return
-        self.witness.hear(order)
-        if order.move == "commit":
-            self.open[order.id] = (order, True)
-        else:
-            del self.open[order.id]
-            self._set_hold(now)
+        if order.move != "prepare" and order.id in {one.id for one, _ in self.gate.promises()}:
+            self.witness.hear(order)
+        self.gate.handle(order)
+        self._set_hold(now)
 
-    def _prepare(self, now: float, order: SendBoundary) -> BoundaryAnswered:
-        known = self.answers.get(order.id)
-        if known is not None:
-            return known
-        reason = "the loop has ended" if self.ended else ""
-        if self.committed >= order.step:
-            reason = f"already at step {self.committed}"
-        if not reason:
-            self.open[order.id] = (order, False)
-            self._set_hold(now)
-        answer = BoundaryAnswered(
-            id=order.id, rank=self.rank, ok=not reason, step=self.committed, reason=reason
-        )
-        self.answers[order.id] = answer
-        return answer
+    @property
+    def waits(self) -> bool:
+        """Whether it has promised what is not done yet."""
+        return self.gate.next_step != NEVER
 
     def advance(self, now: float) -> bool:
         """Do what is due at the step it has come to; False once it has waited for too long."""
         committed = self.look(now)
-        due = [order for order, _ in self.open.values() if order.step <= committed]
-        for order in due:
-            if not self.open[order.id][1]:
-                return self._wait(now, order.id)
-            if order.step == committed:
-                self._carry_out(now, order)
-            del self.open[order.id]
-        self.waits_since_s = None
+        due: list[Agreed] | None = []
+        if self.waits and committed >= self.gate.next_step:
+            try:
+                due = self.gate.poll(committed)
+            except ProtocolError:
+                return False
+        if due is None and now - self.asked_s >= ASK_EVERY_S:
+            self.asked_s = now
+            for agreed, decided in self.gate.promises():
+                if not decided:
+                    self.ask(agreed.id)
+        if now - self.looked_s >= (LOOK_S if due is not None else ASK_EVERY_S):
+            self.looked_s = now
+            self.gate.look()
+        for agreed in due or ():
+            self._carry_out(now, agreed)
         self._set_hold(now)
         return True
 
-    def _carry_out(self, now: float, order: SendBoundary) -> None:
-        self.witness.carry(self.world.generation, order, self.rank, order.step)
-        if order.kind == "stop":
-            self.world.target = order.step
-        self.world.save_at(order.step, now)
-        self.emit(BoundaryReached(id=order.id, rank=self.rank, step=order.step, at_s=now))
-
-    def _wait(self, now: float, id_: str) -> bool:
-        if self.waits_since_s is None:
-            self.waits_since_s = self.asked_s = now
-        if now - self.asked_s >= ASK_EVERY_S:
-            self.asked_s = now
-            self.ask(id_)
-        return now - self.waits_since_s < WAIT_S_MAX
+    def _carry_out(self, now: float, agreed: Agreed) -> None:
+        self.witness.carry(self.world.generation, agreed, self.rank, agreed.step)
+        self.gate.drop_hold(agreed.id)
+        if agreed.kind == "stop":
+            self.world.target = agreed.step
+        self.world.save_at(agreed.step, now)
+        self.emit(BoundaryReached(id=agreed.id, rank=self.rank, step=agreed.step, at_s=now))
 
     def has_finished(self, now: float) -> bool:
         """Return whether it has come to the last step, and has done all that was agreed on."""
         committed = self.look(now)
-        due = any(order.step <= committed for order, _ in self.open.values())
-        return committed == self.world.target and not due
+        return committed == self.world.target and committed < self.gate.next_step
 
     def leave(self, now: float) -> None:
         """End the loop: what was promised and cannot be kept is said."""
         self.ended = True
-        for order, _ in self.open.values():
-            error = f"the loop has ended at step {self.committed}, before step {order.step}"
+        for agreed in self.gate.close(f"the loop has ended at step {self.committed}"):
+            error = f"the loop has ended at step {self.committed}, before step {agreed.step}"
             step = self.committed
             self.emit(
-                BoundaryReached(id=order.id, rank=self.rank, step=step, at_s=now, error=error)
+                BoundaryReached(id=agreed.id, rank=self.rank, step=step, at_s=now, error=error)
             )
-        self.open.clear()
+        self.gate.look()
         self.world.holds.pop(self.rank, None)
 
     def _set_hold(self, now: float) -> None:
-        steps = [order.step for order, _ in self.open.values()]
-        self.world.hold(self.rank, min(steps, default=None), now)
+        self.world.hold(self.rank, self.gate.next_step if self.waits else None, now)
 
     # --- what its ring says -------------------------------------------------------------------
 

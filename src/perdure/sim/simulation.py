@@ -44,6 +44,8 @@ class Scenario:
         "crash", "crash", "stop", "leave", "agent", "keeper", "controller", "halfway", "outage",
     )  # fmt: skip
     """What may go wrong, each entry equally often."""
+    down_s: float = 2.0
+    """Seconds that a part which went wrong is down, at most."""
     commands: tuple[str, ...] = ()
     """Operators' commands, each at a moment of its own: checkpoint, stop, kill."""
     save_s: float | None = None
@@ -343,7 +345,7 @@ class Simulation:
             kind = self.chance.choice(kinds)
             node = self.chance.randrange(self.spec.num_nodes)
             rank = node * self.spec.nproc + self.chance.randrange(self.spec.nproc)
-            down_s = 0.2 + self.chance.random() * 2.0
+            down_s = 0.2 + self.chance.random() * self.scenario.down_s
             self.clock.after(at_s, self._fault(kind, node, rank, down_s))
 
     def _plan_commands(self) -> None:

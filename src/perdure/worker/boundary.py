@@ -5,15 +5,22 @@ them. A rank acknowledges only while fewer than S steps are committed, and then 
 without a decision: that gate, and nothing else, is what keeps ranks from acting at different
 steps. The training thread pays one comparison of integers at a boundary where nothing is open.
 
-If the control plane is away, the ranks settle among themselves what is open (`worker.cells`): a
-commit that has reached one of them holds for all. After `DROP_S` without any, all of them drop it.
+If the control plane is away, the ranks settle among themselves what is open (`worker.cells`). A
+rank that waits asks the others there. A commit that has reached one of them holds for all. After
+`DROP_S` without any, each rank votes for a drop, and it is dropped once all ranks have voted.
+
+A rank carries out a commit at once, unless it has voted: then the cell decides which came first. So
+ranks never part, whichever of them reach the cells, and no rank needs the cells if perdure
+decides. A rank that can learn neither ends after `orphan_s`. Only the thread of `look` uses cells.
 """
 
+import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,14 +28,20 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import RESUMED, Change
-from perdure.worker.cells import Cells, NoCells
+from perdure.worker.cells import TIMEOUT_S, Away, Cells, Fate
+from perdure.worker.forking import free_in_child
 
 NEVER = 1 << 62
 DROP_S = 30.0
-"""Seconds without a decision after which ranks that wait for it drop what was to be decided."""
+"""Seconds without a decision after which a rank that waits for it votes for a drop."""
 ORPHAN_S = 1800.0
 ASK_FIRST_S = 0.25
 ASK_EVERY_S = 1.0
+LOOK_S = 5.0
+"""Seconds without a step after which a rank looks whether others ask for its vote."""
+_REMEMBERED_MAX = 1000
+"""Agreements whose answers and fates are remembered."""
+_LATE = "late"
 _HOLDS = ("pause", "drain")
 """After these a rank makes no step until it is resumed."""
 PLANS = ("set", "pause")
@@ -52,9 +65,15 @@ class Agreed(msgspec.Struct, frozen=True):
 
 class _Open(msgspec.Struct):
     agreed: Agreed
+    ranks: tuple[int, ...] = ()
+    """Who is asked for a promise."""
     decision: Literal["", "commit", "abort", "drop"] = ""
-    unwritten: bool = False
-    """A commit that was heard while no cell answered: it is written before it is carried out."""
+    since_s: float | None = None
+    """Since when the training thread waits for the decision."""
+    voted: str = ""
+    """Where this rank has first voted for a drop; `_LATE` if others may have without it."""
+    heard: bool = False
+    """A commit was heard after the vote: the cell decides."""
 
 
 class BoundaryGate:
@@ -71,13 +90,15 @@ class BoundaryGate:
         plans: tuple[str, ...] = PLANS,
         interrupted: Callable[[], bool] = lambda: False,
         cells: Cells | None = None,
+        members: Callable[[], Sequence[int]] | None = None,
         orphan_s: float = ORPHAN_S,
         excuse: Callable[[float], AbstractContextManager[None]] = lambda most_s: nullcontext(),
     ) -> None:
         """Answer through `emit`; ask about a missing decision through `ask`.
 
-        Ranks settle by `cells` what perdure does not decide. Without cells they wait for it, for
-        `orphan_s`. `excuse` declares a wait of at most so many seconds. `check` returns why a
+        Ranks settle by `cells` what perdure does not decide; `members` returns who has to vote, if
+        those are not the ones who were asked. A decision is waited for at most `orphan_s`. `excuse`
+        declares a wait of at most so many seconds. `check` returns why a
         change cannot be made here; `now` is job time. Of a decision about one of `plans` the rank
         says that it has heard it. Where `interrupted` becomes true (say so by `wake`) the training
         thread leaves whatever it waits for.
@@ -89,11 +110,19 @@ class BoundaryGate:
         self._check = check
         self._now = now
         self._interrupted = interrupted
-        self._cells = cells or NoCells()
-        self._orphan_s, self._excuse = max(orphan_s, DROP_S), excuse
-        self._changed = threading.Condition()
+        self._cells, self._members = cells, members
+        self._orphan_s, self._excuse = max(orphan_s, 2 * DROP_S), excuse
+        self._changed = free_in_child(threading.Condition())
         self._open: dict[str, _Open] = {}
         self._answers: dict[str, BoundaryAnswered] = {}
+        self._fates: dict[str, Fate] = {}
+        """What became of agreements, as far as this rank knows."""
+        self._untold: deque[str] = deque(maxlen=_REMEMBERED_MAX)
+        """Those whose fate this rank has heard from perdure, and that no cell has yet."""
+        self._seen = -1
+        """Committed steps at the last look for questions of others."""
+        self._thread: threading.Thread | None = None
+        self._over = False
         self._resumed: set[str] = set()
         self.missed: list[Agreed] = []
         """Decided upon for steps that this rank did not come to: it has healed past them."""
@@ -105,54 +134,46 @@ class BoundaryGate:
         self.next_step = NEVER
         """The earliest step at which the training thread has to call `arrive`."""
 
-    def handle(self, order: SendBoundary | ResumeRanks) -> None:
-        """Take one move of the agreement. The control thread calls it; it waits for a cell only."""
+    def handle(self, order: SendBoundary | ResumeRanks, *, late: bool = False) -> None:
+        """Take one move of an agreement. The control thread calls it; it never waits.
+
+        An agreement is `late` if others may have been asked for it before this rank was there.
+        """
         if isinstance(order, ResumeRanks):
             self._resume(order.id)
-            self._cells.settle(order.id + RESUMED, "commit")
             return
-        answer: BoundaryAnswered | BoundaryReached | None = None
-        move = self._settle(order)
+        answer: AnyEvent | None = None
         with self._changed:
+            entry = self._open.get(order.id)
             if order.move == "prepare":
-                answer = self._prepare(order)
-            else:
-                entry = self._open.get(order.id)
-                if entry is not None and not entry.decision:
-                    entry.decision, entry.unwritten = move or "commit", not move
-                    if move == "drop":
-                        answer = self._drop(entry)
-                    elif move == "abort" or order.id in self._resumed:
-                        self._remove(order.id)
-                    elif order.kind in self._plans:
-                        answer = BoundaryAnswered(
-                            id=order.id, rank=self._rank, ok=True, step=self.committed,
-                            planned=True,
-                        )  # fmt: skip
-                self._changed.notify_all()
+                answer = self._prepare(order, late=late)
+            elif entry is not None and entry.voted and order.move == "commit":
+                entry.heard = True
+            elif entry is not None and not entry.decision:
+                answer = self._decide(entry, order.move)
+                self._untold.append(order.id)
+            self._changed.notify_all()
         if answer is not None:
             self._emit(answer)
 
-    def _settle(self, order: SendBoundary) -> Literal["", "commit", "abort", "drop"]:
-        """Make a decision that was heard hold for all ranks; return what holds.
+    def _decide(
+        self, entry: _Open, decision: Literal["commit", "abort", "drop"]
+    ) -> AnyEvent | None:
+        """Note the decision; return what is to be told of it."""
+        agreed, entry.decision = entry.agreed, decision
+        self._remember(self._fates, agreed.id, "commit" if decision == "commit" else "drop")
+        if decision == "drop":
+            return self._drop(agreed)
+        if decision == "abort" or agreed.id in self._resumed:
+            self._remove(agreed.id)
+        elif agreed.kind in self._plans:
+            return BoundaryAnswered(
+                id=agreed.id, rank=self._rank, ok=True, step=self.committed, planned=True
+            )
+        return None
 
-        Return an empty string for a commit if no cell answers.
-        """
-        if order.move == "prepare":
-            return ""
-        with self._changed:
-            entry = self._open.get(order.id)
-            known = entry is None or bool(entry.decision)
-        if known:
-            return order.move
-        if order.move == "abort":
-            self._cells.settle(order.id, "drop")
-            return "abort"
-        return self._cells.settle(order.id, "commit")
-
-    def _drop(self, entry: _Open) -> BoundaryReached:
+    def _drop(self, agreed: Agreed) -> BoundaryReached:
         """Forget what the ranks have dropped; return what is to be told of it."""
-        agreed = entry.agreed
         why = f"perdure was away: the ranks have dropped it at step {agreed.step}"
         self._remove(agreed.id)
         self._answers[agreed.id] = BoundaryAnswered(
@@ -163,6 +184,11 @@ class BoundaryGate:
             dropped=True,
         )  # fmt: skip
 
+    def _remember(self, memory: dict[str, Any], id_: str, what: Any) -> None:
+        memory[id_] = what
+        if len(memory) > _REMEMBERED_MAX:
+            del memory[next(iter(memory))]
+
     def _resume(self, id_: str) -> None:
         """End a wait, or one that is yet to come, and say so once.
 
@@ -172,6 +198,8 @@ class BoundaryGate:
             if id_ in self._resumed:
                 return
             self._resumed.add(id_)
+            self._remember(self._fates, id_ + RESUMED, "commit")
+            self._untold.append(id_ + RESUMED)
             self.holds.pop(id_, None)
             entry = self._open.get(id_)
             if entry is not None:
@@ -197,7 +225,7 @@ class BoundaryGate:
         What is not `decided` binds this rank all the same, and the decision is to come.
         """
         with self._changed:
-            self._open[agreed.id] = _Open(agreed, "commit" if decided else "")
+            self._open[agreed.id] = _Open(agreed, decision="commit" if decided else "")
             self._set_next()
 
     def knows(self, id_: str) -> bool:
@@ -221,27 +249,67 @@ class BoundaryGate:
         """Return what was agreed for the step `committed`, waiting for open decisions.
 
         Raises:
-            ProtocolError: the ranks have no store in common, and no decision came for `orphan_s`.
+            ProtocolError: no decision came for `orphan_s`.
             Interrupted: it has to leave; it comes again.
         """
+        if (due := self.poll(committed, ASK_FIRST_S)) is not None:
+            return due
+        with self._excuse(self._orphan_s + DROP_S):
+            while True:
+                for entry in self._list_due(committed):
+                    if not entry.decision:
+                        self._ask(entry.agreed.id)
+                if (due := self.poll(committed, ASK_EVERY_S)) is not None:
+                    return due
+
+    def poll(self, committed: int, wait_s: float = 0.0) -> list[Agreed] | None:
+        """Return what was agreed for the step `committed`; None if that is open after `wait_s`.
+
+        Raises:
+            ProtocolError, Interrupted: see `arrive`.
+        """
+        with self._changed:
+            entries = self._list_due(committed)
+            self._changed.wait_for(
+                lambda: all(e.decision for e in entries) or self._interrupted(), wait_s
+            )
+            undecided = [e for e in entries if not e.decision]
+            for entry in undecided:
+                self._wait(entry)
+            if undecided:
+                self._changed.notify_all()
+                return None
+            return self._take(entries, committed)
+
+    def _list_due(self, committed: int) -> list[_Open]:
+        with self._changed:
+            return [e for e in self._open.values() if e.agreed.step <= committed]
+
+    def _wait(self, entry: _Open) -> None:
+        now = self._now()
+        if self._interrupted():
+            entry.since_s = None
+            raise Interrupted
+        entry.since_s = now if entry.since_s is None else entry.since_s
+        if now - entry.since_s >= self._orphan_s:
+            agreed = entry.agreed
+            raise ProtocolError(
+                f"no decision on {agreed.kind} {agreed.id} at step {agreed.step} within "
+                f"{now - entry.since_s:.0f} s",
+                hint="perdure's controller or agent is gone: see `perdure ps`",
+            )
+
+    def _take(self, entries: list[_Open], committed: int) -> list[Agreed]:
         due = []
-        with self._changed:
-            entries = [e for e in self._open.values() if e.agreed.step <= committed]
         for entry in entries:
-            self._wait(entry)
-            if entry.unwritten and (fate := self._cells.settle(entry.agreed.id, "commit")):
-                entry.decision, entry.unwritten = fate, False
-        with self._changed:
-            for entry in entries:
-                if entry.decision == "drop" and entry.agreed.id in self._open:
-                    self._emit(self._drop(entry))
-                self._remove(entry.agreed.id)
-                if entry.decision == "commit" and entry.agreed.step < committed:
-                    self.missed.append(entry.agreed)
-                elif entry.decision == "commit":
-                    due.append(entry.agreed)
-                    if entry.agreed.kind in _HOLDS and entry.agreed.id not in self._resumed:
-                        self.holds[entry.agreed.id] = entry.agreed
+            agreed = entry.agreed
+            self._remove(agreed.id)
+            if entry.decision == "commit" and agreed.step < committed:
+                self.missed.append(agreed)
+            elif entry.decision == "commit":
+                due.append(agreed)
+                if agreed.kind in _HOLDS and agreed.id not in self._resumed:
+                    self.holds[agreed.id] = agreed
         return due
 
     def hold(self, committed: int, account: Callable[[], object] = lambda: None) -> list[Agreed]:
@@ -264,8 +332,6 @@ class BoundaryGate:
                 holds = list(self.holds)
             for id_ in holds:
                 self._ask(id_)
-                if self._cells.read(id_ + RESUMED):
-                    self._resume(id_)
             account()
             ask_s = ASK_EVERY_S
         if self._interrupted():
@@ -285,8 +351,22 @@ class BoundaryGate:
         """Agree again: another loop begins."""
         with self._changed:
             self._closed = ""
+        if self._cells is not None and self._thread is None:
+            atexit.register(self.stop)  # A thread inside torch would abort the interpreter's end.
+            self._over = False
+            self._thread = threading.Thread(target=self._run, name="perdure-cells", daemon=True)
+            self._thread.start()
 
-    def _prepare(self, order: SendBoundary) -> BoundaryAnswered:
+    def stop(self) -> None:
+        """End the thread that uses the cells, once it has told them what it has heard."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            thread.join(3 * TIMEOUT_S)
+
+    def _prepare(self, order: SendBoundary, *, late: bool) -> BoundaryAnswered:
         known = self._answers.get(order.id)
         if known is not None:
             return known  # Asked again: the promise stands.
@@ -302,14 +382,13 @@ class BoundaryGate:
         if reason:
             self._set_next()
         else:
-            self._open[order.id] = _Open(
-                Agreed(order.id, order.kind, order.step, order.change, order.leaves)
-            )
-            self._changed.notify_all()
-        answer = self._answers[order.id] = BoundaryAnswered(
+            agreed = Agreed(order.id, order.kind, order.step, order.change, order.leaves)
+            self._open[order.id] = _Open(agreed, order.ranks, voted=_LATE if late else "")
+        answer = BoundaryAnswered(
             id=order.id, rank=self._rank, ok=not reason, step=self.committed, reason=reason,
             refused=bool(refused),
         )  # fmt: skip
+        self._remember(self._answers, order.id, answer)
         return answer
 
     def _stands(self) -> bool:
@@ -319,38 +398,86 @@ class BoundaryGate:
             for e in self._open.values()
         )
 
-    def _wait(self, entry: _Open) -> None:
-        if self._is_decided(entry, ASK_FIRST_S):
+    # --- the cells ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._untold or self._waits() or self._over, LOOK_S)
+            self.look()
+            with self._changed:
+                self._changed.wait_for(lambda: self._over, ASK_EVERY_S)
+        if self._untold:
+            self.look()
+
+    def _waits(self) -> list[_Open]:
+        return [e for e in self._open.values() if e.since_s is not None and not e.decision]
+
+    def look(self) -> None:
+        """Settle by the cells what perdure has not decided. It may wait for them."""
+        with self._changed:
+            waits, holds = self._waits(), list(self.holds)
+            stands, self._seen = self.committed == self._seen, self.committed
+        if self._cells is None or not (self._untold or waits or holds or stands):
             return
-        began = time.monotonic()
-        with self._excuse(self._orphan_s + DROP_S):
-            while True:
-                self._ask(entry.agreed.id)
-                self._look(entry, time.monotonic() - began)
-                if self._is_decided(entry, ASK_EVERY_S):
-                    return
+        try:
+            where = self._cells.open()
+            while self._untold:
+                self._cells.settle(self._untold[0], self._fates.get(self._untold[0], "drop"))
+                self._untold.popleft()
+            self._answer(self._cells, self._cells.asked())
+            for entry in waits:
+                self._settle(self._cells, where, entry)
+            for id_ in holds:
+                self._cells.ask(id_ + RESUMED)
+                if self._cells.read(id_ + RESUMED):
+                    self._resume(id_)
+        except Away:
+            return
 
-    def _is_decided(self, entry: _Open, wait_s: float) -> bool:
+    def _answer(self, cells: Cells, id_: str) -> None:
+        """Say what this rank knows of an agreement that another one asks about.
+
+        A rank that was never asked for a promise, or has refused it, votes for a drop.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: entry.decision or self._interrupted(), timeout=wait_s)
-            if not entry.decision and self._interrupted():
-                raise Interrupted
-            return bool(entry.decision)
+            fate = self._fates.get(id_, "")
+            promised = not id_ or id_ in self._open or id_.endswith(RESUMED)
+            if not fate and not promised and id_ not in self._answers:
+                why = "perdure was away: the other ranks drop it"
+                no = BoundaryAnswered(
+                    id=id_, rank=self._rank, ok=False, step=self.committed, reason=why
+                )
+                self._remember(self._answers, id_, no)
+        if fate:
+            cells.settle(id_, fate)
+        elif not promised:
+            cells.vote(id_, self._rank, ())
 
-    def _look(self, entry: _Open, waited_s: float) -> None:
-        """Look at what other ranks have heard; drop it with them if that is nothing."""
+    def _settle(self, cells: Cells, where: str, entry: _Open) -> None:
+        """Ask what others have heard; vote for a drop if that is nothing."""
         id_ = entry.agreed.id
-        fate = self._cells.read(id_)
-        if not fate and waited_s >= DROP_S:
-            fate = self._cells.settle(id_, "drop")
+        fate = cells.read(id_)
         with self._changed:
-            entry.decision = entry.decision or fate
-        if not fate and waited_s >= self._orphan_s:
-            raise ProtocolError(
-                f"no decision on {entry.agreed.kind} {id_} at step "
-                f"{entry.agreed.step} within {waited_s:.0f} s",
-                hint="perdure's controller or agent is gone: see `perdure ps`",
-            )
+            if entry.decision or entry.since_s is None:
+                return
+            if not fate and not entry.voted:
+                if self._now() - entry.since_s < DROP_S:
+                    return
+                entry.voted = where
+            heard = entry.heard and entry.voted == where
+            voters = tuple(self._members() if self._members is not None else entry.ranks)
+        if not fate:
+            cells.ask(id_)
+        if not fate and heard:
+            fate = cells.settle(id_, "commit")
+        elif not fate and cells.vote(id_, self._rank, voters):
+            fate = cells.settle(id_, "drop")
+        with self._changed:
+            event = self._decide(entry, fate) if fate and not entry.decision else None
+            self._changed.notify_all()
+        if event is not None:
+            self._emit(event)
 
     def _remove(self, boundary_id: str) -> None:
         self._open.pop(boundary_id, None)

@@ -1,44 +1,46 @@
-"""Where the ranks of a generation settle an agreement if perdure's control plane is away.
+"""Where the ranks of a world settle an agreement if perdure's control plane is away.
 
-Each agreement has one cell, and the first write to it holds for all ranks. A rank that hears a
-commit writes `commit`. A rank that has heard nothing for long writes `drop`. So all ranks apply,
-or all ranks drop, whichever of them the decision has reached. The cells are keys of the
-generation's TCPStore, which lives on node 0 and needs neither bus, agent, nor controller.
+Each agreement has one cell, and the first write to it holds for all ranks. `commit` is written by
+ranks that have heard it. `drop` is written once all ranks have voted for it: each has waited for
+long and has heard nothing. The cells are keys of the TCPStore at which the world meets, which
+needs neither bus, agent, nor controller. `worker.boundary` asks them in a thread of their own.
 """
 
 import os
 import socket
 import threading
-import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Fate = Literal["", "commit", "drop"]
-_TIMEOUT_S = 5.0
-_AWAY_S = 60.0
-"""Seconds until a store that did not answer is asked again. The control thread waits for it."""
+TIMEOUT_S = 5.0
 _PREFIX = "perdure/agreed/"
 _FATES: dict[bytes, Fate] = {b"": "", b"commit": "commit"}
 """Content of a cell -> fate. torch's store has no login: whatever else a stranger has written there
 counts as `drop`, for all ranks alike."""
 
 
-class Cells(Protocol):
-    """One cell for each agreement."""
-
-    def settle(self, id_: str, fate: Fate) -> Fate:
-        """Write `fate`, unless the cell has one; return which it has, empty if no store answers."""
-
-    def read(self, id_: str) -> Fate:
-        """Return the fate of an agreement; empty for none so far."""
+class Away(Exception):
+    """Raised if the cells cannot be reached."""
 
 
-class OwnCells:
-    """The cells of a rank that is alone."""
+class Cells:
+    """One cell for each agreement, and one for the question of ranks that wait.
+
+    These are in the process of a rank that is alone. Others raise `Away` if no answer comes.
+    """
 
     def __init__(self) -> None:
         """Begin with empty cells."""
         self._fates: dict[str, Fate] = {}
+        self._votes: dict[str, set[int]] = {}
+        self._asked = ""
+
+    def open(self) -> str:
+        """Go to the cells of the world of now; return where they are."""
+        return "here"
 
     def settle(self, id_: str, fate: Fate) -> Fate:
         """Write `fate`, unless the cell has one; return which it has."""
@@ -48,69 +50,108 @@ class OwnCells:
         """Return the fate of an agreement; empty for none so far."""
         return self._fates.get(id_, "")
 
+    def vote(self, id_: str, rank: int, voters: Iterable[int]) -> bool:
+        """Let `rank` vote for a drop; return whether all `voters` have."""
+        votes = self._votes.setdefault(id_, set())
+        votes.add(rank)
+        return votes.issuperset(voters)
 
-class NoCells:
-    """Stands for cells if ranks have no store in common: no rank can drop anything."""
+    def ask(self, id_: str) -> None:
+        """Ask the other ranks for their votes, and for what they have heard."""
+        self._asked = id_
 
-    def settle(self, id_: str, fate: Fate) -> Fate:
-        """Return the empty fate: no other rank can read this one's."""
-        return ""
-
-    def read(self, id_: str) -> Fate:
-        """Return the empty fate."""
-        return ""
+    def asked(self) -> str:
+        """Return the agreement that a rank has asked about last; empty for none."""
+        return self._asked
 
 
-class StoreCells:
-    """Keys of the TCPStore at `host`:`port`. A store that does not answer is asked again."""
+class StoreCells(Cells):
+    """Keys of the TCPStore at the address `locate()`. One thread may use them."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Connect at the first use."""
-        self._host, self._port = host, port
-        self._lock = threading.Lock()
+    def __init__(self, locate: Callable[[], str]) -> None:
+        """Connect at the first use, and again if the address changes or the store fails."""
+        self._locate = locate
+        self._address = ""
         self._store: Any = None
-        self._again_s = 0.0
+        self._left: Future[Any] | None = None
+        """What this store has not answered in time."""
+
+    def open(self) -> str:
+        """Connect to the store of the world of now; return its address."""
+        address = self._locate()
+        if address != self._address:
+            self._address, self._store, self._left = address, None, None
+        if self._store is None:
+            self._store = self._do(lambda _: _connect(address))
+        return address
 
     def settle(self, id_: str, fate: Fate) -> Fate:
         """Write `fate`, unless the cell has one; return which it has."""
-        self._again_s = 0.0  # The other ranks have to read it.
-        return self._ask(lambda store: store.compare_set(_PREFIX + id_, "", fate))
+        return _read_fate(self._do(lambda store: store.compare_set(_PREFIX + id_, "", fate)))
 
     def read(self, id_: str) -> Fate:
         """Return the fate of an agreement; empty for none so far."""
-        key = _PREFIX + id_
-        return self._ask(lambda store: store.get(key) if store.check([key]) else b"")
+        return _read_fate(self._read(_PREFIX + id_))
 
-    def _ask(self, question: Any) -> Fate:
-        with self._lock:
-            if time.monotonic() < self._again_s:
-                return ""
+    def vote(self, id_: str, rank: int, voters: Iterable[int]) -> bool:
+        """Let `rank` vote for a drop; return whether all `voters` have."""
+        self._do(lambda store: store.set(f"{_PREFIX}{id_}/{rank}", "drop"))
+        keys = [f"{_PREFIX}{id_}/{voter}" for voter in voters]
+        return bool(self._do(lambda store: store.check(keys)))
+
+    def ask(self, id_: str) -> None:
+        """Ask the other ranks for their votes, and for what they have heard."""
+        self._do(lambda store: store.set(_PREFIX, id_))
+
+    def asked(self) -> str:
+        """Return the agreement that a rank has asked about last; empty for none."""
+        return self._read(_PREFIX).decode(errors="replace")
+
+    def _read(self, key: str) -> bytes:
+        found: bytes = self._do(lambda store: store.get(key) if store.check([key]) else b"")
+        return found
+
+    def _do(self, act: Callable[[Any], Any]) -> Any:
+        """Return what `act` returns. torch waits without a limit for a host that has stopped."""
+        if self._left is not None and not self._left.done():
+            raise Away("the store has stopped")
+        store, made = self._store, Future[Any]()
+
+        def run() -> None:
             try:
-                self._store = self._store or self._connect()
-                found = bytes(question(self._store))
-            except (OSError, RuntimeError):  # It ends with node 0, or with its generation.
-                self._store, self._again_s = None, time.monotonic() + _AWAY_S
-                return ""
-            return _FATES.get(found, "drop")
+                made.set_result(act(store))
+            except Exception as error:  # It ends with its host, or with its world.
+                made.set_exception(Away(str(error)))
 
-    def _connect(self) -> Any:
-        import torch.distributed
-
-        # TCPStore itself would go on trying for its whole time-out.
-        socket.create_connection((self._host, self._port), timeout=_TIMEOUT_S).close()
-        make: Any = vars(torch.distributed)["TCPStore"]
-        timeout = timedelta(seconds=_TIMEOUT_S)
-        return make(
-            self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
+        threading.Thread(target=run, name="perdure-store", daemon=True).start()
+        self._left = made
+        if not wait([made], TIMEOUT_S).done:
+            self._store = None
+            raise Away("the store does not answer")
+        if made.exception() is not None:
+            self._store = None
+        return made.result()
 
 
-def open_cells(*, grows: bool = False) -> Cells:
-    """Return the cells of this rank's generation: perdure serves its store, or rank 0 does.
+def _read_fate(found: bytes) -> Fate:
+    return _FATES.get(bytes(found), "drop")
 
-    A rank that is alone needs no store, unless its world `grows`.
-    """
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if (port := os.environ.get("MASTER_PORT", "")).isdigit() and (grows or not alone):
-        return StoreCells(os.environ.get("MASTER_ADDR", "127.0.0.1"), int(port))
-    return OwnCells() if alone else NoCells()
+
+def _connect(address: str) -> Any:
+    import torch.distributed
+
+    host, _, port = address.rpartition(":")
+    # TCPStore itself would go on trying for its whole time-out.
+    socket.create_connection((host, int(port)), timeout=TIMEOUT_S).close()
+    make: Any = vars(torch.distributed)["TCPStore"]
+    timeout = timedelta(seconds=TIMEOUT_S)
+    return make(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def open_cells() -> Cells | None:
+    """Return the cells of a generation whose ranks stay; None if the ranks have no store."""
+    env = os.environ
+    if env.get("WORLD_SIZE", "1") == "1":
+        return Cells()
+    address = f"{env.get('MASTER_ADDR', '127.0.0.1')}:{env.get('MASTER_PORT', '')}"
+    return StoreCells(lambda: address) if env.get("MASTER_PORT", "").isdigit() else None

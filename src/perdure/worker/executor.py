@@ -18,7 +18,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Literal, Protocol
 
@@ -148,6 +148,7 @@ class Executor:
         plans: tuple[str, ...] = PLANS,
         interrupted: Callable[[], bool] = lambda: False,
         cells: Cells | None = None,
+        members: Callable[[], Sequence[int]] | None = None,
         orphan_s: float = ORPHAN_S,
     ) -> None:
         """Answer as `rank` through `emit`; ask, and pass on signals, through `line`.
@@ -166,6 +167,7 @@ class Executor:
             plans=plans,
             interrupted=interrupted,
             cells=cells,
+            members=members,
             orphan_s=orphan_s,
             excuse=lambda most_s: declare_busy("decision", at_most_s=min(most_s, AT_MOST_S_MAX)),
         )

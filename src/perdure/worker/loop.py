@@ -39,7 +39,7 @@ class StepLoop(Depth):
             emit=attachment.emit,
             now=attachment.now,
             line=attachment.control,
-            cells=open_cells(),
+            cells=open_cells() if attachment.control is not None else None,
             orphan_s=read_spec().bus.orphan_s,
         )
         self._gate = self._executor.gate

@@ -9,12 +9,12 @@ from perdure.model.events import BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.worker import boundary
 from perdure.worker.boundary import NEVER, BoundaryGate
-from perdure.worker.cells import NoCells, OwnCells
+from perdure.worker.cells import Away, Cells
 
 
-def order(move, step=5, id="b1", kind="checkpoint"):
+def order(move, step=5, id="b1", kind="checkpoint", ranks=(0, 1, 2, 3)):
     return SendBoundary(
-        id=id, move=move, kind=kind, step=step, ranks=(0,), generation=0, reason="test"
+        id=id, move=move, kind=kind, step=step, ranks=ranks, generation=0, reason="test"
     )
 
 
@@ -92,15 +92,17 @@ def test_ranks_without_a_store_wait_as_long_as_an_orphan_may(monkeypatch):
         gate.arrive(5)
 
 
-def test_a_short_orphan_s_ends_no_rank_that_can_drop_what_is_open(monkeypatch):
-    monkeypatch.setattr(boundary, "ASK_FIRST_S", 0.001)
-    monkeypatch.setattr(boundary, "ASK_EVERY_S", 0.001)
-    monkeypatch.setattr(boundary, "DROP_S", 0.05)
+def test_a_short_orphan_s_ends_no_rank_that_can_drop_what_is_open():
+    now = [0.0]
     gate = BoundaryGate(
-        rank=0, emit=lambda e: None, ask=lambda i: None, cells=OwnCells(), orphan_s=0.001
-    )
-    gate.handle(order("prepare"))
-    assert gate.arrive(5) == []
+        rank=0, emit=lambda e: None, ask=lambda i: None, cells=Cells(), orphan_s=0.001,
+        now=lambda: now[0],
+    )  # fmt: skip
+    gate.handle(order("prepare", ranks=(0,)))
+    for now[0] in (0.0, boundary.DROP_S):
+        assert gate.poll(5) is None
+        gate.look()
+    assert gate.poll(5) == []
 
 
 class World:
@@ -110,7 +112,8 @@ class World:
         monkeypatch.setattr(boundary, "ASK_FIRST_S", 0.001)
         monkeypatch.setattr(boundary, "ASK_EVERY_S", 0.001)
         monkeypatch.setattr(boundary, "DROP_S", drop_s)
-        self.kind, self.said, cells = kind, [], OwnCells()
+        monkeypatch.setattr(boundary, "LOOK_S", 0.001)
+        self.kind, self.said, cells = kind, [], Cells()
         self.gates = [
             BoundaryGate(rank=rank, emit=self.said.append, ask=lambda i: None, cells=cells)
             for rank in range(4)
@@ -122,10 +125,20 @@ class World:
         for rank in ranks:
             self.gates[rank].handle(order("commit", kind=self.kind))
 
+    def let_all(self, act):
+        """Return what `act` returns for each rank; their threads use the cells meanwhile."""
+        for gate in self.gates:
+            gate.reopen()
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                return list(pool.map(act, self.gates, timeout=PATIENCE_S))
+        finally:
+            for gate in self.gates:
+                gate.stop()
+
     def arrive(self):
         """Return, by rank, whether it does what was promised."""
-        with ThreadPoolExecutor(4) as pool:
-            due = list(pool.map(lambda gate: gate.arrive(5), self.gates, timeout=PATIENCE_S))
+        due = self.let_all(lambda gate: gate.arrive(5))
         return [[one.id for one in one_rank] == ["b1"] for one_rank in due]
 
 
@@ -154,24 +167,43 @@ def test_what_no_rank_has_heard_is_dropped_by_all(monkeypatch, kind):
     assert not world.said[0].ok, "what was dropped is promised no more"
 
 
-def test_a_rank_that_comes_late_with_a_commit_drops_with_the_others(monkeypatch):
+@pytest.mark.parametrize("lost", range(4))
+def test_a_rank_that_was_never_asked_votes_too(monkeypatch, lost):
     world = World("set", monkeypatch, drop_s=0.0)
-    late = world.gates.pop()
-    assert world.arrive() == [False] * 3
-    late.handle(order("commit", kind="set"))
-    assert late.arrive(5) == []
-    assert world.said[-1].dropped
+    deaf = world.gates[lost] = BoundaryGate(
+        rank=lost, emit=world.said.append, ask=lambda i: None, cells=world.gates[lost]._cells
+    )
+    deaf.advance(7)
+    assert world.arrive() == [False] * 4
+    world.said.clear()
+    deaf.handle(order("prepare", kind="set", step=9))
+    assert not world.said[0].ok, "what the others have dropped is promised no more"
 
 
-def test_a_commit_that_no_cell_took_at_first_is_written_before_it_is_carried_out(monkeypatch):
-    world = World("set", monkeypatch, drop_s=0.0)
-    deaf, cells = world.gates.pop(), world.gates[0]._cells
-    deaf._cells = NoCells()  # Its way to the store is broken for a moment.
-    deaf.handle(order("commit", kind="set"))
-    assert world.arrive() == [False] * 3
-    deaf._cells = cells
-    assert deaf.arrive(5) == []
-    assert world.said[-1].dropped
+class Unreachable:
+    """Stands for cells whose host has vanished: whoever asks them would wait for seconds."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def open(self):
+        self.asked += 1
+        raise Away
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_perdure_decides_needs_no_cells(kind):
+    cells = Unreachable()
+    gate = BoundaryGate(rank=0, emit=lambda e: None, ask=lambda i: None, cells=cells)
+    gate.handle(order("prepare", kind=kind))
+    gate.handle(order("commit", kind=kind))
+    assert [one.id for one in gate.arrive(5)] == ["b1"]
+    gate.drop_hold("b1")
+    gate.handle(ResumeRanks(id="b1", ranks=(0,), generation=0, reason="test"))
+    gate.handle(order("prepare", kind=kind, id="b2", step=6))
+    gate.handle(order("abort", kind=kind, id="b2", step=6))
+    assert not gate.advance(6)
+    assert not cells.asked
 
 
 def test_ranks_never_part_however_late_a_commit_is(monkeypatch):
@@ -193,10 +225,7 @@ def test_a_resume_that_reaches_one_rank_of_four_holds_for_all(monkeypatch):
     world.commit(0, 1, 2, 3)
     assert world.arrive() == [True] * 4
     world.gates[2].handle(ResumeRanks(id="b1", ranks=(0,), generation=0, reason="test"))
-    with ThreadPoolExecutor(4) as pool:
-        assert (
-            list(pool.map(lambda gate: gate.hold(5), world.gates, timeout=PATIENCE_S)) == [[]] * 4
-        )
+    assert world.let_all(lambda gate: gate.hold(5)) == [[]] * 4
 
 
 def test_who_missed_the_decision_of_what_is_resumed_waits_for_none(gate):
@@ -250,3 +279,75 @@ def test_steps_and_prepare_never_disagree(gate):
     trainer.join(PATIENCE_S)
     assert not trainer.is_alive()
     assert sorted(passed) == [step for step in sorted(promised) if step < 400]
+
+
+def make_two(cells):
+    now, told = [0.0], []
+    gates = [
+        BoundaryGate(
+            rank=rank, emit=told.append, ask=lambda i: None, cells=one, now=lambda: now[0]
+        )
+        for rank, one in enumerate(cells)
+    ]  # fmt: skip
+    for gate in gates:
+        gate.handle(order("prepare", kind="set", ranks=(0, 1)))
+    return gates, now
+
+
+class Moving:
+    """Cells of a world that meets at another store from now and then on."""
+
+    def __init__(self, *stores):
+        self.stores = stores
+        self.at = 0
+
+    def open(self):
+        return f"store {self.at}"
+
+    def __getattr__(self, name):
+        return getattr(self.stores[self.at], name)
+
+
+def test_a_rank_that_has_voted_at_another_store_acts_upon_no_late_commit():
+    """Rank 0 may have dropped it there, as it has here, and nobody at the new store knows."""
+    stores = Cells(), Cells()
+    ways = Moving(*stores), Moving(*stores)
+    (first, second), now = make_two(ways)
+    assert first.poll(5) is None
+    assert second.poll(5) is None
+    now[0] = boundary.DROP_S
+    second.look()
+    first.look()
+    assert first.poll(5) == [], "both have voted"
+    ways[1].at = 1
+    second.handle(order("commit", kind="set", ranks=(0, 1)))
+    second.look()
+    assert second.poll(5) is None
+    ways[0].at = 1
+    first.look()
+    first.look()
+    second.look()
+    assert second.poll(5) == []
+
+
+def test_a_rank_that_was_asked_late_leaves_a_commit_to_the_cells():
+    """The others may have voted for a drop without it."""
+    (late, other), _ = make_two([Cells()] * 2)
+    late._open.clear(), late._answers.clear()
+    late.handle(order("prepare", kind="set", ranks=(0, 1)), late=True)
+    late.handle(order("commit", kind="set", ranks=(0, 1)))
+    assert late.poll(5) is None
+    other.handle(order("commit", kind="set", ranks=(0, 1)))
+    other.look()
+    late.look()
+    assert [one.id for one in late.poll(5)] == ["b1"]
+
+
+def test_a_rank_that_ends_has_told_what_it_has_heard():
+    cells = Cells()
+    gate = BoundaryGate(rank=0, emit=lambda e: None, ask=lambda i: None, cells=cells)
+    gate.reopen()
+    gate.handle(order("prepare", kind="stop"))
+    gate.handle(order("commit", kind="stop"))
+    gate.stop()
+    assert cells.read("b1") == "commit"

@@ -25,11 +25,13 @@ from perdure.model.events import CheckpointFailed, CheckpointRestored, Checkpoin
 from perdure.model.job import CheckpointConfig
 from perdure.model.records import encode_record
 from perdure.worker import busy
+from perdure.worker.attach import Attachment
 from perdure.worker.checkpoint import Checkpointer, checkpointer
-from perdure.worker.checkpoint.files import list_checkpoints
+from perdure.worker.checkpoint.files import Remote, list_checkpoints
 from perdure.worker.checkpoint.sharded import SavePlanCache
 from perdure.worker.checkpoint.staging import Staging
 from perdure.worker.executor import SaveSkipped
+from perdure.worker.ring import RingWriter
 
 
 class Trainee:
@@ -275,6 +277,53 @@ def test_place_that_cannot_be_written_fails_the_save(
     one.save(1)
     one.saver.close()
     assert len(one.of(CheckpointFailed)) == 1
+
+
+def test_a_place_that_cannot_be_read_begins_no_training_at_step_zero(tmp_path: Path) -> None:
+    """A server that was away for a moment cost a job all its steps."""
+    two_checkpoints(tmp_path / "real")
+    place = tmp_path / "place"
+    place.symlink_to(place)  # ELOOP says as little as EIO, ESTALE or EACCES.
+    with pytest.raises(PlatformError, match=r"place cannot be listed: Too many levels"):
+        Trainee(str(place), seed=2).saver.restore({})
+    place.unlink()
+    place.symlink_to(tmp_path / "real")
+    assert Trainee(str(place), seed=2).saver.restore({}) == 10
+
+
+@pytest.mark.parametrize("reads", ["find_problem", "read_tensors"])
+def test_a_rank_that_reads_a_checkpoint_is_busy_as_long_as_its_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: str
+) -> None:
+    two_checkpoints(tmp_path / "place")
+    ring = RingWriter.create(str(tmp_path / "ring"), rank=0, generation=0)
+    monkeypatch.setattr(busy, "attach_ring", lambda: Attachment(ring))
+    real, seen = getattr(checkpointer, reads), list[str]()
+
+    def look(*of: Any) -> Any:
+        seen.extend(name.decode() for _, _, name in busy._open.values())
+        return real(*of)
+
+    monkeypatch.setattr(checkpointer, reads, look)
+    assert Trainee(str(tmp_path / "place"), seed=2).saver.restore({}) == 10
+    assert set(seen) == {"restore"}
+    assert not busy._open
+    ring.close()
+
+
+def test_a_removal_that_fails_makes_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The file system of a bucket raises what it likes."""
+    monkeypatch.setattr(Remote, "apply_retention", lambda *of: 1 // 0)
+    monkeypatch.setenv("PERDURE_SPEC", str(tmp_path / "job.json"))  # Where it stages.
+    one = Trainee(f"local://{tmp_path}/there", seed=1)
+    one.train(1)
+    one.save(1)
+    one.saver.close()
+    assert [event.step for event in one.of(CheckpointSaved)] == [1]
+    assert not one.of(CheckpointFailed)
+    assert "older checkpoints than that of step 1 could not be removed" in capfd.readouterr().err
 
 
 def test_retention_keeps_last_every_nth_and_best(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Settings of a torchft script: at the agreed step, and with the state that a group heals from."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Group:
             nproc=1,
             emit=self.events.append,
             line=self,
-            now=lambda: 1.0,
+            now=itertools.count(1.0).__next__,
             quorum_id=lambda: self.quorum,
             steering=steering,
             orphan_s=orphan_s,

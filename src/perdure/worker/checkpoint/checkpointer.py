@@ -43,7 +43,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
-from perdure.worker.busy import compute_allowance_s, declare_busy
+from perdure.worker.busy import Busy, compute_allowance_s, declare_busy
 from perdure.worker.checkpoint.files import (
     Remote,
     apply_retention,
@@ -321,6 +321,11 @@ class SaveTask:
         return part
 
 
+def _reading() -> Busy:
+    """Return a context in which a disk that hangs makes no verdict on the rank that reads it."""
+    return declare_busy("restore", at_most_s=compute_allowance_s(0.0))
+
+
 class _Found(NamedTuple):
     """The newest usable checkpoint."""
 
@@ -592,6 +597,7 @@ class Checkpointer:
                     skipped=self._take_num_skipped(),
                 )
             )
+            task.doing = "it is written, and the removal of older ones has not ended"
             failpoint("checkpoint/surplus")
             self._remove_surplus(step)
         except SaveAbandoned:
@@ -663,8 +669,9 @@ class Checkpointer:
 
         Raises:
             ConfigError: it holds pickles, and `checkpoint.allow_pickle` is off.
+            PlatformError: what is there cannot be listed.
         """
-        found = self._found = self._found or self._choose()
+        found = self._found = self._found or self._read()
         return found.step, found.own.get("objects", {})
 
     def restore(self, extra: dict[str, Any]) -> int:
@@ -675,12 +682,12 @@ class Checkpointer:
         Raises:
             ConfigError: the checkpoint is whole but does not fit what was registered.
         """
-        step, folder, skipped, own = self._found or self._choose()
+        step, folder, skipped, own = self._found or self._read()
         self._found, self._written = None, step
         why: list[str] = []
         if folder is not None:
             failpoint("checkpoint/restore")
-            with _fitting(folder):
+            with _fitting(folder), _reading():
                 why = self._load(folder, own, extra)
             if self._registry.list_left(own):
                 self._kept = folder, own
@@ -696,6 +703,10 @@ class Checkpointer:
             )
         )
         return step
+
+    def _read(self) -> _Found:
+        with _reading():
+            return self._choose()
 
     def _choose(self) -> _Found:
         if self._rank == 0:

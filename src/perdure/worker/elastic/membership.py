@@ -237,6 +237,12 @@ class Membership:
             self._stores[self._meet] = self._reach() if self._meet else self._reach_first()
         return PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", self._stores[self._meet])
 
+    def find_store(self) -> str:
+        """Return the address of this epoch's store."""
+        env = os.environ
+        first = f"{env.get('MASTER_ADDR', '127.0.0.1')}:{env.get('MASTER_PORT', '0') or 0}"
+        return self._meet or first
+
     def drop_store(self) -> None:
         """Use this epoch's connection to its store no more.
 
@@ -258,13 +264,12 @@ class Membership:
 
     def _reach_first(self) -> Any:
         """Connect to the generation's store, which may be still to come."""
-        env = os.environ
-        host, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "0") or 0)
-        serves = self.me == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True"
-        listener = bind_store(host, port) if serves else {}
+        host, _, port = self.find_store().rpartition(":")
+        serves = self.me == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True"
+        listener = bind_store(host, int(port)) if serves else {}
         timeout = timedelta(seconds=60)
         return TCPStore(
-            host, port, is_master=serves, wait_for_workers=False, timeout=timeout, **listener
+            host, int(port), is_master=serves, wait_for_workers=False, timeout=timeout, **listener
         )
 
     def _reach(self) -> Any:

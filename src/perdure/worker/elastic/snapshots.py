@@ -8,7 +8,8 @@ it has ended, so that counts that have come prove that everyone's snapshot is th
 
 Where there are several nodes, a neighbour on another one keeps a second copy, sent after that
 beside training over connections of its own (`Mirror`), so that the loss of a node costs no more
-than that of a process. A world that breaks ends it: the snapshot before is still there.
+than that of a process. A world that breaks ends it: the snapshot before is still there. If these
+connections break alone, the world takes no more second copies, which each member says once.
 
 A snapshot is a file of raw tensors, and a header that is renamed into place when they are written
 and hashed, and removed before they are overwritten: a header that is there is true.
@@ -48,6 +49,7 @@ from perdure.worker.elastic.moving import (
     pack_state,
     round_up,
 )
+from perdure.worker.stderr import say
 
 _SOON_S, _SHARE = 1.0, 0.02
 """Steps that take long have a snapshot each, as far as that takes this share of the time."""
@@ -64,6 +66,8 @@ class Mirror:
         self.group = group
         self._keeper = mirrors[group.me]
         self.owners = tuple(sorted(m for m, keeper in mirrors.items() if keeper == group.me))
+        self.error = self.room = ""
+        """Why it has ended; why it could not keep an owner's last snapshot."""
 
     def swap_headers(self, mine: bytes) -> dict[int, bytes]:
         """Send `mine` to the keeper; return the owners' headers.
@@ -145,6 +149,8 @@ class Snapshots(Generic[AnySnapshot]):
         """Seconds until the last one was wherever it is kept."""
         self.error = ""
         """Why the last snapshot came to nothing."""
+        self._said: set[str] = set()
+        """What is missing, and was said."""
         if self._kept:
             self._make_folder()
 
@@ -191,6 +197,7 @@ class Snapshots(Generic[AnySnapshot]):
             return
         began = time.monotonic()
         self.finish()
+        self._tell()
         skeleton, tensors = pack_state(content)
         new = _Header(snapshot, skeleton, sum(round_up(t.nbytes) for t in tensors), "")
         marks = self._device.mark(t for t in tensors if self._device.is_on_device(t))
@@ -200,6 +207,21 @@ class Snapshots(Generic[AnySnapshot]):
         )
         self._thread.start()
         self.stall_s += time.monotonic() - began
+
+    def _tell(self) -> None:
+        """Say once what was missing of the last snapshot. The world that took it goes on."""
+        mirror = self._mirror
+        found = {"room": self.error} if self.error else {}
+        if mirror is not None and mirror.room:
+            found["copy"] = f"no second copy of another node's snapshot: {mirror.room}"
+        if mirror is not None and mirror.error:
+            found["mirror"] = (
+                "no second copies of snapshots on other nodes until the next world: the "
+                f"connections for them broke ({mirror.error})"
+            )
+        for name in found.keys() - self._said:
+            say(found[name])
+        self._said = set(found)
 
     def wait(self) -> None:
         """Wait until what was begun is copied; a neighbour may not have it yet."""
@@ -274,8 +296,12 @@ class Snapshots(Generic[AnySnapshot]):
             self.copied_s += time.monotonic() - began
             self._copied.set()
         if mirror is not None:
-            with contextlib.suppress(Broken, OSError):  # Then the neighbour has the one before.
+            try:
                 self._exchange(mirror, header, data)
+            except Broken as error:  # Then the neighbour has the one before.
+                mirror.error = mirror.error or str(error)
+            except OSError as error:
+                mirror.room = str(error)
         self.newest_s = time.monotonic() - began
 
     def _copy(self, data: Tensor, tensors: list[Tensor], marks: Events) -> None:
@@ -298,9 +324,12 @@ class Snapshots(Generic[AnySnapshot]):
         got = mirror.swap_headers(msgspec.msgpack.encode(mine) if not self.error else b"")
         headers = {m: msgspec.msgpack.decode(h, type=self._kind) for m, h in got.items() if h}
         rooms: dict[int, tuple[str, Tensor]] = {}
+        mirror.room = ""
         for owner, header in headers.items():
-            with contextlib.suppress(OSError, PlatformError):
+            try:
                 rooms[owner] = self._make_room(owner, header.size)
+            except (OSError, PlatformError) as error:
+                mirror.room = str(error)
         places = {
             owner: rooms[owner][1] if owner in rooms else torch.empty(h.size, dtype=torch.uint8)
             for owner, h in headers.items()

@@ -32,7 +32,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import KeySpec
 from perdure.worker.boundary import Interrupted
-from perdure.worker.cells import open_cells
+from perdure.worker.cells import StoreCells
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken, Group, read_keys
@@ -174,7 +174,8 @@ class Steering(Depth):
             now=membership.now,
             line=attachment.control,
             interrupted=membership.overtaken,
-            cells=open_cells(grows=True),
+            cells=StoreCells(membership.find_store) if membership.supervised else None,
+            members=lambda: self._group.members,
             orphan_s=read_spec().bus.orphan_s,
         )
         self._gate = self.executor.gate
@@ -209,7 +210,7 @@ class Steering(Depth):
             self._take_ready()
         self._gate.wake()
 
-    def _take_ready(self) -> None:
+    def _take_ready(self, *, late: bool = False) -> None:
         if not self._begun:
             return
         orders, self._early = self._early, []
@@ -217,7 +218,7 @@ class Steering(Depth):
             if isinstance(order, SendBoundary) and order.epoch > self._membership.ordered:
                 self._early.append(order)
             else:
-                self._gate.handle(order)
+                self._gate.handle(order, late=late)
 
     def begin(self, applied: int, members: tuple[int, ...]) -> None:
         """Note that this rank is at step `applied`, in a world whose members all are."""
@@ -231,7 +232,7 @@ class Steering(Depth):
         self.executor.forward_signals(active=True)
         with self._lock:
             self._begun = True
-            self._take_ready()
+            self._take_ready(late=self._membership.joins)
 
     def pass_boundary(self, applied: int, group: Group) -> None:
         """Do what is agreed for step `applied`, before anything of it is computed.
