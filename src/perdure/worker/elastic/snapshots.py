@@ -290,7 +290,8 @@ class Snapshots(Generic[AnySnapshot]):
             try:
                 self._exchange(mirror, header, data)
             except Broken as error:  # Then the neighbour has the one before.
-                mirror.error = mirror.error or str(error)
+                mirror.group.break_()  # Else other members, which train on, wait for this one.
+                mirror.error = mirror.error or str(error).partition(". ")[0][-120:]
             except OSError as error:
                 mirror.room = str(error)
         self.newest_s = time.monotonic() - began
