@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 class BrokenGroup:
     """The connections of a world for second copies: they have broken, and nothing else has."""
 
-    me = 0
+    me, ended = 0, False
 
     def open(self, kind: Any, name: str) -> "BrokenGroup":
         return self
@@ -25,7 +25,8 @@ class BrokenGroup:
     def send(self, tensor: Any, to: int, tag: int) -> None:
         raise Broken("Connection reset by peer")
 
-    def break_(self) -> None: ...
+    def break_(self) -> None:
+        self.ended = True
 
     def give_up(self) -> None: ...
 
@@ -43,8 +44,10 @@ def take(kept: Snapshots[Snapshot], step: int) -> None:
 
 def test_second_copies_that_end_alone_are_said_once_a_world(kept: Any, capfd: Any) -> None:
     for world in range(2):
-        kept.enter(BrokenGroup(), {0: "a", 1: "b"})
+        group = BrokenGroup()
+        kept.enter(group, {0: "a", 1: "b"})
         take(kept, 10 * world)
+        assert group.ended, "members that wait for this one learn of it"
         assert capfd.readouterr().err == "", "the world itself may have broken"
         for step in range(3):
             take(kept, 10 * world + step + 1)

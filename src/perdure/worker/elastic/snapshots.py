@@ -298,10 +298,11 @@ class Snapshots(Generic[AnySnapshot]):
         if mirror is not None:
             try:
                 self._exchange(mirror, header, data)
-            except Broken as error:  # Then the neighbour has the one before.
-                mirror.error = mirror.error or str(error)
             except OSError as error:
                 mirror.room = str(error)
+            except Exception as error:  # Broken, or no memory. The neighbour has the one before.
+                mirror.group.break_()  # Else other members, which train on, wait for this one.
+                mirror.error = mirror.error or str(error).partition(". ")[0][-120:]
         self.newest_s = time.monotonic() - began
 
     def _copy(self, data: Tensor, tensors: list[Tensor], marks: Events) -> None:
