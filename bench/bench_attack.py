@@ -1,6 +1,6 @@
 """How long steps take while a stranger attacks each socket that the job listens on.
 
-    python bench/bench_attack.py [--kinds plain elastic] [--blocks 4] [--block-s 15]
+    python bench/bench_attack.py [--kinds plain elastic] [--blocks 20] [--block-s 4]
 
 The job has the first core of this process. The attacker (`tests/attacker.py`) has the last one. If
 root runs this, the attacker is another user. Blocks without and with an attack take turns in one
@@ -37,6 +37,8 @@ KINDS = {
     "elastic": (str(SCRIPTS / "elastic_paced.py"), "{folder}", "4"),
 }  # fmt: skip
 LIMIT_S = 120.0
+SETTLE_S = 1.0
+"""Seconds for an attack to begin or to end, which count for neither."""
 
 
 def read_times(kind: str, folder: Path) -> list[float]:
@@ -96,22 +98,18 @@ def measure(kind: str, blocks: int, block_s: float, core: int) -> dict[str, obje
                     raise SystemExit(f"no steps: {(folder / 'out').read_text()[-2000:]}")
                 time.sleep(0.1)
             before = find_ranks(job)
-            rounds, places = 0, find_places(list_pids(job))
-            for block in range(2 * blocks):
-                if block % 2 == 0:
-                    began_s = time.monotonic()
-                    time.sleep(block_s)
-                    spans[False].append((began_s, time.monotonic()))
-                    continue
-                with Attacker("--core", str(core)) as attacker:
-                    time.sleep(2.0)  # It imports its modules.
-                    attacker.aim(places)
+            places = find_places(list_pids(job))
+            with Attacker("--core", str(core)) as attacker:
+                for block in range(2 * blocks):
+                    attacked = block % 2 == 1
+                    attacker.aim(places if attacked else [])
+                    time.sleep(SETTLE_S)
                     began_s = time.monotonic()
                     while time.monotonic() < began_s + block_s:
                         time.sleep(0.2)
                         attacker.look()
-                    spans[True].append((began_s, time.monotonic()))
-                    rounds += attacker.has_attacked(places, tuple(PROTOCOLS))
+                    spans[attacked].append((began_s, time.monotonic()))
+                complete = attacker.has_attacked(places, tuple(PROTOCOLS))
             died = before - find_ranks(job)
             times = read_times(kind, folder)
         found = {
@@ -121,7 +119,7 @@ def measure(kind: str, blocks: int, block_s: float, core: int) -> dict[str, obje
             for attacked, those in spans.items()
         }
         return describe(found) | {
-            "places": len(places), "complete_attacks": rounds, "ranks_died": len(died),
+            "places": len(places), "complete": complete, "ranks_died": len(died),
         }  # fmt: skip
 
 
@@ -146,8 +144,8 @@ def main() -> None:
     """Measure each kind, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--block-s", type=float, default=15.0)
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--block-s", type=float, default=4.0)
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

@@ -503,7 +503,6 @@ def main() -> None:
     """Become another user, then attack until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--core", type=int, default=-1)
-    parser.add_argument("--only", default="")
     parser.add_argument("--stores", action="store_true")
     args = parser.parse_args()
     with contextlib.suppress(ImportError):
@@ -518,9 +517,7 @@ def main() -> None:
         os.setresuid(user, user, user)
     if args.core >= 0:
         os.sched_setaffinity(0, {args.core})
-    protocols = PROTOCOLS | (OPEN_PROTOCOLS if args.stores else {})
-    only = args.only.split(",") if args.only else protocols
-    aims = _Aims({name: run for name, run in protocols.items() if name in only})
+    aims = _Aims(PROTOCOLS | (OPEN_PROTOCOLS if args.stores else {}))
     for _ in range(_THREADS):
         threading.Thread(target=aims.run, daemon=True).start()
     for line in sys.stdin:

@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from perdure.model.bus.wire import (
     EventAck,
     EventBatch,
     EventMessage,
+    read_order,
     subject_beats,
     subject_commands,
     subject_events,
@@ -252,6 +254,54 @@ async def test_a_wrong_password_or_none_is_refused_and_said(site: Site) -> None:
     assert "authentication error" in site.log.read_text()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
+async def test_no_password_is_shown_to_who_takes_the_port_of_a_server_that_died(
+    home: Site,
+) -> None:
+    """Any user of the machine could take it, and heard the passwords of all parts."""
+    home.start()
+    controller = await home.connect("controller")
+    assert controller.client.is_connected
+    home.kill()
+    thief = start_thief(home.server.port)
+    try:
+        assert thief.stdout is not None
+        heard = [await asyncio.to_thread(thief.stdout.readline) for _ in range(4)]
+        assert heard == [b"connected\n"] * 4
+    finally:
+        thief.kill()
+        thief.communicate()
+    home.start()
+    await until(lambda: controller.connected, "the connection to its own server")
+    await home.close()
+
+
+STRANGER = 65534
+TAKE_PORT = """
+import os, socket, sys
+os.setgroups([])
+os.setresgid(*[int(sys.argv[2])] * 3)
+os.setresuid(*[int(sys.argv[2])] * 3)
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+while True:
+    peer, _ = server.accept()
+    with peer:
+        peer.settimeout(2.0)
+        peer.sendall(b'INFO {"server_id":"x","version":"2.12.0","max_payload":1048576}\\r\\n')
+        try:
+            said = peer.recv(4096)
+        except OSError:
+            said = b""
+    print("password" if b"pass" in said else "connected", flush=True)
+"""
+
+
+def start_thief(port: int) -> "subprocess.Popen[bytes]":
+    """Listen at `port` as another user, who says of each connection whether it had a password."""
+    command = [sys.executable, "-c", TAKE_PORT, str(port), str(STRANGER)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
 def test_secrets_are_in_files_of_their_owner_only(home: Site) -> None:
     home.start()
     assert home.process is not None
@@ -360,7 +410,8 @@ async def test_bad_messages_are_refused_and_nothing_is_lost(
 async def test_the_controller_answers_into_inboxes_only(site: Site) -> None:
     """A sender names the answer's subject, and the controller may publish where he may not."""
     async with controlling(site):
-        ordered = await hear(await site.connect("agent-1"), subject_orders(JOB, 1))
+        ordered: list[bytes] = []
+        await (await site.connect("agent-1")).subscribe(subject_orders(JOB, 1), ordered.append)
         stream = NatsStream(await site.connect("operator"), JOB)
         before = await stream.read_all()
         asked = {
@@ -382,7 +433,7 @@ async def test_the_controller_answers_into_inboxes_only(site: Site) -> None:
         assert after[: len(before)] == before
         kinds = [decode(line, JournalEntry) for group in after for line in group.splitlines()]
         assert kinds
-    assert ordered == []
+    assert all(read_order(data)[0].controller == "c" for data in ordered)
 
 
 def lies() -> dict[str, AnyEvent]:

@@ -9,8 +9,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import ssl
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import nats
@@ -37,7 +40,10 @@ _LOST = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
 class _Client(Client):
-    """nats-py's, but for how it lets a connection go."""
+    """nats-py's, but for how it lets a connection go, and whom it shows a password."""
+
+    owner = -1
+    """User of the server if it is on loopback; -1: any."""
 
     async def _process_op_err(self, e: Exception) -> None:
         """Drop a connection that failed: TLS would wait 30 s for a goodbye of who is cut off."""
@@ -55,6 +61,12 @@ class _Client(Client):
         if self.is_closed and asyncio.current_task() is self._reconnection_task:
             raise asyncio.CancelledError
         await super()._connect_to_server(server)
+        # Before the password is sent: another user may have taken the port of a server that died.
+        host, port = server.uri.hostname or "", server.uri.port or 0
+        if self.owner >= 0 and _is_foreign(host, port, self.owner):
+            assert self._transport is not None
+            self._transport.close()  # type: ignore[no-untyped-call]
+            raise ConnectionRefusedError(f"port {port} belongs to another user")
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         """Close to the end: nats-py stops half-way where what is left cannot be written.
@@ -69,6 +81,18 @@ class _Client(Client):
             await super()._close(status, do_cbs)
 
 
+def _is_foreign(host: str, port: int, owner: int) -> bool:
+    """Return whether another user than `owner` listens at a loopback port, or nobody any more."""
+    with contextlib.suppress(OSError):  # No IPv4 address, or no such table.
+        packed = [socket.inet_aton(address) for address in (host, "0.0.0.0")]
+        wanted = [f"{int.from_bytes(one, sys.byteorder):08X}:{port:04X}" for one in packed]
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        users = [int(row[7]) for row in rows if row[3] == _LISTENS and row[1] in wanted]
+        return bool(rows) and users != [owner]
+    return False
+
+
+_LISTENS = "0A"
 _NOT_NOW = (9, 10)
 """OpenSSL's codes of a certificate that begins later or has ended: the clocks may differ."""
 
@@ -86,6 +110,7 @@ class NatsBus:
         """Another one after the server has sent this one away."""
         self.url = ""
         """Where the server is."""
+        self._owner = -1
         self._lost = asyncio.Event()
         self._refusal = ""
         """The newest permission or login that the server refused."""
@@ -115,7 +140,7 @@ class NatsBus:
             PlatformError: not connected after `timeout_s`; or the credentials cannot be read.
         """
         bus = cls()
-        bus.url = endpoint.url
+        bus.url, bus._owner = endpoint.url, endpoint.owner
         login = make_login(endpoint)
         if endpoint.user:
             login["inbox_prefix"] = inbox_prefix(endpoint.user)
@@ -152,6 +177,7 @@ class NatsBus:
         """
         while True:
             client = _Client()
+            client.owner = self._owner
             try:
                 await _give(_ATTEMPT_S, client.connect(**self._options))
             except Exception as error:  # Also of a file that is just being written.

@@ -34,5 +34,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     tls_key: str = ""
     servers: tuple[str, ...] = ()
     """All servers of the cluster, in the order in which they are tried; empty: `url` alone."""
+    owner: int = -1
+    """User (uid) of a server that is perdure's own and on loopback; -1: any."""
     speaks: Spoken = Spoken()
     """What the job's controller speaks."""

@@ -229,6 +229,7 @@ def write_credentials(
             tls_cert="" if server else config.tls_cert,
             tls_key="" if server else config.tls_key,
             servers=urls,
+            owner=os.geteuid() if server and is_loopback(server.host) else -1,
             speaks=MINE,
         )
         path = paths.endpoint if role == "operator" else paths.credential(name)

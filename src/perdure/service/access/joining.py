@@ -99,6 +99,7 @@ def read_admission(spec: JobSpec, paths: JobPaths, node: int) -> Admission | Non
         endpoint = load_endpoint(paths, f"agent-{node}")
     except ConfigError:
         return None
+    endpoint = msgspec.structs.replace(endpoint, owner=-1)  # It may be reached by a tunnel.
     return Admission(node=node, spec=spec, endpoint=endpoint)
 
 
@@ -130,6 +131,7 @@ def make_invitation(
         {"id": id_, "digest": digest_secret(secret), "expires_s": expires_s, "uses": uses}
     )
     until_s = float(told.get("until_s", 0.0))
+    endpoint = msgspec.structs.replace(endpoint, owner=-1)
     return Invitation(job=job, endpoint=endpoint, id=id_, secret=secret, until_s=until_s)
 
 
