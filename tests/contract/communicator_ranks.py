@@ -200,6 +200,7 @@ def looking_never_waits(rank: Rank) -> None:
 
 def who_breaks_does_not_wait_and_leaves_nothing_under_way(rank: Rank) -> None:
     group = rank.group("breaks")
+    rank.meet("formed")  # A group that is being formed is broken as well.
     if rank.number == 0:
         tensors = [torch.ones(1 << 18, device=rank.device) for _ in range(3)]
         for tensor in tensors:
@@ -223,6 +224,7 @@ def who_breaks_does_not_wait_and_leaves_nothing_under_way(rank: Rank) -> None:
 def who_waits_hears_of_a_break(rank: Rank) -> None:
     for number, begin in enumerate(("all_reduce", "receive", "send")):
         group = rank.group(f"hears {number}")
+        rank.meet(f"formed {number}")
         tensor = torch.ones(1 << 20, device=rank.device)
         if rank.number == 0:
             threading.Timer(0.1, group.break_).start()
