@@ -3,6 +3,7 @@
 import io
 import pickle
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,17 @@ from tests.waiting import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from tests.played_device import PlayedDevice, PlayedEvent  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: E402
+    default_hooks,
+    powerSGD_hook,
+)
 
 from perdure.model.checkpoints import FileEntry, Manifest  # noqa: E402
 from perdure.model.errors import ConfigError, PlatformError  # noqa: E402
-from perdure.model.events import CheckpointFailed, CheckpointSaved  # noqa: E402
+from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved  # noqa: E402
 from perdure.model.job import CheckpointConfig  # noqa: E402
 from perdure.worker.checkpoint import Checkpointer  # noqa: E402
 from perdure.worker.checkpoint import staging as staging_module  # noqa: E402
@@ -278,3 +284,31 @@ def test_writer_gives_way_to_an_optimizer_step_but_not_for_ever(
     staging.give_way()  # Nobody says that this step is over: it raised.
     monkeypatch.setattr(staging_module, "GIVE_WAY_S", 3600.0)
     staging.give_way()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_hook_of_ddp_with_a_state_is_not_called_exact(
+    group: None, has_state: bool, tmp_path: Path
+) -> None:
+    for step in (1, 0):
+        saver, events = make_saver(str(tmp_path))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        if has_state:
+            state = powerSGD_hook.PowerSGDState(None)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        saver.register("model", model)
+        if step:
+            saver.save(step, reason="test", extra={})
+            saver.close()
+    saver.restore({})
+    (restored,) = (event for event in events if isinstance(event, CheckpointRestored))
+    assert ("the state of DDP's hook in model." in restored.why_not_exact) == has_state

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -188,6 +189,7 @@ class Registry:
             },
             "loose": [[name, place] for name, place, _ in self._list_loose()],
             "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
+            "hooks": [path for path, ddp in self._ddp().items() if has_hook_state(ddp)],
             "bucket_order": {path: self._order(path, ddp) for path, ddp in self._ddp().items()},
         }
 
@@ -349,6 +351,8 @@ class Registry:
         why = [f"not in the checkpoint: {', '.join(lost)}"] if lost else []
         if left := [name for name in self.list_left(own) if not name.startswith(OWN)]:
             why.append(f"in the checkpoint and not registered: {', '.join(left)}")
+        if hooks := own.get("hooks"):
+            why.append(f"no checkpoint has the state of DDP's hook in {', '.join(hooks)}")
         told = (
             getattr(one, "why_not_exact", "") for n, one in self.others.items() if _is_of(n, only)
         )
@@ -501,6 +505,12 @@ def list_ddp_modules(module: nn.Module) -> dict[str, DistributedDataParallel]:
     """Return every DDP module in `module` (itself included) by its path."""
     found = module.named_modules()
     return {name: part for name, part in found if isinstance(part, DistributedDataParallel)}
+
+
+def has_hook_state(module: DistributedDataParallel) -> bool:
+    """Return whether a communication hook of DDP has a state, such as PowerSGD's errors."""
+    states = (state for _, state in module._comm_hooks)
+    return any(not isinstance(one, dist.ProcessGroup | None) for one in states)
 
 
 def read_bucket_order(module: DistributedDataParallel) -> list[str]:
