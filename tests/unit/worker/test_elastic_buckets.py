@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from perdure.worker.elastic import open_trainer
 from perdure.worker.elastic.gradients import Buckets, Tally
@@ -86,3 +88,53 @@ def test_nothing_is_read_from_the_device_between_two_micro_batches() -> None:
     assert [step for step, _ in seen] == [0] * 4 + [1] * 4 + [2] * 4
     assert len(set(seen)) == 3  # Reads between steps, and none within one.
     assert reads[0] > 0
+
+
+class Recurrent(nn.Module):
+    """Uses its middle layer twice; with `twice`, each use adds to its gradient by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.twice = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, middle, last, head = self.layers
+        x = first(x)
+        for _ in range(2):
+            x = checkpoint(middle, x, use_reentrant=True) if self.twice else middle(x)
+        return head(last(x).tanh())
+
+
+def pass_armed(model: nn.Module, buckets: Buckets, step: int) -> int:
+    """Make an armed pass, and check what is sent; return how many buckets left before its end."""
+    sent: list[torch.Tensor] = []
+    buckets.drop()
+    buckets.arm(step, 1.0, sent.append)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    early = len(sent)
+    buckets.flush()
+    for bucket, flat in zip(buckets.buckets, sent, strict=True):
+        assert torch.equal(flat, torch.cat([p.grad.flatten() for p in bucket.params]))
+    return early
+
+
+def test_a_gradient_that_comes_in_two_parts_is_sent_whole() -> None:
+    """A layer is used twice under reentrant checkpoints: its hook fires twice in a pass."""
+    model = Recurrent()
+    buckets = Buckets(model.parameters(), bucket_bytes=1)
+    early = [pass_armed(model, buckets, step) for step in range(3)]
+    assert early[0] == 0, "nothing is known before the first pass"
+    assert early[1] == early[2] > 0, "what is over early leaves early"
+    buckets.close()
+
+
+def test_a_gradient_that_comes_again_after_it_was_sent_is_an_error() -> None:
+    model = Recurrent()
+    model.twice = False
+    buckets = Buckets(model.parameters(), bucket_bytes=1)
+    for step in range(2):
+        pass_armed(model, buckets, step)
+    model.twice = True
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        pass_armed(model, buckets, 2)

@@ -26,7 +26,7 @@ who has fewer runs one that does not count.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +192,7 @@ Apart = tuple[int, ...]
 """The blocks that share a parameter, whose gradient is not whole before all of them are done."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Bucket:
     """Neighbouring parameters of one dtype and device, last ones first."""
 
@@ -200,8 +200,11 @@ class Bucket:
     flats: tuple[Tensor, ...]
     """For even and odd steps, or for all."""
     views: tuple[list[Tensor], ...]
-    missing: int = 0
+    missing: set[Tensor] = field(default_factory=set)
     """Parameters whose gradient the backward pass under way has not finished."""
+    waits: bool = False
+    """A pass adds to the gradient of one of its parameters twice, as under reentrant activation
+    checkpointing. So nobody knows before the pass has ended that it is finished."""
 
 
 @dataclass(slots=True)
@@ -212,6 +215,12 @@ class _Pass:
     send: Callable[[Tensor], None]
     scale: float
     next: int = 0
+
+
+_TWICE = (
+    "backward added to the gradient of a parameter of shape {} after it was sent, which no pass "
+    "before did: use checkpoint(..., use_reentrant=False)"
+)
 
 
 class Buckets:
@@ -254,6 +263,8 @@ class Buckets:
         self._of = {p: b for b in self._leaving for p in b.params}
         self._pass: _Pass | None = None
         self._failure: Exception | None = None
+        self._learns = True
+        """No pass has shown yet which buckets have to wait for its end."""
         self._hooks: list[Any] = [
             param.register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
             for param in alone
@@ -280,14 +291,17 @@ class Buckets:
         """Hand each bucket, times `scale`, to `send` once the coming backward has filled it."""
         self._pass, self._failure = _Pass(step, send, scale), None
         for bucket in self._leaving:
-            bucket.missing = len(bucket.params)
+            bucket.missing = set(bucket.params)
 
     def flush(self) -> None:
         """Send what is left: buckets with parameters that had no gradient, or all of them.
 
         Raises whatever a `send` during backward has raised.
+
+        Raises:
+            RuntimeError: a gradient was added to after it was sent, and never in a pass before.
         """
-        current, self._pass = self._pass, None
+        current, self._pass, self._learns = self._pass, None, False
         if self._failure is not None:
             raise self._failure
         if current is not None:
@@ -327,9 +341,17 @@ class Buckets:
         current = self._pass
         if current is None:
             return
-        self._of[param].missing -= 1
-        while current.next < len(self._leaving) and not self._leaving[current.next].missing:
+        bucket = self._of[param]
+        if param in bucket.missing:
+            bucket.missing.remove(param)
+        else:
+            bucket.waits = True
+            if bucket in self._leaving[: current.next]:
+                self._failure = self._failure or RuntimeError(_TWICE.format(list(param.shape)))
+        while not self._learns and current.next < len(self._leaving):
             bucket = self._leaving[current.next]
+            if bucket.missing or bucket.waits:
+                break
             current.next += 1
             if self._failure is None:
                 try:
