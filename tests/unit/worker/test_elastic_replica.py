@@ -69,3 +69,23 @@ def test_a_replica_that_is_given_a_state_has_its_scale() -> None:
     one.update()
     other.load(one.state())
     assert other.scaler.get_scale() == 4.0
+
+
+def test_a_newcomer_has_moments_of_the_type_that_the_members_have() -> None:
+    """torch casts them to the type of their parameter when they are loaded."""
+    member, newcomer = (
+        Replica(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for model in (nn.Linear(3, 2).bfloat16() for _ in range(2))
+    )
+    for parameter in member.parameters:
+        parameter.grad = torch.rand_like(parameter)
+    member.update()
+    for state in member.optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].float() + 2.0**-20
+    newcomer.load(member.state())
+    for mine, its in zip(newcomer.parameters, member.parameters, strict=True):
+        buffers = [one.optimizer.state[p]["momentum_buffer"] for one, p in
+                   ((newcomer, mine), (member, its))]  # fmt: skip
+        assert buffers[0].dtype == torch.float32
+        assert torch.equal(*buffers)
+        assert buffers[0].data_ptr() != buffers[1].data_ptr()

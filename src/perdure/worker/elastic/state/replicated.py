@@ -95,7 +95,17 @@ class Replica:
         """Become `state`."""
         for name, part in self.parts().items():
             part.load_state_dict(state[name])
+        self._load_types(state["optimizer"]["state"])
         self.guard = BufferGuard(self.model)
+
+    def _load_types(self, state: dict[int, dict[str, Any]]) -> None:
+        """Give moments the type that they had: torch casts them to the parameter's."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for number, entries in state.items():
+            mine = self.optimizer.state[parameters[number]]
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and mine[key].dtype != value.dtype:
+                    mine[key] = value.to(mine[key].device, copy=True)
 
 
 class BufferGuard:
