@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler, swa_utils
+from torch.utils.data import DataLoader, TensorDataset
 
 Loop = Callable[[Life], Iterator[Tensor]]
 LOOPS: dict[str, Loop] = {}
@@ -726,3 +727,20 @@ def moments_of_another_type(life: Life) -> Iterator[Tensor]:
     optimizer = Averaging(model.parameters())
     life.register(model=model, optimizer=optimizer)
     yield from train(life, model, optimizer)
+
+
+@loop
+def loader_with_persistent_workers(life: Life) -> Iterator[Tensor]:
+    """A step is a pass over the data, which is shuffled."""
+    rows = TensorDataset(draw(24, 16))
+    loader = DataLoader(rows, batch_size=8, shuffle=True, num_workers=1, persistent_workers=True)
+    model = make_mlp(nn.Dropout(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        for (x,) in loader:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+        yield loss

@@ -59,6 +59,7 @@ from perdure.worker.checkpoint.files import (
     tag_latest,
 )
 from perdure.worker.checkpoint.index import INDEX, read_index
+from perdure.worker.checkpoint.loaders import count_loaders, resume_loaders, watch_loaders
 from perdure.worker.checkpoint.loading import check_archive
 from perdure.worker.checkpoint.plain import read_plain_state
 from perdure.worker.checkpoint.registry import Registry
@@ -375,6 +376,7 @@ class Checkpointer:
         self._config = config
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._emit, self._now, self._world = emit, now, world
+        watch_loaders()
         self._registry = registry or Registry(rank, world_size)
         self._staging = Staging()
         self._cache = SavePlanCache(rank)
@@ -531,6 +533,7 @@ class Checkpointer:
                 {
                     "rng": capture_rng(),
                     "extra": extra,
+                    "loaders": count_loaders(),
                     "fingerprint": take_fingerprint(self._world_size),
                     **self._registry.own(),
                 }
@@ -839,4 +842,5 @@ class Checkpointer:
         extra.update(own["extra"])
         differs = compare_fingerprints(own["fingerprint"], take_fingerprint(self._world_size))
         restore_rng(own["rng"])
+        resume_loaders(own.get("loaders", 0))
         return [*why, differs] if differs else why
