@@ -70,7 +70,6 @@ DIFFER = {
     ("elastic with spares", 728): ([f"shrink: {_KILLED} of rank 4"], []),
     # The older reading takes an order that a new controller repeats for what was decided next.
     ("agreements in a storm", 1015): ([f"restart: {_HUNG} of rank 2"],) * 2,
-    ("agreements in a storm", 1036): ([f"restart: {_HUNG} of rank 5"],) * 2,
     ("storm", 1054): ([f"restart: {_LEFT} of rank 10"],) * 2,
     # The older reading takes the step from the epoch that follows, and the world started again.
     ("elastic with spares", 701): (["restart: keeper lost of node 2"],) * 2,

@@ -124,9 +124,7 @@ class Run:
 
         batch = (batch_size or 0) * accumulate * self.world_size
         plan = Plan(count_samples(dataset), seed=seed, shuffle=shuffle, batch=batch)
-        self._num_streams += 1
-        if self._saver is not None:
-            self._saver.register(f"{OWN}batches.{self._num_streams}", plan)
+        self._register_plan(plan)
         if self.loop is not None:
             self.loop.aim(steps)
             self.loop.begin()
@@ -168,6 +166,11 @@ class Run:
                 plan.samples += sizes[0] * sizes[1] * self.world_size
         finally:
             stream.close()
+
+    def _register_plan(self, plan: Any) -> None:
+        self._num_streams += 1
+        if self._saver is not None:
+            self._saver.register(f"{OWN}batches.{self._num_streams}", plan)
 
     def log(self, **metrics: SupportsFloat) -> None:
         """Note values of the step under way. Rank 0's are shown; the others' are ignored.

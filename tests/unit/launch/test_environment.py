@@ -53,7 +53,7 @@ def test_ranks_of_several_nodes() -> None:
             "PERDURE_NCCL_DEFAULTS": ",".join(SUPERVISED),
             "PERDURE_NODE": "1",
             "PERDURE_SOCKET": PATHS.worker_socket(1),
-            "PERDURE_RING": "/h/jobs/j/rings/g2-r4.ring",
+            "PERDURE_RING": PATHS.ring(2, 4),
             "PERDURE_CHECKPOINT_URL": "/h/jobs/j/checkpoints",
             "PERDURE_CLOCK_OFFSET_S": "1.5",
             "PERDURE_RECORDER": "auto",

@@ -27,7 +27,7 @@ from perdure.model.records import encode_record
 from perdure.worker import busy
 from perdure.worker.attach import Attachment
 from perdure.worker.checkpoint import Checkpointer, checkpointer
-from perdure.worker.checkpoint.files import Remote, list_checkpoints
+from perdure.worker.checkpoint.files import list_checkpoints
 from perdure.worker.checkpoint.sharded import SavePlanCache
 from perdure.worker.checkpoint.staging import Staging
 from perdure.worker.executor import SaveSkipped
@@ -212,7 +212,7 @@ def test_a_disk_that_stays_away_ends_the_rank_and_not_the_training(
     disk = tmp_path / "disk"
     two_checkpoints(disk)
     take_away(disk)
-    monkeypatch.setattr(busy, "FIRST_S", 0.0)
+    monkeypatch.setattr(busy, "FIRST_S", 0.001)
     with pytest.raises(PlatformError, match="no checkpoint can be read: Too many levels"):
         Trainee(str(disk), seed=2).saver.restore({})
 
@@ -279,18 +279,6 @@ def test_place_that_cannot_be_written_fails_the_save(
     assert len(one.of(CheckpointFailed)) == 1
 
 
-def test_a_place_that_cannot_be_read_begins_no_training_at_step_zero(tmp_path: Path) -> None:
-    """A server that was away for a moment cost a job all its steps."""
-    two_checkpoints(tmp_path / "real")
-    place = tmp_path / "place"
-    place.symlink_to(place)  # ELOOP says as little as EIO, ESTALE or EACCES.
-    with pytest.raises(PlatformError, match=r"place cannot be listed: Too many levels"):
-        Trainee(str(place), seed=2).saver.restore({})
-    place.unlink()
-    place.symlink_to(tmp_path / "real")
-    assert Trainee(str(place), seed=2).saver.restore({}) == 10
-
-
 @pytest.mark.parametrize("reads", ["find_problem", "read_tensors"])
 def test_a_rank_that_reads_a_checkpoint_is_busy_as_long_as_its_disk_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: str
@@ -309,21 +297,6 @@ def test_a_rank_that_reads_a_checkpoint_is_busy_as_long_as_its_disk_hangs(
     assert set(seen) == {"restore"}
     assert not busy._open
     ring.close()
-
-
-def test_a_removal_that_fails_makes_no_failed_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The file system of a bucket raises what it likes."""
-    monkeypatch.setattr(Remote, "apply_retention", lambda *of: 1 // 0)
-    monkeypatch.setenv("PERDURE_SPEC", str(tmp_path / "job.json"))  # Where it stages.
-    one = Trainee(f"local://{tmp_path}/there", seed=1)
-    one.train(1)
-    one.save(1)
-    one.saver.close()
-    assert [event.step for event in one.of(CheckpointSaved)] == [1]
-    assert not one.of(CheckpointFailed)
-    assert "older checkpoints than that of step 1 could not be removed" in capfd.readouterr().err
 
 
 def test_retention_keeps_last_every_nth_and_best(tmp_path: Path) -> None:

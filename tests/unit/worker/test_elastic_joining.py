@@ -384,7 +384,7 @@ def serve_lies(part: Part, skeleton: bytes, blobs: list[Tensor]) -> DonorPort:
             more = {"digest": digest, "sizes": sizes, "skeleton": len(skeleton)}
             sent = msgspec.structs.replace(part, **more)
             connection.send(sent, [skeleton, *(view_bytes(blob) for blob in blobs)])
-            sock.recv(1)  # The follower hangs up.
+            sock.read(1)  # The follower hangs up.
             connection.close()
 
     port = DonorPort(HOST, serve)

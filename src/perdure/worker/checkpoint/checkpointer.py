@@ -324,7 +324,7 @@ class SaveTask:
 
 def _reading() -> Busy:
     """Return a context in which a disk that hangs makes no verdict on the rank that reads it."""
-    return declare_busy("restore", at_most_s=compute_allowance_s(0.0))
+    return declare_busy("restore", at_most_s=compute_allowance_s(0.0) + _QUICK_S)
 
 
 class _Found(NamedTuple):
@@ -767,19 +767,17 @@ class Checkpointer:
             OSError: the disk is still away.
         """
         deadline_s, told = time.monotonic() + most_s, False
-        with contextlib.ExitStack() as busy:
-            while True:
-                try:
-                    return read()
-                except OSError as error:
-                    if time.monotonic() >= deadline_s:
-                        raise
-                    if not told:
-                        told = True
-                        why = f"{error.strerror or error}: {error.filename or self._root}"
-                        say(f"checkpoints cannot be read: {why}; perdure waits {most_s:.0f} s")
-                        busy.enter_context(declare_busy("checkpoint", at_most_s=most_s + _QUICK_S))
-                time.sleep(_AGAIN_S)
+        while True:
+            try:
+                return read()
+            except OSError as error:
+                if time.monotonic() >= deadline_s:
+                    raise
+                if not told:
+                    told = True
+                    why = f"{error.strerror or error}: {error.filename or self._root}"
+                    say(f"checkpoints cannot be read: {why}; perdure waits {most_s:.0f} s")
+            time.sleep(_AGAIN_S)
 
     def _check(self, name: str, group: bool) -> str:
         """Return what is wrong with a checkpoint; the ranks of a group share the reading."""
