@@ -390,15 +390,13 @@ def _naming(what: str) -> Iterator[None]:
 
 def _list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
     """Return the optimizers among an optimizer's attributes, also in lists and dicts."""
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, Optimizer]] = []
     for key, value in vars(optimizer).items():
-        if isinstance(value, dict):
-            found += [(f"{key}.{place}", one) for place, one in value.items()]
-        elif isinstance(value, list | tuple):
-            found += [(f"{key}.{place}", one) for place, one in enumerate(value)]
-        else:
-            found.append((key, value))
-    return [(place, one) for place, one in found if isinstance(one, Optimizer)]
+        several: Any = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
+        inner = value.items() if isinstance(value, dict) else several
+        # Not before: the text of a key that is a tensor takes milliseconds.
+        found += [(f"{key}.{n}".rstrip("."), one) for n, one in inner if isinstance(one, Optimizer)]
+    return found
 
 
 def _goes_by_name(value: Any, parameter: Tensor) -> bool:
