@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -312,3 +313,26 @@ def test_a_hook_of_ddp_with_a_state_is_not_called_exact(
     saver.restore({})
     (restored,) = (event for event in events if isinstance(event, CheckpointRestored))
     assert ("the state of DDP's hook in model." in restored.why_not_exact) == has_state
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_an_object_that_is_registered_after_a_step_gets_no_state_of_long_ago(
+    steps: int, tmp_path: Path
+) -> None:
+    """Its checkpoint may be gone by then."""
+    before, _ = make_saver(str(tmp_path))
+    model, late = nn.Linear(2, 2), nn.Linear(2, 2)
+    before.register("model", model)
+    before.register("late", late)
+    before.save(1, reason="test", extra={})
+    before.close()
+    saver, _ = make_saver(str(tmp_path))
+    saver.register("model", nn.Linear(2, 2))
+    assert saver.restore({}) == 1
+    for _ in range(steps):
+        saver.begin_step()
+    if steps == 2:
+        shutil.rmtree(tmp_path)
+    fresh = nn.Linear(2, 2)
+    saver.register("late", fresh)
+    assert torch.equal(fresh.weight, late.weight) == (steps < 2)

@@ -399,14 +399,16 @@ class Checkpointer:
         self._attempts = 0
         self._found: _Found | None = None
         self._kept: tuple[Path, dict[str, Any]] | None = None
-        """What was restored, as long as nobody has registered some of it."""
+        """What was restored, if nobody has registered some of it. It goes with the first step: an
+        object that is registered later would get a state of long ago."""
+        self._stepped = False
         self.gate_s = 0.0
         """Seconds waited at gates so far."""
 
     def register(self, name: str, value: Any) -> None:
         """Save and restore `value` under `name`; an optimizer's step becomes a gate.
 
-        What was restored before and nobody has taken is kept for it.
+        What was restored before and nobody has taken is its state, until a step was made.
 
         Raises:
             ConfigError: what is kept does not fit.
@@ -428,6 +430,7 @@ class Checkpointer:
     def begin_step(self) -> None:
         """Note that a step begins: gradients of optimizers that step in it are not saved."""
         self._registry.updated.clear()
+        self._kept, self._stepped = None if self._stepped else self._kept, True
 
     def settle(self) -> None:
         """Wait until what was begun is copied: the state may change, by whatever means."""

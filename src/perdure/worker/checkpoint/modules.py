@@ -119,8 +119,7 @@ def _load_buffer(live: Tensor | None, value: Tensor | None, model: nn.Module) ->
     if value is None:
         return None
     if live is None:
-        first = next(model.parameters(), value)
-        return value.to(first.device)
+        return value.to(next(model.parameters(), value).device)
     if is_lazy(live):
         live.materialize(value.shape, dtype=value.dtype)
     elif _describe(live) != _describe(value):

@@ -32,9 +32,11 @@ def visit(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], An
 def copy_plain(value: Any) -> Any:
     """Return a copy of a value; an array or a number of NumPy as plain data."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
-        return copy.deepcopy(value)
-    if value.dtype.hasobject:
+    if (
+        numpy is None
+        or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+        or value.dtype.hasobject
+    ):
         return copy.deepcopy(value)
     file = io.BytesIO()
     numpy.save(file, value, allow_pickle=False)
