@@ -102,7 +102,12 @@ def render_job_file() -> str:
                 sections.append((f"{name}.{field.name}".lstrip("."), value.cls))
                 continue
             rows.append(
-                (f"`{field.name}`", name_type(value), name_default(field), docs.get(field.name, ""))
+                (
+                    f"`{field.encode_name}`",
+                    name_type(value),
+                    name_default(field),
+                    docs.get(field.name, ""),
+                )
             )
         parts.append(table(("field", "type", "default", "what"), rows))
     return "\n".join(part for part in parts if part)

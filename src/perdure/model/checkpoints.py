@@ -1,5 +1,6 @@
 """What a checkpoint is on disk, whoever reads it: names, manifest, roster.
 
+<url>/owner                       name of the job that writes here; no other job may
 <url>/latest                      name of the newest verified checkpoint; written last
 <url>/step-00000100/manifest.json roster with sizes and hashes, step, world, metrics
                    /.metadata     torch.distributed.checkpoint's own index
@@ -14,6 +15,7 @@ import msgspec
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+OWNER = "owner"
 TEMPORARY = ".tmp"
 MANIFEST_VERSION = 1
 _NAME = re.compile(r"^step-(\d{8,})$")
@@ -34,6 +36,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = MANIFEST_VERSION
     step: int
+    job: str = ""
+    """Name of the job that saved it."""
     world_size: int
     files: tuple[FileEntry, ...]
     fingerprint: dict[str, str] = {}

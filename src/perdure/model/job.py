@@ -87,7 +87,11 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     url: str = ""
     """Directory or fsspec URL; empty means `checkpoints/` in the job's own directory. Extra `s3`
-    for `s3://`, `gcs` for `gs://`."""
+    for `s3://`, `gcs` for `gs://`. It belongs to the first job that saves there; another job is
+    refused."""
+    from_: str = msgspec.field(default="", name="from")
+    """Folder or URL of another job's checkpoints. While the job has none of its own, it begins
+    at the newest one there."""
     every_steps: Count = 0
     """A checkpoint at every n-th step; 0 leaves it to `every_s` or the automatic interval."""
     every_s: Annotated[float, Meta(ge=0)] = 0.0

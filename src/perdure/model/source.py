@@ -73,7 +73,7 @@ def find_misfit(
         keys = re.findall(r"[^.\[\]]+", place)
         if noun and "unknown field" in what:
             section = list_sections(type_).get(keys[0]) if keys else None
-            known = (section or type_).__struct_fields__
+            known = (section or type_).__struct_encode_fields__
             keys.append(what.split("`")[1])
             near = get_close_matches(keys[-1], known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"{noun}: {', '.join(known)}"

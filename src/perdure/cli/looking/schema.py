@@ -85,9 +85,10 @@ def make_file_schema(what: What) -> dict[str, Any]:
         properties = definition["properties"]
         for property_ in properties.values():  # Not every version of msgspec lists the keys.
             property_.pop("propertyNames", None)
-        for name, meaning in read_meanings(cls).items():
-            if name in properties:
-                properties[name]["description"] = meaning
+        meanings = read_meanings(cls)
+        for name, key in zip(cls.__struct_fields__, cls.__struct_encode_fields__, strict=True):
+            if name in meanings:
+                properties[key]["description"] = meanings[name]
     if what is What.PROFILE:
         del document["$defs"]["Profile"]["required"]
     else:

@@ -30,6 +30,7 @@ from perdure.cli.running.torchrun import (
     parse_nproc,
     read_rendezvous,
 )
+from perdure.files.owner import read_owner, refuse_owner
 from perdure.files.regular import read_file
 from perdure.launch.catalog import find_line
 from perdure.launch.environment import explain_default_threads
@@ -123,11 +124,14 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
 def locate_all(spec: JobSpec) -> JobSpec:
     """Return the job with absolute paths: what is relative is so to where the script runs."""
     cwd = os.path.abspath(spec.cwd)
-    url = os.path.expandvars(spec.checkpoint.url)
+    places = {
+        name: _locate(os.path.expandvars(getattr(spec.checkpoint, name)), cwd)
+        for name in ("url", "from_")
+    }
     told = {"webhook": spec.alerts.webhook, "apprise": spec.alerts.apprise}
     told |= {n: "@" + _locate(v[1:], cwd) for n, v in told.items() if v.startswith("@")}
     parts: dict[str, Any] = {
-        "checkpoint": msgspec.structs.replace(spec.checkpoint, url=_locate(url, cwd)),
+        "checkpoint": msgspec.structs.replace(spec.checkpoint, **places),
         "alerts": msgspec.structs.replace(spec.alerts, **told),
     }
     for section, names in _PATHS.items():
@@ -469,6 +473,7 @@ def check_job(spec: JobSpec, home: str, environ: dict[str, str]) -> list[str]:
     url = spec.checkpoint.url
     if url and "://" not in url:
         check_folder(url)
+        check_owner(url, spec.name)
     extra, module = _BUCKETS.get(url.partition("://")[0], ("", ""))
     if extra and find_spec(module) is None:
         raise ConfigError(
@@ -603,6 +608,23 @@ def check_environment(spec: JobSpec, environ: Mapping[str, str]) -> None:
             f"at most {total_max:,}; the largest is {largest}, {size:,} bytes",
             hint=hint,
         )
+
+
+def check_owner(folder: str, job: str) -> None:
+    """Check that the checkpoints in `folder` are those of `job`, or nobody's.
+
+    Raises:
+        ConfigError: they are another job's.
+        PlatformError: they cannot be read.
+    """
+    try:
+        owner = read_owner(Path(folder))
+    except OSError as error:
+        raise PlatformError(
+            f"cannot read {error.filename or folder}: {error.strerror}",
+            hint="set checkpoint.url to a folder that you own",
+        ) from error
+    refuse_owner(folder, owner, job)
 
 
 def check_folder(folder: str) -> None:

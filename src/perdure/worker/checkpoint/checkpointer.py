@@ -30,6 +30,7 @@ from torch import Tensor
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
+from perdure.files.owner import refuse_owner
 from perdure.files.regular import open_file
 from perdure.model.checkpoints import (
     TEMPORARY,
@@ -47,6 +48,7 @@ from perdure.worker.busy import Busy, compute_allowance_s, declare_busy
 from perdure.worker.checkpoint.files import (
     Remote,
     apply_retention,
+    claim_place,
     describe_file,
     drop_cached,
     find_problem,
@@ -283,6 +285,7 @@ class SaveTask:
             fingerprint=own["fingerprint"],
             metrics=dict(own["extra"].get("metrics", {})),
             reason=self.reason,
+            job=_read_job(),
         )
         final = publish(self.folder, self._root, self.step, manifest)
         if self._remote:
@@ -339,6 +342,11 @@ class _Found(NamedTuple):
     """What this rank has kept of its own."""
 
 
+def _read_job() -> str:
+    """Return the name of the job that this rank is of; empty outside of one."""
+    return os.environ.get("PERDURE_JOB", "")
+
+
 @contextlib.contextmanager
 def _fitting(folder: Path) -> Iterator[None]:
     """Say of what does not fit that the script has changed."""
@@ -373,7 +381,7 @@ class Checkpointer:
         `registry` is for states of another kind than models and optimizers.
         """
         self._root, self._remote = open_place(url)
-        self._config = config
+        self._url, self._config = url, config
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._emit, self._now, self._world = emit, now, world
         watch_loaders()
@@ -712,21 +720,44 @@ class Checkpointer:
 
     def _read(self) -> _Found:
         with _reading():
-            return self._choose()
+            root, remote = self._root, self._remote
+            names = self._list_names(root, remote)
+            self._claim()
+            if not names and (other := self._config.from_):
+                root, remote = open_place(other)
+                names = self._list_names(root, remote)
+                if not names:
+                    raise ConfigError(
+                        f"checkpoint.from: {other} has no checkpoint",
+                        hint="name a folder of step-*",
+                    )
+            return self._choose(root, remote, names)
 
-    def _choose(self) -> _Found:
+    def _claim(self) -> None:
+        """Refuse another job's checkpoints; remove what this job has left half written.
+
+        Raises:
+            ConfigError: they are another's.
+        """
+        job, owner = _read_job(), ""
+        if self._rank == 0 and job:
+            with contextlib.suppress(Exception):  # Remote places have errors of their own.
+                owner = claim_place(self._root, self._remote, job)
+        refuse_owner(self._url, self._agree_on(owner), job)
         if self._rank == 0:
             remove_temporaries(self._root)
+
+    def _choose(self, root: Path, remote: Remote | None, names: list[str]) -> _Found:
         group = in_group()
         skipped: list[str] = []
         unread = False
-        for name in self._agree_on(self._list_names() if self._rank == 0 or not group else []):
-            problem = self._check(name, group)
+        for name in names:
+            problem = self._check(root, remote, name, group)
             if not problem:
-                folder = self._root / name
+                folder = root / name
                 return _Found(int(name.rsplit("-", 1)[1]), folder, skipped, self._read_own(folder))
             unread = unread or problem.startswith(_UNREAD)
-            skipped.append(f"{self._root / name}: {problem}")
+            skipped.append(f"{root / name}: {problem}")
             if self._rank == 0:
                 say(f"checkpoint skipped: {skipped[-1]}")
         if unread:  # They may all be whole.
@@ -740,27 +771,30 @@ class Checkpointer:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def _list_names(self) -> list[str]:
-        """Return the names of all checkpoints, newest first.
+    def _list_names(self, root: Path, remote: Remote | None) -> list[str]:
+        """Return the names of all checkpoints, newest first; where ranks form a group, rank 0's.
 
         Raises:
             PlatformError: their disk did not answer for as long as perdure waits.
         """
 
         def look() -> list[str]:
-            names = {path.name for _, path in list_checkpoints(self._root)}
-            if self._remote:
-                names |= set(self._remote.list_names())
-            saved = "" if names else read_saved(self._root)
+            names = {path.name for _, path in list_checkpoints(root)}
+            if remote:
+                names |= set(remote.list_names())
+            saved = "" if names else read_saved(root)
             if saved:
                 why = f"perdure saved {saved} there, and nothing is there now"
-                raise OSError(errno.ENOENT, why, str(self._root))
+                raise OSError(errno.ENOENT, why, str(root))
             return sorted(names, key=lambda name: parse_checkpoint_name(name) or 0, reverse=True)
 
         try:
-            return self._read_patiently(look, compute_allowance_s(0.0))
+            mine = self._rank == 0 or not in_group()
+            return self._agree_on(
+                self._read_patiently(look, compute_allowance_s(0.0)) if mine else []
+            )
         except OSError as error:
-            why = f"{error.strerror or error}: {error.filename or self._root}"
+            why = f"{error.strerror or error}: {error.filename or root}"
             raise PlatformError(f"no checkpoint can be read: {why}", hint=_MOUNT) from error
 
     def _read_patiently(self, read: Callable[[], T], most_s: float) -> T:
@@ -782,26 +816,25 @@ class Checkpointer:
                     say(f"checkpoints cannot be read: {why}; perdure waits {most_s:.0f} s")
             time.sleep(_AGAIN_S)
 
-    def _check(self, name: str, group: bool) -> str:
+    def _check(self, root: Path, remote: Remote | None, name: str, group: bool) -> str:
         """Return what is wrong with a checkpoint; the ranks of a group share the reading."""
         problem = ""
-        if self._remote and (self._rank == 0 or not group):
-            problem = self._remote.fetch(self._root, name)
+        if remote and (self._rank == 0 or not group):
+            problem = remote.fetch(root, name)
         problem = self._agree_on(problem)
         if not problem:
-            problem = self._find_problem(name, group)
+            problem = self._find_problem(root / name, group)
         if not group:
             return problem
         problems: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
         return next((text for text in problems if text), "")
 
-    def _find_problem(self, name: str, group: bool) -> str:
+    def _find_problem(self, folder: Path, group: bool) -> str:
         share = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
 
         def look() -> str:
-            manifest: Manifest = read_manifest(self._root / name)
-            return find_problem(self._root / name, manifest, *share)
+            return find_problem(folder, read_manifest(folder), *share)
 
         try:
             return self._read_patiently(look, WAIT_S)

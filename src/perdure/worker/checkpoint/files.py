@@ -21,10 +21,12 @@ import xxhash
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
+from perdure.files.owner import claim_folder
 from perdure.files.regular import UnfitFileError, read_file
 from perdure.model.checkpoints import (
     LATEST,
     MANIFEST,
+    OWNER,
     TEMPORARY,
     FileEntry,
     Manifest,
@@ -277,6 +279,15 @@ class Remote:
         with self._fs.open(f"{self._path}/{LATEST}", "wb") as file:
             file.write(local.name.encode())
 
+    def claim(self, job: str) -> str:
+        """Give the place to `job` if no job has it; return the job that has it."""
+        path = f"{self._path}/{OWNER}"
+        with contextlib.suppress(FileNotFoundError):
+            return str(self._fs.cat_file(path).decode("utf-8", "replace").strip())
+        self._fs.makedirs(self._path, exist_ok=True)
+        self._fs.pipe_file(path, job.encode())
+        return job
+
     def list_names(self) -> list[str]:
         """Return the names of the checkpoints there.
 
@@ -323,6 +334,15 @@ class Remote:
             self._fs.rm(f"{self._path}/{steps[step]}", recursive=True)
 
         remove_surplus(steps, config, newest, read=read, remove=remove)
+
+
+def claim_place(root: Path, remote: Remote | None, job: str) -> str:
+    """Give a place of checkpoints to `job` if no job has it; return the job that has it.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    return remote.claim(job) if remote else claim_folder(root, job)
 
 
 def open_place(url: str) -> tuple[Path, Remote | None]:
