@@ -15,6 +15,7 @@ from perdure.files import owner  # noqa: E402
 from perdure.files.owner import claim_folder, read_owner  # noqa: E402
 from perdure.model.checkpoints import OWNER  # noqa: E402
 from perdure.model.errors import ConfigError  # noqa: E402
+from perdure.model.records import encode_record  # noqa: E402
 
 
 @pytest.fixture(params=["", "memory://"])
@@ -91,6 +92,25 @@ def test_checkpoints_without_the_folders_note_have_their_owner(
     become("b", tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="of job a"):
         Trainee(str(copied.parent), seed=1).saver.restore({})
+
+
+def test_checkpoints_that_a_person_removed_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder still names its job, so that its disk is not away."""
+    root = tmp_path / "ckpt"
+    become("a", tmp_path, monkeypatch)
+    one = Trainee(str(root), seed=1)
+    one.saver.restore({})
+    one.save(5)
+    one.saver.close()
+    path = root / "step-00000005"
+    saved = {"checkpoints": [{"step": 5, "path": str(path)}]}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "state.json").write_bytes(encode_record(saved))
+    shutil.rmtree(path)
+    with pytest.raises(ConfigError, match="and somebody has removed it"):
+        Trainee(str(root), seed=2).saver.restore({})
 
 
 def test_one_of_two_claims_holds(tmp_path: Path) -> None:

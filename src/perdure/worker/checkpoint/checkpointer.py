@@ -33,6 +33,7 @@ from perdure.files import replace_file, sync_path
 from perdure.files.owner import refuse_owner
 from perdure.files.regular import open_file
 from perdure.model.checkpoints import (
+    OWNER,
     TEMPORARY,
     FileEntry,
     Manifest,
@@ -775,6 +776,7 @@ class Checkpointer:
         """Return the names of all checkpoints, newest first; where ranks form a group, rank 0's.
 
         Raises:
+            ConfigError: somebody has removed them; their folder is still there.
             PlatformError: their disk did not answer for as long as perdure waits.
         """
 
@@ -783,6 +785,11 @@ class Checkpointer:
             if remote:
                 names |= set(remote.list_names())
             saved = "" if names else read_saved(root)
+            if saved and (root / OWNER).exists():
+                raise ConfigError(
+                    f"perdure saved {saved} in {root}, and somebody has removed it",
+                    hint="put it back, or begin at step 0 after `perdure rm JOB`",
+                )
             if saved:
                 why = f"perdure saved {saved} there, and nothing is there now"
                 raise OSError(errno.ENOENT, why, str(root))
