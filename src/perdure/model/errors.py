@@ -2,7 +2,8 @@
 
     PerdureError                exit code
     ├── ConfigError             2   the user: an option, a job file, a script that is not there
-    │   └── MeasureError        2   a cost profile lacks a measure that is needed
+    │   ├── MeasureError        2   a cost profile lacks a measure that is needed
+    │   └── UnfitError          2   a checkpoint does not fit the script, or cannot keep its state
     ├── PlatformError           3   the outside: a full disk, a port in use, a tool that is missing
     │   ├── RequestError        3   nobody answered on the bus: ask again
     │   └── DeviceLostError     5   device-lost: no call of this process's GPU works, or ends, again
@@ -24,6 +25,8 @@ class PerdureError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # A traceback shows it below the message.
 
 
 class ConfigError(PerdureError):
@@ -34,6 +37,10 @@ class ConfigError(PerdureError):
 
 class MeasureError(ConfigError):
     """A cost was never measured: nothing is planned with a guess in its place."""
+
+
+class UnfitError(ConfigError):
+    """A checkpoint and the script do not fit: no restart can change that, so none is tried."""
 
 
 class PlatformError(PerdureError):

@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +40,7 @@ from perdure.model.checkpoints import (
     parse_checkpoint_name,
 )
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
+from perdure.model.errors import PlatformError, ProtocolError, UnfitError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
 from perdure.worker.busy import Busy, compute_allowance_s, declare_busy
@@ -61,8 +61,8 @@ from perdure.worker.checkpoint.files import (
 from perdure.worker.checkpoint.index import INDEX, read_index
 from perdure.worker.checkpoint.loaders import count_loaders, resume_loaders, watch_loaders
 from perdure.worker.checkpoint.loading import check_archive
-from perdure.worker.checkpoint.plain import read_plain_state
-from perdure.worker.checkpoint.registry import Registry
+from perdure.worker.checkpoint.plain import check_plain, read_plain_state
+from perdure.worker.checkpoint.registry import Registry, name_misfit
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
     in_group,
@@ -240,7 +240,11 @@ class SaveTask:
         with open(self.folder / name, "wb") as file:  # Not a path: torch would keep the GIL.
             torch.save(own, file)
         sync_path(self.folder / name)
-        torch.load(self.folder / name, weights_only=not self._allow_pickle, map_location="cpu")
+        try:
+            torch.load(self.folder / name, weights_only=not self._allow_pickle, map_location="cpu")
+        except pickle.UnpicklingError:
+            _name_pickle(own)
+            raise
         (self.folder / _RESULTS.format(self._rank)).write_bytes(results)
         failpoint("checkpoint/written")
         files = []
@@ -339,16 +343,22 @@ class _Found(NamedTuple):
     """What this rank has kept of its own."""
 
 
-@contextlib.contextmanager
-def _fitting(folder: Path) -> Iterator[None]:
-    """Say of what does not fit that the script has changed."""
-    try:
-        yield
-    except (RuntimeError, KeyError, ValueError, PerdureError) as error:
-        raise ConfigError(
-            f"{folder.name} does not fit the script: {str(error).strip() or repr(error)}",
-            hint="give the changed script a new job name or checkpoint url",
-        ) from error
+def _fitting(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return name_misfit(
+        f"{folder.name} does not fit the script",
+        hint="run the script as it was, or give this one a new job name or checkpoint url",
+    )
+
+
+def _name_pickle(own: dict[str, Any]) -> None:
+    """Find the object whose state is no plain data any more.
+
+    Raises:
+        UnfitError: it is this one.
+    """
+    for states in (own["objects"], own["models"], own["optimizers"]):
+        for name, state in states.items():
+            check_plain(name, state)
 
 
 class Checkpointer:
@@ -411,7 +421,7 @@ class Checkpointer:
         What was restored before and nobody has taken is its state, until a step was made.
 
         Raises:
-            ConfigError: what is kept does not fit.
+            UnfitError: what is kept does not fit.
         """
         kept = (
             self._kept if self._kept and name in self._registry.list_left(self._kept[1]) else None
@@ -659,7 +669,7 @@ class Checkpointer:
         """Refuse objects that could not be saved, before any work is done.
 
         Raises:
-            ConfigError: the state of an object is no plain data.
+            UnfitError: the state of an object is no plain data.
         """
         if not self._config.allow_pickle:
             self._registry.check()
@@ -674,7 +684,7 @@ class Checkpointer:
         cannot be used is skipped with a line that says why.
 
         Raises:
-            ConfigError: it holds pickles, and `checkpoint.allow_pickle` is off.
+            UnfitError: it holds pickles, and `checkpoint.allow_pickle` is off.
             PlatformError: what is there cannot be listed.
         """
         found = self._found = self._found or self._read()
@@ -686,7 +696,7 @@ class Checkpointer:
         Fills `extra` with what was saved beside it.
 
         Raises:
-            ConfigError: the checkpoint is whole but does not fit what was registered.
+            UnfitError: the checkpoint is whole but does not fit what was registered.
         """
         step, folder, skipped, own = self._found or self._read()
         self._found, self._written = None, step
@@ -819,8 +829,8 @@ class Checkpointer:
                     check_archive(file)
                     found.append(torch.load(file, map_location="cpu", weights_only=plain))
             except pickle.UnpicklingError as error:
-                raise ConfigError(
-                    f"{path.name} needs pickle: set checkpoint.allow_pickle"
+                raise UnfitError(
+                    f"{path.name} needs pickle", hint="set checkpoint.allow_pickle"
                 ) from error
         return self._registry.merge([read_plain_state(one) for one in found])
 

@@ -42,7 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from perdure.model.errors import ConfigError
+from perdure.model.errors import ConfigError, UnfitError
+from perdure.model.failures import names_lost_peer
 from perdure.worker.checkpoint.modules import (
     describe_module,
     load_flags,
@@ -180,7 +181,7 @@ class Registry:
         """Return the state that is this rank's own; small but for buffers."""
         names = self._names()
         return {
-            "objects": {name: value.state_dict() for name, value in self.others.items()},
+            "objects": {name: _read_state(name, value) for name, value in self.others.items()},
             "models": {name: read_rest(model) for name, model in self.models.items()},
             "modules": {name: describe_module(model) for name, model in self.models.items()},
             "optimizers": {
@@ -197,15 +198,11 @@ class Registry:
         """Refuse an object whose state no checkpoint could keep.
 
         Raises:
-            ConfigError: it does not load as plain data, or cannot be taken.
+            UnfitError: it does not load as plain data, or cannot be taken.
         """
         names = self._names()
         for name, value in self.others.items():
-            try:
-                state = value.state_dict()
-            except Exception as error:  # The script's own code.
-                raise ConfigError(f"register: {name}.state_dict() failed: {error!r}") from error
-            check_plain(f"{name} ({type(value).__name__})", state)
+            check_plain(f"{name} ({type(value).__name__})", _read_state(name, value))
         for name, model in self.models.items():
             check_plain(f"{name} ({type(model).__name__})", read_rest(model))
         for name, optimizer in self._list_optimizers():
@@ -272,7 +269,7 @@ class Registry:
         for name in sorted(self.models.keys() & described.keys()):
             if not _is_of(name, only):
                 continue
-            with _naming(f"model {name!r}"):
+            with name_misfit(f"model {name!r}"):
                 prepare_parameters(self.models[name], described[name])
         known = self._name_all()
         names, shared = self._names(), self._shared()
@@ -282,7 +279,7 @@ class Registry:
             if name in own["optimizers"] and _is_of(name, only)
         ]
         for name, optimizer in optimizers:
-            with _naming(f"optimizer {name!r}"):
+            with name_misfit(f"optimizer {name!r}"):
                 groups = own["optimizers"][name]["groups"]
                 load_groups(optimizer, name_parameters(optimizer, names), groups, known)
         state = {key: parameter.detach() for key, parameter in self._parameters(only).items()}
@@ -339,12 +336,14 @@ class Registry:
         described = own.get("modules", {})
         for name, model in self.models.items():
             if name in own["models"] and _is_of(name, only):
-                load_rest(model, own["models"][name], described.get(name, {}))
+                with name_misfit(f"model {name!r}"):
+                    load_rest(model, own["models"][name], described.get(name, {}))
                 if name in described:
                     load_flags(model, described[name])
         for name, value in self.others.items():
             if name in own["objects"] and _is_of(name, only):
-                value.load_state_dict(own["objects"][name])
+                with name_misfit(f"object {name!r}"):
+                    value.load_state_dict(own["objects"][name])
         mine, saved = self._list_names(), _list_saved(own)
         lost = sorted(name for name in mine - saved if not name.startswith(OWN))
         lost += [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
@@ -366,6 +365,13 @@ class Registry:
         return {*self.models, *self.others, *(name for name, _ in self._list_optimizers())}
 
 
+def _read_state(name: str, value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except Exception as error:  # The script's own code.
+        raise UnfitError(f"{name}.state_dict() failed: {error!r}") from error
+
+
 def _list_saved(own: dict[str, Any]) -> set[str]:
     return {*own["models"], *own["optimizers"], *own["objects"]}
 
@@ -379,13 +385,27 @@ _GRADIENT = "gradient."
 """What the key of a gradient begins with."""
 
 
+_ELSEWHERE = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
+"""Errors of torch that say nothing about a checkpoint: a restart may not meet them."""
+
+
 @contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Name the object that does not fit."""
+def name_misfit(what: str, hint: str = "") -> Iterator[None]:
+    """Say in one line what does not fit.
+
+    Raises:
+        UnfitError: a state is whole, and does not fit the object.
+    """
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error.message}") from error
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError, ConfigError) as error:
+        if isinstance(error, _ELSEWHERE) or names_lost_peer(str(error)):
+            raise
+        text = " ".join(str(error).split())
+        if not text or isinstance(error, LookupError | TypeError | AttributeError):
+            text = f"{type(error).__name__}: {text}"
+        cause = None if isinstance(error, ConfigError) else error
+        raise UnfitError(f"{what}: {text}", hint=hint) from cause
 
 
 def _list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
