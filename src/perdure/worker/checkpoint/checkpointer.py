@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor
 
 from perdure.failpoints import failpoint
@@ -73,6 +74,7 @@ from perdure.worker.checkpoint.sharded import (
 from perdure.worker.checkpoint.staging import Staging
 from perdure.worker.executor import REPEATED, SaveSkipped
 from perdure.worker.rng import capture_rng, compare_fingerprints, restore_rng, take_fingerprint
+from perdure.worker.settings import OWN
 from perdure.worker.stderr import say
 
 T = TypeVar("T")
@@ -408,9 +410,9 @@ class Checkpointer:
         """Step of the newest checkpoint, 0 for none; seconds that the slowest save took."""
         self._attempts = 0
         self._found: _Found | None = None
-        self._kept: tuple[Path, dict[str, Any]] | None = None
+        self._kept: tuple[Path, dict[str, Any], CheckpointRestored] | None = None
         """What was restored, if nobody has registered some of it. It goes with the first step: an
-        object that is registered later would get a state of long ago."""
+        object that is registered later would get a state of long ago. What is left is said then."""
         self._stepped = False
         self.gate_s = 0.0
         """Seconds waited at gates so far."""
@@ -423,11 +425,10 @@ class Checkpointer:
         Raises:
             UnfitError: what is kept does not fit.
         """
-        kept = (
-            self._kept if self._kept and name in self._registry.list_left(self._kept[1]) else None
-        )
+        kept = self._kept
+        awaited = kept is not None and name in self._registry.list_left(kept[1])
         self._registry.add(name, value)
-        if kept is not None:
+        if kept is not None and awaited:
             self._take(name, *kept)
         if isinstance(value, torch.optim.Optimizer):
             value.register_step_pre_hook(lambda *_: self._pass_gate(id(value)))
@@ -440,7 +441,23 @@ class Checkpointer:
     def begin_step(self) -> None:
         """Note that a step begins: gradients of optimizers that step in it are not saved."""
         self._registry.updated.clear()
-        self._kept, self._stepped = None if self._stepped else self._kept, True
+        if self._stepped:
+            self._drop_kept()
+        self._stepped = True
+
+    def _drop_kept(self) -> None:
+        """Say what the checkpoint has and no object took."""
+        if self._kept is not None:
+            (_, own, restored), self._kept = self._kept, None
+            left = [name for name in self._registry.list_left(own) if not name.startswith(OWN)]
+            if left:
+                why = f"in the checkpoint and not registered: {', '.join(left)}"
+                self._tell_restored(structs.replace(restored, why_not_exact=why))
+
+    def _tell_restored(self, event: CheckpointRestored) -> None:
+        if event.why_not_exact and self._rank == 0:
+            say(f"not exact from step {event.step} on: {event.why_not_exact}")
+        self._emit(event)
 
     def settle(self) -> None:
         """Wait until what was begun is copied: the state may change, by whatever means."""
@@ -705,19 +722,17 @@ class Checkpointer:
             failpoint("checkpoint/restore")
             with _fitting(folder), _reading():
                 why = self._load(folder, own, extra)
-            if self._registry.list_left(own):
-                self._kept = folder, own
-        self._emit(
-            CheckpointRestored(
-                generation=self._generation,
-                rank=self._rank,
-                step=step,
-                path=str(folder) if folder is not None else "",
-                skipped=tuple(skipped),
-                exact=not why,
-                why_not_exact="; ".join(why),
-            )
+        restored = CheckpointRestored(
+            generation=self._generation,
+            rank=self._rank,
+            step=step,
+            path=str(folder) if folder is not None else "",
+            skipped=tuple(skipped),
+            why_not_exact="; ".join(why),
         )
+        self._tell_restored(restored)
+        if folder is not None and self._registry.list_left(own):
+            self._kept = folder, own, restored
         return step
 
     def _read(self) -> _Found:
@@ -834,13 +849,15 @@ class Checkpointer:
                 ) from error
         return self._registry.merge([read_plain_state(one) for one in found])
 
-    def _take(self, name: str, folder: Path, own: dict[str, Any]) -> None:
+    def _take(
+        self, name: str, folder: Path, own: dict[str, Any], restored: CheckpointRestored
+    ) -> None:
         """Load what the checkpoint has of the object that was registered just now."""
         with _fitting(folder), torch.no_grad():
             read_tensors(folder, self._registry.targets(own, name))
             self._registry.load_own(own, name)
         if why := getattr(self._registry.others.get(name), "why_not_exact", ""):
-            say(f"not exact from here on: {why}")
+            self._tell_restored(structs.replace(restored, why_not_exact=why))
         if not self._registry.list_left(own):
             self._kept = None
 

@@ -348,8 +348,6 @@ class Registry:
         lost = sorted(name for name in mine - saved if not name.startswith(OWN))
         lost += [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
         why = [f"not in the checkpoint: {', '.join(lost)}"] if lost else []
-        if left := [name for name in self.list_left(own) if not name.startswith(OWN)]:
-            why.append(f"in the checkpoint and not registered: {', '.join(left)}")
         if hooks := own.get("hooks"):
             why.append(f"no checkpoint has the state of DDP's hook in {', '.join(hooks)}")
         told = (
@@ -358,7 +356,7 @@ class Registry:
         return why + [text for text in told if text]
 
     def list_left(self, own: dict[str, Any]) -> list[str]:
-        """Return the names of objects that the checkpoint has and nobody has registered."""
+        """Return the names of objects that the checkpoint has and the script has not registered."""
         return sorted(_list_saved(own) - self._list_names())
 
     def _list_names(self) -> set[str]:
