@@ -414,6 +414,8 @@ class Checkpointer:
         """What was restored, if nobody has registered some of it. It goes with the first step: an
         object that is registered later would get a state of long ago. What is left is said then."""
         self._stepped = False
+        self._doubts: list[str] = []
+        """Why no resume can be exact, as far as it is known before any step."""
         self.gate_s = 0.0
         """Seconds waited at gates so far."""
 
@@ -690,6 +692,7 @@ class Checkpointer:
         """
         if not self._config.allow_pickle:
             self._registry.check()
+        self._doubts = self._registry.try_twins()
 
     # --- restoring ---------------------------------------------------------------------------
 
@@ -728,7 +731,7 @@ class Checkpointer:
             step=step,
             path=str(folder) if folder is not None else "",
             skipped=tuple(skipped),
-            why_not_exact="; ".join(why),
+            why_not_exact="; ".join(dict.fromkeys([*self._doubts, *why])),
         )
         self._tell_restored(restored)
         if folder is not None and self._registry.list_left(own):

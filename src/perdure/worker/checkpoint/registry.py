@@ -53,6 +53,7 @@ from perdure.worker.checkpoint.modules import (
     unwrap,
 )
 from perdure.worker.checkpoint.plain import check_plain
+from perdure.worker.checkpoint.twins import find_lost, is_own, try_twin
 from perdure.worker.settings import OWN
 
 
@@ -209,6 +210,15 @@ class Registry:
             state = self._own_of(optimizer, name_parameters(optimizer, names))
             check_plain(f"{name} ({type(optimizer).__name__})", state)
 
+    def try_twins(self) -> list[str]:
+        """Return which objects do not give back the state that they are loaded with.
+
+        Raises:
+            UnfitError: one refuses it.
+        """
+        found = (try_twin(name, value) for name, value in self.others.items())
+        return [why for why in found if why]
+
     def list_own(self, folder: Path) -> list[Path]:
         """Return the files in which a checkpoint has what is this rank's own."""
         path = folder / f"rank-{self._rank}.pt"
@@ -340,10 +350,13 @@ class Registry:
                     load_rest(model, own["models"][name], described.get(name, {}))
                 if name in described:
                     load_flags(model, described[name])
+        unlike = []
         for name, value in self.others.items():
             if name in own["objects"] and _is_of(name, only):
                 with name_misfit(f"object {name!r}"):
                     value.load_state_dict(own["objects"][name])
+                    if not is_own(value):
+                        unlike.append(find_lost(name, value, own["objects"][name]))
         mine, saved = self._list_names(), _list_saved(own)
         lost = sorted(name for name in mine - saved if not name.startswith(OWN))
         lost += [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
@@ -353,7 +366,7 @@ class Registry:
         told = (
             getattr(one, "why_not_exact", "") for n, one in self.others.items() if _is_of(n, only)
         )
-        return why + [text for text in told if text]
+        return why + [text for text in (*unlike, *told) if text]
 
     def list_left(self, own: dict[str, Any]) -> list[str]:
         """Return the names of objects that the checkpoint has and the script has not registered."""
