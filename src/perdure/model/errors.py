@@ -25,8 +25,6 @@ class PerdureError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
-        if hint:
-            self.add_note(f"hint: {hint}")  # A traceback shows it below the message.
 
 
 class ConfigError(PerdureError):
@@ -41,6 +39,12 @@ class MeasureError(ConfigError):
 
 class UnfitError(ConfigError):
     """A checkpoint and the script do not fit: no restart can change that, so none is tried."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        """Have a traceback show the hint below the message."""
+        super().__init__(message, hint=hint)
+        if hint:
+            self.add_note(f"hint: {hint}")
 
 
 class PlatformError(PerdureError):

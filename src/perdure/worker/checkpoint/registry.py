@@ -44,6 +44,13 @@ from torch.optim import Optimizer
 
 from perdure.model.errors import ConfigError, UnfitError
 from perdure.model.failures import names_lost_peer
+from perdure.worker.checkpoint.attributes import (
+    Born,
+    list_large,
+    load_attributes,
+    note_attributes,
+    read_changed,
+)
 from perdure.worker.checkpoint.modules import (
     describe_module,
     load_flags,
@@ -68,6 +75,8 @@ class Registry:
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
         self._orders: dict[str, list[str]] = {}
+        self._born: dict[str, Born] = {}
+        """The attributes of modules and optimizers as they were registered."""
         self.updated: set[int] = set()
         """Ids of the registered optimizers that have stepped since the boundary before."""
 
@@ -79,6 +88,7 @@ class Registry:
             self.optimizers[name] = value
         else:
             self.others[name] = value
+        self._born |= note_attributes(self._list_owners(name))
 
     # --- tensors that go through torch.distributed.checkpoint ---------------------------------
 
@@ -155,6 +165,15 @@ class Registry:
                 left += [(f"{name}.{place}", inner) for place, inner in _list_inner(one)]
         return found
 
+    def _list_owners(self, only: str = "") -> dict[str, Any]:
+        """Return all modules of registered models, and all optimizers, by their paths."""
+        return {
+            f"{name}:{path}": module
+            for name, model in self.models.items()
+            if _is_of(name, only)
+            for path, module in unwrap(model).named_modules()
+        } | {name: one for name, one in self._list_optimizers() if _is_of(name, only)}
+
     def _names(self) -> dict[int, str]:
         return {
             id(parameter): f"{name}.{path}"
@@ -189,6 +208,7 @@ class Registry:
                 name: self._own_of(optimizer, name_parameters(optimizer, names))
                 for name, optimizer in self._list_optimizers()
             },
+            "attributes": read_changed(self._list_owners(), self._born),
             "loose": [[name, place] for name, place, _ in self._list_loose()],
             "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
             "hooks": [path for path, ddp in self._ddp().items() if has_hook_state(ddp)],
@@ -350,6 +370,7 @@ class Registry:
                     load_rest(model, own["models"][name], described.get(name, {}))
                 if name in described:
                     load_flags(model, described[name])
+        load_attributes(self._list_owners(only), own.get("attributes", {}))
         unlike = []
         for name, value in self.others.items():
             if name in own["objects"] and _is_of(name, only):
@@ -361,6 +382,8 @@ class Registry:
         lost = sorted(name for name in mine - saved if not name.startswith(OWN))
         lost += [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
         why = [f"not in the checkpoint: {', '.join(lost)}"] if lost else []
+        if large := list_large(own.get("attributes", {})):
+            why.append(f"too large for a checkpoint: {', '.join(large)}")
         if hooks := own.get("hooks"):
             why.append(f"no checkpoint has the state of DDP's hook in {', '.join(hooks)}")
         told = (
