@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_NUMBERS = (bool, int, float, complex)
+_NUMBERS = frozenset((bool, int, float, complex))
 BYTES_MAX = 64 << 20
 """Size of a tensor up to which it is kept."""
 _ALWAYS = ("training",)
 """Kept by `modules.load_flags`."""
 
+_UNKNOWN: Any = (object(), -1)
 Born = dict[str, tuple[Any, int]]
 """Attribute -> its value at the registration, and the version of a tensor."""
 
@@ -24,7 +25,7 @@ def note_attributes(owners: dict[str, Any]) -> dict[str, Born]:
     return {
         path: {n: (v, _read_version(v)) for n, v in vars(owner).items() if _is_plain(v)}
         for path, owner in owners.items()
-        if _may_keep(owner)
+        if _may_keep(type(owner).__module__)
     }
 
 
@@ -32,17 +33,20 @@ def read_changed(owners: dict[str, Any], born: dict[str, Born]) -> dict[str, dic
     """Return the attributes that have changed, by owner and name; None if it is too large."""
     found: dict[str, dict[str, Any]] = {}
     for path, owner in owners.items():
-        if not _may_keep(owner):
+        if not _may_keep(type(owner).__module__):
             continue
         before = born.get(path, {})
         for name, value in vars(owner).items():
-            if name in _ALWAYS or not _is_plain(value):
+            kind = type(value)
+            if (kind not in _NUMBERS and kind is not Tensor) or name in _ALWAYS:
                 continue
-            old, version = before.get(name, (None, -1))
-            same = value is old and _read_version(value) == version
-            if not same and (isinstance(value, Tensor) or name not in before or value != old):
-                kept = value.detach() if isinstance(value, Tensor) else value
-                found.setdefault(path, {})[name] = kept if _is_small(value) else None
+            old, version = before.get(name, _UNKNOWN)
+            if kind is not Tensor:
+                if type(old) is not kind or value != old:
+                    found.setdefault(path, {})[name] = value
+            elif _is_plain(value) and (value is not old or value._version != version):
+                kept = (value.device.type, value.detach()) if _is_small(value) else None
+                found.setdefault(path, {})[name] = kept
     return found
 
 
@@ -52,22 +56,21 @@ def list_large(saved: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def load_attributes(owners: dict[str, Any], saved: dict[str, dict[str, Any]]) -> None:
-    """Put changed attributes back; a tensor to the device of the one that is there."""
+    """Put changed attributes back; a tensor of a device to that of its module."""
     for path, values in saved.items():
         owner = owners.get(path)
         if owner is None:
             continue
         for name, value in values.items():
-            if value is None:
-                continue
-            live = vars(owner).get(name)
-            if isinstance(value, Tensor):
-                value = value.to(live.device if isinstance(live, Tensor) else _find_device(owner))
-            setattr(owner, name, value)
+            if isinstance(value, tuple):
+                kind, value = value
+                value = value.to(_find_device(owner) if kind != "cpu" else kind)
+            if value is not None:
+                setattr(owner, name, value)
 
 
-def _may_keep(owner: Any) -> bool:
-    return type(owner).__module__.partition(".")[0] not in ("torch", "perdure")
+def _may_keep(module: str) -> bool:
+    return module.partition(".")[0] not in ("torch", "perdure")
 
 
 def _is_plain(value: Any) -> bool:
