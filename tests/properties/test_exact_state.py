@@ -71,7 +71,7 @@ def make_module(tree: Any) -> nn.Module:
 
 
 class World:
-    """A model and what trains it, made anew in each life."""
+    """A model and what trains it; each life has a fresh one."""
 
     def __init__(self, tree: Any, kind: str, groups: int, url: str) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Whether what resumed is what was: one fold decides, and every screen shows its verdict."""
+"""The verdict on a resumed job: proved, expected, or not exact. One fold decides."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ class ExactFold:
 
     resumable: bool = False
     why: str = ""
-    """Why the job is not what it was, as was said first; empty if nothing is known."""
+    """The first reason why the job is not exact; empty if none is known."""
     compared: str = ""
 
     def take(self, event: CheckpointRestored | ResumeCompared) -> None:

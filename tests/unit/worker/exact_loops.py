@@ -1017,14 +1017,14 @@ def weights_pruned_and_parametrized(life: Life) -> Iterator[Tensor]:
 @loop
 def compiled_model(life: Life) -> Iterator[Tensor]:
     model = make_mlp(nn.BatchNorm1d(24), nn.Dropout(0.2))
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled: Any = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
     life.register(model=compiled, optimizer=optimizer)
     yield from train(life, compiled, optimizer)
 
 
 class Codebook(nn.Module):
-    """Vectors that move without gradients: dead ones are drawn anew."""
+    """Vectors that move without gradients: dead ones get random values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class Refuses(Whole):
 
 
 class Loses(Whole):
-    """Counts from 0 again, whatever it is told."""
+    """Counts from 0 after each load."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

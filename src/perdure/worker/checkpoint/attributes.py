@@ -1,8 +1,8 @@
 """Numbers and tensors that a module or an optimizer has as plain attributes, and changes.
 
 A temperature that is annealed, a counter of passes, or a hidden state is in no `state_dict()`. Only
-what has changed since the object was registered is kept. So a constant that a script sets anew
-stays as the script has it. Classes of torch keep their state elsewhere.
+what has changed since the object was registered is kept. So a constant that you edit between two
+runs has the value of the script. Classes of torch keep their state elsewhere.
 """
 
 from typing import Any

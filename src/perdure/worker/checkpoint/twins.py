@@ -1,7 +1,7 @@
-"""Whether an object of the script gives back the state that it was loaded with.
+"""Tests of an object of the script: does it give back the state that it was loaded with?
 
 Before the first step, each object's state goes through memory into a twin. After a resume, the
-loaded object is compared with what was loaded.
+object's state is compared with that of the checkpoint.
 """
 
 import copy
