@@ -52,7 +52,9 @@ test-floors: setup
 
 # Training loops that are killed twice, beside undisturbed ones: their losses are equal to the bit.
 exact: setup
-	$(BIN)/python -m pytest -q tests/unit/worker/test_exact_loops.py
+	$(BIN)/python -m pytest -q tests/unit/worker/test_exact_loops.py tests/properties/test_exact_state.py
+	$(BIN)/python -m pytest -q -m "" tests/e2e/test_exact_resume.py -k "2-ddp or 2-fsdp"
+	$(BIN)/python -m pytest -q -m "" tests/third_party/test_exact_trainers.py -k kill
 
 # Bounds on time, CPU, and memory: alone on a quiet machine.
 # OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.

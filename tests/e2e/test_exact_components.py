@@ -141,7 +141,7 @@ def compare(folder: str, kind: str, save_at: int) -> str:
         return f"restored {step}"
     if kind == "static":
         return "" if "static_graph" in restored.why_not_exact else "static graph called exact"
-    if not restored.exact:
+    if restored.why_not_exact:
         return restored.why_not_exact
     rest = two.train(step, STEPS)
     if rest != whole[step:]:

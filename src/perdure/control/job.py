@@ -247,6 +247,8 @@ class JobState:
     """Measured cost of the newest checkpoint to training."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
+    unsaved: str = ""
+    """Why the newest save failed, if none has succeeded."""
     saved_s: float | None = None
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
     failures: FailureLog = field(default_factory=FailureLog)

@@ -11,6 +11,7 @@ from perdure.dash.verdicts import render_withheld
 from perdure.model.plain import REASON_MAX, name_step, shorten_line, show_controls
 from perdure.model.report import (
     PHASES,
+    Exactness,
     HungSaveRow,
     MendRow,
     NoteRow,
@@ -54,6 +55,8 @@ def _render_head(report: Report) -> str:
         f"goodput {'at most ' if report.lost_unknown else ''}{report.goodput:.1%}"
     )
     lines = [line, shorten_line(report.reason, REASON_MAX)] if report.reason else [line]
+    if exact := render_exactness(report.exact):
+        lines.append(exact)
     if report.lost_unknown:
         lines.append(LOST_UNKNOWN)
     return "\n".join([*lines, *render_withheld(report)])
@@ -103,6 +106,13 @@ def render_skipped(rows: Sequence[SkipRow]) -> str:
         f"{shorten_line(show_controls(row.why), REASON_MAX)}"
         for row in rows
     )
+
+
+def render_exactness(exact: Exactness | None) -> str:
+    """Return whether resumes are exact, and why; empty if nothing can resume."""
+    if exact is None:
+        return ""
+    return f"exact: {exact.state}; {shorten_line(show_controls(exact.reason), REASON_MAX)}"
 
 
 def render_hung_saves(rows: Sequence[HungSaveRow]) -> str:

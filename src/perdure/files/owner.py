@@ -8,7 +8,7 @@ from perdure.files import create_file, replace_file
 from perdure.files.regular import read_file
 from perdure.model.checkpoints import MANIFEST, OWNER, Manifest, parse_checkpoint_name
 from perdure.model.codec import decode
-from perdure.model.errors import ConfigError, ProtocolError
+from perdure.model.errors import UnfitError, ProtocolError
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of file systems without hard links."""
@@ -54,10 +54,10 @@ def refuse_owner(place: str, owner: str, job: str) -> None:
     """Refuse the folder of another job.
 
     Raises:
-        ConfigError: `owner` is named, and is not `job`.
+        UnfitError: `owner` is named, and is not `job`.
     """
     if owner and job and owner != job:
-        raise ConfigError(
+        raise UnfitError(
             f"{place} holds the checkpoints of job {owner}",
             hint="set checkpoint.url to another folder; to begin from these, set checkpoint.from",
         )

@@ -2,7 +2,8 @@
 
     PerdureError                exit code
     ├── ConfigError             2   the user: an option, a job file, a script that is not there
-    │   └── MeasureError        2   a cost profile lacks a measure that is needed
+    │   ├── MeasureError        2   a cost profile lacks a measure that is needed
+    │   └── UnfitError          2   a checkpoint does not fit the script, or cannot keep its state
     ├── PlatformError           3   the outside: a full disk, a port in use, a tool that is missing
     │   ├── RequestError        3   nobody answered on the bus: ask again
     │   └── DeviceLostError     5   device-lost: no call of this process's GPU works, or ends, again
@@ -34,6 +35,16 @@ class ConfigError(PerdureError):
 
 class MeasureError(ConfigError):
     """A cost was never measured: nothing is planned with a guess in its place."""
+
+
+class UnfitError(ConfigError):
+    """A checkpoint does not fit the script or the job: no restart changes that, and none is tried."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        """Have a traceback show the hint below the message."""
+        super().__init__(message, hint=hint)
+        if hint:
+            self.add_note(f"hint: {hint}")
 
 
 class PlatformError(PerdureError):

@@ -232,8 +232,18 @@ class CheckpointRestored(RankEvent, frozen=True, kw_only=True):
     path: str
     skipped: tuple[str, ...] = ()
     """`path: why` for every newer checkpoint that could not be used."""
-    exact: bool = True
     why_not_exact: str = ""
+    """Why what goes on is not what was, as far as the rank knows."""
+
+
+class ResumeCompared(GenerationEvent, frozen=True, kw_only=True):
+    """A step was made again after a resume, and its loss compared with that of before."""
+
+    step: int
+    resumed: int
+    """The step of the checkpoint."""
+    differs: str = ""
+    """How they differ; empty if they are equal to the last bit."""
 
 
 class VerdictReached(Event, frozen=True, kw_only=True):
@@ -927,6 +937,7 @@ AnyEvent = (
     | CheckpointSaved
     | CheckpointFailed
     | CheckpointRestored
+    | ResumeCompared
     | VerdictReached
     | VerdictWithdrawn
     | ActionWithheld

@@ -1,5 +1,7 @@
 """What is shown: the ledger, recoveries, and the live snapshot. Their JSON is a contract."""
 
+from typing import Literal
+
 import msgspec
 
 from perdure.model.signals.devices import DeviceSample
@@ -104,6 +106,15 @@ class MendRow(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Exactness(msgspec.Struct, frozen=True):
+    """Whether a job that resumed computes what it would have without a failure."""
+
+    state: Literal["proved", "expected", "not"]
+    """proved: a loss after a resume was compared with that from before. expected: nothing speaks
+    against it."""
+    reason: str
+
+
 class SkipRow(msgspec.Struct, frozen=True):
     """A checkpoint that could not be used when a world resumed, so that steps were made again."""
 
@@ -155,6 +166,8 @@ class Report(msgspec.Struct, frozen=True):
     """What was found damaged of the journal, the oldest first."""
     skipped: tuple[SkipRow, ...] = ()
     """Checkpoints that could not be used, the oldest first."""
+    exact: Exactness | None = None
+    """None: the script declares no steps."""
     hung_saves: tuple[HungSaveRow, ...] = ()
     """Checkpoints whose disk hung, the oldest first."""
     incidents: int = 0
@@ -323,6 +336,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """What was found damaged of the journal, the oldest first."""
     skipped: tuple[SkipRow, ...] = ()
     """Checkpoints that could not be used, the oldest first."""
+    exact: Exactness | None = None
+    """None: the script declares no steps."""
     hung_saves: tuple[HungSaveRow, ...] = ()
     """Checkpoints whose disk hung, the oldest first."""
     waits: tuple[str, ...] = ()

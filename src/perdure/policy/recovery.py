@@ -9,9 +9,11 @@ from typing import Literal
 
 import msgspec
 
+from perdure.model.errors import UnfitError
 from perdure.model.job import RestartConfig
 
 _USERS_ERRORS = ("ModuleNotFoundError", "ImportError", "SyntaxError", "IndentationError")
+_UNFIT = UnfitError.__name__
 _EXIT_USAGE = 2
 _SIGINT = 2
 
@@ -93,6 +95,7 @@ def decide_recovery(failure: Failure, past: FailureLog, config: RestartConfig) -
             failure.progress_max <= 0 and error in _USERS_ERRORS,
             f"{failure.culprit}: {failure.error}: a restart would meet it again",
         ),
+        (error == _UNFIT, f"{failure.culprit}: {failure.error.partition(': ')[2]}"),
         (
             failure.progress_max <= 0 and failure.code == _EXIT_USAGE and not failure.error,
             f"{failure.culprit} ended with exit code 2 (usage) at its start",

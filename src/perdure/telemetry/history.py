@@ -33,6 +33,7 @@ from perdure.model.events import (
     RankJoined,
     RanksStarted,
     ReplicaSeen,
+    ResumeCompared,
     RoomNoted,
     VerdictReached,
     VerdictWithdrawn,
@@ -43,6 +44,7 @@ from perdure.model.job import JobSpec
 from perdure.model.report import HungSaveRow, MendRow, NoteRow, SkipRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import HANGS, Culprit, Verdict
+from perdure.telemetry.exactness import ExactFold
 from perdure.telemetry.older import OlderFailures
 from perdure.telemetry.platforms import MachineFold
 from perdure.telemetry.reforms import Reform, Stall, make_stall
@@ -203,6 +205,7 @@ class History:
     mended: list[MendRow] = field(default_factory=list)
     skipped: list[SkipRow] = field(default_factory=list)
     """Checkpoints that could not be used, each told once, by whichever rank says it first."""
+    exact: ExactFold = field(default_factory=ExactFold)
     waits: dict[int, str] = field(default_factory=dict)
     """Node -> what room its ranks wait for before they start."""
     hung_saves: list[HungSaveRow] = field(default_factory=list)
@@ -279,6 +282,9 @@ class History:
             case CheckpointRestored() as event:
                 self._of(event.generation).restored[event.rank] = event.step
                 self._note_skipped(entry.at_s, event)
+                self.exact.take(event)
+            case ResumeCompared() as event:
+                self.exact.take(event)
             case RankJoined() as event:
                 generation = self._of(event.generation)
                 generation.rank(event.rank)

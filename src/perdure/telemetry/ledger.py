@@ -95,6 +95,7 @@ class LedgerFold:
             notes=tuple(history.notes),
             mended=tuple(history.mended),
             skipped=tuple(history.skipped),
+            exact=history.exact.judge(),
             hung_saves=tuple(history.hung_saves),
             incidents=sum(r.rung != "join" for r in recoveries),
             lost_unknown=sums["useful"] > 0

@@ -213,6 +213,7 @@ class SnapshotFold:
             seq=self.certain.seq,
             mended=tuple(history.mended),
             skipped=tuple(history.skipped),
+            exact=history.exact.judge(),
             hung_saves=tuple(history.hung_saves),
             waits=tuple(why for _, why in sorted(history.waits.items())),
             job=self._spec.name,

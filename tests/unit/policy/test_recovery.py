@@ -89,6 +89,15 @@ def test_import_error_after_progress_is_retried() -> None:
     assert decide_recovery(one, FailureLog(), RestartConfig()).rung == "restart"
 
 
+def test_a_checkpoint_that_does_not_fit_is_tried_once() -> None:
+    error = "perdure.model.errors.UnfitError: step-00000040 does not fit the script: why"
+    decision = decide_recovery(
+        failure(progress_max=40, error=error, code=1), FailureLog(), RestartConfig()
+    )
+    assert decision.rung == "give up"
+    assert decision.reason == "rank 1: step-00000040 does not fit the script: why"
+
+
 def test_window_bounds_a_job_that_is_killed_all_the_time() -> None:
     config = RestartConfig(window_max=5, window_s=100.0)
     failures = (failure(float(i), step=i, progress_max=i) for i in range(5))

@@ -6,6 +6,7 @@ step. It begins at `life.start`, as a script does under `run.steps`.
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from tests.unit.worker.exact_life import STEPS, Life
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -744,3 +745,324 @@ def loader_with_persistent_workers(life: Life) -> Iterator[Tensor]:
             loss.backward()
             optimizer.step()
         yield loss
+
+
+# --- loops of public reports ----------------------------------------------------------------------
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware: two passes a step, of which the first climbs. It holds its optimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(list(parameters), {"rho": 0.05})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad, alpha=group.get("rho", 0.05))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
+@loop
+def sharpness_aware_steps(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = Sam(model.parameters())
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        x = draw(16, 16)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.first_step()
+        model(x).square().mean().backward()
+        optimizer.second_step()
+        yield loss
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that follow every third step; its counter is a plain attribute."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+        self.inner, self.counter = inner, 0
+        self.slow = [p.detach().clone() for g in inner.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.counter += 1
+        if self.counter % 3 == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    slow = self.state[p].setdefault("slow", p.detach().clone())
+                    slow.add_(p - slow, alpha=0.5)
+                    p.copy_(slow)
+
+
+@loop
+def lookahead(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.01))
+    life.register(model=model, optimizer=optimizer)
+    yield from train(life, model, optimizer)
+
+
+@loop
+def averaged_weights_and_their_rate(life: Life) -> Iterator[Tensor]:
+    model = make_mlp(nn.BatchNorm1d(24))
+    average = swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    flat = swa_utils.SWALR(optimizer, 0.02, 4)
+    life.register(model=model, average=average, optimizer=optimizer, cosine=cosine, flat=flat)
+
+    def after(step: int, loss: Tensor) -> None:
+        if step < 6:
+            cosine.step()
+        else:
+            average.update_parameters(model)
+            flat.step()
+
+    yield from train(life, model, optimizer, after)
+
+
+@loop
+def steps_that_the_scaler_skips(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    schedule = lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    life.register(model=model, optimizer=optimizer, scaler=scaler, schedule=schedule)
+    for step in life.steps():
+        optimizer.zero_grad()
+        loss = model(draw(16, 16)).square().mean()
+        scaler.scale(loss * (float("inf") if step % 4 == 3 else 1.0)).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() >= before:
+            schedule.step()
+        yield loss * scaler.get_scale()
+
+
+class Annealed(nn.Module):
+    """Its temperature is a number, and its usage a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.passes = 2.0, 0
+        self.usage = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.temperature *= 0.97
+            self.passes += 1
+            self.usage += x.detach().mean(0).abs()
+            self.newest = x.detach()[0].clone()
+        return x / self.temperature - 0.01 * self.usage + 0.001 * self.newest
+
+
+@loop
+def module_annealed_by_plain_attributes(life: Life) -> Iterator[Tensor]:
+    model = nn.Sequential(nn.Linear(16, 4), Annealed())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    life.register(model=model, optimizer=optimizer)
+    yield from train(life, model, optimizer)
+
+
+class Recurrent(nn.Module):
+    """Carries its hidden state from step to step, as truncated backpropagation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(16, 8)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.cell(x, None if self.hidden is None else self.hidden.detach())
+        return self.hidden
+
+
+@loop
+def hidden_state_carried_across_steps(life: Life) -> Iterator[Tensor]:
+    model = Recurrent()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    life.register(model=model, optimizer=optimizer)
+    yield from train(life, model, optimizer, batch=lambda: draw(4, 16))
+
+
+@loop
+def quantization_aware(life: Life) -> Iterator[Tensor]:
+    model = make_mlp(nn.ReLU()).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It moves to another library.
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+        model = torch.ao.quantization.prepare_qat(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    life.register(model=model, optimizer=optimizer)
+
+    def after(step: int, loss: Tensor) -> None:
+        if step == 9:
+            model.apply(torch.ao.quantization.disable_observer)
+
+    yield from train(life, model, optimizer, after)
+
+
+@loop
+def ensemble_of_functional_models(life: Life) -> Iterator[Tensor]:
+    base = make_mlp()
+    stacked, _ = torch.func.stack_module_state([make_mlp() for _ in range(3)])
+    weights = {name: p.detach().requires_grad_() for name, p in stacked.items()}
+    optimizer = torch.optim.Adam(weights.values(), lr=0.01)
+    life.register(optimizer=optimizer)
+
+    def call(parameters: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(base, parameters, (x,))
+
+    for _ in life.steps():
+        optimizer.zero_grad()
+        loss = torch.vmap(call, (0, None))(weights, draw(8, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+class Curriculum:
+    """How hard samples may be follows the mean loss; also the order of rows, by a generator."""
+
+    def __init__(self) -> None:
+        self.level, self.recent = 1.0, [1.0] * 3
+        self.generator = torch.Generator().manual_seed(3)
+
+    def draw(self) -> Tensor:
+        return torch.randn(8, 16, generator=self.generator) * self.level
+
+    def note(self, loss: float) -> None:
+        self.recent = [*self.recent[1:], loss]
+        self.level *= 1.1 if sum(self.recent) / 3 < 0.2 else 0.95
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level, self.recent = state["level"], list(state["recent"])
+        self.generator.set_state(state["generator"])
+
+
+@loop
+def curriculum_by_loss(life: Life) -> Iterator[Tensor]:
+    model, curriculum = make_mlp(), Curriculum()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    life.register(model=model, optimizer=optimizer, curriculum=curriculum)
+    yield from train(
+        life, model, optimizer, lambda _, loss: curriculum.note(loss.item()), curriculum.draw
+    )
+
+
+class Places(torch.utils.data.Sampler[int]):
+    """A sampler that knows its place."""
+
+    def __init__(self) -> None:
+        self.place, self.order = 0, torch.randperm(40).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.place += 1
+            yield self.order[self.place % 40]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.order = state["place"], state["order"]
+
+
+@loop
+def sampler_of_ones_own(life: Life) -> Iterator[Tensor]:
+    rows, model, places = draw(40, 16), make_mlp(), Places()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    life.register(model=model, optimizer=optimizer, places=places)
+    stream: list[Iterator[int]] = []
+
+    def batch() -> Tensor:
+        stream[:] = stream or [iter(places)]  # After the resume.
+        return torch.stack([rows[next(stream[0])] for _ in range(8)])
+
+    yield from train(life, model, optimizer, batch=batch)
+
+
+@loop
+def weights_pruned_and_parametrized(life: Life) -> Iterator[Tensor]:
+    model = make_mlp(parametrizations.weight_norm(nn.Linear(24, 24)))
+    prune.l1_unstructured(model[0], "weight", 0.3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    life.register(model=model, optimizer=optimizer)
+    yield from train(life, model, optimizer)
+
+
+@loop
+def compiled_model(life: Life) -> Iterator[Tensor]:
+    model = make_mlp(nn.BatchNorm1d(24), nn.Dropout(0.2))
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+    life.register(model=compiled, optimizer=optimizer)
+    yield from train(life, compiled, optimizer)
+
+
+class Codebook(nn.Module):
+    """Vectors that move without gradients: dead ones get random values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(8, 4), requires_grad=False)
+        self.counts = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x.detach(), self.vectors).argmin(1)
+        self.counts = 0.8 * self.counts + 0.2 * torch.bincount(nearest, minlength=8)
+        for index in nearest.unique():
+            mean = x.detach()[nearest == index].mean(0)
+            self.vectors.data[index].mul_(0.9).add_(mean, alpha=0.1)
+        dead = self.counts < 0.3
+        self.vectors.data[dead] = torch.randn(int(dead.sum()), 4)
+        return x + (self.vectors[nearest] - x).detach() + 0.1 * x
+
+
+@loop
+def codebook_that_moves_by_hand(life: Life) -> Iterator[Tensor]:
+    model = nn.Sequential(nn.Linear(16, 4), Codebook())
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    life.register(model=model, optimizer=optimizer)
+    yield from train(life, model, optimizer)
+
+
+@loop
+def gradients_clipped_by_a_moving_norm(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = Clipped(model.parameters(), lr=0.05)
+    life.register(model=model, optimizer=optimizer)
+    yield from train(life, model, optimizer)
+
+
+class Clipped(torch.optim.SGD):
+    norm = 0.01
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        found = float(nn.utils.clip_grad_norm_(parameters, self.norm))
+        self.norm = 0.9 * self.norm + 0.1 * found
+        super().step()

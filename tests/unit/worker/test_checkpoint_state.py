@@ -130,7 +130,7 @@ def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_training(tmp_pa
     saver.close()
     (failed,) = events
     assert isinstance(failed, CheckpointFailed)
-    assert failed.error == "no state today"
+    assert failed.error == "broken.state_dict() failed: ValueError('no state today')"
 
 
 def test_objects_that_need_pickle_are_refused_unless_allowed(tmp_path: Path) -> None:

@@ -303,8 +303,8 @@ def _read_facts(run: CopiedRun, generation: int) -> tuple[int, int, str]:
             case FailureDecided(world=world, at_step=step) if world == generation:
                 killed_at = step
             case CheckpointRestored(generation=number, step=step) if number > generation:
-                if resumed_at < 0:
-                    resumed_at, why = step, entry.body.why_not_exact
+                resumed_at = step if resumed_at < 0 else resumed_at
+                why = why or entry.body.why_not_exact
     return killed_at, resumed_at, why
 
 

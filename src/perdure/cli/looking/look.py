@@ -201,7 +201,7 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     """Return a snapshot as text."""
     from perdure.dash.live import describe_late, describe_left, order_metrics, render_count
     from perdure.dash.shape import render_shape
-    from perdure.dash.text import render_hung_saves, render_mended, render_skipped
+    from perdure.dash.text import render_exactness, render_hung_saves, render_mended, render_skipped
     from perdure.dash.verdicts import describe_verdict, render_withheld
     from perdure.dash.watch import choose_shown_verdicts, holds, render_busy
 
@@ -223,6 +223,7 @@ def render_snapshot(snapshot: "Snapshot") -> str:
         *snapshot.waits,
         mended,
         skipped,
+        render_exactness(snapshot.exact),
         hung,
         *render_withheld(snapshot),
         metrics,

@@ -15,6 +15,7 @@ from perdure.control.promises import make_steering
 from perdure.control.recovery.elsewhere import hold_known
 from perdure.control.recovery.placement import place_nodes
 from perdure.control.world import WorldState
+from perdure.model.errors import PlatformError
 from perdure.model.events import GenerationStopped, JobEnded, JobSubmitted, RanksStarted, StoreReady
 from perdure.model.orders import AnyAction, Assignment, AssignNodes, EndJob
 from perdure.model.steering import Steering
@@ -210,9 +211,16 @@ def end_job(
     *,
     grace_s: float = 0.0,
 ) -> list[AnyAction]:
-    """Begin the end: every node ends what it runs, keeper included."""
+    """Begin the end: every node ends what it runs, keeper included.
+
+    A job that was to be saved, and never was, has not ended well.
+    """
     if state.over:
         return []
+    if exit_code == 0 and state.unsaved:
+        exit_code = PlatformError.exit_code
+        reason = f"{reason}, and every checkpoint failed: {state.unsaved}"
+        status = "failed" if status == "done" else status
     state.enter("it is done, stopped or given up")
     state.deadline_s = now + _END_TIMEOUT_S + grace_s
     state.ending = EndJob(status=status, exit_code=exit_code, reason=reason)

@@ -41,7 +41,9 @@ def note_checkpoint(
 ) -> list[AnyAction]:
     """Take what became of a checkpoint, and answer who asked for it."""
     if isinstance(event, CheckpointSaved):
-        state.stall_s, state.saved_s = event.stall_s, now
+        state.stall_s, state.saved_s, state.unsaved = event.stall_s, now, ""
+    elif state.saved_s is None:
+        state.unsaved = event.error
     actions = note_saved(state, now, event)
     state.quorum.save_since_s = now
     world = state.find_world(event.generation)

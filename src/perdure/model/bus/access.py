@@ -87,6 +87,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.CheckpointSaved: ("rank",),
         events.CheckpointFailed: ("rank",),
         events.CheckpointRestored: ("rank",),
+        events.ResumeCompared: ("controller",),
         events.VerdictReached: ("controller", "agent"),  # An agent's: its own keeper is silent.
         events.VerdictWithdrawn: ("controller", "agent"),
         events.StacksTaken: ("agent",),

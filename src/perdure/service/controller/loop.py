@@ -56,6 +56,7 @@ from perdure.model.events import (
     Newest,
     NodeRegistered,
     RanksAgreed,
+    ResumeCompared,
     name_agreement,
 )
 from perdure.model.fitting import fit_event
@@ -77,6 +78,7 @@ from perdure.service.curves import CurveFiles
 from perdure.service.jobfiles import MINE
 from perdure.service.part import wait_event
 from perdure.service.ports import Bus, Reply
+from perdure.telemetry.exactness import LossComparison
 from perdure.telemetry.links import LinkFold
 
 log = logging.getLogger("perdure.controller")
@@ -168,6 +170,9 @@ class ControllerService:
         self._devices = DeviceJudge(spec.detect)
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
         self._curves, self._show_newest = curves, show_newest
+        self._losses = LossComparison()
+        self._compared = (-1, False)
+        """The newest generation that was compared, and whether it was said to differ."""
         self._folding: asyncio.Task[None] | None = None
         self._snapshot_seq = 0
         self._writing: asyncio.Task[None] | None = None
@@ -388,6 +393,7 @@ class ControllerService:
                     match note:
                         case MetricsLogged():
                             turn.metrics.append((batch.source, note))
+                            self._compare_losses(turn, note)
                         case BoundaryAnswered() | BoundaryReached() if name_agreement(note):
                             self._collect(turn, batch.source, number, note)
                         case _:
@@ -395,6 +401,25 @@ class ControllerService:
                     if isinstance(event, NodeRegistered) and why and not untrue:
                         self._send_away(turn, event, why)
                 skipped = 0
+
+    def _compare_losses(self, turn: _Turn, event: MetricsLogged) -> None:
+        """Say once a generation whether a resume is exact, and once that it is not."""
+        if self._spec.groups:
+            return
+        world, found = self._memory.machine.state.world, self._losses.take(event)
+        resumed = world.resumed_step
+        if found is None or resumed <= 0 or world.elastic.members:
+            return
+        step, differs = found
+        if (event.generation, bool(differs)) <= self._compared:
+            return
+        self._compared = (event.generation, bool(differs))
+        compared = ResumeCompared(
+            generation=event.generation, step=step, resumed=resumed, differs=differs
+        )
+        self._add(turn, compared)
+        if differs:
+            log.error("not exact: %s", differs)
 
     def _send_away(self, turn: _Turn, event: NodeRegistered, why: str) -> None:
         """Have an agent of another version leave: it would understand half of what it is told.

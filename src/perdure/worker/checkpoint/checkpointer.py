@@ -20,12 +20,13 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor
 
 from perdure.failpoints import failpoint
@@ -42,7 +43,7 @@ from perdure.model.checkpoints import (
     parse_checkpoint_name,
 )
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
+from perdure.model.errors import PlatformError, ProtocolError, UnfitError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
 from perdure.worker.busy import Busy, compute_allowance_s, declare_busy
@@ -64,8 +65,8 @@ from perdure.worker.checkpoint.files import (
 from perdure.worker.checkpoint.index import INDEX, read_index
 from perdure.worker.checkpoint.loaders import count_loaders, resume_loaders, watch_loaders
 from perdure.worker.checkpoint.loading import check_archive
-from perdure.worker.checkpoint.plain import read_plain_state
-from perdure.worker.checkpoint.registry import Registry
+from perdure.worker.checkpoint.plain import check_plain, read_plain_state
+from perdure.worker.checkpoint.registry import Registry, name_misfit
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
     in_group,
@@ -76,6 +77,7 @@ from perdure.worker.checkpoint.sharded import (
 from perdure.worker.checkpoint.staging import Staging
 from perdure.worker.executor import REPEATED, SaveSkipped
 from perdure.worker.rng import capture_rng, compare_fingerprints, restore_rng, take_fingerprint
+from perdure.worker.settings import OWN
 from perdure.worker.stderr import say
 
 T = TypeVar("T")
@@ -243,7 +245,11 @@ class SaveTask:
         with open(self.folder / name, "wb") as file:  # Not a path: torch would keep the GIL.
             torch.save(own, file)
         sync_path(self.folder / name)
-        torch.load(self.folder / name, weights_only=not self._allow_pickle, map_location="cpu")
+        try:
+            torch.load(self.folder / name, weights_only=not self._allow_pickle, map_location="cpu")
+        except pickle.UnpicklingError:
+            _name_pickle(own)
+            raise
         (self.folder / _RESULTS.format(self._rank)).write_bytes(results)
         failpoint("checkpoint/written")
         files = []
@@ -348,16 +354,22 @@ def _read_job() -> str:
     return os.environ.get("PERDURE_JOB", "")
 
 
-@contextlib.contextmanager
-def _fitting(folder: Path) -> Iterator[None]:
-    """Say of what does not fit that the script has changed."""
-    try:
-        yield
-    except (RuntimeError, KeyError, ValueError, PerdureError) as error:
-        raise ConfigError(
-            f"{folder.name} does not fit the script: {str(error).strip() or repr(error)}",
-            hint="give the changed script a new job name or checkpoint url",
-        ) from error
+def _fitting(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return name_misfit(
+        f"{folder.name} does not fit the script",
+        hint="run the script as it was, or give this one a new job name or checkpoint url",
+    )
+
+
+def _name_pickle(own: dict[str, Any]) -> None:
+    """Find the object whose state is no plain data any more.
+
+    Raises:
+        UnfitError: it is this one.
+    """
+    for states in (own["objects"], own["models"], own["optimizers"]):
+        for name, state in states.items():
+            check_plain(name, state)
 
 
 class Checkpointer:
@@ -407,10 +419,12 @@ class Checkpointer:
         """Step of the newest checkpoint, 0 for none; seconds that the slowest save took."""
         self._attempts = 0
         self._found: _Found | None = None
-        self._kept: tuple[Path, dict[str, Any]] | None = None
+        self._kept: tuple[Path, dict[str, Any], CheckpointRestored] | None = None
         """What was restored, if nobody has registered some of it. It goes with the first step: an
-        object that is registered later would get a state of long ago."""
+        object that is registered later would get a state of long ago. What is left is said then."""
         self._stepped = False
+        self._doubts: list[str] = []
+        """Why no resume can be exact, as far as it is known before any step."""
         self.gate_s = 0.0
         """Seconds waited at gates so far."""
 
@@ -420,13 +434,12 @@ class Checkpointer:
         What was restored before and nobody has taken is its state, until a step was made.
 
         Raises:
-            ConfigError: what is kept does not fit.
+            UnfitError: what is kept does not fit.
         """
-        kept = (
-            self._kept if self._kept and name in self._registry.list_left(self._kept[1]) else None
-        )
+        kept = self._kept
+        awaited = kept is not None and name in self._registry.list_left(kept[1])
         self._registry.add(name, value)
-        if kept is not None:
+        if kept is not None and awaited:
             self._take(name, *kept)
         if isinstance(value, torch.optim.Optimizer):
             value.register_step_pre_hook(lambda *_: self._pass_gate(id(value)))
@@ -439,7 +452,23 @@ class Checkpointer:
     def begin_step(self) -> None:
         """Note that a step begins: gradients of optimizers that step in it are not saved."""
         self._registry.updated.clear()
-        self._kept, self._stepped = None if self._stepped else self._kept, True
+        if self._stepped:
+            self._drop_kept()
+        self._stepped = True
+
+    def _drop_kept(self) -> None:
+        """Say what the checkpoint has and no object took."""
+        if self._kept is not None:
+            (_, own, restored), self._kept = self._kept, None
+            left = [name for name in self._registry.list_left(own) if not name.startswith(OWN)]
+            if left:
+                why = f"in the checkpoint and not registered: {', '.join(left)}"
+                self._tell_restored(structs.replace(restored, why_not_exact=why))
+
+    def _tell_restored(self, event: CheckpointRestored) -> None:
+        if event.why_not_exact and self._rank == 0:
+            say(f"not exact from step {event.step} on: {event.why_not_exact}")
+        self._emit(event)
 
     def settle(self) -> None:
         """Wait until what was begun is copied: the state may change, by whatever means."""
@@ -668,10 +697,11 @@ class Checkpointer:
         """Refuse objects that could not be saved, before any work is done.
 
         Raises:
-            ConfigError: the state of an object is no plain data.
+            UnfitError: the state of an object is no plain data.
         """
         if not self._config.allow_pickle:
             self._registry.check()
+        self._doubts = self._registry.try_twins()
 
     # --- restoring ---------------------------------------------------------------------------
 
@@ -683,7 +713,7 @@ class Checkpointer:
         cannot be used is skipped with a line that says why.
 
         Raises:
-            ConfigError: it holds pickles, and `checkpoint.allow_pickle` is off.
+            UnfitError: it holds pickles, and `checkpoint.allow_pickle` is off.
             PlatformError: what is there cannot be listed.
         """
         found = self._found = self._found or self._read()
@@ -695,7 +725,7 @@ class Checkpointer:
         Fills `extra` with what was saved beside it.
 
         Raises:
-            ConfigError: the checkpoint is whole but does not fit what was registered.
+            UnfitError: the checkpoint is whole but does not fit what was registered.
         """
         step, folder, skipped, own = self._found or self._read()
         self._found, self._written = None, step
@@ -704,19 +734,17 @@ class Checkpointer:
             failpoint("checkpoint/restore")
             with _fitting(folder), _reading():
                 why = self._load(folder, own, extra)
-            if self._registry.list_left(own):
-                self._kept = folder, own
-        self._emit(
-            CheckpointRestored(
-                generation=self._generation,
-                rank=self._rank,
-                step=step,
-                path=str(folder) if folder is not None else "",
-                skipped=tuple(skipped),
-                exact=not why,
-                why_not_exact="; ".join(why),
-            )
+        restored = CheckpointRestored(
+            generation=self._generation,
+            rank=self._rank,
+            step=step,
+            path=str(folder) if folder is not None else "",
+            skipped=tuple(skipped),
+            why_not_exact="; ".join(dict.fromkeys([*self._doubts, *why])),
         )
+        self._tell_restored(restored)
+        if folder is not None and self._registry.list_left(own):
+            self._kept = folder, own, restored
         return step
 
     def _read(self) -> _Found:
@@ -728,7 +756,7 @@ class Checkpointer:
                 root, remote = open_place(other)
                 names = self._list_names(root, remote)
                 if not names:
-                    raise ConfigError(
+                    raise UnfitError(
                         f"checkpoint.from: {other} has no checkpoint",
                         hint="name a folder of step-*",
                     )
@@ -738,7 +766,7 @@ class Checkpointer:
         """Refuse another job's checkpoints; remove what this job has left half written.
 
         Raises:
-            ConfigError: they are another's.
+            UnfitError: they are another's.
         """
         job, owner = _read_job(), ""
         if self._rank == 0 and job:
@@ -776,7 +804,7 @@ class Checkpointer:
         """Return the names of all checkpoints, newest first; where ranks form a group, rank 0's.
 
         Raises:
-            ConfigError: somebody has removed them; their folder is still there.
+            UnfitError: somebody has removed them; their folder is still there.
             PlatformError: their disk did not answer for as long as perdure waits.
         """
 
@@ -786,7 +814,7 @@ class Checkpointer:
                 names |= set(remote.list_names())
             saved = "" if names else read_saved(root)
             if saved and (root / OWNER).exists():
-                raise ConfigError(
+                raise UnfitError(
                     f"perdure saved {saved} in {root}, and somebody has removed it",
                     hint="put it back, or begin at step 0 after `perdure rm JOB`",
                 )
@@ -859,18 +887,20 @@ class Checkpointer:
                     check_archive(file)
                     found.append(torch.load(file, map_location="cpu", weights_only=plain))
             except pickle.UnpicklingError as error:
-                raise ConfigError(
-                    f"{path.name} needs pickle: set checkpoint.allow_pickle"
+                raise UnfitError(
+                    f"{path.name} needs pickle", hint="set checkpoint.allow_pickle"
                 ) from error
         return self._registry.merge([read_plain_state(one) for one in found])
 
-    def _take(self, name: str, folder: Path, own: dict[str, Any]) -> None:
+    def _take(
+        self, name: str, folder: Path, own: dict[str, Any], restored: CheckpointRestored
+    ) -> None:
         """Load what the checkpoint has of the object that was registered just now."""
         with _fitting(folder), torch.no_grad():
             read_tensors(folder, self._registry.targets(own, name))
             self._registry.load_own(own, name)
         if why := getattr(self._registry.others.get(name), "why_not_exact", ""):
-            say(f"not exact from here on: {why}")
+            self._tell_restored(structs.replace(restored, why_not_exact=why))
         if not self._registry.list_left(own):
             self._kept = None
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.model.errors import ConfigError
+from perdure.model.errors import UnfitError
 
 _MARK = "perdure.numpy"
 
@@ -66,7 +66,7 @@ def check_plain(what: str, state: Any) -> None:
     """Refuse a state that a checkpoint could not keep.
 
     Raises:
-        ConfigError: torch would have to run code to load it.
+        UnfitError: torch would have to run code to load it.
     """
     file = io.BytesIO()
     try:
@@ -74,8 +74,8 @@ def check_plain(what: str, state: Any) -> None:
         file.seek(0)
         torch.load(file, weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-        raise ConfigError(
-            f"register: the state of {what} {_name_cause(file, error)}: nothing could be saved",
+        raise UnfitError(
+            f"the state of {what} {_name_cause(file, error)}: nothing could be saved",
             hint="let state_dict() return tensors, arrays, numbers, strings, lists, and dicts, "
             "or set checkpoint.allow_pickle",
         ) from None

@@ -42,7 +42,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from perdure.model.errors import ConfigError
+from perdure.model.errors import ConfigError, UnfitError
+from perdure.model.failures import names_lost_peer
+from perdure.worker.checkpoint.attributes import (
+    Born,
+    list_large,
+    load_attributes,
+    note_attributes,
+    read_changed,
+)
 from perdure.worker.checkpoint.modules import (
     describe_module,
     load_flags,
@@ -52,6 +60,7 @@ from perdure.worker.checkpoint.modules import (
     unwrap,
 )
 from perdure.worker.checkpoint.plain import check_plain
+from perdure.worker.checkpoint.twins import find_lost, is_own, try_twin
 from perdure.worker.settings import OWN
 
 
@@ -66,6 +75,8 @@ class Registry:
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
         self._orders: dict[str, list[str]] = {}
+        self._born: dict[str, Born] = {}
+        """The attributes of modules and optimizers as they were registered."""
         self.updated: set[int] = set()
         """Ids of the registered optimizers that have stepped since the boundary before."""
 
@@ -77,6 +88,7 @@ class Registry:
             self.optimizers[name] = value
         else:
             self.others[name] = value
+        self._born |= note_attributes(self._list_owners(name))
 
     # --- tensors that go through torch.distributed.checkpoint ---------------------------------
 
@@ -153,6 +165,15 @@ class Registry:
                 left += [(f"{name}.{place}", inner) for place, inner in _list_inner(one)]
         return found
 
+    def _list_owners(self, only: str = "") -> dict[str, Any]:
+        """Return all modules of registered models, and all optimizers, by their paths."""
+        return {
+            f"{name}:{path}": module
+            for name, model in self.models.items()
+            if _is_of(name, only)
+            for path, module in unwrap(model).named_modules()
+        } | {name: one for name, one in self._list_optimizers() if _is_of(name, only)}
+
     def _names(self) -> dict[int, str]:
         return {
             id(parameter): f"{name}.{path}"
@@ -180,13 +201,14 @@ class Registry:
         """Return the state that is this rank's own; small but for buffers."""
         names = self._names()
         return {
-            "objects": {name: value.state_dict() for name, value in self.others.items()},
+            "objects": {name: _read_state(name, value) for name, value in self.others.items()},
             "models": {name: read_rest(model) for name, model in self.models.items()},
             "modules": {name: describe_module(model) for name, model in self.models.items()},
             "optimizers": {
                 name: self._own_of(optimizer, name_parameters(optimizer, names))
                 for name, optimizer in self._list_optimizers()
             },
+            "attributes": read_changed(self._list_owners(), self._born),
             "loose": [[name, place] for name, place, _ in self._list_loose()],
             "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
             "hooks": [path for path, ddp in self._ddp().items() if has_hook_state(ddp)],
@@ -197,20 +219,25 @@ class Registry:
         """Refuse an object whose state no checkpoint could keep.
 
         Raises:
-            ConfigError: it does not load as plain data, or cannot be taken.
+            UnfitError: it does not load as plain data, or cannot be taken.
         """
         names = self._names()
         for name, value in self.others.items():
-            try:
-                state = value.state_dict()
-            except Exception as error:  # The script's own code.
-                raise ConfigError(f"register: {name}.state_dict() failed: {error!r}") from error
-            check_plain(f"{name} ({type(value).__name__})", state)
+            check_plain(f"{name} ({type(value).__name__})", _read_state(name, value))
         for name, model in self.models.items():
             check_plain(f"{name} ({type(model).__name__})", read_rest(model))
         for name, optimizer in self._list_optimizers():
             state = self._own_of(optimizer, name_parameters(optimizer, names))
             check_plain(f"{name} ({type(optimizer).__name__})", state)
+
+    def try_twins(self) -> list[str]:
+        """Return which objects do not give back the state that they are loaded with.
+
+        Raises:
+            UnfitError: one refuses it.
+        """
+        found = (try_twin(name, value) for name, value in self.others.items())
+        return [why for why in found if why]
 
     def list_own(self, folder: Path) -> list[Path]:
         """Return the files in which a checkpoint has what is this rank's own."""
@@ -272,7 +299,7 @@ class Registry:
         for name in sorted(self.models.keys() & described.keys()):
             if not _is_of(name, only):
                 continue
-            with _naming(f"model {name!r}"):
+            with name_misfit(f"model {name!r}"):
                 prepare_parameters(self.models[name], described[name])
         known = self._name_all()
         names, shared = self._names(), self._shared()
@@ -282,7 +309,7 @@ class Registry:
             if name in own["optimizers"] and _is_of(name, only)
         ]
         for name, optimizer in optimizers:
-            with _naming(f"optimizer {name!r}"):
+            with name_misfit(f"optimizer {name!r}"):
                 groups = own["optimizers"][name]["groups"]
                 load_groups(optimizer, name_parameters(optimizer, names), groups, known)
         state = {key: parameter.detach() for key, parameter in self._parameters(only).items()}
@@ -339,31 +366,44 @@ class Registry:
         described = own.get("modules", {})
         for name, model in self.models.items():
             if name in own["models"] and _is_of(name, only):
-                load_rest(model, own["models"][name], described.get(name, {}))
+                with name_misfit(f"model {name!r}"):
+                    load_rest(model, own["models"][name], described.get(name, {}))
                 if name in described:
                     load_flags(model, described[name])
+        load_attributes(self._list_owners(only), own.get("attributes", {}))
+        unlike = []
         for name, value in self.others.items():
             if name in own["objects"] and _is_of(name, only):
-                value.load_state_dict(own["objects"][name])
+                with name_misfit(f"object {name!r}"):
+                    value.load_state_dict(own["objects"][name])
+                    if not is_own(value):
+                        unlike.append(find_lost(name, value, own["objects"][name]))
         mine, saved = self._list_names(), _list_saved(own)
         lost = sorted(name for name in mine - saved if not name.startswith(OWN))
         lost += [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
         why = [f"not in the checkpoint: {', '.join(lost)}"] if lost else []
-        if left := [name for name in self.list_left(own) if not name.startswith(OWN)]:
-            why.append(f"in the checkpoint and not registered: {', '.join(left)}")
+        if large := list_large(own.get("attributes", {})):
+            why.append(f"too large for a checkpoint: {', '.join(large)}")
         if hooks := own.get("hooks"):
             why.append(f"no checkpoint has the state of DDP's hook in {', '.join(hooks)}")
         told = (
             getattr(one, "why_not_exact", "") for n, one in self.others.items() if _is_of(n, only)
         )
-        return why + [text for text in told if text]
+        return why + [text for text in (*unlike, *told) if text]
 
     def list_left(self, own: dict[str, Any]) -> list[str]:
-        """Return the names of objects that the checkpoint has and nobody has registered."""
+        """Return the names of objects that the checkpoint has and the script has not registered."""
         return sorted(_list_saved(own) - self._list_names())
 
     def _list_names(self) -> set[str]:
         return {*self.models, *self.others, *(name for name, _ in self._list_optimizers())}
+
+
+def _read_state(name: str, value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except Exception as error:  # The script's own code.
+        raise UnfitError(f"{name}.state_dict() failed: {error!r}") from error
 
 
 def _list_saved(own: dict[str, Any]) -> set[str]:
@@ -379,13 +419,27 @@ _GRADIENT = "gradient."
 """What the key of a gradient begins with."""
 
 
+_ELSEWHERE = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
+"""Errors of torch that say nothing about a checkpoint: a restart may not meet them."""
+
+
 @contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Name the object that does not fit."""
+def name_misfit(what: str, hint: str = "") -> Iterator[None]:
+    """Say in one line what does not fit.
+
+    Raises:
+        UnfitError: a state is whole, and does not fit the object.
+    """
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error.message}") from error
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError, ConfigError) as error:
+        if isinstance(error, _ELSEWHERE) or names_lost_peer(str(error)):
+            raise
+        text = " ".join(str(error).split())
+        if not text or isinstance(error, LookupError | TypeError | AttributeError):
+            text = f"{type(error).__name__}: {text}"
+        cause = None if isinstance(error, ConfigError) else error
+        raise UnfitError(f"{what}: {text}", hint=hint) from cause
 
 
 def _list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:

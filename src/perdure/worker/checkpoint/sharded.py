@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import ConfigError
 from perdure.worker.checkpoint.index import read_index, read_plain
 
 
@@ -100,13 +100,13 @@ def read_tensors(folder: Path, state: dict[str, Tensor]) -> None:
     """Load the tensors of `state` in place from a checkpoint; each rank reads what it needs.
 
     Raises:
-        PlatformError: a tensor is not in the checkpoint, or has another shape.
+        ConfigError: a tensor is not in the checkpoint.
     """
     reader = _Reader(folder)
     missing = sorted(set(state) - set(reader.read_metadata().state_dict_metadata))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise PlatformError(f"{missing[0]}{more} is not in the checkpoint")
+        raise ConfigError(f"{missing[0]}{more} is not in the checkpoint")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Of torch's own making: a single process is no fault.

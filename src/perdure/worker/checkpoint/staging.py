@@ -121,7 +121,7 @@ class Staging:
         sources = {
             str(number): source
             for number, source in enumerate(found)
-            if self._device.is_on_device(source) and _is_ordinary(source)
+            if self._device.is_on_device(source) and is_ordinary(source)
         }
         places = self._own.fit(sources)
         self._device.copy_now([(places[key], source) for key, source in sources.items()])
@@ -255,10 +255,10 @@ def _is_same(one: Tensor, other: Tensor, chance: random.Random | None) -> bool:
         else:
             place = chance.randrange(one.shape[0])
             one, other = one[place], other[place]
-    return torch.equal(_read_bits(one), _read_bits(other))
+    return torch.equal(read_bits(one), read_bits(other))
 
 
-def _read_bits(value: Tensor) -> Tensor:
+def read_bits(value: Tensor) -> Tensor:
     """Return a view as integers: NaN equals itself, and 0.0 is not -0.0."""
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
@@ -282,6 +282,6 @@ def _wrap_alike(local: Tensor, value: Tensor) -> Tensor:
     return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
+def is_ordinary(tensor: Tensor) -> bool:
     """Return whether a tensor is its bytes: strided, of no class or kind of its own."""
     return type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized

@@ -1,0 +1,70 @@
+"""`exact` has three values, and each is shown where a person looks: status, report, log."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.exact import Start
+from tests.e2e.harness import Job
+
+pytestmark = pytest.mark.slow
+
+_SCRIPT = """
+import os, sys, time, torch, perdure
+from torch import nn
+kind = sys.argv[1]
+here = os.path.dirname(os.path.abspath(__file__)) + "/"
+first = not os.path.exists(here + "go")
+run = perdure.init()
+torch.manual_seed(1)
+model, other, factor = nn.Linear(8, 4), nn.Linear(2, 2), 1.0
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+run.register(model=model, optimizer=optimizer)
+if kind != "never taken" or first:
+    run.register(other=other)
+for step in run.steps(40):
+    loss = (model(torch.randn(4, 8)) * factor).square().mean()
+    if kind == "not registered":
+        factor *= 1.01
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    run.log(loss=loss.item(), speed=time.time())
+    while step == 27 and first and not os.path.exists(here + "go"):
+        run.log(mark=1.0)
+        time.sleep(0.05)
+    if step == 28 and first:
+        while not os.path.isdir(here + "saved/step-00000020"): time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+"""
+
+
+def resume(start: Start, folder: Path, kind: str) -> Job:
+    """Return a job that was killed at step 28, and has resumed at step 20 and ended."""
+    (folder / "train.py").write_text(_SCRIPT)
+    (folder / "job.toml").write_text(f'[checkpoint]\nevery_steps = 10\nurl = "{folder}/saved"\n')
+    job = start("x", "-n", "1", "-c", str(folder / "job.toml"), str(folder / "train.py"), kind)
+    job.wait_until(lambda: job.state().get("metrics", {}).get("mark"), "the losses of step 27")
+    assert job.state()["exact"]["state"] == "expected"
+    (folder / "go").touch()
+    assert job.wait() == 0, job.text()
+    return job
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "reason"),
+    [
+        ("all", "proved", "is the same to the last bit as before the resume at step 20"),
+        ("not registered", "not", "the loss of step 20 was "),
+        ("never taken", "not", "in the checkpoint and not registered: other"),
+    ],
+)
+def test_exactness_is_shown_with_its_reason(
+    start: Start, tmp_path: Path, kind: str, state: str, reason: str
+) -> None:
+    job = resume(start, tmp_path, kind)
+    line = f"exact: {state}; "
+    for text in (job.cli("status", "x").stdout, job.cli("report", "x").stdout, job.text()):
+        (shown,) = [one for one in text.splitlines() if line in one]
+        assert reason in " ".join(text.split()), shown
+    for document in (job.state(), job.report()):
+        assert document["exact"]["state"] == state
+        assert reason in document["exact"]["reason"]
