@@ -320,6 +320,13 @@ def test_module_and_program(node: Node) -> None:
     assert node.text(3) == node.text(4)
 
 
+STORED = """
+from importlib.util import find_spec
+def list_stored(names):
+    return [name for name in names if type(find_spec(name).loader).__name__ == "Stored"]
+"""
+"""What a script needs to see which modules the image has for it."""
+
 BAD_MODULES = {
     "crasher": "import os\nos.abort()",
     "starter": "import threading, time\n"
@@ -337,9 +344,9 @@ def test_imports_are_preloaded(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     names = ("wave", *BAD_MODULES, "sched")
     script.write_text(
-        TRAIL + f"import sys\nnote([m for m in {names} if m in sys.modules],"
-        " os.environ.get('SET_AT_IMPORT'))\n"
-        "import sched\ntime.sleep(3600)"
+        f"import sys\nfound = [m for m in {names} if m in sys.modules]\n" + TRAIL + STORED + "note("
+        f"found, list_stored({names}), 'SET_AT_IMPORT' in os.environ)\n"
+        "import sched, setter\nnote(os.environ['SET_AT_IMPORT'])\ntime.sleep(3600)"
     )
     paths = locate_job(str(tmp_path), JOB)
     os.makedirs(paths.root)
@@ -351,10 +358,10 @@ def test_imports_are_preloaded(tmp_path: Path) -> None:
         for said in ("crasher (died)", "starter runs 1 thread", "asker reads RANK at import"):
             assert said in node.log()
         assert node.spawn(0, str(script)).warm
-        assert node.wait_trail(2)[1] == [["wave", "setter"], "yes"]
+        assert node.wait_trail(3)[1:] == [[[], ["wave", "setter"], False], ["yes"]]
         wait_until(lambda: node.log().count("is ready") >= 2, "another image")
         assert node.spawn(1, str(script)).warm
-        assert "sched" in node.wait_trail(4)[3][0]
+        assert "sched" in node.wait_trail(6)[4][1]
     finally:
         node.end()
 
@@ -376,7 +383,7 @@ def test_what_a_rank_imports_late_is_in_the_image_while_it_still_runs(tmp_path: 
     script = tmp_path / "train.py"
     names = ("sched", "wave", "slow", "starter", "asker")
     script.write_text(
-        TRAIL + f"import sys\nnote([m for m in {names} if m in sys.modules])\n"
+        TRAIL + STORED + f"note(list_stored({names}))\n"
         "import sched\ntime.sleep(3)\nimport wave\ntime.sleep(3600)"
     )
     imported = Path(locate_job(str(tmp_path), JOB).imports)

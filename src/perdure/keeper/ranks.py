@@ -17,7 +17,7 @@ from resource import struct_rusage
 
 import msgspec
 
-from perdure.adapters.host import read_process, scan_processes, send_signal
+from perdure.adapters.host import read_process, read_text, scan_processes, send_signal
 from perdure.failpoints import failpoint
 from perdure.keeper import execution as launch
 from perdure.keeper import exits
@@ -359,6 +359,7 @@ class Ranks:
                 keeper=os.getpid(),
                 traceback_files={rank: e.traceback_file for rank, e in self._evidence.items()},
                 imports=self._paths.imports,
+                why_cold=self._paths.why_cold,
             )
         )
 
@@ -367,6 +368,8 @@ class Ranks:
             return "asked for (--cold)"
         if order.no_python:
             return "--no-python"
+        if noted := read_text(self._paths.why_cold):
+            return noted
         if not self._warmth.why_cold and order.ranks:
             name = launch.find_difference(self._warmth.env, order.ranks[0].env)
             if name:
