@@ -320,6 +320,56 @@ def test_module_and_program(node: Node) -> None:
     assert node.text(3) == node.text(4)
 
 
+def test_a_program_below_a_shell_hears_sigterm(node: Node) -> None:
+    """The shell ends at once; the program saves within the grace, and the generation waits."""
+    program = (
+        "import os, signal, sys, time\n"
+        "def save(*_): time.sleep(0.5); open('saved', 'w'); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "open('up', 'w')\ntime.sleep(3600)"
+    )
+    (node.home / "save.py").write_text(program)
+    shell = node.home / "go.sh"
+    shell.write_text(f"#!/bin/sh\n{sys.executable} save.py\necho left\n")
+    shell.chmod(0o755)
+    node.spawn(0, str(shell), no_python=True)
+    wait_until((node.home / "up").exists, "the program")
+    node.ask(KeeperKill(0, 3600.0))
+    node.expect(KeeperStopped, generation=0)
+    assert (node.home / "saved").exists()
+
+
+def test_what_does_not_end_is_named(node: Node) -> None:
+    """A process in a session of its own is told, then killed, and the rank's stream says so."""
+    script = node.script(
+        "import subprocess, time\n"
+        "loop = \"trap '' TERM; touch up; while :; do sleep 0.1; done\"\n"
+        "subprocess.Popen(['sh', '-c', loop], start_new_session=True)\ntime.sleep(3600)"
+    )
+    node.spawn(0, script, cold=True)
+    wait_until((node.home / "up").exists, "the child")
+    node.ask(KeeperKill(0, 1.0))
+    node.expect(KeeperStopped, generation=0)
+    said = Path(node.paths.stream(0, 0, "err")).read_text()
+    assert "perdure: killed process" in said
+    assert "touch up" in said
+
+
+def test_what_a_rank_leaves_at_a_good_end_may_finish(node: Node) -> None:
+    upload = "until test -e go; do sleep 0.1; done; touch uploaded"
+    script = node.script(
+        f"import subprocess\nsubprocess.Popen({upload!r}, shell=True, start_new_session=True)"
+    )
+    node.spawn(0, script, cold=True)
+    assert node.ended(0).code == 0
+    node.ask(KeeperKill(0))
+    node.ask(KeeperStatus())
+    node.expect(KeeperState)  # The order has been carried out.
+    (node.home / "go").touch()
+    node.expect(KeeperStopped, generation=0)
+    assert (node.home / "uploaded").exists()
+
+
 STORED = """
 from importlib.util import find_spec
 def list_stored(names):
