@@ -54,6 +54,7 @@ from perdure.model.bus.wire import (
 from perdure.model.errors import ProtocolError
 from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
+from perdure.model.raw import restore_spawn, restore_variables
 from perdure.worker.cgroups import OomKills
 from perdure.worker.ring import RingWriter
 from perdure.worker.start.streams import DISK_ERRORS
@@ -405,10 +406,11 @@ class Ranks:
         if noted := read_text(self._paths.why_cold):
             return noted
         if not self._warmth.why_cold and order.ranks:
-            name = launch.find_difference(self._warmth.env, order.ranks[0].env)
+            rank_env = restore_variables(order.ranks[0].env)
+            name = launch.find_difference(self._warmth.env, rank_env)
             if name:
                 names = self._warmth.current.names if self._warmth.current else ()
-                env = launch.adopt_difference(self._warmth.env, order.ranks[0].env)
+                env = launch.adopt_difference(self._warmth.env, rank_env)
                 self._warmth.restart(env, names)
                 return f"{name} differs from the image's environment"
         return ""
@@ -453,6 +455,7 @@ class Ranks:
 
     def _spawn_cold(self, order: KeeperSpawn, why_cold: str) -> None:
         """Execute the ranks; where there are not so many processes to be had, try again later."""
+        order = restore_spawn(order)
         pids: dict[int, int] = {}
         name = os.path.basename(order.script)
         try:
@@ -612,7 +615,8 @@ class Ranks:
         members = reap.list_processes_below(
             table, os.getpid(), self._roots, self._warmth.pids, ending.upto, newer
         )
-        if now < ending.deadline_s and (ranks or members):
+        left = [pid for pid in members if pid != self._store_pid]  # It never ends by itself.
+        if now < ending.deadline_s and left:
             if now >= ending.warn_s and not ending.warned:
                 ending.warned = True
                 leaders = [pid for pid in members if table[pid].session == pid]

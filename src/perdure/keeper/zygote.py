@@ -28,6 +28,7 @@ from perdure.failpoints import failpoint
 from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
+from perdure.model.raw import restore_spawn
 from perdure.worker.process import set_title
 from perdure.worker.start.streams import open_streams, survive_full_disks
 from perdure.worker.stderr import say
@@ -267,6 +268,7 @@ class Image:
             os.close(answer)
             self._sock.close()
             if isinstance(message, ForkRanks):
+                message = restore_spawn(message)
                 unequal = ModuleStore(self._log).find_unequal(find_first_folder(message))
                 if unequal:
                     open_streams(message.ranks[0].stdout, message.ranks[0].stderr)

@@ -34,10 +34,11 @@ from perdure.files.regular import read_file
 from perdure.launch.catalog import find_line
 from perdure.launch.environment import explain_default_threads
 from perdure.model import job
-from perdure.model.codec import decode
+from perdure.model.codec import decode, make_encodable
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
+from perdure.model.raw import carry_text, restore_job
 from perdure.model.source import BOM, find_misfit, parse_toml
 from perdure.service.jobfolders import is_alive, paths_of
 
@@ -103,7 +104,7 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     if met is not None:
         document["nodes"] = met.nodes_min
         document["nodes_max"] = met.nodes_max if met.nodes_max > met.nodes_min else 0
-    spec = validate(document, "options")
+    spec = restore_job(validate(document, "options"))
     if met is not None:
         for wrong, message, hint in _check_rendezvous(spec, options):
             if wrong:
@@ -465,6 +466,7 @@ def check_job(spec: JobSpec, home: str, environ: dict[str, str]) -> list[str]:
     else:
         notes = check_script(spec)
     check_environment(spec, environ)
+    check_names(spec, home)
     check_folder(home)
     url = spec.checkpoint.url
     if url and "://" not in url:
@@ -603,6 +605,23 @@ def check_environment(spec: JobSpec, environ: Mapping[str, str]) -> None:
             f"at most {total_max:,}; the largest is {largest}, {size:,} bytes",
             hint=hint,
         )
+
+
+def check_names(spec: JobSpec, home: str) -> None:
+    """Check that perdure can write down the names of its own folders.
+
+    Raises:
+        ConfigError: one is not UTF-8.
+    """
+    folders = {
+        "PERDURE_HOME": home, "log_dir": spec.log_dir, "checkpoint.url": spec.checkpoint.url
+    }  # fmt: skip
+    for what, folder in folders.items():
+        if carry_text(folder) != folder:
+            raise ConfigError(
+                f"{what}: {make_encodable(folder)}: the name of this folder is not UTF-8",
+                hint="name another folder; arguments, variables, and the working folder may be so",
+            )
 
 
 def check_folder(folder: str) -> None:

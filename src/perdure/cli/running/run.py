@@ -55,6 +55,7 @@ def start(options: o.RunOptions) -> int:
     from perdure.cli.running.jobspec import check_job, choose_name, make_spec
     from perdure.cli.running.nodes import name_job
     from perdure.cli.running.torchrun import read_rendezvous
+    from perdure.model.raw import carry_job
     from perdure.service.access.credentials import check_outside  # With NATS.
 
     home = resolve_home(options.environ)
@@ -78,6 +79,7 @@ def start(options: o.RunOptions) -> int:
         notes += recall_end(spec, home)
     for text in [*notes, *check_job(spec, home, options.environ)]:
         note(text)
+    spec = carry_job(spec)
     if options.detach:
         placement = os.path.abspath(options.placement) if options.placement else ""
         return detach(spec, home, placement=placement, as_json=options.json)
@@ -128,6 +130,7 @@ def start_node(
     """
     from perdure.cli.running.jobspec import check_job
     from perdure.cli.running.nodes import find_place, is_here, join_first, keep_checkpoints
+    from perdure.model.raw import carry_job
     from perdure.service.access.rendezvous import FirstNode, find_secret, write_placement
 
     place = find_place(met)
@@ -135,6 +138,7 @@ def start_node(
     spec = keep_checkpoints(spec, home, place)
     for text in [*notes, *check_job(spec, home, options.environ)]:
         note(text)
+    spec = carry_job(spec)
     # On loopback all nodes are here, and whoever comes first is the first one.
     claim = FirstNode(place.address, met.port) if met.rank is None and is_here(place) else None
     if not place.first and not (claim is not None and claim.taken):

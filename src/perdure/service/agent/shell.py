@@ -70,6 +70,7 @@ from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
 from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
+from perdure.model.raw import carry_variables, restore_job
 from perdure.service.access.credentials import is_loopback
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.compiled import CompiledSharing
@@ -417,7 +418,7 @@ class AgentService:
         launches = []
         for rank in members or spec.ranks_of(assignment.slots_of(self._node)):
             env = rank_environment(
-                spec,
+                restore_job(spec),
                 rank,
                 assignment,
                 paths,
@@ -427,6 +428,7 @@ class AgentService:
                 clock_offset_s=self._offset_s,
                 nccl_plugin=self._nccl_plugin,
             )
+            env = carry_variables(env)
             out, err = (paths.stream(generation, rank, s, spec.log_dir) for s in ("out", "err"))
             launches.append(RankLaunch(rank, env, out, err, paths.ring(generation, rank)))
         return KeeperSpawn(
