@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -318,6 +319,32 @@ def test_module_and_program(node: Node) -> None:
     assert node.spawn(4, node.script("print(hash('x'))")).warm
     node.ended(4)
     assert node.text(3) == node.text(4)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
+    """A rank reads the rest of what another process has as its standard input."""
+    rows = node.home / "rows"
+    rows.write_bytes(b"read before\n1\n2\n")
+    with rows.open("rb", buffering=0) as file:
+        file.readline()
+        holder = subprocess.Popen(
+            ["sleep", "1000"], stdin=subprocess.PIPE if kind == "pipe" else file
+        )
+    try:
+        if holder.stdin is not None:
+            holder.stdin.write(b"1\n2\n")
+            holder.stdin.close()
+        node.wait_warm()
+        script = node.script(TRAIL + "import sys\nnote(sys.stdin.read())")
+        launch = msgspec.structs.replace(node.launch(0, 0, 1), stdin=holder.pid)
+        node.ask(KeeperSpawn(0, (launch,), script, (), False, False, str(node.home), cold))
+        assert node.ended(0).code == 0
+        assert node.trail()[1] == ["1\n2\n"]
+    finally:
+        holder.kill()
+        holder.wait()
 
 
 def test_a_program_below_a_shell_hears_sigterm(node: Node) -> None:

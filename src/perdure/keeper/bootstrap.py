@@ -38,7 +38,7 @@ _REPARENT_S = 20.0
 def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, log: ModuleLog) -> None:
     """Become rank `launch` of `plan` and run the script; raises whatever ends it."""
     os.setsid()
-    redirect_streams(launch.stdout, launch.stderr)
+    redirect_streams(launch)
     os.environ.clear()
     os.environ.update(launch.env)
     title = f"perdure rank {plan.job} g{plan.generation} r{launch.rank}: "
@@ -108,9 +108,9 @@ def leave_image(go: int, keeper: int) -> None:
     die_with(keeper)
 
 
-def redirect_streams(stdout: str, stderr: str) -> None:
-    """Append both streams to their files, a line at a time; read nothing."""
-    open_streams(stdout, stderr)
+def redirect_streams(launch: RankLaunch) -> None:
+    """Append both streams to their files, a line at a time."""
+    open_streams(launch.stdout, launch.stderr, launch.stdin)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

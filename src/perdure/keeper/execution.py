@@ -92,7 +92,7 @@ def start_cold(
 
     def prepare() -> None:
         os.setsid()
-        open_streams(launch.stdout, launch.stderr)
+        open_streams(launch.stdout, launch.stderr, launch.stdin)
         os.chdir(spawn.cwd)
         die_with(keeper)
 

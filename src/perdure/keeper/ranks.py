@@ -449,9 +449,7 @@ class Ranks:
 
     def _mark_launches(self, order: KeeperSpawn) -> tuple[RankLaunch, ...]:
         mark = {reap.KEEPER: self._mark, reap.GENERATION: str(order.generation)}
-        return tuple(
-            RankLaunch(r.rank, dict(r.env) | mark, r.stdout, r.stderr, r.ring) for r in order.ranks
-        )
+        return tuple(msgspec.structs.replace(r, env=dict(r.env) | mark) for r in order.ranks)
 
     def _spawn_cold(self, order: KeeperSpawn, why_cold: str) -> None:
         """Execute the ranks; where there are not so many processes to be had, try again later."""

@@ -11,10 +11,11 @@ import struct
 import sys
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import MAGIC_NUMBER, find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from perdure.cli.running.torchrun import (
     parse_nproc,
     read_rendezvous,
 )
-from perdure.files.regular import read_file
+from perdure.files.regular import UnfitFileError, read_file
 from perdure.launch.catalog import find_line
 from perdure.launch.environment import explain_default_threads
 from perdure.model import job
@@ -499,6 +500,8 @@ def check_script(spec: JobSpec) -> list[str]:
         ConfigError: otherwise; the hint names files of similar names, the message the line.
     """
     path = os.path.join(spec.cwd, os.path.expanduser(spec.script))
+    if os.path.isdir(path) and os.path.isfile(os.path.join(path, "__main__.py")):
+        return []
     try:
         source = read_file(path, follow=True)
     except FileNotFoundError:
@@ -507,12 +510,20 @@ def check_script(spec: JobSpec) -> list[str]:
         near = get_close_matches(name, names, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"looked in {folder or '.'}"
         raise ConfigError(f"no such script: {spec.script}", hint=hint) from None
+    except UnfitFileError as error:
+        raise ConfigError(
+            f"cannot run {spec.script}: {error.strerror}",
+            hint="each start reads the script again; write it to a file",
+        ) from None
     except IsADirectoryError:
-        raise ConfigError(f"{spec.script} is a directory", hint="name a Python file") from None
+        hint = "name a Python file, or a directory with a __main__.py"
+        raise ConfigError(f"{spec.script} is a directory", hint=hint) from None
     except OSError as error:
         raise ConfigError(
             f"cannot read {spec.script}: {error.strerror}", hint="check its permissions"
         ) from error
+    if source.startswith(MAGIC_NUMBER) or zipfile.is_zipfile(path):  # Python runs these as well.
+        return []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

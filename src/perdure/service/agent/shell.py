@@ -430,7 +430,8 @@ class AgentService:
             )
             env = carry_variables(env)
             out, err = (paths.stream(generation, rank, s, spec.log_dir) for s in ("out", "err"))
-            launches.append(RankLaunch(rank, env, out, err, paths.ring(generation, rank)))
+            ring = paths.ring(generation, rank)
+            launches.append(RankLaunch(rank, env, out, err, ring, self._find_input(generation)))
         return KeeperSpawn(
             generation=generation,
             ranks=tuple(launches),
@@ -442,6 +443,12 @@ class AgentService:
             cold=spec.cold,
             beside=request.beside,
         )
+
+    def _find_input(self, generation: int) -> int:
+        """Return the process whose input a rank reads: with one rank, in its first life."""
+        one = self._spec.world_size == 1 and not self._spec.groups and generation == 0
+        pid = self._env.get("PERDURE_RUN_PID", "") if one else ""
+        return int(pid) if pid.isdecimal() else 0
 
     async def _collect(self, order: CollectStacks) -> None:
         """Take stacks, all at a time; a rank whose stack is being taken is left out."""
