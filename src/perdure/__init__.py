@@ -5,9 +5,10 @@ own may call `work` (as `Run.work`). They are looked up on first use, so that co
 line and simulator import this package without torch.
 """
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # A warm image must import this before it logs what Python itself imports.
 if TYPE_CHECKING:
+    from typing import Any
+
     from perdure.worker.run import Run as Run
     from perdure.worker.run import init as init
     from perdure.worker.work import declare_work as work
@@ -16,7 +17,7 @@ __version__ = "0.2.0"
 __all__ = ["Run", "__version__", "init", "work"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Return `init`, `Run` or `work`, importing the training side only now."""
     if name in ("Run", "init"):
         from perdure.worker import run

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -320,6 +321,89 @@ def test_module_and_program(node: Node) -> None:
     assert node.text(3) == node.text(4)
 
 
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
+    """A rank reads the rest of what another process has as its standard input."""
+    rows = node.home / "rows"
+    rows.write_bytes(b"read before\n1\n2\n")
+    with rows.open("rb", buffering=0) as file:
+        file.readline()
+        holder = subprocess.Popen(
+            ["sleep", "1000"], stdin=subprocess.PIPE if kind == "pipe" else file
+        )
+    try:
+        if holder.stdin is not None:
+            holder.stdin.write(b"1\n2\n")
+            holder.stdin.close()
+        node.wait_warm()
+        script = node.script(TRAIL + "import sys\nnote(sys.stdin.read())")
+        launch = msgspec.structs.replace(node.launch(0, 0, 1), stdin=holder.pid)
+        node.ask(KeeperSpawn(0, (launch,), script, (), False, False, str(node.home), cold))
+        assert node.ended(0).code == 0
+        assert node.trail()[1] == ["1\n2\n"]
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_program_below_a_shell_hears_sigterm(node: Node) -> None:
+    """The shell ends at once; the program saves within the grace, and the generation waits."""
+    program = (
+        "import os, signal, sys, time\n"
+        "def save(*_): time.sleep(0.5); open('saved', 'w'); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "open('up', 'w')\ntime.sleep(3600)"
+    )
+    (node.home / "save.py").write_text(program)
+    shell = node.home / "go.sh"
+    shell.write_text(f"#!/bin/sh\n{sys.executable} save.py\necho left\n")
+    shell.chmod(0o755)
+    node.spawn(0, str(shell), no_python=True)
+    wait_until((node.home / "up").exists, "the program")
+    node.ask(KeeperKill(0, 3600.0))
+    node.expect(KeeperStopped, generation=0)
+    assert (node.home / "saved").exists()
+
+
+def test_what_does_not_end_is_named(node: Node) -> None:
+    """A process in a session of its own is told, then killed, and the rank's stream says so."""
+    script = node.script(
+        "import subprocess, time\n"
+        "loop = \"trap '' TERM; touch up; while :; do sleep 0.1; done\"\n"
+        "subprocess.Popen(['sh', '-c', loop], start_new_session=True)\ntime.sleep(3600)"
+    )
+    node.spawn(0, script, cold=True)
+    wait_until((node.home / "up").exists, "the child")
+    node.ask(KeeperKill(0, 1.0))
+    node.expect(KeeperStopped, generation=0)
+    said = Path(node.paths.stream(0, 0, "err")).read_text()
+    assert "perdure: killed process" in said
+    assert "touch up" in said
+
+
+def test_what_a_rank_leaves_at_a_good_end_may_finish(node: Node) -> None:
+    upload = "until test -e go; do sleep 0.1; done; touch uploaded"
+    script = node.script(
+        f"import subprocess\nsubprocess.Popen({upload!r}, shell=True, start_new_session=True)"
+    )
+    node.spawn(0, script, cold=True)
+    assert node.ended(0).code == 0
+    node.ask(KeeperKill(0))
+    node.ask(KeeperStatus())
+    node.expect(KeeperState)  # The order has been carried out.
+    (node.home / "go").touch()
+    node.expect(KeeperStopped, generation=0)
+    assert (node.home / "uploaded").exists()
+
+
+STORED = """
+from importlib.util import find_spec
+def list_stored(names):
+    return [name for name in names if type(find_spec(name).loader).__name__ == "Stored"]
+"""
+"""What a script needs to see which modules the image has for it."""
+
 BAD_MODULES = {
     "crasher": "import os\nos.abort()",
     "starter": "import threading, time\n"
@@ -337,9 +421,9 @@ def test_imports_are_preloaded(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     names = ("wave", *BAD_MODULES, "sched")
     script.write_text(
-        TRAIL + f"import sys\nnote([m for m in {names} if m in sys.modules],"
-        " os.environ.get('SET_AT_IMPORT'))\n"
-        "import sched\ntime.sleep(3600)"
+        f"import sys\nfound = [m for m in {names} if m in sys.modules]\n" + TRAIL + STORED + "note("
+        f"found, list_stored({names}), 'SET_AT_IMPORT' in os.environ)\n"
+        "import sched, setter\nnote(os.environ['SET_AT_IMPORT'])\ntime.sleep(3600)"
     )
     paths = locate_job(str(tmp_path), JOB)
     os.makedirs(paths.root)
@@ -351,10 +435,10 @@ def test_imports_are_preloaded(tmp_path: Path) -> None:
         for said in ("crasher (died)", "starter runs 1 thread", "asker reads RANK at import"):
             assert said in node.log()
         assert node.spawn(0, str(script)).warm
-        assert node.wait_trail(2)[1] == [["wave", "setter"], "yes"]
+        assert node.wait_trail(3)[1:] == [[[], ["wave", "setter"], False], ["yes"]]
         wait_until(lambda: node.log().count("is ready") >= 2, "another image")
         assert node.spawn(1, str(script)).warm
-        assert "sched" in node.wait_trail(4)[3][0]
+        assert "sched" in node.wait_trail(6)[4][1]
     finally:
         node.end()
 
@@ -376,7 +460,7 @@ def test_what_a_rank_imports_late_is_in_the_image_while_it_still_runs(tmp_path: 
     script = tmp_path / "train.py"
     names = ("sched", "wave", "slow", "starter", "asker")
     script.write_text(
-        TRAIL + f"import sys\nnote([m for m in {names} if m in sys.modules])\n"
+        TRAIL + STORED + f"note(list_stored({names}))\n"
         "import sched\ntime.sleep(3)\nimport wave\ntime.sleep(3600)"
     )
     imported = Path(locate_job(str(tmp_path), JOB).imports)

@@ -98,7 +98,7 @@ def fork_contexts(trial: Trial, image: Image, name: str, ranks: int = RANKS) -> 
     plan = ForkRanks(
         generation=0, ranks=launches, script=str(Path(__file__).with_name("context_rank.py")),
         args=(trial.device,), module=False, no_python=False, cwd=str(ROOT), cold=False,
-        job="gpu-kit", keeper=os.getpid(), traceback_files={}, imports="",
+        job="gpu-kit", keeper=os.getpid(), traceback_files={}, imports="", why_cold="",
     )  # fmt: skip
     answer = image.ask(plan, RanksForked, ForkFailed)
     if isinstance(answer, ForkFailed):

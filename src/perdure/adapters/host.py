@@ -7,6 +7,7 @@ quarter of opening it, and it can never show another process that got the same p
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import time
@@ -450,6 +451,19 @@ def send_signal(pid: int, number: int) -> bool:
     except ProcessLookupError:
         pass
     return True
+
+
+def send_signal_to_group(pid: int, number: int) -> None:
+    """Send a signal to the process group that `pid` leads, as far as it is ours."""
+    with contextlib.suppress(OSError):
+        os.killpg(pid, number)
+
+
+def read_command(pid: int) -> str:
+    """Return the command of a process, in one line of at most 200 characters."""
+    words = read_text(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
+    text = shlex.join(words) if words != [""] else read_text(f"/proc/{pid}/comm").strip()
+    return " ".join(text.split())[:200]
 
 
 def kill_process(pid: int, start: int) -> bool:

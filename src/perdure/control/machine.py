@@ -326,7 +326,7 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
             cause,
             error=record.error,
             code=record.code or 128 + record.signal,
-            signal=record.signal,
+            signal=state.world.read_signal(record, len(state.ranks)),
             step=event.account.step,
             exit_s=record.at_s,
             without=without,

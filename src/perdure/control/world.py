@@ -14,6 +14,8 @@ from perdure.model.orders import Assignment, ReformWorld
 from perdure.model.verdicts import Verdict
 from perdure.policy import FailureLog
 
+_SIGINT = 2
+
 WorldPhase = Literal[
     "pending", "forming", "starting", "running", "done", "failed", "parked", "ended"
 ]
@@ -191,6 +193,15 @@ class WorldState:
     def has_ranks(self) -> bool:
         """Whether its ranks were ordered to start, and it is not known to be over."""
         return self.phase in ("starting", "running")
+
+    def read_signal(self, record: ExitRecord, ranks: int) -> int:
+        """Return the signal by which a rank ended, as far as a decision may depend on it.
+
+        Ctrl-C reaches no rank: each leads a session of its own. SIGINT in one rank is therefore
+        its own fault. Only if all `ranks` have ended so is it somebody's wish.
+        """
+        interrupted = sum(end.signal == _SIGINT for end in self.exits.values())
+        return record.signal if record.signal != _SIGINT or interrupted == ranks else 0
 
     def enter(self, on: WorldStep) -> None:
         """Take the one step of `PHASES` that `on` leads to from here."""

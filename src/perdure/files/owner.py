@@ -8,7 +8,7 @@ from perdure.files import create_file, replace_file
 from perdure.files.regular import read_file
 from perdure.model.checkpoints import MANIFEST, OWNER, Manifest, parse_checkpoint_name
 from perdure.model.codec import decode
-from perdure.model.errors import UnfitError, ProtocolError
+from perdure.model.errors import ProtocolError, UnfitError
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of file systems without hard links."""

@@ -1,9 +1,8 @@
 """From a forked image to a script's first line, as if Python had just started it.
 
 What a script can see is what `python SCRIPT` would show: `__main__`, `sys.argv`, `sys.path[0]`,
-streams, environment, session, random state, exceptions, exit code, atexit handlers. Known
-differences: frames of perdure lie below the script's in `inspect.stack()`, hash randomisation is
-one for all ranks, and a warning that a preloaded module gives at import is in the keeper's log.
+streams, environment, session, random state, exceptions, exit code, atexit handlers, modules.
+`docs/torchrun.md` lists the differences that stay.
 """
 
 import contextlib
@@ -14,12 +13,16 @@ import pkgutil
 import random
 import runpy
 import sys
+import threading
 import time
 import types
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
 from perdure.failpoints import failpoint
+from perdure.files import replace_file
+from perdure.keeper.execution import make_cold_command
+from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
 from perdure.worker.process import die_with, set_title
@@ -27,16 +30,17 @@ from perdure.worker.start.cold import attach
 from perdure.worker.start.failure import leave_without_device, save_failure
 from perdure.worker.start.imports import record_imports
 from perdure.worker.start.streams import open_streams
+from perdure.worker.stderr import say
 
 _REPARENT_S = 20.0
 
 
-def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, added: dict[str, str]) -> None:
+def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, log: ModuleLog) -> None:
     """Become rank `launch` of `plan` and run the script; raises whatever ends it."""
     os.setsid()
-    redirect_streams(launch.stdout, launch.stderr)
+    redirect_streams(launch)
     os.environ.clear()
-    os.environ.update(added | launch.env)
+    os.environ.update(launch.env)
     title = f"perdure rank {plan.job} g{plan.generation} r{launch.rank}: "
     set_title(title + " ".join((os.path.basename(plan.script), *plan.args)))
     leave_image(go, plan.keeper)
@@ -46,8 +50,8 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, added: dict[str, str]
     except OSError as error:
         raise SystemExit(f"perdure: {error.strerror}: {plan.cwd}") from None
     reset_process()
-    set_threads(os.environ)
     attach()
+    hide_modules(plan, launch, title, log)
     if launch.rank == plan.ranks[0].rank and plan.imports:
         where = plan.cwd if plan.module else os.path.dirname(os.path.abspath(plan.script))
         record_imports(plan.imports, where)
@@ -57,6 +61,38 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, added: dict[str, str]
         module=plan.module,
         traceback_file=plan.traceback_files.get(launch.rank, ""),
     )
+
+
+def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, log: ModuleLog) -> None:
+    """Show the script only modules that a fresh Python has, and the others once it asks for them.
+
+    A script that needs another module than the image has, where none can take its place, is
+    executed cold from its first line on. Once it has torch, it may have begun to train: then the
+    image's module stays, and perdure says so.
+    """
+
+    def note_visible(name: str) -> None:
+        if name == "torch":
+            set_threads(os.environ)
+
+    def go_cold(reason: str) -> None:
+        with contextlib.suppress(OSError):
+            replace_file(plan.why_cold, reason.encode())
+        if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
+            say(f"{reason}; this life keeps the module of the warm image, and the next starts cold")
+            return
+        say(f"the script starts again, cold: {reason}")
+        program, command, env = make_cold_command(
+            plan,
+            launch,
+            title=title,
+            traceback_file=plan.traceback_files.get(launch.rank, ""),
+            imports=plan.imports,
+        )
+        os.chdir(plan.cwd)
+        os.execve(program, command, env)
+
+    ModuleStore(log, on_visible=note_visible, on_unequal=go_cold).hide()
 
 
 def leave_image(go: int, keeper: int) -> None:
@@ -72,9 +108,9 @@ def leave_image(go: int, keeper: int) -> None:
     die_with(keeper)
 
 
-def redirect_streams(stdout: str, stderr: str) -> None:
-    """Append both streams to their files, a line at a time; read nothing."""
-    open_streams(stdout, stderr)
+def redirect_streams(launch: RankLaunch) -> None:
+    """Append both streams to their files, a line at a time."""
+    open_streams(launch.stdout, launch.stderr, launch.stdin)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -149,6 +185,7 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
     sys.orig_argv = [sys.executable, *(["-m"] if module else []), script, *args]
     try:
         if module:
+            importlib.import_module("runpy")  # Python's own `-m` needs it before the module.
             _set_path(os.getcwd())
             sys.argv[0] = "-m"
             runpy._run_module_as_main(script)  # type: ignore[attr-defined]
@@ -165,6 +202,7 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
 def _run_path(script: str, main: types.ModuleType) -> None:
     path = os.path.abspath(script)
     if os.path.isdir(path) or _is_archive(path):
+        importlib.import_module("runpy")
         _set_path(path)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return

@@ -17,7 +17,7 @@ from perdure.worker.start.streams import open_streams
 INJECT = os.path.join(os.path.dirname(os.path.abspath(perdure.__file__)), "worker/start/inject")
 
 _IMAGE_PROGRAM = (
-    "import sys; sys.flags.safe_path or sys.path.pop(0); from perdure.keeper.zygote import main; "
+    "import sys; sys.flags.safe_path or sys.path.pop(0); from perdure.keeper.entry import main; "
     "main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
 )
 """Run by `-c`, since `-m` or `-P` would show in the `sys.flags` and modules of every rank."""
@@ -85,6 +85,24 @@ def start_cold(
     It leads a session of its own, dies with the keeper, and reads nothing. What cannot be
     executed exits with 127 or 126, as in a shell, and says why on its standard error.
     """
+    program, command, env = make_cold_command(
+        spawn, launch, title=title, traceback_file=traceback_file, imports=imports
+    )
+    keeper = os.getpid()
+
+    def prepare() -> None:
+        os.setsid()
+        open_streams(launch.stdout, launch.stderr, launch.stdin)
+        os.chdir(spawn.cwd)
+        die_with(keeper)
+
+    return _execute(program, command, env, prepare)
+
+
+def make_cold_command(
+    spawn: KeeperSpawn, launch: RankLaunch, *, title: str, traceback_file: str, imports: str
+) -> tuple[str, list[str], dict[str, str]]:
+    """Return the path, arguments, and environment of a rank that is executed."""
     env = dict(launch.env)
     if spawn.no_python:
         command = [spawn.script, *spawn.args]
@@ -96,18 +114,10 @@ def start_cold(
         env |= {"PERDURE_ATTACH": "1", "PERDURE_TITLE": title, TRACEBACK: traceback_file}
         if imports and launch.rank == spawn.ranks[0].rank:
             env["PERDURE_IMPORTS"] = imports
-    keeper = os.getpid()
-
-    def prepare() -> None:
-        os.setsid()
-        open_streams(launch.stdout, launch.stderr)
-        os.chdir(spawn.cwd)
-        die_with(keeper)
-
     program = shutil.which(command[0], path=env.get("PATH")) or command[0]
     if os.path.dirname(program):
         program = os.path.join(spawn.cwd, program)
-    return _execute(program, command, env, prepare)
+    return program, command, env
 
 
 def _execute(

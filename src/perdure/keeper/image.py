@@ -28,6 +28,7 @@ from perdure.keeper.zygote import (
     Unfit,
 )
 from perdure.model.errors import ProtocolError
+from perdure.model.raw import restore_variables
 
 TRIES_MAX = 4
 START_TIMEOUT_S = 180.0
@@ -247,7 +248,7 @@ def zygote_environ(environ: Mapping[str, str], spec: str) -> dict[str, str]:
     env = dict(environ)
     with contextlib.suppress(ValueError, AttributeError, TypeError):
         job = json.loads(spec)
-        env.update({str(k): str(v) for k, v in job.get("env", {}).items()})
+        env.update(restore_variables({str(k): str(v) for k, v in job.get("env", {}).items()}))
         if int(job.get("nproc", 1)) > 1:
             env.setdefault("OMP_NUM_THREADS", "1")
     return env

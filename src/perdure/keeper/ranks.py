@@ -17,7 +17,15 @@ from resource import struct_rusage
 
 import msgspec
 
-from perdure.adapters.host import read_process, scan_processes, send_signal
+from perdure.adapters.host import (
+    Process,
+    read_command,
+    read_process,
+    read_text,
+    scan_processes,
+    send_signal,
+    send_signal_to_group,
+)
 from perdure.failpoints import failpoint
 from perdure.keeper import execution as launch
 from perdure.keeper import exits
@@ -46,6 +54,7 @@ from perdure.model.bus.wire import (
 from perdure.model.errors import ProtocolError
 from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
+from perdure.model.raw import restore_spawn, restore_variables
 from perdure.worker.cgroups import OomKills
 from perdure.worker.ring import RingWriter
 from perdure.worker.start.streams import DISK_ERRORS
@@ -61,6 +70,12 @@ _AWAY = DISK_ERRORS | {errno.ENFILE, errno.ENOMEM}
 """Errors of a machine, not of the job: those that trained here before can train here later."""
 _RING_KEPT_S = 600.0
 """Seconds for which the ring of a rank that has ended stays: an agent may be away meanwhile."""
+_LINGER_S = 15.0
+"""Seconds that processes below the ranks have to finish once all ranks have ended well.
+
+The agent and the controller wait for 20 s."""
+_LAST_WORD_S = 2.0
+"""Seconds between SIGTERM and SIGKILL for such processes."""
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
 """Until a start is tried again that the disk has refused; twice as long each time."""
 
@@ -84,10 +99,14 @@ class Ending:
     upto: int
     deadline_s: float
     """SIGKILL from here on."""
+    warn_s: float = 0.0
+    """SIGTERM from here on."""
     next_look_s: float = 0.0
     wait_s: float = _RESCAN_S
     warned: bool = False
     answers: set[int] = field(default_factory=set)
+    killed: set[int] = field(default_factory=set)
+    """Processes below the ranks that were killed and named."""
 
 
 @dataclass(slots=True)
@@ -239,18 +258,34 @@ class Ranks:
         self._waiting = [order for order in self._waiting if order.generation > upto]
         if self._store is not None and self._store.generation <= upto:
             self._store = None
-        deadline_s = time.monotonic() + grace_s
+        now = warn_s = time.monotonic()
+        if self._ending is None and self._has_ended_well(upto):
+            grace_s = max(grace_s, _LINGER_S)
+            warn_s = now + grace_s - _LAST_WORD_S
+        deadline_s = now + grace_s
         if self._ending is None:
-            self._ending = Ending(upto, deadline_s)
+            self._ending = Ending(upto, deadline_s, warn_s)
         else:
             ending = self._ending
             ending.deadline_s = min(ending.deadline_s, deadline_s)
+            ending.warn_s = min(ending.warn_s, warn_s)
             ending.warned = ending.warned and upto <= ending.upto
             ending.upto = max(ending.upto, upto)
             ending.next_look_s = 0.0
         if answer:
             self._ending.answers.add(self.generation if generation is None else generation)
         self.advance(time.monotonic())
+
+    def _has_ended_well(self, upto: int) -> bool:
+        """Return whether all ranks have left with 0, before anybody asked for their end."""
+        records = [rank.record for rank in self._ranks.values()]
+        return (
+            bool(records)
+            and self.generation <= upto
+            and all(
+                record is not None and not (record.failed or record.asked) for record in records
+            )
+        )
 
     def signal(self, generation: int, rank: int, number: int) -> None:
         """Send a signal to a rank that lives."""
@@ -359,6 +394,7 @@ class Ranks:
                 keeper=os.getpid(),
                 traceback_files={rank: e.traceback_file for rank, e in self._evidence.items()},
                 imports=self._paths.imports,
+                why_cold=self._paths.why_cold,
             )
         )
 
@@ -367,11 +403,14 @@ class Ranks:
             return "asked for (--cold)"
         if order.no_python:
             return "--no-python"
+        if noted := read_text(self._paths.why_cold):
+            return noted
         if not self._warmth.why_cold and order.ranks:
-            name = launch.find_difference(self._warmth.env, order.ranks[0].env)
+            rank_env = restore_variables(order.ranks[0].env)
+            name = launch.find_difference(self._warmth.env, rank_env)
             if name:
                 names = self._warmth.current.names if self._warmth.current else ()
-                env = launch.adopt_difference(self._warmth.env, order.ranks[0].env)
+                env = launch.adopt_difference(self._warmth.env, rank_env)
                 self._warmth.restart(env, names)
                 return f"{name} differs from the image's environment"
         return ""
@@ -410,12 +449,11 @@ class Ranks:
 
     def _mark_launches(self, order: KeeperSpawn) -> tuple[RankLaunch, ...]:
         mark = {reap.KEEPER: self._mark, reap.GENERATION: str(order.generation)}
-        return tuple(
-            RankLaunch(r.rank, dict(r.env) | mark, r.stdout, r.stderr, r.ring) for r in order.ranks
-        )
+        return tuple(msgspec.structs.replace(r, env=dict(r.env) | mark) for r in order.ranks)
 
     def _spawn_cold(self, order: KeeperSpawn, why_cold: str) -> None:
         """Execute the ranks; where there are not so many processes to be had, try again later."""
+        order = restore_spawn(order)
         pids: dict[int, int] = {}
         name = os.path.basename(order.script)
         try:
@@ -536,6 +574,21 @@ class Ranks:
         failpoint("keeper/recorded")
         self._send(KeeperExited(record))
 
+    def _name_killed(self, pids: list[int], table: dict[int, Process], ending: Ending) -> None:
+        """Say on the rank's standard error which processes below it did not end in time."""
+        for pid in pids:
+            if pid in ending.killed:
+                continue
+            ending.killed.add(pid)
+            root = table[pid].session
+            rank = next((r for r in self._ranks.values() if r.pid == root), None)
+            rank = rank or next(iter(self._ranks.values()), None)
+            text = f"killed process {pid}, which a rank had left: {read_command(pid)}"
+            self._log(text)
+            if rank is not None:
+                with contextlib.suppress(OSError), open(rank.evidence.stderr, "a") as file:
+                    file.write(f"perdure: {text}\n")
+
     def _count_oom_kills_of(self, rank: Rank) -> int:
         try:
             return self._oom_kills.count_of(rank.generation, rank.rank)
@@ -544,28 +597,34 @@ class Ranks:
             return 0
 
     def _advance_ending(self, ending: Ending, now: float) -> None:
-        """Warn, kill, look again; when nothing is left, answer."""
+        """Warn, kill, look again; when nothing is left, answer.
+
+        SIGTERM goes to the process group of each rank, so that a program below a shell hears of
+        it. The grace lasts until nothing of the generations is left.
+        """
         ranks = [r for r in self._by_pid.values() if r.generation <= ending.upto]
         for rank in ranks:
             rank.asked = True
-        if now < ending.deadline_s and ranks:
-            if not ending.warned:
-                ending.warned = True
-                for rank in ranks:
-                    send_signal(rank.pid, signal.SIGTERM)
-            ending.next_look_s = ending.deadline_s
-            return
-        for rank in ranks:  # Before the table is read, which takes a while.
-            send_signal(rank.pid, signal.SIGKILL)
+        if now >= ending.deadline_s:
+            for rank in ranks:  # Before the table is read, which takes a while.
+                send_signal(rank.pid, signal.SIGKILL)
         newer = self._first_start if self.generation > ending.upto else None
+        table = scan_processes()
         members = reap.list_processes_below(
-            scan_processes(),
-            os.getpid(),
-            self._roots,
-            self._warmth.pids,
-            ending.upto,
-            newer,
+            table, os.getpid(), self._roots, self._warmth.pids, ending.upto, newer
         )
+        left = [pid for pid in members if pid != self._store_pid]  # It never ends by itself.
+        if now < ending.deadline_s and left:
+            if now >= ending.warn_s and not ending.warned:
+                ending.warned = True
+                leaders = [pid for pid in members if table[pid].session == pid]
+                for pid in sorted({*(rank.pid for rank in ranks), *leaders}):
+                    send_signal_to_group(pid, signal.SIGTERM)
+            # What ends meanwhile wakes the loop: its orphans are the keeper's children.
+            ending.next_look_s = ending.deadline_s if ending.warned else ending.warn_s
+            return
+        if ending.warned:
+            self._name_killed([pid for pid in members if pid not in self._by_pid], table, ending)
         ours = [pid for pid in members if send_signal(pid, signal.SIGKILL)]
         if ranks or ours:
             ending.next_look_s = now + ending.wait_s

@@ -21,15 +21,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import msgspec
 
 from perdure.failpoints import failpoint
+from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
+from perdure.model.raw import restore_spawn
 from perdure.worker.process import set_title
-from perdure.worker.start.streams import survive_full_disks
+from perdure.worker.start.streams import open_streams, survive_full_disks
+from perdure.worker.stderr import say
 
 FORK_TIMEOUT_S = 30.0
 
@@ -73,6 +75,8 @@ class ForkRanks(KeeperSpawn, frozen=True, kw_only=True, tag=True):
     traceback_files: dict[int, str]
     imports: str
     """Where the first of `ranks` writes what it imported."""
+    why_cold: str
+    """Where a rank that cannot be warm writes the reason, for the starts after it."""
 
 
 class ForkStore(KeeperStore, frozen=True, kw_only=True, tag=True):
@@ -137,11 +141,11 @@ ToImage = Preload | ForkImage | ForkRanks | ForkStore
 FromImage = ImageForked | Importing | Ready | Unfit | RanksForked | StoreForked | ForkFailed
 
 
-def main(job: str, node: int, fd: int) -> None:
+def main(job: str, node: int, fd: int, log: ModuleLog) -> None:
     """Serve the keeper at the other end of `fd`; in a forked rank, run its script and return."""
     survive_full_disks()  # Before anything is imported that might keep the streams.
     set_title(f"perdure zygote {job} {node}")
-    run_child = Image(socket.socket(fileno=fd)).serve()
+    run_child = Image(socket.socket(fileno=fd), log).serve()
     if run_child is not None:
         run_child()
 
@@ -149,13 +153,11 @@ def main(job: str, node: int, fd: int) -> None:
 class Image:
     """Imports, proves, forks."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, log: ModuleLog) -> None:
         """Talk over `sock`, blocking: there is nothing else to do meanwhile."""
-        self._sock = sock
+        self._sock, self._log = sock, log
         self._received: list[int] = []
         """Files that have come with messages."""
-        self._added: dict[str, str] = {}
-        """Variables that imports have put into the environment."""
 
     def serve(self) -> Callable[[], None] | None:
         """Return None when the keeper is gone, and in each forked child what it has to do."""
@@ -185,18 +187,18 @@ class Image:
         self._sock.sendall(encode(message) + b"\n")
 
     def _prepare(self, names: Iterable[str]) -> Ready | Unfit:
-        before = dict(os.environ)
-        for name in (*BASE, *OWN):
-            reason = self._import(name)
-            if reason and name in BASE:
+        with self._log:
+            for name in (*BASE, *OWN):
+                reason = self._import(name)
+                if reason and name in BASE:
+                    return Unfit(reason)
+            reason = find_fork_obstacle()
+            if reason:
                 return Unfit(reason)
-        reason = find_fork_obstacle()
-        if reason:
-            return Unfit(reason)
-        blamed = self._preload(names)
+            self._log.note_first()
+            blamed = self._preload(names)
         if blamed:
             return Unfit("; ".join(sorted(set(blamed.values()))), blamed)
-        self._added |= {k: v for k, v in os.environ.items() if k not in before}
         gc.collect()
         gc.freeze()
         reason = prove_fork()
@@ -204,20 +206,19 @@ class Image:
 
     def _preload(self, names: Iterable[str]) -> dict[str, str]:
         blamed: dict[str, str] = {}
-        reads: list[str] = []
         unfit = ""
-        with watch_environment(reads):
-            for name in names:
-                package = name.partition(".")[0]
-                if name in sys.modules or package in blamed:
-                    continue
-                self._import(name)
-                before, unfit = unfit, find_fork_obstacle()
-                if unfit and unfit != before:
-                    blamed[package] = f"{package} {unfit}"
-                elif reads and package != "torch":
-                    blamed[package] = f"{package} reads {reads[0]} at import"
-                reads.clear()
+        for name in names:
+            package = name.partition(".")[0]
+            if name in sys.modules or package in blamed:
+                continue
+            self._log.read.clear()
+            self._import(name)
+            before, unfit = unfit, find_fork_obstacle()
+            reads = sorted(self._log.read & RANK_VARIABLES)
+            if unfit and unfit != before:
+                blamed[package] = f"{package} {unfit}"
+            elif reads and package != "torch":
+                blamed[package] = f"{package} reads {reads[0]} at import"
         return blamed
 
     def _import(self, name: str) -> str:
@@ -267,6 +268,13 @@ class Image:
             os.close(answer)
             self._sock.close()
             if isinstance(message, ForkRanks):
+                message = restore_spawn(message)
+                unequal = ModuleStore(self._log).find_unequal(find_first_folder(message))
+                if unequal:
+                    open_streams(message.ranks[0].stdout, message.ranks[0].stderr)
+                    say(f"the script starts cold: {unequal}, which the warm image does not have")
+                    os.write(answer_end, encode(ForkFailed(message.generation, unequal)))
+                    os._exit(0)
                 child, count = self._fork_ranks(message, go, answer_end), len(message.ranks)
             else:
                 child, count = self._fork_store(message, go, answer_end), 1
@@ -292,7 +300,7 @@ class Image:
                 os.close(answer)
                 from perdure.keeper.bootstrap import run_rank
 
-                return functools.partial(run_rank, plan, launch, go, self._added)
+                return functools.partial(run_rank, plan, launch, go, self._log)
             pids[launch.rank] = pid
             failpoint("zygote/forked")
         failpoint("zygote/answer")
@@ -314,6 +322,14 @@ class Image:
             os._exit(1)
         os.write(answer, encode(StoreForked(plan.generation, pid, int(port))))
         return None
+
+
+def find_first_folder(spawn: KeeperSpawn) -> str:
+    """Return the folder that Python puts first on the path of a script or module."""
+    if spawn.module:
+        return spawn.cwd
+    script = os.path.realpath(os.path.join(spawn.cwd, spawn.script))
+    return script if os.path.isdir(script) else os.path.dirname(script)
 
 
 def _fork_or_leave(answer: int, generation: int) -> int:
@@ -381,24 +397,3 @@ def prove_fork() -> str:
         os.kill(pid, 9)
     os.waitpid(pid, 0)
     return "" if text == "ok" else f"an operator in a forked child did not end {text}".strip()
-
-
-@contextlib.contextmanager
-def watch_environment(reads: list[str]) -> Any:
-    """Note in `reads` each look at a variable that tells ranks apart.
-
-    What a module concludes from it at import would be wrong in every rank.
-    """
-
-    class Watched(os._Environ):  # type: ignore[type-arg]
-        def __getitem__(self, key: Any) -> Any:
-            if key in RANK_VARIABLES:
-                reads.append(key)
-            return super().__getitem__(key)
-
-    before = os.environ.__class__
-    os.environ.__class__ = Watched
-    try:
-        yield
-    finally:
-        os.environ.__class__ = before

@@ -4,7 +4,10 @@ Later layers win: the environment of `perdure run`, defaults where nothing is se
 `env`, and last what describes the world, which nobody may set wrongly.
 """
 
+import secrets
 from collections.abc import Mapping
+
+from msgspec import structs
 
 from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.job import JobSpec
@@ -17,6 +20,8 @@ RDZV_SECRET = "PERDURE_RDZV_SECRET"
 """What the nodes of `perdure run --nnodes N` have in common."""
 LIGHTHOUSE_URL = "PERDURE_LIGHTHOUSE"
 """Where an agent finds the URL of the lighthouse (`service.supervisor`)."""
+
+HASH_SEED = "PYTHONHASHSEED"
 
 GROUP_DEVICES = "PERDURE_GROUP_DEVICES"
 """Where an agent leaves what CUDA_VISIBLE_DEVICES is to be in its replica group."""
@@ -38,6 +43,18 @@ def explain_default_threads(spec: JobSpec, base: Mapping[str, str]) -> str:
         f"OMP_NUM_THREADS=1 for each of the {ranks} ranks of a machine, as torchrun does; "
         "set it yourself for more"
     )
+
+
+def set_hash_seed(spec: JobSpec, previous: JobSpec | None, environ: Mapping[str, str]) -> JobSpec:
+    """Return the job with the hash seed of its earlier run, or with a new one.
+
+    All lives and nodes of a job iterate over sets in one order. A seed that the user gives wins.
+    """
+    if HASH_SEED in spec.env or HASH_SEED in environ:
+        return spec
+    before = previous.env.get(HASH_SEED) if previous is not None else None
+    seed = before or str(secrets.randbelow(1 << 32))
+    return structs.replace(spec, env=spec.env | {HASH_SEED: seed})
 
 
 def _world_environment(rank: int, world_size: int, nproc: int) -> dict[str, str]:

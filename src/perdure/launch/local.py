@@ -12,6 +12,7 @@ import msgspec
 
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
+from perdure.model.raw import restore_text
 
 
 class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ def render(spec: JobSpec, home: str, *, nats_url: str = "", placement: str = "")
         files={document: msgspec.json.format(msgspec.json.encode(spec)).decode() + "\n"},
         command=(sys.executable, "-P", "-m", "perdure", *start, *words),
         env={"PERDURE_HOME": home},
-        cwd=spec.cwd,
+        cwd=restore_text(spec.cwd),
         log=os.path.join(folder, f"{spec.name}.out"),
         attach=f"perdure {'watch' if spec.served else 'logs -f'} {spec.name}",
     )

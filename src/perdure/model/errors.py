@@ -38,7 +38,7 @@ class MeasureError(ConfigError):
 
 
 class UnfitError(ConfigError):
-    """A checkpoint does not fit the script or the job: no restart changes that, and none is tried."""
+    """A checkpoint does not fit the script or the job, so that no restart is tried."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         """Have a traceback show the hint below the message."""

@@ -18,6 +18,7 @@
         traces/gN/BACKEND/rank_R    Flight Recorder's, for torchfrtrace
         run.lock            held while it runs         away/node-N     locked: the node is kept away
         checkpoints/        step-00000100/ ..., latest     imports.json    what ranks imported
+        why-cold            why no rank of the job is forked from the warm image any more
         compile-cache/      inductor/, triton/, cuda/: what torch has compiled for the ranks
         lighthouse.json     port and last quorum (torchft)
 Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes),
@@ -99,6 +100,7 @@ class JobPaths(msgspec.Struct, frozen=True):
     """What controllers knew at some entries of the journal."""
 
     imports = _Below("imports.json")
+    why_cold = _Below("why-cold")
     """Names of the modules that ranks imported."""
 
     lighthouse = _Below("lighthouse.json")

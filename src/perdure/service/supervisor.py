@@ -26,7 +26,7 @@ import msgspec
 from perdure.adapters.nats import NatsBus
 from perdure.failpoints import failpoint
 from perdure.files import is_locked
-from perdure.launch.environment import LIGHTHOUSE_URL
+from perdure.launch.environment import LIGHTHOUSE_URL, set_hash_seed
 from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.bus.wire import RUN, Command, CommandReply, subject_commands, subject_events
 from perdure.model.codec import decode, encode
@@ -134,6 +134,7 @@ def run(
         limit_caches(paths)
         check_space(paths)
         spec = prepare_arbiter(spec, time.time())
+        spec = set_hash_seed(spec, read_document(f"{previous}/job.json", JobSpec), os.environ)
         write_document(paths.spec, spec)
         supervisor = Supervisor(
             spec,

@@ -48,5 +48,6 @@ def set_title(title: str) -> None:
         os.environ["SPT_NOENV"] = "1"
         import setproctitle
 
-        setproctitle.setproctitle(title)
+        shown = title.encode("utf-8", "backslashreplace").decode()
+        setproctitle.setproctitle(shown)
     os.environ.pop("SPT_NOENV", None)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -233,3 +235,27 @@ def test_names(tmp_path: Path) -> None:
         lock.release()
     assert jobspec.choose_name(JobSpec(script="train.py"), home).name == "train"
     assert os.path.isdir(tmp_path / "jobs" / "train")
+
+
+def test_whatever_python_runs_is_accepted(tmp_path: Path) -> None:
+    """A directory and a zip file with a main module, and compiled code."""
+    main = tmp_path / "app" / "__main__.py"
+    main.parent.mkdir()
+    main.write_text("pass")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as file:
+        file.write(main, "__main__.py")
+    py_compile.compile(str(main), str(tmp_path / "app.pyc"))
+    for name in ("app", "app.zip", "app.pyc"):
+        assert jobspec.check_script(job(tmp_path, name)) == []
+
+
+def test_a_script_that_comes_through_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is a FIFO") as caught:
+        jobspec.check_script(job(tmp_path, "pipe"))
+    assert "write it to a file" in str(caught.value.hint)
+
+
+def test_folders_that_perdure_cannot_write_down_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"PERDURE_HOME: /caf\\udce9"):
+        jobspec.check_names(job(Path("/"), "x.py"), "/caf\udce9")

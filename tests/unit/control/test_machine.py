@@ -2,6 +2,7 @@
 
 import typing
 
+import pytest
 from tests.unit.control.driver import Driver, agree, one, started, verdict
 
 from perdure.control.machine import HANDLERS, Controller
@@ -73,6 +74,13 @@ def test_killed_rank_restarts_the_world_with_the_reason() -> None:
     assert (action.assignment.generation, action.assignment.restart_count) == (1, 1)
     assert "rank 1" in action.reason
     assert "SIGKILL" in action.reason
+
+
+@pytest.mark.parametrize(("nproc", "phase"), [(2, "store"), (1, "end")])
+def test_a_rank_that_interrupts_itself_has_failed(nproc: int, phase: str) -> None:
+    """No Ctrl-C reaches a rank; all of them at once may be what a library wants."""
+    action = one(started(nproc=nproc).exit(nproc - 1, signal=2), AssignNodes)
+    assert action.assignment.phase == phase
 
 
 def test_repeated_and_stale_events_change_nothing() -> None:

@@ -51,7 +51,7 @@ def test_path_of_the_image(tmp_path: Path, safe: str) -> None:
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
     told = "import os, sys\ndef main(job, node, fd): os.write(fd, sys.path[0].encode())\n"
-    (package / "zygote.py").write_text(told)
+    (package / "entry.py").write_text(told)
     env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": safe}
     pid, ours = launch.start_image("j", 0, env)
     with ours:
@@ -71,7 +71,7 @@ def test_who_asks_the_image_for_gpus_makes_no_context(
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
     told = "os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK', 'none').encode()"
-    (package / "zygote.py").write_text(f"import os\ndef main(j, n, fd): os.write(fd, {told})\n")
+    (package / "entry.py").write_text(f"import os\ndef main(j, n, fd): os.write(fd, {told})\n")
     pid, ours = launch.start_image("j", 0, {"PYTHONPATH": str(tmp_path), **own})
     with ours:
         ours.settimeout(PATIENCE_S)

@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from perdure.launch.environment import explain_default_threads, rank_environment
+from perdure.launch.environment import explain_default_threads, rank_environment, set_hash_seed
 from perdure.model.job import CheckpointConfig, JobSpec, TorchftConfig, TrackingConfig
 from perdure.model.nccl import ELASTIC, NCCL_DEFAULTS, SUPERVISED
 from perdure.model.orders import Assignment
@@ -157,3 +157,13 @@ def test_nccl_plugin_only_where_the_user_set_none() -> None:
     assert plugin(spec, {"NCCL_PROFILER_PLUGIN": "none"}) == "none"
     own = JobSpec(name="j", script="s.py", env={"NCCL_PROFILER_PLUGIN": "inspector"})
     assert plugin(own, {}) == "inspector"
+
+
+def test_a_job_has_one_hash_seed() -> None:
+    spec = JobSpec(name="j", script="x.py")
+    first = set_hash_seed(spec, None, {})
+    assert int(first.env["PYTHONHASHSEED"]) < 1 << 32
+    assert set_hash_seed(spec, first, {}) == first
+    own = JobSpec(name="j", script="x.py", env={"PYTHONHASHSEED": "7"})
+    assert set_hash_seed(own, first, {}) == own
+    assert set_hash_seed(spec, first, {"PYTHONHASHSEED": "7"}) == spec

@@ -11,10 +11,11 @@ import struct
 import sys
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import MAGIC_NUMBER, find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ from perdure.cli.running.torchrun import (
     read_rendezvous,
 )
 from perdure.files.owner import read_owner, refuse_owner
-from perdure.files.regular import read_file
+from perdure.files.regular import UnfitFileError, read_file
 from perdure.launch.catalog import find_line
 from perdure.launch.environment import explain_default_threads
 from perdure.model import job
-from perdure.model.codec import decode
+from perdure.model.codec import decode, make_encodable
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
+from perdure.model.raw import carry_text, restore_job
 from perdure.model.source import BOM, find_misfit, parse_toml
 from perdure.service.jobfolders import is_alive, paths_of
 
@@ -104,7 +106,7 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     if met is not None:
         document["nodes"] = met.nodes_min
         document["nodes_max"] = met.nodes_max if met.nodes_max > met.nodes_min else 0
-    spec = validate(document, "options")
+    spec = restore_job(validate(document, "options"))
     if met is not None:
         for wrong, message, hint in _check_rendezvous(spec, options):
             if wrong:
@@ -469,6 +471,7 @@ def check_job(spec: JobSpec, home: str, environ: dict[str, str]) -> list[str]:
     else:
         notes = check_script(spec)
     check_environment(spec, environ)
+    check_names(spec, home)
     check_folder(home)
     url = spec.checkpoint.url
     if url and "://" not in url:
@@ -502,6 +505,8 @@ def check_script(spec: JobSpec) -> list[str]:
         ConfigError: otherwise; the hint names files of similar names, the message the line.
     """
     path = os.path.join(spec.cwd, os.path.expanduser(spec.script))
+    if os.path.isdir(path) and os.path.isfile(os.path.join(path, "__main__.py")):
+        return []
     try:
         source = read_file(path, follow=True)
     except FileNotFoundError:
@@ -510,12 +515,20 @@ def check_script(spec: JobSpec) -> list[str]:
         near = get_close_matches(name, names, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"looked in {folder or '.'}"
         raise ConfigError(f"no such script: {spec.script}", hint=hint) from None
+    except UnfitFileError as error:
+        raise ConfigError(
+            f"cannot run {spec.script}: {error.strerror}",
+            hint="each start reads the script again; write it to a file",
+        ) from None
     except IsADirectoryError:
-        raise ConfigError(f"{spec.script} is a directory", hint="name a Python file") from None
+        hint = "name a Python file, or a directory with a __main__.py"
+        raise ConfigError(f"{spec.script} is a directory", hint=hint) from None
     except OSError as error:
         raise ConfigError(
             f"cannot read {spec.script}: {error.strerror}", hint="check its permissions"
         ) from error
+    if source.startswith(MAGIC_NUMBER) or zipfile.is_zipfile(path):  # Python runs these as well.
+        return []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -625,6 +638,21 @@ def check_owner(folder: str, job: str) -> None:
             hint="set checkpoint.url to a folder that you own",
         ) from error
     refuse_owner(folder, owner, job)
+
+
+def check_names(spec: JobSpec, home: str) -> None:
+    """Check that perdure can write down the names of its own folders.
+
+    Raises:
+        ConfigError: one is not UTF-8.
+    """
+    folders = {"PERDURE_HOME": home, "log_dir": spec.log_dir, "checkpoint.url": spec.checkpoint.url}
+    for what, folder in folders.items():
+        if carry_text(folder) != folder:
+            raise ConfigError(
+                f"{what}: {make_encodable(folder)}: the name of this folder is not UTF-8",
+                hint="name another folder; arguments, variables, and the working folder may be so",
+            )
 
 
 def check_folder(folder: str) -> None:

@@ -3,6 +3,8 @@
 import math
 import os
 import re
+import select
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -55,6 +57,7 @@ def start(options: o.RunOptions) -> int:
     from perdure.cli.running.jobspec import check_job, choose_name, make_spec
     from perdure.cli.running.nodes import name_job
     from perdure.cli.running.torchrun import read_rendezvous
+    from perdure.model.raw import carry_job
     from perdure.service.access.credentials import check_outside  # With NATS.
 
     home = resolve_home(options.environ)
@@ -78,10 +81,24 @@ def start(options: o.RunOptions) -> int:
         notes += recall_end(spec, home)
     for text in [*notes, *check_job(spec, home, options.environ)]:
         note(text)
+    if (spec.world_size > 1 or options.detach) and has_input():
+        note("no rank reads standard input: only the first life of a job of one rank does")
+    spec = carry_job(spec)
     if options.detach:
         placement = os.path.abspath(options.placement) if options.placement else ""
         return detach(spec, home, placement=placement, as_json=options.json)
     return watch_over(spec, home, options, placement=options.placement or "")
+
+
+def has_input() -> bool:
+    """Return whether standard input is a pipe or a file with something in it."""
+    try:
+        found = os.fstat(0)
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size > os.lseek(0, 0, os.SEEK_CUR)
+        return stat.S_ISFIFO(found.st_mode) and bool(select.select([0], [], [], 0)[0])
+    except OSError:
+        return False
 
 
 def refuse_twin(spec: "JobSpec", home: str) -> None:
@@ -128,6 +145,7 @@ def start_node(
     """
     from perdure.cli.running.jobspec import check_job
     from perdure.cli.running.nodes import find_place, is_here, join_first, keep_checkpoints
+    from perdure.model.raw import carry_job
     from perdure.service.access.rendezvous import FirstNode, find_secret, write_placement
 
     place = find_place(met)
@@ -135,6 +153,7 @@ def start_node(
     spec = keep_checkpoints(spec, home, place)
     for text in [*notes, *check_job(spec, home, options.environ)]:
         note(text)
+    spec = carry_job(spec)
     # On loopback all nodes are here, and whoever comes first is the first one.
     claim = FirstNode(place.address, met.port) if met.rank is None and is_here(place) else None
     if not place.first and not (claim is not None and claim.taken):

@@ -259,9 +259,10 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
     if record.failed and not record.asked:
         code = record.code or 128 + record.signal
         who = f"rank {record.rank}"
+        signal = group.read_signal(record, state.the_spec().nproc)
         return fail_group(
             state, now, group, record.cause,
-            who=who, error=record.error, code=code, signal=record.signal, found=found,
+            who=who, error=record.error, code=code, signal=signal, found=found,
         )  # fmt: skip
     spec = state.the_spec()
     if len(group.exits) < spec.nproc or any(e.failed for e in group.exits.values()):

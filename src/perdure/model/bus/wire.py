@@ -327,6 +327,8 @@ class RankLaunch(msgspec.Struct, frozen=True):
     stderr: str
     ring: str
     """Path of its ring; made by the keeper before the rank starts."""
+    stdin: int = 0
+    """Process whose standard input it reads; 0: it reads nothing."""
 
 
 class OfGeneration(msgspec.Struct, frozen=True, tag=True):

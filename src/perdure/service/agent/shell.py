@@ -70,6 +70,7 @@ from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
 from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
+from perdure.model.raw import carry_variables, restore_job
 from perdure.service.access.credentials import is_loopback
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.compiled import CompiledSharing
@@ -417,7 +418,7 @@ class AgentService:
         launches = []
         for rank in members or spec.ranks_of(assignment.slots_of(self._node)):
             env = rank_environment(
-                spec,
+                restore_job(spec),
                 rank,
                 assignment,
                 paths,
@@ -427,8 +428,10 @@ class AgentService:
                 clock_offset_s=self._offset_s,
                 nccl_plugin=self._nccl_plugin,
             )
+            env = carry_variables(env)
             out, err = (paths.stream(generation, rank, s, spec.log_dir) for s in ("out", "err"))
-            launches.append(RankLaunch(rank, env, out, err, paths.ring(generation, rank)))
+            ring = paths.ring(generation, rank)
+            launches.append(RankLaunch(rank, env, out, err, ring, self._find_input(generation)))
         return KeeperSpawn(
             generation=generation,
             ranks=tuple(launches),
@@ -440,6 +443,12 @@ class AgentService:
             cold=spec.cold,
             beside=request.beside,
         )
+
+    def _find_input(self, generation: int) -> int:
+        """Return the process whose input a rank reads: with one rank, in its first life."""
+        one = self._spec.world_size == 1 and not self._spec.groups and generation == 0
+        pid = self._env.get("PERDURE_RUN_PID", "") if one else ""
+        return int(pid) if pid.isdecimal() else 0
 
     async def _collect(self, order: CollectStacks) -> None:
         """Take stacks, all at a time; a rank whose stack is being taken is left out."""

@@ -19,6 +19,7 @@ from perdure.files.regular import open_file
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.plain import make_plain
+from perdure.model.raw import restore_text
 from perdure.service.part import Tasks, wait_event
 from perdure.service.processes import describe_exit, part_command
 
@@ -101,7 +102,7 @@ class Trackers:
                     stdout=output,
                     stderr=output,
                     env=_make_environment(os.environ, self._spec.env),
-                    cwd=self._spec.cwd,
+                    cwd=restore_text(self._spec.cwd),
                     start_new_session=True,
                 )
         except OSError as error:

@@ -9,15 +9,20 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 from perdure.worker.process import set_title
 from perdure.worker.start.failure import install_hook
+from perdure.worker.start.loading import Loading, find_elsewhere
 from perdure.worker.start.streams import survive_full_disks
 from perdure.worker.stderr import say
 from perdure.worker.store import bind_store
+
+if TYPE_CHECKING:
+    from perdure.worker.start.loading import Load
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
@@ -47,16 +52,28 @@ def _try(act: Callable[[ModuleType], None], module: ModuleType) -> None:
         say(f"{module.__name__} is left as it is: {error!r}")
 
 
+def _load_within(spec: ModuleSpec | None, load: "Load") -> ModuleSpec | None:
+    """Have `load` run what `spec` loads; None where it loads nothing."""
+    if spec is None or spec.loader is None:
+        return None
+    spec.loader = cast("Any", Loading(spec.loader, load))
+    return spec
+
+
 class _After(MetaPathFinder):
     """Finds the module as the others do, once."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name, self._act = name, act
 
+    def concerns(self, fullname: str) -> bool:
+        """Return whether it has something to do at the import of `fullname`."""
+        return fullname == self._name
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if not self.concerns(fullname):
             return None
         sys.meta_path.remove(self)
         pid = os.getpid()
@@ -66,7 +83,7 @@ class _After(MetaPathFinder):
             if os.getpid() == pid:
                 _try(self._act, module)
 
-        return _find_elsewhere(self, load, fullname, path, target)
+        return _load_within(find_elsewhere(self, fullname, path, target), load)
 
 
 class _While(MetaPathFinder):
@@ -75,10 +92,14 @@ class _While(MetaPathFinder):
     def __init__(self, names: tuple[str, ...], within: AbstractContextManager[object]) -> None:
         self._names, self._within = names, within
 
+    def concerns(self, fullname: str) -> bool:
+        """Return whether it has something to do at the import of `fullname`."""
+        return fullname.startswith(self._names)
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith(self._names):
+        if not self.concerns(fullname):
             return None
 
         def load(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -86,47 +107,7 @@ class _While(MetaPathFinder):
             with self._within if main else nullcontext():
                 exec_module(module)
 
-        return _find_elsewhere(self, load, fullname, path, target)
-
-
-_Load = Callable[[Callable[[ModuleType], None], ModuleType], None]
-
-
-def _find_elsewhere(
-    finder: MetaPathFinder,
-    load: _Load,
-    fullname: str,
-    path: Sequence[str] | None,
-    target: ModuleType | None,
-) -> ModuleSpec | None:
-    """Return what the first finder but that one finds, to be loaded by `load`."""
-    for other in list(sys.meta_path):
-        if other is finder or not hasattr(other, "find_spec"):  # Python passes over those, too.
-            continue
-        spec = other.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loading(spec.loader, load)
-            return spec
-    return None
-
-
-class _Loading(Loader):
-    """Puts another loader back, and has `load` call it."""
-
-    def __init__(self, loader: Loader, load: _Load) -> None:
-        self._loader, self._load = loader, load
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._load(self._loader.exec_module, module)
+        return _load_within(find_elsewhere(self, fullname, path, target), load)
 
 
 def arm(traceback_file: str, title: str, imports: str) -> None:

@@ -11,6 +11,7 @@ import errno
 import functools
 import io
 import os
+import stat
 import sys
 from typing import Any
 
@@ -58,13 +59,35 @@ class LossyFile(io.FileIO):
         return size
 
 
-def open_streams(stdout: str, stderr: str) -> None:
-    """Have a process append both streams to their files, and read nothing."""
-    for path, number in ((os.devnull, 0), (stdout, 1), (stderr, 2)):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY
-        fd = os.open(path, flags, 0o644)
+def open_streams(stdout: str, stderr: str, stdin: int = 0) -> None:
+    """Have a process append both streams to their files.
+
+    It reads what process `stdin` would read, and nothing if that is 0.
+    """
+    for path, number in ((stdout, 1), (stderr, 2)):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(fd, number)
         os.close(fd)
+    fd = _open_input(stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
+    os.dup2(fd, 0)
+    os.close(fd)
+
+
+def _open_input(pid: int) -> int:
+    """Open the standard input of a process: a pipe, or a file from where it has been read to."""
+    path = f"/proc/{pid}/fd/0"
+    try:
+        kind = os.stat(path).st_mode
+        if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind)):  # Who types is not asked by a rank.
+            return os.open(os.devnull, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # A FIFO may have no writer any more.
+        os.set_blocking(fd, True)
+        if stat.S_ISREG(kind):
+            with open(f"/proc/{pid}/fdinfo/0") as file:
+                os.lseek(fd, int(file.readline().split()[1]), os.SEEK_SET)
+    except OSError:
+        return os.open(os.devnull, os.O_RDONLY)
+    return fd
 
 
 def survive_full_disks() -> None:

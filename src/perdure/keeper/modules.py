@@ -1,0 +1,480 @@
+"""The modules of a warm image, which a rank does not see until it asks for them.
+
+The image notes what each module imports, reads from the environment, and changes in the process
+(`ModuleLog`). A rank hides all modules that a fresh Python does not have (`ModuleStore`). If the
+script imports one of them, the rank asks what a fresh import would find. The rank hands out the
+stored module only if that is the same. The module, and everything that it imports, then has the
+same origin and has read the same variables. All that this import would have imported becomes
+visible with it, in the same order.
+
+A package with compiled modules cannot be imported twice in one process. If such a package is asked
+for and would be another one, the rank has to start cold.
+
+Imports nothing that a Python does not have at its start, so that the log misses no module.
+"""
+
+import _frozen_importlib
+import _warnings
+import builtins
+import os
+import sys
+
+from perdure.worker.start.loading import Loading, find_elsewhere
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+OWN = "perdure"
+"""The one package that a rank sees at its first line and a fresh Python does not have."""
+
+_READ_LATER = frozenset({"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
+"""Variables that are read again when a rank asks for torch (`bootstrap.set_threads`)."""
+_READ_IN_C = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_")
+"""Variables that compiled parts of torch and numpy read when they are loaded."""
+
+
+class Trace:
+    """What one module did at its import."""
+
+    __slots__ = ("environ", "filters", "finders", "needs", "reads")
+
+    def __init__(self) -> None:
+        """Note nothing yet."""
+        self.needs: dict[str, None] = {}
+        """Modules that it asked for, in order."""
+        self.reads: dict[str, str | None] = {}
+        """Variables that it read, and their values then."""
+        self.environ: dict[str, str] = {}
+        """Variables that it added."""
+        self.filters: list[Any] = []
+        """Warning filters that it added."""
+        self.finders: list[Any] = []
+        """Finders that it added to `sys.meta_path`."""
+
+
+class ModuleLog:
+    """An image's log of its imports: use as a context manager around them."""
+
+    def __init__(self) -> None:
+        """Begin. So far there is nothing but perdure's that a Python has not at its start."""
+        self.fresh = frozenset(name for name in sys.modules if not is_own(name))
+        self.filters = list(_warnings.filters)
+        self.finders = list(sys.meta_path)
+        self.path = list(sys.path)
+        self.traces: dict[str, Trace] = {}
+        self.first: frozenset[str] = frozenset()
+        """Modules of every image; `note_first` sets it."""
+        self.found: set[str] = set()
+        """Modules that a finder has found, and that no other module has put there."""
+        self.read: set[str] = set()
+        """Variables that imports have read since `_preload` last cleared the set."""
+        self._stack: list[str] = []
+        self._seen = self._look()
+
+    def __enter__(self) -> "ModuleLog":
+        """Log imports from now on."""
+        self._import, self._gcd_import = builtins.__import__, _frozen_importlib._gcd_import  # type: ignore[attr-defined]
+        self._environ = os.environ.__class__
+        builtins.__import__ = self._note_import
+        _frozen_importlib._gcd_import = self._note_gcd_import  # type: ignore[attr-defined]
+        os.environ.__class__ = self._make_environ()
+        sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Log no more."""
+        sys.meta_path.remove(self)
+        os.environ.__class__ = self._environ
+        _frozen_importlib._gcd_import = self._gcd_import  # type: ignore[attr-defined]
+        builtins.__import__ = self._import
+
+    def note_first(self) -> None:
+        """Say that every image has the modules that are there now."""
+        self.first = frozenset(sys.modules)
+
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """Find a module as the others do, and log what its import does."""
+        self._need(fullname)
+        self.found.add(fullname)
+        spec = find_elsewhere(self, fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = Loading(spec.loader, self._run)  # type: ignore[assignment]
+        return spec
+
+    def _run(self, exec_module: "Callable[[ModuleType], None]", module: "ModuleType") -> None:
+        self._settle()
+        before = set(sys.modules)
+        self._stack.append(module.__name__)
+        try:
+            exec_module(module)
+        finally:
+            self._settle()
+            for name in [name for name in sys.modules if name not in before]:
+                self._need(name)  # Also what it has put there by itself.
+            self._stack.pop()
+
+    def _top(self) -> Trace:
+        return self.traces.setdefault(self._stack[-1] if self._stack else "", Trace())
+
+    def _need(self, name: str) -> None:
+        if self._stack and name != self._stack[-1]:
+            self._top().needs.setdefault(name)
+
+    def _note_import(
+        self,
+        name: str,
+        globals: "Mapping[str, object] | None" = None,
+        locals: "Mapping[str, object] | None" = None,
+        fromlist: "Sequence[str] | None" = (),
+        level: int = 0,
+    ) -> "ModuleType":
+        if self._stack:
+            whole = name
+            if level:
+                package = _frozen_importlib._calc___package__(globals or {})  # type: ignore[attr-defined]
+                whole = _frozen_importlib._resolve_name(name, package, level)  # type: ignore[attr-defined]
+            for parent in _list_parents(whole):
+                if parent in sys.modules:
+                    self._need(parent)
+        found = self._import(name, globals, locals, fromlist, level)
+        if self._stack and fromlist:
+            self._need_parts(sys.modules.get(whole), fromlist)
+        return found
+
+    def _need_parts(self, module: "ModuleType | None", names: "Sequence[str]") -> None:
+        """Note the submodules among `names`, which an import has taken from `module`."""
+        parts = getattr(module, "__dict__", {})
+        if "*" in names:
+            names = (*names, *parts.get("__all__", ()))
+        for name in names:
+            whole = f"{parts.get('__name__')}.{name}"
+            if whole in sys.modules and parts.get(name) is sys.modules[whole]:
+                self._need(whole)
+
+    def _note_gcd_import(
+        self, name: str, package: str | None = None, level: int = 0
+    ) -> "ModuleType":
+        module: ModuleType = self._gcd_import(name, package, level)
+        for parent in _list_parents(module.__name__):
+            self._need(parent)
+        return module
+
+    def _make_environ(self) -> type:
+        log = self
+
+        class Watched(os._Environ):  # type: ignore[type-arg]
+            def __getitem__(self, key: "Any") -> "Any":
+                value = self._data.get(self.encodekey(key))  # type: ignore[attr-defined]
+                if key != self.__dict__.get("yielded"):
+                    log.note_read(key, None if value is None else self.decodevalue(value))
+                return super().__getitem__(key)
+
+            def __iter__(self) -> "Iterator[str]":
+                log.note_read("*", None)
+                for key in super().__iter__():
+                    self.__dict__["yielded"] = key
+                    yield key
+                self.__dict__.pop("yielded", None)
+
+        return Watched
+
+    def note_read(self, name: str, value: str | None) -> None:
+        """Note that the module that is being imported has read a variable."""
+        self.read.add(name)
+        if self._stack:
+            self._top().reads.setdefault(name, value)
+
+    def _look(self) -> "tuple[list[Any], list[Any], dict[bytes, bytes]]":
+        filters: list[Any] = _warnings.filters
+        return list(filters), list(sys.meta_path), dict(os.environ._data)  # type: ignore[attr-defined]
+
+    def _settle(self) -> None:
+        """Lay what has changed in the process since the last time to the module of now."""
+        before, self._seen = self._seen, self._look()
+        if self._seen == before:
+            return
+        trace, (filters, finders, environ) = self._top(), self._seen
+        trace.filters += [one for one in reversed(filters) if one not in before[0]]
+        trace.finders += [one for one in finders if one not in before[1] and one is not self]
+        added = environ.keys() - before[2].keys()
+        trace.environ |= {os.fsdecode(name): os.fsdecode(environ[name]) for name in added}
+
+
+def is_own(name: str) -> bool:
+    """Return whether a module is perdure's, which every rank sees."""
+    return name.partition(".")[0] == OWN
+
+
+def _list_parents(name: str) -> "Iterator[str]":
+    """Yield `a`, `a.b`, and `a.b.c` for the last one.
+
+    >>> list(_list_parents("a.b.c"))
+    ['a', 'a.b', 'a.b.c']
+    """
+    end = name.find(".")
+    while end > 0:
+        yield name[:end]
+        end = name.find(".", end + 1)
+    yield name
+
+
+class ModuleStore:
+    """A rank's finder of the modules that it has hidden."""
+
+    def __init__(
+        self,
+        log: ModuleLog,
+        *,
+        on_visible: "Callable[[str], None]" = lambda name: None,
+        on_unequal: "Callable[[str], None]" = lambda reason: None,
+    ) -> None:
+        """Hide nothing yet.
+
+        The store calls `on_visible` with each module that the script gets. It calls `on_unequal`
+        with the reason if a fresh Python would import another package with compiled modules. If
+        `on_unequal` returns, the script gets the stored package.
+        """
+        self._log = log
+        self._on_visible, self._on_unequal = on_visible, on_unequal
+        self._hidden: dict[str, ModuleType] = {}
+        self._whole = dict(sys.modules)
+        self._paths: dict[str, list[str]] = {}
+        self._environ: dict[str, str] = {}
+        self._listed: dict[str, tuple[int, frozenset[str]]] = {}
+        self._compiled = {
+            name.partition(".")[0]
+            for name, module in self._whole.items()
+            if str(getattr(getattr(module, "__spec__", None), "origin", "")).endswith(".so")
+        } - set(sys.stdlib_module_names)
+
+    def find_unequal(self, first: str) -> str:
+        """Return why no rank may be forked for a script in the folder `first`; empty: it may."""
+        path, sys.path = sys.path, [*([] if sys.flags.safe_path else [first]), *sys.path]
+        try:
+            return self._find_other_origin(self._close(*self._compiled, visible=False))
+        finally:
+            sys.path = path
+
+    def hide(self) -> None:
+        """Make `sys.modules`, warning filters, and finders those of a fresh Python."""
+        import atexit
+
+        self._whole = dict(sys.modules)
+        self._environ = dict(os.environ)
+        used = self._close(*(name for name in self._whole if is_own(name)), visible=False)
+        for name, module in self._whole.items():
+            if name in self._log.fresh or is_own(name) or name == "__main__":
+                continue
+            self._hidden[name] = sys.modules.pop(name)
+            if name not in self._log.found:
+                continue
+            self._paths[name] = list(getattr(module, "__path__", ()))
+            parent, _, child = name.rpartition(".")
+            names = getattr(self._whole.get(parent), "__dict__", {})
+            if names.get(child) is module and name not in used:  # By perdure, at any time.
+                del names[child]
+        atexit.register(self._show_all)  # What torch does at the end needs all of torch.
+        _warnings.filters[:] = self._log.filters
+        _warnings._filters_mutated()  # type: ignore[attr-defined]
+        added = {id(one) for trace in self._log.traces.values() for one in trace.finders}
+        kept = [one for one in sys.meta_path if id(one) not in added]
+        known = [index for index, one in enumerate(kept) if one in self._log.finders]
+        kept.insert(min(known, default=0), self)
+        sys.meta_path[:] = kept
+
+    def _show_all(self) -> None:
+        for name, module in self._hidden.items():
+            sys.modules.setdefault(name, module)
+            self._set_part(name, module)
+        self._hidden.clear()
+
+    def _set_part(self, name: str, module: "ModuleType") -> None:
+        parent, _, child = name.rpartition(".")
+        if parent and name in self._log.found:
+            self._whole[parent].__dict__.setdefault(child, module)
+
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """Find a hidden module if a fresh import would find the same."""
+        module = self._hidden.get(fullname)
+        spec = getattr(module, "__spec__", None)
+        if module is None or spec is None or target is not None:
+            return None
+        parent = fullname.rpartition(".")[0]
+        if parent and list(path or ()) != self._paths.get(parent):
+            return None
+        reason = self._find_difference(fullname)
+        if reason:
+            top = fullname.partition(".")[0]
+            if top not in self._compiled or self._whole.get(top) is not sys.modules.get(
+                top, self._whole.get(top)
+            ):
+                return None
+            self._on_unequal(f"{fullname}: {reason}")
+        copy = _frozen_importlib.ModuleSpec(
+            fullname,
+            Stored(spec.loader, self, module, spec),  # type: ignore[arg-type]
+            origin=spec.origin,
+        )
+        copy.submodule_search_locations = spec.submodule_search_locations
+        copy.has_location, copy.cached = spec.has_location, spec.cached
+        return copy
+
+    def show(self, name: str) -> None:
+        """Do what the import of `name` would do, but for running it again."""
+        in_front = sys.meta_path[: sys.meta_path.index(self)] if self in sys.meta_path else []
+        trace = self._log.traces.get(name, Trace())
+        for need in trace.needs:
+            if need in sys.modules or need not in self._hidden:
+                continue
+            if any(not hasattr(one, "concerns") or one.concerns(need) for one in in_front):
+                __import__(need)
+                continue
+            module = sys.modules[need] = self._hidden.pop(need)
+            self.show(need)
+            sys.modules[need] = sys.modules.pop(need, module)  # It comes after what it needs.
+            self._set_part(need, module)
+        for one in trace.filters:
+            if one in _warnings.filters:
+                _warnings.filters.remove(one)
+            _warnings.filters.insert(0, one)
+        if trace.filters:
+            _warnings._filters_mutated()  # type: ignore[attr-defined]
+        sys.meta_path.extend(one for one in trace.finders if one not in sys.meta_path)
+        for variable, value in trace.environ.items():
+            os.environ.setdefault(variable, value)
+        self._on_visible(name)
+
+    def take(self, name: str) -> None:
+        """Hand out `name`, once: a second import of it is the script's own."""
+        self._hidden.pop(name, None)
+        self.show(name)
+
+    def _find_difference(self, name: str) -> str:
+        """Return what a fresh import of `name` would do otherwise; an empty string if nothing."""
+        names = self._close(name, visible=True)
+        for each in names:
+            if each in sys.modules and sys.modules[each] is not self._whole.get(each):
+                return f"{each} is another module"
+        return self._find_other_variable(names) or self._find_other_origin(names)
+
+    def _close(self, *names: str, visible: bool) -> set[str]:
+        """Return `names` and what they need; if `visible`, nothing beyond what the script has."""
+        found, left = set(names), list(names)
+        while left:
+            each = left.pop()
+            trace = self._log.traces.get(each)
+            for need in (*(trace.needs if trace else ()), each.rpartition(".")[0]):
+                if need and need not in found and need in self._whole:
+                    found.add(need)
+                    if not visible or need in self._hidden:
+                        left.append(need)
+        return found
+
+    def _find_other_variable(self, names: set[str]) -> str:
+        changed = {
+            key
+            for key in self._environ.keys() | os.environ.keys()
+            if self._environ.get(key) != os.environ.get(key)
+        } - _READ_LATER
+        for name in names & self._hidden.keys():
+            trace = self._log.traces.get(name)
+            for variable, value in trace.reads.items() if trace else ():
+                if variable == "*":  # It may look for variables that bear its name.
+                    own = name.partition(".")[0].upper()
+                    differs = any(key.startswith(own) for key in changed)
+                elif name in self._log.first or variable in _READ_LATER:
+                    differs = variable in changed
+                else:
+                    differs = os.environ.get(variable) != value
+                if differs and variable not in (trace.environ if trace else ()):
+                    return f"{name} has read {variable}"
+        if changed and any(name.partition(".")[0] in self._compiled for name in names):
+            return next(
+                (f"it reads {key}" for key in sorted(changed) if key.startswith(_READ_IN_C)), ""
+            )
+        return ""
+
+    def _find_other_origin(self, names: set[str]) -> str:
+        """Return the first module that the path of now finds elsewhere.
+
+        Only names that lie in a folder before the installed ones are looked up, unless the path
+        has lost or moved one of these.
+        """
+        tops = {name.partition(".")[0] for name in names} - self._log.fresh
+        tops -= {OWN, *sys.builtin_module_names}
+        before = self._log.path
+        installed = [place for place in sys.path if place in before]
+        if installed == before:
+            added = [place for place in sys.path if place not in before]
+            listed = [self._list(place) for place in added]
+            if None not in listed:
+                tops &= frozenset().union(*filter(None, listed))
+        for top in sorted(tops):
+            spec = getattr(self._whole.get(top), "__spec__", None)
+            if spec is None:
+                continue
+            found = self._find(top)
+            if found is None or _describe(found) != _describe(spec):
+                place = found and (found.origin or list(found.submodule_search_locations or ()))
+                return f"{top} is {place or 'missing'}"
+        return ""
+
+    def _find(self, name: str) -> "ModuleSpec | None":
+        """Return what the finders that know nothing of the store find."""
+        for finder in sys.meta_path:
+            if finder is self or hasattr(finder, "concerns") or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, None)
+            if spec is not None:
+                return spec
+        return None
+
+    def _list(self, folder: str) -> frozenset[str] | None:
+        """Return the names that a folder may have modules of; None if it is no folder."""
+        try:
+            changed_ns = os.stat(folder or ".").st_mtime_ns
+            known = self._listed.get(folder)
+            if known is None or known[0] != changed_ns:
+                names = frozenset(name.partition(".")[0] for name in os.listdir(folder or "."))
+                known = self._listed[folder] = changed_ns, names
+        except FileNotFoundError:
+            return frozenset()
+        except (OSError, TypeError, ValueError):
+            return None
+        return known[1]
+
+
+def _describe(spec: "ModuleSpec") -> object:
+    return spec.origin or list(spec.submodule_search_locations or ())
+
+
+class Stored:
+    """The loader of a module that was loaded in the image."""
+
+    def __init__(
+        self, loader: "Any", store: ModuleStore, module: "ModuleType", spec: "ModuleSpec"
+    ) -> None:
+        """Hand out `module`, which `loader` has loaded by `spec`."""
+        self._loader, self._store, self._module, self._spec = loader, store, module, spec
+
+    def __getattr__(self, name: str) -> "Any":
+        """Look like the loader that has loaded it."""
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType":
+        """Return the module as it is."""
+        del spec
+        return self._module
+
+    def exec_module(self, module: "ModuleType") -> None:
+        """Show what else its import would have shown."""
+        module.__dict__["__spec__"] = self._spec
+        self._store.take(module.__name__)

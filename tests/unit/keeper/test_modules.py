@@ -1,0 +1,172 @@
+"""What an image has imported, and what a rank sees of it: each case in a Python of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.waiting import PATIENCE_S
+
+BEGIN = """
+import sys
+sys.path.pop(0)
+fresh = list(sys.modules)
+import _warnings, os
+environ = dict(os.environ)
+filters = list(_warnings.filters)
+from perdure.keeper.modules import ModuleLog, ModuleStore
+log = ModuleLog()
+reasons = []
+with log:
+    import importlib
+    for name in {names}:
+        importlib.import_module(name)
+store = ModuleStore(log, on_unequal=reasons.append)
+stored = dict(sys.modules)
+unequal = store.find_unequal({script!r})
+os.environ.clear()
+os.environ.update(environ)
+store.hide()
+first = [name for name in sys.modules if name.partition(".")[0] != "perdure"]
+seen = {{"fresh": first == fresh, "filters": _warnings.filters == filters, "unequal": unequal}}
+sys.path.insert(0, {script!r})
+"""
+END = """
+import json, os
+seen["reasons"] = reasons
+os.write(1, json.dumps(seen).encode())
+"""
+
+
+def run(tmp_path: Path, names: tuple[str, ...], text: str, **environ: str) -> dict[str, Any]:
+    """Return what a rank has `seen`, whose image has imported `names`."""
+    script = tmp_path / "script"
+    script.mkdir(exist_ok=True)
+    program = BEGIN.format(names=names, script=str(script)) + text + END
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "installed")} | environ
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=env,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    seen: dict[str, Any] = json.loads(done.stdout)
+    assert seen["fresh"]
+    assert seen["filters"]
+    return seen
+
+
+def install(tmp_path: Path, **texts: str) -> None:
+    """Write modules that are installed; `a__b` is the module `b` of the package `a`."""
+    for name, text in texts.items():
+        path = tmp_path / "installed" / f"{name.replace('__', '/', 1)}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_module_comes_with_all_that_it_imports_in_order(tmp_path: Path) -> None:
+    install(
+        tmp_path,
+        outer="import warnings, os, inner\nimport pack.part\n"
+        "warnings.simplefilter('error', ResourceWarning)\nos.environ['OUTER'] = 'yes'",
+        inner="import sys\nsys.modules['made'] = sys",
+        pack____init__="",
+        pack__part="from . import other",
+        pack__other="",
+    )
+    text = """
+import os
+before = set(sys.modules)
+seen["early"] = "OUTER" in os.environ
+import outer
+seen["same"] = outer is stored["outer"]
+names = [name for name in sys.modules if name not in before]
+seen["new"] = [n for n in names if n.partition(".")[0] in ("outer", "inner", "made", "pack")]
+seen["filter"] = _warnings.filters[0][:3:2] == ("error", ResourceWarning)
+seen["late"] = os.environ["OUTER"]
+"""
+    seen = run(tmp_path, ("pack.other", "inner", "outer"), text)
+    assert seen["new"] == ["made", "inner", "pack", "pack.other", "pack.part", "outer"]
+    assert (seen["early"], seen["same"], seen["filter"], seen["late"]) == (False, True, True, "yes")
+
+
+@pytest.mark.parametrize("place", ["script", "vendored"])
+def test_a_module_of_the_script_is_found_and_denies_its_importers(
+    tmp_path: Path, place: str
+) -> None:
+    install(tmp_path, outer="import inner\nWHICH = inner.WHICH", inner="WHICH = 'installed'")
+    own = tmp_path / place
+    own.mkdir()
+    (own / "inner.py").write_text("WHICH = 'own'")
+    text = f"sys.path.insert(0, {str(own)!r})\nimport outer, inner\n"
+    text += "seen['is'] = outer.WHICH, inner.WHICH"
+    assert run(tmp_path, ("outer",), text)["is"] == ["own", "own"]
+
+
+def test_a_folder_of_data_hides_no_module(tmp_path: Path) -> None:
+    install(tmp_path, outer="import inner", inner="")
+    (tmp_path / "script" / "inner").mkdir(parents=True)
+    text = "import outer, inner\nseen['same'] = inner is stored['inner'] is outer.inner"
+    assert run(tmp_path, ("outer",), text)["same"]
+
+
+def test_variables_that_the_script_sets_count(tmp_path: Path) -> None:
+    install(
+        tmp_path,
+        outer="import inner\nWHERE = inner.WHERE",
+        inner="import os\nWHERE = os.environ.get('WHERE', 'nowhere')",
+        apart="",
+    )
+    text = """
+import os
+os.environ["WHERE"] = "here"
+import outer, apart
+seen["is"] = outer.WHERE, apart is stored["apart"]
+"""
+    assert run(tmp_path, ("outer", "apart"), text)["is"] == ["here", True]
+
+
+def test_a_second_import_and_a_reload_are_the_script_s(tmp_path: Path) -> None:
+    install(tmp_path, outer="VALUE = []")
+    text = """
+import importlib, importlib.util
+seen["found"] = importlib.util.find_spec("outer").origin, "outer" in sys.modules
+import outer
+outer.VALUE.append(1)
+seen["reloaded"] = importlib.reload(outer).VALUE
+del sys.modules["outer"]
+import outer as second
+seen["other"] = second is not outer
+"""
+    seen = run(tmp_path, ("outer",), text)
+    assert seen["found"] == [str(tmp_path / "installed" / "outer.py"), False]
+    assert (seen["reloaded"], seen["other"]) == ([], True)
+
+
+def test_finders_of_the_script_see_every_import(tmp_path: Path) -> None:
+    install(tmp_path, outer="import inner", inner="")
+    text = """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        seen.setdefault("asked", []).append(name)
+sys.meta_path.insert(0, Finder())
+import outer
+sys.meta_path.pop(0)
+"""
+    assert run(tmp_path, ("outer",), text)["asked"] == ["outer", "inner"]
+
+
+def test_compiled_packages_are_not_imported_twice(tmp_path: Path) -> None:
+    """A script whose numpy would be another one cannot be served; the reason names the module."""
+    own = tmp_path / "script"
+    own.mkdir()
+    (own / "numbers.py").write_text("")
+    seen = run(tmp_path, ("numpy",), "import numpy\nseen['same'] = numpy is stored['numpy']")
+    assert f"numbers is {own / 'numbers.py'}" in seen["unequal"]
+    assert seen["reasons"]
+    assert seen["same"]
