@@ -214,6 +214,7 @@ class SnapshotFold:
             mended=tuple(history.mended),
             skipped=tuple(history.skipped),
             hung_saves=tuple(history.hung_saves),
+            empty_slots=tuple(history.empty_slots),
             waits=tuple(why for _, why in sorted(history.waits.items())),
             job=self._spec.name,
             state=state,
