@@ -100,6 +100,8 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Name of a logged metric; the checkpoint at its lowest value is kept."""
     allow_pickle: bool = False
     """Load checkpoints that need pickle (never needed for those perdure wrote)."""
+    allow_other_plan: bool = False
+    """Resume an elastic job from a checkpoint with another plan, such as another batch size."""
 
 
 class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

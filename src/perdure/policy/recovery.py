@@ -16,7 +16,13 @@ import msgspec
 
 from perdure.model.job import RestartConfig
 
-_USERS_ERRORS = ("ModuleNotFoundError", "ImportError", "SyntaxError", "IndentationError")
+_USERS_ERRORS = (
+    "ModuleNotFoundError",
+    "ImportError",
+    "SyntaxError",
+    "IndentationError",
+    "ConfigError",
+)
 _EXIT_USAGE = 2
 _SIGINT = 2
 _PAUSE_S_MAX = 60.0
