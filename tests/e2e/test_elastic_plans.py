@@ -60,12 +60,9 @@ def step(job: Job) -> int:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"length": 72}, "the number of samples in the dataset differs: 72 here, 64 on rank 0"),
+        ({"length": 72}, "the length of the dataset differs: 72 here, 64 on rank 0"),
         ({"micro_batch": 4}, "the micro-batch differs: 4 here, 2 on rank 0"),
-        (
-            {"width": 3},
-            r"parameter weight differs: float32 \[3, 4\] here, float32 \[1, 4\] on rank 0",
-        ),
+        ({"width": 3}, "parameter weight differs: float32"),
     ],
 )
 def test_a_newcomer_with_another_plan_is_refused_and_the_others_train_on(
@@ -99,9 +96,9 @@ def test_a_resume_with_another_plan_says_what_changes_and_needs_consent(
     write(tmp_path, micro_batch=4, length=72)
     refused = start("el", "-n", "2", str(tmp_path / "train.py"))
     assert refused.wait() != 0
-    words = "the number of samples in the dataset was 64, is 72; the micro-batch was 2, is 4"
+    words = "the length of the dataset was 64, is 72; the micro-batch was 2, is 4"
     assert f"has another plan: {words}" in refused.text()
-    assert "allow_other_plan = true" in refused.text()
+    assert "set checkpoint.allow_other_plan to go on" in refused.text()
     assert step(job) == made
     (tmp_path / "job.toml").write_text("[checkpoint]\nallow_other_plan = true\n")
     again = start("el", "-c", "job.toml", "-n", "2", str(tmp_path / "train.py"))

@@ -11,7 +11,7 @@ TrainingPlan = dict[str, Any]
 """Item -> value. `parameters` is a table of names and descriptions."""
 
 _NAMES = {
-    "length": "the number of samples in the dataset",
+    "length": "the length of the dataset",
     "seed": "the seed",
     "shuffle": "shuffle",
     "batch": "the number of samples in a step",

@@ -21,7 +21,7 @@ plans = st.fixed_dictionaries(
 def test_each_item_that_differs_is_named() -> None:
     other = PLAN | {"length": "328", "parameters": PLAN["parameters"] | {"0.bias": "float64 [4]"}}  # type: ignore[operator]
     assert describe_changes(PLAN, other) == (
-        "the number of samples in the dataset was 320, is 328; "
+        "the length of the dataset was 320, is 328; "
         "parameter 0.bias was float32 [4], is float64 [4]"
     )
     assert describe_changes(PLAN, PLAN | {"parameters": {}}) == (

@@ -114,9 +114,10 @@ class Saving:
         changes = describe_changes(extra.get("plan", {}), self._plan) if "plan" in extra else ""
         if changes and not self.config.allow_other_plan:
             raise ConfigError(
-                f"elastic: the checkpoint of step {step} has another plan: {changes}",
-                hint="put it back, or begin anew under another --name. To go on with it, set "
-                "allow_other_plan = true under [checkpoint] in the job file",
+                f"elastic: the checkpoint of step {step} has another plan: {changes}; set "
+                "checkpoint.allow_other_plan to go on with it",
+                hint="allow_other_plan = true under [checkpoint] in the job file, or put the plan "
+                "back; another --name begins anew",
             )
         if changes and self._membership.me == 0:
             say(f"not exact from here on: {changes}")
