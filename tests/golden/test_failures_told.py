@@ -29,6 +29,7 @@ _LEFT, _HUNG = "EarlyExit (busy)", "ComputeHang (stopped)"
 DIFFER = {
     # Who came in broke the world by it. The older reading does not see why it was formed again.
     ("elastic", 0): (["join: join of rank 4"], [_BROKE]),
+    ("elastic", 1): (["join: join of rank 11"], [_BROKE]),
     ("elastic", 12): (["join: join of rank 4"], [_BROKE]),
     ("elastic", 18): (["join: join of rank 5"], [_BROKE]),
     ("elastic in a storm", 501): (["join: join of rank 15", "join: join of rank 9"], [_BROKE] * 2),
@@ -40,7 +41,6 @@ DIFFER = {
     # The same, where the start of who came in after its keeper's end is not told.
     ("elastic", 49): ([], [_BROKE]),
     ("elastic", 53): ([], [_BROKE]),
-    ("elastic with spares", 710): ([], [_BROKE]),
     # A keeper died of whose generation nobody had told anything yet, and its world never began.
     ("elastic in a storm", 507): (
         [f"restart: {_KILLED} of rank 0", "restart: keeper lost of node 0"],
@@ -65,7 +65,7 @@ DIFFER = {
         [_BROKE, _BROKE, "replace: keeper lost of node 1"],
     ),
     # A newcomer died before it was in, and before its agent had told of its start.
-    ("elastic", 30): ([], [f"give up: {_KILLED} of rank 7"]),
+    ("elastic", 30): (["join: join of rank 15"], [f"replace: {_KILLED} of rank 7"]),
     # A newcomer died in the epoch that it had come in with, before its agent had told so.
     ("elastic with spares", 728): ([f"shrink: {_KILLED} of rank 4"], []),
     # The older reading takes an order that a new controller repeats for what was decided next.

@@ -29,6 +29,7 @@ from perdure.control.membership.elastic import (
     leave_outside,
     note_world,
 )
+from perdure.control.membership.members import count_slot_end
 from perdure.control.membership.observed import describe_withheld, note_withheld
 from perdure.control.progress import (
     after_boundary,
@@ -308,8 +309,9 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
     state.world.exits[record.rank] = record
     state.step = max(state.step, event.account.step)
     state.progress_max = max(state.progress_max, event.account.step)
+    actions = _count_end(state, now, event)
     if is_outside(state, record.rank):
-        return leave_outside(state, now, record.rank)
+        return [*actions, *leave_outside(state, now, record.rank)]
     if record.failed and not record.asked:
         culprit, cause = f"rank {record.rank}", record.cause
         left = [r for r, e in sorted(state.world.exits.items()) if not e.failed and not e.asked]
@@ -319,20 +321,24 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
         blamed, without, why = blame_device(state, event)
         if record.sticky_error and why:
             found = structs.replace(found, reason=f"{found.reason}; {why}")
-        return blamed + _fail(
-            state,
-            now,
-            culprit,
-            cause,
-            error=record.error,
-            code=record.code or 128 + record.signal,
-            signal=state.world.read_signal(record, len(state.ranks)),
-            step=event.account.step,
-            exit_s=record.at_s,
-            without=without,
-            why=why,
-            taken=taken,
-            found=found,
+        return (
+            actions
+            + blamed
+            + _fail(
+                state,
+                now,
+                culprit,
+                cause,
+                error=record.error,
+                code=record.code or 128 + record.signal,
+                signal=state.world.read_signal(record, len(state.ranks)),
+                step=event.account.step,
+                exit_s=record.at_s,
+                without=without,
+                why=why,
+                taken=taken,
+                found=found,
+            )
         )
     left_well = membership_of(state).leave(state, now, event)
     if left_well.broken:
@@ -340,6 +346,19 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
     if not membership_of(state).has_ended(state):
         return left_well.actions
     return finish_job(state, now)
+
+
+def _count_end(state: JobState, now: float, event: RankExited) -> list[AnyAction]:
+    """Count the end of a member's process, or of one that was to be a member, for its slot."""
+    record, elastic, account = event.record, state.world.elastic, event.account
+    if not membership_of(state).goes_on(state) or record.asked or record.rank in elastic.lost:
+        return []
+    unknown = account.step < 0  # Its ring is lost.
+    if record.rank in elastic.formed and (unknown or account.step > account.start_step):
+        elastic.trained.add(record.rank)
+    if not record.failed or preemption.find_taken(state, event.node, record) is not None:
+        return []
+    return count_slot_end(state, now, record.rank, record.cause)
 
 
 def _lose_keeper(state: JobState, now: float, event: KeeperLost) -> list[AnyAction]:
@@ -445,6 +464,8 @@ def _act_upon(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
     if ended:
         return [*actions, *ended]
     freed = free_slot(state, verdict)
+    if freed and verdict.culprit.rank is not None:
+        actions += count_slot_end(state, now, verdict.culprit.rank, cause)
     hangs = verdict.kind in STACKS_FOR and not freed
     interrupt_s = state.the_spec().policy.interrupt_s if hangs else 0.0
     if interrupt_s:
@@ -515,22 +536,23 @@ def _fail(
         done = state.answer(stopped.id, True, why, {"step": state.step})
         return [*done, *end_job(state, now, "stopped", 0, why)]
     decision = decide_recovery(failure, state.failures, state.the_spec().restart)
-    state.note_failure(state.world, failure)
     state.world.first_exit_s = exit_s
     reason = f"{decision.reason}; {why}" if why else decision.reason
     withheld = _describe_loss(failure, decision.rung, reason, exit_s)
     held = membership_of(state).withhold(state.world, withheld)
     if held is not None:  # It cannot go on: it ends, as it would without perdure.
+        state.note_failure(state.world, failure)
         state.book.decide(found, "give up", world, nodes)
         why = f"{culprit}: {cause}; observed only: nothing is restarted"
         return [*held, *end_job(state, now, "failed", code or 1, why)]
-    if decision.rung != "give up":
-        in_place = membership_of(state).stand_in(state, now, found, reason, freed=freed)
-        state.world.failed_s = (
-            state.world.failed_s if freed else now
-        )  # Nobody stands still for a slot.
-        if not in_place.broken:
-            return in_place.actions
+    goes_on = f"{culprit}: {cause}" if decision.rung == "give up" else reason
+    in_place = membership_of(state).stand_in(state, now, found, goes_on, freed=freed)
+    outlived = not in_place.broken
+    state.note_failure(state.world, structs.replace(failure, outlived=outlived))
+    if outlived or decision.rung != "give up":  # Nobody stands still for a slot.
+        state.world.failed_s = state.world.failed_s if freed else now
+    if outlived:
+        return in_place.actions
     state.book.decide(found, decision.rung, world, nodes)
     actions = drop_boundary(state, decision.reason)
     if decision.rung == "give up":

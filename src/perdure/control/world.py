@@ -12,7 +12,7 @@ from perdure.model.events import RankJoined, StoreReady
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import Assignment, ReformWorld
 from perdure.model.verdicts import Verdict
-from perdure.policy import FailureLog
+from perdure.policy import FailureLog, SlotEnd
 
 _SIGINT = 2
 
@@ -105,8 +105,14 @@ class ElasticState:
     """Why this generation is not formed again in place any more."""
     homes: dict[int, int] = field(default_factory=dict)
     """Member that a node was asked to start in a spare slot or in place of a lost one -> node."""
-    barren: set[int] = field(default_factory=set)
-    """Slots in which a member ended before it could join: nobody is started there any more."""
+    trained: set[int] = field(default_factory=set)
+    """Members that had committed a step when they ended."""
+    ends: dict[int, list[SlotEnd]] = field(default_factory=dict)
+    """Slot -> how its newest processes ended."""
+    resting: dict[int, float] = field(default_factory=dict)
+    """Slot whose processes ended before they trained -> when the next one is started."""
+    empty_slots: dict[int, str] = field(default_factory=dict)
+    """Slot that stays empty until its node is restored -> why."""
     following: dict[int, int] = field(default_factory=dict)
     """Rank that was told to follow the world -> epoch that it follows."""
     caught_up: set[int] = field(default_factory=set)

@@ -11,6 +11,7 @@ from perdure.dash.verdicts import render_withheld
 from perdure.model.plain import REASON_MAX, name_step, shorten_line, show_controls
 from perdure.model.report import (
     PHASES,
+    EmptySlotRow,
     Exactness,
     HungSaveRow,
     MendRow,
@@ -35,6 +36,7 @@ def render_text(
     parts.append(render_mended(report.mended))
     parts.append(render_skipped(report.skipped))
     parts.append(render_hung_saves(report.hung_saves))
+    parts.append(render_empty_slots(report.job, report.empty_slots))
     if series is not None:
         parts.append(_render_loss(report, series, width))
     if ledger:
@@ -48,10 +50,11 @@ LOST_UNKNOWN = (
 
 
 def _render_head(report: Report) -> str:
+    ranks = f"{report.ranks_left} of {report.ranks}" if report.ranks_left else report.ranks
     pace = "" if report.step_s is None else f" of {report.step_s * 1000:.0f} ms"
     steps = "" if report.steps_committed is None else f", {report.steps_committed} steps{pace}"
     line = (
-        f"{report.job}: {report.state} after {report.wall_s:.1f} s on {report.ranks} ranks{steps}; "
+        f"{report.job}: {report.state} after {report.wall_s:.1f} s on {ranks} ranks{steps}; "
         f"goodput {'at most ' if report.lost_unknown else ''}{report.goodput:.1%}"
     )
     lines = [line, shorten_line(report.reason, REASON_MAX)] if report.reason else [line]
@@ -125,6 +128,18 @@ def render_hung_saves(rows: Sequence[HungSaveRow]) -> str:
             end = f"over after {row.over_s - row.at_s:.0f} s, in which {count} did not begin"
         why = shorten_line(show_controls(row.why), REASON_MAX)
         lines.append(f"Storage of checkpoints: {why}; {end}")
+    return "\n".join(lines)
+
+
+def render_empty_slots(job: str, rows: Sequence[EmptySlotRow]) -> str:
+    """Return which slots were given up, a line each."""
+    lines = []
+    for row in rows:
+        why = shorten_line(show_controls(row.why), REASON_MAX)
+        end = f"`perdure restore {job} {row.node}` tries it again"
+        if row.over_s:
+            end = f"it was tried again {row.over_s - row.at_s:.0f} s later"
+        lines.append(f"Slot {row.slot} of node {row.node} was left empty: {why}; {end}")
     return "\n".join(lines)
 
 

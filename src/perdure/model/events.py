@@ -305,6 +305,15 @@ class ActionWithheld(Event, frozen=True, kw_only=True):
     """Of the verdict; with generation, kind and culprit it says which."""
 
 
+class SlotLeftEmpty(GenerationEvent, frozen=True, kw_only=True):
+    """No process is started any more in a slot of an elastic world, until its node is restored."""
+
+    at_s: float
+    slot: int
+    node: int
+    reason: str
+
+
 class StacksTaken(GenerationEvent, frozen=True, kw_only=True):
     """Python stacks of suspects and of one waiting rank."""
 
@@ -941,6 +950,7 @@ AnyEvent = (
     | VerdictReached
     | VerdictWithdrawn
     | ActionWithheld
+    | SlotLeftEmpty
     | FailureDecided
     | StacksTaken
     | LinksNoted

@@ -104,6 +104,8 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Name of a logged metric; the checkpoint at its lowest value is kept."""
     allow_pickle: bool = False
     """Load checkpoints that need pickle (never needed for those perdure wrote)."""
+    allow_other_plan: bool = False
+    """Resume an elastic job from a checkpoint with another plan, such as another batch size."""
 
 
 class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,7 +114,8 @@ class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_restarts: Count = 3
     """Failures in a row without progress between them; one more ends the job."""
     same_fault_max: Positive = 3
-    """The same fault at the same step this many times is the user's bug: the job ends."""
+    """The same fault at the same step this many times is the user's bug: the job ends. In an
+    elastic world: so many processes of a slot that commit no step, and the slot stays empty."""
     window_s: Seconds = 600.0
     """Length of the sliding window for `window_max`."""
     window_max: Positive = 60

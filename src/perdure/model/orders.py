@@ -37,6 +37,7 @@ from perdure.model.events import (
     RankExited,
     ReplicaSeen,
     SettingsChanged,
+    SlotLeftEmpty,
     StacksTaken,
     VerdictReached,
     WorldReformed,
@@ -631,6 +632,7 @@ Recorded = (
     | PreemptionWithdrawn
     | VerdictReached
     | ActionWithheld
+    | SlotLeftEmpty
     | SettingsChanged
     | JobPaused
     | OperatorNoted

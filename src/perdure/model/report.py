@@ -139,6 +139,18 @@ class HungSaveRow(msgspec.Struct, frozen=True):
     """Saves that were skipped until then."""
 
 
+class EmptySlotRow(msgspec.Struct, frozen=True):
+    """A slot of an elastic world whose processes ended one after another before they trained."""
+
+    at_s: float
+    """When it was given up."""
+    slot: int
+    node: int
+    why: str
+    over_s: float = 0.0
+    """When a process was started in it again; 0 before."""
+
+
 class Report(msgspec.Struct, frozen=True):
     """`perdure report --json`."""
 
@@ -170,6 +182,10 @@ class Report(msgspec.Struct, frozen=True):
     """None: the script declares no steps."""
     hung_saves: tuple[HungSaveRow, ...] = ()
     """Checkpoints whose disk hung, the oldest first."""
+    empty_slots: tuple[EmptySlotRow, ...] = ()
+    """Slots that were given up, the oldest first."""
+    ranks_left: int = 0
+    """Members of the last world, if slots of an elastic job stayed empty to its end."""
     incidents: int = 0
     """Of `recoveries` all but joins: what failed, of the job or of perdure's own parts."""
     lost_unknown: bool = False
@@ -340,6 +356,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """None: the script declares no steps."""
     hung_saves: tuple[HungSaveRow, ...] = ()
     """Checkpoints whose disk hung, the oldest first."""
+    empty_slots: tuple[EmptySlotRow, ...] = ()
+    """Slots that were given up, the oldest first."""
     waits: tuple[str, ...] = ()
     """Nodes that wait for a disk to start their ranks, in words."""
     world: WorldShape | None = None

@@ -2,7 +2,15 @@
 
 from perdure.policy.checkpointing import decide_checkpoint_interval
 from perdure.policy.preemption import HandOver, Outlook, decide_hand_over
-from perdure.policy.recovery import Decision, Failure, FailureLog, decide_recovery
+from perdure.policy.recovery import (
+    Decision,
+    Failure,
+    FailureLog,
+    SlotEnd,
+    decide_recovery,
+    decide_slot,
+    trim_ends,
+)
 from perdure.policy.response import (
     Reaction,
     Situation,
@@ -19,10 +27,13 @@ __all__ = [
     "Outlook",
     "Reaction",
     "Situation",
+    "SlotEnd",
     "decide_checkpoint_interval",
     "decide_hand_over",
     "decide_recovery",
+    "decide_slot",
     "estimate_restart_cost_s",
     "find_device_error",
     "react",
+    "trim_ends",
 ]

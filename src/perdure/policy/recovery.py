@@ -2,8 +2,13 @@
 
 Looks only at what the script achieved between failures. How the failure was found, and how a
 world is restarted, are other rooms' business.
+
+An elastic world outlives the failure of a member. So the failure counts for the member's slot:
+`decide_slot` fills the slot again, later after each try, or leaves it empty. The job's own count
+has such a failure only while the world achieves nothing after it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,10 +17,17 @@ import msgspec
 from perdure.model.errors import UnfitError
 from perdure.model.job import RestartConfig
 
-_USERS_ERRORS = ("ModuleNotFoundError", "ImportError", "SyntaxError", "IndentationError")
+_USERS_ERRORS = (
+    "ModuleNotFoundError",
+    "ImportError",
+    "SyntaxError",
+    "IndentationError",
+    "ConfigError",
+)
 _UNFIT = UnfitError.__name__
 _EXIT_USAGE = 2
 _SIGINT = 2
+_PAUSE_S_MAX = 60.0
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +48,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     signal: int = 0
     preempted: bool = False
     """The platform had said that it takes the machine away."""
+    outlived: bool = False
+    """The others of an elastic world went on without the culprit."""
 
 
 @dataclass(slots=True)
@@ -55,7 +69,7 @@ class FailureLog:
         """
         self.total += 1
         self.counted += not failure.preempted
-        known = [one for one in self.kept if not one.preempted]
+        known = _list_counted(failure, self.kept)
         since_s = failure.at_s - config.window_s
         recent = min(config.window_max, sum(one.at_s >= since_s for one in known))
         count = max(recent, config.same_fault_max, config.max_restarts + 1)
@@ -85,7 +99,7 @@ def decide_recovery(failure: Failure, past: FailureLog, config: RestartConfig) -
     """
     if failure.preempted:
         return Decision("restart", f"{failure.culprit}: {failure.cause}; it counts as no failure")
-    earlier = tuple(one for one in past.kept if not one.preempted)
+    earlier = _list_counted(failure, past.kept)
     error = failure.error.split(":")[0].split(".")[-1]
     same = 1 + _count_same(failure, earlier)
     recent = 1 + sum(failure.at_s - one.at_s <= config.window_s for one in earlier)
@@ -95,7 +109,10 @@ def decide_recovery(failure: Failure, past: FailureLog, config: RestartConfig) -
             failure.progress_max <= 0 and error in _USERS_ERRORS,
             f"{failure.culprit}: {failure.error}: a restart would meet it again",
         ),
-        (error == _UNFIT, f"{failure.culprit}: {failure.error.partition(': ')[2]}"),
+        (
+            error == _UNFIT and not failure.outlived,
+            f"{failure.culprit}: {failure.error.partition(': ')[2]}",
+        ),
         (
             failure.progress_max <= 0 and failure.code == _EXIT_USAGE and not failure.error,
             f"{failure.culprit} ended with exit code 2 (usage) at its start",
@@ -121,6 +138,15 @@ def decide_recovery(failure: Failure, past: FailureLog, config: RestartConfig) -
     return Decision("restart", f"{failure.culprit}: {failure.cause}; restart {past.counted + 1}")
 
 
+def _list_counted(failure: Failure, past: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Return the `past` failures that count beside `failure`."""
+    return tuple(
+        one
+        for one in past
+        if not one.preempted and not (one.outlived and one.progress_max < failure.progress_max)
+    )
+
+
 def _count_same(failure: Failure, earlier: tuple[Failure, ...]) -> int:
     """Return how many failures directly before this one had its cause, culprit and step.
 
@@ -143,3 +169,49 @@ def _count_fruitless(failure: Failure, earlier: tuple[Failure, ...]) -> int:
         row = 1 if one.progress_max > best else row + 1
         best = max(best, one.progress_max)
     return row
+
+
+class SlotEnd(msgspec.Struct, frozen=True):
+    """The end of one process of a slot in an elastic world."""
+
+    at_s: float
+    cause: str
+    trained: bool
+    """It had committed a step."""
+
+
+class SlotDecision(msgspec.Struct, frozen=True):
+    """When the next process of a slot is started."""
+
+    pause_s: float = 0.0
+    empty: str = ""
+    """Why the slot stays empty; empty if it is filled again."""
+
+
+def decide_slot(ends: Sequence[SlotEnd], config: RestartConfig) -> SlotDecision:
+    """Return what follows the newest of a slot's `ends`.
+
+    The first try after a process that trained has no pause.
+    """
+    newest, row, same = ends[-1], 0, 0
+    for end in reversed(ends):
+        if end.trained:
+            break
+        row += 1
+        same += same == row - 1 and end.cause == newest.cause and "SIGKILL" not in end.cause
+    if same >= config.same_fault_max or row > config.max_restarts:
+        why = f"{row} process{'es' if row > 1 else ''} in a row ended before a step was committed"
+        return SlotDecision(empty=f"{why}: {newest.cause}")
+    recent = sum(newest.at_s - end.at_s <= config.window_s for end in ends)
+    if recent > config.window_max:
+        why = f"{recent} processes ended within {config.window_s:g} s"
+        return SlotDecision(empty=f"{why}: {newest.cause}")
+    return SlotDecision(pause_s=min(2.0 ** (row - 2), _PAUSE_S_MAX) if row > 1 else 0.0)
+
+
+def trim_ends(ends: Sequence[SlotEnd], config: RestartConfig) -> list[SlotEnd]:
+    """Return those of a slot's `ends` that a later decision can depend on."""
+    newest = ends[-1]
+    if not newest.trained:
+        return list(ends)
+    return [end for end in ends if newest.at_s - end.at_s <= config.window_s]

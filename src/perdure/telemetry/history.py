@@ -35,13 +35,14 @@ from perdure.model.events import (
     ReplicaSeen,
     ResumeCompared,
     RoomNoted,
+    SlotLeftEmpty,
     VerdictReached,
     VerdictWithdrawn,
     WorldReformed,
 )
 from perdure.model.failures import ExitRecord, explain_verdict
 from perdure.model.job import JobSpec
-from perdure.model.report import HungSaveRow, MendRow, NoteRow, SkipRow, WithheldRow
+from perdure.model.report import EmptySlotRow, HungSaveRow, MendRow, NoteRow, SkipRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import HANGS, Culprit, Verdict
 from perdure.telemetry.exactness import ExactFold
@@ -210,6 +211,8 @@ class History:
     """Node -> what room its ranks wait for before they start."""
     hung_saves: list[HungSaveRow] = field(default_factory=list)
     """Checkpoints whose disk hung, each told once."""
+    empty_slots: list[EmptySlotRow] = field(default_factory=list)
+    """Slots of an elastic world that were given up."""
     """What was found damaged of the journal, the newest last."""
     dropped: int = 0
     """Generations that are only counted any more, and the number of the newest of them."""
@@ -334,6 +337,9 @@ class History:
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
                 self._end_hung_save(event)
+            case SlotLeftEmpty() as event:
+                row = EmptySlotRow(event.at_s, event.slot, event.node, event.reason)
+                self.empty_slots = [*self.empty_slots, row][-MENDED_MAX:]
             case WorldReformed() as event if not event.finished:
                 self._reform(event)
 
@@ -344,6 +350,7 @@ class History:
         for rank in event.pids:
             generation.rank(rank)
             generation.homes[rank] = event.node
+            self._fill_slot(event.at_s, rank)
             if self.spec and not self.spec.groups and rank >= self.spec.world_size:
                 # It is no rank of a first world, but a member started beside it.
                 generation.joined.setdefault(rank, event.at_s)
@@ -363,6 +370,18 @@ class History:
                     event.at_s, event.step, would, event.cause, event.culprit, event.reason
                 )
                 self.withheld = [*self.withheld[-WITHHELD_MAX + 1 :], row]
+
+    def _fill_slot(self, at_s: float, rank: int) -> None:
+        """A process was started: the slot that it is in is not empty."""
+        for at, row in enumerate(self.empty_slots):
+            if self.spec and row.slot == self.spec.slot_of(rank) and not row.over_s:
+                self.empty_slots[at] = structs.replace(row, over_s=at_s)
+
+    def count_ranks_left(self) -> int:
+        """Return the members of the last world if slots stayed empty to the job's end, else 0."""
+        empty = any(not row.over_s for row in self.empty_slots)
+        newest = self.newest
+        return len(newest.members) if empty and self.ended and newest is not None else 0
 
     def _note_skipped(self, at_s: float, event: CheckpointRestored) -> None:
         if not event.skipped:

@@ -97,6 +97,8 @@ class LedgerFold:
             skipped=tuple(history.skipped),
             exact=history.exact.judge(),
             hung_saves=tuple(history.hung_saves),
+            empty_slots=tuple(history.empty_slots),
+            ranks_left=history.count_ranks_left(),
             incidents=sum(r.rung != "join" for r in recoveries),
             lost_unknown=sums["useful"] > 0
             and any(r.failed and r.rung != "stop" and r.lost_steps is None for r in recoveries),

@@ -215,6 +215,7 @@ class SnapshotFold:
             skipped=tuple(history.skipped),
             exact=history.exact.judge(),
             hung_saves=tuple(history.hung_saves),
+            empty_slots=tuple(history.empty_slots),
             waits=tuple(why for _, why in sorted(history.waits.items())),
             job=self._spec.name,
             state=state,

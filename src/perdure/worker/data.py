@@ -50,6 +50,7 @@ from torch.utils.data import (
 
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.microbatches import BatchPlan
+from perdure.plan.training_plan import describe_changes
 from perdure.worker.process import die_with
 from perdure.worker.rng import keep_rng, put_back_rng
 from perdure.worker.stderr import say
@@ -109,12 +110,9 @@ class Plan:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on where `saved` was."""
         self.samples, self.stretches = saved["samples"], [(*one,) for one in saved["stretches"]]
-        differs = {key for key, value in self._now.items() if saved[key] != value}
-        self.why_not_exact = ", ".join(
-            f"{_PLANNED[key]} was {saved[key]}, is {self._now[key]}" for key in sorted(differs)
-        )
+        self.why_not_exact = describe_changes(saved, self._now)
         length = self._now["length"]
-        if "length" in differs:
+        if saved["length"] != length:
             first, number, before = self.stretches[-1]
             passes = -(-(self.samples - first) // before)
             begun = first + passes * before
@@ -122,14 +120,6 @@ class Plan:
             self.stretches.append(
                 (begun if length > before else self.samples, number + passes, length)
             )
-
-
-_PLANNED = {
-    "length": "the number of samples in the dataset",
-    "seed": "the seed of run.batches",
-    "shuffle": "shuffle",
-    "batch": "the number of samples in a step",
-}
 
 
 def derive_seed(*parts: object) -> int:
@@ -303,6 +293,13 @@ class MicroBatches:
             if not len(dataset):
                 raise ConfigError("elastic: the dataset is empty")
             self._order = SampleOrder(len(dataset), seed=seed, shuffle=shuffle)
+        self.plan: dict[str, Any] = {
+            "length": str(len(dataset)) if hasattr(dataset, "__len__") else "endless",
+            "global_batch": str(plan.global_batch),
+            "micro_batch": str(plan.micro_batch),
+            "shuffle": str(shuffle),
+        }
+        """What decides which samples a micro-batch has."""
         self._samples = SeededSamples(dataset, seed)
         self._collate = collate_fn or default_collate
 

@@ -1,8 +1,11 @@
 """Events in, orders out: who is in the next epoch, and when a restart is taken instead."""
 
+import pytest
+
 from perdure.control.machine import Controller
 from perdure.control.membership.elastic import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
 from perdure.model.events import (
+    CommandReceived,
     ControllerStarted,
     GenerationStopped,
     JobSubmitted,
@@ -10,6 +13,7 @@ from perdure.model.events import (
     RankExited,
     RankJoined,
     RanksStarted,
+    SlotLeftEmpty,
     StoreReady,
     TimerFired,
     VerdictReached,
@@ -18,7 +22,14 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.orders import AnyAction, AssignNodes, InjectFault, ReformWorld
+from perdure.model.orders import (
+    AnyAction,
+    AssignNodes,
+    InjectFault,
+    RecordEvent,
+    ReformWorld,
+    RestoreNode,
+)
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 
@@ -33,14 +44,26 @@ def train(
     machine.handle(0.0, JobSubmitted(spec=spec, at_s=0.0))
     node = NodeRegistered(node=0, incarnation="a", host="127.0.0.1", boot_id="b", slots=ranks)
     machine.handle(0.1, node)
-    machine.handle(0.2, GenerationStopped(node=0, generation=-1, at_s=0.2))
-    ready = StoreReady(generation=0, host="127.0.0.1", port=1, agent_store=agent_store)
+    begin(machine, 0, ranks, agent_store=agent_store, elastic=elastic)
+    return machine
+
+
+def begin(
+    machine: Controller,
+    number: int,
+    ranks: int,
+    *,
+    agent_store: bool = True,
+    elastic: bool = True,
+) -> None:
+    """Bring a generation to where it trains."""
+    machine.handle(0.2, GenerationStopped(node=0, generation=number - 1, at_s=0.2))
+    ready = StoreReady(generation=number, host="127.0.0.1", port=1, agent_store=agent_store)
     machine.handle(0.3, ready)
     pids = {rank: 100 + rank for rank in range(ranks)}
-    machine.handle(0.4, RanksStarted(node=0, generation=0, pids=pids, at_s=0.4, warm=True))
+    machine.handle(0.4, RanksStarted(node=0, generation=number, pids=pids, at_s=0.4, warm=True))
     for rank in range(ranks if elastic else 0):
-        machine.handle(0.5, RankJoined(generation=0, rank=rank, depth="elastic"))
-    return machine
+        machine.handle(0.5, RankJoined(generation=number, rank=rank, depth="elastic"))
 
 
 def die(
@@ -51,10 +74,10 @@ def die(
     return machine.handle(now, RankExited(node=0, record=record, account=account, detected_s=now))
 
 
-def leave(machine: Controller, now: float, rank: int) -> list[AnyAction]:
+def leave(machine: Controller, now: float, rank: int, start_step: int = 0) -> list[AnyAction]:
     record = ExitRecord(rank, 0, 100 + rank, now)
-    exited = RankExited(node=0, record=record, account=RankAccount(step=9), detected_s=now)
-    return machine.handle(now, exited)
+    account = RankAccount(step=9, start_step=start_step)
+    return machine.handle(now, RankExited(node=0, record=record, account=account, detected_s=now))
 
 
 def reformed(rank: int, epoch: int, *, finished: bool = False, step: int = 5) -> WorldReformed:
@@ -107,13 +130,118 @@ def test_a_new_member_takes_the_place_of_each_lost_one() -> None:
     assert extra(again) == [(4, 7)]
 
 
-def test_a_member_that_ends_before_it_joins_is_nobodys_failure_and_the_last_of_its_place() -> None:
+def train_a_while() -> Controller:
+    """Return the controller of a world of three whose ranks have committed steps."""
     machine = train()
-    die(machine, 1.0, 1)
+    for rank in range(3):
+        machine.handle(0.6, reformed(rank, 0, step=0))
+    return machine
+
+
+def left_empty(actions: list[AnyAction]) -> list[SlotLeftEmpty]:
+    events = [a.event for a in actions if isinstance(a, RecordEvent)]
+    return [event for event in events if isinstance(event, SlotLeftEmpty)]
+
+
+def fail_in_slot(
+    machine: Controller, now: float, rank: int, *, joins: bool = True, error: str = "OSError: x"
+) -> list[AnyAction]:
+    """Have the newcomer `rank` end before it commits a step, within the world or before it."""
+    if joins:
+        machine.handle(now, RankJoined(generation=0, rank=rank, depth="elastic"))
+        epoch = machine.state.world.epoch
+        for member in machine.state.world.elastic.members:
+            machine.handle(now, reformed(member, epoch, step=int(now)))
+    record = ExitRecord(rank, 0, 100 + rank, now, code=1, error=error)
+    account = RankAccount(step=int(now), start_step=int(now))
+    actions = machine.handle(
+        now, RankExited(node=0, record=record, account=account, detected_s=now)
+    )
+    for member in machine.state.world.elastic.members:
+        machine.handle(now, reformed(member, machine.state.world.epoch, step=int(now)))
+    return actions
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_slot_whose_processes_never_train_is_filled_later_each_time_and_then_left_empty(
+    joins: bool,
+) -> None:
+    machine = train_a_while()
+    assert extra(die(machine, 1.0, 1)) == [(4,)]
     for rank in (0, 2):
         machine.handle(1.1, reformed(rank, 1))
-    assert die(machine, 1.5, 4) == []
-    assert extra(die(machine, 2.0, 2)) == [(4, 5)]
+    assert extra(fail_in_slot(machine, 2.0, 4, joins=joins)) == [(4, 7)]  # At once.
+    assert extra(fail_in_slot(machine, 3.0, 7, joins=joins)) == []
+    assert machine.next_deadline() == 4.0
+    assert extra(machine.handle(4.0, TimerFired())) == [(4, 7, 10)]
+    actions = fail_in_slot(machine, 5.0, 10, joins=joins)
+    assert extra(actions) == []
+    (left,) = left_empty(actions)
+    assert (left.slot, left.node) == (1, 0)
+    assert left.reason.startswith("3 processes in a row ended before a step was committed")
+    assert machine.next_deadline() is None
+    assert extra(die(machine, 6.0, 2, step=9)) == [(4, 7, 10, 5)]  # Another slot is filled.
+
+
+def test_errors_that_differ_in_words_leave_a_slot_empty_too() -> None:
+    machine, now = train_a_while(), 1.0
+    actions = die(machine, now, 1)
+    for member in (0, 2):
+        machine.handle(now, reformed(member, 1))
+    for rank in (4, 7, 10, 13):
+        assert not left_empty(actions)
+        now += 100.0
+        machine.handle(now, TimerFired())
+        actions = fail_in_slot(machine, now, rank, error=f"OSError: not by process {rank}")
+    assert len(left_empty(actions)) == 1
+    assert machine.state.phase == "running"
+
+
+def test_processes_that_train_before_they_die_are_replaced_at_once_and_end_no_other() -> None:
+    machine, rank, now = train(2), 1, 1.0
+    for _ in range(59):
+        actions = die(machine, now, rank, step=5 + int(now))
+        rank += 2
+        assert rank in extra(actions)[0]
+        machine.handle(now + 0.1, reformed(0, machine.state.world.epoch, step=int(now)))
+        machine.handle(now + 0.1, RankJoined(generation=0, rank=rank, depth="elastic"))
+        for member in (0, rank):
+            machine.handle(now + 0.2, reformed(member, machine.state.world.epoch, step=int(now)))
+        now += 1.0
+    die(machine, now, rank, step=5 + int(now))
+    actions = fail_in_slot(machine, now + 1.0, rank + 2)
+    assert [event.reason for event in left_empty(actions)] == [
+        "61 processes ended within 600 s: exit code 1: OSError: x"
+    ]
+    assert machine.state.phase == "running"
+    assert machine.state.generation == 0
+
+
+def test_restore_has_an_empty_slot_tried_again() -> None:
+    machine = train_a_while()
+    die(machine, 1.0, 1)
+    for now, rank in ((2.0, 4), (3.0, 7), (5.0, 10)):
+        machine.handle(now - 0.5, TimerFired())
+        fail_in_slot(machine, now, rank)
+    command = CommandReceived(id="r", at_s=6.0, kind="restore", args={"targets": ["0"]}, who="ann")
+    actions = machine.handle(6.0, command)
+    assert [a for a in actions if isinstance(a, RestoreNode)]
+    assert extra(actions) == [(4, 7, 10, 13)]
+    assert extra(fail_in_slot(machine, 7.0, 13)) == [(4, 7, 10, 13, 16)]  # As the first time.
+
+
+def test_a_fault_that_all_meet_ends_the_job_as_soon_as_nobody_outlives_it() -> None:
+    """Each one dies alone at the same step, and the others outlive it for a moment."""
+    machine, ended = train(2), []
+    for generation in range(2):
+        for rank in (0, 1):
+            record = ExitRecord(rank, generation, 100, 1.0, code=1, error="ValueError: bad sample")
+            exited = RankExited(node=0, record=record, account=RankAccount(step=7), detected_s=1.0)
+            ended = machine.handle(1.0 + generation, exited)
+        if generation == 0:
+            begin(machine, 1, 2)
+    assert [a.assignment.phase for a in ended if isinstance(a, AssignNodes)] == ["end"]
+    assert "3 restarts in a row without progress are used up" in ended[-1].reason
 
 
 def test_nobody_takes_a_place_where_that_is_not_wanted() -> None:
@@ -256,10 +384,12 @@ def test_who_has_finished_is_not_waited_for() -> None:
     assert orders(die(machine, 1.1, 1, step=9)) == [(1, (2,))]
 
 
-def end_early(machine: Controller, now: float, rank: int, left: tuple[int, ...]) -> list[AnyAction]:
+def end_early(
+    machine: Controller, now: float, rank: int, left: tuple[int, ...], start_step: int = 0
+) -> list[AnyAction]:
     """A member ends with exit code 0, the others go on, and that is acted upon."""
     epoch = machine.state.world.epoch
-    leave(machine, now, rank)
+    leave(machine, now, rank, start_step)
     broken = WorldBroken(generation=0, epoch=epoch, rank=left[0], at_s=now, error="reset")
     machine.handle(now, broken)
     machine.handle(now + RETRY_S, TimerFired())
@@ -288,16 +418,17 @@ def test_a_member_that_ended_early_is_replaced_and_the_others_are_left_alone() -
     assert orders(die(machine, 10.0, 2)) == [(join.epoch + 1, (0, 4))]
 
 
-def test_members_that_always_end_early_end_the_job_as_crashes_would() -> None:
+def test_a_slot_whose_members_always_end_early_stays_empty() -> None:
     machine, rank = train(), 1
-    for turn in range(3):
-        now = 10.0 * turn + 1.0
-        assert extra(end_early(machine, now, rank, (0, 2)))[0][-1] == rank + 3
+    for turn in range(2):
+        now = 20.0 * turn + 1.0
+        end_early(machine, now, rank, (0, 2), start_step=9)
+        machine.handle(now + 9.0, TimerFired())
         rank += 3
-        machine.handle(now + 8.0, RankJoined(generation=0, rank=rank, depth="elastic"))
+        assert rank in machine.state.world.elastic.homes
+        machine.handle(now + 9.0, RankJoined(generation=0, rank=rank, depth="elastic"))
         for member in (0, 2, rank):
-            epoch = machine.state.world.epoch
-            machine.handle(now + 8.1, reformed(member, epoch, step=int(now) + 8))
-    end = end_early(machine, 31.0, rank, (0, 2))
-    assert [a.assignment.phase for a in end if isinstance(a, AssignNodes)] == ["end"]
-    assert "3 restarts in a row without progress are used up" in end[-1].reason
+            machine.handle(now + 9.1, reformed(member, machine.state.world.epoch, step=int(now)))
+    actions = end_early(machine, 51.0, rank, (0, 2), start_step=9)
+    assert [event.slot for event in left_empty(actions)] == [1]
+    assert machine.state.phase == "running"

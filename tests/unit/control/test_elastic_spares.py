@@ -172,7 +172,13 @@ def test_a_spare_that_dies_harms_nobody_and_is_started_again() -> None:
 
 def test_a_spare_that_never_gets_ready_is_not_started_for_ever() -> None:
     lab = Lab()
-    assert lab.die(3, code=1) == []
+    assert started(lab.die(3, code=1)) == {3: 3, 7: 3}
+    assert started(lab.die(7, code=1)) == {}
+    lab.now += 1.0
+    assert started(lab.say(TimerFired())) == {3: 3, 7: 3, 11: 3}
+    assert started(lab.die(11, code=1)) == {}
+    lab.now += 1000.0
+    assert lab.say(TimerFired()) == []
 
 
 @pytest.mark.parametrize("cause", ["node", "keeper"])

@@ -35,7 +35,7 @@ NOTHING_FOLLOWS = {
     "MetricsLogged", "ControllerLost", "NodeDraining", "LinksNoted", "RoomNoted", "ProbeJudged",
     "MessagesSetAside", "CollectivesInterrupted", "MachineReported", "ActionWithheld",
     "QuorumIdsReserved", "ReplicaWaiting", "ReplicaLate", "OperatorNoted", "SettingsChanged",
-    "JobPaused", "JobResumed", "RanksAgreed", "JournalMended", "RankLeft",
+    "JobPaused", "JobResumed", "RanksAgreed", "JournalMended", "RankLeft", "SlotLeftEmpty",
 }  # fmt: skip
 """Events that are told to others: the detector, the folds, whoever reads."""
 FIRST = {"JobSubmitted", "FailureDecided"}

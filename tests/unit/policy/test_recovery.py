@@ -1,11 +1,22 @@
+from collections.abc import Callable
 from functools import partial
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from perdure.model.job import CheckpointConfig, RestartConfig
 from perdure.plan.checkpoints import young
-from perdure.policy import Failure, FailureLog, decide_checkpoint_interval, decide_recovery
+from perdure.policy import (
+    Failure,
+    FailureLog,
+    SlotEnd,
+    decide_checkpoint_interval,
+    decide_recovery,
+    decide_slot,
+    trim_ends,
+)
 
 decide_interval = partial(decide_checkpoint_interval, optimum=young)
 
@@ -124,3 +135,55 @@ def test_steps_and_seconds_of_the_user_win() -> None:
     assert decide_interval(by_steps, stall_s=1.0, failures=0, elapsed_s=1.0) is None
     by_time = CheckpointConfig(every_s=7.0)
     assert decide_interval(by_time, stall_s=1.0, failures=0, elapsed_s=1.0) == 7.0
+
+
+def end(at_s: float, cause: str = "exit code 1", *, trained: bool = False) -> SlotEnd:
+    return SlotEnd(at_s, cause, trained)
+
+
+@pytest.mark.parametrize(
+    ("cause", "pauses"),
+    [
+        (lambda _: "exit code 1: OSError: x", [0.0, 1.0]),
+        (lambda number: f"exit code 1: OSError: process {number}", [0.0, 1.0, 2.0]),
+        (lambda _: "signal 9 (SIGKILL)", [0.0, 1.0, 2.0]),
+    ],
+)
+def test_a_slot_whose_processes_never_train_is_given_up_after_growing_pauses(
+    cause: Callable[[int], str], pauses: list[float]
+) -> None:
+    ends = [end(0.0, trained=True)]
+    for number, pause_s in enumerate(pauses):
+        ends.append(end(float(number), cause(number)))
+        assert decide_slot(ends, RestartConfig()).pause_s == pause_s
+        assert not decide_slot(ends, RestartConfig()).empty
+    ends.append(end(9.0, cause(9)))
+    row = len(pauses) + 1
+    assert decide_slot(ends, RestartConfig()).empty == (
+        f"{row} processes in a row ended before a step was committed: {cause(9)}"
+    )
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 100.0), st.booleans()), min_size=1, max_size=60))
+def test_what_is_trimmed_of_a_slots_past_changes_no_decision(
+    past: list[tuple[float, bool]],
+) -> None:
+    config = RestartConfig(window_max=4, window_s=200.0, max_restarts=50, same_fault_max=50)
+    kept: list[SlotEnd] = []
+    ends: list[SlotEnd] = []
+    now = 0.0
+    for pause_s, trained in past:
+        now += pause_s
+        ends.append(end(now, trained=trained))
+        kept = trim_ends([*kept, ends[-1]], config)
+        assert decide_slot(kept, config) == decide_slot(ends, config)
+
+
+def test_a_failure_that_others_outlived_counts_until_the_world_achieves_more() -> None:
+    config, log = RestartConfig(window_max=2, max_restarts=2), FailureLog()
+    for step in range(10):
+        log.add(failure(progress_max=step, outlived=True), config)
+    assert decide_recovery(failure(progress_max=10), log, config).rung == "restart"
+    for _ in range(2):
+        log.add(failure(progress_max=10, outlived=True), config)
+    assert decide_recovery(failure(progress_max=10), log, config).rung == "give up"

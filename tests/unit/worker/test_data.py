@@ -123,7 +123,7 @@ def test_another_batch_size_skips_and_repeats_no_sample():
 def test_a_dataset_that_has_grown_is_whole_from_the_next_pass_on(used):
     before = indices(take(stop=used // 2))
     plan = resume(14, 2, was=begin(samples=used))
-    assert plan.why_not_exact == "the number of samples in the dataset was 10, is 14"
+    assert plan.why_not_exact == "the length of the dataset was 10, is 14"
     after = indices(take(Noisy(14), start=used // 2, stop=30, plan=plan))
     rest = -used % 10
     assert sorted(before + after[:rest]) == sorted([*range(10)] * ((used + rest) // 10))

@@ -74,6 +74,7 @@ def diagnose(
             "mended": snapshot.mended,
             "skipped": snapshot.skipped,
             "hung_saves": snapshot.hung_saves,
+            "empty_slots": snapshot.empty_slots,
         }
         document = {"verdicts": verdicts, "fate": outcome, "set_aside": asides}
         print_json(document | {k: v for k, v in more.items() if v})
@@ -100,7 +101,12 @@ def diagnose(
 
 def _render_checkpoints(snapshot: "Snapshot") -> Iterator[str]:
     """Yield what is wrong with the journal and with checkpoints, a block each."""
-    from perdure.dash.text import render_hung_saves, render_mended, render_skipped
+    from perdure.dash.text import (
+        render_empty_slots,
+        render_hung_saves,
+        render_mended,
+        render_skipped,
+    )
 
     if snapshot.mended:
         yield render_mended(snapshot.mended)
@@ -108,6 +114,8 @@ def _render_checkpoints(snapshot: "Snapshot") -> Iterator[str]:
         yield render_skipped(snapshot.skipped)
     if snapshot.hung_saves:
         yield render_hung_saves(snapshot.hung_saves)
+    if snapshot.empty_slots:
+        yield render_empty_slots(snapshot.job, snapshot.empty_slots)
 
 
 def _print_end(

@@ -201,7 +201,13 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     """Return a snapshot as text."""
     from perdure.dash.live import describe_late, describe_left, order_metrics, render_count
     from perdure.dash.shape import render_shape
-    from perdure.dash.text import render_exactness, render_hung_saves, render_mended, render_skipped
+    from perdure.dash.text import (
+        render_empty_slots,
+        render_exactness,
+        render_hung_saves,
+        render_mended,
+        render_skipped,
+    )
     from perdure.dash.verdicts import describe_verdict, render_withheld
     from perdure.dash.watch import choose_shown_verdicts, holds, render_busy
 
@@ -216,6 +222,7 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     mended = render_mended(snapshot.mended[-1:])
     skipped = render_skipped(snapshot.skipped[-1:])
     hung = render_hung_saves(snapshot.hung_saves[-1:])
+    empty = render_empty_slots(snapshot.job, [s for s in snapshot.empty_slots if not s.over_s])
     left = describe_left(snapshot)
     left = f"{left}, by the pace of the last minutes" if left else ""
     said = (
@@ -225,6 +232,7 @@ def render_snapshot(snapshot: "Snapshot") -> str:
         skipped,
         render_exactness(snapshot.exact),
         hung,
+        empty,
         *render_withheld(snapshot),
         metrics,
         left,

@@ -140,14 +140,7 @@ def is_outside(state: JobState, rank: int) -> bool:
 
 
 def leave_outside(state: JobState, now: float, rank: int) -> list[AnyAction]:
-    """Note the end of a rank that is no member, and that nobody misses.
-
-    A spare that was ready is started again; whoever did not get that far would not get further the
-    next time.
-    """
-    elastic = state.world.elastic
-    if rank not in {*elastic.ready, *elastic.lost} and not state.world.exits[rank].asked:
-        elastic.barren.add(state.the_spec().slot_of(rank))
+    """Note the end of a rank that is no member, and that nobody misses."""
     return [*fill_slots(state, f"rank {rank} has ended"), *admit(state, now)]
 
 
@@ -321,7 +314,7 @@ class Elastic(Fixed):
             return None
         elastic = state.world.elastic
         times = [t for t in (elastic.deadline_s, elastic.retry_s) if t is not None]
-        return min(times, default=None)
+        return min([*times, *elastic.resting.values()], default=None)
 
     def stand_in(
         self, state: JobState, now: float, found: Cause, reason: str, *, freed: bool = False
@@ -427,7 +420,10 @@ class Elastic(Fixed):
             return _give_up(state, f"ranks {silent} did not form epoch {state.world.epoch} in time")
         if elastic.retry_s is not None and now >= elastic.retry_s:
             return self.try_again(state, now)
-        return Outcome()
+        rested = [slot for slot, due_s in sorted(elastic.resting.items()) if now >= due_s]
+        for slot in rested:
+            del elastic.resting[slot]
+        return Outcome(fill_slots(state, f"slots {rested} are tried again") if rested else [])
 
     def try_again(self, state: JobState, now: float) -> Outcome:
         """Form a world again that broke although nobody is known to be lost."""

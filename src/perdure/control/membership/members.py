@@ -11,7 +11,9 @@ from collections.abc import Collection
 from msgspec import structs
 
 from perdure.control.job import JobState
-from perdure.model.orders import AnyAction, AssignNodes, FollowWorld, InjectFault
+from perdure.model.events import SlotLeftEmpty
+from perdure.model.orders import AnyAction, AssignNodes, FollowWorld, InjectFault, RecordEvent
+from perdure.policy import SlotEnd, decide_slot, trim_ends
 
 DIRECT_BYTES_MAX = 16 << 20
 """Up to this much state is sent within the join."""
@@ -170,7 +172,8 @@ def fill_slots(state: JobState, reason: str) -> list[AnyAction]:
         member = slot if newest is None else newest + spec.slots
         home = node_of_member(state, slot)
         away = home in out or home not in state.nodes
-        if away or slot in elastic.barren or (newest is not None and not _is_empty(state, newest)):
+        waits = slot in elastic.resting or slot in elastic.empty_slots
+        if away or waits or (newest is not None and not _is_empty(state, newest)):
             continue
         if newest is None or spec.restart.replace:
             new[member] = home
@@ -190,6 +193,42 @@ def fill_slots(state: JobState, reason: str) -> list[AnyAction]:
     return [
         AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.world.assignment, reason=why)
     ]
+
+
+def count_slot_end(state: JobState, now: float, member: int, cause: str) -> list[AnyAction]:
+    """Count the end of a process against its slot; return the record if the slot stays empty."""
+    elastic, spec, config = state.world.elastic, state.the_spec(), state.the_spec().restart
+    if spec.observe or not config.replace:
+        return []
+    slot = spec.slot_of(member)
+    newest = SlotEnd(now, cause, member in elastic.trained)
+    ends = elastic.ends[slot] = trim_ends([*elastic.ends.get(slot, ()), newest], config)
+    decision = decide_slot(ends, config)
+    if not decision.empty:
+        if decision.pause_s:
+            elastic.resting[slot] = now + decision.pause_s
+        return []
+    elastic.empty_slots[slot] = decision.empty
+    home = node_of_member(state, slot)
+    left = SlotLeftEmpty(
+        generation=state.world.generation, at_s=now, slot=slot, node=home, reason=decision.empty
+    )
+    return [RecordEvent(event=left, reason=f"slot {slot} stays empty: {decision.empty}")]
+
+
+def list_empty_slots(state: JobState, node: int) -> list[int]:
+    """Return the slots of `node` that stay empty."""
+    slots = sorted(state.world.elastic.empty_slots)
+    return [slot for slot in slots if node_of_member(state, slot) == node]
+
+
+def forget_ends(state: JobState, node: int) -> None:
+    """Hold nothing against the slots of `node` any more."""
+    elastic = state.world.elastic
+    for slot in list(elastic.ends):
+        if node_of_member(state, slot) == node:
+            for memory in (elastic.ends, elastic.resting, elastic.empty_slots):
+                memory.pop(slot, None)
 
 
 def list_gone(state: JobState) -> tuple[int, ...]:

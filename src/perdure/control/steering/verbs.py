@@ -11,7 +11,12 @@ import msgspec
 
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
 from perdure.control.membership import membership_of
-from perdure.control.membership.members import find_objection, list_leavers
+from perdure.control.membership.members import (
+    find_objection,
+    forget_ends,
+    list_empty_slots,
+    list_leavers,
+)
 from perdure.control.membership.quorum import (
     count_left,
     count_missing,
@@ -189,19 +194,24 @@ def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) 
 
 def _restore(state: JobState, now: float, node: int, who: str, reason: str) -> list[AnyAction]:
     actions = restore_move(state, now, node, reason)
-    actions += state.release(node, who, reason) if node in state.cordoned else []
+    if node in state.cordoned or list_empty_slots(state, node):
+        actions += state.release(node, who, reason)
+    forget_ends(state, node)
     return actions + membership_of(state).fill(state, reason)
 
 
 def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
     held = {node for move in state.moves.values() for node in move.nodes}
-    todo = [node for node in nodes if node in state.cordoned or node in held]
+    empty = {node: list_empty_slots(state, node) for node in nodes}
+    todo = [node for node in nodes if node in state.cordoned or node in held or empty[node]]
     already = [f"node {n} may run ranks already" for n in nodes if n not in todo]
     parts = []
     for node in todo:
         kept = node in state.world.placement
         what = "keeps its ranks" if kept else "stands ready as a spare node"
-        if membership_of(state).goes_on(state) and not list_leavers(state, (node,)):
+        if empty[node]:
+            what = f"gets new processes in {name_all('slot', empty[node])}"
+        elif membership_of(state).goes_on(state) and not list_leavers(state, (node,)):
             what = "is filled with new members"
         parts.append(f"node {node} {what}")
     return WorldPlan(

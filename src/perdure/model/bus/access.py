@@ -126,6 +126,7 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.MachineReported: ("controller",),
         events.RoomNoted: ("run", "agent"),
         events.ActionWithheld: ("controller",),
+        events.SlotLeftEmpty: ("controller",),
         events.FailureDecided: ("controller",),
         events.InvitationMade: ("controller",),
         events.InvitationUsed: ("controller",),

@@ -39,6 +39,8 @@ class Progress(msgspec.Struct, frozen=True):
     """Micro-batches, or tasks, of step number `applied` whose gradients it holds."""
     ready: int = NO_LINE
     """The line in which it has reduced step number `applied`, without knowing that all have."""
+    plan: str = ""
+    """Digest of its training plan."""
 
 
 class MemberProgress(msgspec.Struct, frozen=True):
@@ -50,6 +52,8 @@ class MemberProgress(msgspec.Struct, frozen=True):
     """Micro-batches of step number `applied` whose gradients it holds."""
     holds: bool = False
     """It keeps the reduced result of the step before, number `applied - 1`."""
+    plan: str = ""
+    """Digest of its training plan."""
 
 
 class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):

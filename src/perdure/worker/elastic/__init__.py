@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import ASK, read_profile
 from perdure.plan.elastic.microbatches import BatchPlan, plan_batches
 from perdure.plan.elastic.stage_orders import INTERLEAVED_RUNS, SCHEDULES, StageSchedule
 from perdure.plan.elastic.stages import Choose, Model, choose_balanced
+from perdure.plan.training_plan import TrainingPlan
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
 from perdure.worker.data import MicroBatches, Prefetcher
@@ -116,6 +118,8 @@ def train(
                 "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
             },
         )  # fmt: skip
+        del trainer.plan["micro_batches"]
+        trainer.plan.update(data.plan)
         for step in trainer.steps(steps):
             if on_step is not None:
                 on_step(step)
@@ -195,7 +199,31 @@ def open_trainer(
     state = ReplicatedState(
         replica, compute, count=micro_batches, seed=seed, exact=exact, bucket_bytes=bucket_bytes
     )
-    return Trainer(state, membership=membership, config=config)
+    plan = _plan(model, micro_batches, seed, exact, clip_norm)
+    return Trainer(state, membership=membership, config=config, plan=plan)
+
+
+def _plan(
+    model: torch.nn.Module, micro_batches: int, seed: int, exact: bool, clip_norm: float
+) -> TrainingPlan:
+    """Return what all members have to have in common."""
+    return {
+        "micro_batches": str(micro_batches),
+        "seed": str(seed),
+        "exact": str(exact),
+        "clip_norm": str(float(clip_norm)),
+        "parameters": {name: _describe(p) for name, p in model.named_parameters()},
+    }
+
+
+def _describe(parameter: Tensor) -> str:
+    """Return the type, shape and layout of a parameter."""
+    if is_lazy(parameter):
+        return "lazy"
+    words = f"{parameter.dtype} {list(parameter.shape)}".removeprefix("torch.")
+    if parameter.layout != torch.strided:
+        return f"{words} {parameter.layout}"
+    return words if parameter.is_contiguous() else f"{words} strides {parameter.stride()}"
 
 
 def _declare_rate(
@@ -235,6 +263,7 @@ def open_sharded_trainer(
 
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
         raise ConfigError(f"elastic: shard={shard!r} is neither a number of ranks nor 'full'")
+    plan = _plan(model, micro_batches, seed, exact, clip_norm)
     membership = Membership(attach_rank())
     replica = ShardedReplica(
         model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {})
@@ -254,7 +283,7 @@ def open_sharded_trainer(
         memory=locate_memory(),
         bucket_bytes=bucket_bytes,
     )
-    return Trainer(state, membership=membership, config=config)
+    return Trainer(state, membership=membership, config=config, plan=plan)
 
 
 def open_pipeline_trainer(
@@ -297,6 +326,7 @@ def open_pipeline_trainer(
             f"elastic: the cost profile has {stages.blocks} blocks, the model {len(blocks)}",
             hint="profile the list of blocks that is trained",
         )
+    plan = _plan(torch.nn.ModuleList(blocks), micro_batches, seed, exact, clip_norm)
     membership = Membership(attach_rank())
     replica = StagedReplica(blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm)
     _declare_rate(replica.optimizer, lambda: ([replica.optimizer], [replica.scheduler]))
@@ -323,7 +353,7 @@ def open_pipeline_trainer(
         schedule=_check_schedule(schedule, stages),
         device=device,
     )
-    return Trainer(state, membership=membership, config=config)
+    return Trainer(state, membership=membership, config=config, plan=plan)
 
 
 def _check_schedule(name: str, stages: "int | PlannedChoice | None") -> StageSchedule:

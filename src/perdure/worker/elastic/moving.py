@@ -14,16 +14,17 @@ What moves is blocks of a staged state, or rows of a sharded one.
 
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from perdure.model.errors import ProtocolError
+from perdure.model.errors import ConfigError, ProtocolError
 from perdure.plan.elastic.shards import Shard, ShardReformation, Source, Transfer, plan_transfers
 from perdure.plan.elastic.stage_commit import Holder, Move
+from perdure.worker.checkpoint.plain import copy_plain, read_plain_state
 from perdure.worker.elastic.group import Group
 
 _BLOB_BYTES = 8 << 20
@@ -41,11 +42,11 @@ def pack_state(state: Any) -> tuple[bytes, list[Tensor]]:
 
     def strip(value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return value
+            return _make_plain(value)
         tensors.append(value.detach())
         return {_MARK: True, "shape": list(value.shape), "dtype": value.dtype}
 
-    return pack_plain(_change(state, strip)), tensors
+    return _save(_change(state, strip)), tensors
 
 
 def open_state(skeleton: bytes, place: Place | None = None) -> tuple[Any, list[Tensor]]:
@@ -62,18 +63,67 @@ def open_state(skeleton: bytes, place: Place | None = None) -> tuple[Any, list[T
         tensors.append(make(value["shape"], value["dtype"]))
         return tensors[-1]
 
-    return _change(open_plain(skeleton), restore), tensors
+    return read_plain_state(_change(_load(skeleton), restore)), tensors
+
+
+def check_sendable(state: Mapping[str, Any]) -> None:
+    """Open what `state` is packed as, as a rank that joins does.
+
+    Raises:
+        ConfigError: an entry of it cannot be sent.
+    """
+    try:
+        open_plain(pack_state(state)[0])
+    except Exception as error:  # A class may raise anything while it is pickled.
+        for path, value in _list_entries("", state):
+            try:
+                open_plain(pack_plain(value))
+            except Exception:
+                kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix(
+                    "builtins."
+                )
+                raise ConfigError(
+                    f"elastic: {path} is of type {kind}, and no other rank could be sent it",
+                    hint="let state_dict() return tensors, arrays, numbers, strings, lists, dicts",
+                ) from None
+        raise ConfigError(f"elastic: the state cannot be sent to other ranks: {error}") from None
+
+
+def _list_entries(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is no plain collection in `value`, each with its path."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _list_entries(f"{path}.{key}" if path else str(key), one)
+            yield f"{path}: the key {key!r}", key
+    elif type(value) in (list, tuple):
+        for number, one in enumerate(value):
+            yield from _list_entries(f"{path}[{number}]", one)
+    else:
+        yield path, value
 
 
 def pack_plain(plain: Any) -> bytes:
     """Return what has few and small tensors, or none, as bytes."""
+    return _save(_change(plain, _make_plain))
+
+
+def open_plain(packed: bytes) -> Any:
+    """Return what was packed; nothing in it is executed."""
+    return read_plain_state(_load(packed))
+
+
+def _make_plain(value: Any) -> Any:
+    """Return an array or a number of NumPy as plain data, anything else as it is."""
+    return copy_plain(value) if type(value).__module__ == "numpy" else value
+
+
+def _save(plain: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(plain, buffer)
     return buffer.getvalue()
 
 
-def open_plain(packed: bytes) -> Any:
-    """Return what was packed; nothing in it is executed."""
+def _load(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), weights_only=True)
 
 

@@ -29,8 +29,10 @@ from collections.abc import Callable
 from typing import Any
 
 from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import KeySpec
+from perdure.plan.training_plan import TrainingPlan, describe_changes
 from perdure.worker.boundary import Interrupted
 from perdure.worker.cells import StoreCells
 from perdure.worker.checkpoint import Checkpointer
@@ -60,8 +62,13 @@ class Saving:
         membership: Membership,
         state: State,
         hand_over: Callable[[tuple[int, ...]], object] = lambda members: None,
+        plan: TrainingPlan | None = None,
     ) -> None:
-        """Save nothing yet; `hand_over` sees to it that members that leave take nothing along."""
+        """Save nothing yet; `hand_over` sees to it that members that leave take nothing along.
+
+        The `plan` is kept with each checkpoint.
+        """
+        self._plan = {} if plan is None else plan
         self._membership, self._state = membership, state
         self.hand_over = hand_over
         self.config = read_spec().checkpoint
@@ -94,6 +101,9 @@ class Saving:
         """Load the newest checkpoint, fill `extra`; return its step, 0 where there is none.
 
         A part is restored with the others, in a world.
+
+        Raises:
+            ConfigError: it has another plan, and nobody has consented to that.
         """
         saver = self._saver
         if self._wanted and self._state.whole and not self._membership.joins:
@@ -101,6 +111,16 @@ class Saving:
         if saver is None:
             return 0
         step = saver.restore(extra)
+        changes = describe_changes(extra.get("plan", {}), self._plan) if "plan" in extra else ""
+        if changes and not self.config.allow_other_plan:
+            raise ConfigError(
+                f"elastic: the checkpoint of step {step} has another plan: {changes}; set "
+                "checkpoint.allow_other_plan to go on with it",
+                hint="allow_other_plan = true under [checkpoint] in the job file, or put the plan "
+                "back; another --name begins anew",
+            )
+        if changes and self._membership.me == 0:
+            say(f"not exact from here on: {changes}")
         self._saved = (step, time.monotonic())
         return step
 
@@ -128,7 +148,7 @@ class Saving:
         before, self._saved = self._saved[0], (applied, time.monotonic())
         if self._mine:
             try:
-                self._saver.save(applied, reason=reason, extra=extra)
+                self._saver.save(applied, reason=reason, extra=extra | {"plan": self._plan})
             except SaveSkipped:
                 if self._state.whole:  # Else members that save other parts have not skipped it.
                     self._saved = (before, time.monotonic())

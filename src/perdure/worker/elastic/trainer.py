@@ -20,17 +20,25 @@ Where nobody needs to have it (shards, pipeline stages) the counts are reduced l
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, SupportsFloat
 
 import msgspec
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from perdure.failpoints import failpoint
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.events import WorldReformed
 from perdure.plan.elastic.commit import FRESH
+from perdure.plan.training_plan import (
+    TrainingPlan,
+    describe_changes,
+    digest_plan,
+    find_strangers,
+)
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
 from perdure.worker.elastic.communicators import Connect
@@ -40,6 +48,7 @@ from perdure.worker.elastic.group import (
     Group,
     breaking,
     exchange_progress,
+    read_keys,
 )
 from perdure.worker.elastic.joining import CatchUp, Donor
 from perdure.worker.elastic.membership import Membership, read_host_address
@@ -51,6 +60,9 @@ from perdure.worker.work import declare_work
 
 FOLLOW_TRIES_MAX = 3
 _RETRY_S = 0.2
+_LEAVES_S = 10.0
+"""Seconds for which members wait for word that a rank with another plan has ended."""
+_LOOK_S = 0.01
 _LINES = 1_000_000
 """Epochs that a generation may have, for lines to be told apart."""
 _HashStore: Any = vars(dist)["HashStore"]
@@ -81,16 +93,18 @@ class Trainer:
         membership: Membership,
         config: Config | None = None,
         connect: Connect | None = None,
+        plan: TrainingPlan | None = None,
     ) -> None:
         """Train `state` as a member of `membership`'s worlds, with the live settings `config`.
 
         Members `connect` by where the parameters are: over gloo, and for a GPU over NCCL beside
-        it. Tests give another engine.
+        it. Tests give another engine. Members have the same `plan`, and so has a checkpoint.
         """
+        self.plan: TrainingPlan = {} if plan is None else plan
         self.state, self._connect = state, connect
         self._membership = membership
         self._progress = Progress(membership.attachment)
-        self._saving = Saving(membership, state, self._hand_over)
+        self._saving = Saving(membership, state, self._hand_over, self.plan)
         config = config if config is not None else Config()
         self._steering = Steering(membership, config, self._saving, self._progress)
         self._donor = Donor(membership.generation, state.followed)
@@ -383,7 +397,9 @@ class Trainer:
             self._connect = self._connect or choose_engine(self.state.replica.device)
         self._catching.finish(store, members)
         me, overtaken = membership.me, membership.overtaken
-        progress = exchange_progress(store, members, me, state.stand(), overtaken)
+        stand = structs.replace(state.stand(), plan=digest_plan(self.plan))
+        progress = exchange_progress(store, members, me, stand, overtaken)
+        self._compare_plans(store, progress)
         plan = state.decide(progress, line)
         self._group = group = Group(members, me, store, self._connect, overtaken)
         membership.attachment.enter("group")
@@ -398,6 +414,32 @@ class Trainer:
             if state.snapshots.every:  # To go back to, before there is a newer one.
                 self._take_snapshot(members)
         return plan
+
+    def _compare_plans(self, store: Any, progress: Mapping[int, Any]) -> None:
+        """Refuse this rank if it has another plan than the members.
+
+        Raises:
+            ConfigError: it has.
+            Broken: another member has, and is about to leave.
+        """
+        known, strangers = find_strangers(progress)
+        if not strangers:
+            return
+        me, overtaken = self._membership.me, self._membership.overtaken
+        store.set(f"plan/{me}", encode(self.plan))
+        if me not in strangers:
+            deadline = time.monotonic() + _LEAVES_S
+            while not overtaken() and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            raise Broken(f"ranks {strangers} have another plan of training")
+        theirs: TrainingPlan = decode(read_keys(store, [f"plan/{known}"], overtaken)[0], dict)
+        words = describe_changes(
+            self.plan, theirs, f"{{0}} differs: {{1}} here, {{2}} on rank {known}"
+        )
+        raise ConfigError(
+            f"elastic: {words}",
+            hint="the script or its data was changed: put it back, or start the whole job again",
+        )
 
     def _bring_together(self, plan: Plan, group: Group) -> None:
         """Have who is one step behind roll forward, and give a state to who lacks it.

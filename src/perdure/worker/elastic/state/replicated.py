@@ -12,7 +12,13 @@ from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
 from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.moving import find_device, move_blocks, open_state, pack_state
+from perdure.worker.elastic.moving import (
+    check_sendable,
+    find_device,
+    move_blocks,
+    open_state,
+    pack_state,
+)
 from perdure.worker.elastic.snapshots import Snapshots
 from perdure.worker.elastic.state import At, Followed, Source, Taken
 
@@ -194,9 +200,14 @@ class ReplicatedState(Followed):
     # --- the world ----------------------------------------------------------------------------
 
     def prepare(self, *, joins: bool) -> None:
-        """Do once what a join does with a state: the first time takes a tenth of a second."""
-        skeleton, tensors = pack_state(self.replica.state())
+        """Do once what a join does with a state: the first time takes a tenth of a second.
+
+        Raises:
+            ConfigError: an entry of the state could not be sent to others.
+        """
+        check_sendable(self.replica.state())
         if joins:
+            skeleton, tensors = pack_state(self.replica.state())
             state, empty = open_state(skeleton)
             for target, tensor in zip(empty, tensors, strict=True):
                 target.copy_(tensor)

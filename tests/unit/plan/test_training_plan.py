@@ -1,0 +1,62 @@
+"""What is said of two plans that differ, and whose plan counts."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perdure.plan.elastic.commit import FRESH, MemberProgress
+from perdure.plan.training_plan import describe_changes, digest_plan, find_strangers
+
+PLAN = {
+    "length": "320", "global_batch": "32", "micro_batch": "4", "seed": "0",
+    "parameters": {"0.weight": "float32 [4, 8]", "0.bias": "float32 [4]"},
+}  # fmt: skip
+values = st.text(max_size=3)
+tables = st.dictionaries(values, values, max_size=5)
+plans = st.fixed_dictionaries(
+    {"parameters": tables},
+    optional={name: values for name in ("length", "micro_batch", "seed", "exact")},
+)
+
+
+def test_each_item_that_differs_is_named() -> None:
+    other = PLAN | {"length": "328", "parameters": PLAN["parameters"] | {"0.bias": "float64 [4]"}}  # type: ignore[operator]
+    assert describe_changes(PLAN, other) == (
+        "the length of the dataset was 320, is 328; "
+        "parameter 0.bias was float32 [4], is float64 [4]"
+    )
+    assert describe_changes(PLAN, PLAN | {"parameters": {}}) == (
+        "parameter 0.weight was float32 [4, 8], is absent; "
+        "parameter 0.bias was float32 [4], is absent"
+    )
+
+
+def test_of_many_parameters_a_few_are_named() -> None:
+    many = {str(number): "float32 [1]" for number in range(10)}
+    said = describe_changes({"parameters": {}}, {"parameters": many})
+    assert said.count("is float32 [1]") == 3
+    assert said.endswith("; so do 7 more parameters")
+
+
+@given(plans, plans)
+def test_plans_that_differ_have_other_digests_and_what_differs_is_said(
+    one: dict[str, object], other: dict[str, object]
+) -> None:
+    assert (digest_plan(one) == digest_plan(other)) == (one == other)
+    if one.keys() == other.keys():
+        assert bool(describe_changes(one, other)) == (one != other)
+
+
+@given(
+    st.dictionaries(st.integers(0, 9), st.tuples(st.integers(FRESH, 3), st.booleans()), min_size=1)
+)
+def test_who_has_the_state_has_the_plan_that_counts(world: dict[int, tuple[int, bool]]) -> None:
+    progress = {
+        member: MemberProgress(applied, plan=str(like)) for member, (applied, like) in world.items()
+    }
+    known, strangers = find_strangers(progress)
+    assert known not in strangers
+    if any(applied != FRESH for applied, _ in world.values()):
+        assert progress[known].applied != FRESH
+    assert {progress[member].plan for member in progress if member not in strangers} == {
+        progress[known].plan
+    }
