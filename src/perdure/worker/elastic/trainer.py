@@ -20,6 +20,7 @@ where one is enough, and for a snapshot, where one against it is. Before a check
 members compare their states (`comparing`).
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -58,6 +59,11 @@ _RETRY_S = 0.2
 _LINES = 1_000_000
 """Epochs that a generation may have, for lines to be told apart."""
 _HashStore: Any = vars(dist)["HashStore"]
+
+
+def _reaching_store() -> contextlib.AbstractContextManager[None]:
+    """Turn the loss of the member that serves the store into `Broken`."""
+    return breaking(dist.DistNetworkError, dist.DistStoreError, what="the store is gone: ")
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -236,18 +242,19 @@ class Trainer:
         state.work.give_out(group.members)
 
     def _meet(self, step: int, group: Group) -> None:
-        """Wait until all members have come to `step`, and compare their states.
+        """Compare the states of all members at `step`, and wait until all have done so.
 
         Raises:
             Broken: a member was lost.
             PlatformError: members differ.
         """
-        group.meet()
         self._compare(step, group, wanted=True)
+        group.meet()  # Before one leaves, and takes the store along.
 
     def _compare(self, step: int, group: Group, *, wanted: bool) -> None:
         try:
-            self._comparison.finish(step, group, wanted=wanted)
+            with _reaching_store():
+                self._comparison.finish(step, group, wanted=wanted)
         except PlatformError as error:
             self.state.snapshots.forget(FRESH)  # They are newer than what all agreed on.
             if group.index == 0:
@@ -385,7 +392,7 @@ class Trainer:
         ordered = time.monotonic()
         failpoint("elastic/ordered")
         try:
-            with breaking(dist.DistNetworkError, dist.DistStoreError, what="the store is gone: "):
+            with _reaching_store():
                 plan = self._form(order.ranks)
         except Broken as error:
             self._leave()
