@@ -101,7 +101,7 @@ class Plan:
                 for parameter in model[number + 1].parameters():
                     parameter.requires_grad_(not parameter.requires_grad)
 
-    def compute(self, model: nn.Module, step: int, number: int) -> Tensor:
+    def compute(self, model: nn.Sequential, step: int, number: int) -> Tensor:
         for block in model:
             block.number = step + number
         generator = torch.Generator().manual_seed(100 * step + number)
@@ -213,7 +213,7 @@ def train_member(plan: Plan, link: Any) -> tuple[list[Row], list[Tensor]]:
 
 def run_world(size: int, member: Callable[[Link], Any]) -> list[Any]:
     """Return what each of `size` members makes, each in a thread."""
-    world, found = World(size), [None] * size
+    world, found = World(size), list[Any]([None] * size)
 
     def run(me: int) -> None:
         with world.turn:

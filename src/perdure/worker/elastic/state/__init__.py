@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.plan.elastic.commit import FRESH, NO_LINE, Reformation
 from perdure.plan.elastic.shards import ShardReformation
 from perdure.plan.elastic.stage_commit import StageReformation
@@ -228,8 +228,19 @@ class PartState(State):
         self._old.clear()
 
     def begin_step(self) -> None:
-        """Note the buffers, which a pass may not alter."""
+        """Note the buffers, which a pass may not alter.
+
+        Raises:
+            ConfigError: the script has frozen or unfrozen a parameter.
+        """
         self.replica.guard.note()
+        for parameter, (name, trained) in self.replica.trained_first.items():
+            if parameter.requires_grad != trained:
+                raise ConfigError(
+                    f"elastic: requires_grad of {name} was changed, and a {self.part_name} trains "
+                    "what it did at first",
+                    hint="freeze or unfreeze before training, or train it replicated",
+                )
 
     def check_step(self) -> None:
         """Refuse a model that alters its buffers."""

@@ -28,7 +28,12 @@ from perdure.plan.elastic.stages import Runs, Section, list_blocks
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.moving import PARAMETER, find_device
 from perdure.worker.elastic.state import load_settings, read_settings
-from perdure.worker.elastic.state.replicated import AfterUpdate, BufferGuard, run_after_update
+from perdure.worker.elastic.state.replicated import (
+    AfterUpdate,
+    BufferGuard,
+    list_trained,
+    run_after_update,
+)
 
 BlockState = dict[str, dict[str, Any]]
 """Name of a parameter or buffer -> key -> tensor or number; `PARAMETER` is the value itself."""
@@ -69,6 +74,7 @@ class StagedReplica:
         """Trained parameter -> its place among all of the model's."""
         self.clip_norm, self._after_update = clip_norm, after_update
         self.names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
+        self.trained_first = list_trained(self.model)
         self.norm = 0.0
         """The norm of all blocks' gradients, by which the next update is clipped."""
         self.runs: Runs = (Section(0, len(self.blocks)),)

@@ -45,6 +45,11 @@ def run_after_update(after_update: AfterUpdate | None, model: nn.Module) -> None
             after_update(model)
 
 
+def list_trained(model: nn.Module) -> dict[Tensor, tuple[str, bool]]:
+    """Return the name of each parameter, and whether it trains."""
+    return {p: (name, p.requires_grad) for name, p in model.named_parameters()}
+
+
 class Replica:
     """A model with its optimizer and schedule. The only place that alters them."""
 
@@ -285,7 +290,7 @@ class BufferGuard:
         if rerun is None:  # Members that gather from each other cannot pass one alone.
             return self._steps > _FIRST_STEPS
         results = []
-        for kept in (self._kept if self._bytes else {}, {}):
+        for kept in ({}, self._kept if self._bytes else {}):  # The one that it has goes first.
             for place in altered:
                 if place.name in kept:
                     place.owner[place.key] = kept[place.name]

@@ -65,6 +65,7 @@ from perdure.worker.elastic.state.replicated import (
     AfterUpdate,
     BufferGuard,
     list_buffers,
+    list_trained,
     run_after_update,
 )
 
@@ -279,6 +280,8 @@ class ShardedReplica:
     ) -> None:
         """Shard `model`, once `adopt` says how; `options` go to `fully_shard`."""
         self.skeleton = Skeleton(model, options or {})
+        self.trained_first = self._trained_initially = list_trained(model)
+        """Of the script's model, and of the newest world's."""
         self.device = self.skeleton.device
         self.stand_ins = self.skeleton.stand_ins()
         self.parameters = list(self.stand_ins.values())
@@ -362,6 +365,7 @@ class ShardedReplica:
         }
         self._model = self.skeleton.build(group, shard, placed, plain["buffers"], self._take)
         self._sharded = dict(self.model.named_parameters())
+        self.trained_first = self._trained_initially | list_trained(self.model)
         self.optimizer = self._make_optimizer(list(self._sharded.values()))
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
         for name, parameter in self._sharded.items():
