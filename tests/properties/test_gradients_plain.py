@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 from torch import Tensor, nn
@@ -73,6 +73,8 @@ class Plan:
     frozen: tuple[tuple[int, int], ...]
     """(step, block): from this step on the block trains if it did not, and the reverse."""
     adam: bool
+    fused: bool
+    """One kernel, which pairs elements by their places in memory."""
     clip: float
     exact: bool
     bucket_bytes: int
@@ -91,7 +93,9 @@ class Plan:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.adam:
-            return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+            return torch.optim.AdamW(
+                model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3, fused=self.fused
+            )
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
     def turn(self, model: nn.Module, step: int) -> None:
@@ -234,6 +238,7 @@ def run_world(size: int, member: Callable[[Link], Any]) -> list[Any]:
     return found
 
 
+NONE = frozenset[int]()
 plans = st.builds(
     Plan,
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5).map(tuple),
@@ -242,6 +247,7 @@ plans = st.builds(
         st.tuples(st.integers(0, STEPS - 1), st.integers(0, 4)), max_size=3
     ).map(tuple),
     adam=st.booleans(),
+    fused=st.booleans(),
     clip=st.sampled_from([0.0, 0.1]),
     exact=st.booleans(),
     bucket_bytes=st.sampled_from([1, 200, 1 << 20]),
@@ -258,6 +264,10 @@ def compare(mine: Row, true: Row, where: str, off: float) -> None:
 
 @settings(max_examples=examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans, st.integers(1, 4))
+@example(Plan(("turned",), NONE, (), True, True, 0.0, False, 200), 2)
+@example(Plan(("unused", "rare"), NONE, (), True, False, 0.1, True, 1), 3)
+@example(Plan(("twice",), NONE, ((1, 0), (3, 0)), False, False, 0.1, False, 1), 4)
+@example(Plan(("plain",), frozenset([0]), ((2, 0),), True, False, 0.0, False, 1), 2)
 def test_random_models_have_the_gradients_of_plain_pytorch(plan: Plan, size: int) -> None:
     rows, last = train_plainly(plan)
     off = 0.05 if "short" in plan.kinds else 1e-9  # bfloat16 rounds each sum.

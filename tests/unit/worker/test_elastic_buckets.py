@@ -43,7 +43,7 @@ def test_a_bucket_of_short_numbers_takes_none_along() -> None:
     model = nn.Linear(4, 4).to(torch.bfloat16)
     buckets = Buckets(model.parameters(), bucket_bytes=1 << 20, rider=2)
     assert not buckets.riders
-    assert buckets.flats(0)[0].numel() == 22  # Of two parameters, and whether each is used.
+    assert buckets.flats(0)[0].numel() == 22  # Two say whether a parameter is used.
 
 
 def test_a_loss_that_is_read_at_the_step_s_end_is_what_it_was() -> None:

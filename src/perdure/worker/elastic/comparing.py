@@ -5,9 +5,9 @@ member therefore hashes its state in the first step of every world, every `EVERY
 checkpoint is made, and at the end. A thread hashes while the step computes, which alters nothing of
 the state. Members exchange the hashes through the world's store before they apply the step.
 
-A state is compared in units: what one set of members has alike, such as the rows of a shard or a
-block of a stage. If hashes of a unit differ, its holders tell the hash of each tensor, and every
-member raises the same error. A later start goes on from a checkpoint, which all members agreed on.
+A unit is what some members have alike, such as the rows of a shard or a block of a stage. If hashes
+of a unit differ, its holders tell the hash of each tensor, and every member raises the same error.
+A later start goes on from a checkpoint, which all members agreed on.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -149,7 +149,7 @@ def _list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _hash(value: Any) -> str:
     """Return the hash of a tensor with its type and shape, or a plain value as text.
 
-    Of an object that is neither, its type: nothing else of it is the same in every process.
+    Another object counts by its type: nothing else of it is the same in every process.
     """
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
