@@ -57,8 +57,9 @@ def compare(trail: Path, *words: str) -> None:
     subprocess.run([*plain, "--steps", str(steps)], check=True, timeout=PATIENCE_S)
     true = [json.loads(line)["loss"] for line in (trail / "plain").read_text().splitlines()]
     found: dict[int, set[str]] = defaultdict(set)
+    off = 0.05 if "moments" in words else 2e-3  # bfloat16 rounds each sum.
     for row in rows:
-        assert row["loss"] == pytest.approx(true[row["step"]], rel=2e-3), row
+        assert row["loss"] == pytest.approx(true[row["step"]], rel=off), row
         found[row["step"]].add(row["hash"])
     assert all(len(hashes) == 1 for hashes in found.values()), found
 
