@@ -14,7 +14,7 @@ from torch import nn
 from perdure.model.errors import PlatformError
 from perdure.worker.elastic import comparing
 from perdure.worker.elastic.comparing import Comparison, find_odd
-from perdure.worker.elastic.group import Broken
+from perdure.worker.elastic.group import Broken, read_keys
 from perdure.worker.elastic.state.replicated import Replica
 
 pytestmark = pytest.mark.torch
@@ -45,6 +45,9 @@ class Place:
 
     def overtaken(self) -> bool:
         return self.called
+
+    def read(self, keys: list[str]) -> list[bytes]:
+        return read_keys(self.store, keys, self.overtaken)
 
 
 def compare_all(units: list[dict[str, Any]], step: int = 0) -> list[str]:

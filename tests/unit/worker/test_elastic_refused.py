@@ -144,6 +144,13 @@ def test_a_parameter_of_no_model_is_refused() -> None:
         train(model, parameters=[*model.parameters(), loose])
 
 
+def test_a_stage_s_optimizer_may_step_parameters_of_the_model_alone() -> None:
+    blocks, loose = [nn.Linear(1, 1), nn.Linear(1, 1)], nn.Parameter(torch.zeros(2))
+    StagedReplica(blocks, lambda _: torch.optim.SGD(nn.Sequential(*blocks).parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"steps a parameter of shape \[2\]"):
+        StagedReplica(blocks, lambda ps: torch.optim.SGD([*ps, loose], lr=0.1))
+
+
 def test_a_parameter_that_is_unfrozen_within_a_step_is_named() -> None:
     class Opening(nn.Module):
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ of a unit differ, its holders tell the hash of each tensor, and every member rai
 A later start goes on from a checkpoint, which all members agreed on.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
 from perdure.worker.elastic.apart import Broken, start
-from perdure.worker.elastic.group import Group, read_keys
+from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.moving import hash_tensors
 
 EVERY = 100
@@ -99,6 +100,9 @@ def compare(mine: Hashes, step: int, group: Group) -> None:
             store.set(f"state/{step}/{me}/{unit}", encode(mine[unit]))
         found = _read(group, [f"state/{step}/{member}/{unit}" for member in (odd, other)])
         what = find_first(found[odd], found[other])
+        store.set(f"state/{step}/{me}/told", "")
+        with contextlib.suppress(Broken, RuntimeError):  # Every member has seen it, and none goes on.
+            group.read([f"state/{step}/{member}/told" for member in group.members])
         raise PlatformError(
             f"elastic: members differ before step {step}: {what} of rank {odd} is not that of "
             f"rank {other}",
@@ -108,7 +112,7 @@ def compare(mine: Hashes, step: int, group: Group) -> None:
 
 
 def _read(group: Group, keys: list[str]) -> dict[int, dict[str, str]]:
-    values = read_keys(group.store, keys, group.overtaken)
+    values = group.read(keys)
     return {
         int(key.split("/")[2]): decode(value, dict[str, str])
         for key, value in zip(keys, values, strict=True)

@@ -346,10 +346,10 @@ class Buckets:
 
     def expose(self, step: int) -> None:
         """Make the buffers of `step` the gradients of the parameters that any member has used."""
-        counts = [_of_step(bucket.used, step).double() for bucket in self.buckets]
-        used = iter(torch.cat(counts).tolist() if counts else ())
-        for param, view in self.list_views(step).items():
-            param.grad = view if next(used) > 0.0 else None
+        for bucket in self.buckets:
+            views, used = _of_step(bucket.views, step), _of_step(bucket.used, step).tolist()
+            for param, view, count in zip(bucket.params, views, used, strict=True):
+                param.grad = view if count > 0.0 else None
 
     def drop(self) -> None:
         """Forget what was accumulated."""

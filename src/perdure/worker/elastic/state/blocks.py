@@ -32,6 +32,7 @@ from perdure.worker.elastic.state.replicated import (
     AfterUpdate,
     BufferGuard,
     list_trained,
+    refuse_loose,
     run_after_update,
 )
 
@@ -168,6 +169,7 @@ class StagedReplica:
 
     def _make(self) -> None:
         self.optimizer = self._make_optimizer([*self.parameters, self._anchor])
+        refuse_loose(self.optimizer, {*self.names, self._anchor})
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
         self.guard = BufferGuard(self.model)
 

@@ -50,6 +50,21 @@ def list_trained(model: nn.Module) -> dict[Tensor, tuple[str, bool]]:
     return {p: (name, p.requires_grad) for name, p in model.named_parameters()}
 
 
+def refuse_loose(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> None:
+    """Refuse an optimizer that steps a parameter which is not `known`.
+
+    Raises:
+        ConfigError: it does, and each member would step it by a gradient of its own.
+    """
+    for parameter in _list_stepped(optimizer):
+        if parameter not in known:
+            raise ConfigError(
+                f"elastic: the optimizer steps a parameter of shape {list(parameter.shape)} that "
+                "the model does not have, and whose gradient members would not share",
+                hint="make it a parameter of the model",
+            )
+
+
 class Replica:
     """A model with its optimizer and schedule. The only place that alters them."""
 
@@ -92,13 +107,7 @@ class Replica:
         Raises:
             ConfigError: a parameter has a gradient that is not `reduced`, or no model has it.
         """
-        for parameter in _list_stepped(self.optimizer):
-            if parameter not in self.names:
-                raise ConfigError(
-                    f"elastic: the optimizer steps a parameter of shape {list(parameter.shape)} "
-                    "that the model does not have, and whose gradient members would not share",
-                    hint="make it a parameter of the model",
-                )
+        refuse_loose(self.optimizer, self.names)
         known = set(reduced)
         for parameter, name in self.names.items():
             if parameter.grad is not None and parameter not in known:
@@ -154,7 +163,11 @@ class Replica:
         return {
             **{name: part.state_dict() for name, part in self.parts().items()},
             "model": {name: p for p, name in self.names.items()},
-            "rest": read_rest(self.model),
+            "rest": {
+                key: value
+                for key, value in read_rest(self.model).items()
+                if key not in self.guard.harmless
+            },
             "module": describe_module(self.model),
             "groups": read_groups(self.optimizer, self._name_parameters()),
         }
@@ -239,7 +252,7 @@ class BufferGuard:
         self._before: dict[str, Any] | None = None
         self._kept: dict[str, Tensor | None] = {}
         """What is not persistent, as it was before the step under way."""
-        self._harmless: set[str] = set()
+        self.harmless: set[str] = set()
 
     def note(self) -> None:
         """Note the buffers as they are before a step's passes."""
@@ -254,7 +267,8 @@ class BufferGuard:
             }
         buffers = [place.value for place in self._places if place.value is not None]
         self._bytes = self._steps < _FIRST_STEPS or (
-            sum(b.nbytes for b in buffers) <= _SMALL_BYTES and all(b.is_cpu for b in buffers)
+            all(b.is_cpu for b in buffers)
+            and sum(b.nbytes + _SMALL_BYTES // 256 for b in buffers) <= _SMALL_BYTES
         )
         self._before = self._read()
 
@@ -278,7 +292,7 @@ class BufferGuard:
         found = [p for p in altered if not p.transient]
         if not found and altered:
             found = [] if self._is_harmless(altered, rerun) else altered
-            self._harmless |= {place.name for place in altered}
+            self.harmless |= {place.name for place in altered}
         if found:
             raise ConfigError(
                 f"elastic: the forward pass alters the buffer {found[0].name}, which ranks would "
@@ -303,7 +317,7 @@ class BufferGuard:
         found: dict[str, Any] = {}
         for place in self._places:
             value = place.value
-            if place.name in self._harmless or value is None:
+            if place.name in self.harmless or value is None:
                 found[place.name] = None
             elif self._bytes:
                 found[place.name] = _describe(value)
@@ -347,6 +361,7 @@ def _describe(value: Tensor | None) -> Any:
 
 _FIRST_STEPS = 4
 _SMALL_BYTES = 1 << 20
+"""Bytes of at most 256 buffers, for each of which some microseconds pass beside."""
 
 
 def make_model(blocks: Any) -> nn.Module:

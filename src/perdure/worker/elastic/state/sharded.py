@@ -66,6 +66,7 @@ from perdure.worker.elastic.state.replicated import (
     BufferGuard,
     list_buffers,
     list_trained,
+    refuse_loose,
     run_after_update,
 )
 
@@ -367,6 +368,7 @@ class ShardedReplica:
         self._sharded = dict(self.model.named_parameters())
         self.trained_first = self._trained_initially | list_trained(self.model)
         self.optimizer = self._make_optimizer(list(self._sharded.values()))
+        refuse_loose(self.optimizer, set(self._sharded.values()))
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
         for name, parameter in self._sharded.items():
             state = dict(plain.get("scalars", {}).get(name, {}))
