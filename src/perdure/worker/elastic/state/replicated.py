@@ -94,6 +94,8 @@ class Replica:
         if scaler is not None:  # Who follows or rolls forward may not have scaled a loss yet.
             scaler.scale(self.parameters[0].new_zeros(1))
         self.guard = BufferGuard(model)
+        self._stepped = 0
+        """Parameters that the optimizer stepped when they were checked."""
         self.check_parameters(self.parameters)
 
     @property
@@ -107,10 +109,15 @@ class Replica:
         Raises:
             ConfigError: a parameter has a gradient that is not `reduced`, or no model has it.
         """
-        refuse_loose(self.optimizer, self.names)
-        known = set(reduced)
+        stepped = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if stepped != self._stepped:
+            self._stepped = stepped
+            refuse_loose(self.optimizer, self.names)
+        if len(reduced) == len(self.names):
+            return
+        known = set(map(id, reduced))
         for parameter, name in self.names.items():
-            if parameter.grad is not None and parameter not in known:
+            if parameter.grad is not None and id(parameter) not in known:
                 raise ConfigError(
                     f"elastic: {name} got a gradient in a step that began while its requires_grad "
                     "was False",
@@ -268,7 +275,7 @@ class BufferGuard:
         buffers = [place.value for place in self._places if place.value is not None]
         self._bytes = self._steps < _FIRST_STEPS or (
             all(b.is_cpu for b in buffers)
-            and sum(b.nbytes + _SMALL_BYTES // 256 for b in buffers) <= _SMALL_BYTES
+            and sum(b.nbytes + _SMALL_BYTES // 64 for b in buffers) <= _SMALL_BYTES
         )
         self._before = self._read()
 
@@ -361,7 +368,7 @@ def _describe(value: Tensor | None) -> Any:
 
 _FIRST_STEPS = 4
 _SMALL_BYTES = 1 << 20
-"""Bytes of at most 256 buffers, for each of which some microseconds pass beside."""
+"""Bytes of at most 64 buffers, for each of which some microseconds pass beside."""
 
 
 def make_model(blocks: Any) -> nn.Module:
