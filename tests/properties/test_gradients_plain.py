@@ -11,6 +11,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st

@@ -1,9 +1,10 @@
 """Whether all members that hold the same state hold the same bytes.
 
-Every member prints the same mean of losses, so the loss cannot show that states differ. Each
-member therefore hashes its state in the first step of every world, every `EVERY` steps, before a
-checkpoint is made, and at the end. A thread hashes while the step computes, which alters nothing of
-the state. Members exchange the hashes through the world's store before they apply the step.
+Every member prints the same mean of losses, so the loss cannot show that states differ. Each member
+hashes its state in the first two steps of every world, every `EVERY` steps, before a checkpoint is
+made, and at the end. The second step of a world shows an update that was not alike. A thread hashes
+while the step computes, which alters nothing of the state. Members exchange the hashes through the
+world's store before they apply the step.
 
 A unit is what some members have alike, such as the rows of a shard or a block of a stage. If hashes
 of a unit differ, its holders tell the hash of each tensor, and every member raises the same error.
@@ -43,16 +44,16 @@ class Comparison:
         self._list_units = list_units
         self._group: Group | None = None
         self._hashing: Future[Hashes] | None = None
-        self._compared = -1
-        """The newest step whose state was compared in this world."""
+        self._first = self._compared = -1
+        """The first step of this world, and the newest whose state was compared in it."""
 
     def begin(self, step: int, group: Group) -> None:
         """Begin to hash the state of `step`, if this world is to compare it."""
-        first = group is not self._group
+        if group is not self._group:
+            self._first, self._compared = step, -1
         self._group, self._hashing = group, None
-        if first:
-            self._compared = -1
-        if len(group.members) > 1 and (first or step % EVERY == 0) and self._compared != step:
+        due = step - self._first <= 1 or step % EVERY == 0
+        if len(group.members) > 1 and due and self._compared != step:
             self._hashing = self._start()
 
     def finish(self, step: int, group: Group, *, wanted: bool = False) -> None:
@@ -101,7 +102,9 @@ def compare(mine: Hashes, step: int, group: Group) -> None:
         found = _read(group, [f"state/{step}/{member}/{unit}" for member in (odd, other)])
         what = find_first(found[odd], found[other])
         store.set(f"state/{step}/{me}/told", "")
-        with contextlib.suppress(Broken, RuntimeError):  # Every member has seen it, and none goes on.
+        with contextlib.suppress(
+            Broken, RuntimeError
+        ):  # Every member has seen it, and none goes on.
             group.read([f"state/{step}/{member}/told" for member in group.members])
         raise PlatformError(
             f"elastic: members differ before step {step}: {what} of rank {odd} is not that of "

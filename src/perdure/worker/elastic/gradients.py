@@ -347,7 +347,7 @@ class Buckets:
     def expose(self, step: int) -> None:
         """Make the buffers of `step` the gradients of the parameters that any member has used."""
         for bucket in self.buckets:
-            views, used = _of_step(bucket.views, step), _of_step(bucket.used, step).tolist()
+            views, used = _of_step(bucket.views, step), _of_step(bucket.used, step).abs().tolist()
             for param, view, count in zip(bucket.params, views, used, strict=True):
                 param.grad = view if count > 0.0 else None
 
