@@ -7,7 +7,7 @@ SUITE = $(BIN)/python -m tests.suite $(if $(filter-out 0,$(STRICT)),--strict)
 # perdure anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo docs exact test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs exact agreed test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -55,6 +55,11 @@ exact: setup
 	$(BIN)/python -m pytest -q tests/unit/worker/test_exact_loops.py tests/properties/test_exact_state.py
 	$(BIN)/python -m pytest -q -m "" tests/e2e/test_exact_resume.py -k "2-ddp or 2-fsdp"
 	$(BIN)/python -m pytest -q -m "" tests/third_party/test_exact_trainers.py -k kill
+
+# Elastic worlds beside plain loops over the same micro-batches: half an hour on two cores.
+agreed: setup
+	PERDURE_EXPLORE=1 $(BIN)/python -m pytest -q tests/properties/test_gradients_plain.py
+	$(BIN)/python -m pytest -q tests/e2e/test_agreed.py
 
 # Bounds on time, CPU, and memory: alone on a quiet machine.
 # OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.

@@ -31,7 +31,7 @@ def test_numbers_travel_with_the_first_bucket_and_are_not_scaled() -> None:
     buckets.arm(1, 0.5, sent.append)
     backward(model)
     buckets.flush()
-    assert [flat.numel() for flat in sent] == [WIDTH * WIDTH + 2, WIDTH * WIDTH]
+    assert [flat.numel() for flat in sent] == [WIDTH * WIDTH + 3, WIDTH * WIDTH + 1]
     assert sent[0][-2:].tolist() == [3.0, 5.0]
     for flat, layer in zip(sent, (model[1], model[0]), strict=True):
         assert torch.equal(flat[: WIDTH * WIDTH].view(WIDTH, WIDTH), 0.5 * layer.weight.grad)
@@ -43,7 +43,7 @@ def test_a_bucket_of_short_numbers_takes_none_along() -> None:
     model = nn.Linear(4, 4).to(torch.bfloat16)
     buckets = Buckets(model.parameters(), bucket_bytes=1 << 20, rider=2)
     assert not buckets.riders
-    assert buckets.flats(0)[0].numel() == 20
+    assert buckets.flats(0)[0].numel() == 22  # Two say whether a parameter is used.
 
 
 def test_a_loss_that_is_read_at_the_step_s_end_is_what_it_was() -> None:
@@ -115,7 +115,8 @@ def pass_armed(model: nn.Module, buckets: Buckets, step: int) -> int:
     early = len(sent)
     buckets.flush()
     for bucket, flat in zip(buckets.buckets, sent, strict=True):
-        assert torch.equal(flat, torch.cat([p.grad.flatten() for p in bucket.params]))
+        used = torch.ones(len(bucket.params))
+        assert torch.equal(flat, torch.cat([*(p.grad.flatten() for p in bucket.params), used]))
     return early
 
 

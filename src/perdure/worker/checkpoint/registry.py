@@ -529,12 +529,12 @@ def make_tensor(description: list[Any], parameter: Tensor) -> Tensor:
     if sharded:
         return torch.empty_like(parameter.detach(), dtype=dtype)
     device = parameter.device if device_type != "cpu" else torch.device("cpu")
-    if strides and _is_dense(shape, strides[0]):
+    if strides and is_dense(shape, strides[0]):
         return torch.empty_strided(shape, strides[0], dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _is_dense(shape: list[int], strides: list[int]) -> bool:
+def is_dense(shape: list[int], strides: list[int]) -> bool:
     """Return whether each place in memory is one element, as of a transposed tensor."""
     size = 1
     for stride, count in sorted(zip(strides, shape, strict=True)):

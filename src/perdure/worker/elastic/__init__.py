@@ -36,7 +36,12 @@ from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving import hash_tensors as hash_tensors
 from perdure.worker.elastic.moving import map_tensors
 from perdure.worker.elastic.snapshots import locate_memory
-from perdure.worker.elastic.state.replicated import Replica, ReplicatedState, make_model
+from perdure.worker.elastic.state.replicated import (
+    AfterUpdate,
+    Replica,
+    ReplicatedState,
+    make_model,
+)
 from perdure.worker.elastic.trainer import Step, Trainer
 from perdure.worker.learning_rate import declare_rate
 
@@ -78,6 +83,7 @@ def train(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     on_step: Callable[[Step], object] | None = None,
+    after_update: AfterUpdate | None = None,
 ) -> torch.nn.Module:
     """Train `blocks`, a module or a list of modules called in order, and return the model.
 
@@ -86,8 +92,9 @@ def train(
     or with `num_workers` by so many processes beside each rank, before its turn.
     `loss(output, target)` is a mean over its micro-batch. `optimizer` makes an optimizer of the
     parameters, `scheduler` a schedule of the optimizer, stepped once a step. `on_step` is called
-    on every rank after each committed step. `config` declares settings by name and default, to be
-    read from `perdure.elastic.config`.
+    on every rank after each committed step; it may read the state and not write it.
+    `after_update` is called with the model after each update, as a part of it. `config` declares
+    settings by name and default, to be read from `perdure.elastic.config`.
     `scaler` is a `torch.amp.GradScaler` (for replicated state); what it skips, all skip.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
@@ -116,6 +123,7 @@ def train(
             schedule=schedule, scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
             common={
                 "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
+                "after_update": after_update,
             },
         )  # fmt: skip
         del trainer.plan["micro_batches"]
@@ -185,6 +193,7 @@ def open_trainer(
     scheduler: Any = None,
     scaler: Any = None,
     clip_norm: float = 0.0,
+    after_update: AfterUpdate | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Trainer:
     """Return a loop for those who write their own: `for step in trainer.steps(total): ...`.
@@ -195,7 +204,10 @@ def open_trainer(
     """
     membership = Membership(attach_rank())
     _declare_rate(optimizer, lambda: ([optimizer], [scheduler]))
-    replica = Replica(model, optimizer, scheduler=scheduler, scaler=scaler, clip_norm=clip_norm)
+    replica = Replica(
+        model, optimizer, scheduler=scheduler, scaler=scaler, clip_norm=clip_norm,
+        after_update=after_update,
+    )  # fmt: skip
     state = ReplicatedState(
         replica, compute, count=micro_batches, seed=seed, exact=exact, bucket_bytes=bucket_bytes
     )
@@ -246,6 +258,7 @@ def open_sharded_trainer(
     exact: bool = False,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_norm: float = 0.0,
+    after_update: AfterUpdate | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     options: Mapping[str, Any] | None = None,
 ) -> Trainer:
@@ -266,8 +279,9 @@ def open_sharded_trainer(
     plan = _plan(model, micro_batches, seed, exact, clip_norm)
     membership = Membership(attach_rank())
     replica = ShardedReplica(
-        model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {})
-    )
+        model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {}),
+        after_update=after_update,
+    )  # fmt: skip
     sample = optimizer(replica.parameters)  # For its rates: each world has one of its own.
     _declare_rate(sample, lambda: ([replica.optimizer], [replica.scheduler]))
     replica.begun = lambda: config.reapply("lr")
@@ -299,6 +313,7 @@ def open_pipeline_trainer(
     exact: bool = False,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_norm: float = 0.0,
+    after_update: AfterUpdate | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     recompute: bool = False,
     schedule: str = "1f1b",
@@ -328,7 +343,9 @@ def open_pipeline_trainer(
         )
     plan = _plan(torch.nn.ModuleList(blocks), micro_batches, seed, exact, clip_norm)
     membership = Membership(attach_rank())
-    replica = StagedReplica(blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm)
+    replica = StagedReplica(
+        blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm, after_update=after_update
+    )
     _declare_rate(replica.optimizer, lambda: ([replica.optimizer], [replica.scheduler]))
     choose: Choose
     if isinstance(stages, int):

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from perdure.model.errors import ConfigError
 from perdure.plan.elastic.microbatches import (
     Node,
     assign,
@@ -42,6 +43,7 @@ from perdure.plan.elastic.microbatches import (
     sibling_of,
 )
 from perdure.plan.worlds.score import BUCKET_BYTES as BUCKET_BYTES
+from perdure.worker.checkpoint.registry import is_dense
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.group import Broken, Group
 
@@ -105,6 +107,10 @@ def plan_sends(owner: Mapping[int, int], count: int) -> list[tuple[Node, int]]:
     return sorted(found, key=lambda pair: leaves_of(pair[0], count).start)
 
 
+VOTES = 2
+"""For a checkpoint on disk, and for a snapshot in memory."""
+
+
 class Numbers(NamedTuple):
     """The numbers of a step, as views of one tensor."""
 
@@ -113,7 +119,7 @@ class Numbers(NamedTuple):
     losses: Tensor
     """Of each micro-batch."""
     votes: Tensor
-    """On what all do after the step: a checkpoint, a snapshot."""
+    """On what all do after the step (`VOTES`)."""
     more: Tensor
 
 
@@ -125,7 +131,6 @@ class Tally:
         parts: int,
         count: int,
         *,
-        votes: int = 0,
         more: int = 0,
         riders: Sequence[Tensor] = (),
     ) -> None:
@@ -133,14 +138,18 @@ class Tally:
 
         `riders` are where the sums of even and of odd steps lie within a bucket of gradients.
         """
-        self._parts, self._sizes = parts, [parts * count, count, votes, more]
+        self._parts, self._sizes = parts, [parts * count, count, VOTES, more]
         self.all = torch.zeros(sum(self._sizes), dtype=torch.float64)
         self.mine = self._view(self.all)
+        self.ride(riders)
+        self._losses: dict[int, Tensor] = {}
+        """By micro-batch; those that no number has been read of yet."""
+
+    def ride(self, riders: Sequence[Tensor]) -> None:
+        """Have the sums at `riders`, if there are any."""
         self.rides = bool(riders)
         self._sums = tuple(riders) or tuple(torch.zeros_like(self.all) for _ in range(2))
         self._read = tuple(self._view(sums) for sums in self._sums)
-        self._losses: dict[int, Tensor] = {}
-        """By micro-batch; those that no number has been read of yet."""
 
     def sums(self, step: int) -> Tensor:
         """Return the sums of a step over all members, in one tensor."""
@@ -200,6 +209,8 @@ class Bucket:
     flats: tuple[Tensor, ...]
     """For even and odd steps, or for all."""
     views: tuple[list[Tensor], ...]
+    used: tuple[Tensor, ...]
+    """For each parameter how many members have a gradient of it: the end of each of `flats`."""
     missing: set[Tensor] = field(default_factory=set)
     """Parameters whose gradient the backward pass under way has not finished."""
     waits: bool = False
@@ -218,7 +229,7 @@ class _Pass:
 
 
 _TWICE = (
-    "backward added to the gradient of a parameter of shape {} after it was sent, which no pass "
+    "backward added to the gradient of {} after it was sent, which no pass "
     "before did: use checkpoint(..., use_reentrant=False)"
 )
 
@@ -233,14 +244,16 @@ class Buckets:
         sets: int = 2,
         rider: int = 0,
         apart: Mapping[Tensor, Apart] | None = None,
+        names: Mapping[Tensor, str] | None = None,
     ) -> None:
         """Make buffers for two steps (or one), and watch each parameter's gradient.
 
         `rider` numbers are summed with the first bucket: a collective of their own would cost
         more than all else that a step does here. Where that bucket has less than 32 bits a number,
         there are none. Those of `params` that are `apart` have buckets of their own, by what it
-        says of them; they never leave by themselves.
+        says of them; they never leave by themselves. `names` are for what is refused.
         """
+        self._names = names or {}
         self.params = [p for p in params if p.requires_grad]
         apart = {p: apart[p] for p in self.params if p in apart} if apart else {}
         alone = [p for p in self.params if p not in apart]
@@ -293,6 +306,12 @@ class Buckets:
         for bucket in self._leaving:
             bucket.missing = set(bucket.params)
 
+    def set_used(self, step: int, used: Mapping[Tensor, float]) -> None:
+        """Set for parameters whether any member has used them, where trees have summed."""
+        for bucket in self.buckets:
+            counts = [used.get(param, 1.0) for param in bucket.params]
+            _of_step(bucket.used, step).copy_(torch.tensor(counts))
+
     def flush(self) -> None:
         """Send what is left: buckets with parameters that had no gradient, or all of them.
 
@@ -315,21 +334,22 @@ class Buckets:
     def copy(self, step: int, scale: float) -> list[Tensor]:
         """Copy all gradients, times `scale`, into the buffers of `step` and return these."""
         for bucket in self.buckets:
-            _fill(bucket, step, scale)
+            self._fill(bucket, step, scale)
         return self.flats(step)
 
     def copy_apart(self, step: int, scale: float, apart: Apart) -> list[Tensor]:
         """Copy the gradients of what is `apart` like this, and return their buffers."""
         found = self._apart.get(apart, [])
         for bucket in found:
-            _fill(bucket, step, scale)
+            self._fill(bucket, step, scale)
         return [_of_step(bucket.flats, step) for bucket in found]
 
     def expose(self, step: int) -> None:
-        """Make the buffers of `step` the parameters' gradients."""
+        """Make the buffers of `step` the gradients of the parameters that any member has used."""
         for bucket in self.buckets:
-            for param, view in zip(bucket.params, _of_step(bucket.views, step), strict=True):
-                param.grad = view
+            views, used = _of_step(bucket.views, step), _of_step(bucket.used, step).abs().tolist()
+            for param, view, count in zip(bucket.params, views, used, strict=True):
+                param.grad = view if count > 0.0 else None
 
     def drop(self) -> None:
         """Forget what was accumulated."""
@@ -347,7 +367,7 @@ class Buckets:
         else:
             bucket.waits = True
             if bucket in self._leaving[: current.next]:
-                self._failure = self._failure or RuntimeError(_TWICE.format(list(param.shape)))
+                self._failure = self._failure or RuntimeError(_TWICE.format(self._name(param)))
         while not self._learns and current.next < len(self._leaving):
             bucket = self._leaving[current.next]
             if bucket.missing or bucket.waits:
@@ -360,17 +380,28 @@ class Buckets:
                     self._failure = error
 
     def _send(self, current: _Pass, bucket: Bucket) -> None:
-        _fill(bucket, current.step, current.scale)
+        self._fill(bucket, current.step, current.scale)
         current.send(_of_step(bucket.flats, current.step))
 
+    def _fill(self, bucket: Bucket, step: int, scale: float) -> None:
+        used = _of_step(bucket.used, step).fill_(1.0)
+        with torch.no_grad():
+            views = _of_step(bucket.views, step)
+            for number, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
+                if param.grad is None:
+                    view.zero_()
+                    used[number] = 0.0
+                elif param.grad.layout != torch.strided:
+                    raise ConfigError(
+                        f"elastic: the gradient of {self._name(param)} is sparse, and members sum "
+                        "dense ones",
+                        hint="use sparse=False, as in nn.Embedding(..., sparse=False)",
+                    )
+                else:
+                    torch.mul(param.grad, scale, out=view)
 
-def _fill(bucket: Bucket, step: int, scale: float) -> None:
-    with torch.no_grad():
-        for param, view in zip(bucket.params, _of_step(bucket.views, step), strict=True):
-            if param.grad is None:
-                view.zero_()
-            else:
-                torch.mul(param.grad, scale, out=view)
+    def _name(self, param: Tensor) -> str:
+        return self._names.get(param, f"a parameter of shape {list(param.shape)}")
 
 
 def _split(params: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
@@ -395,11 +426,20 @@ def _of_step(sets: tuple[Any, ...], step: int) -> Any:
 
 def _make_bucket(params: list[Tensor], sets: int, rider: int) -> Bucket:
     sizes = [p.numel() for p in params]
-    total, first = sum(sizes) + rider, params[0]
+    more, first = len(params) + rider, params[0]
+    total = sum(sizes) + more
     flats = tuple(torch.zeros(total, dtype=first.dtype, device=first.device) for _ in range(sets))
-    cut = [torch.split(flat[: total - rider], sizes) for flat in flats]
-    views = tuple([part.view_as(p) for part, p in zip(c, params, strict=True)] for c in cut)
-    return Bucket(params, flats, views)
+    cut = [torch.split(flat[: total - more], sizes) for flat in flats]
+    views = tuple([_lay_out(part, p) for part, p in zip(c, params, strict=True)] for c in cut)
+    used = tuple(flat[total - more : total - rider] for flat in flats)
+    return Bucket(params, flats, views, used)
+
+
+def _lay_out(part: Tensor, param: Tensor) -> Tensor:
+    """Return `part` in the shape of `param`, and in its order in memory: so fused kernels pair."""
+    if is_dense(list(param.shape), list(param.stride())):
+        return part.as_strided(param.shape, param.stride())
+    return part.view_as(param)
 
 
 Compute = Callable[[int, int], Tensor]
@@ -458,7 +498,7 @@ class Accumulation(Work):
 
         Where everyone has the `whole` state, this rank's numbers are sent before its gradients.
         """
-        tally = Tally(1, count, riders=buckets.riders) if whole else Tally(1, count, votes=2)
+        tally = Tally(1, count, riders=buckets.riders if whole else ())
         super().__init__(buckets, tally, {0: GradientTree(count)} if exact else {})
         self._tree = self._trees.get(0)
         self._compute, self._backward = compute, backward
@@ -486,6 +526,18 @@ class Accumulation(Work):
     def give_out(self, members: tuple[int, ...]) -> None:
         """Compute neighbouring micro-batches, as many as the others."""
         self._take(assign(self._count, members), {})
+
+    def fit(self, buckets: Buckets) -> None:
+        """Have room for the gradients of other parameters; nothing of a step is done."""
+        self.buckets.close()
+        self.buckets.drop()
+        self.buckets = buckets
+        self.tally.ride(buckets.riders)
+
+    def recompute(self, step: int, micro_batch: int) -> Tensor:
+        """Return the loss of a micro-batch once more."""
+        seed_all(derive_seed(self._seed, "micro-batch", step, micro_batch))
+        return self._compute(step, micro_batch)
 
     def _take(self, todo: Mapping[int, Sequence[int]], kept: Mapping[int, int]) -> None:
         self._todo = list(todo[self._me])

@@ -209,6 +209,8 @@ class Steering(Depth):
         self._together = -1
         """A step that every member is known to have come to."""
         self._applied = 0
+        self.meet: Callable[[int, Group], object] = lambda step, group: group.meet()
+        """Waits until every member of a world has come to a step."""
         declare_own_keys(config, saving.config, saving)
         config.declare_own(
             KeySpec(name="checkpoint.every_s", type="float", default=saving.every_s, min=0),
@@ -284,7 +286,7 @@ class Steering(Depth):
         but a world that is formed anew begins with all members at one step, which proves the same.
         """
         if self._together < step:
-            self._group.meet()
+            self.meet(step, self._group)
             self._together = step
         if leaves:
             self._saving.hand_over(self._group.members)

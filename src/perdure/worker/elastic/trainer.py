@@ -14,10 +14,13 @@ Where nobody needs to have it (shards, pipeline stages) the counts are reduced l
   in the new world: who is lost before that takes nothing along that others have given up.
 - Where the last living copy of a part is lost, all go back to the newest step that is whole in
   the peer checkpoint, else to the checkpoint on disk.
-- Votes on what all do together after a step ride along with its counts: for a checkpoint on disk,
-  where one is enough, and for a snapshot, where one against it is.
+
+Votes on what all do together after a step ride along with its counts: for a checkpoint on disk,
+where one is enough, and for a snapshot, where one against it is. Before a checkpoint is made, all
+members compare their states (`comparing`).
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +46,7 @@ from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
 from perdure.worker.elastic.communicators import Connect
 from perdure.worker.elastic.communicators.split import choose_engine
+from perdure.worker.elastic.comparing import Comparison
 from perdure.worker.elastic.group import (
     Broken,
     Group,
@@ -55,6 +59,7 @@ from perdure.worker.elastic.membership import Membership, read_host_address
 from perdure.worker.elastic.state import Plan, Source, State
 from perdure.worker.elastic.steering import Saving, Steering
 from perdure.worker.progress import Progress
+from perdure.worker.stderr import say
 from perdure.worker.torchft.manager import warm_up
 from perdure.worker.work import declare_work
 
@@ -66,6 +71,11 @@ _LOOK_S = 0.01
 _LINES = 1_000_000
 """Epochs that a generation may have, for lines to be told apart."""
 _HashStore: Any = vars(dist)["HashStore"]
+
+
+def _reaching_store() -> contextlib.AbstractContextManager[None]:
+    """Turn the loss of the member that serves the store into `Broken`."""
+    return breaking(dist.DistNetworkError, dist.DistStoreError, what="the store is gone: ")
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -106,7 +116,9 @@ class Trainer:
         self._progress = Progress(membership.attachment)
         self._saving = Saving(membership, state, self._hand_over, self.plan)
         config = config if config is not None else Config()
+        self._comparison = Comparison(state.list_units)
         self._steering = Steering(membership, config, self._saving, self._progress)
+        self._steering.meet = self._meet
         self._donor = Donor(membership.generation, state.followed)
         membership.on_join = self._donor.open
         self._catching = CatchUp(membership, state.followed)
@@ -202,6 +214,8 @@ class Trainer:
                 why = self._reform(why)
                 if why:
                     continue
+                if self._finished:  # The script is to see this step before the next one begins.
+                    return
             assert self._group is not None
             try:
                 with self._group.captures.breaking():
@@ -223,18 +237,43 @@ class Trainer:
         self._steering.pass_boundary(applied, group)
         if applied >= self._total or self._steering.executor.stopping:
             self._steering.finish_stop(applied, group)
-            group.meet()
+            self._meet(applied, group)
             self._over = True
             return
+        state.begin_step()
         self._donor.stand(applied, state.line)
+        self._comparison.begin(applied, group)
+        state.work.tally.mine.votes[0] = float(self._saving.wants(applied, group.members))
         state.work.reduce(applied, group, self._progress.mark_work)
         if not state.whole:
             self._prove(group)
         counts: list[float] = state.work.tally.read(applied).counts.flatten().tolist()
         if any(count != 1.0 for count in counts):
             raise ProtocolError(f"step {applied}: micro-batches were counted {counts}")
+        state.check_step()
+        self._compare(applied, group, wanted=bool(state.work.tally.read(applied).votes[0] > 0))
         self._commit(group)
         state.work.give_out(group.members)
+
+    def _meet(self, step: int, group: Group) -> None:
+        """Compare the states of all members at `step`, and wait until all have done so.
+
+        Raises:
+            Broken: a member was lost.
+            PlatformError: members differ.
+        """
+        self._compare(step, group, wanted=True)
+        group.meet()  # Before one leaves, and takes the store along.
+
+    def _compare(self, step: int, group: Group, *, wanted: bool) -> None:
+        try:
+            with _reaching_store():
+                self._comparison.finish(step, group, wanted=wanted)
+        except PlatformError as error:
+            self.state.snapshots.forget(FRESH)  # They are newer than what all agreed on.
+            if group.index == 0:
+                say(f"hint: {error.hint}")
+            raise
 
     def _prove(self, group: Group) -> None:
         """Reduce the counts, which say that each member has reduced its part, and the votes.
@@ -245,9 +284,7 @@ class Trainer:
         """
         state = self.state
         state.ready = self._make_line()
-        votes = state.work.tally.mine.votes
-        votes[0] = float(self._saving.wants(state.applied, group.members))
-        votes[1] = state.snapshots.vote()
+        state.work.tally.mine.votes[1] = state.snapshots.vote()
         state.work.tally.send(state.applied, group)
         group.wait()
 
@@ -266,10 +303,8 @@ class Trainer:
             self._progress.repeat()
         sums = state.work.tally.read(step)
         losses: list[float] = sums.losses.tolist()
-        checkpoint, snapshot = (0.0, 0.0) if state.whole else sums.votes.tolist()
-        self._saving.agreed = (
-            self._saving.wants(step, group.members) if state.whole else checkpoint > 0.0
-        )
+        checkpoint, snapshot = sums.votes.tolist()
+        self._saving.agreed = checkpoint > 0.0
         self._steering.save_if_due(step, group)
         state.update(source)
         self._finished.append(
@@ -371,7 +406,7 @@ class Trainer:
         ordered = time.monotonic()
         failpoint("elastic/ordered")
         try:
-            with breaking(dist.DistNetworkError, dist.DistStoreError, what="the store is gone: "):
+            with _reaching_store():
                 plan = self._form(order.ranks)
         except Broken as error:
             self._leave()

@@ -219,7 +219,15 @@ def _map_used_leaves(outputs: Sequence[Tensor]) -> dict[int, Any]:
 
 
 def _take_gradients(weights: Sequence[nn.Parameter], block: int, kept: Pass) -> None:
-    kept.gradients[block] = [p.grad if p.grad is not None else torch.zeros_like(p) for p in weights]
+    """Take the gradients of `weights`, and as a last tensor which of them have one."""
+    if any(p.grad is not None and p.grad.layout != torch.strided for p in weights):
+        raise ConfigError(
+            f"elastic: block {block} makes a sparse gradient, and members sum dense ones",
+            hint="use sparse=False, as in nn.Embedding(..., sparse=False)",
+        )
+    used = torch.tensor([float(p.grad is not None) for p in weights])
+    found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in weights]
+    kept.gradients[block] = [*found, *([used.to(found[0].device)] if found else [])]
     for p in weights:
         p.grad = None
 

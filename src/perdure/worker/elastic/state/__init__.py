@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.plan.elastic.commit import FRESH, NO_LINE, Reformation
 from perdure.plan.elastic.shards import ShardReformation
 from perdure.plan.elastic.stage_commit import StageReformation
@@ -87,6 +87,16 @@ class State(Protocol):
         """Note that this is the state after `step` steps, as a checkpoint had it."""
         self.applied = step
 
+    def begin_step(self) -> None:
+        """Be ready for the passes of a step."""
+
+    def check_step(self) -> None:
+        """Refuse a model whose members would differ after the step that was reduced.
+
+        Raises:
+            ConfigError: it is such a model.
+        """
+
     def update(self, source: Source) -> None:
         """Apply the reduced gradients: the state contains one step more, and nothing of the next.
 
@@ -140,6 +150,9 @@ class State(Protocol):
     def describe(self, plan: Any) -> dict[str, Any]:
         """Return what else there is to be said of a new world (fields of `WorldReformed`)."""
         return {}
+
+    def list_units(self) -> dict[str, Any]:
+        """Return what this member has, by unit: every member that has a unit has the same of it."""
 
     # --- what outlives a loss -----------------------------------------------------------------
 
@@ -213,6 +226,25 @@ class PartState(State):
         """Note that this is the state after `step` steps, and nothing of another one is held."""
         super().start_at(step)
         self._old.clear()
+
+    def begin_step(self) -> None:
+        """Note the buffers, which a pass may not alter.
+
+        Raises:
+            ConfigError: the script has frozen or unfrozen a parameter.
+        """
+        self.replica.guard.note()
+        for parameter, (name, trained) in self.replica.trained_first.items():
+            if parameter.requires_grad != trained:
+                raise ConfigError(
+                    f"elastic: requires_grad of {name} was changed, and a {self.part_name} trains "
+                    "what it did at first",
+                    hint="freeze or unfreeze before training, or train it replicated",
+                )
+
+    def check_step(self) -> None:
+        """Refuse a model that alters its buffers."""
+        self.replica.guard.check()
 
     def update(self, source: Source) -> None:
         """Apply the gradients of this member's part."""

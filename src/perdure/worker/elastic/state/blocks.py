@@ -28,7 +28,13 @@ from perdure.plan.elastic.stages import Runs, Section, list_blocks
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.moving import PARAMETER, find_device
 from perdure.worker.elastic.state import load_settings, read_settings
-from perdure.worker.elastic.state.replicated import BufferGuard
+from perdure.worker.elastic.state.replicated import (
+    AfterUpdate,
+    BufferGuard,
+    list_trained,
+    refuse_loose,
+    run_after_update,
+)
 
 BlockState = dict[str, dict[str, Any]]
 """Name of a parameter or buffer -> key -> tensor or number; `PARAMETER` is the value itself."""
@@ -44,6 +50,7 @@ class StagedReplica:
         *,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         clip_norm: float = 0.0,
+        after_update: AfterUpdate | None = None,
     ) -> None:
         """Train `blocks`, called in order; `adopt` says which of them are this member's.
 
@@ -66,7 +73,9 @@ class StagedReplica:
         trained = self.trained(range(len(self.blocks)))
         self.places = {parameter: place for place, parameter in enumerate(trained)}
         """Trained parameter -> its place among all of the model's."""
-        self.clip_norm = clip_norm
+        self.clip_norm, self._after_update = clip_norm, after_update
+        self.names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
+        self.trained_first = list_trained(self.model)
         self.norm = 0.0
         """The norm of all blocks' gradients, by which the next update is clipped."""
         self.runs: Runs = (Section(0, len(self.blocks)),)
@@ -160,6 +169,7 @@ class StagedReplica:
 
     def _make(self) -> None:
         self.optimizer = self._make_optimizer([*self.parameters, self._anchor])
+        refuse_loose(self.optimizer, {*self.names, self._anchor})
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
         self.guard = BufferGuard(self.model)
 
@@ -184,6 +194,7 @@ class StagedReplica:
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
+        run_after_update(self._after_update, self.model)
 
 
 def _read_plain(value: Any) -> Any:

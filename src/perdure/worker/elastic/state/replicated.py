@@ -1,26 +1,69 @@
 """The replicated state: parameters, optimizer, schedule, the same bytes on every member."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.commit import MemberProgress, Reformation, decide_reformation
 from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
-from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
+from perdure.worker.checkpoint.modules import (
+    describe_module,
+    load_flags,
+    load_rest,
+    read_rest,
+    unwrap,
+)
+from perdure.worker.checkpoint.registry import load_groups, name_parameters, read_groups
+from perdure.worker.elastic.gradients import BUCKET_BYTES, VOTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.moving import (
     check_sendable,
+    collect_tensors,
     find_device,
+    hash_tensors,
+    map_tensors,
     move_blocks,
     open_state,
     pack_state,
 )
 from perdure.worker.elastic.snapshots import Snapshots
-from perdure.worker.elastic.state import At, Followed, Source, Taken
+from perdure.worker.elastic.state import At, Followed, Source, Taken, read_settings
+
+AfterUpdate = Callable[[nn.Module], object]
+"""Part of an update: alters the model alike on every member, and on a rank that follows them."""
+
+
+def run_after_update(after_update: AfterUpdate | None, model: nn.Module) -> None:
+    """Make the script's part of an update, which autograd does not record."""
+    if after_update is not None:
+        with torch.no_grad():
+            after_update(model)
+
+
+def list_trained(model: nn.Module) -> dict[Tensor, tuple[str, bool]]:
+    """Return the name of each parameter, and whether it trains."""
+    return {p: (name, p.requires_grad) for name, p in model.named_parameters()}
+
+
+def refuse_loose(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> None:
+    """Refuse an optimizer that steps a parameter which is not `known`.
+
+    Raises:
+        ConfigError: it does, and each member would step it by a gradient of its own.
+    """
+    for parameter in _list_stepped(optimizer):
+        if parameter not in known:
+            raise ConfigError(
+                f"elastic: the optimizer steps a parameter of shape {list(parameter.shape)} that "
+                "the model does not have, and whose gradient members would not share",
+                hint="make it a parameter of the model",
+            )
 
 
 class Replica:
@@ -34,19 +77,53 @@ class Replica:
         scheduler: Any = None,
         scaler: Any = None,
         clip_norm: float = 0.0,
+        after_update: AfterUpdate | None = None,
     ) -> None:
         """Update `model` by `optimizer`; gradients are clipped to `clip_norm` if that is not 0.
 
         `scaler` is a GradScaler. It looks at reduced gradients, which are the same everywhere: a
         step that it skips is skipped, and so committed, by all.
+
+        Raises:
+            ConfigError: `optimizer` steps a parameter that `model` does not have.
         """
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self.scaler, self._clip_norm = scaler, clip_norm
+        self.scaler, self._clip_norm, self._after_update = scaler, clip_norm, after_update
         self.device = find_device(model)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.names: dict[Tensor, str] = {p: name for name, p in unwrap(model).named_parameters()}
+        self._modules = list(unwrap(model).named_modules())
         if scaler is not None:  # Who follows or rolls forward may not have scaled a loss yet.
             scaler.scale(self.parameters[0].new_zeros(1))
         self.guard = BufferGuard(model)
+        self._stepped = 0
+        """Parameters that the optimizer stepped when they were checked."""
+        self.check_parameters(self.parameters)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Return what is trained now."""
+        return [p for p in self.names if p.requires_grad]
+
+    def check_parameters(self, reduced: Collection[Tensor]) -> None:
+        """Refuse what an update would alter by this member's gradients alone.
+
+        Raises:
+            ConfigError: a parameter has a gradient that is not `reduced`, or no model has it.
+        """
+        stepped = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if stepped != self._stepped:
+            self._stepped = stepped
+            refuse_loose(self.optimizer, self.names)
+        if len(reduced) == len(self.names):
+            return
+        known = set(map(id, reduced))
+        for parameter, name in self.names.items():
+            if parameter.grad is not None and id(parameter) not in known:
+                raise ConfigError(
+                    f"elastic: {name} got a gradient in a step that began while its requires_grad "
+                    "was False",
+                    hint="set requires_grad in on_step, between two steps",
+                )
 
     def update(self, *, clipped: bool = False) -> None:
         """Apply the gradients that the parameters have now.
@@ -64,6 +141,7 @@ class Replica:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
+        run_after_update(self._after_update, self.model)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what backward is to begin with."""
@@ -90,7 +168,38 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """Return all of it; tensors are not copied."""
-        return {name: part.state_dict() for name, part in self.parts().items()}
+        return {
+            **{name: part.state_dict() for name, part in self.parts().items()},
+            "model": {name: p for p, name in self.names.items()},
+            "rest": {
+                key: value
+                for key, value in read_rest(self.model).items()
+                if key not in self.guard.harmless
+            },
+            "module": describe_module(self.model),
+            "groups": read_groups(self.optimizer, self._name_parameters()),
+        }
+
+    def list_compared(self) -> dict[str, Any]:
+        """Return what has to be the same on every member, by names."""
+        kept = [place for place in list_buffers(unwrap(self.model)) if not place.transient]
+        named = self._name_parameters().items()
+        return {
+            "model": {name: p for p, name in self.names.items()},
+            "buffers": {place.name: place.value for place in kept},
+            "optimizer": {name: dict(self.optimizer.state.get(p, {})) for name, p in named},
+            "settings": read_settings(self.optimizer, self.scheduler),
+            "scaler": self.scaler.state_dict() if self.scaler is not None else {},
+            "flags": self.flags(),
+        }
+
+    def flags(self) -> list[list[str]]:
+        """Return which parameters do not train, and which modules evaluate."""
+        frozen = [name for p, name in self.names.items() if not p.requires_grad]
+        return [frozen, [path for path, module in self._modules if not module.training]]
+
+    def _name_parameters(self) -> dict[str, Tensor]:
+        return name_parameters(self.optimizer, {id(p): name for p, name in self.names.items()})
 
     @property
     def nbytes(self) -> int:
@@ -99,45 +208,168 @@ class Replica:
 
     def load(self, state: dict[str, Any]) -> None:
         """Become `state`."""
+        known = {name: p for p, name in self.names.items()}
+        with torch.no_grad():
+            for name, value in state["model"].items():
+                known[name].copy_(value)
+            load_rest(self.model, state["rest"], state["module"])
+        load_flags(self.model, state["module"])
+        load_groups(self.optimizer, self._name_parameters(), state["groups"], known)
         for name, part in self.parts().items():
-            part.load_state_dict(state[name])
-        self._load_types(state["optimizer"]["state"])
+            if name != "model":
+                part.load_state_dict(state[name])
+        self._load_entries(state["optimizer"].get("state", {}))
         self.guard = BufferGuard(self.model)
 
-    def _load_types(self, state: dict[int, dict[str, Any]]) -> None:
-        """Give moments the type that they had: torch casts them to the parameter's."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for number, entries in state.items():
-            mine = self.optimizer.state[parameters[number]]
-            for key, value in entries.items():
-                if isinstance(value, Tensor) and mine[key].dtype != value.dtype:
-                    mine[key] = value.to(mine[key].device, copy=True)
+    def _load_entries(self, state: dict[Any, Any]) -> None:
+        """Put each parameter's moments back in their own type, and as the parameter lies.
+
+        Torch casts them to the parameter's type. A fused kernel pairs elements by their places.
+        """
+        for number, parameter in enumerate(_list_stepped(self.optimizer)):
+            if number in state:
+                cast = iter(collect_tensors(self.optimizer.state[parameter]))
+                place = functools.partial(_place, cast=cast, parameter=parameter)
+                self.optimizer.state[parameter] = map_tensors(state[number], place)
+
+
+def _place(value: Tensor, cast: Iterator[Tensor], parameter: Tensor) -> Tensor:
+    """Return a copy of `value`, on the device of the next tensor that torch has `cast`."""
+    like = parameter.detach() if value.shape == parameter.shape else value
+    return torch.empty_like(like, dtype=value.dtype, device=next(cast).device).copy_(value)
+
+
+def _list_stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class BufferGuard:
-    """Sees whether a model's forward pass alters its buffers, as BatchNorm's does."""
+    """Sees whether a model's forward pass alters its buffers, as BatchNorm's does.
+
+    Buffers are compared before and after each step's passes: by their bytes in the first steps, and
+    later too if they are small and on the CPU; else by address and version.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Watch from now on."""
-        self._model = model
-        self._versions: list[int] | None = [b._version for b in model.buffers()]
+        self._model = unwrap(model)
+        self._steps = 0
+        self._bytes = True
+        """Bytes are compared in the step under way."""
+        self._places = list_buffers(self._model)
+        self._before: dict[str, Any] | None = None
+        self._kept: dict[str, Tensor | None] = {}
+        """What is not persistent, as it was before the step under way."""
+        self.harmless: set[str] = set()
 
-    def check(self) -> None:
-        """Refuse the model, if it does; the first pass shows it.
+    def note(self) -> None:
+        """Note the buffers as they are before a step's passes."""
+        if self._before is not None:
+            return  # The step is made again.
+        if self._steps < _FIRST_STEPS:
+            self._places = list_buffers(self._model)
+            self._kept = {
+                place.name: None if place.value is None else place.value.clone()
+                for place in self._places
+                if place.transient
+            }
+        buffers = [place.value for place in self._places if place.value is not None]
+        self._bytes = self._steps < _FIRST_STEPS or (
+            all(b.is_cpu for b in buffers)
+            and sum(b.nbytes + _SMALL_BYTES // 64 for b in buffers) <= _SMALL_BYTES
+        )
+        self._before = self._read()
+
+    def check(self, rerun: Callable[[], Tensor] | None = None) -> None:
+        """Refuse the model if the passes since `note` have altered a buffer that is state.
+
+        A persistent buffer is state. Another one is none if `rerun`, which passes a micro-batch
+        again, gives the same loss and leaves the same bytes: then it follows from the input alone.
 
         Raises:
             ConfigError: such a state would depend on which rank computed which micro-batch.
         """
-        versions, self._versions = self._versions, None
-        if versions is None:
+        before, self._before = self._before, None
+        if before is None:
             return
-        for (name, buffer), version in zip(self._model.named_buffers(), versions, strict=True):
-            if buffer._version != version:
-                raise ConfigError(
-                    f"elastic: the forward pass alters the buffer {name}, which ranks would then "
-                    "not have in common",
-                    hint="use GroupNorm or LayerNorm, or track_running_stats=False",
-                )
+        if self._steps < _FIRST_STEPS:
+            self._places = list_buffers(self._model)
+        self._steps += 1
+        after = self._read()
+        altered = [p for p in self._places if before.get(p.name) != after[p.name]]
+        found = [p for p in altered if not p.transient]
+        if not found and altered:
+            found = [] if self._is_harmless(altered, rerun) else altered
+            self.harmless |= {place.name for place in altered}
+        if found:
+            raise ConfigError(
+                f"elastic: the forward pass alters the buffer {found[0].name}, which ranks would "
+                "then not have in common",
+                hint="use GroupNorm or LayerNorm, or track_running_stats=False",
+            )
+
+    def _is_harmless(self, altered: Sequence["Place"], rerun: Callable[[], Tensor] | None) -> bool:
+        if rerun is None:  # Members that gather from each other cannot pass one alone.
+            return self._steps > _FIRST_STEPS
+        results = []
+        for kept in ({}, self._kept if self._bytes else {}):  # The one that it has goes first.
+            for place in altered:
+                if place.name in kept:
+                    place.owner[place.key] = kept[place.name]
+            with torch.no_grad():
+                loss = rerun()
+            results.append([_describe(loss), *(_describe(place.value) for place in altered)])
+        return bool(results[0] == results[1])
+
+    def _read(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for place in self._places:
+            value = place.value
+            if place.name in self.harmless or value is None:
+                found[place.name] = None
+            elif self._bytes:
+                found[place.name] = _describe(value)
+            else:
+                found[place.name] = (value.data_ptr(), value._version, value.shape)
+        return found
+
+
+class Place(NamedTuple):
+    """Where a buffer is."""
+
+    name: str
+    owner: dict[str, Tensor | None]
+    key: str
+    transient: bool
+    """It is not persistent."""
+
+    @property
+    def value(self) -> Tensor | None:
+        """Return the buffer."""
+        return self.owner.get(self.key)
+
+
+def list_buffers(model: nn.Module) -> list[Place]:
+    """Return where the buffers of `model` are."""
+    return [
+        Place(
+            f"{path}.{key}" if path else key,
+            module._buffers,
+            key,
+            key in module._non_persistent_buffers_set,
+        )
+        for path, module in model.named_modules()
+        for key in module._buffers
+    ]
+
+
+def _describe(value: Tensor | None) -> Any:
+    return value if value is None else (value.dtype, value.shape, hash_tensors([value]))
+
+
+_FIRST_STEPS = 4
+_SMALL_BYTES = 1 << 20
+"""Bytes of at most 64 buffers, for each of which some microseconds pass beside."""
 
 
 def make_model(blocks: Any) -> nn.Module:
@@ -168,13 +400,17 @@ class ReplicatedState(Followed):
         """Train `replica` with `count` micro-batches a step, each once, by `compute`."""
         self.replica = replica
         self.snapshots = Snapshots(None, -1, Snapshot, every=0)
-        rider = 0 if exact else 2 * count
         self._count = count
-        buckets = Buckets(replica.parameters, bucket_bytes, rider=rider)
+        self._make_buckets = functools.partial(
+            Buckets,
+            bucket_bytes=bucket_bytes,
+            rider=0 if exact else 2 * count + VOTES,
+            names=replica.names,
+        )
         self.work = Accumulation(
             compute,
             self._backward,
-            buckets,
+            self._make_buckets(replica.parameters),
             count=count,
             seed=seed,
             exact=exact,
@@ -187,7 +423,28 @@ class ReplicatedState(Followed):
 
     def _backward(self, loss: Tensor, counts: bool) -> None:
         self.replica.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self.replica.guard.check()
+
+    def begin_step(self) -> None:
+        """Have room for the gradients of what is trained now."""
+        self._fit()
+        self.replica.guard.note()
+
+    def check_step(self) -> None:
+        """Refuse a model whose members would differ after this step."""
+        done = self.work.done
+        rerun = functools.partial(self.work.recompute, self.applied, done[-1]) if done else None
+        self.replica.guard.check(rerun)
+        self.replica.check_parameters(self.work.buckets.params)
+
+    def _fit(self) -> None:
+        """Make other buckets if a script has frozen or unfrozen parameters.
+
+        Members that are behind take the whole state: the sums of the step before are gone.
+        """
+        trained = self.replica.parameters
+        if [id(p) for p in trained] != [id(p) for p in self.work.buckets.params]:
+            self.work.fit(self._make_buckets(trained))
+            self._holds = False
 
     def update(self, source: Source) -> None:
         """Apply the gradients that the buffers of this step have."""
@@ -235,6 +492,7 @@ class ReplicatedState(Followed):
             self.applied = plan.step
             return Taken()
         self.replica.load(found[0])
+        self._fit()
         self.applied, self._holds = plan.step, False
         self.work.clear()
         return Taken({}, changed=True)
@@ -246,6 +504,10 @@ class ReplicatedState(Followed):
         self.line = self.ready = line
         kept = {m: donor for donor in plan.donors for m in progress[donor].done}
         self.work.enter(plan.todo, kept, group.me, (group.me,))
+
+    def list_units(self) -> dict[str, Any]:
+        """Return the whole state as one unit."""
+        return {"": self.replica.list_compared()}
 
     # --- what outlives a loss -----------------------------------------------------------------
 
@@ -266,7 +528,13 @@ class ReplicatedState(Followed):
     def become(self, state: Any, step: int, line: int) -> None:
         """Become `state`."""
         self.replica.load(state)
+        self._fit()
         self.applied = step
+
+    def hash_settings(self) -> str:
+        """Return a hash of all else that an update depends on."""
+        flags = xxhash.xxh3_64_hexdigest(repr(self.replica.flags()).encode())
+        return super().hash_settings() + flags
 
     def list_sent(self) -> list[Tensor]:
         """Return the buffers of the gradients of the step under way."""

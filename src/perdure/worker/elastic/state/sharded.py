@@ -61,7 +61,14 @@ from perdure.worker.elastic.membership import read_node_name
 from perdure.worker.elastic.moving import PARAMETER, Parts, find_device, move_rows, share_plain
 from perdure.worker.elastic.snapshots import Snapshots
 from perdure.worker.elastic.state import PartState, Taken, load_settings, read_settings
-from perdure.worker.elastic.state.replicated import BufferGuard
+from perdure.worker.elastic.state.replicated import (
+    AfterUpdate,
+    BufferGuard,
+    list_buffers,
+    list_trained,
+    refuse_loose,
+    run_after_update,
+)
 
 
 class Skeleton:
@@ -270,9 +277,12 @@ class ShardedReplica:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         clip_norm: float = 0.0,
         options: dict[str, Any] | None = None,
+        after_update: AfterUpdate | None = None,
     ) -> None:
         """Shard `model`, once `adopt` says how; `options` go to `fully_shard`."""
         self.skeleton = Skeleton(model, options or {})
+        self.trained_first = self._trained_initially = list_trained(model)
+        """Of the script's model, and of the newest world's."""
         self.device = self.skeleton.device
         self.stand_ins = self.skeleton.stand_ins()
         self.parameters = list(self.stand_ins.values())
@@ -284,7 +294,7 @@ class ShardedReplica:
         """Hears that the first world's optimizer is there, as it was given."""
         self._initial: nn.Module | None = model
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
-        self._clip_norm = clip_norm
+        self._clip_norm, self._after_update = clip_norm, after_update
         self._sharded: dict[str, Any] = {}
         """The parameters, DTensors of the newest world."""
         self.guard = BufferGuard(model)
@@ -356,7 +366,9 @@ class ShardedReplica:
         }
         self._model = self.skeleton.build(group, shard, placed, plain["buffers"], self._take)
         self._sharded = dict(self.model.named_parameters())
+        self.trained_first = self._trained_initially | list_trained(self.model)
         self.optimizer = self._make_optimizer(list(self._sharded.values()))
+        refuse_loose(self.optimizer, set(self._sharded.values()))
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
         for name, parameter in self._sharded.items():
             state = dict(plain.get("scalars", {}).get(name, {}))
@@ -428,7 +440,8 @@ class ShardedReplica:
             nn.utils.clip_grad_norm_(self.parameters, self._clip_norm)
         for name, stand_in in self.stand_ins.items():
             gradient, parameter = stand_in.grad, self._sharded[name]
-            assert gradient is not None
+            if gradient is None:
+                continue
             rows = self.shard.rows(len(gradient))
             mine = gradient[rows.start : rows.stop]
             parameter.grad = cut_along(mine, parameter.device_mesh, self.skeleton.shapes[name])
@@ -440,6 +453,7 @@ class ShardedReplica:
             self.scheduler.step()
         for parameter in self._sharded.values():
             parameter.grad = None
+        run_after_update(self._after_update, self.model)
 
     def _update_watched(self) -> None:
         """Do the first update of a world, and see that it does not communicate."""
@@ -486,7 +500,8 @@ class ShardedState(PartState):
         self.replica = replica
         super().__init__(Snapshots(memory, me, Snapshot, every=snapshot_every))
         self._me, self._count, self._minimum = me, count, minimum
-        buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
+        names = {p: name for name, p in replica.stand_ins.items()}
+        buckets = Buckets(replica.parameters, bucket_bytes, sets=1, names=names)
         self.work = Accumulation(
             compute,
             self._backward,
@@ -504,7 +519,6 @@ class ShardedState(PartState):
 
     def _backward(self, loss: Tensor, counts: bool) -> None:
         self.replica.backward(loss, counts)
-        self.replica.guard.check()
 
     # --- the world ----------------------------------------------------------------------------
 
@@ -587,6 +601,16 @@ class ShardedState(PartState):
         """Keep whole micro-batches, and free what is gathered."""
         super().leave()
         self.replica.release()
+
+    def list_units(self) -> dict[str, Any]:
+        """Return this member's rows, and what all members have alike."""
+        replica = self.replica
+        assert replica.shard is not None
+        rows = f"rows {replica.shard.number} of {replica.shard.count}"
+        plain = replica.plain()
+        kept = {place.name for place in list_buffers(replica.model) if not place.transient}
+        plain["buffers"] = {n: b for n, b in plain["buffers"].items() if n in kept}
+        return {rows: {rows: replica.parts()}, "settings": plain}
 
     # --- what outlives a loss -----------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class Passing(Work):
     ) -> None:
         """Have no blocks yet, and nothing to do."""
         more = len(replica.places)  # Norms of reduced gradients, in the model's order.
-        tally = Tally(len(replica.blocks), count, votes=2, more=more)
+        tally = Tally(len(replica.blocks), count, more=more)
         super().__init__(Buckets((), bucket_bytes, sets=1), tally, {})
         self.layout = Layout((), ())
         """Who has which blocks in the newest world."""
@@ -121,8 +121,9 @@ class Passing(Work):
             self.buckets.close()
             replica = self._replica
             self.buckets = Buckets(
-                replica.parameters, self._bucket_bytes, sets=1, apart=replica.shared
-            )
+                replica.parameters, self._bucket_bytes, sets=1, apart=replica.shared,
+                names=replica.names,
+            )  # fmt: skip
             self._trees = {b: GradientTree(self._count) for b in self._replica.mine}
             self._fitted = self._replica.runs
 
@@ -209,7 +210,6 @@ class Passing(Work):
         self._take_done(runner)
         if not others and torch.device(self._device).type == "cpu":  # Others tell no end of it.
             self._executed.extend(runner.executed)
-        self._replica.guard.check()
         if self._exact:
             self._reduce_trees(step)
         else:
@@ -237,6 +237,7 @@ class Passing(Work):
         assert self._passes is not None
         views, me = self.buckets.list_views(step), self._world.me
         parts: dict[Tensor, dict[int, Tensor]] = {p: {} for p in self._replica.shared}
+        used: dict[Tensor, float] = {}
         for number, run in self._list_stages():
             for block in range(*run):
                 trained = self._replica.trained([block])
@@ -245,11 +246,16 @@ class Passing(Work):
                         parts[p][block] = torch.empty_like(p)
                 out = [parts[p][block] if p in parts else views[p] for p in trained]
                 if out:
-                    self._trees[block].reduce(self._stage, self._passes.counted[number], me, out)
+                    counts = torch.zeros(len(out), device=out[0].device)
+                    owner = self._passes.counted[number]
+                    self._trees[block].reduce(self._stage, owner, me, [*out, counts])
+                    found = zip(trained, counts.tolist(), strict=True)
+                    used |= {p: count for p, count in found if p not in parts}
         for blocks, group in self._ties.items():
             for p, having in self._replica.shared.items():
                 if having == blocks and p.requires_grad:
                     self._share_parts(views[p], parts[p], blocks, group)
+        self.buckets.set_used(step, used)
         if views:
             torch._foreach_mul_(list(views.values()), 1.0 / self._count)
 
@@ -513,6 +519,13 @@ class StagedState(PartState, Followed):
         held = {"section": first, "more_sections": tuple(more), "micro_batches": self._count}
         moved = {"morphed": plan.changed, "moved_bytes": self._moved}
         return {**super().describe(plan), "shape": plan.layout.shape, **held, **moved}
+
+    def list_units(self) -> dict[str, Any]:
+        """Return each block, and what all members of a stage have alike."""
+        replica = self.replica
+        runs = " ".join(f"{first}-{stop}" for first, stop in replica.runs)
+        blocks = {f"block {b}": {"block": {b: replica.state_of(b)}} for b in replica.mine}
+        return {**blocks, f"settings of blocks {runs}": {"settings": replica.plain()}}
 
     # --- what outlives a loss -----------------------------------------------------------------
 

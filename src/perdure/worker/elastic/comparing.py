@@ -1,0 +1,169 @@
+"""Whether all members that hold the same state hold the same bytes.
+
+Every member prints the same mean of losses, so the loss cannot show that states differ. Each member
+hashes its state in the first two steps of every world, every `EVERY` steps, before a checkpoint is
+made, and at the end. The second step of a world shows an update that was not alike. A thread hashes
+while the step computes, which alters nothing of the state. Members exchange the hashes through the
+world's store before they apply the step.
+
+A unit is what some members have alike, such as the rows of a shard or a block of a stage. If hashes
+of a unit differ, its holders tell the hash of each tensor, and every member raises the same error.
+A later start goes on from a checkpoint, which all members agreed on.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from perdure.model.codec import decode, encode
+from perdure.model.errors import PlatformError
+from perdure.worker.elastic.apart import Broken, start
+from perdure.worker.elastic.group import Group
+from perdure.worker.elastic.moving import hash_tensors
+
+EVERY = 100
+"""Steps between two comparisons: 516 MB hash in 40 ms."""
+_LOOK_S = 0.005
+
+Units = Mapping[str, Any]
+"""Name of a unit -> nested dicts and lists of tensors and plain values."""
+Hashes = dict[str, dict[str, str]]
+"""Unit -> path within it -> hash."""
+
+
+class Comparison:
+    """One member's part in comparing the states of a world."""
+
+    def __init__(self, list_units: Callable[[], Units]) -> None:
+        """Compare what `list_units` returns; its tensors stand still until a step is applied."""
+        self._list_units = list_units
+        self._group: Group | None = None
+        self._hashing: Future[Hashes] | None = None
+        self._first = self._compared = -1
+        """The first step of this world, and the newest whose state was compared in it."""
+
+    def begin(self, step: int, group: Group) -> None:
+        """Begin to hash the state of `step`, if this world is to compare it."""
+        if group is not self._group:
+            self._first, self._compared = step, -1
+        self._group, self._hashing = group, None
+        due = step - self._first <= 1 or step % EVERY == 0
+        if len(group.members) > 1 and due and self._compared != step:
+            self._hashing = self._start()
+
+    def finish(self, step: int, group: Group, *, wanted: bool = False) -> None:
+        """Compare the state of `step` if that was begun, or is `wanted`. All members come here.
+
+        Raises:
+            Broken: a newer epoch was ordered first.
+            PlatformError: members differ.
+        """
+        hashing, self._hashing = self._hashing, None
+        if len(group.members) == 1 or self._compared == step or not (hashing or wanted):
+            return
+        hashing = hashing or self._start()
+        while not wait([hashing], _LOOK_S).done:
+            if group.overtaken():
+                raise Broken("a newer epoch was ordered")
+        compare(hashing.result(), step, group)
+        self._compared = step
+
+    def _start(self) -> Future[Hashes]:
+        leaves = {unit: list(_list_leaves(value)) for unit, value in self._list_units().items()}
+        return start(lambda: hash_leaves(leaves), "perdure-compare")
+
+
+def compare(mine: Hashes, step: int, group: Group) -> None:
+    """Compare the hashes of all members of `group`.
+
+    Raises:
+        Broken: a newer epoch was ordered first.
+        PlatformError: members differ.
+    """
+    store, me = group.store, group.me
+    sums = {
+        unit: xxhash.xxh3_64_hexdigest(encode(dict(sorted(found.items()))))
+        for unit, found in mine.items()
+    }
+    store.set(f"state/{step}/{me}", encode(sums))
+    told = _read(group, [f"state/{step}/{member}" for member in group.members])
+    for unit in sorted({unit for one in told.values() for unit in one}):
+        of = {member: one[unit] for member, one in told.items() if unit in one}
+        if len(set(of.values())) == 1:
+            continue
+        odd, other = find_odd(of)
+        if me in (odd, other):
+            store.set(f"state/{step}/{me}/{unit}", encode(mine[unit]))
+        found = _read(group, [f"state/{step}/{member}/{unit}" for member in (odd, other)])
+        what = find_first(found[odd], found[other])
+        store.set(f"state/{step}/{me}/told", "")
+        with contextlib.suppress(
+            Broken, RuntimeError
+        ):  # Every member has seen it, and none goes on.
+            group.read([f"state/{step}/{member}/told" for member in group.members])
+        raise PlatformError(
+            f"elastic: members differ before step {step}: {what} of rank {odd} is not that of "
+            f"rank {other}",
+            hint="on_step may only read the state: alter it in after_update=; all members go on "
+            "from the newest checkpoint, on which they agreed",
+        )
+
+
+def _read(group: Group, keys: list[str]) -> dict[int, dict[str, str]]:
+    values = group.read(keys)
+    return {
+        int(key.split("/")[2]): decode(value, dict[str, str])
+        for key, value in zip(keys, values, strict=True)
+    }
+
+
+def find_odd(told: Mapping[int, str]) -> tuple[int, int]:
+    """Return a member that differs from most, and the first of those that it differs from."""
+    hashes = list(told.values())
+    most = max(hashes, key=hashes.count)  # In doubt, the first member's.
+    return next(m for m, one in told.items() if one != most), next(
+        m for m, one in told.items() if one == most
+    )
+
+
+def find_first(mine: Mapping[str, str], its: Mapping[str, str]) -> str:
+    """Return the first path whose hashes differ, or that only one of the two has."""
+    return next(path for path in [*its, *mine] if mine.get(path) != its.get(path))
+
+
+def hash_leaves(leaves: Mapping[str, list[tuple[str, Any]]]) -> Hashes:
+    """Return the hash of each leaf, by unit and path."""
+    return {unit: {path: _hash(value) for path, value in found} for unit, found in leaves.items()}
+
+
+def _list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        inner: Any = value.items()
+    elif isinstance(value, list | tuple):
+        inner = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, one in inner:
+        yield from _list_leaves(one, f"{path}.{key}" if path else str(key))
+
+
+def _hash(value: Any) -> str:
+    """Return the hash of a tensor with its type and shape, or a plain value as text.
+
+    Another object counts by its type: nothing else of it is the same in every process.
+    """
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            return str(value.layout)
+        return f"{value.dtype} {list(value.shape)} {hash_tensors([value])}"
+    if isinstance(value, bool | str | bytes | None):
+        return repr(value)
+    if isinstance(value, int | float):
+        return repr(float(value))
+    return type(value).__name__

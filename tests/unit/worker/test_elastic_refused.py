@@ -1,0 +1,190 @@
+"""What members could not have in common is refused by name, before the first update."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor, nn
+
+from perdure.model.errors import ConfigError
+from perdure.worker.elastic import open_trainer
+from perdure.worker.elastic.state.blocks import StagedReplica
+from perdure.worker.elastic.state.replicated import BufferGuard, Replica
+from perdure.worker.pipeline.stage import Pass, _take_gradients
+
+pytestmark = pytest.mark.torch
+
+
+class Book(nn.Module):
+    """Alters its buffer in a way of its own; `by` is called with itself, and the input's mean."""
+
+    def __init__(
+        self, by: Callable[["Book", Tensor], object], *, persistent: bool, size: int = 1
+    ) -> None:
+        super().__init__()
+        self.linear, self.by, self.passes = nn.Linear(1, 1), by, itertools.count()
+        self.register_buffer("mean", torch.zeros(size), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.by(self, x.mean().detach())
+        return self.linear(x - self.mean.mean())
+
+
+def train(model: nn.Module, steps: int = 8, parameters: Any = None, **more: Any) -> list[int]:
+    """Train `model` alone, and return the steps that were committed."""
+    optimizer = torch.optim.SGD(parameters or model.parameters(), lr=0.1)
+
+    def compute(step: int, number: int) -> Tensor:
+        return model(torch.full((2, 1), step + number + 1.0)).sum()
+
+    trainer = open_trainer(model, optimizer, compute, micro_batches=2, **more)
+    return [step.step for step in trainer.steps(steps)]
+
+
+def move(book: Book, mean: Tensor) -> Tensor:
+    return 0.9 * book.mean + 0.1 * mean
+
+
+def assign(book: Book, mean: Tensor) -> None:
+    book.mean = move(book, mean)
+
+
+def assign_later(book: Book, mean: Tensor) -> None:
+    if next(book.passes) > 10:
+        book.mean.data.copy_(move(book, mean))
+
+
+ALTERED: dict[str, Callable[[Book, Tensor], object]] = {
+    "in place": lambda book, mean: book.mean.copy_(move(book, mean)),
+    "by .data": lambda book, mean: book.mean.data.copy_(move(book, mean)),
+    "assigned": assign,
+    "later": assign_later,
+}
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("by", ALTERED.values(), ids=ALTERED)
+def test_a_buffer_that_a_pass_alters_is_named(by: Any, persistent: bool) -> None:
+    model = Book(by, persistent=persistent)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ConfigError, match="alters the buffer mean"):
+        train(model)
+    same = all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+    assert same == (by is not assign_later), "it is refused before the first update"
+
+
+def test_a_large_buffer_is_compared_in_the_first_steps() -> None:
+    model = Book(ALTERED["by .data"], persistent=True, size=1 << 20)
+    with pytest.raises(ConfigError, match="alters the buffer mean"):
+        train(model)
+
+
+def fill(book: Book, mean: Tensor) -> None:
+    book.mean = mean.view(1)
+
+
+def grow(book: Book, mean: Tensor) -> None:
+    if len(book.mean) < mean:
+        book.mean = torch.zeros(int(mean))
+
+
+@pytest.mark.parametrize("by", [fill, grow])
+def test_a_buffer_that_follows_from_the_input_alone_does_no_harm(by: Any) -> None:
+    assert train(Book(by, persistent=False)) == list(range(8))
+
+
+def test_a_buffer_that_is_state_by_its_first_value_is_named() -> None:
+    """It keeps the largest of all inputs: a pass of the last one leaves it as it is."""
+
+    def keep(book: Book, mean: Tensor) -> None:
+        book.mean.copy_(torch.maximum(book.mean, 100 - mean))
+
+    with pytest.raises(ConfigError, match="alters the buffer mean"):
+        train(Book(keep, persistent=False))
+
+
+def test_a_buffer_that_the_script_alters_between_two_steps_is_not_the_pass_s_doing() -> None:
+    model = Book(lambda book, mean: None, persistent=True)
+    guard = BufferGuard(model)
+    for step in range(3):
+        model.mean.fill_(step)
+        guard.note()
+        guard.check()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sparse_gradient_is_named(exact: bool) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3, 1, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x.long() % 3)
+
+    with pytest.raises(ConfigError, match=r"gradient of table\.weight is sparse"):
+        train(Words(), exact=exact)
+
+
+def test_a_sparse_gradient_of_a_stage_is_refused() -> None:
+    table = nn.Embedding(3, 1, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match="block 4 makes a sparse gradient"):
+        _take_gradients([table.weight], 4, Pass(0, 0))
+
+
+def test_a_parameter_of_no_model_is_refused() -> None:
+    loose, model = nn.Parameter(torch.zeros(2)), nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"steps a parameter of shape \[2\]"):
+        train(model, parameters=[*model.parameters(), loose])
+
+
+def test_a_stage_s_optimizer_may_step_parameters_of_the_model_alone() -> None:
+    blocks, loose = [nn.Linear(1, 1), nn.Linear(1, 1)], nn.Parameter(torch.zeros(2))
+    StagedReplica(blocks, lambda _: torch.optim.SGD(nn.Sequential(*blocks).parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"steps a parameter of shape \[2\]"):
+        StagedReplica(blocks, lambda ps: torch.optim.SGD([*ps, loose], lr=0.1))
+
+
+def test_a_parameter_that_is_unfrozen_within_a_step_is_named() -> None:
+    class Opening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.first.requires_grad_()
+            return self.last(self.first(x))
+
+    with pytest.raises(ConfigError, match=r"first\.\w+ got a gradient in a step that began"):
+        train(Opening())
+
+
+def test_a_stage_does_not_freeze_or_unfreeze() -> None:
+    blocks = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    replica = StagedReplica(blocks, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    blocks[1].bias.requires_grad_(False)
+    (changed,) = [
+        name for p, (name, trained) in replica.trained_first.items() if p.requires_grad != trained
+    ]
+    assert changed == "1.bias"
+
+
+def test_what_comes_after_an_update_is_made_by_who_rolls_forward_or_follows() -> None:
+    def clip(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.clamp_(-0.01, 0.01)
+
+    model = nn.Linear(3, 2)
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), after_update=clip)
+    for clipped in (False, True):
+        model.weight.data.fill_(1.0)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        replica.update(clipped=clipped)
+        assert model.weight.abs().max() <= 0.01
