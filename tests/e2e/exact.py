@@ -93,7 +93,8 @@ def kill_all(victims: Iterable[psutil.Process]) -> None:
     """SIGKILL all of `victims`, and wait until they are dead."""
     victims = list(victims)
     for victim in victims:
-        victim.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # Its world has ended it.
+            victim.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(victims, timeout=PATIENCE_S)
     assert not alive, alive
 

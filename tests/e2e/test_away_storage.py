@@ -1,9 +1,11 @@
 """The disk of a job's checkpoints answers with errors while ranks start: no step is given up."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
@@ -34,7 +36,8 @@ def test_ranks_wait_for_their_checkpoints(
     place.symlink_to(place if fault == "error" else tmp_path / "bare")
     saved = max(int(path.name.rpartition("-")[2]) for path in disk.glob("step-????????"))
     for rank in job.find("perdure rank"):
-        rank.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # Its world has ended it.
+            rank.kill()
     job.wait_until(lambda: "checkpoints cannot be read" in job.text(), "a word on the disk")
     job.wait_until(lambda: len(job.find("perdure rank away g1")) == 2, "ranks that wait")
     place.unlink()

@@ -26,8 +26,9 @@ def read_owner(folder: Path) -> str:
         for path in folder.iterdir():
             if parse_checkpoint_name(path.name) is not None:
                 with contextlib.suppress(OSError, ProtocolError):
-                    if job := decode(read_file(path / MANIFEST), Manifest).job:
-                        return job
+                    manifest: Manifest = decode(read_file(path / MANIFEST), Manifest)
+                    if manifest.job:
+                        return manifest.job
     return ""
 
 

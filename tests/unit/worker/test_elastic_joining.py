@@ -264,8 +264,8 @@ def test_a_flood_hurts_neither_the_training_nor_the_join(member: Member) -> None
 
 @pytest.mark.parametrize("share", [(0, 0), (1, 1), (-1, 1), (5, -2)])
 def test_a_share_that_does_not_exist_is_refused(member: Member, share: tuple[int, int]) -> None:
-    member.donor.open(order(member))
     for _ in range(20):
+        member.donor.open(order(member))  # It listens for some seconds only.
         connection = Connection(connect_donor(member.address, KEY))
         connection.send(joining.Ask(3, 9))
         step = connection.read(At).step + 3

@@ -151,7 +151,7 @@ def play_scenarios() -> tuple[dict[str, int], str]:
     env = {n: v for n, v in os.environ.items() if not n.startswith("PERDURE_")}
     done = subprocess.run(
         [sys.executable, __file__], env=env | {"RANK": "0", "WORLD_SIZE": "1"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     codes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])

@@ -7,6 +7,15 @@ import pytest
 import torch
 from tests.unit.worker.exact_life import find_difference
 from tests.unit.worker.exact_loops import LOOPS
+from tests.waiting import PATIENCE_S
+
+from perdure.worker.checkpoint import checkpointer
+
+
+@pytest.fixture(autouse=True)
+def patient_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may be slow here: no save is skipped for it."""
+    monkeypatch.setattr(checkpointer, "WAIT_S", PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)

@@ -263,6 +263,7 @@ class SaveTask:
         failpoint("checkpoint/hashed")
         self.doing = "its copy is compared with the state at the next optimizer step"
         staging.confirm()
+        self.doing = f"it waits for {self._root}"
         part = encode(Part(self._rank, tuple(files)))
         replace_file(self.folder / _PART.format(self._rank), part, synced=True)
         sync_path(self.folder)
