@@ -52,16 +52,21 @@ def find_last(trail: Path) -> dict[str, Any]:
 def compare(trail: Path, *words: str) -> None:
     """Compare members with each other, and losses with those of a plain loop."""
     rows = [row for rows in read(trail) for row in rows]
+    compare_losses(trail, rows, *words)
+    found: dict[int, set[str]] = defaultdict(set)
+    for row in rows:
+        found[row["step"]].add(row["hash"])
+    assert all(len(hashes) == 1 for hashes in found.values()), found
+
+
+def compare_losses(trail: Path, rows: list[dict[str, Any]], *words: str) -> None:
     steps = max(row["step"] for row in rows) + 1
     plain = [sys.executable, SCRIPT, "--trail", str(trail), *words, "--plain"]
     subprocess.run([*plain, "--steps", str(steps)], check=True, timeout=PATIENCE_S)
     true = [json.loads(line)["loss"] for line in (trail / "plain").read_text().splitlines()]
-    found: dict[int, set[str]] = defaultdict(set)
     off = 0.05 if "moments" in words else 2e-3  # bfloat16 rounds each sum.
     for row in rows:
         assert row["loss"] == pytest.approx(true[row["step"]], rel=off), row
-        found[row["step"]].add(row["hash"])
-    assert all(len(hashes) == 1 for hashes in found.values()), found
 
 
 @pytest.mark.parametrize(("situation", "more"), KEPT)
@@ -89,6 +94,21 @@ def test_what_cannot_be_kept_ends_the_job_by_name(
     job = start("ag", "-n", "2", SCRIPT, *words)
     assert job.wait() == 1, job.text()[-3000:]
     assert said in job.text()
+
+
+def test_a_state_that_changed_on_one_member_is_in_no_checkpoint(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Memory of rank 1 changes after step 22: all go back to step 20, and train on as it was."""
+    (tmp_path / "job.toml").write_text("[checkpoint]\nevery_steps = 10\n")
+    words = ("--trail", str(tmp_path), "--situation", "flip", "--steps", "60")
+    job = start("ag", "-n", "2", "-c", str(tmp_path / "job.toml"), SCRIPT, *words)
+    assert job.wait() == 0, job.text()[-3000:]
+    said = "members differ before step 30: model.1.linear.weight of rank 1 is not that of rank 0"
+    assert said in job.text()
+    rows = [row for rows in read(tmp_path) if rows[-1]["step"] == 59 for row in rows]
+    assert min(row["step"] for row in rows) == 20
+    compare_losses(tmp_path, rows, "--situation", "flip")
 
 
 def test_on_step_that_writes_is_found_when_a_follower_comes(

@@ -32,6 +32,10 @@ parser.add_argument("--width", type=int, default=8)
 args = parser.parse_args()
 situation = args.situation
 torch.manual_seed(0)
+RANK_1_AT_FIRST = (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == (
+    "1",
+    "0",
+)
 
 
 class Layer(nn.Module):
@@ -143,6 +147,8 @@ else:
         if situation == "writes":
             with torch.no_grad():
                 clip(model)
+        if situation == "flip" and step.step == 22 and RANK_1_AT_FIRST:
+            blocks[1].linear.weight.data[0, 0] += 1e-3
         tensors = list(model.state_dict().values())
         whole = not (args.shard or args.pipeline)
         row = {"step": step.step, "loss": step.loss, "world": step.world}

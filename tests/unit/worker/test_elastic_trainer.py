@@ -119,6 +119,28 @@ def who_rolls_forward_saves_the_checkpoint_that_the_votes_of_that_step_asked_for
     assert world.disk.saved == [(applied, "interval")]
 
 
+def a_step_that_was_rolled_forward_is_seen_before_the_next_begins() -> None:
+    """What `on_step` does after it, such as unfreezing, is in force for the next."""
+    world = Sharded(Disk())
+    steps, computed = world.trainer.steps(9), list[int]()
+    seen = next(steps)
+    reform = world.trainer._reform
+
+    def outer(why: str) -> str:
+        found = reform(why)
+        world.trainer._finished.append(seen)
+        return found
+
+    world.trainer._reform = outer  # type: ignore[method-assign]
+    world.before_loss = lambda: computed.append(1)
+    world.membership._order = ReformWorld(
+        generation=0, epoch=world.membership.epoch + 1, ranks=(0,), reason="a loss"
+    )
+    assert next(steps) is seen
+    assert not computed
+    assert next(steps).step == 1
+
+
 def who_waited_within_its_copy_says_since_when() -> None:
     world = Sharded(Disk())
     since: list[float] = []
@@ -136,6 +158,7 @@ def who_waited_within_its_copy_says_since_when() -> None:
 
 
 SCENARIOS = (
+    a_step_that_was_rolled_forward_is_seen_before_the_next_begins,
     a_world_that_breaks_before_it_has_read_its_checkpoint_reads_it_in_the_next,
     who_rolls_forward_saves_the_checkpoint_that_the_votes_of_that_step_asked_for,
     who_waited_within_its_copy_says_since_when,

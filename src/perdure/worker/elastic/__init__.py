@@ -102,13 +102,11 @@ def train(
     each copy of the list of blocks is cut into so many stages, or as a cost profile in that file
     says (docs/pipelines.md); with `recompute`, only the inputs of blocks are kept for backward;
     `schedule` is "1f1b", "zero-bubble" or "interleaved".
-    The model that is returned has the blocks of this rank's stage. Every `snapshot_every` steps
-    each rank's shard or stage is copied to shared memory, beside training; more often where steps
-    take long.
+    The model that is returned has the blocks of this rank's stage. Every `snapshot_every` steps, or
+    sooner, each rank's shard or stage is copied to shared memory beside training.
 
     Raises:
-        ConfigError: the global batch is not whole micro-batches, the data cannot be positioned,
-            the model's forward pass alters its buffers, or it cannot be cut into stages.
+        ConfigError: something is refused (docs/elastic.md, What is refused).
     """
     settings.declare_all(config or {})
     if ASK in os.environ:
