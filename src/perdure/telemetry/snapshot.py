@@ -188,10 +188,9 @@ class SnapshotFold:
         verdicts = self.certain.verdicts.verdicts()
         suspected = self._list_suspected(verdicts, number)
         state = name_state(history)
-        if self.certain.stopping and history.ended is None:
-            state = "stopping"
-        lives = self._find_lives()
-        rows = self._rows.make(newest, suspected, self.certain.homes, self.certain.pids, lives)
+        state = "stopping" if self.certain.stopping and history.ended is None else state
+        homes, pids = self.certain.homes, self.certain.pids
+        rows = self._rows.make(newest, suspected, homes, pids, self._find_lives())
         unseen = self._rows.unseen
         present = [row for row in _list_present(rows, newest) if row.rank not in unseen]
         steps = [row.step for row in present if row.step >= 0]

@@ -774,7 +774,7 @@ class Sam(torch.optim.Optimizer):
         self.base_optimizer.step()
 
     def step(self, closure: Any = None) -> None:
-        raise NotImplementedError
+        raise AssertionError("it has two steps")
 
 
 @loop

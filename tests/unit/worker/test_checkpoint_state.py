@@ -26,7 +26,7 @@ from perdure.model.checkpoints import FileEntry, Manifest  # noqa: E402
 from perdure.model.errors import ConfigError, PlatformError  # noqa: E402
 from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved  # noqa: E402
 from perdure.model.job import CheckpointConfig  # noqa: E402
-from perdure.worker.checkpoint import Checkpointer  # noqa: E402
+from perdure.worker.checkpoint import Checkpointer, attributes  # noqa: E402
 from perdure.worker.checkpoint import staging as staging_module  # noqa: E402
 from perdure.worker.checkpoint.files import Remote, choose_kept_steps  # noqa: E402
 from perdure.worker.checkpoint.index import read_plain  # noqa: E402
@@ -336,3 +336,58 @@ def test_an_object_that_is_registered_after_a_step_gets_no_state_of_long_ago(
     fresh = nn.Linear(2, 2)
     saver.register("late", fresh)
     assert torch.equal(fresh.weight, late.weight) == (steps < 2)
+
+
+# --- attributes -------------------------------------------------------------------------------
+
+
+class Heated(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.heat, self.kept, self.maps = 1.0, 3, None
+
+
+def test_only_attributes_that_have_changed_are_kept_and_an_edited_constant_stays(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(Heated(), nn.Dropout(0.1))
+    saver, _ = make_saver(str(tmp_path))
+    saver.register("model", model)
+    model[0].heat, model[0].maps, model[1].p = 0.5, torch.ones(3), 0.2
+    saver.save(1, reason="test", extra={})
+    saver.close()
+    again = nn.Sequential(Heated(), nn.Dropout(0.3))
+    again[0].kept = 5
+    other, _ = make_saver(str(tmp_path))
+    other.register("model", again)
+    assert other.restore({}) == 1
+    assert (again[0].heat, again[0].kept, again[1].p) == (0.5, 5, 0.3)
+    assert torch.equal(again[0].maps, torch.ones(3))
+
+
+def test_an_attribute_that_is_too_large_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attributes, "BYTES_MAX", 8)
+    model = nn.Sequential(Heated())
+    saver, _ = make_saver(str(tmp_path))
+    saver.register("model", model)
+    model[0].maps = torch.ones(3)
+    saver.save(1, reason="test", extra={})
+    saver.close()
+    other, events = make_saver(str(tmp_path))
+    other.register("model", nn.Sequential(Heated()))
+    other.restore({})
+    (restored,) = [e for e in events if isinstance(e, CheckpointRestored)]
+    assert restored.why_not_exact == "too large for a checkpoint: model.0.maps"
+
+
+def test_a_class_that_torch_puts_in_front_hides_no_attribute() -> None:
+    in_front = type("FSDPHeated", (Heated,), {"__module__": "torch.distributed.fsdp"})
+    model = in_front()
+    born = attributes.note_attributes({"model": model})
+    model.heat = 0.25
+    assert attributes.read_changed({"model": model}, born) == {"model": {"heat": 0.25}}
+    plain = nn.Dropout(0.1)
+    plain.p = 0.5
+    assert attributes.read_changed({"plain": plain}, {}) == {}

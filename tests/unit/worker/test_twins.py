@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from perdure.model.errors import UnfitError
 from perdure.model.events import AnyEvent, CheckpointRestored
 from perdure.model.job import CheckpointConfig
-from perdure.worker.checkpoint import Checkpointer
+from perdure.worker.checkpoint import Checkpointer, twins
 from perdure.worker.checkpoint.twins import find_lost, try_twin
 
 
@@ -127,3 +127,11 @@ def test_bits_are_compared_and_what_is_unknown_is_not() -> None:
     assert find_lost("a", Has([nan]), [nan.clone()]) == ""
     zeros = torch.zeros(2)
     assert find_lost("a", Has({"x": zeros}), {"x": -zeros}) == "a (Has) does not restore x"
+
+
+def test_a_large_state_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twins, "BYTES_MAX", 31)
+    assert try_twin("own", Loses()) == ""
+    assert find_lost("own", Loses(), {"seen": np.zeros(4)}) == ""
+    monkeypatch.setattr(twins, "BYTES_MAX", 36)
+    assert try_twin("own", Loses()) != ""

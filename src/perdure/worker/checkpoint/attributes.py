@@ -5,6 +5,7 @@ what has changed since the object was registered is kept. So a constant that you
 runs has the value of the script. Classes of torch keep their state elsewhere.
 """
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ BYTES_MAX = 64 << 20
 _ALWAYS = ("training",)
 """Kept by `modules.load_flags`."""
 
+_STATELESS = ("torch", "perdure", "builtins", "abc", "typing", "collections")
+"""Packages whose classes have no state in plain attributes."""
 _UNKNOWN: Any = (object(), -1)
 Born = dict[str, tuple[Any, int]]
 """Attribute -> its value at the registration, and the version of a tensor."""
@@ -25,7 +28,7 @@ def note_attributes(owners: dict[str, Any]) -> dict[str, Born]:
     return {
         path: {n: (v, _read_version(v)) for n, v in vars(owner).items() if _is_plain(v)}
         for path, owner in owners.items()
-        if _may_keep(type(owner).__module__)
+        if _may_keep(type(owner).__mro__)
     }
 
 
@@ -33,7 +36,7 @@ def read_changed(owners: dict[str, Any], born: dict[str, Born]) -> dict[str, dic
     """Return the attributes that have changed, by owner and name; None if it is too large."""
     found: dict[str, dict[str, Any]] = {}
     for path, owner in owners.items():
-        if not _may_keep(type(owner).__module__):
+        if not _may_keep(type(owner).__mro__):
             continue
         before = born.get(path, {})
         for name, value in vars(owner).items():
@@ -69,8 +72,13 @@ def load_attributes(owners: dict[str, Any], saved: dict[str, dict[str, Any]]) ->
                 setattr(owner, name, value)
 
 
-def _may_keep(module: str) -> bool:
-    return module.partition(".")[0] not in ("torch", "perdure")
+@functools.cache
+def _may_keep(kinds: tuple[type, ...]) -> bool:
+    """Return whether a class of a script or of another library is among `kinds`.
+
+    FSDP2 gives each module a class of torch in front of its own.
+    """
+    return any(kind.__module__.partition(".")[0] not in _STATELESS for kind in kinds)
 
 
 def _is_plain(value: Any) -> bool:

@@ -168,7 +168,7 @@ class Registry:
     def _list_owners(self, only: str = "") -> dict[str, Any]:
         """Return all modules of registered models, and all optimizers, by their paths."""
         return {
-            f"{name}:{path}": module
+            f"{name}.{path}".rstrip("."): module
             for name, model in self.models.items()
             if _is_of(name, only)
             for path, module in unwrap(model).named_modules()

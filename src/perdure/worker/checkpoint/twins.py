@@ -17,6 +17,8 @@ from perdure.worker.checkpoint.plain import copy_plain, read_plain_state, visit
 from perdure.worker.checkpoint.staging import is_ordinary, read_bits
 from perdure.worker.rng import keep_rng, put_back_rng
 
+BYTES_MAX = 256 << 20
+"""Size of a state up to which it is compared; the copies of a larger one could fill the memory."""
 _COMPARED = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -36,6 +38,8 @@ def try_twin(name: str, value: Any) -> str:
     try:
         try:
             state = value.state_dict()
+            if _count_bytes(state) > BYTES_MAX:
+                return ""
             file = io.BytesIO()
             torch.save(_flatten(state), file)
             file.seek(0)
@@ -64,10 +68,24 @@ def is_own(value: Any) -> bool:
 
 def find_lost(name: str, value: Any, state: Any) -> str:
     """Return which part of a loaded state `value` does not give back; empty if it has all."""
+    if _count_bytes(state) > BYTES_MAX:
+        return ""
     place = _find_difference(_flatten(state), _flatten(value.state_dict()), "")
     if place is None:
         return ""
     return f"{name} ({type(value).__name__}) does not restore {place or 'its state'}"
+
+
+def _count_bytes(state: Any) -> int:
+    """Return the bytes of the tensors and arrays in a state."""
+    sizes: list[int] = []
+    visit(state, lambda one: sizes.append(one.nbytes), lambda one: sizes.append(_size(one)))
+    return sum(sizes)
+
+
+def _size(value: Any) -> int:
+    size = getattr(value, "nbytes", 0)
+    return size if isinstance(size, int) else 0
 
 
 def _copy(value: Any) -> Any:
