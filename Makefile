@@ -54,6 +54,10 @@ test-floors: setup
 exact: setup
 	$(BIN)/python -m pytest -q tests/unit/worker/test_exact_loops.py
 
+# 60 scripts: a rank from the warm image finds what a fresh Python finds, in two lives.
+same: setup
+	$(BIN)/python -m pytest -q tests/e2e/test_same.py
+
 # Bounds on time, CPU, and memory: alone on a quiet machine.
 # OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.
 gates: setup

@@ -51,10 +51,10 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, log: ModuleLog) -> No
         raise SystemExit(f"perdure: {error.strerror}: {plan.cwd}") from None
     reset_process()
     attach()
-    hide_modules(plan, launch, title, log)
     if launch.rank == plan.ranks[0].rank and plan.imports:
         where = plan.cwd if plan.module else os.path.dirname(os.path.abspath(plan.script))
         record_imports(plan.imports, where)
+    hide_modules(plan, launch, title, log)
     run_main(
         plan.script,
         plan.args,

@@ -334,7 +334,10 @@ class ModuleStore:
         for need in trace.needs:
             if need in sys.modules or need not in self._hidden:
                 continue
-            if any(not hasattr(one, "concerns") or one.concerns(need) for one in in_front):
+            asked = need in self._log.found and any(
+                not hasattr(one, "concerns") or one.concerns(need) for one in in_front
+            )
+            if asked:
                 __import__(need)
                 continue
             module = sys.modules[need] = self._hidden.pop(need)

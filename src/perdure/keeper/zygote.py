@@ -144,7 +144,8 @@ FromImage = ImageForked | Importing | Ready | Unfit | RanksForked | StoreForked 
 def main(job: str, node: int, fd: int, log: ModuleLog) -> None:
     """Serve the keeper at the other end of `fd`; in a forked rank, run its script and return."""
     survive_full_disks()  # Before anything is imported that might keep the streams.
-    set_title(f"perdure zygote {job} {node}")
+    with log:  # It imports.
+        set_title(f"perdure zygote {job} {node}")
     run_child = Image(socket.socket(fileno=fd), log).serve()
     if run_child is not None:
         run_child()
