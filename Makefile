@@ -7,7 +7,7 @@ SUITE = $(BIN)/python -m tests.suite $(if $(filter-out 0,$(STRICT)),--strict)
 # perdure anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo docs exact test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs exact same test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:

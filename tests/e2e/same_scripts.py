@@ -42,7 +42,8 @@ def where(*names):
 
 SHORT = {
     "first_line": "",
-    "torch": "import torch\nseen['more'] = sorted(m for m in sys.modules if not m[:7] == 'perdure')\n"
+    "torch": "import torch\n"
+    "seen['more'] = sorted(m for m in sys.modules if not m[:7] == 'perdure')\n"
     "seen['filters'] = [repr(one) for one in _warnings.filters]\n"
     "seen['threads'] = torch.get_num_threads()",
     "own_module": "import tqdm\nseen['is'] = where('tqdm')",
@@ -65,7 +66,8 @@ SHORT = {
 """Scripts that every run of the tests tries."""
 
 LONG = {
-    "appended": "sys.path.append(os.path.abspath('third_party'))\nimport idna\nseen['is'] = where('idna')",
+    "appended": "sys.path.append(os.path.abspath('third_party'))\nimport idna\n"
+    "seen['is'] = where('idna')",
     "removed": "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
     "try:\n    import numpy\nexcept ImportError as error:\n    seen['error'] = str(error)",
     "numpy": "import numpy\nseen['filters'] = [repr(one) for one in _warnings.filters]",
@@ -79,7 +81,7 @@ LONG = {
     "tempfile": "import tempfile\nseen['is'] = tempfile.tempdir, tempfile.gettempdir()",
     "logging": "import logging\nroot = logging.getLogger()\n"
     "seen['is'] = root.level, [repr(h) for h in root.handlers], logging.raiseExceptions",
-    "loggers": "import logging\nseen['is'] = sorted(logging.root.manager.loggerDict)",
+    "loggers": "import logging\nseen['is'] = logging.getLogger('own').getEffectiveLevel()",
     "multiprocessing": "import multiprocessing as mp\n"
     "seen['is'] = mp.get_start_method(), mp.current_process().name, mp.parent_process()",
     "threading": "import threading\nseen['is'] = [t.name for t in threading.enumerate()"
@@ -95,14 +97,17 @@ LONG = {
     "asyncio": "import asyncio\nseen['is'] = asyncio.run(asyncio.sleep(0, 5)),"
     " type(asyncio.get_event_loop_policy()).__name__",
     "ssl": "import ssl\nseen['is'] = ssl.OPENSSL_VERSION, ssl.get_default_verify_paths()",
-    "pickle": "import pickle\nclass A: pass\nseen['is'] = type(pickle.loads(pickle.dumps(A()))) is A",
+    "pickle": "import pickle\nclass A: pass\n"
+    "seen['is'] = type(pickle.loads(pickle.dumps(A()))) is A",
     "source": "import inspect\ndef f(): return 1\nseen['is'] = inspect.getsource(f)",
     "traceback": "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n"
     "    seen['is'] = traceback.format_exc()",
     "main_module": "import __main__\nseen['is'] = __main__.__name__, __main__.__spec__,"
     " __main__.__package__, __main__ is sys.modules['__main__'], type(__loader__).__name__",
-    "metadata": "import importlib.metadata as m\nseen['is'] = m.version('torch'), m.version('numpy')",
-    "iter_modules": "import pkgutil\nseen['is'] = sorted(m.name for m in pkgutil.iter_modules())[:200]",
+    "metadata": "import importlib.metadata as m\n"
+    "seen['is'] = m.version('torch'), m.version('numpy')",
+    "iter_modules": "import pkgutil\n"
+    "seen['is'] = sorted(m.name for m in pkgutil.iter_modules())[:200]",
     "site": "import site\nseen['is'] = site.ENABLE_USER_SITE, site.PREFIXES",
     "sysconfig": "import sysconfig\nseen['is'] = sysconfig.get_paths()",
     "hash": "seen['is'] = hash('x'), list({'a', 'b', 'c', 'd'})",
@@ -114,7 +119,8 @@ LONG = {
     "futures": "import concurrent.futures as c\nwith c.ThreadPoolExecutor(2) as p:\n"
     "    seen['is'] = list(p.map(str, range(3)))",
     "child": "import subprocess\ncode = 'import sys, os; print(sorted(sys.modules))'\n"
-    "seen['is'] = subprocess.run([sys.executable, '-c', code], capture_output=True).stdout.decode()",
+    "done = subprocess.run([sys.executable, '-c', code], capture_output=True)\n"
+    "seen['is'] = done.stdout.decode()",
     "shell": "import subprocess\nseen['is'] = subprocess.getoutput('umask; ulimit -a; pwd')",
     "forked": "r, w = os.pipe()\nif os.fork() == 0:\n    import json\n"
     "    os.write(w, json.dumps(len(sys.argv)).encode()); os._exit(0)\nos.wait()\n"
@@ -124,13 +130,15 @@ LONG = {
     "    seen['is'] = p.exitcode\nelse:\n    sys.exit()",
     "warning": "import warnings\nwith warnings.catch_warnings(record=True) as caught:\n"
     "    warnings.warn('x', DeprecationWarning)\nseen['is'] = [str(w.message) for w in caught]",
-    "readline_free": "seen['is'] = [m in sys.modules for m in ('readline', 'threading', 'json')]",
-    "requests": "import requests\nseen['more'] = sorted(m for m in sys.modules if m[:7] != 'perdure')",
+    "readline_free": "seen['more'] = [m in sys.modules for m in ('readline', 'threading', 'json')]",
+    "requests": "import requests\n"
+    "seen['more'] = sorted(m for m in sys.modules if m[:7] != 'perdure')",
     "jinja": "import jinja2\nseen['more'] = sorted(m for m in sys.modules if m[:7] != 'perdure')",
     "sympy": "import sympy\nseen['filters'] = [repr(one) for one in _warnings.filters]",
     "unittest": "import unittest.mock\nseen['is'] = where('unittest')",
     "xml": "import xml.dom.minidom as d\nseen['is'] = d.parseString('<a/>').toxml()",
-    "email": "import email.message\nseen['more'] = sorted(m for m in sys.modules if m[:5] == 'email')",
+    "email": "import email.message\n"
+    "seen['more'] = sorted(m for m in sys.modules if m[:5] == 'email')",
     "dynamo": "import torch._dynamo\nseen['is'] = torch._dynamo.config.verbose",
     "loader": "import torch\nfrom torch.utils.data import DataLoader\n"
     "seen['is'] = [b.tolist() for b in DataLoader(range(4), num_workers=1)]",

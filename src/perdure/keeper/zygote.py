@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from perdure.failpoints import failpoint
+from perdure.keeper.footprint import Footprint, find_obstacle
 from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
@@ -193,7 +194,7 @@ class Image:
                 reason = self._import(name)
                 if reason and name in BASE:
                     return Unfit(reason)
-            reason = find_fork_obstacle()
+            reason = find_obstacle()
             if reason:
                 return Unfit(reason)
             self._log.note_first()
@@ -213,13 +214,17 @@ class Image:
             if name in sys.modules or package in blamed:
                 continue
             self._log.read.clear()
+            footprint = Footprint()
             self._import(name)
-            before, unfit = unfit, find_fork_obstacle()
+            before, unfit = unfit, find_obstacle()
+            change = "" if package == "torch" else footprint.find_change()
             reads = sorted(self._log.read & RANK_VARIABLES)
             if unfit and unfit != before:
                 blamed[package] = f"{package} {unfit}"
             elif reads and package != "torch":
                 blamed[package] = f"{package} reads {reads[0]} at import"
+            elif change:
+                blamed[package] = f"{package} {change} at import"
         return blamed
 
     def _import(self, name: str) -> str:
@@ -363,19 +368,6 @@ def read_answer(fd: int, timeout_s: float) -> str:
             break
         data += part
     return data.decode()
-
-
-def find_fork_obstacle() -> str:
-    """Return why this process may not be forked any more; an empty string if it may."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"runs {threads - 1} thread(s) of its own"
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
-                return f"opened {target}"
-    return ""
 
 
 def prove_fork() -> str:
