@@ -60,7 +60,7 @@ SHORT = {
     "del sys.modules['json']\nimport json\nseen['other'] = json is first",
     "finder": "asked = []\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n"
     "        asked.append(name)\nsys.meta_path.insert(0, Finder())\nimport requests\n"
-    "sys.meta_path.pop(0)\nseen['asked'] = sorted(set(asked) & set(sys.modules))",
+    "sys.meta_path.pop(0)\nseen['more'] = sorted(set(asked) & set(sys.modules))",
     "hides_numpy_s": "import numpy\nseen['is'] = where('numpy', 'numbers')",
 }
 """Scripts that every run of the tests tries."""

@@ -105,7 +105,7 @@ def read(report: Path) -> dict[str, Any]:
 
 
 def describe(fresh: Any, seen: Any) -> Any:
-    """Return what is missing and what is more, or both values."""
+    """Return the values of `fresh` that are missing and those that are more, or both values."""
     if not (isinstance(fresh, list) and isinstance(seen, list)):
         return fresh, seen
     return [one for one in fresh if one not in seen], [one for one in seen if one not in fresh]

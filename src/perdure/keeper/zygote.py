@@ -158,6 +158,7 @@ class Image:
     def __init__(self, sock: socket.socket, log: ModuleLog) -> None:
         """Talk over `sock`, blocking: there is nothing else to do meanwhile."""
         self._sock, self._log = sock, log
+        self._store = ModuleStore(log)
         self._received: list[int] = []
         """Files that have come with messages."""
 
@@ -201,6 +202,7 @@ class Image:
             blamed = self._preload(names)
         if blamed:
             return Unfit("; ".join(sorted(set(blamed.values()))), blamed)
+        self._store = ModuleStore(self._log)
         gc.collect()
         gc.freeze()
         reason = prove_fork()
@@ -275,7 +277,7 @@ class Image:
             self._sock.close()
             if isinstance(message, ForkRanks):
                 message = restore_spawn(message)
-                unequal = ModuleStore(self._log).find_unequal(find_first_folder(message))
+                unequal = self._store.find_unequal(find_first_folder(message))
                 if unequal:
                     open_streams(message.ranks[0].stdout, message.ranks[0].stderr)
                     say(f"the script starts cold: {unequal}, which the warm image does not have")
@@ -306,7 +308,7 @@ class Image:
                 os.close(answer)
                 from perdure.keeper.bootstrap import run_rank
 
-                return functools.partial(run_rank, plan, launch, go, self._log)
+                return functools.partial(run_rank, plan, launch, go, self._store)
             pids[launch.rank] = pid
             failpoint("zygote/forked")
         failpoint("zygote/answer")
