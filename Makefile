@@ -7,7 +7,7 @@ SUITE = $(BIN)/python -m tests.suite $(if $(filter-out 0,$(STRICT)),--strict)
 # perdure anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo docs exact agreed test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs exact agreed same test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -60,6 +60,10 @@ exact: setup
 agreed: setup
 	PERDURE_EXPLORE=1 $(BIN)/python -m pytest -q tests/properties/test_gradients_plain.py
 	$(BIN)/python -m pytest -q tests/e2e/test_agreed.py
+
+# 60 scripts: a rank from the warm image finds what a fresh Python finds, in two lives.
+same: setup
+	$(BIN)/python -m pytest -q tests/e2e/test_same.py
 
 # Bounds on time, CPU, and memory: alone on a quiet machine.
 # OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.

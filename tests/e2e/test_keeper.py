@@ -409,13 +409,18 @@ BAD_MODULES = {
     "starter": "import threading, time\n"
     "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
     "asker": "import os\nrank = int(os.environ.get('RANK', '0'))",
+    "drawer": "import random\nrng = random.Random()",
+    "locker": "import multiprocessing\nlock = multiprocessing.Lock()",
+    "opener": "file = open(__file__)",
+    "handler": "import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)",
+    "maker": "import os, tempfile\ntempfile.mkdtemp(dir=os.path.dirname(__file__))",
     "leaver": "import sys\nsys.exit(3)",
     "setter": "import os\nos.environ['SET_AT_IMPORT'] = 'yes'",
 }
 
 
 def test_imports_are_preloaded(tmp_path: Path) -> None:
-    """An image has what ranks imported, but for what crashes, starts threads or asks its rank."""
+    """An image has what ranks imported, but not what crashes or makes what ranks may not share."""
     for name, text in BAD_MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
     script = tmp_path / "train.py"
@@ -432,7 +437,12 @@ def test_imports_are_preloaded(tmp_path: Path) -> None:
     node.env["PYTHONPATH"] = str(tmp_path)
     try:
         node.wait_warm()
-        for said in ("crasher (died)", "starter runs 1 thread", "asker reads RANK at import"):
+        told = (
+            "crasher (died)", "starter runs 1 thread", "asker reads RANK", "opener opens a file",
+            "drawer makes a random state", "locker makes a lock", "handler handles a signal",
+            "maker makes a temporary file or folder",
+        )  # fmt: skip
+        for said in told:
             assert said in node.log()
         assert node.spawn(0, str(script)).warm
         assert node.wait_trail(3)[1:] == [[[], ["wave", "setter"], False], ["yes"]]

@@ -22,7 +22,7 @@ from typing import Any
 from perdure.failpoints import failpoint
 from perdure.files import replace_file
 from perdure.keeper.execution import make_cold_command
-from perdure.keeper.modules import ModuleLog, ModuleStore
+from perdure.keeper.modules import ModuleStore
 from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
 from perdure.worker.process import die_with, set_title
@@ -35,7 +35,7 @@ from perdure.worker.stderr import say
 _REPARENT_S = 20.0
 
 
-def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, log: ModuleLog) -> None:
+def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, store: ModuleStore) -> None:
     """Become rank `launch` of `plan` and run the script; raises whatever ends it."""
     os.setsid()
     redirect_streams(launch)
@@ -51,10 +51,10 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, log: ModuleLog) -> No
         raise SystemExit(f"perdure: {error.strerror}: {plan.cwd}") from None
     reset_process()
     attach()
-    hide_modules(plan, launch, title, log)
     if launch.rank == plan.ranks[0].rank and plan.imports:
         where = plan.cwd if plan.module else os.path.dirname(os.path.abspath(plan.script))
         record_imports(plan.imports, where)
+    hide_modules(plan, launch, title, store)
     run_main(
         plan.script,
         plan.args,
@@ -63,7 +63,7 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, log: ModuleLog) -> No
     )
 
 
-def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, log: ModuleLog) -> None:
+def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleStore) -> None:
     """Show the script only modules that a fresh Python has, and the others once it asks for them.
 
     A script that needs another module than the image has, where none can take its place, is
@@ -92,7 +92,7 @@ def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, log: ModuleLog
         os.chdir(plan.cwd)
         os.execve(program, command, env)
 
-    ModuleStore(log, on_visible=note_visible, on_unequal=go_cold).hide()
+    store.hide(on_visible=note_visible, on_unequal=go_cold)
 
 
 def leave_image(go: int, keeper: int) -> None:

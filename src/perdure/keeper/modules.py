@@ -227,21 +227,11 @@ def _list_parents(name: str) -> "Iterator[str]":
 class ModuleStore:
     """A rank's finder of the modules that it has hidden."""
 
-    def __init__(
-        self,
-        log: ModuleLog,
-        *,
-        on_visible: "Callable[[str], None]" = lambda name: None,
-        on_unequal: "Callable[[str], None]" = lambda reason: None,
-    ) -> None:
-        """Hide nothing yet.
-
-        The store calls `on_visible` with each module that the script gets. It calls `on_unequal`
-        with the reason if a fresh Python would import another package with compiled modules. If
-        `on_unequal` returns, the script gets the stored package.
-        """
+    def __init__(self, log: ModuleLog) -> None:
+        """Work out in the image, once, what is the same for all ranks; hide nothing yet."""
         self._log = log
-        self._on_visible, self._on_unequal = on_visible, on_unequal
+        self._on_visible: Callable[[str], None] = lambda name: None
+        self._on_unequal: Callable[[str], None] = lambda reason: None
         self._hidden: dict[str, ModuleType] = {}
         self._whole = dict(sys.modules)
         self._paths: dict[str, list[str]] = {}
@@ -252,22 +242,34 @@ class ModuleStore:
             for name, module in self._whole.items()
             if str(getattr(getattr(module, "__spec__", None), "origin", "")).endswith(".so")
         } - set(sys.stdlib_module_names)
+        self._needed = self._close(*self._compiled, visible=False)
+        self._used = self._close(*(name for name in self._whole if is_own(name)), visible=False)
 
     def find_unequal(self, first: str) -> str:
         """Return why no rank may be forked for a script in the folder `first`; empty: it may."""
         path, sys.path = sys.path, [*([] if sys.flags.safe_path else [first]), *sys.path]
         try:
-            return self._find_other_origin(self._close(*self._compiled, visible=False))
+            return self._find_other_origin(self._needed)
         finally:
             sys.path = path
 
-    def hide(self) -> None:
-        """Make `sys.modules`, warning filters, and finders those of a fresh Python."""
+    def hide(
+        self,
+        *,
+        on_visible: "Callable[[str], None]" = lambda name: None,
+        on_unequal: "Callable[[str], None]" = lambda reason: None,
+    ) -> None:
+        """Make `sys.modules`, warning filters, and finders those of a fresh Python.
+
+        The store calls `on_visible` with each module that the script gets. It calls `on_unequal`
+        with the reason if a fresh Python would import another package with compiled modules. If
+        `on_unequal` returns, the script gets the stored package.
+        """
         import atexit
 
         self._whole = dict(sys.modules)
         self._environ = dict(os.environ)
-        used = self._close(*(name for name in self._whole if is_own(name)), visible=False)
+        self._on_visible, self._on_unequal = on_visible, on_unequal
         for name, module in self._whole.items():
             if name in self._log.fresh or is_own(name) or name == "__main__":
                 continue
@@ -277,7 +279,7 @@ class ModuleStore:
             self._paths[name] = list(getattr(module, "__path__", ()))
             parent, _, child = name.rpartition(".")
             names = getattr(self._whole.get(parent), "__dict__", {})
-            if names.get(child) is module and name not in used:  # By perdure, at any time.
+            if names.get(child) is module and name not in self._used:  # By perdure, at any time.
                 del names[child]
         atexit.register(self._show_all)  # What torch does at the end needs all of torch.
         _warnings.filters[:] = self._log.filters
@@ -334,7 +336,10 @@ class ModuleStore:
         for need in trace.needs:
             if need in sys.modules or need not in self._hidden:
                 continue
-            if any(not hasattr(one, "concerns") or one.concerns(need) for one in in_front):
+            asked = need in self._log.found and any(
+                not hasattr(one, "concerns") or one.concerns(need) for one in in_front
+            )
+            if asked:
                 __import__(need)
                 continue
             module = sys.modules[need] = self._hidden.pop(need)

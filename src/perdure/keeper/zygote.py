@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from perdure.failpoints import failpoint
+from perdure.keeper.footprint import Footprint, find_obstacle
 from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
@@ -144,7 +145,8 @@ FromImage = ImageForked | Importing | Ready | Unfit | RanksForked | StoreForked 
 def main(job: str, node: int, fd: int, log: ModuleLog) -> None:
     """Serve the keeper at the other end of `fd`; in a forked rank, run its script and return."""
     survive_full_disks()  # Before anything is imported that might keep the streams.
-    set_title(f"perdure zygote {job} {node}")
+    with log:  # It imports.
+        set_title(f"perdure zygote {job} {node}")
     run_child = Image(socket.socket(fileno=fd), log).serve()
     if run_child is not None:
         run_child()
@@ -156,6 +158,7 @@ class Image:
     def __init__(self, sock: socket.socket, log: ModuleLog) -> None:
         """Talk over `sock`, blocking: there is nothing else to do meanwhile."""
         self._sock, self._log = sock, log
+        self._store = ModuleStore(log)
         self._received: list[int] = []
         """Files that have come with messages."""
 
@@ -192,13 +195,14 @@ class Image:
                 reason = self._import(name)
                 if reason and name in BASE:
                     return Unfit(reason)
-            reason = find_fork_obstacle()
+            reason = find_obstacle()
             if reason:
                 return Unfit(reason)
             self._log.note_first()
             blamed = self._preload(names)
         if blamed:
             return Unfit("; ".join(sorted(set(blamed.values()))), blamed)
+        self._store = ModuleStore(self._log)
         gc.collect()
         gc.freeze()
         reason = prove_fork()
@@ -212,13 +216,17 @@ class Image:
             if name in sys.modules or package in blamed:
                 continue
             self._log.read.clear()
+            footprint = Footprint()
             self._import(name)
-            before, unfit = unfit, find_fork_obstacle()
+            before, unfit = unfit, find_obstacle()
+            change = "" if package == "torch" else footprint.find_change()
             reads = sorted(self._log.read & RANK_VARIABLES)
             if unfit and unfit != before:
                 blamed[package] = f"{package} {unfit}"
             elif reads and package != "torch":
                 blamed[package] = f"{package} reads {reads[0]} at import"
+            elif change:
+                blamed[package] = f"{package} {change} at import"
         return blamed
 
     def _import(self, name: str) -> str:
@@ -269,7 +277,7 @@ class Image:
             self._sock.close()
             if isinstance(message, ForkRanks):
                 message = restore_spawn(message)
-                unequal = ModuleStore(self._log).find_unequal(find_first_folder(message))
+                unequal = self._store.find_unequal(find_first_folder(message))
                 if unequal:
                     open_streams(message.ranks[0].stdout, message.ranks[0].stderr)
                     say(f"the script starts cold: {unequal}, which the warm image does not have")
@@ -300,7 +308,7 @@ class Image:
                 os.close(answer)
                 from perdure.keeper.bootstrap import run_rank
 
-                return functools.partial(run_rank, plan, launch, go, self._log)
+                return functools.partial(run_rank, plan, launch, go, self._store)
             pids[launch.rank] = pid
             failpoint("zygote/forked")
         failpoint("zygote/answer")
@@ -362,19 +370,6 @@ def read_answer(fd: int, timeout_s: float) -> str:
             break
         data += part
     return data.decode()
-
-
-def find_fork_obstacle() -> str:
-    """Return why this process may not be forked any more; an empty string if it may."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"runs {threads - 1} thread(s) of its own"
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
-                return f"opened {target}"
-    return ""
 
 
 def prove_fork() -> str:

@@ -24,12 +24,12 @@ with log:
     import importlib
     for name in {names}:
         importlib.import_module(name)
-store = ModuleStore(log, on_unequal=reasons.append)
+store = ModuleStore(log)
 stored = dict(sys.modules)
 unequal = store.find_unequal({script!r})
 os.environ.clear()
 os.environ.update(environ)
-store.hide()
+store.hide(on_unequal=reasons.append)
 first = [name for name in sys.modules if name.partition(".")[0] != "perdure"]
 seen = {{"fresh": first == fresh, "filters": _warnings.filters == filters, "unequal": unequal}}
 sys.path.insert(0, {script!r})

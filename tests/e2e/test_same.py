@@ -1,0 +1,146 @@
+"""A rank from the warm image finds what a fresh Python finds, and its second life the same.
+
+Each script runs under `python -u`, as torchrun runs it, in a cold rank, and in two lives of a warm
+rank. The first warm life is killed. `docs/torchrun.md` lists the differences that stay.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from perdure.model.bus.wire import KeeperKill, KeeperSpawn, KeeperSpawned, KeeperStopped
+from tests.e2e.node import Node
+from tests.e2e.same_scripts import BEGIN, END, FILES, LONG, SHORT, WHERE
+from tests.waiting import wait_until
+
+_ARGUMENT = os.fsdecode(b"caf\xe9.txt")
+_COLD = frozenset({"modules", "more", "hooks"})
+"""perdure's own start is visible in a cold rank, and so is its hook for exceptions."""
+
+
+class Lab:
+    """One keeper; each script is a few generations of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {"PYTHONHASHSEED": "3", "ODD": os.fsdecode(b"caf\xe9"), "HF_HOME": "/other"}
+        self.node = Node(folder, **self.environ)
+        self.generation = -1
+
+    def write(self, name: str, text: str) -> Path:
+        place = self.folder / name
+        for path, content in FILES.get(name, {}).items():
+            file = place / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+        place.mkdir(exist_ok=True)
+        script = place / "train.py"
+        script.write_text(f"{BEGIN}{WHERE}{text}\n{END}")
+        return script
+
+    def run_fresh(self, script: Path) -> dict[str, Any]:
+        report = script.with_name("fresh")
+        process = subprocess.Popen(
+            [sys.executable, "-u", str(script), _ARGUMENT],
+            cwd=script.parent,
+            env=self.node.launch(0, 0, 1).env | self.environ | {"REPORT": str(report)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            wait_until(lambda: report.exists() or process.poll() is not None, "a fresh report")
+            return read(report)
+        finally:
+            process.kill()
+            process.wait()
+
+    def run_rank(self, script: Path, *, cold: bool) -> tuple[dict[str, Any], KeeperSpawned]:
+        """Run one life, and kill it."""
+        self.generation += 1
+        report = script.with_name(f"report-{self.generation}")
+        launch = self.node.launch(self.generation, 0, 1)
+        environ = launch.env | self.environ | {"REPORT": str(report)}
+        launch = msgspec.structs.replace(launch, env=carry(environ))
+        order = KeeperSpawn(
+            self.generation, (launch,), str(script), carried(_ARGUMENT), False, False,
+            str(script.parent), cold,
+        )  # fmt: skip
+        self.node.ask(order)
+        spawned = self.node.expect(KeeperSpawned, generation=self.generation)
+        ended = self.node.paths.exit_record(self.generation, 0)
+        wait_until(lambda: report.exists() or os.path.exists(ended), "a report")
+        seen = read(report)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(spawned.pids[0], signal.SIGKILL)
+        self.node.ask(KeeperKill(self.generation))
+        self.node.expect(KeeperStopped, generation=self.generation)
+        return seen, spawned
+
+
+def carry(environ: dict[str, str]) -> dict[str, str]:
+    from perdure.model.raw import carry_variables
+
+    return carry_variables(environ)
+
+
+def carried(*words: str) -> tuple[str, ...]:
+    from perdure.model.raw import carry_text
+
+    return tuple(map(carry_text, words))
+
+
+def read(report: Path) -> dict[str, Any]:
+    assert report.exists(), "the script has failed"
+    seen: dict[str, Any] = json.loads(report.read_bytes())
+    return seen
+
+
+def describe(fresh: Any, seen: Any) -> Any:
+    """Return the values of `fresh` that are missing and those that are more, or both values."""
+    if not (isinstance(fresh, list) and isinstance(seen, list)):
+        return fresh, seen
+    return [one for one in fresh if one not in seen], [one for one in seen if one not in fresh]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("same"))
+    yield lab
+    lab.node.end()
+
+
+CASES = [
+    *(pytest.param(name, text, id=name) for name, text in SHORT.items()),
+    *(pytest.param(name, text, id=name, marks=pytest.mark.long) for name, text in LONG.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+def test_a_warm_rank_is_as_a_fresh_python(lab: Lab, name: str, text: str) -> None:
+    script = lab.write(name, text)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(lab.node.paths.why_cold)  # It holds for one job, and here each script is one.
+    fresh = lab.run_fresh(script)
+    lab.node.wait_warm()
+    first, spawned = lab.run_rank(script, cold=False)
+    assert spawned.warm or " is " in spawned.why_cold
+    second, _ = lab.run_rank(script, cold=False)
+    warm = spawned.warm and not os.path.exists(lab.node.paths.why_cold)
+    cold, _ = lab.run_rank(script, cold=True)
+    for what, seen in ("first life", first), ("second life", second), ("cold", cold):
+        left_out = set() if what != "cold" and warm else _COLD
+        different = {
+            key: describe(fresh[key], seen.get(key))
+            for key in fresh.keys() - left_out
+            if seen.get(key) != fresh[key]
+        }
+        assert different == {}, what
