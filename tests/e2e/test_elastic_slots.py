@@ -1,4 +1,4 @@
-"""A slot of an elastic job whose processes always end: the others train on, and the user is told.
+"""A slot of an elastic job whose processes always end: the others train on, and status says so.
 
 The data of slot 1 cannot be read while a file `broken` is there.
 """

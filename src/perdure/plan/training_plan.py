@@ -53,7 +53,8 @@ def describe_changes(
 def find_strangers(progress: Mapping[int, MemberProgress | Progress]) -> tuple[int, list[int]]:
     """Return the member whose plan counts, and the members that have another one.
 
-    The first member that has the state counts; if nobody has it, the first one.
+    The plan of the first member that has the state counts. If no member has it, that of the
+    first member counts.
     """
     known = min(progress, key=lambda member: (progress[member].applied == FRESH, member))
     plan = progress[known].plan

@@ -1,4 +1,4 @@
-"""What is said of two plans that differ, and whose plan counts."""
+"""How two plans differ, and whose plan counts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
