@@ -62,7 +62,7 @@ def compare_all(units: list[dict[str, Any]], step: int = 0) -> list[str]:
         except PlatformError as error:
             said[me] = str(error)
 
-    threads = [threading.Thread(target=run, args=(me,)) for me in range(len(units))]
+    threads = [threading.Thread(target=run, args=(me,), name=str(me)) for me in range(len(units))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,6 +108,21 @@ def test_members_that_hold_different_parts_compare_what_they_both_have() -> None
     assert compare_all([*ones, *ones]) == [""] * 4
     ones = [*ones, {"block 1": {"w": torch.ones(1)}}]
     assert "w of rank 2 is not that of rank 1" in compare_all(ones)[0]
+
+
+def test_members_of_other_processors_may_round_differently_and_train_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An error would end a healthy job on mixed machines again and again."""
+    kinds = {"0": "AVX2", "1": "AVX2", "2": "AVX512"}
+    monkeypatch.setattr(
+        comparing, "describe_processor", lambda: kinds[threading.current_thread().name]
+    )
+    other = torch.tensor([1.0, 1.0 + 2**-23])
+    assert compare_all([make_units(0), make_units(1), make_units(2, b=other)]) == ["", "", ""]
+    assert "rank 2 (AVX512) and rank 0 (AVX2) round differently" in capfd.readouterr().err
+    said = compare_all([make_units(0), make_units(1, b=other), make_units(2, b=other)])
+    assert all("model.b of rank 1 is not that of rank 0" in one for one in said)
 
 
 def test_an_object_with_an_address_is_no_difference() -> None:

@@ -9,6 +9,9 @@ world's store before they apply the step.
 A unit is what some members have alike, such as the rows of a shard or a block of a stage. If hashes
 of a unit differ, its holders tell the hash of each tensor, and every member raises the same error.
 A later start goes on from a checkpoint, which all members agreed on.
+
+Processors of different kinds may round the last bit of an update differently. So only members of
+one kind are compared. Each world reports once that kinds differ.
 """
 
 import contextlib
@@ -25,10 +28,13 @@ from perdure.model.errors import PlatformError
 from perdure.worker.elastic.apart import Broken, start
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.moving import hash_tensors
+from perdure.worker.stderr import say
 
 EVERY = 100
 """Steps between two comparisons: 516 MB hash in 40 ms."""
 _LOOK_S = 0.005
+_KIND = "kind"
+"""Key of the member's kind of processor. Units begin with no such word."""
 
 Units = Mapping[str, Any]
 """Name of a unit -> nested dicts and lists of tensors and plain values."""
@@ -46,11 +52,13 @@ class Comparison:
         self._hashing: Future[Hashes] | None = None
         self._first = self._compared = -1
         """The first step of this world, and the newest whose state was compared in it."""
+        self._told = False
+        """This world has reported that kinds of processors differ."""
 
     def begin(self, step: int, group: Group) -> None:
         """Begin to hash the state of `step`, if this world is to compare it."""
         if group is not self._group:
-            self._first, self._compared = step, -1
+            self._first, self._compared, self._told = step, -1, False
         self._group, self._hashing = group, None
         due = step - self._first <= 1 or step % EVERY == 0
         if len(group.members) > 1 and due and self._compared != step:
@@ -70,7 +78,10 @@ class Comparison:
         while not wait([hashing], _LOOK_S).done:
             if group.overtaken():
                 raise Broken("a newer epoch was ordered")
-        compare(hashing.result(), step, group)
+        apart = compare(hashing.result(), step, group)
+        if apart and not self._told:
+            say(apart)
+        self._told = self._told or bool(apart)
         self._compared = step
 
     def _start(self) -> Future[Hashes]:
@@ -78,25 +89,39 @@ class Comparison:
         return start(lambda: hash_leaves(leaves), "perdure-compare")
 
 
-def compare(mine: Hashes, step: int, group: Group) -> None:
+def compare(mine: Hashes, step: int, group: Group) -> str:
     """Compare the hashes of all members of `group`.
+
+    Return what this member has to say: that members of different kinds differ. Empty: nothing.
 
     Raises:
         Broken: a newer epoch was ordered first.
-        PlatformError: members differ.
+        PlatformError: members of one kind differ.
     """
     store, me = group.store, group.me
     sums = {
         unit: xxhash.xxh3_64_hexdigest(encode(dict(sorted(found.items()))))
         for unit, found in mine.items()
     }
-    store.set(f"state/{step}/{me}", encode(sums))
+    store.set(f"state/{step}/{me}", encode(sums | {_KIND: describe_processor()}))
     told = _read(group, [f"state/{step}/{member}" for member in group.members])
+    kinds = {member: one.pop(_KIND, "") for member, one in told.items()}
+    apart = ""
     for unit in sorted({unit for one in told.values() for unit in one}):
         of = {member: one[unit] for member, one in told.items() if unit in one}
         if len(set(of.values())) == 1:
             continue
-        odd, other = find_odd(of)
+        alike = [{m: one for m, one in of.items() if kinds[m] == kind} for kind in kinds.values()]
+        wrong = next((ones for ones in alike if len(set(ones.values())) > 1), None)
+        if wrong is None:
+            odd, other = find_odd(of)
+            if me == other:
+                apart = (
+                    f"elastic: rank {odd} ({kinds[odd]}) and rank {other} ({kinds[other]}) round "
+                    f"differently: their states differ before step {step}"
+                )
+            continue
+        odd, other = find_odd(wrong)
         if me in (odd, other):
             store.set(f"state/{step}/{me}/{unit}", encode(mine[unit]))
         found = _read(group, [f"state/{step}/{member}/{unit}" for member in (odd, other)])
@@ -112,6 +137,15 @@ def compare(mine: Hashes, step: int, group: Group) -> None:
             hint="on_step may only read the state: alter it in after_update=; all members go on "
             "from the newest checkpoint, on which they agreed",
         )
+    return apart
+
+
+def describe_processor() -> str:
+    """Return what the last bit of an update may depend on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = torch.get_num_threads()
+    return ", ".join(filter(None, (device, capability, f"{threads} threads", torch.__version__)))
 
 
 def _read(group: Group, keys: list[str]) -> dict[int, dict[str, str]]:
