@@ -826,12 +826,12 @@ class Checkpointer:
 
         try:
             mine = self._rank == 0 or not in_group()
-            return self._agree_on(
-                self._read_patiently(look, compute_allowance_s(0.0)) if mine else []
-            )
+            names = self._read_patiently(look, compute_allowance_s(0.0)) if mine else []
         except OSError as error:
             why = f"{error.strerror or error}: {error.filename or root}"
             raise PlatformError(f"no checkpoint can be read: {why}", hint=_MOUNT) from error
+        agreed: list[str] = self._agree_on(names)
+        return agreed
 
     def _read_patiently(self, read: Callable[[], T], most_s: float) -> T:
         """Return what `read` returns, tried again for `most_s` seconds while a disk is away.

@@ -142,7 +142,7 @@ def compare(mine: Hashes, step: int, group: Group) -> str:
 
 def describe_processor() -> str:
     """Return what the last bit of an update may depend on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
     return ", ".join(filter(None, (device, capability, f"{threads} threads", torch.__version__)))
