@@ -9,6 +9,7 @@ from perdure.model.events import (
     CommandReceived,
     GenerationStopped,
 )
+from perdure.model.job import CheckpointConfig
 from perdure.model.orders import EndJob
 
 
@@ -33,7 +34,7 @@ def end(driver: Driver) -> EndJob:
 
 
 def test_a_job_of_which_every_save_failed_does_not_end_with_0() -> None:
-    driver = started()
+    driver = started(checkpoint=CheckpointConfig(every_steps=10))
     fail(driver, 10, "No space left on device")
     fail(driver, 20, "Input/output error")
     ending = end(driver)
@@ -41,9 +42,17 @@ def test_a_job_of_which_every_save_failed_does_not_end_with_0() -> None:
     assert ending.reason.endswith("and every checkpoint failed: Input/output error")
 
 
+def test_checkpoints_that_perdure_chose_to_make_are_no_result() -> None:
+    """They were for a restart, and the job has ended without one."""
+    driver = started()
+    fail(driver, 10, "No space left on device")
+    ending = end(driver)
+    assert (ending.status, ending.exit_code) == ("done", 0)
+
+
 @pytest.mark.parametrize("first", ["saved", "failed"])
 def test_one_checkpoint_is_enough(first: str) -> None:
-    driver = started()
+    driver = started(checkpoint=CheckpointConfig(every_steps=10))
     if first == "saved":
         save(driver, 10)
     fail(driver, 20, "No space left on device")

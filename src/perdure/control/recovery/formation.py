@@ -213,11 +213,13 @@ def end_job(
 ) -> list[AnyAction]:
     """Begin the end: every node ends what it runs, keeper included.
 
-    A job that was to be saved, and never was, has not ended well.
+    A job whose end was to be saved, and that never was, has not ended well.
     """
     if state.over:
         return []
-    if exit_code == 0 and state.unsaved:
+    config = state.the_spec().checkpoint
+    to_save = status == "stopped" or bool(config.every_steps or config.every_s or config.url)
+    if exit_code == 0 and to_save and state.unsaved:
         exit_code = PlatformError.exit_code
         reason = f"{reason}, and every checkpoint failed: {state.unsaved}"
         status = "failed" if status == "done" else status

@@ -97,6 +97,8 @@ _SKIPPED_MAX = 100
 """Newest skipped saves that a rank declines; no rank waits for older ones."""
 _DECLINED = "it was still writing an earlier checkpoint"
 _FREE_MIN = 64 << 10
+_ROOM = 1 << 20
+"""Bytes that a checkpoint takes beside its tensors."""
 _PLAN, _PART, _RESULTS = "plan-{}.bin", "part-{}.json", "results-{}.bin"
 """Files of one rank in a checkpoint's temporary directory."""
 
@@ -160,12 +162,27 @@ class SaveTask:
         staging.run()
         with contextlib.suppress(OSError):
             os.nice(10)  # This thread's: training goes first. More would starve beside it.
+        if self.reason in _LAST:
+            self._wait_for_room(sum(one.nbytes for one in tensors.values()))
         self.folder.mkdir(parents=True, exist_ok=True)
         self._begun = True
         self._agree(cache, tensors)
         self.is_agreed = True
         self._write_share(staging, cache, tensors, own)
         return self._finish(cache, own) if self._rank == 0 else None
+
+    def _wait_for_room(self, needed: int) -> None:
+        """Wait a while for `needed` bytes on the disk: no later save can follow this one."""
+        deadline_s, told = time.monotonic() + WAIT_S, False
+        with contextlib.suppress(OSError):  # Writing meets the same error.
+            self._root.mkdir(parents=True, exist_ok=True)
+            while shutil.disk_usage(self._root).free < needed + _ROOM:
+                if time.monotonic() > deadline_s:
+                    return
+                if not told and self._rank == 0:
+                    told = True
+                    say(f"{self._root} is full: the last checkpoint waits {WAIT_S:.0f} s for room")
+                time.sleep(_AGAIN_S)
 
     def fail(self, text: str) -> bool:
         """Clean up, and leave word for rank 0; return whether this rank must speak up itself."""
