@@ -186,14 +186,15 @@ def read_project(project: Path, exclude: Sequence[str]) -> dict[str, bytes]:
 
 
 _AT_HOME = tuple(
-    f"perdure/{part}/"
+    f"perdure/{part}"
     for part in (
-        "cli/adopting", "cli/page", "cli/watching", "dash/static/vendor", "lab", "launch/schemas",
-        "sim",
+        "cli/adopting/", "cli/drill.py", "cli/drive.py", "cli/page/", "cli/plan.py",
+        "cli/profile.py", "cli/trace.py", "cli/watching/", "dash/static/live.",
+        "dash/static/vendor/", "lab/", "launch/schemas/", "sim/",
     )
 )  # fmt: skip
-"""Parts that a session does not use: traces, the simulator, `perdure init`, the live page, the
-screen. A notebook has no room for them (`KAGGLE_SOURCE_MAX`)."""
+"""Parts that a session does not use: the laboratory and its commands, the simulator, `perdure
+init`, the live page, the screen. A notebook has no room for them (`KAGGLE_SOURCE_MAX`)."""
 
 
 def _store_wheel() -> bytes:
