@@ -29,7 +29,7 @@ from perdure.control.membership.elastic import (
     leave_outside,
     note_world,
 )
-from perdure.control.membership.members import count_slot_end
+from perdure.control.membership.members import count_slot_end, note_trained
 from perdure.control.membership.observed import describe_withheld, note_withheld
 from perdure.control.progress import (
     after_boundary,
@@ -350,12 +350,9 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
 
 def _count_end(state: JobState, now: float, event: RankExited) -> list[AnyAction]:
     """Count the end of a member's process, or of one that was to be a member, for its slot."""
-    record, elastic, account = event.record, state.world.elastic, event.account
-    if not membership_of(state).goes_on(state) or record.asked or record.rank in elastic.lost:
+    record = event.record
+    if not membership_of(state).goes_on(state) or not note_trained(state, event):
         return []
-    unknown = account.step < 0  # Its ring is lost.
-    if record.rank in elastic.formed and (unknown or account.step > account.start_step):
-        elastic.trained.add(record.rank)
     if not record.failed or preemption.find_taken(state, event.node, record) is not None:
         return []
     return count_slot_end(state, now, record.rank, record.cause)

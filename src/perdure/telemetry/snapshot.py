@@ -187,10 +187,10 @@ class SnapshotFold:
         number = newest.number if newest else -1
         verdicts = self.certain.verdicts.verdicts()
         suspected = self._list_suspected(verdicts, number)
-        state = name_state(history)
-        state = "stopping" if self.certain.stopping and history.ended is None else state
-        homes, pids = self.certain.homes, self.certain.pids
-        rows = self._rows.make(newest, suspected, homes, pids, self._find_lives())
+        stopping = self.certain.stopping and history.ended is None
+        state = "stopping" if stopping else name_state(history)
+        known = self.certain.homes, self.certain.pids, self._find_lives()
+        rows = self._rows.make(newest, suspected, *known)
         unseen = self._rows.unseen
         present = [row for row in _list_present(rows, newest) if row.rank not in unseen]
         steps = [row.step for row in present if row.step >= 0]
@@ -200,8 +200,7 @@ class SnapshotFold:
             step = -1 if committed is None else committed
         if self._spec.groups:
             step = max([self.certain.replicas.step, *steps])
-        steering = self.certain.steering
-        settings, epoch = steering.settings_at(step)
+        settings, epoch = (steering := self.certain.steering).settings_at(step)
         if state == "running" and steering.paused:
             state = "paused"
         living = [row.steps_per_s for row in rows if row.state not in _OVER]

@@ -36,6 +36,7 @@ NOTHING_FOLLOWS = {
     "MessagesSetAside", "CollectivesInterrupted", "MachineReported", "ActionWithheld",
     "QuorumIdsReserved", "ReplicaWaiting", "ReplicaLate", "OperatorNoted", "SettingsChanged",
     "JobPaused", "JobResumed", "RanksAgreed", "JournalMended", "RankLeft", "SlotLeftEmpty",
+    "ResumeCompared",
 }  # fmt: skip
 """Events that are told to others: the detector, the folds, whoever reads."""
 FIRST = {"JobSubmitted", "FailureDecided"}

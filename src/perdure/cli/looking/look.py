@@ -219,8 +219,6 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     ]
     metrics = "  ".join(f"{name} {v:.4g}" for name, v in order_metrics(snapshot))
     reason = shorten_line(snapshot.reason, REASON_MAX)
-    mended = render_mended(snapshot.mended[-1:])
-    skipped = render_skipped(snapshot.skipped[-1:])
     hung = render_hung_saves(snapshot.hung_saves[-1:])
     empty = render_empty_slots(snapshot.job, [s for s in snapshot.empty_slots if not s.over_s])
     left = describe_left(snapshot)
@@ -228,8 +226,8 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     said = (
         reason,
         *snapshot.waits,
-        mended,
-        skipped,
+        render_mended(snapshot.mended[-1:]),
+        render_skipped(snapshot.skipped[-1:]),
         render_exactness(snapshot.exact),
         hung,
         empty,

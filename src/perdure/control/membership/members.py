@@ -11,7 +11,7 @@ from collections.abc import Collection
 from msgspec import structs
 
 from perdure.control.job import JobState
-from perdure.model.events import SlotLeftEmpty
+from perdure.model.events import RankExited, SlotLeftEmpty
 from perdure.model.orders import AnyAction, AssignNodes, FollowWorld, InjectFault, RecordEvent
 from perdure.policy import SlotEnd, decide_slot, trim_ends
 
@@ -193,6 +193,17 @@ def fill_slots(state: JobState, reason: str) -> list[AnyAction]:
     return [
         AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.world.assignment, reason=why)
     ]
+
+
+def note_trained(state: JobState, event: RankExited) -> bool:
+    """Note a member that trained until its end; return whether the end counts for its slot."""
+    record, elastic, account = event.record, state.world.elastic, event.account
+    if record.asked or record.rank in elastic.lost:
+        return False
+    unknown = account.step < 0  # Its ring is lost.
+    if record.rank in elastic.formed and (unknown or account.step > account.start_step):
+        elastic.trained.add(record.rank)
+    return True
 
 
 def count_slot_end(state: JobState, now: float, member: int, cause: str) -> list[AnyAction]:

@@ -21,6 +21,7 @@ import msgspec
 from perdure.adapters.nats import make_shared_certificate
 from perdure.control.joining import preview_invitations
 from perdure.control.lighthouse.watch import ReplicaWatch
+from perdure.control.membership import membership_of
 from perdure.control.membership.quorum import make_quorum_config
 from perdure.control.memory import Memory
 from perdure.control.orders import OrderBook, Sending
@@ -406,9 +407,9 @@ class ControllerService:
         """Say once a generation whether a resume is exact, and once that it is not."""
         if self._spec.groups:
             return
-        world, found = self._memory.machine.state.world, self._losses.take(event)
-        resumed = world.resumed_step
-        if found is None or resumed <= 0 or world.elastic.members:
+        state, found = self._memory.machine.state, self._losses.take(event)
+        resumed = state.world.resumed_step
+        if found is None or resumed <= 0 or membership_of(state).goes_on(state):
             return
         step, differs = found
         if (event.generation, bool(differs)) <= self._compared:
