@@ -88,21 +88,20 @@ def train(
     """Train `blocks`, a module or a list of modules called in order, and return the model.
 
     `dataset` is map-style and yields (input, target); one without a length is an endless stream
-    that gives the same sample for the same position on every rank. It is loaded where it is used,
-    or with `num_workers` by so many processes beside each rank, before its turn. `loss(output,
-    target)` is a mean over its micro-batch. `optimizer` makes an optimizer of the parameters,
-    `scheduler` a schedule of the optimizer, stepped once a step. `on_step` is called on every rank
-    after each committed step; it may read the state and not write it. `after_update` is called with
-    the model after each update, as a part of it. `config` declares settings by name and default, to
-    be read from `perdure.elastic.config`. `scaler` is a `torch.amp.GradScaler` (for replicated
-    state); what it skips, all skip. With `exact`, losses are bitwise the same whatever the world
-    was. With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or
-    some more, or one copy over all (`"full"`); the model that is returned is sharded. With
-    `pipeline`, each copy of the list of blocks is cut into so many stages, or as a cost profile in
-    that file says; with `recompute`, only the inputs of blocks are kept for backward; `schedule` is
-    "1f1b", "zero-bubble" or "interleaved". It returns the blocks of this rank's stage. Every
-    `snapshot_every` steps, or sooner, each rank's shard or stage is copied to shared memory beside
-    training.
+    that gives the same sample for the same position on every rank. With `num_workers`, so many
+    processes beside each rank load it ahead. `loss(output, target)` is a mean over its micro-batch.
+    `optimizer` makes an optimizer of the parameters, `scheduler` a schedule of the optimizer,
+    stepped once a step. `on_step` is called on every rank after each committed step; it may read
+    the state and not write it. `after_update` is called with the model after each update, as a part
+    of it. `config` declares settings by name and default, to be read from `perdure.elastic.config`.
+    `scaler` is a `torch.amp.GradScaler` (for replicated state); what it skips, all skip. With
+    `exact`, losses are bitwise the same whatever the world was. With `shard`, torch's `fully_shard`
+    spreads each copy of the state over that many ranks or some more, or one copy over all
+    (`"full"`); the model that is returned is sharded. With `pipeline`, each copy of the list of
+    blocks is cut into so many stages, or as a cost profile in that file says; with `recompute`,
+    only the inputs of blocks are kept for backward; `schedule` is "1f1b", "zero-bubble" or
+    "interleaved". It returns the blocks of this rank's stage. Every `snapshot_every` steps, or
+    sooner, each rank's shard or stage is copied to shared memory beside training.
 
     Raises:
         ConfigError: something is refused (docs/elastic.md, What is refused).
