@@ -75,12 +75,17 @@ def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleS
         if name == "torch":
             set_threads(os.environ)
 
+    def decide_cold(reason: str) -> None:
+        if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
+            with contextlib.suppress(OSError):
+                replace_file(plan.why_cold, reason.encode())
+            say(f"{reason}; this life keeps the module of the warm image, and the next starts cold")
+            return
+        go_cold(reason)
+
     def go_cold(reason: str) -> None:
         with contextlib.suppress(OSError):
             replace_file(plan.why_cold, reason.encode())
-        if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
-            say(f"{reason}; this life keeps the module of the warm image, and the next starts cold")
-            return
         say(f"the script starts again, cold: {reason}")
         program, command, env = make_cold_command(
             plan,
@@ -92,7 +97,10 @@ def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleS
         os.chdir(plan.cwd)
         os.execve(program, command, env)
 
-    store.hide(on_visible=note_visible, on_unequal=go_cold)
+    try:
+        store.hide(on_visible=note_visible, on_unequal=decide_cold)
+    except Exception as error:
+        go_cold(f"the warm image cannot be hidden: {error!r}")
 
 
 def leave_image(go: int, keeper: int) -> None:

@@ -270,13 +270,17 @@ class ModuleStore:
         self._whole = dict(sys.modules)
         self._environ = dict(os.environ)
         self._on_visible, self._on_unequal = on_visible, on_unequal
+        # First: the path of a package without `__init__` is worked out from its visible parent.
+        self._paths = {
+            name: list(getattr(self._whole[name], "__path__", ()))
+            for name in self._log.found & self._whole.keys()
+        }
         for name, module in self._whole.items():
             if name in self._log.fresh or is_own(name) or name == "__main__":
                 continue
             self._hidden[name] = sys.modules.pop(name)
             if name not in self._log.found:
                 continue
-            self._paths[name] = list(getattr(module, "__path__", ()))
             parent, _, child = name.rpartition(".")
             names = getattr(self._whole.get(parent), "__dict__", {})
             if names.get(child) is module and name not in self._used:  # By perdure, at any time.

@@ -69,6 +69,23 @@ def install(tmp_path: Path, **texts: str) -> None:
         path.write_text(text)
 
 
+def test_packages_without_init_are_hidden_and_handed_out(tmp_path: Path) -> None:
+    """As `google`: its path is worked out from that of its visible parent."""
+    part = tmp_path / "installed" / "vendor" / "cloud" / "part.py"
+    part.parent.mkdir(parents=True)
+    part.write_text("value = 3\n")
+    more = tmp_path / "script" / "vendor" / "cloud" / "more.py"
+    more.parent.mkdir(parents=True)
+    more.write_text("value = 4\n")
+    text = (
+        "import vendor.cloud.part\nimport vendor.cloud.more\n"
+        "seen['values'] = vendor.cloud.part.value, vendor.cloud.more.value\n"
+    )
+    seen = run(tmp_path, ("vendor.cloud.part",), text)
+    assert seen["values"] == [3, 4]
+    assert seen["reasons"] == []
+
+
 def test_a_module_comes_with_all_that_it_imports_in_order(tmp_path: Path) -> None:
     install(
         tmp_path,
