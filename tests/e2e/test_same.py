@@ -27,6 +27,12 @@ _COLD = frozenset({"modules", "more", "hooks"})
 """perdure's own start is visible in a cold rank, and so is its hook for exceptions."""
 
 
+def reset_signals() -> None:
+    """Handle signals as a rank does, also if the tests run in the background or by nohup."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Lab:
     """One keeper; each script is a few generations of it."""
 
@@ -55,6 +61,7 @@ class Lab:
             env=self.node.launch(0, 0, 1).env | self.environ | {"REPORT": str(report)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=reset_signals,
         )
         try:
             wait_until(lambda: report.exists() or process.poll() is not None, "a fresh report")

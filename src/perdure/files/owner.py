@@ -42,12 +42,12 @@ def claim_folder(folder: Path, job: str) -> str:
         return owner
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if create_file(folder / OWNER, job.encode()):
+        if create_file(folder / OWNER, job.encode(), synced=False):
             return job
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        replace_file(folder / OWNER, job.encode(), synced=True)
+        replace_file(folder / OWNER, job.encode())
     return read_owner(folder)
 
 

@@ -82,6 +82,8 @@ def check_sendable(state: Mapping[str, Any]) -> None:
                 kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix(
                     "builtins."
                 )
+                if path.startswith("rest."):  # What a model has beside its tensors.
+                    path = f"model.{path[5:]}"
                 raise ConfigError(
                     f"elastic: {path} is of type {kind}, and no other rank could be sent it",
                     hint="let state_dict() return tensors, arrays, numbers, strings, lists, dicts",
