@@ -28,6 +28,17 @@ GROUP_DEVICES = "PERDURE_GROUP_DEVICES"
 
 INTERNAL = ("PERDURE_RUN_PID", LIGHTHOUSE_URL, GROUP_DEVICES, NCCL_DEFAULTS, "SPT_NOENV")
 """Variables of perdure's own parts that no rank inherits."""
+_OF_A_RANK = "GENERATION", "KEEPER", "MEMBER", "NODE", "RANK", "RING", "SOCKET", "SPEC", "STEERING"
+OF_A_RANK = tuple(f"PERDURE_{name}" for name in _OF_A_RANK)
+"""Variables by which a keeper knows its ranks, and they their job."""
+
+
+def leave_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` for a job that is started within a rank of another job.
+
+    A keeper ends all processes that have the marks of an earlier keeper of its node.
+    """
+    return {name: value for name, value in environ.items() if name not in OF_A_RANK}
 
 
 def explain_default_threads(spec: JobSpec, base: Mapping[str, str]) -> str:

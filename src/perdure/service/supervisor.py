@@ -26,7 +26,7 @@ import msgspec
 from perdure.adapters.nats import NatsBus
 from perdure.failpoints import failpoint
 from perdure.files import is_locked
-from perdure.launch.environment import LIGHTHOUSE_URL, set_hash_seed
+from perdure.launch.environment import LIGHTHOUSE_URL, leave_rank, set_hash_seed
 from perdure.model.bus.lighthouse import PATIENCE
 from perdure.model.bus.wire import RUN, Command, CommandReply, subject_commands, subject_events
 from perdure.model.codec import decode, encode
@@ -333,7 +333,7 @@ class Supervisor:
             command = guard_command(PERDURE_JOB=job, PERDURE_HOME=self._home)
         else:
             command = self._command(kind, job, *([node] if node else []))
-        env = os.environ | {
+        env = leave_rank(os.environ) | {
             "PERDURE_HOME": self._home,
             "PERDURE_JOB": job,
             "PERDURE_RUN_PID": str(os.getpid()),

@@ -28,6 +28,7 @@ from perdure.adapters.nats import NatsBus, UntrustedError
 from perdure.control.job import JobState
 from perdure.control.joining import note_invitation
 from perdure.files.regular import read_file
+from perdure.launch.environment import leave_rank
 from perdure.model.bus.version import check_spoken
 from perdure.model.bus.wire import (
     Admission,
@@ -386,7 +387,7 @@ class _Joined:
         self._part = "relay" if admission.spec.served else "agent"
         self._log = paths.log(f"{self._part}-{admission.node}")
         self._grace_s, self._on_line = grace_s, on_line
-        self._env = os.environ | {
+        self._env = leave_rank(os.environ) | {
             "PERDURE_HOME": home,
             "PERDURE_JOB": admission.spec.name,
             "PERDURE_RUN_PID": str(os.getpid()),
