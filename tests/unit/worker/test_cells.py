@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
 import pytest
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -102,6 +103,7 @@ def test_a_store_whose_process_has_stopped_holds_up_nobody(monkeypatch):
         cells.open()
         assert cells.settle("b1", "commit") == "commit"
         os.kill(server.pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(server.pid).status() == "stopped", "the stop")
         monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
         left = threading.active_count()
         for _ in range(5):
