@@ -27,10 +27,11 @@ _COLD = frozenset({"modules", "more", "hooks"})
 """perdure's own start is visible in a cold rank, and so is its hook for exceptions."""
 
 
-def reset_signals() -> None:
-    """Handle signals as a rank does, also if the tests run in the background or by nohup."""
+def heed_signals() -> None:
+    """Ignore no signal, also if the tests run in the background or by nohup."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class Lab:
@@ -61,7 +62,6 @@ class Lab:
             env=self.node.launch(0, 0, 1).env | self.environ | {"REPORT": str(report)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=reset_signals,
         )
         try:
             wait_until(lambda: report.exists() or process.poll() is not None, "a fresh report")
@@ -120,6 +120,7 @@ def describe(fresh: Any, seen: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    heed_signals()  # Of this process, from which both kinds of rank inherit.
     lab = Lab(tmp_path_factory.mktemp("same"))
     yield lab
     lab.node.end()
