@@ -153,6 +153,7 @@ def test_a_drive_whose_reader_is_gone_ends_its_job_all_the_same(tmp_path: Path) 
     assert not find_left(tmp_path)
 
 
+@pytest.mark.long
 def test_a_job_that_ends_before_its_trace_is_told(tmp_path: Path) -> None:
     trail = str(tmp_path / "trail")
     args = ["--trail", trail, "--steps", "150", "--pace-s", "0.5", "--hold-at", "140"]

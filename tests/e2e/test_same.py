@@ -120,7 +120,7 @@ def describe(fresh: Any, seen: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    heed_signals()  # Of this process, from which both kinds of rank inherit.
+    heed_signals()  # Both kinds of rank inherit from this process.
     lab = Lab(tmp_path_factory.mktemp("same"))
     yield lab
     lab.node.end()

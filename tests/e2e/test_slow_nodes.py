@@ -80,6 +80,7 @@ def test_a_node_twice_as_slow_is_replaced_within_minutes(
     assert job.wait() == 0
 
 
+@pytest.mark.long
 def test_what_is_only_observed_is_told_of_and_left_alone(start: Start, tmp_path: Path) -> None:
     """A slow rank, a stopped one and a killed one: nothing is done, and the report says what."""
     job = launch(start, tmp_path, "seen", "--observe", *write_settings(tmp_path, 3.0))
