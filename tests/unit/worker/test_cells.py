@@ -20,6 +20,12 @@ from perdure.worker.cells import Away, Cells, StoreCells, open_cells  # noqa: E4
 pytestmark = pytest.mark.torch
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A store that is there may answer late here."""
+    monkeypatch.setattr(module, "TIMEOUT_S", PATIENCE_S)
+
+
 def serve():
     return torch_dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
