@@ -15,7 +15,7 @@ Asking = Literal[
     "pause", "resume", "checkpoint", "stop", "note", "set", "undo", "drain", "cordon", "evict",
     "restore", "inject",
 ]  # fmt: skip
-_PREVIEW_S, _ANSWER_S = 5.0, 60.0
+_ANSWER_S = 60.0
 
 
 class Act(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ def ask(job: Job, act: Act) -> str:
     verb, args = ACTS[act.verb](job, act)
     if act.preview:
         asked = {"verb": verb, "args": args}
-        result = send_command(job, "preview", asked, timeout_s=_PREVIEW_S)
+        result = send_command(job, "preview", asked, timeout_s=_ANSWER_S)
         return str(result.get("reason", "It can be done."))
     timeout_s = _ANSWER_S + (LEAVE_DEADLINE_S if verb in get_args(PlaceVerb) else 0.0)
     result = send_command(job, verb, args, timeout_s=timeout_s)
