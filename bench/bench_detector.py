@@ -11,15 +11,19 @@ import gc
 import json
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from perdure.detect.detector import Detector
 from perdure.model.events import AnyEvent, NodeLost, RanksStarted, VerdictReached, VerdictWithdrawn
 from perdure.model.job import JobSpec
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.sim.collectives import Fault, Layout, Noise, Training
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.simulator.collectives import Fault, Layout, Noise, Training
 
 KINDS = {
     "stop": "ComputeHang",

@@ -10,11 +10,14 @@ ends the run and names the seed.
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
-from perdure.sim import Scenario, Weather
-from perdure.sim.elastic import ElasticSimulation
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.simulator import Scenario, Weather
+from tests.simulator.elastic import ElasticSimulation
 
 KINDS = ("crash", "crash", "crash", "agent", "keeper", "controller", "halfway", "outage")
 STEPS = 200

@@ -45,7 +45,9 @@ from perdure.model.job import JobSpec, PolicyConfig, RestartConfig
 from perdure.model.orders import AnyAction, AssignNodes, CordonNode, RecordEvent
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.sim.collectives import Fault, Layout, Noise, Training
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.simulator.collectives import Fault, Layout, Noise, Training
 
 DAY_S = 86_400.0
 _FOREVER = RestartConfig(

@@ -54,11 +54,11 @@ from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.jobfiles import parse_journal
-from perdure.sim.network import VirtualClock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fakes import FakeBus, FakeStream
+from tests.simulator.network import VirtualClock
 
 GROUP = 3
 """Entries a group: what one turn of the controller's loop brings about, on the average."""

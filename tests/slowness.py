@@ -5,7 +5,7 @@ from functools import cache
 from msgspec.structs import replace
 
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.sim.collectives import Layout, Noise
+from tests.simulator.collectives import Layout, Noise
 from tests.unit.detect.drive import FAULT_S, inject
 
 

@@ -42,7 +42,6 @@ sys.meta_path.insert(0, NoTorch())
         "import perdure.cli.main",
         "import perdure.cli.app, perdure.dash, perdure.dash.live, perdure.launch.local",
         "import perdure.control, perdure.agent, perdure.telemetry",
-        "import perdure.sim",
         "import perdure.service.controller.process, perdure.service.agent.shell",
         "import perdure.service.supervisor",
         "import perdure.keeper.keeper",

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
+from tests.simulator.shell import Disk, Shell
 
 from perdure.adapters.ring_follow import SPANS_A_BEAT, STAGES_A_BEAT, Stride
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.verdicts import Verdict
-from perdure.sim.shell import Disk, Shell
 
 
 def find(name: str, *modules: str) -> Any:
@@ -44,7 +44,7 @@ LinkSample = find("LinkSample", *_LINKS)
 LinkSweep = find("LinkSweep", *_LINKS)
 PairProbe = find("PairProbe", *_LINKS)
 HostProbe = find("HostProbe", *_LINKS)
-VirtualClock = find("VirtualClock", "perdure.sim.network", "perdure.sim.clock")
+VirtualClock = find("VirtualClock", "tests.simulator.network", "tests.simulator.clock")
 
 TIMEOUT_KNOWN = "timeout_s" in CommProgress.__struct_fields__
 AWAITED_KNOWN = "awaited" in CollectiveSpan.__struct_fields__

@@ -29,10 +29,10 @@ from perdure.adapters.host import read_state
 from perdure.model.nccl import ELASTIC
 from perdure.worker.elastic.apart import Broken
 from perdure.worker.elastic.communicators import Connect, gloo
-from perdure.worker.elastic.communicators.fake import FakeDevice
 from perdure.worker.elastic.communicators.split import beside, choose_engine
 from perdure.worker.elastic.group import Group, PrefixStore
 from tests.contract.one_gpu import NCCL_ON_ONE_GPU
+from tests.fake_communicator import FakeDevice
 from tests.waiting import PATIENCE_S, wait_until
 
 BUILD_S = 2.0

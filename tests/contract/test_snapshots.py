@@ -15,10 +15,10 @@ from perdure.model.events import JournalEntry, MetricsLogged, ProgressNoted, Ver
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.service.jobfiles import parse_journal
-from perdure.sim import Scenario, Simulation
 from perdure.telemetry.ledger import LedgerFold
 from tests.journals import Story
 from tests.properties.test_controller_machine import SPEC, ControllerMachine
+from tests.simulator import Scenario, Simulation
 
 JOURNALS = Path(__file__).resolve().parent.parent / "sim" / "journals"
 

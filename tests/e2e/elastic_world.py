@@ -38,13 +38,13 @@ from perdure.worker.data import MicroBatches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
 from perdure.worker.elastic.communicators import gloo
-from perdure.worker.elastic.communicators.fake import FakeComm, FakeDevice, FakeGraph
 from perdure.worker.elastic.communicators.split import beside
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.start.failure import leave_without_device
+from tests.fake_communicator import FakeComm, FakeDevice, FakeGraph
 from tests.waiting import PATIENCE_S
 
 KILLED_AT = (

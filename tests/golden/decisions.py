@@ -16,10 +16,10 @@ import msgspec
 from perdure.control.memory import Memory
 from perdure.model.events import Decision, JournalEntry
 from perdure.service.jobfiles import parse_journal
-from perdure.sim import Scenario, Simulation, Weather
-from perdure.sim.elastic import ElasticSimulation
 from perdure.telemetry.ledger import LedgerFold
 from tests import older
+from tests.simulator import Scenario, Simulation, Weather
+from tests.simulator.elastic import ElasticSimulation
 
 JOURNALS = Path(__file__).with_name("journals")
 """Recorded from real jobs; names of people, machines and folders are made up."""

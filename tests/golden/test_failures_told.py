@@ -14,10 +14,10 @@ from msgspec import structs
 from perdure.control.memory import Memory
 from perdure.model.codec import decode, encode
 from perdure.model.events import ControllerStarted, Decision, FailureDecided, JournalEntry
-from perdure.sim import Scenario, Simulation
-from perdure.sim.elastic import ElasticSimulation
 from tests import older
 from tests.golden.decisions import FAMILIES, find_recorded, read_recorded, report_again
+from tests.simulator import Scenario, Simulation
+from tests.simulator.elastic import ElasticSimulation
 
 MENDED = {
     "elastic-early-exit": "a broken world's wait for word of a loss is deciding, and not aborting",

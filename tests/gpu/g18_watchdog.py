@@ -20,9 +20,9 @@ from torch import Tensor
 from perdure.model.nccl import SUPERVISED
 from perdure.worker.elastic.apart import Broken
 from perdure.worker.elastic.communicators import Communicator, Ticket
-from perdure.worker.elastic.communicators.fake import FakeComm
 from perdure.worker.elastic.group import PrefixStore
 from tests.contract.communicator_ranks import Rank
+from tests.fake_communicator import FakeComm
 from tests.gpu.kit import Trial
 from tests.gpu.ranks import fork_ranks
 

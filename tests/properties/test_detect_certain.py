@@ -9,11 +9,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.simulator.collectives import Layout, Noise
 from tests.unit.detect.drive import Fault, Run
 
 from perdure.model.events import NodeLost, VerdictReached
 from perdure.model.job import DetectConfig
-from perdure.sim.collectives import Layout, Noise
 
 MINUTES_S = 600.0
 SHAPES = [

@@ -3,10 +3,10 @@
 import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.simulator.collectives import Layout, Noise
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run
 
 from perdure.model.signals.progress import CollectiveSpan, NodeBeat, StepStages
-from perdure.sim.collectives import Layout, Noise
 
 KINDS = (
     "stop", "spin", "drop-link", "slow-link", "slow-forward", "slow-backward", "slow-data",

@@ -1,20 +1,20 @@
 """Whatever a trace of availability does to an elastic job, nothing that counts is lost.
 
-The real controller and agents, played members (`perdure.sim.elastic`), and nodes that vanish and
-come back as the trace says. `Fabric` raises where a step is made of anything but every micro-batch
-once; the simulation where a verified step is lost or the ledger does not close.
+The real controller and agents, played members (`tests.simulator.elastic`), and nodes that vanish
+and come back as the trace says. `Fabric` raises where a step is made of anything but every
+micro-batch once; the simulation where a verified step is lost or the ledger does not close.
 """
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.simulator import Scenario, Weather
+from tests.simulator.elastic import ElasticSimulation
 from tests.traces import traces
 
 from perdure.lab.live.live import Schedule, plan_schedule
 from perdure.lab.traces import AvailabilityTrace, list_intervals
 from perdure.lab.traces.transform import speed_up
-from perdure.sim import Scenario, Weather
-from perdure.sim.elastic import ElasticSimulation
 
 STEPS = 200
 _TRAINS_S = 3.0

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
+from tests.simulator import InvariantViolated, Scenario, Simulation, Weather
+from tests.simulator.ranks import Rank, World
 
 from perdure.model.events import BoundaryAnswered, BoundaryReached, CommandReceived
 from perdure.model.orders import SendBoundary
-from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
-from perdure.sim.ranks import Rank, World
 from perdure.worker.boundary import BoundaryGate
 
 STORM = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)

@@ -1,11 +1,11 @@
 """Elastic jobs under virtual time: the real controller and agents, played members, seeds."""
 
 import pytest
+from tests.simulator import InvariantViolated, Scenario, Weather, elastic
+from tests.simulator.elastic import ElasticSimulation
 
 from perdure.model.events import RankExited
 from perdure.plan.elastic.commit import decide_reformation
-from perdure.sim import InvariantViolated, Scenario, Weather, elastic
-from perdure.sim.elastic import ElasticSimulation
 from perdure.telemetry.ledger import make_report
 
 KINDS = ("crash", "crash", "crash", "agent", "keeper", "controller", "halfway", "outage")

@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from tests.simulator import InvariantViolated, Scenario, Simulation, Weather
 from tests.waiting import PATIENCE_S
 
 from perdure.agent.messages import KeeperSaid
 from perdure.model.bus.wire import KeeperStopped
 from perdure.model.job import RestartConfig
-from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
 
 GENTLE = range(0, 150)
 STORMY = range(1000, 1060)
@@ -92,7 +92,7 @@ def test_a_keeper_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         said = KeeperSaid(message=KeeperStopped(generation))
         node._feed_same(agent, said)
 
-    monkeypatch.setattr("perdure.sim.node.Node._kill", kill)
+    monkeypatch.setattr("tests.simulator.node.Node._kill", kill)
     with pytest.raises(InvariantViolated, match=r"live at once|did not end|outlived"):
         run_all(range(20), nodes=2, nproc=2)
 
@@ -100,7 +100,7 @@ def test_a_keeper_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
 def test_same_seed_same_actions_under_any_hash_seed(hash_seed: str) -> None:
     code = (
-        "from perdure.sim import Scenario, Simulation\n"
+        "from tests.simulator import Scenario, Simulation\n"
         "s = Simulation(Scenario(seed=5, nodes=3, nproc=2)); s.run(); print(s.actions.hexdigest())"
     )
     env = dict(os.environ, PYTHONHASHSEED=hash_seed)

@@ -2,12 +2,15 @@
 
 import os
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 from perdure.worker.elastic import trainer
-from perdure.worker.elastic.communicators.fake import FakeDevice
 from perdure.worker.elastic.state.replicated import ReplicatedState
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.fake_communicator import FakeDevice
 
 DEVICE = FakeDevice()
 update: Any = ReplicatedState.update

@@ -3,6 +3,7 @@
 from itertools import groupby
 
 import pytest
+from tests.simulator import Scenario, Simulation
 
 from perdure.control.memory import Memory
 from perdure.model.codec import decode, encode
@@ -14,7 +15,6 @@ from perdure.model.events import (
     RanksAgreed,
     name_agreement,
 )
-from perdure.sim import Scenario, Simulation
 
 
 def join_entries(journal: list[JournalEntry]) -> list[JournalEntry]:

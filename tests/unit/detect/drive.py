@@ -1,10 +1,11 @@
 """The detector over a simulated training: what it said, and when."""
 
+from tests.simulator.collectives import Fault, Layout, Noise, Training
+
 from perdure.detect.detector import Detector
 from perdure.model.events import AnyEvent, NodeLost, RanksStarted, VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.verdicts import Verdict
-from perdure.sim.collectives import Fault, Layout, Noise, Training
 
 BEGIN_S, FAULT_S = 1000.0, 1018.0
 ACTED_S = 40.0

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from tests.simulator.collectives import Layout
 from tests.unit.detect.drive import inject
 
 from perdure.detect.cadence import Habits
@@ -18,7 +19,6 @@ from perdure.model.fitting import CUT
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import CommProgress
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.sim.collectives import Layout
 
 STACK = """Process 7: python train.py
 Python v3.12 (/usr/bin/python)

@@ -1,11 +1,11 @@
 """Hangs in several communicators at once: the root is named, never those that wait behind it."""
 
 import pytest
+from tests.simulator.collectives import Layout
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
 from perdure.model.events import ProbeJudged, VerdictWithdrawn
 from perdure.model.signals.links import ProbeFinding
-from perdure.sim.collectives import Layout
 
 LAYOUTS = [
     Layout(2),

@@ -5,6 +5,7 @@ import random
 
 import msgspec
 import pytest
+from tests.simulator.collectives import Training
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 
 from perdure.detect.lateness import LatenessWatch
@@ -12,7 +13,6 @@ from perdure.detect.shifts import Passed
 from perdure.model.events import VerdictReached
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import NodeBeat
-from perdure.sim.collectives import Training
 
 FOUR_D = Layout(data=2, tensor=2, pipeline=2, context=2, nproc=4)
 

@@ -2,13 +2,13 @@ import math
 
 import pytest
 from msgspec.structs import replace
+from tests.simulator.collectives import Layout, Noise, Training
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
 from perdure.detect import slow
 from perdure.detect.hosts import Neighbours
 from perdure.model.events import ProbeJudged, VerdictReached, VerdictWithdrawn
 from perdure.model.signals.links import ProbeFinding
-from perdure.sim.collectives import Layout, Noise, Training
 
 FOUR_D = Layout(data=2, tensor=2, pipeline=2, context=2, nproc=4)
 

@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
+from tests import fake_communicator as fake
+from tests.fake_communicator import FakeComm, FakeDevice
 
 from perdure.model.errors import DeviceLostError
-from perdure.worker.elastic.communicators import fake
-from perdure.worker.elastic.communicators.fake import FakeComm, FakeDevice
 from perdure.worker.elastic.group import Broken, Group
 
 pytestmark = pytest.mark.torch

@@ -6,11 +6,11 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
+from tests.fake_communicator import FakeDevice
 from torch import nn
 
 from perdure.worker.elastic.apart import Broken
 from perdure.worker.elastic.communicators import Ticket, gloo, split
-from perdure.worker.elastic.communicators.fake import FakeDevice
 from perdure.worker.elastic.communicators.lone import LoneComm
 from perdure.worker.elastic.communicators.split import SplitComm, beside, choose_engine
 from perdure.worker.elastic.state.blocks import StagedReplica

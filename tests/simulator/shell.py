@@ -27,7 +27,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnswerCommand, AnyAction, EndJob
 from perdure.model.signals.progress import NodeBeat
-from perdure.sim.network import VirtualClock
+from tests.simulator.network import VirtualClock
 
 SNAPSHOT_EVERY = 40
 Answer = Callable[[CommandReply], None]

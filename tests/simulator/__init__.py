@@ -1,6 +1,6 @@
 """The same machines under a virtual clock, with seeded faults."""
 
-from perdure.sim.network import Weather
-from perdure.sim.simulation import InvariantViolated, Scenario, Simulation
+from tests.simulator.network import Weather
+from tests.simulator.simulation import InvariantViolated, Scenario, Simulation
 
 __all__ = ["InvariantViolated", "Scenario", "Simulation", "Weather"]

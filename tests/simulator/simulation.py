@@ -15,12 +15,12 @@ from perdure.model.events import CheckpointSaved, CommandReceived, JobEnded, Jou
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
 from perdure.model.report import Report as LedgerReport
 from perdure.model.signals.progress import NodeBeat
-from perdure.sim.network import Contradiction, Network, Operator, VirtualClock, Weather
-from perdure.sim.node import Node
-from perdure.sim.ranks import Agreements, Broken, Disk, Rank, World
-from perdure.sim.shell import ControllerDied, Forgotten, Shell
-from perdure.sim.shell import Disk as ControllerDisk
 from perdure.telemetry.ledger import make_report
+from tests.simulator.network import Contradiction, Network, Operator, VirtualClock, Weather
+from tests.simulator.node import Node
+from tests.simulator.ranks import Agreements, Broken, Disk, Rank, World
+from tests.simulator.shell import ControllerDied, Forgotten, Shell
+from tests.simulator.shell import Disk as ControllerDisk
 
 _PATIENT = RestartConfig(max_restarts=50, same_fault_max=50, window_max=1000)
 

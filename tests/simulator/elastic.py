@@ -24,9 +24,9 @@ from perdure.model.orders import Order, ReformWorld
 from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
 from perdure.plan.elastic.commit import FRESH, MemberProgress, Reformation, decide_reformation
 from perdure.plan.elastic.microbatches import assign
-from perdure.sim.network import VirtualClock
-from perdure.sim.ranks import Broken, Rank, World
-from perdure.sim.simulation import Scenario, Simulation
+from tests.simulator.network import VirtualClock
+from tests.simulator.ranks import Broken, Rank, World
+from tests.simulator.simulation import Scenario, Simulation
 
 COUNT = 12
 """Micro-batches of a step."""

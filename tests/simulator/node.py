@@ -48,8 +48,8 @@ from perdure.model.signals.progress import (
     CommProgress,
     NodeBeat,
 )
-from perdure.sim.network import VirtualClock
-from perdure.sim.ranks import Agreements, Rank, World
+from tests.simulator.network import VirtualClock
+from tests.simulator.ranks import Agreements, Rank, World
 
 _SIGKILL = 9
 _KILL_S, _SPAWN_S, _STORE_S, _KEEPER_START_S = 0.02, 0.05, 0.02, 0.3
