@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from sweep import sweep_after_me
-from tests.nccl_files import read_nccl
+from tests.nccl_files import describe_open, read_nccl
 
 from perdure.model.orders import InterruptCollectives
-from perdure.model.signals.nccl import describe_open
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter

@@ -13,13 +13,12 @@ import pytest
 
 from perdure.model.errors import ProtocolError
 from perdure.model.signals import nccl as model
-from perdure.model.signals.nccl import NcclReading, describe_open, parse_nccl
 from perdure.worker.native import build as build_module
 from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 from tests.contract import nccl_driver as driver
 from tests.contract.nccl_driver import V3, V4, V5, V6, Nccl
-from tests.nccl_files import read_nccl
+from tests.nccl_files import WAITS, NcclReading, describe_open, parse_nccl, read_nccl
 from tests.waiting import PATIENCE_S
 
 ALL = (V3, V4, V5, V6)
@@ -134,7 +133,7 @@ def check_transfer(r: NcclReading, version: int, elapsed_s: float) -> None:
     assert p.in_progress_s >= p.start_s
     (s,) = r.steps
     assert (s.proxy, s.step, s.wait) == (p.number, 0, None)
-    waits = dict(zip(model.WAITS, s.waits_s, strict=True))
+    waits = dict(zip(WAITS, s.waits_s, strict=True))
     for wait in ("send_gpu", "send_peer", "send_net"):
         assert waits[wait] >= 0.002
     assert sum(waits.values()) <= elapsed_s

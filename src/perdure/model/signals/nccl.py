@@ -10,18 +10,15 @@ job time; `gpu_*_ns` are the device's own clock and compare only with one anothe
 """
 
 import struct
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
 
 import msgspec
-
-from perdure.model.errors import ProtocolError
 
 MAGIC = b"PERDNCCL"
 VERSION = 2
 HEADER_WORDS = 64
 HEADER_BYTES = 8 * HEADER_WORDS
-_REGIONS = ("comms", "ops", "proxies", "steps", "kernels", "nets", "links")
+REGIONS = ("comms", "ops", "proxies", "steps", "kernels", "nets", "links")
 _REGIONS_AT = 8
 _REGION_WORDS = 5
 WORDS = {
@@ -34,12 +31,6 @@ WORDS = {
     "links": 24,
 }
 """Of a record; a file that says otherwise is of another version."""
-
-Wait = Literal["send_gpu", "send_peer", "send_net", "recv_net", "recv_flush", "recv_gpu"]
-"""What a transfer waits for: data from the GPU to send; the peer's permission to send; the network
-to have sent; data from the network; its flush to the GPU; the GPU to have taken it."""
-WAITS: tuple[Wait, ...] = get_args(Wait)
-KINDS = ("collective", "p2p", "ce")
 
 
 class NcclComm(msgspec.Struct, frozen=True):
@@ -63,121 +54,6 @@ class NcclComm(msgspec.Struct, frozen=True):
     p2ps: int
 
 
-class NcclRecord(msgspec.Struct, frozen=True):
-    """Base of what is numbered, and belongs to a communicator."""
-
-    number: int
-    comm: int
-
-
-class NcclOp(NcclRecord, frozen=True):
-    """One collective, send or receive of one rank."""
-
-    kind: str
-    """`collective`, `p2p`, or `ce` (by the copy engines)."""
-    op: str
-    seq: int
-    """Counts calls of the same `op` in its communicator; 0 for a send or receive."""
-    count: int
-    dtype: str
-    bytes: int
-    """`count` elements of it."""
-    peer: int
-    """Of a send or receive; a collective's root."""
-    channels: int
-    algo: str
-    proto: str
-    start_s: float
-    launched_s: float
-    """The host has enqueued it; it may run later. 0: not yet."""
-    kernels_started: int
-    kernels_stopped: int
-    first_kernel_s: float
-    last_kernel_s: float
-    gpu_start_ns: int
-    gpu_stop_ns: int
-    proxies_started: int
-    proxies_stopped: int
-
-    @property
-    def ended(self) -> bool:
-        """Whether everything that is known to have begun for it has ended."""
-        return (
-            self.launched_s > 0
-            and self.kernels_started == self.kernels_stopped
-            and self.proxies_started == self.proxies_stopped
-        )
-
-
-class NcclProxy(NcclRecord, frozen=True):
-    """One channel of one operation in one direction, as the proxy thread serves it."""
-
-    op: int
-    """Number of its `NcclOp`; 0 where that is another process's (PXN)."""
-    channel: int
-    peer: int
-    is_send: bool
-    num_steps: int
-    chunk_bytes: int
-    pid: int
-    """Process whose operation it is."""
-    rank: int
-    start_s: float
-    stop_s: float
-    in_progress_s: float
-    steps_started: int
-    steps_stopped: int
-    bytes: int
-    wait: Wait | None
-    """Of its newest transfer."""
-    wait_since_s: float
-    waits_s: tuple[float, ...]
-    """Spent in each of `WAITS`, over all of its transfers."""
-
-
-class NcclStep(NcclRecord, frozen=True):
-    """One network transfer."""
-
-    proxy: int
-    step: int
-    start_s: float
-    stop_s: float
-    wait: Wait | None
-    wait_since_s: float
-    bytes: int
-    waits_s: tuple[float, ...]
-
-
-class NcclKernel(NcclRecord, frozen=True):
-    """One channel of an operation on the GPU; host times are when the proxy thread saw it."""
-
-    op: int
-    channel: int
-    start_s: float
-    stop_s: float
-    gpu_start_ns: int
-    gpu_stop_ns: int
-
-
-class NcclNet(NcclRecord, frozen=True):
-    """One event of the network plugin: a work request or a socket operation."""
-
-    step: int
-    plugin: int
-    """1 InfiniBand, 2 sockets; others' data is not read."""
-    version: int
-    type: int
-    device: int
-    """Network device, or descriptor of the socket."""
-    opcode: int
-    qp: int
-    work: int
-    bytes: int
-    start_s: float
-    stop_s: float
-    updates: int
-
-
 class NcclLink(msgspec.Struct, frozen=True):
     """Totals of one direction to one peer: a cell of the delay matrix."""
 
@@ -195,26 +71,6 @@ class NcclLink(msgspec.Struct, frozen=True):
     """In which the network had something of it to send, up to `busy_since_s` where that is set."""
     busy_since_s: float
     """Since when it has now; 0 for nothing."""
-
-
-class NcclReading(msgspec.Struct, frozen=True):
-    """The file at one moment; each tuple is in the order in which things began."""
-
-    pid: int
-    api: int
-    mask: int
-    started_s: float
-    beat_s: float
-    """When NCCL last called in."""
-    dropped: dict[str, int]
-    """Records of each region for which there was no room."""
-    comms: tuple[NcclComm, ...]
-    ops: tuple[NcclOp, ...]
-    proxies: tuple[NcclProxy, ...]
-    steps: tuple[NcclStep, ...]
-    kernels: tuple[NcclKernel, ...]
-    nets: tuple[NcclNet, ...]
-    links: tuple[NcclLink, ...]
 
 
 COMM_BYTES, OP_BYTES, LINK_BYTES = (8 * WORDS[name] for name in ("comms", "ops", "links"))
@@ -302,7 +158,7 @@ def parse_layout(data: bytes) -> NcclLayout | None:
         return None
     found = []
     for name in ("comms", "ops", "links"):
-        first, words, count, last = header[_region_at(name) : _region_at(name) + 4]
+        first, words, count, last = header[region_at(name) : region_at(name) + 4]
         if words != WORDS[name] or not 0 < count <= _RECORDS_MAX or last < 0:
             return None
         if not HEADER_WORDS <= first <= _WORDS_MAX - words * count:
@@ -349,206 +205,52 @@ def parse_comm(data: bytes, index: int) -> NcclComm | None:
     w = struct.unpack(f"={WORDS['comms']}q", data)
     if w[0] <= 0 or w[0] != w[-1]:
         return None
-    return _Reader(0.0).comm(index, w)
+    return read_comm(index, w, 0.0)
 
 
 def parse_links(data: bytes, clock_offset_s: float) -> Iterator[NcclLink]:
     """Yield what the region of links `data` holds; what two threads began twice comes twice."""
-    reader = _Reader(clock_offset_s)
     for at in range(0, len(data) - LINK_BYTES + 1, LINK_BYTES):
         if data[at : at + 8] not in _UNUSED:
-            yield reader.link(_LINK.unpack_from(data, at))
+            yield read_link(_LINK.unpack_from(data, at), clock_offset_s)
 
 
-class _Reader:
-    """Words of a record as job time."""
-
-    def __init__(self, offset_s: float) -> None:
-        self.offset_s = offset_s
-
-    def at(self, ns: int) -> float:
-        return ns / 1e9 + self.offset_s if ns else 0.0
-
-    def comm(self, index: int, w: tuple[int, ...]) -> NcclComm:
-        return NcclComm(
-            index=index,
-            serial=w[0],
-            hash=w[1] % 2**64,
-            name=_text(w[12:20]),
-            num_ranks=w[2],
-            num_nodes=w[3],
-            rank=w[4],
-            api=w[7],
-            closed_s=self.at(w[6]),
-            colls=w[8],
-            p2ps=w[9],
-        )
-
-    def op(self, w: tuple[int, ...]) -> NcclOp:
-        return NcclOp(
-            number=w[0],
-            comm=w[1],
-            kind=KINDS[w[2]] if 0 <= w[2] < len(KINDS) else "?",
-            op=_text(w[20:22]),
-            seq=w[3],
-            count=w[4],
-            dtype=_text(w[26:28]).removeprefix("nccl").lower(),
-            bytes=w[5],
-            peer=w[6],
-            channels=w[7],
-            algo=_text(w[22:24]),
-            proto=_text(w[24:26]),
-            start_s=self.at(w[8]),
-            launched_s=self.at(w[9]),
-            kernels_started=w[10],
-            kernels_stopped=w[11],
-            first_kernel_s=self.at(w[12]),
-            last_kernel_s=self.at(w[13]),
-            gpu_start_ns=w[14],
-            gpu_stop_ns=w[15],
-            proxies_started=w[16],
-            proxies_stopped=w[17],
-        )
-
-    def proxy(self, w: tuple[int, ...]) -> NcclProxy:
-        return NcclProxy(
-            number=w[0],
-            comm=w[1],
-            op=w[2],
-            channel=w[3],
-            peer=w[4],
-            is_send=bool(w[5]),
-            num_steps=w[6],
-            chunk_bytes=w[7],
-            pid=w[8],
-            rank=w[9],
-            start_s=self.at(w[10]),
-            stop_s=self.at(w[11]),
-            in_progress_s=self.at(w[12]),
-            steps_started=w[13],
-            steps_stopped=w[14],
-            bytes=w[15],
-            wait=_wait(w[16]),
-            wait_since_s=self.at(w[17]),
-            waits_s=tuple(ns / 1e9 for ns in w[20:26]),
-        )
-
-    def step(self, w: tuple[int, ...]) -> NcclStep:
-        waits = tuple(ns / 1e9 for ns in w[9:15])
-        began, ended, since = self.at(w[4]), self.at(w[5]), self.at(w[7])
-        return NcclStep(w[0], w[1], w[2], w[3], began, ended, _wait(w[6]), since, w[8], waits)
-
-    def kernel(self, w: tuple[int, ...]) -> NcclKernel:
-        return NcclKernel(w[0], w[1], w[2], w[3], self.at(w[4]), self.at(w[5]), w[6], w[7])
-
-    def net(self, w: tuple[int, ...]) -> NcclNet:
-        return NcclNet(
-            number=w[0],
-            comm=w[1],
-            step=w[2],
-            plugin=w[3] >> 16 & 0xFFFF,
-            version=w[3] & 0xFFFF,
-            type=w[4],
-            device=w[5],
-            opcode=w[6],
-            qp=w[7],
-            work=w[8],
-            bytes=w[9],
-            start_s=self.at(w[10]),
-            stop_s=self.at(w[11]),
-            updates=w[12],
-        )
-
-    def link(self, w: tuple[int, ...]) -> NcclLink:
-        waits = tuple(ns / 1e9 for ns in w[9:15])
-        busy_s, since_s = w[18] / 1e9, self.at(w[17])
-        return NcclLink(
-            w[1], w[0] >> 33, w[2], bool(w[3]), w[4], w[5], w[6], w[7], waits, busy_s, since_s
-        )
-
-
-def parse_nccl(data: bytes, again: bytes, clock_offset_s: float) -> NcclReading:
-    """Return what two copies of the file, one taken after the other, agree on, in job time.
-
-    Raises:
-        ProtocolError: it is no such file, or of another version.
-    """
-    if len(data) < HEADER_BYTES or data[:8] != MAGIC:
-        raise ProtocolError("not a file of the NCCL plugin")
-    header = struct.unpack_from(f"={HEADER_WORDS}q", data)
-    if header[1] != VERSION:
-        raise ProtocolError(f"a file of the NCCL plugin of version {header[1]}, expected {VERSION}")
-    reader = _Reader(clock_offset_s)
-    found = {name: list(_records(data, again, header, name)) for name in _REGIONS}
-    comms = {index: reader.comm(index, w) for index, w in found["comms"] if w[0] == w[-1]}
-    rows = {
-        name: sorted(w for _, w in found[name] if w[0] == w[-1] and w[1] in comms)
-        for name in _REGIONS[1:-1]
-    }
-    links = [reader.link(w) for _, w in found["links"] if w[1] in comms]
-    return NcclReading(
-        pid=header[2],
-        api=header[3],
-        mask=header[4],
-        started_s=reader.at(header[5]),
-        beat_s=reader.at(header[6]),
-        dropped={name: header[_region_at(name) + 4] for name in _REGIONS},
-        comms=tuple(sorted(comms.values(), key=lambda comm: comm.serial)),
-        ops=tuple(map(reader.op, rows["ops"])),
-        proxies=tuple(map(reader.proxy, rows["proxies"])),
-        steps=tuple(map(reader.step, rows["steps"])),
-        kernels=tuple(map(reader.kernel, rows["kernels"])),
-        nets=tuple(map(reader.net, rows["nets"])),
-        links=tuple(sorted(links, key=lambda li: (li.comm, li.peer, li.is_send))),
+def read_comm(index: int, w: Sequence[int], clock_offset_s: float) -> NcclComm:
+    """Return the communicator of which a record has the words `w`."""
+    return NcclComm(
+        index=index,
+        serial=w[0],
+        hash=w[1] % 2**64,
+        name=read_text(w[12:20]),
+        num_ranks=w[2],
+        num_nodes=w[3],
+        rank=w[4],
+        api=w[7],
+        closed_s=read_time(w[6], clock_offset_s),
+        colls=w[8],
+        p2ps=w[9],
     )
 
 
-def describe_open(reading: NcclReading, now_s: float) -> list[str]:
-    """Return a line on each operation that has not ended, and on what each transfer of it waits."""
-    names = {comm.index: comm.name or f"{comm.hash:x}" for comm in reading.comms}
-    lines = []
-    for op in reading.ops:
-        if op.ended:
-            continue
-        what = f"{op.op} #{op.seq}" if op.kind != "p2p" else f"{op.op} with rank {op.peer}"
-        lines.append(
-            f"{what} of {names[op.comm]}, {op.bytes} bytes, for {now_s - op.start_s:.2f} s: "
-            f"{op.kernels_stopped} of {op.kernels_started} kernel channels and "
-            f"{op.proxies_stopped} of {op.proxies_started} transfers ended"
-        )
-        for proxy in reading.proxies:
-            if proxy.op == op.number and not proxy.stop_s and proxy.wait is not None:
-                way = "to" if proxy.is_send else "from"
-                lines.append(
-                    f"  channel {proxy.channel} {way} rank {proxy.peer}: step "
-                    f"{proxy.steps_stopped} of {proxy.num_steps}, {proxy.wait} for "
-                    f"{now_s - proxy.wait_since_s:.2f} s"
-                )
-    return lines
+def read_link(w: Sequence[int], clock_offset_s: float) -> NcclLink:
+    """Return the link of which a record has the words `w`."""
+    waits = tuple(ns / 1e9 for ns in w[9:15])
+    busy_s, since_s = w[18] / 1e9, read_time(w[17], clock_offset_s)
+    return NcclLink(
+        w[1], w[0] >> 33, w[2], bool(w[3]), w[4], w[5], w[6], w[7], waits, busy_s, since_s
+    )
 
 
-def _region_at(name: str) -> int:
-    return _REGIONS_AT + _REGION_WORDS * _REGIONS.index(name)
+def read_time(ns: int, clock_offset_s: float) -> float:
+    """Return job time; 0 stays 0, which means never."""
+    return ns / 1e9 + clock_offset_s if ns else 0.0
 
 
-def _records(
-    data: bytes, again: bytes, header: tuple[int, ...], name: str
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield slot and words of each record of a region that both copies know by one number."""
-    first, words, count = header[_region_at(name) : _region_at(name) + 3]
-    if words != WORDS[name] or 8 * (first + words * count) > min(len(data), len(again)):
-        raise ProtocolError(f"region {name} of the NCCL plugin's file is not as it should be")
-    record, number = struct.Struct(f"={words}q"), struct.Struct("=q")
-    for slot in range(count):
-        at = 8 * (first + slot * words)
-        head = number.unpack_from(data, at)[0]
-        if head not in (0, -1) and head == number.unpack_from(again, at)[0]:
-            yield slot, record.unpack_from(data, at)
-
-
-def _text(words: tuple[int, ...]) -> str:
+def read_text(words: Sequence[int]) -> str:
+    """Return the text that `words` hold, up to its first zero byte."""
     return struct.pack(f"={len(words)}q", *words).split(b"\0", 1)[0].decode("utf-8", "replace")
 
 
-def _wait(code: int) -> Wait | None:
-    return WAITS[code] if 0 <= code < len(WAITS) else None
+def region_at(name: str) -> int:
+    """Return the word of the header at which the description of a region begins."""
+    return _REGIONS_AT + _REGION_WORDS * REGIONS.index(name)
