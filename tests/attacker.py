@@ -42,7 +42,6 @@ from perdure.model.bus.wire import (
     subject_orders,
     subject_queries,
 )
-from perdure.model.signals.compiled import subject_compiled
 from perdure.model.signals.links import subject_probe
 
 Place = tuple[str, int | str]
@@ -192,7 +191,6 @@ SUBJECTS = (
     subject_journal(JOB),
     subject_lines(JOB, 0),
     subject_probe(JOB, 0),
-    subject_compiled(JOB, 0, 1),
     f"$JS.API.STREAM.DELETE.PERDURE_{JOB}_JOURNAL",
     "$SYS.REQ.SERVER.PING",
 )

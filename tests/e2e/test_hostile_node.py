@@ -34,7 +34,6 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, RequestError
 from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
 from perdure.model.failures import ExitRecord
-from perdure.model.signals.compiled import CompiledAsk, subject_compiled
 from perdure.model.signals.progress import RankAccount
 from perdure.service.access.joining import ask_place, read_invitation
 from perdure.service.jobfiles import MINE
@@ -59,8 +58,7 @@ async def attack(admission: Admission) -> dict[str, Any]:
     bus = await NatsBus.connect(admission.endpoint, timeout_s=PATIENCE_S)
     try:
         for subject in (">", "perdure.>", "_INBOX.>", "$JS.>", subject_orders(JOB, 0),
-                        subject_events(JOB, 0), subject_commands(JOB),
-                        subject_compiled(JOB, 0, "*")):  # fmt: skip
+                        subject_events(JOB, 0), subject_commands(JOB)):  # fmt: skip
             await bus.subscribe(subject, lambda data, s=subject: heard.append(s))  # type: ignore[misc]
         kill = encode(Command(id="k", kind="kill"))
         stream = stream_journal(JOB)
@@ -68,7 +66,6 @@ async def attack(admission: Admission) -> dict[str, Any]:
             subject_commands(JOB): kill,
             subject_events(JOB, 0): encode(EventMessage(0, (EventBatch("a0-1", 1, (lies()[0],)),))),
             subject_orders(JOB, 0): encode(NodeOrder(controller="evil")),
-            subject_compiled(JOB, 0, 2): encode(CompiledAsk({})),  # In another's name.
             subject_journal(JOB): b"{}\n",
             f"$JS.API.STREAM.PURGE.{stream}": b"",
             f"$JS.API.STREAM.DELETE.{stream}": b"",

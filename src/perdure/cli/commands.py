@@ -137,7 +137,8 @@ PANELS: dict[str, dict[str, Entry]] = {
             "completion", "Print what makes bash, zsh or fish complete commands and jobs."
         ),
         "schema": Entry(
-            "looking.schema", "Print the schema of messages or files, or each role's permissions."
+            "looking.schema",
+            "Print the schema of a job file or a profile, or each role's permissions.",
         ),
     },
 }

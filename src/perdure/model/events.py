@@ -897,8 +897,7 @@ class MessagesSetAside(Event, frozen=True, kw_only=True):
 
     at_s: float
     door: str
-    """Where: `rank`, `ring`, `keeper`, `order`, `event`, `heartbeat`, `command`, `journal`,
-    `compiled`."""
+    """Where: `rank`, `ring`, `keeper`, `order`, `event`, `heartbeat`, `command`, `journal`."""
     source: str
     """From whom, as far as that is known."""
     count: int = 1

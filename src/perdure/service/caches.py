@@ -11,18 +11,14 @@ used whose path has a space or a quote: Inductor has the compiler's command line
 has grown too large is emptied before a run begins, while no rank of the job lives.
 
 So is one that another processor has filled, as where a disk was moved: Inductor has C++ compiled
-for the machine it is on, and finds it by what does not name that machine. What is taken from
-another node (`service/agent/compiled.py`) was made with the same versions and for the same devices
-as well.
+for the machine it is on, and finds it by what does not name that machine.
 """
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import re
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -39,7 +35,7 @@ from perdure.model.paths import JobPaths
 from perdure.model.platforms.box import NETWORK_KINDS
 
 SWITCH = "PERDURE_COMPILE_CACHE"
-"""`off`: none of the variables below is set; `own`: nothing is sent to other nodes or taken."""
+"""`off`: none of the variables below is set."""
 
 FOLDERS = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -65,7 +61,6 @@ _MADE_ON = "made-on"
 _CPU = {"vendor_id", "cpu family", "model", "stepping", "flags"} | {
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features", "isa", "cpu"),
 }
-_RELEASE = "/etc/os-release"
 _LOOK_S, _DROP_S = 5.0, 2.0
 """What a start waits for at most: for a look at a cache, and for the removal of one."""
 
@@ -92,40 +87,6 @@ def choose_caches(spec: JobSpec, paths: JobPaths, env: Mapping[str, str]) -> dic
             if _make_fit(place, wanted.values()):
                 return {name: str(place / folder) for name, folder in wanted.items()}
     return {}
-
-
-def choose_shared(
-    spec: JobSpec, env: Mapping[str, str], chosen: Mapping[str, str]
-) -> dict[str, Path]:
-    """Return, by their names, those of the `chosen` folders that nodes may send to each other.
-
-    Who says `own`, for a machine or for the job, keeps to what its own ranks compile. CUDA's folder
-    has an index that is changed in place.
-    """
-    if "own" in (env.get(SWITCH), spec.env.get(SWITCH)):
-        return {}
-    return {FOLDERS[name]: Path(path) for name, path in chosen.items() if name != "CUDA_CACHE_PATH"}
-
-
-def read_fingerprint(gpus: Iterable[str] = ()) -> dict[str, str]:
-    """Return what this node compiles with and for: where two differ, neither's is the other's.
-
-    `gpus` are the models of its devices, and their driver.
-    """
-    release = dict(row.split("=", 1) for row in read_text(_RELEASE).splitlines() if "=" in row)
-    system = [release.get(key, "").strip('"') for key in ("ID", "VERSION_ID")]
-    with contextlib.suppress(OSError, ValueError):
-        system.append(os.confstr("CS_GNU_LIBC_VERSION") or "")
-    fingerprint = {
-        "processor": name_cpu(),
-        "system": " ".join(filter(None, system)),
-        "Python": f"{sys.implementation.name} {sys.version.partition(' ')[0]}",
-        "gpus": ", ".join(sorted(set(gpus))),
-    }
-    for name in ("torch", "triton"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            fingerprint[name] = importlib.metadata.version(name)
-    return fingerprint
 
 
 def list_places(paths: JobPaths) -> list[Path]:

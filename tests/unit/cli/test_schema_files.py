@@ -94,8 +94,3 @@ def test_the_line_for_editors_leads_to_the_shipped_schema(tmp_path: Path) -> Non
     above = SCHEMAS.parents[2]
     relative = make_schema_line(above).removeprefix("#:schema ./")
     assert (above / relative).samefile(SCHEMAS / "job.json")
-
-
-def test_permissions_are_of_the_bus_alone(capsys) -> None:
-    assert run_command(["schema", "job", "--permissions", "x"]) == 2
-    assert "hint:" in capsys.readouterr().err

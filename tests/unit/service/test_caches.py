@@ -2,7 +2,6 @@
 
 import errno
 import os
-import platform
 import shutil
 import threading
 from pathlib import Path
@@ -16,7 +15,7 @@ from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.plan.checkpoints import FreeSpace
 from perdure.service import caches
-from perdure.service.caches import FOLDERS, choose_caches, choose_shared, limit_caches
+from perdure.service.caches import FOLDERS, choose_caches, limit_caches
 from perdure.service.jobfiles import set_previous_aside
 
 SPEC = JobSpec(script="s.py")
@@ -263,27 +262,3 @@ def test_one_that_has_grown_too_large_is_emptied_before_a_run(
         Path(folder, "kernel").touch()
     limit_caches(paths)
     assert not os.listdir(paths.compile_cache)
-
-
-@pytest.mark.parametrize("by", ["node", "job"])
-def test_a_node_shares_what_it_may_and_own_keeps_it_to_itself(paths: JobPaths, by: str) -> None:
-    chosen = choose_caches(SPEC, paths, {})
-    place = Path(paths.compile_cache)
-    shared = {"inductor": place / "inductor", "triton": place / "triton"}
-    assert choose_shared(SPEC, {}, chosen) == shared
-    own = {"PERDURE_COMPILE_CACHE": "own"}
-    spec = structs.replace(SPEC, env=own) if by == "job" else SPEC
-    assert choose_caches(spec, paths, {} if by == "job" else own) == chosen
-    assert choose_shared(spec, {} if by == "job" else own, chosen) == {}
-    users = choose_caches(SPEC, paths, {"TORCHINDUCTOR_CACHE_DIR": "/user"})
-    assert choose_shared(SPEC, {}, users) == {}
-
-
-def test_a_fingerprint_has_all_that_compiled_code_depends_on() -> None:
-    fingerprint = caches.read_fingerprint(["H100 (driver 580)", "H100 (driver 580)"])
-    assert fingerprint["processor"] == caches.name_cpu()
-    assert fingerprint["gpus"] == "H100 (driver 580)"
-    assert fingerprint["torch"][0].isdigit()
-    assert fingerprint["Python"].endswith(platform.python_version())
-    assert fingerprint["system"]
-    assert caches.read_fingerprint()["gpus"] == ""

@@ -1,4 +1,4 @@
-"""`perdure schema`: what goes over the bus, and what may be written in a job file or a profile.
+"""`perdure schema`: the schema of a job file or a profile, or each role's permissions on the bus.
 
 The schemas of files are shipped as well (`launch/schemas`), where editors find them: a line
 `#:schema PATH` on top of a TOML file tells taplo and Even Better TOML of one.
@@ -14,12 +14,9 @@ import msgspec
 import typer
 from msgspec import inspect
 
-import perdure
 from perdure.cli.speech.say import Json, read_meanings
 from perdure.launch.catalog import SHIPPED
 from perdure.model.bus.access import ROLES, build_access
-from perdure.model.bus.asyncapi import make_asyncapi
-from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.profile import Profile
 
@@ -30,7 +27,6 @@ SCHEMAS = SHIPPED.parent / "schemas"
 class What(StrEnum):
     """Whose schema."""
 
-    BUS = "bus"
     JOB = "job"
     PROFILE = "profile"
 
@@ -38,28 +34,26 @@ class What(StrEnum):
 def schema(
     what: Annotated[
         What,
-        typer.Argument(help="Messages on the bus, or what a job file or a profile may hold."),
-    ] = What.BUS,
+        typer.Argument(help="Print the fields of a job file, or of a profile."),
+    ] = What.JOB,
     permissions: Annotated[
         str | None,
         typer.Option(
-            "--permissions", metavar="JOB", help="Instead: permissions by role, for your own NATS."
+            "--permissions",
+            metavar="JOB",
+            help="Print what each role may say and hear in JOB, for a NATS server of your own.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the schema of messages or files, or each role's permissions.
+    """Print the schema of a job file or a profile, or roles' permissions.
 
     All are JSON, with or without --json.
     """
-    if permissions is not None and what is not What.BUS:
-        raise ConfigError(f"--permissions are of the bus, not of a {what}", hint="leave one out")
     document: dict[str, Any]
     if permissions is not None:
         access = {role: build_access(role, permissions) for role in ROLES}
         document = msgspec.to_builtins(access)
-    elif what is What.BUS:
-        document = make_asyncapi(perdure.__version__)
     else:
         document = make_file_schema(what)
     print(render_schema(document), end="")

@@ -6,8 +6,7 @@
     run         its events, commands,                answers to itself
                 the journal's end
     operator    commands, queries, notices, replay   answers to itself, the journal
-    agent       its node's events and beats, probes, its own orders, probes and
-                its questions for what is compiled,  questions for what is compiled
+    agent       its node's events and beats, probes, its own orders and probes
                 its place's lines
     lighthouse  its events, orders (fenced aborts),  its own orders, events, beats,
                 answers to relays                    lines
@@ -54,7 +53,6 @@ from perdure.model.bus.wire import (
     subject_queries,
 )
 from perdure.model.orders import LIGHTHOUSE
-from perdure.model.signals.compiled import subject_compiled
 from perdure.model.signals.links import subject_probe
 from perdure.model.steering import Verb
 
@@ -220,14 +218,12 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
                 subject_events(job, me),
                 subject_beats(job, me),
                 subject_probe(job, "*"),
-                subject_compiled(job, "*", me),
                 subject_lines(job, me),
             ),
             (
                 orders(job, me),
                 orders(job, "all"),
                 subject_probe(job, me),
-                subject_compiled(job, me, "*"),
             ),
         ),
         "lighthouse": (

@@ -73,7 +73,6 @@ from perdure.model.paths import JobPaths
 from perdure.model.raw import carry_variables, restore_job
 from perdure.service.access.credentials import is_loopback
 from perdure.service.agent.beats import RankReader
-from perdure.service.agent.compiled import CompiledSharing
 from perdure.service.agent.keeper import KeeperLink
 from perdure.service.agent.logs import LOOK_S, LogWatch
 from perdure.service.agent.notices import NoticeWatch, ReplacedError, wait_to_leave
@@ -81,11 +80,11 @@ from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
-from perdure.service.caches import choose_caches, choose_shared, read_fingerprint
+from perdure.service.caches import choose_caches
 from perdure.service.jobfiles import MINE, load_endpoint, load_spec, write_document, write_steering
 from perdure.service.jobfolders import paths_of, resolve_home
 from perdure.service.part import Asides, Tasks, read_run_pid, run_part, watch_process
-from perdure.service.placement import LOOPBACK, choose_gloo_interface, read_own_address
+from perdure.service.placement import choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
 from perdure.service.processes import part_command
 from perdure.worker.native.build import find_nccl_plugin, plugin_command
@@ -153,7 +152,7 @@ class AgentService:
             report=self._outbox.put,
             now=self.now,
         )
-        self._compiled = self._share_compiled(caches, env, nvml)
+        log.info("what torch compiles is kept in %s", ", ".join(caches.values()) or "its own place")
         self._keeper = KeeperLink(
             paths.keeper_socket(node),
             keeper or part_command("keeper", spec.name, str(node)),
@@ -174,21 +173,6 @@ class AgentService:
         self._failed: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def _share_compiled(
-        self, caches: Mapping[str, str], env: Mapping[str, str], nvml: Nvml | None
-    ) -> CompiledSharing:
-        log.info("what torch compiles is kept in %s", ", ".join(caches.values()) or "its own place")
-        return CompiledSharing(
-            self._bus,
-            self._spec,
-            self._node,
-            folders=choose_shared(self._spec, env, caches),
-            fingerprint=lambda: read_fingerprint(nvml.models if nvml else ()),
-            address=self._choose_address,
-            alone=self.machine.identity.host == LOOPBACK,
-            aside=self._asides.note,
-        )
-
     def now(self) -> float:
         """Return job time."""
         return time.monotonic() + self._offset_s
@@ -205,7 +189,6 @@ class AgentService:
             for whom in (self._node, "all"):
                 await self._bus.subscribe(subject_orders(self._spec.name, whom), self._take_order)
             await self._prober.start()
-            await self._compiled.start()
             self._start(self._outbox.run())
             self._start(self._beat())
             self._start(self._tell_asides())
@@ -232,7 +215,6 @@ class AgentService:
             await self._workers.close()
             await self._tasks.end()
             await self._prober.close()
-            await self._compiled.close()
             self._keeper.close()
             self._links.close()
             self._devices.close()
@@ -371,15 +353,14 @@ class AgentService:
         """Have the keeper start ranks; once the disk takes what they have to know.
 
         It is asked for once only. Should it be out of date by then, the keeper does not start it.
-        On GPUs whose memory dead ranks had, it is free first, or `memory.WAIT_S` have passed. So
-        long the node's first ranks wait for what others have compiled as well.
+        On GPUs whose memory dead ranks had, it is free first, or `memory.WAIT_S` have passed.
         """
         keeper, slots = self.machine.state.keeper, {self._spec.slot_of(r) for r in request.members}
         dead = self._devices.memory.list_dead(
             frozenset(keeper.running.values()) if keeper is not None else (),
             lambda rank: not slots or self._spec.slot_of(rank) in slots,
         )
-        if dead or self._compiled.due:
+        if dead:
             self._start(self._spawn_when_ready(request, dead))
         else:
             self._send_spawn(request)
@@ -393,10 +374,7 @@ class AgentService:
         (`_awaited`) until the keeper says that it has started it.
         """
         keeper, generation = self.machine.state.keeper, request.assignment.generation
-        waits = [self._devices.memory.wait(dead)] if dead else []
-        if self._compiled.due:
-            waits.append(self._compiled.wait())
-        said = "; ".join(filter(None, await asyncio.gather(*waits)))
+        said = await self._devices.memory.wait(dead)
         if self.machine.state.keeper is not keeper or self._left.is_set():
             return
         if said:
