@@ -75,15 +75,10 @@ DEPTHS = (
     Depth("elastic", SCRIPTS / "elastic.py", ("-n", "3"), ("--exact",)),
     Depth("torchft", SCRIPTS / "torchft_groups.py", ("-n", "1", "--torchft", "--replicas", "2")),
     Depth("remote", SCRIPTS / "train_exact.py", ("-n", "2"), config='url = "local://HOME/far"\n'),
-    Depth(
-        "arbiter",
-        SCRIPTS / "train_exact.py",
-        ("-n", "1", "--nodes", "2", "--replicate", "2", "--arbiter", "HOME/shared"),
-    ),
 )
 """`cold` is a program without torch, `loud` one that prints so much that its logs are cut; `remote`
-has its checkpoints at a URL, `arbiter` journal and lease in a shared folder; of an `orphaned` job
-the supervisor is killed, and the next run goes on."""
+has its checkpoints at a URL; of an `orphaned` job the supervisor is killed, and the next run goes
+on."""
 
 
 class Run:

@@ -11,7 +11,6 @@ import pytest
 from nats.js.api import StreamConfig
 
 from perdure.adapters.nats import NatsBus, NatsStream
-from perdure.adapters.shared_folder import make_run_folder, open_journal
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.wire import stream_journal, subject_journal
 from perdure.model.codec import decode, encode
@@ -46,14 +45,10 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.close()
 
 
-@pytest.fixture(params=["fake", "nats", "folder"])
-async def stream(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JournalStream]:
+@pytest.fixture(params=["fake", "nats"])
+async def stream(request: pytest.FixtureRequest) -> AsyncIterator[JournalStream]:
     if request.param == "fake":
         yield FakeStream()
-        return
-    if request.param == "folder":
-        with open_journal(make_run_folder(str(tmp_path), "run")) as shared:
-            yield shared
         return
     endpoint = request.getfixturevalue("server").start()
     bus = await NatsBus.connect(endpoint, timeout_s=PATIENCE_S)
@@ -193,14 +188,13 @@ async def test_mirror_follows_and_heals(tmp_path: Path) -> None:
     assert path.read_bytes() == b"".join(stream.messages)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize(
     ("left", "agreed"),
     [("none", True), ("nothing", True), ("a part", True), ("all", True), ("more", False),
      ("another", False), ("a folder", False)],
 )  # fmt: skip
 async def test_entries_are_read_as_long_as_stream_and_mirror_agree(
-    tmp_path: Path, left: str, agreed: bool, shared: bool
+    tmp_path: Path, left: str, agreed: bool
 ) -> None:
     stream, path = FakeStream(), tmp_path / "journal.jsonl"
     journal = Journal(stream, writer="one", mirror=Mirror(str(path)))
@@ -215,7 +209,7 @@ async def test_entries_are_read_as_long_as_stream_and_mirror_agree(
         path.mkdir()
     elif left != "none":
         path.write_bytes(texts.get(left, whole))
-    following = Journal(stream, writer="two", mirror=Mirror(str(path), shared=shared))
+    following = Journal(stream, writer="two", mirror=Mirror(str(path)))
     found = [entry.seq async for entry in following.read()]
     assert following.agreed == agreed
     if not agreed and left != "a folder":
@@ -386,28 +380,3 @@ async def test_what_jetstream_loses_behind_a_flipped_bit_is_restored(
     assert "came back from journal.jsonl" in reason
     server.kill()
     assert await next_controller([]) == (31, "")
-
-
-@pytest.mark.parametrize("harm", ["flipped", "gone"])
-async def test_a_damaged_message_of_a_shared_folder_is_written_anew(
-    tmp_path: Path, harm: str
-) -> None:
-    folder, mirror = make_run_folder(str(tmp_path), "run"), tmp_path / "journal.jsonl"
-    with open_journal(folder) as stream:
-        journal = Journal(stream, writer="one", mirror=Mirror(str(mirror)))
-        await journal.open()
-        for number in range(5):
-            await journal.append(entries(journal, f"word {number}"))
-        path = Path(folder, "journal", "3")
-        data = bytearray(path.read_bytes())
-        data[100] ^= 1
-        path.unlink() if harm == "gone" else path.write_bytes(data)
-        following = Journal(stream, writer="two", mirror=Mirror(str(mirror)))
-        assert [entry.seq for entry in await following.open()] == [1, 2, 3, 4, 5]
-        assert "1 entry that the stream had lost came back" in str(following.take_damage())
-        await following.append(entries(following, "after"))
-        assert b"".join(await stream.read_all()) == mirror.read_bytes()
-        if harm == "flipped":
-            assert Path(f"{path}.damaged").read_bytes() == data
-        with pytest.raises(FencedError):  # No number was free meanwhile.
-            await journal.append(entries(journal, "late"))

@@ -71,6 +71,7 @@ from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import load_endpoint
 from perdure.service.jobfolders import paths_of
+from perdure.service.placement import Placement
 from tests.contract.test_bus import hear_refusal
 from tests.waiting import PATIENCE_S
 
@@ -83,7 +84,7 @@ class Site:
 
     def __init__(self, home: Path) -> None:
         self.paths: JobPaths = paths_of(str(home), JOB)
-        self.server: NatsServer = make_server(SPEC, self.paths, "127.0.0.1")
+        self.server: NatsServer = make_server(SPEC, self.paths, Placement())
         self.log = home / "nats.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.buses: list[NatsBus] = []
@@ -92,7 +93,7 @@ class Site:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(self.server.command(), stdout=log, stderr=log)
         self.server.wait_ready(timeout_s=PATIENCE_S)
-        write_credentials(SPEC, self.paths, [self.server], url=self.server.url, clock_offset_s=0)
+        write_credentials(SPEC, self.paths, self.server, url=self.server.url, clock_offset_s=0)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -131,7 +132,7 @@ async def test_a_login_that_is_ended_is_cut_off_and_its_next_one_works(site: Sit
     kept = load_endpoint(site.paths, "agent-1")
     other = await site.connect("agent-0")
     assert site.process is not None
-    renew_logins(site.paths, [site.server], [1])
+    renew_logins(site.paths, site.server, [1])
     site.process.send_signal(signal.SIGHUP)
 
     await until(lambda: not taken.connected, "who came by the old one is cut off")
@@ -391,10 +392,10 @@ async def test_bad_messages_are_refused_and_nothing_is_lost(
             assert "malformed" in refused.refused
             assert not refused.seqs
         told = await agent.request(subject, render_events("a0-e", 0, strange), timeout_s=PATIENCE_S)
-        assert told == b'{"seqs":{"a0-e":1}}'
+        assert told == b'{"seqs":{"a0-e":1},"term":1}'
         await agent.publish(subject_beats(JOB, 0), b'{"node":10000000}')
         told = await agent.request(subject, render_events("a0-1", 0, honest), timeout_s=PATIENCE_S)
-        assert told == b'{"seqs":{"a0-1":1}}'
+        assert told == b'{"seqs":{"a0-1":1},"term":1}'
         assert (await ask(operator, subject_commands(JOB), command("ping"))).ok
         assert service.inbox.refused >= 10
     assert "refused: " in caplog.text
@@ -493,12 +494,12 @@ async def test_an_agent_is_no_operator_and_no_other_node(
         mine = NodeRegistered(node=1, incarnation="a1-evil", host="h", boot_id="b", slots=1)
         both = EventMessage(1, (EventBatch("a1-evil", seq + 1, (lies()["a verdict"], mine)),))
         told = await hostile.request(subject, encode(both), timeout_s=PATIENCE_S)
-        assert told == b'{"seqs":{"a1-evil":%d}}' % (seq + 2), "what is its own is taken"
+        assert told == b'{"seqs":{"a1-evil":%d},"term":1}' % (seq + 2), "what is its own is taken"
         his = NodeRegistered(node=0, incarnation="a0-1", host="h", boot_id="b", slots=1)
         told = await honest.request(
             subject_events(JOB, 0), render_events("a0-1", 0, his), timeout_s=PATIENCE_S
         )
-        assert told == b'{"seqs":{"a0-1":1}}', "nobody else has used its numbers"
+        assert told == b'{"seqs":{"a0-1":1},"term":1}', "nobody else has used its numbers"
         assert (
             await ask(await site.connect("operator"), subject_commands(JOB), command("ping"))
         ).ok
@@ -526,7 +527,7 @@ async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) 
         agent, subject = await site.connect("agent-0"), subject_events(JOB, 0)
         honest = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
         early = agent.request(subject, render_events("a0-1", 0, honest), timeout_s=PATIENCE_S)
-        assert await early == b'{"seqs":{"a0-1":1}}'
+        assert await early == b'{"seqs":{"a0-1":1},"term":1}'
         operator = load_endpoint(site.paths)
         host, port = operator.url.removeprefix("nats://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
@@ -540,7 +541,10 @@ async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) 
         assert b"Maximum Payload Violation" in answer
         assert "maximum payload exceeded" in site.log.read_text()
         both = render_events("a0-1", 0, honest, honest)
-        assert await agent.request(subject, both, timeout_s=PATIENCE_S) == b'{"seqs":{"a0-1":2}}'
+        assert (
+            await agent.request(subject, both, timeout_s=PATIENCE_S)
+            == b'{"seqs":{"a0-1":2},"term":1}'
+        )
         bus = await site.connect("operator")
         assert (await ask(bus, subject_commands(JOB), command("ping"))).ok
     assert sum(isinstance(e.body, NodeRegistered) for e in await read_all(site)) == 2

@@ -137,7 +137,7 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
     found = asyncio.run(attack(admission))
     assert found["heard"] == []
     assert found["answered"] == []
-    assert found["told"] == [b'{"seqs":{"a1-evil":%d}}' % seq for seq in (1, 2, 3)]
+    assert found["told"] == [b'{"seqs":{"a1-evil":%d},"term":1}' % seq for seq in (1, 2, 3)]
     assert found["cut"]
     job.wait_step(job.state()["step"] + 10)
 

@@ -86,12 +86,6 @@ def test_nothing_is_left_by_any_pair(start: Callable[..., Job], pair: tuple[str,
     check_pair(start, pair)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("part", ["nats-server", "controller", "agent", "guard"])
-def test_nothing_is_left_of_several_servers(start: Callable[..., Job], part: str) -> None:
-    check_pair(start, ("run", part), "--nodes", "3", "--replicate", "3")
-
-
 def test_what_could_not_be_ended_is_named_and_ended_by_ps(start: Callable[..., Job]) -> None:
     """T15: with supervisor, controller and guard killed at once nobody ends the server."""
     job = start("--nproc-per-node", "2", "--cold", FAMILY)

@@ -127,8 +127,7 @@ class Agent:
 
     def _obey(self, now: float, order: NodeOrder) -> list[Request]:
         state, requests = self.state, list[Request]()
-        unsure = self.spec.contested and not state.term
-        if unsure or order.term < state.term:
+        if order.term < state.term:
             fences = (each for each in order.orders if isinstance(each, FenceAbort))
             return [request for fence in fences for request in relay(state, fence)]
         state.term = max(state.term, order.term)

@@ -83,8 +83,6 @@ POINTS: dict[str, Point] = {
     "elastic/ordered": Point("A member is told of a new world, and has met nobody."),
     "elastic/formed": Point("Its world is formed, and it has told nobody so."),
     "lighthouse/formed": Point("A quorum is kept on disk; none of its members is answered."),
-    "lease/write": Point("The lease is about to be taken or renewed."),
-    "lease/written": Point("It was answered, and the answer not looked at."),
     "supervisor/start": Point("A part is about to be started. About: its name."),
     "supervisor/started": Point("A part is started, and not written down."),
     "supervisor/ended": Point("A part has ended, and nothing has followed. About: its name."),

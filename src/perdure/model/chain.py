@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from perdure.model.bus.version import Spoken
-from perdure.model.codec import decode
+from perdure.model.codec import decode_stored
 from perdure.model.errors import ProtocolError
 from perdure.model.events import ControllerStarted, JournalEntry
 
@@ -294,7 +294,7 @@ class EntryReader:
 
     def _decode(self, line: bytes, *, sound: bool) -> JournalEntry | None:
         try:
-            entry: JournalEntry = decode(line, JournalEntry)
+            entry: JournalEntry = decode_stored(line, JournalEntry)
         except ProtocolError as error:
             by, mine = self._speaks, self._mine
             newer = by is not None and mine is not None and by.protocol >= mine.protocol

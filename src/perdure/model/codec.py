@@ -12,6 +12,7 @@ was. Half a pair is written as its escape, backslash, `ud800`, and stays that te
 
 import json
 import math
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ _KEY = "$numberDouble"
 _MARK = f'{{"{_KEY}":'
 """Inside a text its quotes would be escaped, so wherever this is found it is one."""
 _MARK_BYTES = _MARK.encode()
+_GONE = re.compile(r"unknown field `(?P<field>\w+)`(?: - at `\$(?P<path>[\w.]*)`)?")
 _VALUES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -58,6 +60,38 @@ def decode(data: bytes | str, type_: type[T] | Any) -> T:
         value: T = decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # Not UTF-8; too deep.
         raise ProtocolError(f"malformed message: {error}") from error
+    return value
+
+
+def decode_stored(data: bytes, type_: type[T] | Any) -> T:
+    """Return the `type_` in `data`, which an older perdure may have written.
+
+    Fields that `type_` no longer has are left out. A job file by a person is not read by this: an
+    unknown field there is an error.
+
+    Raises:
+        ProtocolError: `data` is not such a document; the message names the path in it.
+    """
+    value: T
+    try:
+        value = decode(data, type_)
+    except ProtocolError as error:
+        plain, found = None, _GONE.search(error.message)
+        while found is not None:
+            plain = _restore(msgspec.json.decode(data)) if plain is None else plain
+            holder = plain
+            for name in (found["path"] or "").split(".")[1:]:
+                holder = holder.get(name) if isinstance(holder, dict) else None
+            if not isinstance(holder, dict) or found["field"] not in holder:
+                raise
+            del holder[found["field"]]
+            try:
+                value = msgspec.convert(plain, type_, str_keys=True)
+            except msgspec.ValidationError as next_:
+                found = _GONE.search(str(next_))
+            else:
+                return value
+        raise
     return value
 
 

@@ -255,17 +255,8 @@ class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Whether the loss of one node may stop the decisions."""
+    """How long ranks go on without the control plane."""
 
-    replicas: Annotated[int, Meta(ge=1, le=5)] = 1
-    """Servers that each hold the whole journal, on as many nodes, each with a controller that can
-    take over. 1: one of each; otherwise 3 or 5, since a majority of them has to be there; with an
-    `arbiter` 2 as well."""
-    arbiter: str = ""
-    """Folder on a file system that all nodes share, for lease and journal; without it nothing is
-    decided. Environment variables of each node are put in."""
-    lease_s: Seconds = 1.5
-    """A controller that could not renew its lease for so long acts no more."""
     orphan_s: Seconds = 1800.0
     """A machine that has joined ends what it runs when the bus was away for so long."""
 
@@ -475,11 +466,6 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     metrics: MetricsConfig = MetricsConfig()
     tracking: TrackingConfig = TrackingConfig()
     launch: LaunchConfig = LaunchConfig()
-
-    @property
-    def contested(self) -> bool:
-        """Whether several processes could be the controller, so that one has to be elected."""
-        return self.bus.replicas > 1
 
     @property
     def spare_nodes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from perdure.model.codec import decode, encode
+from perdure.model.codec import decode_stored, encode
 from perdure.model.errors import ProtocolError
 
 T = TypeVar("T")
@@ -43,5 +43,5 @@ def decode_record(data: bytes, type_: type[T] | Any) -> T:
     sealed = tail.startswith(_HASH) and tail.endswith(_END)
     if sealed and tail[len(_HASH) : -len(_END)] != xxhash.xxh3_64_hexdigest(body).encode():
         raise ProtocolError("it is not what was written: its hash is another")
-    value: T = decode(body + b"}" if sealed else text, type_)
+    value: T = decode_stored(body + b"}" if sealed else text, type_)
     return value

@@ -4,9 +4,8 @@ It decides nothing about the training. If a part dies it is started again at onc
 was doing is in the journal (controller), in the store (nats-server) or in the keeper (agent). Its
 own death ends the job: controller, agents, keepers and the guard watch its pid.
 
-Where no node may stop a job's decisions it has several servers and controllers. A part of a node is
-named after it: `nats-server 1`, `controller 1`. Where there is one of each, which no node owns, it
-is `nats-server` and `controller`. A torchft job's lighthouse is its own, the stock one, or a URL.
+A part of a node is named after it, such as `agent 1`. A torchft job's lighthouse is its own, the
+stock one, or a URL.
 """
 
 import asyncio
@@ -19,11 +18,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from perdure.adapters.nats import NatsBus
+from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.failpoints import failpoint
 from perdure.files import is_locked
 from perdure.launch.environment import LIGHTHOUSE_URL, leave_rank, set_hash_seed
@@ -38,8 +37,8 @@ from perdure.model.platforms.slurm import read_allocation
 from perdure.model.report import Snapshot
 from perdure.service.access.credentials import (
     end_asked,
-    make_servers,
-    set_certificates,
+    make_server,
+    set_certificate,
     write_credentials,
 )
 from perdure.service.access.joining import read_invitations
@@ -47,7 +46,6 @@ from perdure.service.agent.logs import LOOK_S, cut_logs
 from perdure.service.agent.outbox import Outbox
 from perdure.service.caches import limit_caches
 from perdure.service.controller.journal import clear_stream, read_end
-from perdure.service.controller.leading import prepare_arbiter
 from perdure.service.jobfiles import (
     JobLock,
     Parts,
@@ -133,7 +131,6 @@ def run(
         make_folders(paths)
         limit_caches(paths)
         check_space(paths)
-        spec = prepare_arbiter(spec, time.time())
         spec = set_hash_seed(spec, read_document(f"{previous}/job.json", JobSpec), os.environ)
         write_document(paths.spec, spec)
         supervisor = Supervisor(
@@ -182,7 +179,7 @@ class Supervisor:
         if time.monotonic() - began_s > 10.0:  # a process that did something else before
             began_s = time.monotonic()
         self._started_s = began_s + self._offset_s
-        self._servers = make_servers(spec, self._paths, placement) if nats_url is None else []
+        self._server = make_server(spec, self._paths, placement) if nats_url is None else None
         self._children: dict[str, Child] = {}
         self._restarts: deque[float] = deque()
         self._stopped = StopWatch(round(_STOPPED_S / _POLL_S))
@@ -242,16 +239,15 @@ class Supervisor:
 
     async def _start(self) -> None:
         self._start_part("guard")
-        if self._nats_url is None:
-            set_certificates(self._servers, self._spec.nats)
-            for part in list_parts("nats-server", self._spec):
-                self._start_part(part)
-            await self._wait_servers()
+        if self._server is not None:
+            set_certificate(self._server, self._spec.nats)
+            self._start_part("nats-server")
+            await self._wait_server(self._server)
         endpoint = write_credentials(
             self._spec,
             self._paths,
-            self._servers,
-            url=self._nats_url or self._servers[0].url,
+            self._server,
+            url=self._server.url if self._server is not None else self._nats_url or "",
             clock_offset_s=self._offset_s,
         )
         self._write_parts()
@@ -259,8 +255,7 @@ class Supervisor:
             write_document(self._paths.invited, self._invited)
         if self._nats_url is not None:
             await clear_stream(self._paths, self._spec.name, ours=self._rerun)
-        for part in list_parts("controller", self._spec):
-            self._start_part(part)
+        self._start_part("controller")
         if self._spec.lighthouse is not None and not self._spec.lighthouse.url:
             self._start_part("lighthouse")
         self._torchft = await read_torchft_variables(self._spec, self._paths, os.environ)
@@ -278,14 +273,14 @@ class Supervisor:
             watch_free_space(self._spec, self._paths, self._now, self._note, self._outbox.put)
         )
 
-    async def _wait_servers(self) -> None:
+    async def _wait_server(self, server: NatsServer) -> None:
         deadline = time.monotonic() + _NATS_READY_S
-        while not all(server.poll_ready() for server in self._servers):
+        while not server.poll_ready():
             if time.monotonic() > deadline:
-                why = "".join(f"; {s.unreached}" for s in self._servers if s.unreached)
+                why = f"; {server.unreached}" if server.unreached else ""
                 raise PlatformError(
                     f"nats-server is not ready after {_NATS_READY_S:g} s{why}",
-                    hint=f"see {self._paths.logs}/nats-server*.log",
+                    hint=f"see {self._paths.logs}/nats-server.log",
                 )
             await asyncio.sleep(0.005)
 
@@ -294,9 +289,6 @@ class Supervisor:
         if self._ended is None:
             return
         failpoint("supervisor/leave")
-        for child in self._children.values():
-            if child.part.startswith("controller") and child.pidfd >= 0:
-                child.kill()  # It still waits, and the job has ended.
         last = ("lighthouse", "guard", "nats-server")
         spare = {c.pid for c in self._children.values() if c.part.startswith(last)}
         deadline = time.monotonic() + _LEAVE_S
@@ -311,24 +303,22 @@ class Supervisor:
 
     def _end_all(self) -> list[int]:
         """Kill what is left of the job; a nats-server gets to close its store first."""
-        servers = self._list_servers()
-        spare = frozenset(server.pid for server in servers)
+        server = self._children.get("nats-server")
+        spare = frozenset({server.pid} if server is not None else ())
         for child in self._children.values():
             self._forget(child)
         end_family(self._spec.name, self._home, spare=spare)
-        end_servers(servers)
+        if server is not None:
+            end_server(server)
         return end_family(self._spec.name, self._home, spare=frozenset())
 
     # --- the parts ----------------------------------------------------------------------------
 
-    def _list_servers(self) -> list[Child]:
-        return [child for child in self._children.values() if child.part.startswith("nats-server")]
-
     def _start_part(self, part: str) -> None:
         kind, _, node = part.partition(" ")
         job = self._spec.name
-        if kind == "nats-server":
-            command = self._servers[int(node or 0)].command()
+        if kind == "nats-server" and self._server is not None:
+            command = self._server.command()
         elif kind == "guard":
             command = guard_command(PERDURE_JOB=job, PERDURE_HOME=self._home)
         else:
@@ -368,7 +358,7 @@ class Supervisor:
         self._forget(child)
         if self._over.is_set():
             return
-        if child.part.startswith("controller"):
+        if child.part == "controller":
             self._tasks.spawn(self._look_for_end(child, cause, at_s))
             return
         if child.part.startswith("agent") and status == 0:
@@ -430,7 +420,7 @@ class Supervisor:
         self._write_parts()
         restarted_s = self._now()
         self._note(f"{child.part} (pid {child.pid}) died: {cause}; started again")
-        if child.part.startswith("nats-server"):
+        if child.part == "nats-server":
             try:
                 check_space(self._paths)
             except PlatformError as error:
@@ -545,14 +535,14 @@ class Supervisor:
 
     def _end_logins(self) -> None:
         """Cut off the machines whose logins are to end, as somebody has asked."""
-        if not self._servers or self._bus is None:
+        if self._server is None or self._bus is None:
             return
 
         def reload() -> None:
-            for child in self._list_servers():
+            if (child := self._children.get("nats-server")) is not None:
                 child.process.send_signal(signal.SIGHUP)
 
-        told = end_asked(self._paths, self._servers, reload)
+        told = end_asked(self._paths, self._server, reload)
         if told and told != self._told:  # A request that cannot be removed is found at each look.
             self._note(told)
         self._told = told
@@ -614,29 +604,20 @@ class Supervisor:
 # --- the parts of which a job has several, or only some jobs have one ----------------------------
 
 
-def list_parts(kind: str, spec: JobSpec) -> list[str]:
-    """Return the names of the parts of one kind: `nats-server` or `controller`."""
-    count = spec.bus.replicas
-    return [kind] if count == 1 else [f"{kind} {node}" for node in range(count)]
-
-
-def end_servers(servers: Iterable[Child]) -> None:
-    """Let each close its store, all at the same time; kill those that do not."""
-    servers = list(servers)
-    for server in servers:
-        server.process.terminate()
-    for server in servers:
-        try:
-            server.process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            server.process.kill()
+def end_server(server: Child) -> None:
+    """Let nats-server close its store; kill it if it does not."""
+    server.process.terminate()
+    try:
+        server.process.wait(_CLOSE_S)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
 
 
 def make_parts(children: Mapping[str, Child], started_s: float) -> Parts:
     """Return who runs the job now."""
 
     def pid_of(kind: str) -> int:
-        child = children.get(kind) or children.get(f"{kind} 0")
+        child = children.get(kind)
         return child.pid if child else 0
 
     return Parts(

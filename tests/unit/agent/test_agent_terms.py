@@ -4,13 +4,12 @@ from perdure.agent.machine import Agent
 from perdure.agent.messages import KeeperUp, OrderReceived, TermHeard
 from perdure.agent.state import NodeIdentity
 from perdure.model.bus.wire import KeeperState, NodeOrder
-from perdure.model.job import BusConfig, JobSpec
+from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment, FenceAbort
 
 
-def make_agent(replicas: int) -> Agent:
-    spec = JobSpec(script="s.py", nodes=3, bus=BusConfig(replicas=replicas))
-    agent = Agent(spec, NodeIdentity(node=1, incarnation="a1"))
+def make_agent() -> Agent:
+    agent = Agent(JobSpec(script="s.py", nodes=3), NodeIdentity(node=1, incarnation="a1"))
     agent.handle(1.0, KeeperUp(state=KeeperState(pid=5, generation=-1, running={0: 7}, exits=())))
     return agent
 
@@ -24,7 +23,7 @@ def obeys(agent: Agent, term: int, number: int) -> bool:
 
 
 def test_an_order_of_an_earlier_term_changes_nothing() -> None:
-    agent = make_agent(3)
+    agent = make_agent()
     agent.handle(1.5, TermHeard(term=5))
     assert not obeys(agent, 4, 1)
     assert obeys(agent, 5, 2)
@@ -34,19 +33,8 @@ def test_an_order_of_an_earlier_term_changes_nothing() -> None:
     assert not obeys(agent, 8, 5)
 
 
-def test_an_agent_that_has_just_begun_waits_until_it_is_in_the_journal() -> None:
-    agent = make_agent(3)
-    assert not obeys(agent, 7, 1)
-    agent.handle(1.5, TermHeard(term=7))
-    assert obeys(agent, 7, 1)
-
-
-def test_where_there_is_one_controller_there_are_no_terms() -> None:
-    assert obeys(make_agent(1), 0, 1)
-
-
 def test_an_abort_of_the_lighthouse_has_no_term_and_is_passed_on() -> None:
-    agent = make_agent(3)
+    agent = make_agent()
     agent.handle(1.5, TermHeard(term=5))
     fence = NodeOrder(controller="l", orders=(FenceAbort(reason="", quorum_id=1, groups=(1,)),))
     assert len(agent.handle(2.0, OrderReceived(order=fence))) == 1

@@ -63,13 +63,13 @@ def test_an_empty_option_is_given_all_the_same(
 
 def test_an_empty_server_is_none(tmp_path: Path) -> None:
     config = write(tmp_path, 'script="x.py"\n[nats]\nurl="nats://a:1"\n')
-    spec, _, _ = make_spec(RunOptions(config=config, nats="", arbiter=""))
+    spec, _, _ = make_spec(RunOptions(config=config, nats=""))
     assert spec.nats.url == "nats://a:1"
 
 
 FLAGS: tuple[dict[str, Any], ...] = (
     {"torchft": True}, {"replicas": 3}, {"env": ["A=1"]}, {"nproc": "2"}, {"max_restarts": 1},
-    {"nats": "nats://a:1"}, {"arbiter": "there"}, {"replicate": 3}, {"script": "y.py", "args": []},
+    {"nats": "nats://a:1"}, {"script": "y.py", "args": []},
 )  # fmt: skip
 SECTIONS = ("torchft", "env", "nproc", "restart", "nats", "bus", "args", "checkpoint")
 VALUES = (

@@ -156,7 +156,6 @@ def test_what_does_not_go_with_it_is_refused(tmp_path: Path) -> None:
         {"placement": "p.json"},
         {"detach": True},
         {"torchft": True},
-        {"replicate": 3},
         {"nats": "nats://127.0.0.1:4222"},
     ):
         with pytest.raises(ConfigError):

@@ -67,7 +67,6 @@ def test_nothing_of_the_users_is_in_the_job_that_is_drilled(tmp_path: Path) -> N
     document = {
         "checkpoint": {"url": "s3://bucket/run", "every_steps": 50},
         "nats": {"url": "nats://ours:4222"},
-        "bus": {"replicas": 2, "arbiter": "/shared/arbiter"},
         "alerts": {"command": ["page-me"]},
         "metrics": {"prometheus_port": 9000},
         "tracking": {"wandb": "team/project"},
@@ -92,7 +91,7 @@ def test_nothing_of_the_users_is_in_the_job_that_is_drilled(tmp_path: Path) -> N
     assert (mine.env["WANDB_MODE"], mine.env["WANDB_API_KEY"]) == ("disabled", "")
     assert mine.env["MLFLOW_TRACKING_URI"] == f"file:{scratch}/mlruns"
     assert (mine.checkpoint.url, mine.checkpoint.every_steps) == ("", 50)
-    assert (mine.nats.url, mine.bus.replicas, mine.bus.arbiter) == ("", 1, "")
+    assert mine.nats.url == ""
     assert (mine.alerts.command, mine.metrics.prometheus_port, mine.notify.webhook_port) == (
         (), 0, 0,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from perdure.launch.slurm.render import check_cluster, quote
 from perdure.launch.slurm.size import Size, count_given
 from perdure.launch.slurm.submit import expand
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.job import BusConfig, CheckpointConfig, JobSpec, LaunchConfig
+from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.platforms.outcome import Outcome
 from perdure.model.platforms.profile import LaunchSection, Profile
 from perdure.model.platforms.slurm import (
@@ -389,9 +389,6 @@ def test_a_range_of_nodes_is_asked_for_where_a_job_may_grow() -> None:
         render(spec(nodes=1, nodes_max=3, remote=2), profile()).files["job.sbatch"]
     )
     assert "--nodes=1" in lines, "two come from other allocations"
-    many = spec(nodes=1, nodes_max=4, bus=BusConfig(replicas=3))
-    assert ("error", "") in levels(profile(), many)
-    assert levels(profile(), structs.replace(many, nodes=3)) == []
     assert ("error", "") in levels(profile(), spec(nodes_max=2, observe=True))
 
 

@@ -5,12 +5,20 @@ import math
 import tracemalloc
 from typing import Any
 
+import msgspec
 import pytest
 
 from perdure.model.bus.wire import WorkerEvent
-from perdure.model.codec import decode, encode
+from perdure.model.codec import decode, decode_stored, encode
 from perdure.model.errors import ProtocolError
-from perdure.model.events import CommandReceived, MetricsLogged, RankJoined
+from perdure.model.events import (
+    CommandReceived,
+    JobSubmitted,
+    JournalEntry,
+    MetricsLogged,
+    RankJoined,
+)
+from perdure.model.job import BusConfig, JobSpec
 from perdure.model.plain import make_plain
 
 
@@ -67,3 +75,19 @@ def test_an_example_is_printable_bounded_and_cheap() -> None:
     assert len(text) <= 200
     assert make_plain("kept: Größe, §1") == "kept: Größe, §1"
     assert make_plain("a\n\x1b[2J\u202e\udc80") == "a\\n\\x1b[2J\\u202e\\udc80"
+
+
+def test_a_document_of_an_older_version_is_read_without_the_fields_that_are_gone() -> None:
+    """Each removed setting made the journals unreadable that name it."""
+    entry = JournalEntry(1, 2.0, JobSubmitted(spec=JobSpec(name="a", script="x.py"), at_s=1.0))
+    old = msgspec.json.decode(encode(entry))
+    old["body"]["spec"]["bus"] = {"replicas": 3, "lease_s": None, "orphan_s": 7.0}
+    old["body"]["spec"]["gone"] = [1]
+    old["body"]["gone"] = {}
+    found = decode_stored(msgspec.json.encode(old), JournalEntry)
+    assert found.body.spec.bus == BusConfig(orphan_s=7.0)
+    with pytest.raises(ProtocolError, match="unknown field"):
+        decode(msgspec.json.encode(old), JournalEntry)
+    old["body"]["spec"]["nproc"] = "two"
+    with pytest.raises(ProtocolError, match="malformed"):
+        decode_stored(msgspec.json.encode(old), JournalEntry)

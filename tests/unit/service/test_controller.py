@@ -380,11 +380,7 @@ async def test_nobody_is_killed_for_a_group_that_is_too_large(
     monkeypatch.setattr(journal_module, "STUCK_S", 0.0)
     stuck: list[int] = []
     stream = FakeStream()
-
-    async def note() -> None:
-        stuck.append(1)
-
-    journal = Journal(stream, writer="c", on_stuck=note)
+    journal = Journal(stream, writer="c", on_stuck=lambda: stuck.append(1))
     entries = number_entries(
         journal, [Decision(action="a", summary="x" * 5000, reason="")], at_s=0.0
     )

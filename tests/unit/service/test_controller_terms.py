@@ -10,12 +10,12 @@ from perdure.model.bus.wire import Command, NodeOrder, subject_orders
 from perdure.model.codec import decode
 from perdure.model.errors import FencedError
 from perdure.model.events import ControllerStarted
-from perdure.model.job import BusConfig, JobSpec
+from perdure.model.job import JobSpec
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
 
-SPEC = JobSpec(name="job", script="s.py", nodes=3, bus=BusConfig(replicas=3))
+SPEC = JobSpec(name="job", script="s.py", nodes=3)
 
 
 class Site:
@@ -25,7 +25,6 @@ class Site:
         self.server, self.stream = FakeServer(), FakeStream()
         self.heard: list[NodeOrder] = []
         self.more = asyncio.Event()
-        self.lapsed = False
 
     async def listen(self) -> None:
         bus = FakeBus(self.server)
@@ -35,22 +34,16 @@ class Site:
         self.heard.append(decode(data, NodeOrder))
         self.more.set()
 
-    def check(self) -> None:
-        if self.lapsed:
-            raise FencedError("the lease is over")
-
-    def start(self, term: int) -> "asyncio.Task[object]":
+    def start(self, name: str) -> "asyncio.Task[object]":
         loop = asyncio.get_running_loop()
         service = ControllerService(
             SPEC,
             FakeBus(self.server),
-            Journal(self.stream, writer=f"c{term}"),
+            Journal(self.stream, writer=name),
             clock=loop.time,
-            incarnation=f"c{term}",
+            incarnation=name,
             submitted_s=0.0,
             show=lambda snapshot: None,
-            term=term,
-            check=self.check,
         )
         self.newest = service
         return asyncio.create_task(service.run())
@@ -67,59 +60,29 @@ async def wait_orders(site: Site, count: int) -> None:
             await site.more.wait()
 
 
-async def test_orders_and_journal_carry_the_term() -> None:
+async def test_orders_and_journal_carry_a_term_that_grows() -> None:
     site = Site()
     await site.listen()
-    task = site.start(4)
-    await wait_orders(site, 1)
-    assert [order.term for order in site.heard] == [4]
-    assert site.terms() == [4]
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-@pytest.mark.parametrize("term", [4, 3])
-async def test_a_lease_older_than_the_journal_is_worth_nothing(term: int) -> None:
-    site = Site()
-    await site.listen()
-    first = site.start(4)
-    await wait_orders(site, 1)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    with pytest.raises(FencedError, match="term 4"):
-        await site.start(term)
-    assert site.terms() == [4]
-
-
-async def test_what_was_written_when_the_lease_lapsed_is_not_sent() -> None:
-    """It is in the journal, so the next controller does it."""
-    site = Site()
-    await site.listen()
-    append = site.stream.append
-
-    async def slow(data: bytes, *, expected_last: int, message_id: str) -> int:
-        number = await append(data, expected_last=expected_last, message_id=message_id)
-        site.lapsed = True
-        return number
-
-    site.stream.append = slow  # type: ignore[method-assign]
-    with pytest.raises(FencedError, match="lease"):
-        await site.start(4)
-    assert site.terms() == [4]
-    assert site.heard == []
+    for name, terms in (("first", [1]), ("second", [1, 2])):
+        task = site.start(name)
+        await wait_orders(site, len(terms))
+        assert [order.term for order in site.heard] == terms
+        assert site.terms() == terms
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_two_that_both_believe_to_be_the_controller_cannot_both_write() -> None:
     site = Site()
     await site.listen()
-    first = site.start(4)
+    first = site.start("first")
     await wait_orders(site, 1)
     deposed = site.newest
-    second = site.start(6)
+    second = site.start("second")
     await wait_orders(site, 2)
     deposed.command(Command(id="x", kind="pause"))
     with pytest.raises(FencedError, match="another controller writes"):
         await asyncio.wait_for(first, PATIENCE_S)
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert site.terms() == [4, 6]
+    assert site.terms() == [1, 2]

@@ -9,7 +9,7 @@ from perdure.adapters.nats import NatsServer
 from perdure.files.private import locate_job
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
-from perdure.service.access.credentials import keep_endpoint, make_servers, set_certificates
+from perdure.service.access.credentials import keep_endpoint, make_server, set_certificate
 from perdure.service.jobfiles import write_document
 from perdure.service.placement import Placement, load_placement
 
@@ -21,8 +21,8 @@ def start_run(folder: Path, number: int, address: str = "127.0.0.2") -> NatsServ
     placement = folder / "placement.json"
     placement.write_text(f'{{"bind": "{address}", "door": "credentials/door.json"}}')
     paths = locate_job(str(folder / f"home{number}"), "far")
-    (server,) = make_servers(SPEC, paths, load_placement(str(placement), 1))
-    set_certificates([server], SPEC.nats)
+    server = make_server(SPEC, paths, load_placement(str(placement), 1))
+    set_certificate(server, SPEC.nats)
     return server
 
 

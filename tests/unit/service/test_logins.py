@@ -39,6 +39,7 @@ from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import MINE, load_endpoint, write_document
 from perdure.service.jobfolders import paths_of
+from perdure.service.placement import Placement
 from perdure.service.supervisor import Supervisor
 
 JOB = "far"
@@ -152,16 +153,14 @@ async def test_a_machine_that_cannot_be_admitted_now_is_told_why_and_the_job_goe
 
 
 class Site:
-    """A job's servers, not started, and everybody's credentials."""
+    """A job's server, not started, and everybody's credentials."""
 
-    def __init__(self, home: Path, servers: int = 1) -> None:
+    def __init__(self, home: Path) -> None:
         self.paths: JobPaths = paths_of(str(home), JOB)
-        self.servers = [make_server(SPEC, self.paths, "127.0.0.1") for _ in range(servers)]
-        for number, server in enumerate(self.servers):
-            server.users, server.port = self.servers[0].users, 4222
-            server.folder = str(home / f"nats{number}")
-            server.command()
-        write_credentials(SPEC, self.paths, self.servers, url="nats://x", clock_offset_s=0)
+        self.server = make_server(SPEC, self.paths, Placement())
+        self.server.port = 4222
+        self.server.command()
+        write_credentials(SPEC, self.paths, self.server, url="nats://x", clock_offset_s=0)
         self.asked = Path(self.paths.credential("run")).parent / "end-logins.json"
         self.reloads = 0
 
@@ -169,7 +168,7 @@ class Site:
         self.reloads += 1
 
     def look(self) -> str:
-        return end_asked(self.paths, self.servers, self.reload)
+        return end_asked(self.paths, self.server, self.reload)
 
     def find_token(self, node: int) -> str:
         return load_endpoint(self.paths, f"agent-{node}").token
@@ -177,9 +176,8 @@ class Site:
     def check_agreement(self, node: int) -> None:
         """What is asked of a node is what its credentials show, on disk and in memory."""
         token = self.find_token(node)
-        for server in self.servers:
-            assert token in [user.password for user in server.users]
-            assert token in Path(server.folder, "nats-server.conf").read_text()
+        assert token in [user.password for user in self.server.users]
+        assert token in Path(self.server.folder, "nats-server.conf").read_text()
 
 
 @pytest.fixture
@@ -266,9 +264,9 @@ def test_credentials_that_cannot_be_written_leave_the_old_login_ended(
         full.setattr(credentials, "write_document", fail)
         assert "cannot write" in site.look()
     assert site.reloads == 1
-    (server,) = site.servers
+    server = site.server
     assert before not in Path(server.folder, "nats-server.conf").read_text()
-    renew_logins(site.paths, site.servers, [1])
+    renew_logins(site.paths, server, [1])
     site.check_agreement(1)
 
 

@@ -148,7 +148,7 @@ async def test_what_a_newer_agent_adds_is_passed_over_or_set_aside(rig: Rig) -> 
     message = {"node": 0, "batches": [{"source": "a0-1", "first_seq": 1, "events": told}]}
     data = msgspec.json.encode(message)
     answer = await rig.agent.request("perdure.job.events.0", data, timeout_s=PATIENCE_S)
-    assert decode(answer, dict) == {"seqs": {"a0-1": 2}}
+    assert decode(answer, dict) == {"seqs": {"a0-1": 2}, "term": 1}
     kinds = [type(body).__name__ for body in rig.bodies()]
     assert "NodeRegistered" in kinds
     assert "MessagesSetAside" in kinds

@@ -19,10 +19,7 @@ from perdure.adapters.nats.certificates import (
     make_shared_certificate,
 )
 from perdure.adapters.nats.credentials import choose_file, read_credentials, read_pem
-from perdure.adapters.nats.lease import ElectionWatch, NatsLease
 from perdure.adapters.nats.server import (
-    SYSTEM,
-    Member,
     NatsServer,
     User,
     find_binary,
@@ -31,11 +28,7 @@ from perdure.adapters.nats.server import (
 from perdure.adapters.nats.stream import NatsStream
 
 __all__ = [
-    "SYSTEM",
-    "ElectionWatch",
-    "Member",
     "NatsBus",
-    "NatsLease",
     "NatsServer",
     "NatsStream",
     "UntrustedError",

@@ -127,11 +127,9 @@ class NatsBus:
 
     @classmethod
     async def connect(
-        cls, endpoint: Endpoint, *, name: str = "", timeout_s: float | None = None, near: int = 0
+        cls, endpoint: Endpoint, *, name: str = "", timeout_s: float | None = None
     ) -> "NatsBus":
         """Return a connection, waiting for the server for ever, or for `timeout_s`.
-
-        Of several servers that of number `near` (modulo theirs) is tried first, then the others.
 
         A server that refuses the credentials is asked again like one that is not there: it may be
         about to be given them.
@@ -144,18 +142,16 @@ class NatsBus:
         login = make_login(endpoint)
         if endpoint.user:
             login["inbox_prefix"] = inbox_prefix(endpoint.user)
-        servers = endpoint.servers or (endpoint.url,)
-        first = near % len(servers)
         bus._options = {
-            "servers": [*servers[first:], *servers[:first]],
+            "servers": [endpoint.url],
             "dont_randomize": True,
             "name": name or None,
             "tls": _make_tls(endpoint),
             "allow_reconnect": True,
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": 0.1,  # Its type says int; fractions work.
-            "connect_timeout": 2 if len(servers) == 1 else 1,
-            "ping_interval": 10 if len(servers) == 1 else 1,
+            "connect_timeout": 2,
+            "ping_interval": 10,
             "max_outstanding_pings": 2,
             "error_cb": bus._note_error,
             "disconnected_cb": bus._lose,

@@ -35,8 +35,6 @@ ports_file_dir: {folder}
 {tls}max_payload: 8388608
 max_pending: 33554432
 write_deadline: "2s"
-"""
-_JETSTREAM = """\
 jetstream {{
   store_dir: {folder}
   sync_interval: "{sync}"
@@ -44,12 +42,7 @@ jetstream {{
   max_file_store: {max_bytes}
 }}
 """
-ACCOUNT = "JOB"
-"""Where all of the job's users are, in a cluster."""
-_ROUTE_PING = {"ping_interval": "1s", "ping_max": 2, "write_deadline": "2s"}
 _ANSWERS = {"max": 1, "expires": "1m"}
-SYSTEM = "system"
-"""The user who may speak to the servers of a cluster themselves."""
 STORE_MAX_BYTES = 1 << 40
 
 
@@ -105,24 +98,6 @@ class User:
         return {"user": self.name, "password": self.password, "permissions": permissions}
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """What makes a server one of several."""
-
-    name: str
-    """Its own, in the cluster."""
-    port: int
-    """Where the others reach it, at its `host`."""
-    routes: tuple[str, ...]
-    """`host:port` of the others."""
-    password: str
-    """Asked of them."""
-    system: str
-    """Password of user `system`, who may speak to the servers themselves."""
-    authorities: str = ""
-    """Path of everybody's certificates, where routes speak TLS."""
-
-
 @dataclass(slots=True)
 class NatsServer:
     """One server's files: `folder` holds its configuration and its JetStream store."""
@@ -141,10 +116,6 @@ class NatsServer:
     """Paths of a certificate and its key: TLS for every client."""
     max_bytes: int = STORE_MAX_BYTES
     """Of the JetStream store."""
-    member: Member | None = None
-    """Of a cluster; None where it is alone."""
-    jetstream: bool = True
-    """Whether it keeps anything, or only carries messages."""
     unreached: str = ""
     """Why the last connection to it failed; empty before the first one."""
 
@@ -158,12 +129,12 @@ class NatsServer:
         if self.certificate is not None:
             cert, key = self.certificate
             tls = f"tls: {_quote({'cert_file': cert, 'key_file': key, 'timeout': 5})}\n"
-        return (_CONFIG + (_JETSTREAM if self.jetstream else "")).format(
-            name=self.member.name if self.member else self.name,
+        return _CONFIG.format(
+            name=self.name,
             host=self.host,
             port=self.port,
             folder=_quote(self.folder),
-            users=self._render_users() + self._render_cluster(),
+            users=self._render_users(),
             tls=tls,
             sync=self.sync,
             max_bytes=self.max_bytes,
@@ -171,33 +142,8 @@ class NatsServer:
 
     def _render_users(self) -> str:
         users = [user.render() for user in self.users]
-        if self.member is None:
-            authorization: dict[str, Any] = {"users": users} if users else {"token": self.token}
-            return f"authorization: {_quote(authorization)}"
-        system = {"users": [{"user": SYSTEM, "password": self.member.system}]}
-        job = {"users": users} | ({"jetstream": "enabled"} if self.jetstream else {})
-        accounts = {"SYS": system, ACCOUNT: job}
-        return f"accounts: {_quote(accounts)}\nsystem_account: SYS"
-
-    def _render_cluster(self) -> str:
-        """Return the part that joins the others; a dead route is noticed within 3 s."""
-        me = self.member
-        if me is None:
-            return ""
-        cluster: dict[str, Any] = {
-            "name": self.name,
-            "listen": f"{self.host}:{me.port}",
-            "authorization": {"user": "route", "password": me.password, "timeout": 5},
-            "routes": [f"nats://route:{me.password}@{address}" for address in me.routes],
-            "no_advertise": True,
-            "pool_size": -1,
-            **_ROUTE_PING,
-        }
-        if self.certificate is not None and me.authorities:
-            cert, key = self.certificate
-            files = {"cert_file": cert, "key_file": key, "ca_file": me.authorities}
-            cluster["tls"] = {**files, "timeout": 5}
-        return f"\ncluster: {_quote(cluster)}"
+        authorization: dict[str, Any] = {"users": users} if users else {"token": self.token}
+        return f"authorization: {_quote(authorization)}"
 
     def command(self) -> list[str]:
         """Write the configuration; return the command line that starts the server.
@@ -246,7 +192,7 @@ class NatsServer:
         try:
             with socket.create_connection((self.host, self.port), timeout=1) as client:
                 client.settimeout(1)
-                return (b'"jetstream":true' if self.jetstream else b"INFO") in client.recv(8192)
+                return b'"jetstream":true' in client.recv(8192)
         except OSError as error:
             self.unreached = f"{self.host}:{self.port}: {error.strerror or error}"
             return False

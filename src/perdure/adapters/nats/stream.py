@@ -41,9 +41,9 @@ _HEADERS = 512
 class NatsStream:
     """`JournalStream` on JetStream; made by `open`."""
 
-    def __init__(self, bus: NatsBus, job: str, *, replicated: bool = False) -> None:
-        """Use `bus`; the stream must exist, on several servers where it is `replicated`."""
-        self._bus, self._replicated = bus, replicated
+    def __init__(self, bus: NatsBus, job: str) -> None:
+        """Use `bus`; the stream must exist."""
+        self._bus = bus
         self._name, self._subject = stream_journal(job), subject_journal(job)
 
     @property
@@ -53,18 +53,18 @@ class NatsStream:
 
     @property
     def _js(self) -> JetStreamContext:
-        return self._bus.client.jetstream(timeout=1 if self._replicated else 5)
+        return self._bus.client.jetstream(timeout=5)
 
     @classmethod
-    async def open(cls, bus: NatsBus, job: str, *, replicas: int = 1) -> "NatsStream":
-        """Return the job's stream, made with so many `replicas` where it is not there yet.
+    async def open(cls, bus: NatsBus, job: str) -> "NatsStream":
+        """Return the job's stream, made where it is not there yet.
 
         Raises:
             PlatformError: JetStream does not answer or refuses.
         """
-        stream = cls(bus, job, replicated=replicas > 1)
+        stream = cls(bus, job)
         try:
-            await stream._bus.unless_lost(stream._js.add_stream(stream._configure(replicas)))
+            await stream._bus.unless_lost(stream._js.add_stream(stream._configure()))
         except nats.js.errors.ServiceUnavailableError as error:
             raise PlatformError(
                 f"no journal can be kept at {bus.url}: JetStream is not there for this account",
@@ -77,7 +77,7 @@ class NatsStream:
             raise PlatformError(f"cannot open the journal: {error!r}") from error
         return stream
 
-    def _configure(self, replicas: int, first: int | None = None) -> StreamConfig:
+    def _configure(self, first: int | None = None, replicas: int = 1) -> StreamConfig:
         return StreamConfig(
             name=self._name,
             subjects=[self._subject],
@@ -103,14 +103,6 @@ class NatsStream:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         return last.data
 
-    async def read_leader(self) -> str:
-        """Return the name of the server that writes the journal; empty where nobody says so."""
-        try:
-            info = await self._bus.unless_lost(self._js.stream_info(self._name))
-        except LOST:
-            return ""
-        return (info.cluster.leader if info.cluster is not None else None) or ""
-
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return every message from number `first` on, as `read` yields them.
 
@@ -122,8 +114,7 @@ class NatsStream:
     async def read(self, *, first: int = 1) -> AsyncIterator[bytes]:
         """Yield every message from number `first` on, oldest first; none before it is made.
 
-        In the place of one that is gone stands an empty one. Of several replicas one may lag, or
-        have lost what the others have: what it has not is asked for again.
+        In the place of one that is gone stands an empty one.
 
         Raises:
             PlatformError: JetStream does not answer, or what it answers does not arrive.
@@ -150,22 +141,18 @@ class NatsStream:
     async def _read_some(self, first: int, last: int) -> tuple[dict[int, bytes], int]:
         """Return the next of messages `first` to `last`, and the number to which they go.
 
-        Without a consumer: to make one, a cluster needs more of itself than to append does, and
-        just after the loss of a server it has not got that. And where the last message is gone,
-        a consumer waits for it, and the server with it.
+        Without a consumer: where the last message is gone, a consumer waits for it, and the server
+        with it.
         """
         missed = 0
         while first <= last:
             answer = await self._bus.unless_lost(self._ask(first, last))
             if answer.messages:
                 until = min(answer.newest, last)
-                found = answer.messages
-                return await self._complete(found, first, until), until
-            if answer.ended and not self._replicated:
+                return answer.messages, until
+            if answer.ended:
                 break
             missed += 1
-            if missed > _MISSED_MAX and answer.ended:
-                return await self._complete({}, first, last), last
             if missed > _MISSED_MAX:
                 raise PlatformError(
                     f"the journal's message {first} is not to be had",
@@ -173,22 +160,6 @@ class NatsStream:
                 )
             await asyncio.sleep(_PAUSE_S)
         return {}, last
-
-    async def _complete(self, found: dict[int, bytes], first: int, last: int) -> dict[int, bytes]:
-        """Return `found`, and what another replica has of messages `first` to `last`."""
-        for attempt in range(_MISSED_MAX if self._replicated else 0):
-            gone = [number for number in range(first, last + 1) if number not in found]
-            if not gone:
-                return found
-            await asyncio.sleep(_PAUSE_S if attempt else 0)
-            answer = await self._bus.unless_lost(self._ask(gone[0], gone[-1]))
-            found |= answer.messages
-        for number in range(first, last + 1) if self._replicated else ():
-            if number not in found:
-                with contextlib.suppress(nats.js.errors.NotFoundError):  # Who leads has it?
-                    message = await self._bus.unless_lost(self._js.get_msg(self._name, number))
-                    found[number] = message.data or b""
-        return found
 
     async def _ask(self, first: int, last: int) -> "_Answer":
         """Return what a server sends of messages `first` to `last` when asked once."""
@@ -224,9 +195,7 @@ class NatsStream:
         try:
             replicas = (await self._js.stream_info(self._name)).config.num_replicas or 1
             await self._js.delete_stream(self._name)
-            await self._bus.unless_lost(
-                self._js.add_stream(self._configure(replicas, first=last + 1))
-            )
+            await self._make_anew(self._configure(last + 1, replicas))
         except LOST as error:
             raise PlatformError(f"cannot make the journal anew: {error!r}") from error
         size = min(_MEND_BYTES, self.bytes_max)
@@ -234,6 +203,18 @@ class NatsStream:
             id_ = f"mended-{number}"
             last = await self.append(data, expected_last=number, message_id=id_)
         return last
+
+    async def _make_anew(self, config: StreamConfig) -> None:
+        """Make the stream that was just deleted, whose files nats-server may still remove."""
+        for left in reversed(range(_MISSED_MAX)):
+            try:
+                await self._bus.unless_lost(self._js.add_stream(config))
+            except nats.js.errors.ServerError:
+                if not left:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return
 
     async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
         """Return the number of the message once it is on disk."""

@@ -48,7 +48,6 @@ _PATHS = {
     "nats": ("creds", "tls_cert", "tls_key", "tls_ca"),
     "notify": ("webhook_token_file",),
     "preemption": ("file",),
-    "bus": ("arbiter",),
     "tracking": ("tensorboard",),
 }
 """Fields that are nothing but a path."""
@@ -64,8 +63,6 @@ _FIELDS = {
     "nats_tls_cert": "nats.tls_cert",
     "nats_tls_key": "nats.tls_key",
     "nats_tls_ca": "nats.tls_ca",
-    "replicate": "bus.replicas",
-    "arbiter": "bus.arbiter",
     "replicas": "torchft.replicas",
 }
 """Option -> the job file's field that it sets as it is; None: of the same name."""
@@ -215,11 +212,6 @@ def _check_groups(spec: JobSpec, groups: int, nodes: int, own: str) -> Faults:
         ),
         (spec.growth, "nodes_max: replica groups of torchft are `torchft.replicas`", ""),
         (spec.remote, "--remote: replica groups of torchft are all started here", _LAST),
-        (
-            spec.bus.replicas > 1,
-            "bus.replicas: the lighthouse of a torchft job is on one node",
-            "leave bus.replicas out",
-        ),
     )
 
 
@@ -240,11 +232,6 @@ def _check_rendezvous(spec: JobSpec, options: RunOptions) -> Faults:
         ),
         (spec.groups, "--nnodes: replica groups of torchft are all on one machine", ""),
         (
-            spec.bus.replicas > 1,
-            f"bus.replicas = {spec.bus.replicas}: with --nnodes the servers are on the first node",
-            "leave it out: where the first node is lost, the same command there resumes the job",
-        ),
-        (
             spec.nats.url or spec.nats.tls_cert,
             f"nats: with --nnodes the server and its certificate are perdure's own; {here}",
             "leave it out, or perdure invite and perdure join",
@@ -253,36 +240,15 @@ def _check_rendezvous(spec: JobSpec, options: RunOptions) -> Faults:
 
 
 def _check_nodes(spec: JobSpec, observed: bool) -> Faults:
-    """Return what the nodes do not go with, such as replicas of the bus that guard against nothing.
+    """Return what the nodes do not go with.
 
     Machines that join are an action, so that a world that is only observed does not grow.
     """
-    replicas, arbiter = spec.bus.replicas, spec.bus.arbiter
     return (
         (
             observed and spec.growth,
             f"nodes_max = {spec.nodes_max}: a world that is only observed never grows",
             "leave nodes_max or --observe out",
-        ),
-        (
-            arbiter and spec.nats.url,
-            "bus.arbiter keeps the journal instead of --nats",
-            "leave one out",
-        ),
-        (
-            arbiter and replicas == 1,
-            "bus.arbiter: there is one controller",
-            "--replicate 2",
-        ),
-        (
-            replicas % 2 == 0 and not arbiter,
-            f"bus.replicas = {replicas}: where half of them are cut off, neither half may decide",
-            "an odd number of nodes, or --arbiter DIR on a file system that they share",
-        ),
-        (
-            spec.num_nodes < replicas > 1,
-            f"bus.replicas = {replicas} on {spec.num_nodes} nodes: each wants a node of its own",
-            "more --nodes, or no replicas",
         ),
         (
             spec.remote > spec.num_nodes,

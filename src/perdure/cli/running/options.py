@@ -112,16 +112,6 @@ class RunOptions:
     nats_tls_ca: Annotated[
         str | None, _option("--nats-tls-ca", metavar="FILE", help="Who has signed the server's.")
     ] = None
-    replicate: Annotated[
-        int | None,
-        _option(
-            "--replicate", min=1, metavar="N", help="Survive any node: journal on N nodes (3)."
-        ),
-    ] = None
-    arbiter: Annotated[
-        str | None,
-        _option("--arbiter", metavar="DIR", help="Shared folder that decides between two nodes."),
-    ] = None
     placement: Annotated[
         str | None, _option("--placement", metavar="FILE", hidden=True, help="See docs/lab.md.")
     ] = None

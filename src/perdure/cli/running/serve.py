@@ -164,7 +164,6 @@ def make_served_spec(
         (spec.nodes > 1 or spec.spares or spec.nodes_max, "nodes and spares"),
         (spec.remote and spec.nats.url, "nats.url with remote"),
         (document.get("observe"), "observe"),
-        (spec.bus.replicas > 1, "bus.replicas"),
         (not (spec.lighthouse and spec.lighthouse.own), "torchft.lighthouse"),
         (spec.checkpoint.every_steps or spec.checkpoint.every_s, "checkpoint.every_*"),
     )

@@ -130,7 +130,7 @@ def list_changes(spec: JobSpec, *, elsewhere: bool = False) -> list[str]:
         ),
         (
             spec.bus != BusConfig(),
-            "there is one nats-server and one controller (no bus.replicas, no bus.arbiter)",
+            "ranks wait for the control plane as long as by default (bus.orphan_s)",
         ),
         (
             bool(spec.remote or spec.growth) and not elsewhere,

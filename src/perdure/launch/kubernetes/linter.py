@@ -595,7 +595,6 @@ def check_profile(spec: JobSpec, profile: Profile) -> Found:
             "securityContext: a namespace that enforces `restricted` refuses them",
             "Pod Security Standards",
         ),
-        *error(spec.bus.replicas > 1, "bus.replicas: a pod holds one server", "bus.replicas = 1"),
         *error(
             spec.growth and section.shape != "job",
             f"nodes_max: pods are added beside a Job, and not to a {section.shape}",

@@ -259,7 +259,7 @@ def check_job(spec: JobSpec, profile: Profile) -> list[Finding]:
     """
     section, url = profile.slurm, spec.checkpoint.url
     warn_s, startup_s = section.warn_s, section.startup_s
-    limit_s, (fewest, most) = parse_time_limit(section.time_limit), count_nodes(spec)
+    limit_s = parse_time_limit(section.time_limit)
     needed_s = warn_s + JITTER_S + startup_s
     return [
         *error(
@@ -289,11 +289,6 @@ def check_job(spec: JobSpec, profile: Profile) -> list[Finding]:
             spec.growth and (spec.groups or not spec.unordered.leaves),
             "nodes_max: replica groups, and a world that is only observed, do not grow",
             "nodes alone",
-        ),
-        *error(
-            most > fewest < spec.bus.replicas,
-            f"bus.replicas = {spec.bus.replicas}, and Slurm may give {fewest} of {most} nodes",
-            f"nodes = {spec.bus.replicas} or more, or no replicas",
         ),
         *error(
             section.array and url and "SLURM_ARRAY_TASK_ID" not in url,

@@ -40,7 +40,6 @@ import msgspec
 from perdure.model import events
 from perdure.model.bus.wire import (
     RUN,
-    bucket_lease,
     stream_journal,
     subject_beats,
     subject_commands,
@@ -177,7 +176,7 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
     """Return what `role` may do; `node` is that of an agent, `*` that of any."""
     user = user_name(role, node if isinstance(node, int) else None)
     me = "*" if node is None else node
-    api, stream, lease = "$JS.API", stream_journal(job), bucket_lease(job)
+    api, stream = "$JS.API", stream_journal(job)
     direct = f"{api}.DIRECT.GET.{stream}"
     last = (
         f"{api}.STREAM.INFO.{stream}",
@@ -204,10 +203,6 @@ def build_access(role: Role, job: str, node: int | str | None = None) -> Access:
                 f"{api}.STREAM.DELETE.{stream}",
                 *last,
                 *replay,
-                f"{api}.STREAM.CREATE.KV_{lease}",
-                f"{api}.STREAM.INFO.KV_{lease}",
-                f"{api}.DIRECT.GET.KV_{lease}.>",
-                f"$KV.{lease}.>",
             ),
             (events_, beats, commands, ask, notices, subject_joins(job)),
         ),

@@ -16,7 +16,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     """
 
     url: str
-    """A server; the first of `servers` where there are several."""
+    """URL of the server."""
     token: str
     """Password of `user`; without one, a token."""
     clock_offset_s: float
@@ -32,8 +32,6 @@ class Endpoint(msgspec.Struct, frozen=True):
     tls_cert: str = ""
     """Path of the certificate that is shown to the user's own server; with `tls_key`."""
     tls_key: str = ""
-    servers: tuple[str, ...] = ()
-    """All servers of the cluster, in the order in which they are tried; empty: `url` alone."""
     owner: int = -1
     """User (uid) of a server that is perdure's own and on loopback; -1: any."""
     speaks: Spoken = Spoken()

@@ -60,15 +60,6 @@ def stream_journal(job: str) -> str:
     return f"PERDURE_{job.replace('.', '_')}_JOURNAL"
 
 
-KEY_LEASE = "controller"
-"""The key of the controller's lease in its bucket."""
-
-
-def bucket_lease(job: str) -> str:
-    """The bucket of JetStream's key-value store that holds the controller's lease."""
-    return f"PERDURE_{job.replace('.', '_')}_LEASE"
-
-
 class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """Events of one source, in order; `first_seq` numbers the first of them."""
 

@@ -17,7 +17,7 @@ those of an earlier run is refused, which tells it that the job was started anew
 Logins of machines from elsewhere are ended while the job runs. A node's login is as old as the
 job's server, and whoever took it keeps it. Ending one is giving it another password: the server
 cuts off who came by the old one, and the node's next machine is given the new one. Only the
-supervisor has the servers; it is asked by a file in the folder of credentials, which nobody but
+supervisor has the server; it is asked by a file in the folder of credentials, which nobody but
 their owner can write to.
 """
 
@@ -36,10 +36,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from perdure.adapters.host import pick_free_ports
 from perdure.adapters.nats import (
-    SYSTEM,
-    Member,
     NatsServer,
     User,
     choose_file,
@@ -63,7 +60,7 @@ from perdure.service.jobfiles import (
     write_atomic,
     write_document,
 )
-from perdure.service.placement import LOOPBACK, Placement
+from perdure.service.placement import Placement
 
 log = logging.getLogger("perdure.run")
 
@@ -74,66 +71,18 @@ def list_users(spec: JobSpec) -> list[tuple[Role, int | None]]:
     return [(role, node) for role in ROLES for node in nodes.get(role, (None,))]
 
 
-def make_server(spec: JobSpec, paths: JobPaths, host: str) -> NatsServer:
+def make_server(spec: JobSpec, paths: JobPaths, placement: Placement) -> NatsServer:
     """Return the job's own server, not yet started, with fresh passwords."""
     users = tuple(
         User(user_name(role, node), token_urlsafe(24), build_access(role, spec.name, node))
         for role, node in list_users(spec)
     )
-    return NatsServer(folder=paths.nats, token="", name=spec.name, host=host, users=users)
-
-
-def make_servers(spec: JobSpec, paths: JobPaths, placement: Placement) -> list[NatsServer]:
-    """Return the job's servers, not yet started: one, or one on each of the first nodes."""
-    count = spec.bus.replicas
-    first = make_server(spec, paths, placement.bind)
-    if count == 1:
-        if placement.door:
-            made = not (is_loopback(first.host) or spec.nats.tls_cert)
-            keep_endpoint(first, placement.door, certificate=made)
-        return [first]
-    hosts = placement.addresses[:count] or (placement.bind,) * count
-    ports = pick_free_ports(LOOPBACK, 2 * count)
-    doors = [f"{host}:{port}" for host, port in zip(hosts, ports[count:], strict=True)]
-    password, system = token_urlsafe(24), token_urlsafe(24)
-    return [
-        NatsServer(
-            folder=os.path.join(paths.nats, str(node)),
-            token="",
-            name=spec.name,
-            host=hosts[node],
-            port=ports[node],
-            users=first.users,
-            jetstream=not spec.bus.arbiter,
-            member=Member(
-                name=f"{spec.name}-{node}",
-                port=ports[count + node],
-                routes=tuple(door for door in doors if door != doors[node]),
-                password=password,
-                system=system,
-                authorities=os.path.join(paths.nats, "authorities.pem"),
-            ),
-        )
-        for node in range(count)
-    ]
-
-
-def set_certificates(servers: Sequence[NatsServer], config: NatsConfig) -> None:
-    """Give each server a certificate, where it needs one, and all of them everybody's.
-
-    Raises:
-        ConfigError: only one of certificate and key was given.
-        PlatformError: a file cannot be read, or written.
-    """
-    for server in servers:
-        set_certificate(server, config)
-    for member in [server.member for server in servers if server.member is not None][:1]:
-        pem = config.tls_ca and read_pem(config.tls_ca)
-        write_atomic(member.authorities, (pem or _join_certificates(servers)).encode())
-
-
-def _join_certificates(servers: Sequence[NatsServer]) -> str:
-    return "".join(read_pem(s.certificate[0]) for s in servers if s.certificate)
+    host = placement.bind
+    server = NatsServer(folder=paths.nats, token="", name=spec.name, host=host, users=users)
+    if placement.door:
+        made = not (is_loopback(host) or spec.nats.tls_cert)
+        keep_endpoint(server, placement.door, certificate=made)
+    return server
 
 
 def set_certificate(server: NatsServer, config: NatsConfig) -> None:
@@ -193,7 +142,7 @@ def is_loopback(host: str) -> bool:
 def write_credentials(
     spec: JobSpec,
     paths: JobPaths,
-    servers: Sequence[NatsServer],
+    server: NatsServer | None,
     *,
     url: str,
     clock_offset_s: float,
@@ -209,9 +158,9 @@ def write_credentials(
         os.makedirs(folder, mode=0o700, exist_ok=True)
         os.chmod(folder, 0o700)
     config = spec.nats
-    server = servers[0] if servers else None
-    ca = read_pem(config.tls_ca) if config.tls_ca else _join_certificates(servers)
-    urls = tuple(each.url for each in servers) if len(servers) > 1 else ()
+    ca = read_pem(config.tls_ca) if config.tls_ca else ""
+    if server and server.certificate and not ca:
+        ca = read_pem(server.certificate[0])
     passwords = {user.name: user.password for user in server.users} if server else {}
     by_role = server is None and os.path.isdir(config.creds)
     mine = None
@@ -228,7 +177,6 @@ def write_credentials(
             creds=file,
             tls_cert="" if server else config.tls_cert,
             tls_key="" if server else config.tls_key,
-            servers=urls,
             owner=os.geteuid() if server and is_loopback(server.host) else -1,
             speaks=MINE,
         )
@@ -236,9 +184,6 @@ def write_credentials(
         write_document(path, endpoint, mode=0o600)
         mine = endpoint if role == "run" else mine
     assert mine is not None
-    if server and server.member:
-        system = msgspec.structs.replace(mine, user=SYSTEM, token=server.member.system)
-        write_document(paths.credential(SYSTEM), system, mode=0o600)
     return mine
 
 
@@ -298,10 +243,10 @@ def end_logins(paths: JobPaths, nodes: Sequence[int]) -> None:
         )
 
 
-def end_asked(paths: JobPaths, servers: Sequence[NatsServer], reload: Callable[[], None]) -> str:
+def end_asked(paths: JobPaths, server: NatsServer, reload: Callable[[], None]) -> str:
     """End the logins that somebody has asked to end, if any; return what came of it, or nothing.
 
-    `reload` has the servers read their configurations again. Whatever is in the place of the
+    `reload` has the server read its configuration again. Whatever is in the place of the
     request, and whatever the disk does, is told and never raised.
     """
     asked = _asked(paths)
@@ -310,7 +255,7 @@ def end_asked(paths: JobPaths, servers: Sequence[NatsServer], reload: Callable[[
         if nodes is None:
             return ""
         try:
-            renew_logins(paths, servers, nodes)
+            renew_logins(paths, server, nodes)
         finally:
             reload()  # What was written holds, also where not all could be.
         told = f"logins are ended, as asked: of nodes {', '.join(map(str, nodes))}"
@@ -320,10 +265,10 @@ def end_asked(paths: JobPaths, servers: Sequence[NatsServer], reload: Callable[[
     return told
 
 
-def renew_logins(paths: JobPaths, servers: Sequence[NatsServer], nodes: Sequence[int]) -> None:
-    """Give the logins of `nodes` other passwords, in force once the servers read them again.
+def renew_logins(paths: JobPaths, server: NatsServer, nodes: Sequence[int]) -> None:
+    """Give the logins of `nodes` other passwords, in force once the server reads them again.
 
-    The servers are first: where not everything can be written, a login is rather ended without a
+    The server is first: where not everything can be written, a login is rather ended without a
     next one than the other way round, and to ask again mends it.
 
     Raises:
@@ -334,15 +279,14 @@ def renew_logins(paths: JobPaths, servers: Sequence[NatsServer], nodes: Sequence
         name: msgspec.structs.replace(load_endpoint(paths, name), token=token_urlsafe(24))
         for name in (user_name("agent", node) for node in nodes)
     }
-    for server in servers:
-        before = server.users
-        for name, endpoint in renewed.items():
-            server.set_password(name, endpoint.token)
-        try:
-            server.write_config()
-        except PlatformError:
-            server.users = before
-            raise
+    before = server.users
+    for name, endpoint in renewed.items():
+        server.set_password(name, endpoint.token)
+    try:
+        server.write_config()
+    except PlatformError:
+        server.users = before
+        raise
     for name, endpoint in renewed.items():
         write_document(paths.credential(name), endpoint, mode=0o600)
 

@@ -543,7 +543,7 @@ async def _main(job: str, node: int) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     run_pid = read_run_pid()
-    bus = await connect(endpoint, f"perdure agent {job} {node}", run_pid, node)
+    bus = await connect(endpoint, f"perdure agent {job} {node}", run_pid)
     if bus is None:
         log.error("`perdure run` (pid %d) is gone", run_pid)
         return
@@ -567,11 +567,11 @@ async def _main(job: str, node: int) -> None:
         await bus.close()
 
 
-async def connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> NatsBus | None:
+async def connect(endpoint: Endpoint, name: str, run_pid: int) -> NatsBus | None:
     """Return a connection, however long it takes; None once process `run_pid` is gone."""
     while True:
         try:
-            return await NatsBus.connect(endpoint, name=name, timeout_s=2.0, near=near)
+            return await NatsBus.connect(endpoint, name=name, timeout_s=2.0)
         except PlatformError as error:
             log.warning("%s; trying again", error)
             if run_pid and read_state(run_pid) in "XZ":

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +27,6 @@ import msgspec
 import xxhash
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
-from perdure.adapters.shared_folder import open_journal
 from perdure.failpoints import failpoint
 from perdure.files import read_size, replace_file, sync_path
 from perdure.files.private import check_owner
@@ -50,7 +49,6 @@ from perdure.service.jobfiles import (
     load_endpoint,
     on_disk,
     parse_journal,
-    read_document,
     read_last_entries,
     read_mirror,
 )
@@ -94,13 +92,9 @@ class Mirror:
     the next group, after cutting off what was left of the failed attempt.
     """
 
-    def __init__(self, path: str, *, shared: bool = False) -> None:
-        """Write to `path`; nothing is done before `rewrite` or `resume`.
-
-        Where it is `shared`, another controller may be about to take over: each writes into a
-        file of its own, so that what a deposed one still writes is in nobody's way.
-        """
-        self.path, self._shared, self._inode = path, shared, 0
+    def __init__(self, path: str) -> None:
+        """Write to `path`; nothing is done before `rewrite` or `resume`."""
+        self.path = path
         self._size = 0
         self._pending = b""
         self._held = True
@@ -161,7 +155,7 @@ class Mirror:
                         self._size += len(data)
                         self._digest.update(data)
                         return True
-                    if not (data.startswith(there) and self._claim()):
+                    if not data.startswith(there):
                         return False
                     self._held = False
                 self.append(data)
@@ -172,16 +166,10 @@ class Mirror:
     def ends_here(self) -> bool:
         """Return whether the file has nothing behind what it was compared with; then go on."""
         if self._held:
-            if read_size(self.path) > self._size or not self._claim():
+            if read_size(self.path) > self._size:
                 return False
             self.release()
         return True
-
-    def _claim(self) -> bool:
-        """Have a file of our own for what follows, where another controller may take over."""
-        if not self._shared:
-            return True
-        return self._copy(self._size) if os.path.exists(self.path) else self.rewrite(b"")
 
     def rewrite(self, data: bytes, *, synced: bool = False) -> bool:
         """Replace the copy by `data`, the whole journal, and what was appended meanwhile.
@@ -202,13 +190,12 @@ class Mirror:
         try:
             if not data.startswith(before):
                 self._set_aside()
-            if before != data or self._shared or synced or not os.path.exists(self.path):
+            if before != data or synced or not os.path.exists(self.path):
                 with on_disk(f"write {self.path}"):
                     os.makedirs(os.path.dirname(self.path), exist_ok=True)
                     replace_file(self.path, data, mode=0o644, synced=synced)
                     if synced:
                         sync_path(os.path.dirname(self.path))
-            self._inode = os.stat(self.path).st_ino
         except (PlatformError, OSError) as error:
             log.warning("mirror: %s", error)
             return False
@@ -261,22 +248,7 @@ class Mirror:
             return False
         if left or self._digest.hexdigest() != digest:
             return False
-        if self._shared and not self._copy(size):
-            return False
         self._size = size
-        return True
-
-    def _copy(self, size: int) -> bool:
-        """Put a copy of the file's first `size` bytes in its place."""
-        temporary = f"{self.path}.{os.getpid()}"
-        try:
-            shutil.copyfile(self.path, temporary)
-            os.truncate(temporary, size)
-            self._inode = os.stat(temporary).st_ino
-            os.replace(temporary, self.path)
-        except OSError as error:
-            log.warning("mirror: %s", error)
-            return False
         return True
 
     def position(self) -> tuple[int, str]:
@@ -306,8 +278,6 @@ class Mirror:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             fd = os.open(self.path, flags, 0o644)
             try:
-                if self._shared and os.fstat(fd).st_ino != self._inode:
-                    return  # A later controller's.
                 os.ftruncate(fd, self._size)
                 done = os.pwrite(fd, self._pending[: failpoint("journal/mirror")], self._size)
             finally:
@@ -329,7 +299,7 @@ class Journal:
         *,
         writer: str,
         mirror: Mirror | None = None,
-        on_stuck: Callable[[], Awaitable[None]] | None = None,
+        on_stuck: Callable[[], object] = lambda: None,
     ) -> None:
         """Append to `stream` as `writer` (a controller's incarnation); call `open` first.
 
@@ -572,8 +542,7 @@ class Journal:
                     log.warning("%s; nothing is decided until it can be written", error)
                 fits = len(data) <= self._stream.bytes_max  # Else the server is not to blame.
                 if fits and asyncio.get_running_loop().time() > stuck_at_s:
-                    if self._on_stuck is not None:
-                        await self._on_stuck()
+                    self._on_stuck()
                     stuck_at_s = asyncio.get_running_loop().time() + STUCK_S
                 await asyncio.sleep(_RETRY_S)
         if failures:
@@ -592,8 +561,8 @@ def read_journal(paths: JobPaths, without: Collection[str] = ()) -> EntryReader:
 
     Entries of types in `without` may be left out.
 
-    From the mirror, else from the arbiter's folder, or from the server's store by a nats-server of
-    a moment, or from the user's own server.
+    From the mirror, else from the server's store by a nats-server of a moment, or from the user's
+    own server.
 
     Raises:
         ConfigError: the job was never started.
@@ -607,12 +576,10 @@ def read_journal(paths: JobPaths, without: Collection[str] = ()) -> EntryReader:
 
 def _read_source(paths: JobPaths) -> list[bytes]:
     """Return the lines of which the mirror would be a copy."""
-    endpoint, spec = load_endpoint(paths), read_document(paths.spec, JobSpec)
+    endpoint = load_endpoint(paths)
     job = os.path.basename(paths.root)
-    if spec is not None and spec.bus.arbiter:
-        return asyncio.run(_read_folder(spec.bus.arbiter))
     if endpoint.external or _is_served(endpoint):
-        return asyncio.run(_read_stream(endpoint, job, spec))
+        return asyncio.run(_read_stream(endpoint, job))
     if not any(Path(paths.nats).glob("jetstream/*/streams/*")):
         return []  # The machine was gone before there was one.
     check_owner(paths.root)  # Its links would lead the server's files anywhere.
@@ -623,16 +590,10 @@ def _read_source(paths: JobPaths) -> list[bytes]:
         try:
             server.wait_ready()
             here = Endpoint(url=server.url, token=endpoint.token, clock_offset_s=0)
-            return asyncio.run(_read_stream(here, job, spec))
+            return asyncio.run(_read_stream(here, job))
         finally:
             process.kill()
             process.wait()
-
-
-async def _read_folder(arbiter: str) -> list[bytes]:
-    with open_journal(arbiter) as stream:
-        groups = await stream.read_all()
-    return [line for group in groups for line in group.splitlines(keepends=True)]
 
 
 def _is_served(endpoint: Endpoint) -> bool:
@@ -640,11 +601,10 @@ def _is_served(endpoint: Endpoint) -> bool:
     return NatsServer(folder="", token="", port=port).poll_ready()
 
 
-async def _read_stream(endpoint: Endpoint, job: str, spec: JobSpec | None) -> list[bytes]:
+async def _read_stream(endpoint: Endpoint, job: str) -> list[bytes]:
     bus = await NatsBus.connect(endpoint, name="perdure journal", timeout_s=5)
     try:
-        replicated = spec is not None and spec.bus.replicas > 1
-        groups = await NatsStream(bus, job, replicated=replicated).read_all()
+        groups = await NatsStream(bus, job).read_all()
     finally:
         await bus.close()
     return [line for group in groups for line in group.splitlines(keepends=True)]
@@ -660,17 +620,10 @@ async def read_end(paths: JobPaths, bus: NatsBus | None, spec: JobSpec) -> JobEn
         if ended is not None:
             return ended
     with contextlib.suppress(PerdureError):
-        last = await _read_last(bus, spec) if bus is not None else None
+        last = await NatsStream(bus, spec.name).read_last() if bus is not None else None
         entries = parse_journal(last.splitlines(keepends=True)) if last else []
         return find_end(entries, by_loss=True)  # What its turn brought about follows it.
     return None
-
-
-async def _read_last(bus: NatsBus, spec: JobSpec) -> bytes | None:
-    if not spec.bus.arbiter:
-        return await NatsStream(bus, spec.name).read_last()
-    with open_journal(spec.bus.arbiter) as stream:
-        return await stream.read_last()
 
 
 async def clear_stream(paths: JobPaths, job: str, *, ours: bool) -> None:

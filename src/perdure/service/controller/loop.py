@@ -41,7 +41,7 @@ from perdure.model.bus.wire import (
     subject_orders,
 )
 from perdure.model.codec import encode
-from perdure.model.errors import FencedError, PlatformError
+from perdure.model.errors import PlatformError
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -151,17 +151,13 @@ class ControllerService:
         curves: CurveFiles | None = None,
         show_newest: Callable[[Newest], None] = lambda newest: None,
         snapshot_every: int = EVERY,
-        term: int = 0,
-        check: Callable[[], None] = lambda: None,
         known_seq: int = 0,
     ) -> None:
         """Wire the machines; `show` takes a picture twice a second, `note` what was journaled.
 
         With `snapshots`, what is known is written down every `snapshot_every` entries; with
         `curves`, what `run.log` tells is kept; `show_newest` takes what the journal is told
-        seldom. Orders carry `term`; before anything is written or sent
-        `check` is called, which raises FencedError where this process may not act any more.
-        The journal is known to have had `known_seq` entries.
+        seldom. The journal is known to have had `known_seq` entries.
         """
         self._spec, self._bus, self._journal = spec, bus, journal
         self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
@@ -177,8 +173,8 @@ class ControllerService:
         self._folding: asyncio.Task[None] | None = None
         self._snapshot_seq = 0
         self._writing: asyncio.Task[None] | None = None
-        self._term, self._check, self._known_seq = term, check, known_seq
-        self._orders = OrderBook(spec, incarnation, term)
+        self._term, self._known_seq = 0, known_seq
+        self._orders = OrderBook(spec, incarnation, 0)
         self._join_keys: dict[tuple[int, int], str] = {}
         """Generation and epoch of the newest join -> its key."""
         self._links = LinkFold()
@@ -198,16 +194,14 @@ class ControllerService:
         """Replay, take over, decide until the job has ended; return how it did.
 
         Raises:
-            FencedError: another controller writes the journal, or has the lease.
+            FencedError: another controller writes the journal.
             PlatformError: the journal cannot be read at the start.
         """
         await self._remember()
         failpoint("controller/replayed")
         if self._ended is None:
-            if self._term and self._memory.term >= self._term:
-                raise FencedError(
-                    f"the journal is in term {self._memory.term}, this lease in {self._term}"
-                )
+            self._term = self._memory.term + 1
+            self._orders = OrderBook(self._spec, self._incarnation, self._term)
             await self.inbox.serve(self._bus)
             first = not self._memory.seq
             if self._curves is not None and not first:
@@ -594,12 +588,10 @@ class ControllerService:
 
     async def _finish(self, turn: _Turn) -> None:
         """Wait until the turn is on disk; then send what it decided."""
-        self._check()
         if turn.entries:
             await self._journal.append(turn.entries)
             self._note(turn.entries)
             failpoint("controller/journaled")
-            self._check()
         self._keep(turn)
         for node, order in turn.sendings:
             await self._bus.publish(subject_orders(self._spec.name, node), encode(order))

@@ -4,14 +4,14 @@ It leaves with 0 once `JobEnded` is in the journal, and on SIGTERM; whoever kill
 loses nothing. When `perdure run` itself is gone it ends the job, since nobody is left to clean up.
 """
 
+import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import signal
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -29,7 +29,6 @@ from perdure.service.access.credentials import is_loopback, make_token
 from perdure.service.access.joining import read_admission
 from perdure.service.controller.alerts import Alerter
 from perdure.service.controller.journal import Journal, Mirror
-from perdure.service.controller.leading import lead, open_stream, run_while
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.pod_watch import open_watch
 from perdure.service.controller.snapshots import SnapshotFiles
@@ -46,11 +45,13 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.jobfolders import paths_of, resolve_home
 from perdure.service.part import Tasks, read_run_pid, run_part, watch_process
-from perdure.service.processes import find_by_argument, find_marked
+from perdure.service.ports import STUCK_S
+from perdure.service.processes import find_by_argument
 from perdure.telemetry.outcome import RUN_LOST
 
 log = logging.getLogger("perdure.controller")
 
+_RETRY_S = 0.1
 _FLUSH_S = 5.0
 """Given to the last alerts, once the job has ended."""
 
@@ -82,16 +83,9 @@ async def _main(job: str, node: int) -> None:
         except PlatformError as error:
             log.warning("%s", error)
 
-    async with contextlib.AsyncExitStack() as stack:
-        name = f"perdure controller {job}"
-        bus = await NatsBus.connect(endpoint, name=name, near=node)
-        stack.push_async_callback(bus.close)
-        folders = _list_folders(spec, paths)
-        turns = itertools.cycle((*folders[node:], *folders[:node]))
-        stream = await stack.enter_async_context(
-            open_stream(spec, bus, lambda: _start_anew(next(turns)))
-        )
-        lease = await stack.enter_async_context(lead(spec, paths, bus, incarnation, node))
+    bus = await NatsBus.connect(endpoint, name=f"perdure controller {job}")
+    try:
+        stream = await _open_stream(bus, job, lambda: restart_server(paths))
         alerter = Alerter(job, spec.alerts)
         service = ControllerService(
             spec,
@@ -99,10 +93,8 @@ async def _main(job: str, node: int) -> None:
             Journal(
                 stream,
                 writer=incarnation,
-                mirror=Mirror(paths.journal, shared=spec.contested),
-                on_stuck=(lambda: restart_server(spec, paths, stream))
-                if isinstance(stream, NatsStream)
-                else None,
+                mirror=Mirror(paths.journal),
+                on_stuck=lambda: restart_server(paths),
             ),
             clock=lambda: time.monotonic() + offset_s,
             incarnation=incarnation,
@@ -112,8 +104,6 @@ async def _main(job: str, node: int) -> None:
             snapshots=SnapshotFiles(paths.snapshots),
             curves=CurveFiles(paths.curves, incarnation),
             show_newest=show_newest,
-            term=lease.lease.term if lease else 0,
-            check=lease.check if lease else lambda: None,
             known_seq=before.seq if before is not None else 0,
         )
         service.inbox.admit = lambda node: read_admission(spec, paths, node)
@@ -123,8 +113,10 @@ async def _main(job: str, node: int) -> None:
         async with _reach_out(spec, paths, service, alerter):
             gone = partial(_end_job, service)
             with _serve_metrics(spec, newest), watch_process(read_run_pid(), gone):
-                ended = await run_while(lease, service.run())
-    _end_orphans(spec, paths)
+                ended = await service.run()
+    finally:
+        await bus.close()
+    _end_orphans(paths)
     log.info("the job has ended: %s, %s", ended.status, ended.reason)
 
 
@@ -189,53 +181,43 @@ def _end_job(service: ControllerService) -> None:
     service.command(Command(id=f"run-{run_pid}-gone", kind="kill", who=RUN_LOST))
 
 
-async def restart_server(spec: JobSpec, paths: JobPaths, stream: NatsStream) -> None:
-    """Have the supervisor start nats-server anew, which refuses to write since its disk was full.
+async def _open_stream(bus: NatsBus, job: str, on_stuck: Callable[[], object]) -> NatsStream:
+    """Return the journal's stream, made where it is not there, however long that takes.
 
-    Nothing is lost: what it has acknowledged is on disk, and all clients reconnect. Of several it
-    is the one that leads the journal, if it is on this machine: its disk may hang, while the others
-    renew the lease. Where these cannot write either, the lease is over, and this process fenced,
-    before anybody comes here: the next one cannot open the journal (`_start_anew`).
+    `on_stuck` is called every `STUCK_S` meanwhile.
     """
-    folders = _list_folders(spec, paths)
-    leader = await stream.read_leader() if len(folders) > 1 else ""
-    for folder in folders:
-        if len(folders) == 1 or leader == f"perdure-{spec.name}-{os.path.basename(folder)}":
-            _start_anew(folder)
+    stuck_at_s = time.monotonic() + STUCK_S
+    while True:
+        try:
+            return await NatsStream.open(bus, job)
+        except PlatformError as error:
+            log.warning("%s; trying again", error)
+            if time.monotonic() > stuck_at_s:
+                stuck_at_s = time.monotonic() + STUCK_S
+                on_stuck()
+            await asyncio.sleep(_RETRY_S)
 
 
-def _start_anew(folder: str) -> None:
-    """Have the supervisor start a server anew which does not keep the journal any more.
+def restart_server(paths: JobPaths) -> None:
+    """End the job's nats-server, which refuses to write since its disk was full.
 
-    While no controller can open the journal all take turns, one at a time: a majority is enough.
+    The supervisor starts it again. Nothing is lost: what it has acknowledged is on disk, and all
+    clients reconnect.
     """
-    log.error("the journal is stuck: the server of %s is started anew, if it is here", folder)
-    _end_servers([folder])
+    log.error(
+        "journal writes are stuck: restarting the nats-server of %s, if it is here", paths.nats
+    )
+    _end_server(paths)
 
 
-def _list_folders(spec: JobSpec, paths: JobPaths) -> list[str]:
-    """Return the folder of each of the job's own nats-servers."""
-    if spec.bus.replicas == 1:
-        return [paths.nats]
-    return [os.path.join(paths.nats, str(node)) for node in range(spec.bus.replicas)]
-
-
-def _end_orphans(spec: JobSpec, paths: JobPaths) -> None:
-    """End what watches nobody if our parent is gone, whoever may still have to reap that one.
-
-    Those are the nats-servers; and before them the controllers that stand by, which would wait for
-    the lease of a job without a server.
-    """
+def _end_orphans(paths: JobPaths) -> None:
+    """End the nats-server, which watches nobody, if our parent is gone."""
     run_pid = read_run_pid()
-    if not run_pid or read_state(run_pid) not in "XZ":
-        return
-    for pid in set(find_marked(spec.name, resolve_home())) & set(find_by_argument("controller")):
-        send_signal(pid, signal.SIGKILL)
-    _end_servers(_list_folders(spec, paths))
+    if run_pid and read_state(run_pid) in "XZ":
+        _end_server(paths)
 
 
-def _end_servers(folders: Iterable[str]) -> None:
-    """End the job's own nats-servers, found by argument: a full disk makes pids in files old."""
-    for folder in folders:
-        for pid in find_by_argument(server_config(folder)):
-            send_signal(pid, signal.SIGTERM)
+def _end_server(paths: JobPaths) -> None:
+    """End the job's own nats-server, found by argument: a full disk makes pids in files old."""
+    for pid in find_by_argument(server_config(paths.nats)):
+        send_signal(pid, signal.SIGTERM)

@@ -224,7 +224,7 @@ async def _main(job: str, place: int) -> None:
     check_spoken(MINE, endpoint.speaks, f"the job {job}")
     loop, task, run_pid = asyncio.get_running_loop(), asyncio.current_task(), read_run_pid()
     assert task is not None
-    bus = await connect(endpoint, f"perdure relay {job} {place}", run_pid, place)
+    bus = await connect(endpoint, f"perdure relay {job} {place}", run_pid)
     if bus is None:
         return
     relay = ReplicaRelay(spec, place, paths, bus)
