@@ -105,10 +105,14 @@ def render_mended(rows: Sequence[MendRow]) -> str:
 def render_skipped(rows: Sequence[SkipRow]) -> str:
     """Return which checkpoints could not be used, a line each; empty where all could."""
     return "\n".join(
-        f"A checkpoint was not used, and training went on from step {row.resumed}: "
+        f"A checkpoint was not used{_name_resumed(row)}: "
         f"{shorten_line(show_controls(row.why), REASON_MAX)}"
         for row in rows
     )
+
+
+def _name_resumed(row: SkipRow) -> str:
+    return f", and training went on from step {row.resumed}" if row.resumed >= 0 else ""
 
 
 def render_exactness(exact: Exactness | None) -> str:

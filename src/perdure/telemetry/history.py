@@ -27,6 +27,7 @@ from perdure.model.events import (
     JournalMended,
     MachineReported,
     OperatorNoted,
+    OwnChecked,
     ProgressNoted,
     QuorumFormed,
     RankExited,
@@ -334,6 +335,9 @@ class History:
                 self.machines.take(event)
             case CheckpointFailed() as event if event.writing >= 0:
                 self._note_hung_save(event)
+            case OwnChecked() as event:
+                new = [SkipRow(entry.at_s, why, event.step) for why in event.moved]
+                self.skipped = [*self.skipped, *new][-MENDED_MAX:]
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
                 self._end_hung_save(event)
