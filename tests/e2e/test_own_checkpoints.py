@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import subprocess
 import time
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_a_torn_newest_one_is_moved_and_said(start: Start, tmp_path: Path) -> No
     wait_saves(job, tmp_path, 1, 1)
     assert (tmp_path / "out.torn" / "checkpoint-9999" / "model.safetensors").exists()
     assert not newest.exists()
-    words = "out/checkpoint-9999 is torn (model.safetensors: a header of 64 bytes in a file of 9)"
+    words = "out/checkpoint-9999 (model.safetensors: a header of 64 bytes in a file of 9)"
     for text in (job.text(), job.cli("status", "own").stdout, job.cli("report", "own").stdout):
         assert words in text.replace("\n", " "), text
         assert "moved to out.torn/checkpoint-9999; the newest whole one is out/checkpoint-" in text
@@ -131,3 +132,30 @@ def test_the_copy_of_an_overwritten_file_takes_its_place(start: Start, tmp_path:
     assert all(life[0][1] > 0 for life in lives[1:])
     (tmp_path / "enough").touch()
     assert job.wait() == 0, job.text()
+
+
+def test_an_undeclared_one_is_named_and_never_touched(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "torch", ())
+    wait_saves(job, tmp_path, 0, 3)
+    torn = tmp_path / "out" / "ckpt-99999.pt"
+    torn.write_bytes((tmp_path / "out" / "ckpt-00001.pt").read_bytes()[:400])
+    job.kill("perdure rank")
+    assert job.wait() == 1, job.text()
+    text = job.text()
+    assert torn.stat().st_size == 400
+    assert job.state()["restarts"] == 2, "one failure to load may be chance, the second is not"
+    words = "out/ckpt-99999.pt (ckpt-99999.pt ends at byte 400, before its directory), cut at 20"
+    newest = max(step for word, step in read_lives(tmp_path)[0] if word == "saved")
+    move = "mkdir -p out.torn && mv out/ckpt-99999.pt out.torn/ckpt-99999.pt"
+    for told in (text, job.cli("status", "own").stdout, job.cli("diagnose", "own").stdout):
+        told = " ".join(told.split())
+        assert words in told, told
+        assert move in told, told
+        assert 'checkpoint.own = ["out/ckpt-*.pt"]' in told, told
+        assert f"newest whole one is out/ckpt-{newest:05}.pt" in told, told
+        assert "disk was full" not in told, told
+    subprocess.run(["sh", "-c", move], cwd=tmp_path, check=True)
+    (tmp_path / "enough").touch()
+    again = start("own", "-c", "job.toml")
+    assert again.wait() == 0, again.text()
+    assert read_lives(tmp_path)[-1][0] == ("began", newest)

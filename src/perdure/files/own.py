@@ -196,11 +196,19 @@ def _is_ahead(folder: str) -> bool:
 
 
 def _refuse_several(folder: str, files: Iterable[str]) -> None:
-    """Refuse a folder with several checkpoints in it: one that is torn says nothing of the rest."""
-    tops = {name.split("/")[0] for name in files if "/" in name}
-    kinds = [re.sub(r"\d+", "#", top) for top in tops]
-    if len(set(kinds)) < len(kinds):
-        raise ValueError(f"it holds several folders alike; declare {folder}/{min(tops)} by *")
+    """Refuse a folder of checkpoints: what is torn there says nothing of the others.
+
+    Raises:
+        ValueError: it has folders alike, or no known format and files alike, or no number.
+    """
+    tops = [name.split("/")[0] for name in files if "/" in name]
+    names = set(tops)
+    if not _name_format(files):
+        names |= {name for name in files if name.endswith(_STATE) and "-of-" not in name}
+        if names and not _list_numbers(folder):
+            raise ValueError(f"it may hold several checkpoints; declare them: {folder}/*")
+    if len({re.sub(r"\d+", "#", name) for name in names}) < len(names):
+        raise ValueError(f"it holds several checkpoints; declare them: {folder}/*")
 
 
 def _check_part(folder: str, name: str, size: int, files: Container[str]) -> str:

@@ -89,17 +89,17 @@ class OwnCheckpoints:
         await known.wait()
         failpoint("agent/torn")
         await asyncio.sleep(_SECOND_LOOK_S)
-        text = f"{path} is torn ({torn.why})"
+        text = f"{path} ({torn.why})"
         try:
             async with asyncio.timeout(CHECK_S):
                 again = await self._files.call(examine, torn.path)
                 if again.state != "torn" or again.mark != torn.mark:
-                    return [f"{text} and is being written by another program; it is left there"]
+                    return [f"{text}; another program is writing it, so that it stays there"]
                 await self._files.call(set_aside, torn.path, target, whole.path if whole else "")
         except FileNotFoundError:  # Another node sees the same folder, and was faster.
             return []
         except (OSError, TimeoutError) as error:
-            return [f"{text} and cannot be moved: {error}"]
+            return [f"{text}; it cannot be moved: {error}"]
         text = f"{text}; moved to {self._shorten(target)}"
         return [f"{text}; {await self._restore(torn.path, root, whole)}"]
 

@@ -1,0 +1,82 @@
+"""The torn checkpoint that a script failed to load, if it failed of one.
+
+The variables of the traceback's frames say which files the script had at hand. Each is examined as
+`perdure.files.own` does; only one that is torn is named.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from perdure.files.own import OwnCheckpoint, choose_place, examine, find_newest
+
+_LOADING = re.compile(
+    r"central directory|PytorchStreamReader|SafetensorError|incomplete metadata|UnpicklingError|"
+    r"pickle data was truncated|EOFError|BadZipFile|CheckpointException|JSONDecodeError|"
+    r"FileNotFoundError|failed to read|HeaderTooLarge|HeaderTooSmall"
+)
+"""What the libraries of `perdure.files.own` say of a checkpoint that is cut."""
+_FOLDER = re.compile(r"(checkpoint|(global_)?step|iter(ation)?|epoch)[-_=]?\d+|.*\.ckpt")
+"""Names of folders that are one checkpoint."""
+_PATHS_MAX = 64
+
+
+def find_unloadable(value: BaseException, trace: TracebackType | None) -> tuple[str, str]:
+    """Return the path of the torn checkpoint that `value` is about, and what to do; else empty."""
+    if not _LOADING.search(f"{type(value).__name__}: {value}"):
+        return "", ""
+    found: OwnCheckpoint | None = None
+    for path in _list_paths(value, trace):
+        one = examine(path)
+        if one.state == "torn" and (found is None or found.path.startswith(f"{path}/")):
+            found = one
+    return ("", "") if found is None else (found.path, describe_torn(found, os.getcwd()))
+
+
+def describe_torn(torn: OwnCheckpoint, cwd: str) -> str:
+    """Return what is wrong with a checkpoint that is not declared, and how to go on without it."""
+    folder, name = os.path.split(torn.path)
+    pattern = os.path.join(folder, re.sub(r"\d+", "*", name))
+    whole = find_newest(pattern, cwd)[1]
+
+    def shorten(path: str) -> str:
+        short = os.path.relpath(path, cwd)
+        return path if short.startswith("..") else short
+
+    target = choose_place(torn.path, folder)
+    move = f"mkdir -p {shlex.quote(shorten(os.path.dirname(target)))} && mv "
+    move += f"{shlex.quote(shorten(torn.path))} {shlex.quote(shorten(target))}"
+    older = f"the newest whole one is {shorten(whole.path)}" if whole else "nothing older is whole"
+    at = time.strftime("%F %T", time.localtime(torn.written_s))
+    return (
+        f"{shorten(torn.path)} ({torn.why}), cut at {at}; {older}; to load it: {move}; "
+        f'to have this done: checkpoint.own = ["{shorten(pattern)}"]'
+    )
+
+
+def _list_paths(value: BaseException, trace: TracebackType | None) -> Iterator[str]:
+    """Yield the checkpoints that the failed frames have at hand, the outermost frame first."""
+    seen: set[str] = set()
+    for text in (*_list_texts(trace), getattr(value, "filename", None)):
+        if not isinstance(text, str) or not 0 < len(text) < 4096 or len(seen) > _PATHS_MAX:
+            continue
+        path = os.path.abspath(text)
+        for one in (os.path.dirname(path), path):
+            if one in seen or not os.path.exists(one):
+                continue
+            seen.add(one)
+            if os.path.isfile(one) or _FOLDER.fullmatch(os.path.basename(one)):
+                yield one
+
+
+def _list_texts(trace: TracebackType | None) -> Iterator[Any]:
+    while trace is not None:
+        for held in list(trace.tb_frame.f_locals.values()):
+            with contextlib.suppress(Exception):  # Objects of the script may do anything.
+                yield os.fspath(held) if isinstance(held, (str, os.PathLike)) else held.name
+        trace = trace.tb_next
