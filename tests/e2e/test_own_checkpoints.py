@@ -159,3 +159,34 @@ def test_an_undeclared_one_is_named_and_never_touched(start: Start, tmp_path: Pa
     again = start("own", "-c", "job.toml")
     assert again.wait() == 0, again.text()
     assert read_lives(tmp_path)[-1][0] == ("began", newest)
+
+
+def test_commands_name_the_newest_whole_one(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "dcp", (DECLARED["dcp"],))
+    wait_saves(job, tmp_path, 0, 3)
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+    step = read_lives(tmp_path)[0][-1][1]
+    for command in ("status", "report"):
+        text = job.cli(command, "own").stdout
+        assert f"the newest whole one is out/step-{step} (step {step}, " in text, text
+    own = json.loads(job.cli("status", "own", "--json").stdout)["own"]
+    assert (own["step"], own["format"]) == (step, "torch.distributed.checkpoint")
+    told = job.cli("verify", "own", "--full").stdout
+    assert f"step {step}: ok" in told, told
+    piece = tmp_path / "out" / f"step-{step}" / "__0_0.distcp"
+    piece.write_bytes(piece.read_bytes()[:-10])
+    torn = job.cli("verify", "own", check=False)
+    assert torn.returncode == 3, torn.stdout
+    assert f"step {step}: DAMAGED: __0_0.distcp has" in torn.stdout, torn.stdout
+
+
+def test_verify_of_a_job_without_any(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "torch", ())
+    wait_saves(job, tmp_path, 0, 1)
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+    told = job.cli("verify", "own", check=False)
+    assert told.returncode == 2, told.stderr
+    assert "no checkpoints: perdure has saved none, and the job declares none" in told.stderr
+    assert "hint: checkpoint.own" in told.stderr
