@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 _SKIPPED_MAX = 1200
-"""Characters of what is wrong with a checkpoint, with the command that moves it."""
+"""Longest text about one checkpoint; the command that moves it is part of the text."""
 
 
 def render_text(

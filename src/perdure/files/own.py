@@ -55,7 +55,7 @@ class TornError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class OwnCheckpoint:
-    """What a check has found at a path."""
+    """Result of one check."""
 
     path: str
     state: State
@@ -89,7 +89,7 @@ def examine(path: str, siblings: Sequence[str] = ()) -> OwnCheckpoint:
             whole = bool(format_)
     except TornError as error:
         return OwnCheckpoint(path, "torn", "", str(error), step, written_s, size)
-    except Exception as error:  # What was not understood is not known to be torn.
+    except Exception as error:  # Only a `TornError` means torn.
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return OwnCheckpoint(path, "unknown", "", why, step, written_s, size)
     why = "" if whole else "its format is not known"
@@ -139,7 +139,8 @@ def _check_file(path: str, size: int, *, any_name: bool = False) -> str:
             raise TornError(f"{name}: {error}") from None
         return "safetensors"
     with open_file(path, follow=True) as file:
-        if file.read(4) != _ZIP:
+        head = file.read(4)
+        if head != _ZIP and not (len(head) < 4 and _ZIP.startswith(head)):
             return ""  # An older form, which says nothing of its size.
         return _check_archive(name, file)
 
@@ -160,7 +161,7 @@ def _check_archive(name: str, file: BinaryIO) -> str:
 def _check_folder(
     folder: str, files: dict[str, os.stat_result], siblings: Sequence[str]
 ) -> tuple[str, bool]:
-    """Return the format of a folder that is not torn, and whether it is known to be whole.
+    """Return the format of a folder, and whether the folder is whole.
 
     Raises:
         TornError: it is torn.
@@ -285,7 +286,7 @@ def _check_sharded(folder: str, files: dict[str, os.stat_result]) -> list[str]:
 
 
 class _Any:
-    """Stands for whatever a pickle names; nothing of it is imported or called."""
+    """Stand-in for every class of a pickle, so that a load imports and calls nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.state: Any = {}
@@ -336,7 +337,7 @@ def find_root(pattern: str, cwd: str) -> str:
 def list_declared(pattern: str, cwd: str) -> list[str]:
     """Return the checkpoints of a pattern, the newest first by number, then by time.
 
-    Links are none: they name one.
+    Symbolic links are left out.
     """
     full = os.path.normpath(os.path.join(cwd, os.path.expanduser(pattern)))
     found = [p for p in glob.glob(full) if not os.path.islink(p)]
@@ -374,19 +375,30 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
     return list(torn.values()), newest
 
 
-def choose_place(path: str, root: str) -> str:
-    """Return where a torn checkpoint goes: beside the folder that the script lists.
-
-    If the folder is a mount, or nothing can be made beside it, that is a hidden folder in it.
-    """
-    beside = not os.path.ismount(root) and os.access(os.path.dirname(root), os.W_OK)
-    folder = root + TORN if beside else os.path.join(root, TORN)
-    place = os.path.join(folder, os.path.relpath(path, root))
+def choose_place(path: str, root: str, cwd: str) -> str:
+    """Return where a torn checkpoint goes: out of the folder `root`, which the script lists."""
+    place = os.path.join(_name_beside(root, cwd, TORN), os.path.relpath(path, root))
     target, number = place, 1
     while os.path.lexists(target):
         number += 1
         target = f"{place}-{number}"
     return target
+
+
+def locate_copy(path: str, root: str, cwd: str) -> str:
+    """Return where the copy of an overwritten checkpoint is kept."""
+    return os.path.join(_name_beside(root, cwd, COPY), os.path.relpath(path, root))
+
+
+def _name_beside(root: str, cwd: str, end: str) -> str:
+    """Return a folder beside `root`.
+
+    It is a hidden one in `root` if that is the script's own folder or a mount, or if nothing can be
+    made beside it.
+    """
+    inside = root == os.path.normpath(cwd) or os.path.ismount(root)
+    inside = inside or not os.access(os.path.dirname(root), os.W_OK)
+    return os.path.join(root, end) if inside else root + end
 
 
 def set_aside(path: str, target: str, whole: str) -> None:
@@ -411,16 +423,11 @@ def set_aside(path: str, target: str, whole: str) -> None:
 # --- a copy of the last whole one ----------------------------------------------------------------
 
 
-def locate_copy(path: str, root: str) -> str:
-    """Return where the copy of an overwritten checkpoint is kept."""
-    return os.path.join(root + COPY, os.path.relpath(path, root))
-
-
 def copy_whole(path: str, target: str) -> bool:
     """Copy the file at `path` if it is whole; return whether `target` is a copy of it now.
 
-    The copy shares the file's blocks where the file system can. A file that was written meanwhile
-    is not kept.
+    The copy shares the file's blocks if the file system can. A copy of a file that changed during
+    the copy is dropped.
 
     Raises:
         OSError: there is no room, or it cannot be read.

@@ -77,7 +77,7 @@ class OwnCheckpoints:
         self, order: CheckOwn, root: str, torn: OwnCheckpoint, whole: OwnCheckpoint | None
     ) -> list[str]:
         """Move one torn checkpoint once the journal has it; return what to say."""
-        target, path = choose_place(torn.path, root), self._shorten(torn.path)
+        target, path = choose_place(torn.path, root, self._spec.cwd), self._shorten(torn.path)
         known = asyncio.Event()
         self._outbox.put(
             TornFound(
@@ -106,7 +106,7 @@ class OwnCheckpoints:
     async def _restore(self, path: str, root: str, whole: OwnCheckpoint | None) -> str:
         """Return what the script can load now; the copy takes the place of an overwritten file."""
         if self._spec.checkpoint.own_copy:
-            copy = locate_copy(path, root)
+            copy = locate_copy(path, root, self._spec.cwd)
             try:
                 async with asyncio.timeout(10 * CHECK_S):
                     if await self._files.call(copy_whole, copy, path):
@@ -129,21 +129,21 @@ class OwnCheckpoints:
         self._outbox.put(event)
 
     async def keep_copies(self) -> None:
-        """Copy each declared file when it was written anew and is whole."""
+        """Copy each declared file after every whole save."""
         files = FileThread()  # A copy takes long; a check does not wait for it.
         while True:
             await asyncio.sleep(_COPY_S)
             for pattern in self._spec.checkpoint.own:
                 try:
                     await files.call(self._copy, pattern)
-                except Exception as error:  # No room, or another program moved it meanwhile.
+                except Exception as error:  # The disk is full, or the file has gone.
                     log.warning("no copy of %s: %r", pattern, error)
 
     def _copy(self, pattern: str) -> None:
         root = find_root(pattern, self._spec.cwd)
         for path in list_declared(pattern, self._spec.cwd)[:1]:
             if os.path.isfile(path):
-                copy_whole(path, locate_copy(path, root))
+                copy_whole(path, locate_copy(path, root, self._spec.cwd))
 
 
 def _age(checkpoint: OwnCheckpoint) -> float:

@@ -20,14 +20,14 @@ _LOADING = re.compile(
     r"pickle data was truncated|EOFError|BadZipFile|CheckpointException|JSONDecodeError|"
     r"FileNotFoundError|failed to read|HeaderTooLarge|HeaderTooSmall"
 )
-"""What the libraries of `perdure.files.own` say of a checkpoint that is cut."""
+"""Errors of torch, safetensors, json and pickle about a file that is cut."""
 _FOLDER = re.compile(r"(checkpoint|(global_)?step|iter(ation)?|epoch)[-_=]?\d+|.*\.ckpt")
 """Names of folders that are one checkpoint."""
 _PATHS_MAX = 64
 
 
 def find_unloadable(value: BaseException, trace: TracebackType | None) -> tuple[str, str]:
-    """Return the path of the torn checkpoint that `value` is about, and what to do; else empty."""
+    """Return the torn checkpoint that a load failed of, and what to do; empty if there is none."""
     if not _LOADING.search(f"{type(value).__name__}: {value}"):
         return "", ""
     found: OwnCheckpoint | None = None
@@ -48,7 +48,7 @@ def describe_torn(torn: OwnCheckpoint, cwd: str) -> str:
         short = os.path.relpath(path, cwd)
         return path if short.startswith("..") else short
 
-    target = choose_place(torn.path, folder)
+    target = choose_place(torn.path, folder, cwd)
     move = f"mkdir -p {shlex.quote(shorten(os.path.dirname(target)))} && mv "
     move += f"{shlex.quote(shorten(torn.path))} {shlex.quote(shorten(target))}"
     older = f"the newest whole one is {shorten(whole.path)}" if whole else "nothing older is whole"
