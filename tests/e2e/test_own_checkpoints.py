@@ -78,9 +78,9 @@ def test_killed_in_the_midst_of_saves(start: Start, tmp_path: Path, form: str) -
         time.sleep(chance.uniform(0.0, 0.4))  # The instant of the kill, which nothing depends on.
         job.kill("perdure rank")
     wait_saves(job, tmp_path, KILLS, 1)
-    assert job.state()["restarts"] == KILLS, "a life failed to load"
     (tmp_path / "enough").touch()
     assert job.wait() == 0, job.text()
+    assert job.state()["restarts"] == KILLS, "a life failed to load"
     check_lives(tmp_path)
 
 
@@ -128,10 +128,10 @@ def test_the_copy_of_an_overwritten_file_takes_its_place(start: Start, tmp_path:
         job.kill("perdure rank")
     wait_saves(job, tmp_path, KILLS, 1)
     lives = read_lives(tmp_path)
-    assert job.state()["restarts"] == KILLS, "a life failed to load"
     assert all(life[0][1] > 0 for life in lives[1:])
     (tmp_path / "enough").touch()
     assert job.wait() == 0, job.text()
+    assert job.state()["restarts"] == KILLS, "a life failed to load"
 
 
 def test_an_undeclared_one_is_named_and_never_touched(start: Start, tmp_path: Path) -> None:

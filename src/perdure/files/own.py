@@ -70,7 +70,7 @@ class OwnCheckpoint:
     @property
     def mark(self) -> tuple[object, ...]:
         """Return what a write changes."""
-        return self.state, self.written_s, self.bytes
+        return self.path, self.state, self.written_s, self.bytes
 
 
 def examine(path: str, siblings: Sequence[str] = ()) -> OwnCheckpoint:
@@ -373,6 +373,15 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
             if found.state == "torn":
                 torn[path] = found
     return list(torn.values()), newest
+
+
+def examine_alone(path: str) -> tuple[OwnCheckpoint, str]:
+    """Return what a checkpoint that nobody declared is, and a pattern of those named like it."""
+    folder, name = os.path.split(path)
+    pattern = os.path.join(glob.escape(folder), re.sub(r"\d+", "*", glob.escape(name)))
+    paths = list_declared(pattern, folder)
+    older = paths[paths.index(path) + 1 :] if path in paths else []
+    return examine(path, older), os.path.join(folder, re.sub(r"\d+", "*", name))
 
 
 def choose_place(path: str, root: str, cwd: str) -> str:

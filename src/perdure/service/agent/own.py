@@ -12,7 +12,6 @@ from perdure.files.own import (
     OwnCheckpoint,
     choose_place,
     copy_whole,
-    examine,
     find_newest,
     find_root,
     list_declared,
@@ -64,7 +63,7 @@ class OwnCheckpoints:
                 continue
             newest = max(filter(None, (newest, whole)), key=_age, default=None)
             for one in torn:
-                moved += await self._move(order, find_root(pattern, self._spec.cwd), one, whole)
+                moved += await self._move(order, pattern, one, whole)
         step, path = (newest.step, self._shorten(newest.path)) if newest else (-1, "")
         self._put(
             OwnChecked(
@@ -74,9 +73,10 @@ class OwnCheckpoints:
         )  # fmt: skip
 
     async def _move(
-        self, order: CheckOwn, root: str, torn: OwnCheckpoint, whole: OwnCheckpoint | None
+        self, order: CheckOwn, pattern: str, torn: OwnCheckpoint, whole: OwnCheckpoint | None
     ) -> list[str]:
         """Move one torn checkpoint once the journal has it; return what to say."""
+        root = find_root(pattern, self._spec.cwd)
         target, path = choose_place(torn.path, root, self._spec.cwd), self._shorten(torn.path)
         known = asyncio.Event()
         self._outbox.put(
@@ -92,11 +92,13 @@ class OwnCheckpoints:
         text = f"{path} ({torn.why})"
         try:
             async with asyncio.timeout(CHECK_S):
-                again = await self._files.call(examine, torn.path)
-                if again.state != "torn" or again.mark != torn.mark:
+                again, _ = await self._files.call(find_newest, pattern, self._spec.cwd)
+                if not await self._files.call(os.path.lexists, torn.path):
+                    return []  # Another node sees the same folder, and was faster.
+                if torn.mark not in [one.mark for one in again]:
                     return [f"{text}; another program is writing it, so that it stays there"]
                 await self._files.call(set_aside, torn.path, target, whole.path if whole else "")
-        except FileNotFoundError:  # Another node sees the same folder, and was faster.
+        except FileNotFoundError:
             return []
         except (OSError, TimeoutError) as error:
             return [f"{text}; it cannot be moved: {error}"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from perdure.files.own import OwnCheckpoint, choose_place, examine, find_newest
+from perdure.files.own import OwnCheckpoint, choose_place, examine_alone, find_newest
 
 _LOADING = re.compile(
     r"central directory|PytorchStreamReader|SafetensorError|incomplete metadata|UnpicklingError|"
@@ -32,7 +32,7 @@ def find_unloadable(value: BaseException, trace: TracebackType | None) -> tuple[
         return "", ""
     found: OwnCheckpoint | None = None
     for path in _list_paths(value, trace):
-        one = examine(path)
+        one, _ = examine_alone(path)
         if one.state == "torn" and (found is None or found.path.startswith(f"{path}/")):
             found = one
     return ("", "") if found is None else (found.path, describe_torn(found, os.getcwd()))
@@ -40,15 +40,14 @@ def find_unloadable(value: BaseException, trace: TracebackType | None) -> tuple[
 
 def describe_torn(torn: OwnCheckpoint, cwd: str) -> str:
     """Return what is wrong with a checkpoint that is not declared, and how to go on without it."""
-    folder, name = os.path.split(torn.path)
-    pattern = os.path.join(folder, re.sub(r"\d+", "*", name))
+    pattern = examine_alone(torn.path)[1]
     whole = find_newest(pattern, cwd)[1]
 
     def shorten(path: str) -> str:
         short = os.path.relpath(path, cwd)
         return path if short.startswith("..") else short
 
-    target = choose_place(torn.path, folder, cwd)
+    target = choose_place(torn.path, os.path.dirname(torn.path), cwd)
     move = f"mkdir -p {shlex.quote(shorten(os.path.dirname(target)))} && mv "
     move += f"{shlex.quote(shorten(torn.path))} {shlex.quote(shorten(target))}"
     older = f"the newest whole one is {shorten(whole.path)}" if whole else "nothing older is whole"
