@@ -15,10 +15,13 @@ _NAMESPACES = ("torch.", "safetensors.")
 def find_patterns(reading: Reading, args: Sequence[str]) -> tuple[str, ...]:
     """Return patterns of the checkpoints that a script saves, as far as its text says where.
 
-    `args` are the script's: a Trainer's folder often stands there.
+    `args` are the script's: a Trainer's folder often stands there. A single file counts only if the
+    script loads something: otherwise it is the result.
     """
+    loads = bool(reading.describe().loads)
     found = [pattern for pattern in _list_patterns(reading, args) if not os.path.isabs(pattern)]
-    return tuple(dict.fromkeys(pattern for pattern in found if pattern.strip("*./")))
+    kept = (p for p in found if p.strip("*./") and (loads or "*" in p))
+    return tuple(dict.fromkeys(kept))
 
 
 def _list_patterns(reading: Reading, args: Sequence[str]) -> Iterator[str]:
