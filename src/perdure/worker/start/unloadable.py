@@ -52,9 +52,11 @@ def describe_torn(torn: OwnCheckpoint, cwd: str) -> str:
     move += f"{shlex.quote(shorten(torn.path))} {shlex.quote(shorten(target))}"
     older = f"the newest whole one is {shorten(whole.path)}" if whole else "nothing older is whole"
     at = time.strftime("%F %T", time.localtime(torn.written_s))
+    keys = f'checkpoint.own = ["{shorten(pattern)}"]'
+    keys += "" if "*" in pattern else " and own_copy = true"
     return (
         f"{shorten(torn.path)} ({torn.why}), cut at {at}; {older}; to load it: {move}; "
-        f'to have this done: checkpoint.own = ["{shorten(pattern)}"]'
+        f"to have this done: {keys}"
     )
 
 
