@@ -105,6 +105,22 @@ def test_a_folder_without_what_is_written_last_is_torn(form: str, tmp_path: Path
     assert examine(str(path), [str(older)]).state == "torn"
 
 
+def test_shards_of_several_ranks_without_an_index_are_torn(tmp_path: Path) -> None:
+    path = make(tmp_path, "torch.distributed.checkpoint", 1)
+    (path / "__1_0.distcp").write_bytes(bytes(64))
+    (path / ".metadata").unlink()
+    assert examine(str(path)).state == "torn"
+
+
+def test_a_file_of_each_rank(tmp_path: Path) -> None:
+    path = tmp_path / "step_100"
+    for rank in (0, 1):
+        save_torch(path / f"rank-{rank}.pt", 100)
+    assert examine(str(path)).state == "whole"
+    (path / "rank-1.pt").write_bytes(b"PK\x03\x04")
+    assert examine(str(path)).state == "torn"
+
+
 def test_deepspeed_names_the_newest_one(tmp_path: Path) -> None:
     older, path = make(tmp_path, "DeepSpeed", 1), make(tmp_path, "DeepSpeed", 20)
     (tmp_path / "latest").write_text(older.name)

@@ -44,6 +44,10 @@ _LAST = re.compile(
 """Files that a library writes last into a folder: one that all older ones have has to be there."""
 _OBJECTS = re.compile(r"(.*config|tokenizer|special_tokens_map|added_tokens|vocab)\.json")
 """Documents that end with a bracket."""
+CHECKPOINT = re.compile(
+    r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)[-_=]?\d+|.*\.ckpt", re.IGNORECASE
+)
+"""Names of folders that are one checkpoint."""
 _NUMBERED = re.compile(r"checkpoint-\d+")
 
 State = Literal["whole", "torn", "unknown"]
@@ -199,9 +203,13 @@ def _is_ahead(folder: str) -> bool:
 def _refuse_several(folder: str, files: Iterable[str]) -> None:
     """Refuse a folder of checkpoints: what is torn there says nothing of the others.
 
+    A folder that is named like one checkpoint may have a file for each rank.
+
     Raises:
         ValueError: it has folders alike, or no known format and files alike, or no number.
     """
+    if CHECKPOINT.fullmatch(os.path.basename(folder)):
+        return
     tops = [name.split("/")[0] for name in files if "/" in name]
     names = set(tops)
     if not _name_format(files):
@@ -255,7 +263,8 @@ def _name_format(files: Iterable[str]) -> str:
         return "accelerate"
     if any(n.endswith(("model_states.pt", "optim_states.pt")) for n in names):
         return "DeepSpeed"
-    return "torch.distributed.checkpoint" if ".metadata" in names else ""
+    sharded = any(n == ".metadata" or (n.endswith(".distcp") and "/" not in n) for n in names)
+    return "torch.distributed.checkpoint" if sharded else ""
 
 
 def _list_last(folder: str, siblings: Sequence[str]) -> set[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from perdure.files.own import OwnCheckpoint, choose_place, examine_alone, find_newest
+from perdure.files.own import CHECKPOINT, OwnCheckpoint, choose_place, examine_alone, find_newest
 
 _LOADING = re.compile(
     r"central directory|PytorchStreamReader|SafetensorError|incomplete metadata|UnpicklingError|"
@@ -21,8 +21,6 @@ _LOADING = re.compile(
     r"FileNotFoundError|failed to read|HeaderTooLarge|HeaderTooSmall"
 )
 """Errors of torch, safetensors, json and pickle about a file that is cut."""
-_FOLDER = re.compile(r"(checkpoint|(global_)?step|iter(ation)?|epoch)[-_=]?\d+|.*\.ckpt")
-"""Names of folders that are one checkpoint."""
 _PATHS_MAX = 64
 
 
@@ -71,7 +69,7 @@ def _list_paths(value: BaseException, trace: TracebackType | None) -> Iterator[s
             if one in seen or not os.path.exists(one):
                 continue
             seen.add(one)
-            if os.path.isfile(one) or _FOLDER.fullmatch(os.path.basename(one)):
+            if os.path.isfile(one) or CHECKPOINT.fullmatch(os.path.basename(one)):
                 yield one
 
 
