@@ -1,4 +1,4 @@
-"""The checkpoints of published libraries: any rank is killed amid saves, and each life goes on.
+"""Published libraries save, any rank is killed during a save, and each life goes on.
 
 The formats written by hand, with a stricter account: tests/e2e/test_own_checkpoints.py.
 """

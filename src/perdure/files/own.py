@@ -385,7 +385,7 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
 
 
 def examine_alone(path: str) -> tuple[OwnCheckpoint, str]:
-    """Return what a checkpoint that nobody declared is, and a pattern of those named like it."""
+    """Return the check of an undeclared checkpoint, and a pattern for the names like its own."""
     folder, name = os.path.split(path)
     pattern = os.path.join(glob.escape(folder), re.sub(r"\d+", "*", glob.escape(name)))
     paths = list_declared(pattern, folder)

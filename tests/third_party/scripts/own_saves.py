@@ -27,7 +27,7 @@ def find_newest() -> str:
 
 
 def is_enough() -> bool:
-    """Return whether all ranks are told to end."""
+    """Return whether all ranks see the file that ends the test."""
     flag = torch.tensor([float(os.path.exists("enough"))])
     if dist.is_initialized():
         dist.all_reduce(flag, dist.ReduceOp.MIN)
