@@ -3,14 +3,19 @@
 Nothing is removed that is worth most: damaged checkpoints go first, then the oldest.
 """
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perdure.cli.jobs import find_job
 from perdure.cli.speech.say import JobName, Json, answer, note
 from perdure.model.errors import ConfigError, PlatformError
+
+if TYPE_CHECKING:
+    from perdure.model.checkpoints import VerifyResult
+    from perdure.model.job import JobSpec
 
 
 def verify(
@@ -25,6 +30,9 @@ def verify(
         bool,
         typer.Option("--allow-pickle", help="Load what is no plain data too: it may run code."),
     ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Load the script's own checkpoints as well.")
+    ] = False,
     nothing_to_keep: Annotated[
         bool,
         typer.Option("--nothing-to-keep", help="It is right that a pull has no tensor in it."),
@@ -36,6 +44,7 @@ def verify(
     A directory that `perdure pull` has filled is compared with its roster, and everything in it
     that has tensors is loaded with `weights_only`: the proof that `perdure teardown` asks for.
     A pull without a single tensor is no proof, but with --nothing-to-keep.
+    Of a job, the script's own checkpoints (checkpoint.own) are checked too.
     Leaves with 3 if something is damaged.
     """
     from perdure.adapters.checkpoints import verify_all
@@ -43,8 +52,12 @@ def verify(
     from perdure.cli.speech.bar import Bar
     from perdure.launch.results.pulling import read_manifest
 
+    own: list[VerifyResult] = []
+    declared: tuple[str, ...] | None = None
     if "/" not in directory and not Path(directory).exists():
-        directory = find_job(directory).checkpoints
+        job = find_job(directory)
+        directory, declared = job.checkpoints, job.spec.checkpoint.own
+        own = verify_own(job.spec, full=full, allow_pickle=allow_pickle)
     if "://" not in directory:
         manifest = read_manifest(Path(directory))
         if manifest is not None:
@@ -55,12 +68,20 @@ def verify(
                 nothing_to_keep=nothing_to_keep,
                 as_json=as_json,
             )
-    with Bar(as_json=as_json) as bar:
-        results = verify_all(
-            directory,
-            lambda number, of, share: bar.say(
-                "verify", (number + share) / of, f"checkpoint {number + 1} of {of}"
-            ),
+    results: list[VerifyResult] = []
+    if declared is None or "://" in directory or Path(directory).exists():
+        with Bar(as_json=as_json) as bar:
+            results = verify_all(
+                directory,
+                lambda number, of, share: bar.say(
+                    "verify", (number + share) / of, f"checkpoint {number + 1} of {of}"
+                ),
+            )
+    results += own
+    if not results and declared is not None:
+        raise ConfigError(
+            f"no checkpoints: perdure has saved none, and {_name_declared(declared)}",
+            hint='checkpoint.own = ["out/checkpoint-*"] in the job file says where they are',
         )
     if not results:
         raise ConfigError(
@@ -68,12 +89,55 @@ def verify(
         )
     words = {True: "ok", False: "DAMAGED: "}
     lines = [
-        f"step {r.step}: {words[r.ok]}{'; '.join(r.problems)} "
+        f"{f'step {r.step}' if r.step >= 0 else 'no step'}: {words[r.ok]}{'; '.join(r.problems)} "
         f"({r.bytes / 1e6:.1f} MB in {r.files} files) {r.path}"
         for r in results
     ]
     answer({"dir": directory, "checkpoints": results}, "\n".join(lines), as_json=as_json)
     return 0 if all(result.ok for result in results) else 3
+
+
+def _name_declared(declared: tuple[str, ...]) -> str:
+    if declared:
+        return f"none of the script's own matches {', '.join(declared)}"
+    return "the job declares none that its script saves"
+
+
+def verify_own(spec: "JobSpec", *, full: bool, allow_pickle: bool) -> "list[VerifyResult]":
+    """Return a result for each checkpoint that the script saved, oldest first; `full` loads them.
+
+    One that is not understood counts as damaged only if it does not load.
+
+    Raises:
+        PlatformError: torch is not installed here, so that nothing can be loaded.
+    """
+    from perdure.cli.looking.own import list_own
+    from perdure.launch.results.pulling import load_files
+    from perdure.model.checkpoints import VerifyResult
+
+    results = []
+    for one in list_own(spec):
+        problems: tuple[str, ...] = (one.why,) if one.state == "torn" else ()
+        paths = _list_loadable(one.path) if full and not problems else []
+        if paths:
+            problems = load_files(paths, allow_pickle=allow_pickle).problems
+        files = sum(len(names) for _, _, names in os.walk(one.path)) or 1
+        results.append(VerifyResult(one.path, not problems, one.step, files, one.bytes, problems))
+    return results
+
+
+def _list_loadable(path: str) -> list[str]:
+    """Return what of a checkpoint is loaded by itself: torch's files, and folders with an index.
+
+    Of safetensors a check without a load has shown that all bytes are there.
+    """
+    from perdure.files.tensorfiles import is_pickle
+
+    files, found = [path] if os.path.isfile(path) else [], list[str]()
+    for base, _, names in os.walk(path):
+        found += [base] if ".metadata" in names else []
+        files += [f"{base}/{name}" for name in sorted(names) if not name.endswith(".distcp")]
+    return found + [f for f in files if not f.endswith(".metadata") and is_pickle(Path(f))]
 
 
 def prune(

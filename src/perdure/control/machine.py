@@ -44,10 +44,12 @@ from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
     assign_again,
+    check_again,
     close_job,
     end_job,
     form_world,
     has_enough,
+    note_checked,
     note_end,
     note_started,
     note_stopped,
@@ -130,6 +132,7 @@ from perdure.model.events import (
     NodeLost,
     NodeRegistered,
     NodeRestored,
+    OwnChecked,
     PreemptionNoticed,
     PreemptionWithdrawn,
     ProbeEnded,
@@ -257,7 +260,7 @@ def _issue_again(state: JobState, now: float, event: ControllerStarted) -> list[
     actions = [*assign_again(state, reason), *send_boundary_again(state, reason)]
     actions += [*ask_stacks_again(state, reason), *cordon_again(state), *moves_again(state)]
     actions += [*send_resume(state), *probe_again(state)]
-    actions += membership_of(state).again(state, reason)
+    actions += [*membership_of(state).again(state, reason), *check_again(state, reason)]
     return [*actions, *inject_again(state, reason), *state.record_again(reason)]
 
 
@@ -330,6 +333,7 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
                 culprit,
                 cause,
                 error=record.error,
+                torn=(record.torn, record.torn_why),
                 code=record.code or 128 + record.signal,
                 signal=state.world.read_signal(record, len(state.ranks)),
                 step=event.account.step,
@@ -494,6 +498,7 @@ def _fail(
     cause: str,
     *,
     error: str = "",
+    torn: tuple[str, str] = ("", ""),
     code: int = 0,
     signal: int = 0,
     step: int | None = None,
@@ -521,6 +526,8 @@ def _fail(
         step=state.step if step is None else step,
         progress_max=state.progress_max,
         error=error,
+        torn=torn[0],
+        torn_why=torn[1],
         code=code,
         signal=signal,
         preempted=taken is not None,
@@ -649,6 +656,7 @@ _ALIKE: dict[type[AnyEvent], Handler] = {
     ControllerStarted: _issue_again,
     StoreReady: note_store,
     GenerationStopped: note_stopped,
+    OwnChecked: note_checked,
     RanksStarted: note_started,
     CommandReceived: receive_command,
     NodeAsked: receive_command,

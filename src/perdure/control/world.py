@@ -10,7 +10,7 @@ from typing import Literal
 
 from perdure.model.events import RankJoined, StoreReady
 from perdure.model.failures import ExitRecord
-from perdure.model.orders import Assignment, ReformWorld
+from perdure.model.orders import Assignment, CheckOwn, ReformWorld
 from perdure.model.verdicts import Verdict
 from perdure.policy import FailureLog, SlotEnd
 
@@ -164,6 +164,10 @@ class WorldState:
     store: StoreReady | None = None
     started: set[int] = field(default_factory=set)
     """Nodes that have started its ranks."""
+    checking: CheckOwn | None = None
+    """What asks for the script's own checkpoints, before its ranks start."""
+    checked: set[int] = field(default_factory=set)
+    """Nodes that have answered it."""
     exits: dict[int, ExitRecord] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
     stepping: bool = False

@@ -7,6 +7,7 @@ know most: what is found, until when it is left alone, and how to end it now.
 """
 
 from perdure.dash.live import render_count
+from perdure.dash.text import render_skipped
 from perdure.model.plain import name_step, shorten_line, show_controls
 from perdure.model.report import IncidentRow, Snapshot
 from perdure.model.verdicts import HANGS, Verdict
@@ -27,10 +28,15 @@ class StoryTeller:
         self._told: dict[tuple[float, str, str], bool] = {}
         self._hangs: dict[tuple[int, float, str], Verdict] = {}
         """Told, and not known to be over."""
+        self._skipped_s = float("-inf")
+        """Time of the newest checkpoint that was told not to be used."""
 
     def tell(self, snapshot: Snapshot) -> list[str]:
         """Return the lines that are new."""
         lines = self._tell_hangs(snapshot)
+        new = [row for row in snapshot.skipped if row.at_s > self._skipped_s]
+        lines += [f"▲ {render_skipped([row])}" for row in new]
+        self._skipped_s = max([self._skipped_s, *(row.at_s for row in new)])
         for row in snapshot.recent:
             key, over = (row.at_s, row.culprit, row.cause), row.total_s is not None
             known = self._told.get(key)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
+_SKIPPED_MAX = 1200
+"""Longest text about one checkpoint; the command that moves it is part of the text."""
+
 
 def render_text(
     report: Report, series: "Series | None" = None, width: int = 100, *, ledger: bool = True
@@ -105,10 +108,15 @@ def render_mended(rows: Sequence[MendRow]) -> str:
 def render_skipped(rows: Sequence[SkipRow]) -> str:
     """Return which checkpoints could not be used, a line each; empty where all could."""
     return "\n".join(
-        f"A checkpoint was not used, and training went on from step {row.resumed}: "
-        f"{shorten_line(show_controls(row.why), REASON_MAX)}"
+        f"{_name_skipped(row)}: {shorten_line(show_controls(row.why), _SKIPPED_MAX)}"
         for row in rows
     )
+
+
+def _name_skipped(row: SkipRow) -> str:
+    if row.resumed < 0:
+        return "A checkpoint of the script is torn"
+    return f"A checkpoint was not used, and training went on from step {row.resumed}"
 
 
 def render_exactness(exact: Exactness | None) -> str:

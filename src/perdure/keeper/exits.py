@@ -109,11 +109,13 @@ def make_record(
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     code = 0 if number else os.waitstatus_to_exitcode(status)
     error, traceback, last = "", "", _read_lines("", 0)
+    own: dict[str, Any] = {}
     try:
         last = _read_lines(evidence.stderr, evidence.stderr_from)
         last = last or _read_lines(evidence.stdout, evidence.stdout_from)
         if code or number:
             error, traceback = choose_error(evidence)
+            own = _read_json(evidence.traceback_file) or {}
     except Exception as fault:
         error = f"what it left behind cannot be read: {fault!r}"
     _give_back(evidence.traceback_file)
@@ -131,6 +133,8 @@ def make_record(
         last_output=tuple(cut_text(line, _LINE_MAX) for line in last),
         cpu_s=usage.ru_utime + usage.ru_stime,
         max_rss_bytes=usage.ru_maxrss * 1024,
+        torn=cut_text(str(own.get("torn", "")), _ERROR_MAX),
+        torn_why=cut_text(str(own.get("torn_why", "")), _ERROR_MAX),
     )
 
 

@@ -127,6 +127,29 @@ class GenerationStopped(NodeEvent, frozen=True, kw_only=True):
     at_s: float
 
 
+class TornFound(NodeEvent, frozen=True, kw_only=True):
+    """A checkpoint that the script saved and the job declares is torn; it is moved after this."""
+
+    generation: int
+    path: str
+    to: str
+    why: str
+    at_s: float
+
+
+class OwnChecked(NodeEvent, frozen=True, kw_only=True):
+    """A node has checked the script's own checkpoints before a generation's ranks start."""
+
+    generation: int
+    at_s: float
+    moved: tuple[str, ...] = ()
+    """A sentence for each torn checkpoint: what is wrong with it, and where it is now."""
+    newest: str = ""
+    """Path of the newest whole one."""
+    step: int = -1
+    """Its step; -1 if its name has none."""
+
+
 class KeeperLost(NodeEvent, frozen=True, kw_only=True):
     """The node's keeper died, its ranks died with it, and a new one is started.
 
@@ -936,6 +959,8 @@ AnyEvent = (
     | RanksStarted
     | RankExited
     | GenerationStopped
+    | TornFound
+    | OwnChecked
     | KeeperLost
     | NodeLost
     | RankJoined

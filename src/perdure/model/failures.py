@@ -36,6 +36,10 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Last lines of its standard error, or of its output where that is empty."""
     cpu_s: float = 0.0
     max_rss_bytes: int = 0
+    torn: str = ""
+    """Path of the torn checkpoint that the script failed to load."""
+    torn_why: str = ""
+    """What is wrong with it, which one is whole, and the command that moves it."""
 
     @property
     def failed(self) -> bool:

@@ -106,6 +106,12 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Load checkpoints that need pickle (never needed for those perdure wrote)."""
     allow_other_plan: bool = False
     """Resume an elastic job from a checkpoint with another plan, such as another batch size."""
+    own: tuple[str, ...] = ()
+    """Patterns of the checkpoints that the script itself saves, such as `out/checkpoint-*`. Before
+    each start perdure moves a torn newest one to `out.torn/`."""
+    own_copy: bool = False
+    """Keep a copy of the last whole file of each of `own`, for a script that overwrites one file.
+    If the file is torn at a restart, the copy takes its place."""
 
 
 class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

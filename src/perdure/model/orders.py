@@ -31,6 +31,7 @@ from perdure.model.events import (
     MachineReported,
     MemberReady,
     OperatorNoted,
+    OwnChecked,
     PreemptionNoticed,
     PreemptionWithdrawn,
     ProbeEnded,
@@ -439,6 +440,29 @@ class RunProbe(Order, frozen=True, kw_only=True):
         return ()
 
 
+class CheckOwn(Order, frozen=True, kw_only=True):
+    """Have `nodes` check the script's own checkpoints and move a torn newest one: `OwnChecked`.
+
+    Nothing of the job runs on any node from this order until the last answer.
+    """
+
+    says: ClassVar[str] = "generation {0.generation}, nodes {0.nodes}"
+
+    generation: int
+    nodes: tuple[int, ...]
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return the nodes."""
+        return self.nodes
+
+    def list_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+        """Return the node that has told what it found."""
+        if isinstance(event, OwnChecked) and event.generation == self.generation:
+            return (event.node,)
+        return ()
+
+
 class FenceAbort(Order, frozen=True, kw_only=True):
     """Have `ranks` of replica group `group` break their process group of quorum `quorum_id`.
 
@@ -544,6 +568,7 @@ AnyOrder = (
     | FollowWorld
     | WatchClosely
     | RunProbe
+    | CheckOwn
     | FenceAbort
     | HoldReplicas
     | EvictReplica

@@ -122,7 +122,8 @@ class SkipRow(msgspec.Struct, frozen=True):
     why: str
     """Its path, and what is wrong with it."""
     resumed: int
-    """The step from which the world went on instead."""
+    """The step from which the world went on instead; -1 of a torn checkpoint that the script itself
+    saved."""
 
 
 class HungSaveRow(msgspec.Struct, frozen=True):

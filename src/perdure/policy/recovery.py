@@ -46,6 +46,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Last line of the exception, where there was one."""
     code: int = 0
     signal: int = 0
+    torn: str = ""
+    """Path of the torn checkpoint that the script failed to load."""
+    torn_why: str = ""
     preempted: bool = False
     """The platform had said that it takes the machine away."""
     outlived: bool = False
@@ -112,6 +115,10 @@ def decide_recovery(failure: Failure, past: FailureLog, config: RestartConfig) -
         (
             error == _UNFIT and not failure.outlived,
             f"{failure.culprit}: {failure.error.partition(': ')[2]}",
+        ),
+        (
+            bool(failure.torn and earlier and earlier[-1].torn == failure.torn),
+            f"{failure.culprit} cannot load a torn checkpoint: {failure.torn_why}",
         ),
         (
             failure.progress_max <= 0 and failure.code == _EXIT_USAGE and not failure.error,

@@ -27,6 +27,7 @@ from perdure.model.events import (
     JournalMended,
     MachineReported,
     OperatorNoted,
+    OwnChecked,
     ProgressNoted,
     QuorumFormed,
     RankExited,
@@ -295,6 +296,8 @@ class History:
                 self.meets |= bool(event.store)
             case RankExited() as event:
                 self._end(event)
+                if event.record.torn_why:
+                    self._note_torn(entry.at_s, (event.record.torn_why,))
             case JobSubmitted() as event:
                 self.spec, self.start_s = event.spec, event.at_s
             case JobEnded() as event:
@@ -334,6 +337,8 @@ class History:
                 self.machines.take(event)
             case CheckpointFailed() as event if event.writing >= 0:
                 self._note_hung_save(event)
+            case OwnChecked() as event:
+                self._note_torn(entry.at_s, event.moved)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
                 self._end_hung_save(event)
@@ -388,6 +393,12 @@ class History:
             return
         known = {row.why for row in self.skipped}
         new = [SkipRow(at_s, why, event.step) for why in event.skipped if why not in known]
+        self.skipped = [*self.skipped, *new][-MENDED_MAX:]
+
+    def _note_torn(self, at_s: float, whys: tuple[str, ...]) -> None:
+        """Remember checkpoints of the script's own; ranks that fail together tell of the same."""
+        known = {row.why for row in self.skipped if row.resumed < 0}
+        new = [SkipRow(at_s, why, -1) for why in whys if why not in known]
         self.skipped = [*self.skipped, *new][-MENDED_MAX:]
 
     def _note_hung_save(self, event: CheckpointFailed) -> None:

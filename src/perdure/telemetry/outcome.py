@@ -109,6 +109,8 @@ def collect_last_words(entries: Iterable[JournalEntry]) -> list[str]:
     for entry in entries:
         if isinstance(entry.body, RankExited) and entry.body.record.failed:
             record = entry.body.record
+            if record.torn:
+                continue  # The file is known, and the words would blame a full disk.
             words += [*record.last_output, *record.traceback.splitlines(), record.error]
     return [line for line in words if line]
 

@@ -12,6 +12,7 @@ from perdure.model.events import (
     GenerationStopped,
     JobSubmitted,
     NodeRegistered,
+    OwnChecked,
     RankExited,
     RankJoined,
     RanksStarted,
@@ -51,6 +52,8 @@ class Driver:
         for node in nodes:
             self.do(GenerationStopped(node=node, generation=generation - 1, at_s=self.now))
         self.do(StoreReady(generation=generation, host="h", port=7, agent_store=True))
+        for node in nodes if self.spec.checkpoint.own else ():
+            self.do(OwnChecked(node=node, generation=generation, at_s=self.now))
         for node in nodes:
             pids = {rank: 1000 + rank for rank in self.spec.ranks_of(node)}
             self.do(

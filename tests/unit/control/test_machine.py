@@ -15,7 +15,10 @@ from perdure.model.events import (
     ControllerStarted,
     GenerationStopped,
     KeeperLost,
+    NodeLost,
+    OwnChecked,
     RankExited,
+    RanksStarted,
     StacksTaken,
     StoreReady,
     TimerFired,
@@ -25,6 +28,7 @@ from perdure.model.orders import (
     AnswerCommand,
     AnyAction,
     AssignNodes,
+    CheckOwn,
     EndJob,
     SendBoundary,
     TakeStacks,
@@ -36,7 +40,7 @@ NOTHING_FOLLOWS = {
     "MessagesSetAside", "CollectivesInterrupted", "MachineReported", "ActionWithheld",
     "QuorumIdsReserved", "ReplicaWaiting", "ReplicaLate", "OperatorNoted", "SettingsChanged",
     "JobPaused", "JobResumed", "RanksAgreed", "JournalMended", "RankLeft", "SlotLeftEmpty",
-    "ResumeCompared",
+    "ResumeCompared", "TornFound",
 }  # fmt: skip
 """Events that are told to others: the detector, the folds, whoever reads."""
 FIRST = {"JobSubmitted", "FailureDecided"}
@@ -57,6 +61,59 @@ def test_world_forms_once_all_nodes_are_there() -> None:
     action = one(driver.register(1), AssignNodes)
     assert action.nodes == (0, 1)
     assert (action.assignment.phase, action.assignment.generation) == ("store", 0)
+
+
+def test_own_checkpoints_are_checked_when_nothing_older_lives_anywhere() -> None:
+    driver = Driver(nodes=2, checkpoint={"own": ["out/checkpoint-*"]})
+    for node in (0, 1):
+        driver.register(node)
+    for generation in (0, 1):
+        if generation:
+            one(driver.exit(1, signal=9), AssignNodes)
+        store = StoreReady(generation=generation, host="h", port=8, agent_store=True)
+        stopped = [
+            GenerationStopped(node=node, generation=generation - 1, at_s=1.0) for node in (0, 1)
+        ]
+        assert driver.do(stopped[0]) == []
+        asked = one([*driver.do(stopped[1]), *driver.do(store)], CheckOwn)
+        assert (asked.generation, asked.nodes) == (generation, (0, 1))
+        again = driver.do(ControllerStarted(incarnation=f"c{generation + 2}"))
+        assert one(again, CheckOwn).nodes == (0, 1)
+        assert driver.do(OwnChecked(node=0, generation=generation, at_s=1.0)) == []
+        checked = driver.do(OwnChecked(node=1, generation=generation, at_s=1.0))
+        assert one(checked, AssignNodes).assignment.phase == "run"
+        assert driver.do(OwnChecked(node=1, generation=generation, at_s=1.0)) == []
+        for node in (0, 1):
+            pids = {2 * node: 1, 2 * node + 1: 2}
+            driver.do(
+                RanksStarted(node=node, generation=generation, pids=pids, at_s=1.0, warm=True)
+            )
+
+
+def test_nothing_is_moved_while_a_lost_node_may_write() -> None:
+    driver = Driver(nodes=1, spares=2, checkpoint={"own": ["out/checkpoint-*"]})
+    for node in (0, 1):
+        driver.register(node)
+    driver.run()
+    driver.do(NodeLost(node=0, at_s=1.0, reason="silent"))
+    assert driver.controller.state.world.phase == "forming"
+    store = StoreReady(generation=1, host="h", port=8, agent_store=True)
+    said = [*driver.do(store), *driver.do(GenerationStopped(node=1, generation=0, at_s=1.0))]
+    assert not [action for action in said if isinstance(action, CheckOwn)]
+    assert one(said, AssignNodes).assignment.phase == "run"
+
+
+def test_the_second_failure_to_load_a_torn_checkpoint_ends_the_job() -> None:
+    driver = started()
+    torn = {"code": 1, "error": "EOFError: x", "torn": "/w/a.pt", "torn_why": "a.pt (cut); mv a b"}
+    one(driver.exit(0, **torn), AssignNodes)
+    driver.run()
+    driver.exit(0, **(torn | {"torn": "/w/b.pt"}))
+    assert not driver.controller.state.over, "it is another file"
+    driver.run()
+    driver.exit(0, **(torn | {"torn": "/w/b.pt"}))
+    assert driver.controller.state.ending is not None
+    assert "a.pt (cut); mv a b" in driver.controller.state.ending.reason
 
 
 def test_ranks_start_only_when_nothing_older_lives_anywhere() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from perdure.files.tensorfiles import list_missing_files, read_safetensors
 from perdure.launch.results.pulling import look_into
-from perdure.launch.results.tensorfiles import list_missing_files, read_safetensors
 from perdure.launch.ssh.results import hash_file
 from perdure.model.platforms.launching import PulledFile, PullManifest
 

@@ -6,6 +6,7 @@ without --apply, the script; with it the script as it was is kept beside the cha
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,7 @@ def init(
     from perdure.cli.adopting.edits import render_diff
     from perdure.cli.adopting.jobfile import render_job_file
 
-    facts, change, project = look_into(path, text, script if module else None)
+    facts, change, project = look_into(path, text, script if module else None, args or ())
     job_file = project.folder / JOB_FILE
     diff = render_diff(name_in_diff(path), text, change.text) if change.text else ""
     job_text = render_job_file(project, facts, args or (), os.environ)
@@ -105,19 +106,23 @@ def init(
     return 0 if trial.passed else 1
 
 
-def look_into(path: Path, text: str, module: str | None = None) -> "tuple[Script, Change, Project]":
+def look_into(
+    path: Path, text: str, module: str | None = None, args: Sequence[str] = ()
+) -> "tuple[Script, Change, Project]":
     """Return what a script is, the change that is proposed, and where it is run.
 
-    It is run in this folder where the user names it as a `module`.
+    It is run in this folder where the user names it as a `module`, with `args`.
     """
     import msgspec
 
     from perdure.cli.adopting.change import propose_change
     from perdure.cli.adopting.jobfile import Project, find_project
+    from perdure.cli.adopting.saves import find_patterns
     from perdure.cli.adopting.script import Reading
 
     reading = Reading(text, str(path))
     facts, change = reading.describe(), propose_change(reading)
+    facts = msgspec.structs.replace(facts, own=find_patterns(reading, args))
     project = Project(Path(), module, True) if module else find_project(path, reading)
     if not (change.text or facts.loops or facts.trainers):
         by_hand = (*find_elsewhere(path, project, reading), *change.by_hand)

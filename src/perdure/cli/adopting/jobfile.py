@@ -80,6 +80,13 @@ def render_job_file(
     head += '# env = { OMP_NUM_THREADS = "1" }\n\n[checkpoint]\n'
     head += "# every_steps = 500  # else as often as is best by what a checkpoint costs\n"
     head += '# url = "s3://bucket/folder"  # else in the job\'s directory\n# keep_last = 3\n'
+    if script.own:
+        named = ", ".join(json.dumps(pattern) for pattern in script.own)
+        head += f"own = [{named}]  # what the script saves; a torn newest one is moved aside\n"
+        if not any("*" in pattern for pattern in script.own):
+            head += "own_copy = true  # the script overwrites it: a copy of the last whole one\n"
+    elif script.saves or script.trainers:
+        head += '# own = ["out/checkpoint-*"]  # what the script saves itself\n'
     return head + _SUGGESTED
 
 

@@ -70,6 +70,8 @@ class Script(msgspec.Struct, frozen=True):
     loads: tuple[int, ...] = ()
     spawns: tuple[int, ...] = ()
     """Lines at which it makes processes that would train."""
+    own: tuple[str, ...] = ()
+    """Patterns of the checkpoints that it saves, as far as its text says where."""
 
 
 class Reading:

@@ -40,6 +40,7 @@ def diagnose(
     """Say what went wrong: each verdict with culprit and evidence."""
     from perdure.dash.links import render_links
     from perdure.dash.live import describe_late
+    from perdure.dash.text import render_skipped
     from perdure.dash.verdicts import render_aside, render_verdict, render_withheld
     from perdure.telemetry.asides import list_asides
     from perdure.telemetry.links import read_delay_matrix
@@ -80,6 +81,8 @@ def diagnose(
         print_json(document | {k: v for k, v in more.items() if v})
         return
     _print_end(job, outcome, named, vanished, attempts)
+    if snapshot.skipped:
+        print(render_skipped(snapshot.skipped) + "\n")
     start_s = read_start_s(entries[0]) if entries else 0.0
     if withheld := render_withheld(snapshot):
         print("\n".join(withheld) + "\n")
@@ -105,13 +108,10 @@ def _render_checkpoints(snapshot: "Snapshot") -> Iterator[str]:
         render_empty_slots,
         render_hung_saves,
         render_mended,
-        render_skipped,
     )
 
     if snapshot.mended:
         yield render_mended(snapshot.mended)
-    if snapshot.skipped:
-        yield render_skipped(snapshot.skipped)
     if snapshot.hung_saves:
         yield render_hung_saves(snapshot.hung_saves)
     if snapshot.empty_slots:

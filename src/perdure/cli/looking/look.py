@@ -188,13 +188,17 @@ def _describe_launch(record: "LaunchRecord") -> dict[str, Any]:
 
 def status(job: AnyJob, as_json: Json = False) -> None:
     """Show a job now: its state and each rank."""
+    import msgspec
+
+    from perdure.cli.looking.own import describe_own, render_own
     from perdure.dash.colours import print_painted
 
-    snapshot = find_job(job).snapshot()
+    found = find_job(job)
+    snapshot = found.snapshot()
     if as_json:
-        print_json(snapshot)
+        print_json(msgspec.to_builtins(snapshot) | describe_own(found.spec))
     else:
-        print_painted(render_snapshot(snapshot))
+        print_painted("\n".join(filter(None, (render_snapshot(snapshot), render_own(found.spec)))))
 
 
 def render_snapshot(snapshot: "Snapshot") -> str:

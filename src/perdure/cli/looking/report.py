@@ -31,6 +31,7 @@ def report(
 
     import msgspec
 
+    from perdure.cli.looking.own import describe_own, render_own
     from perdure.cli.looking.story import tell_story
     from perdure.cli.speech.bar import Bar
     from perdure.dash.page import render_html
@@ -47,6 +48,7 @@ def report(
     if html is not None:
         page = render_html(result, found.snapshot(), series, story.matrix)
         write_asked(html, page, hint="--html FILE")
-    text = render_text(result, series, width=width)
-    document = msgspec.to_builtins(result) | damage
-    answer(document, text.removesuffix("\n"), as_json=as_json)
+    text = render_text(result, series, width=width).removesuffix("\n")
+    own = render_own(found.spec)
+    document = msgspec.to_builtins(result) | damage | describe_own(found.spec)
+    answer(document, "\n".join(filter(None, (text, own))), as_json=as_json)

@@ -85,6 +85,10 @@ class RunOptions:
     env: Annotated[
         list[str] | None, _option("--env", metavar="K=V", help="For every rank; may be repeated.")
     ] = None
+    own: Annotated[
+        list[str] | None,
+        _option("--own", metavar="PATTERN", help="Checkpoints that the script saves: out/ckpt-*."),
+    ] = None
     cold: Annotated[
         bool, _option("--cold", help="Start ranks by exec instead of from a warm image.")
     ] = False

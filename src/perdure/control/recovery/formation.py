@@ -16,8 +16,15 @@ from perdure.control.recovery.elsewhere import hold_known
 from perdure.control.recovery.placement import place_nodes
 from perdure.control.world import WorldState
 from perdure.model.errors import PlatformError
-from perdure.model.events import GenerationStopped, JobEnded, JobSubmitted, RanksStarted, StoreReady
-from perdure.model.orders import AnyAction, Assignment, AssignNodes, EndJob
+from perdure.model.events import (
+    GenerationStopped,
+    JobEnded,
+    JobSubmitted,
+    OwnChecked,
+    RanksStarted,
+    StoreReady,
+)
+from perdure.model.orders import AnyAction, Assignment, AssignNodes, CheckOwn, EndJob
 from perdure.model.steering import Steering
 
 REGISTER_TIMEOUT_S = 180.0
@@ -161,6 +168,34 @@ def note_stopped(state: JobState, now: float, event: GenerationStopped) -> list[
     return [*advance_formation(state, now), *advance_end(state, now)]
 
 
+def note_checked(state: JobState, now: float, event: OwnChecked) -> list[AnyAction]:
+    """Take what a node has found of the script's own checkpoints."""
+    world = state.find_world(event.generation)
+    if world is not None:
+        world.checked.add(event.node)
+    return advance_formation(state, now)
+
+
+def check_again(state: JobState, reason: str) -> list[AnyAction]:
+    """Return the open question for own checkpoints: the last controller may have died."""
+    open_ = [w.checking for w in state.worlds.values() if w.phase == "forming" and w.checking]
+    return [structs.replace(order, reason=reason) for order in open_]
+
+
+def _ask_own(state: JobState, world: WorldState, nodes: set[int]) -> list[AnyAction]:
+    """Ask for the script's own checkpoints, once all that could write one has ended everywhere.
+
+    Replica groups live on beside one another, a lost node may still write, and what is observed
+    is not touched.
+    """
+    spec = state.the_spec()
+    if not spec.checkpoint.own or spec.groups or spec.observe or state.lost or world.checking:
+        return []
+    why = f"generation {world.generation}: all older ranks are gone"
+    world.checking = CheckOwn(generation=world.generation, nodes=tuple(sorted(nodes)), reason=why)
+    return [world.checking]
+
+
 def advance_formation(state: JobState, now: float) -> list[AnyAction]:
     """Start the ranks of each world whose store is served and of which nothing older lives."""
     actions: list[AnyAction] = []
@@ -170,6 +205,9 @@ def advance_formation(state: JobState, now: float) -> list[AnyAction]:
             continue
         waited = membership.list_awaited_nodes(state, world)
         if any(state.stopped.get(node, -1) < world.generation - 1 for node in waited):
+            continue
+        actions += _ask_own(state, world, waited)
+        if world.checking is not None and not waited <= world.checked:
             continue
         world.enter("its store is served, and nothing older lives")
         world.deadline_s = now + FORM_TIMEOUT_S

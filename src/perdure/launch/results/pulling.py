@@ -18,16 +18,16 @@ import msgspec
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file
-from perdure.launch.channel import Channel
-from perdure.launch.exchange import last_line, name_first
-from perdure.launch.platforms import Here
-from perdure.launch.results.tensorfiles import (
+from perdure.files.tensorfiles import (
     INDICES,
     check_config,
     is_pickle,
     list_missing_files,
     read_safetensors,
 )
+from perdure.launch.channel import Channel
+from perdure.launch.exchange import last_line, name_first
+from perdure.launch.platforms import Here
 from perdure.launch.roster import (
     Roster,
     check_names,

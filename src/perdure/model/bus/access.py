@@ -75,6 +75,8 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.RanksStarted: ("agent",),
         events.RankExited: ("agent",),
         events.GenerationStopped: ("agent",),
+        events.TornFound: ("agent",),
+        events.OwnChecked: ("agent",),
         events.KeeperLost: ("agent",),
         events.NodeLost: ("controller",),
         events.RankJoined: ("rank",),

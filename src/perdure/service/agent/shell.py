@@ -68,7 +68,7 @@ from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import GenerationStopped, TimerFired
 from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
-from perdure.model.orders import RunProbe, WatchClosely
+from perdure.model.orders import CheckOwn, RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.model.raw import carry_variables, restore_job
 from perdure.service.access.credentials import is_loopback
@@ -77,6 +77,7 @@ from perdure.service.agent.keeper import KeeperLink
 from perdure.service.agent.logs import LOOK_S, LogWatch
 from perdure.service.agent.notices import NoticeWatch, ReplacedError, wait_to_leave
 from perdure.service.agent.outbox import Outbox
+from perdure.service.agent.own import OwnCheckpoints
 from perdure.service.agent.probe import Prober
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
@@ -152,6 +153,7 @@ class AgentService:
             report=self._outbox.put,
             now=self.now,
         )
+        self._own = OwnCheckpoints(spec, node, self._outbox, now=self.now)
         log.info("what torch compiles is kept in %s", ", ".join(caches.values()) or "its own place")
         self._keeper = KeeperLink(
             paths.keeper_socket(node),
@@ -195,6 +197,8 @@ class AgentService:
             self._start(self._watch_logs())
             self._start(self._links.run(self._view_ranks, self.now))
             self._start(self._devices.run(lambda: self._view_ranks().pids))
+            if self._spec.checkpoint.own_copy and not self._spec.observe:
+                self._start(self._own.keep_copies())
             if has_nvidia_gpu() and not self._nccl_plugin:
                 self._start(self._build_plugin())
             for source in self.notices.sources:
@@ -311,6 +315,9 @@ class AgentService:
                 self._links.watch(order)
             case CarryOut(order=RunProbe() as order):
                 self._prober.take(order)
+            case CarryOut(order=CheckOwn() as order):
+                if self._own.is_new(order):
+                    self._start(self._own.check(order))
             case CarryOut():
                 pass  # It is not an agent's.
             case CollectStacks():

@@ -43,18 +43,29 @@ def save_failure(path: str, value: BaseException, trace: TracebackType | None) -
         error = lines[-1] if isinstance(value, SyntaxError) else lines[0]
         text = "".join(traceback.format_exception(type(value), value, trace))
         first = _make_text(error.strip().split("\n")[0], _ERROR_MAX)
-        data = b""
-        for limit in (_TRACEBACK_MAX, _SHORT_MAX):
-            told = {"error": first, "traceback": _make_text(text, limit)}
-            data = json.dumps(told).encode()
-            if len(data) <= RESERVED_BYTES:
-                break
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with open(fd, "wb", buffering=0) as file:  # Over what is reserved, which stays so.
-            file.write(data)
-            file.truncate()
+        _write(path, first, text)
+        # Looking at files may take long, or never end; the exception is saved by then.
+        from perdure.worker.start.unloadable import find_unloadable
+
+        torn, why = find_unloadable(value, trace)
+        if torn:
+            _write(path, first, text, torn=torn, torn_why=why)
     except Exception:  # A full disk, no memory, an exception of somebody's that cannot be told.
         return
+
+
+def _write(path: str, first: str, text: str, **more: str) -> None:
+    data = b""
+    for limit in (_TRACEBACK_MAX, _SHORT_MAX):
+        told = {"error": first, "traceback": _make_text(text, limit)}
+        told |= {name: _make_text(value, _SHORT_MAX) for name, value in more.items()}
+        data = json.dumps(told).encode()
+        if len(data) <= RESERVED_BYTES:
+            break
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with open(fd, "wb", buffering=0) as file:  # Over what is reserved, which stays so.
+        file.write(data)
+        file.truncate()
 
 
 def install_hook(path: str, pid: int) -> None:

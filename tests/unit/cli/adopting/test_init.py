@@ -50,7 +50,8 @@ def test_the_job_file_is_taken_by_run_and_launch(kind, name, folder, capsys) -> 
     job_file = read_job_file("job.toml")
     assert job_file["args"] == ["--lr", '0.1 "x"\n\x7f']
     assert job_file["script"] == name
-    assert job_file["checkpoint"] == {}, "as often as is best, and not every ten minutes"
+    own = {"own": ["out/checkpoint-*"]} if kind == "HUGGINGFACE" else {}
+    assert job_file["checkpoint"] == own, "as often as is best, and not every ten minutes"
     spec, named, _ = make_spec(RunOptions(config="job.toml", environ={}))
     assert named
     launched = make_launch_spec("job.toml", str(folder / "home"))
@@ -334,3 +335,39 @@ def test_a_page_that_is_named_is_there(package, capsys) -> None:
     words = capsys.readouterr().out.split()
     (page,) = [word for word in words if word.endswith("tutorial.md")]
     assert Path(page).is_file()
+
+
+SAVES = {
+    'torch.save(state, f"{OUT}/ckpt-{step}.pt")': "out/ckpt-*.pt",
+    'torch.save(state, os.path.join(OUT, f"{step}.pt"))': "out/*.pt",
+    'torch.save(state, Path(OUT) / "last.pt"); torch.load(path)': "out/last.pt",
+    'dcp.save(state, checkpoint_id=f"d/step-{step}")': "d/step-*",
+    'save_file(state, f"w/{step:06}.safetensors")': "w/*.safetensors",
+    'engine.save_checkpoint("ds")': "ds/global_step*",
+    'ModelCheckpoint(dirpath="best")': "best/*.ckpt",
+    'TrainingArguments(output_dir="res")': "res/checkpoint-*",
+}
+SAVER = """import os
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+OUT = "out"
+"""
+
+
+@pytest.mark.parametrize(("save", "pattern"), SAVES.items())
+def test_the_line_for_own_checkpoints(save: str, pattern: str, folder: Path, capsys: Any) -> None:
+    write(folder / "train.py", f"{SAVER}{save}\n")
+    run_init(capsys, "train.py")
+    checkpoint = read_job_file("job.toml")["checkpoint"]
+    assert checkpoint["own"] == [pattern]
+    assert checkpoint.get("own_copy", False) == ("*" not in pattern)
+
+
+@pytest.mark.parametrize("save", ['torch.save(model, "model.pt")', "torch.save(model, path)"])
+def test_no_line_for_a_result_or_an_unknown_place(save: str, folder: Path, capsys: Any) -> None:
+    write(folder / "train.py", f"{SAVER}{save}\n")
+    document = run_init(capsys, "train.py")
+    assert read_job_file("job.toml")["checkpoint"] == {}
+    assert '# own = ["out/checkpoint-*"]' in document["job_file_text"]

@@ -1,0 +1,480 @@
+"""A script's own checkpoints: which format each has, and whether it is whole or torn.
+
+Recognised: files of `torch.save` (Lightning's too), safetensors, folders of Hugging Face's Trainer,
+accelerate, torch.distributed.checkpoint and DeepSpeed. A check reads headers, directories and
+indices, and no tensor. Torn means that a load must fail. An error, or a format that is not
+recognised, means `unknown`; nothing is ever moved for it.
+
+Without torch: agents and the command line import it, and a rank whose load has failed.
+"""
+
+import contextlib
+import fcntl
+import glob
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from perdure.files import replace_file, sync_path
+from perdure.files.regular import open_file, read_file
+from perdure.files.tensorfiles import INDICES, read_safetensors
+
+TORN = ".torn"
+"""End of the name of the folder that torn checkpoints are moved to."""
+COPY = ".copy"
+"""End of the name of the folder with the copies of `checkpoint.own_copy`."""
+FILES_MAX = 20_000
+"""Files of one checkpoint; more are not looked at."""
+METADATA_BYTES_MAX = 256 << 20
+_STATE = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors", ".distcp")
+_ZIP = b"PK\x03\x04"
+_FICLONE = 0x40049409
+"""Have a file share another's blocks (linux/fs.h)."""
+_LAST = re.compile(
+    r"trainer_state\.json|random_states_0\.pkl|custom_checkpoint_\d+\.pkl|meta\.pt|\.metadata"
+)
+"""Files that a library writes last into a folder: one that all older ones have has to be there."""
+_OBJECTS = re.compile(r"(.*config|tokenizer|special_tokens_map|added_tokens|vocab)\.json")
+"""Documents that end with a bracket."""
+CHECKPOINT = re.compile(
+    r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)[-_=]?\d+|.*\.ckpt", re.IGNORECASE
+)
+"""Names of folders that are one checkpoint."""
+_NUMBERED = re.compile(r"checkpoint-\d+")
+
+State = Literal["whole", "torn", "unknown"]
+
+
+class TornError(ValueError):
+    """A load of this checkpoint must fail; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCheckpoint:
+    """Result of one check."""
+
+    path: str
+    state: State
+    format: str = ""
+    why: str = ""
+    step: int = -1
+    """The step in its name, or in the Trainer's state; -1 if neither has one."""
+    written_s: float = 0.0
+    """When it was written last, by the clock of its disk (Unix)."""
+    bytes: int = 0
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """Return what a write changes."""
+        return self.path, self.state, self.written_s, self.bytes
+
+
+def examine(path: str, siblings: Sequence[str] = ()) -> OwnCheckpoint:
+    """Return what the checkpoint at `path` is; `siblings` are older ones of the same pattern."""
+    step, written_s, size = _read_step(path), 0.0, 0
+    try:
+        if os.path.isdir(path):
+            files = _list_files(path)
+            written_s = max((s.st_mtime for s in files.values()), default=os.stat(path).st_mtime)
+            size = sum(s.st_size for s in files.values())
+            format_, whole = _check_folder(path, files, siblings)
+        else:
+            status = os.stat(path)
+            written_s, size = status.st_mtime, status.st_size
+            format_ = _check_file(path, size, any_name=True)
+            whole = bool(format_)
+    except TornError as error:
+        return OwnCheckpoint(path, "torn", "", str(error), step, written_s, size)
+    except Exception as error:  # Only a `TornError` means torn.
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return OwnCheckpoint(path, "unknown", "", why, step, written_s, size)
+    why = "" if whole else "its format is not known"
+    return OwnCheckpoint(path, "whole" if whole else "unknown", format_, why, step, written_s, size)
+
+
+def _read_step(path: str) -> int:
+    name = os.path.basename(path)
+    found = re.search(r"step[=_-]?(\d+)", name) or re.search(r"(\d+)(?!.*\d)", name)
+    return int(found[1]) if found else -1
+
+
+def _list_files(folder: str) -> dict[str, os.stat_result]:
+    """Return the files of a folder and of those in it, by their path from there."""
+    found: dict[str, os.stat_result] = {}
+    for base, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(base, name)
+            with contextlib.suppress(FileNotFoundError):  # It was a temporary name.
+                found[os.path.relpath(path, folder)] = os.stat(path)
+        if len(found) > FILES_MAX:
+            raise ValueError(f"it has more than {FILES_MAX} files")
+    return found
+
+
+# --- one file ------------------------------------------------------------------------------------
+
+
+def _check_file(path: str, size: int, *, any_name: bool = False) -> str:
+    """Return the format of a file that is whole; empty if it is not known.
+
+    Without `any_name`, a file whose name is not one of a checkpoint's is not looked at.
+
+    Raises:
+        TornError: it is torn.
+        OSError: it cannot be read.
+    """
+    name = os.path.basename(path)
+    if not (any_name or name.endswith(_STATE)):
+        return ""
+    if size == 0:
+        raise TornError(f"{name} is empty")
+    if name.endswith(".safetensors"):
+        try:
+            read_safetensors(Path(path))
+        except ValueError as error:
+            raise TornError(f"{name}: {error}") from None
+        return "safetensors"
+    with open_file(path, follow=True) as file:
+        head = file.read(4)
+        if head != _ZIP and not (len(head) < 4 and _ZIP.startswith(head)):
+            return ""  # An older form, which says nothing of its size.
+        return _check_archive(name, file)
+
+
+def _check_archive(name: str, file: BinaryIO) -> str:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile:
+        size = file.seek(0, io.SEEK_END)
+        raise TornError(f"{name} ends at byte {size:,}, before its directory") from None
+    return "torch.save" if any(n.endswith("data.pkl") for n in names) else ""
+
+
+# --- a folder ------------------------------------------------------------------------------------
+
+
+def _check_folder(
+    folder: str, files: dict[str, os.stat_result], siblings: Sequence[str]
+) -> tuple[str, bool]:
+    """Return the format of a folder, and whether the folder is whole.
+
+    Raises:
+        TornError: it is torn.
+        OSError: something of it cannot be read.
+    """
+    if not files:
+        raise TornError("it is empty")
+    _refuse_several(folder, files)
+    known: list[str] = []
+    if any(name.endswith(".distcp") for name in files):
+        known += _check_sharded(folder, files)
+    for name, status in sorted(files.items()):
+        known.append(_check_part(folder, name, status.st_size, files))
+    format_ = _name_format(files)
+    numbered = _NUMBERED.fullmatch(os.path.basename(folder))
+    if format_ == "Trainer" and numbered and "trainer_state.json" not in files:
+        raise TornError("trainer_state.json is missing, which the Trainer writes last")
+    lacking = _list_last(folder, siblings) - set(files)
+    if lacking:
+        raise TornError(f"{min(lacking)} is missing, which all older ones have")
+    if format_ == "DeepSpeed" and _is_ahead(folder):
+        return format_, False
+    format_ = format_ or next(filter(None, known), "")
+    return format_, bool(format_ and any(known))
+
+
+def _is_ahead(folder: str) -> bool:
+    """Return whether DeepSpeed has not named a folder as its `latest` yet, which it writes last."""
+    with contextlib.suppress(OSError, UnicodeError):
+        tag = read_file(os.path.join(os.path.dirname(folder), "latest"), 4096).decode().strip()
+        return _list_numbers(tag) < _list_numbers(folder)
+    return False
+
+
+def _refuse_several(folder: str, files: Iterable[str]) -> None:
+    """Refuse a folder of checkpoints: what is torn there says nothing of the others.
+
+    A folder that is named like one checkpoint may have a file for each rank.
+
+    Raises:
+        ValueError: it has folders alike, or no known format and files alike, or no number.
+    """
+    if CHECKPOINT.fullmatch(os.path.basename(folder)):
+        return
+    tops = [name.split("/")[0] for name in files if "/" in name]
+    names = set(tops)
+    if not _name_format(files):
+        names |= {name for name in files if name.endswith(_STATE) and "-of-" not in name}
+        if names and not _list_numbers(folder):
+            raise ValueError(f"it may hold several checkpoints; declare them: {folder}/*")
+    if len({re.sub(r"\d+", "#", name) for name in names}) < len(names):
+        raise ValueError(f"it holds several checkpoints; declare them: {folder}/*")
+
+
+def _check_part(folder: str, name: str, size: int, files: Container[str]) -> str:
+    """Check one file of a folder; return its format."""
+    path, (inner, base) = os.path.join(folder, name), os.path.split(name)
+    if base.endswith(INDICES):
+        shards = set(_read_json(path, name)["weight_map"].values())
+        missing = [one for one in shards if os.path.join(inner, one) not in files]
+        if missing:
+            raise TornError(f"{min(missing)} is missing, which {name} names")
+    elif base == "trainer_state.json":
+        _read_json(path, name)
+    elif _OBJECTS.fullmatch(base) and _read_end(path) not in b"]}":
+        raise TornError(f"{name} is cut off after {size:,} bytes")
+    elif base == "latest" and size < 4096:
+        tag = read_file(path, follow=True).decode().strip()
+        if not tag or not os.path.isdir(os.path.join(folder, inner, tag)):
+            raise TornError(f"{name} names {tag!r}, which is not there")
+    return "" if base.endswith(".distcp") else _check_file(path, size)
+
+
+def _read_json(path: str, name: str) -> Any:
+    data = read_file(path, follow=True)
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise TornError(f"{name} is cut off: {error}") from None
+
+
+def _read_end(path: str) -> bytes:
+    """Return the last byte of a file that is no space."""
+    with open_file(path, follow=True) as file:
+        file.seek(max(0, file.seek(0, io.SEEK_END) - 64))
+        return file.read().rstrip()[-1:] or b"-"
+
+
+def _name_format(files: Iterable[str]) -> str:
+    """Return which library makes such a folder; empty if that is not certain."""
+    names = set(files)
+    if names & {"trainer_state.json", "training_args.bin"}:
+        return "Trainer"
+    if any(n.startswith("random_states_") for n in names):
+        return "accelerate"
+    if any(n.endswith(("model_states.pt", "optim_states.pt")) for n in names):
+        return "DeepSpeed"
+    sharded = any(n == ".metadata" or (n.endswith(".distcp") and "/" not in n) for n in names)
+    return "torch.distributed.checkpoint" if sharded else ""
+
+
+def _list_last(folder: str, siblings: Sequence[str]) -> set[str]:
+    """Return the files of `_LAST` that all siblings with a name like this have."""
+    kind = re.sub(r"\d+", "#", os.path.basename(folder))
+    found: set[str] | None = None
+    for sibling in siblings:
+        if re.sub(r"\d+", "#", os.path.basename(sibling)) == kind and os.path.isdir(sibling):
+            names = {name for name in os.listdir(sibling) if _LAST.fullmatch(name)}
+            found = names if found is None else found & names
+    return found or set()
+
+
+def _check_sharded(folder: str, files: dict[str, os.stat_result]) -> list[str]:
+    """Compare the indices of torch.distributed.checkpoint with the sizes of their files."""
+    for base in sorted({os.path.dirname(n) for n in files if n.endswith(".distcp")}):
+        index = os.path.join(base, ".metadata")
+        if index not in files:
+            raise TornError(f"{index} is missing, which is written last")
+        data = read_file(os.path.join(folder, index), METADATA_BYTES_MAX, follow=True)
+        for name, end in _read_extents(index, data).items():
+            path = os.path.join(base, name)
+            size = files[path].st_size if path in files else -1
+            if size < end:
+                has = f"has {size:,} bytes of {end:,}" if size >= 0 else "is missing"
+                raise TornError(f"{path} {has}")
+    return ["torch.distributed.checkpoint"]
+
+
+class _Any:
+    """Stand-in for every class of a pickle, so that a load imports and calls nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.state: Any = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, value: Any) -> None: ...
+
+    def extend(self, values: Any) -> None: ...
+
+
+class _Inert(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type[_Any]:
+        return _Any
+
+
+def _read_extents(name: str, data: bytes) -> dict[str, int]:
+    """Return the files that an index names, with the number of bytes that each has at least."""
+    try:
+        index = _Inert(io.BytesIO(data)).load()
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise TornError(f"{name}: {error}") from None
+    extents: dict[str, int] = {}
+    for entry in index.state["storage_data"].values():
+        info = entry.state
+        end = int(info["offset"]) + int(info["length"])
+        extents[info["relative_path"]] = max(end, extents.get(info["relative_path"], 0))
+    return extents
+
+
+# --- those that a job declares -------------------------------------------------------------------
+
+
+def find_root(pattern: str, cwd: str) -> str:
+    """Return the folder before a pattern's first wildcard.
+
+    >>> find_root("out/checkpoint-*", "/work")
+    '/work/out'
+    """
+    parts = os.path.normpath(os.path.join(cwd, os.path.expanduser(pattern))).split(os.sep)
+    plain = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return os.sep.join(parts[:plain]) or os.sep
+
+
+def list_declared(pattern: str, cwd: str) -> list[str]:
+    """Return the checkpoints of a pattern, the newest first by number, then by time.
+
+    Symbolic links are left out.
+    """
+    full = os.path.normpath(os.path.join(cwd, os.path.expanduser(pattern)))
+    found = [p for p in glob.glob(full) if not os.path.islink(p)]
+    found = [p for p in found if f"{TORN}/" not in p and f"{COPY}/" not in p]
+    return sorted(found, key=lambda p: (_list_numbers(p), _read_time(p)), reverse=True)
+
+
+def _list_numbers(path: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
+
+
+def _read_time(path: str) -> float:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_mtime
+    return 0.0
+
+
+def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpoint | None]:
+    """Return the torn ones that a script may take for the newest, and the newest whole one.
+
+    A script may go by numbers or by time.
+    """
+    paths = list_declared(pattern, cwd)
+    torn: dict[str, OwnCheckpoint] = {}
+    newest: OwnCheckpoint | None = None
+    for order in (paths, sorted(paths, key=_read_time, reverse=True)):
+        for path in order:
+            older = paths[paths.index(path) + 1 :]
+            found = torn.get(path) or examine(path, older)
+            if found.state == "whole":
+                newest = newest or found
+                break
+            if found.state == "torn":
+                torn[path] = found
+    return list(torn.values()), newest
+
+
+def examine_alone(path: str) -> tuple[OwnCheckpoint, str]:
+    """Return the check of an undeclared checkpoint, and a pattern for the names like its own."""
+    folder, name = os.path.split(path)
+    pattern = os.path.join(glob.escape(folder), re.sub(r"\d+", "*", glob.escape(name)))
+    paths = list_declared(pattern, folder)
+    older = paths[paths.index(path) + 1 :] if path in paths else []
+    return examine(path, older), os.path.join(folder, re.sub(r"\d+", "*", name))
+
+
+def choose_place(path: str, root: str, cwd: str) -> str:
+    """Return where a torn checkpoint goes: out of the folder `root`, which the script lists."""
+    place = os.path.join(_name_beside(root, cwd, TORN), os.path.relpath(path, root))
+    target, number = place, 1
+    while os.path.lexists(target):
+        number += 1
+        target = f"{place}-{number}"
+    return target
+
+
+def locate_copy(path: str, root: str, cwd: str) -> str:
+    """Return where the copy of an overwritten checkpoint is kept."""
+    return os.path.join(_name_beside(root, cwd, COPY), os.path.relpath(path, root))
+
+
+def _name_beside(root: str, cwd: str, end: str) -> str:
+    """Return a folder beside `root`.
+
+    It is a hidden one in `root` if that is the script's own folder or a mount, or if nothing can be
+    made beside it.
+    """
+    inside = root == os.path.normpath(cwd) or os.path.ismount(root)
+    inside = inside or not os.access(os.path.dirname(root), os.W_OK)
+    return os.path.join(root, end) if inside else root + end
+
+
+def set_aside(path: str, target: str, whole: str) -> None:
+    """Move a torn checkpoint, and have DeepSpeed's `latest` name the `whole` one.
+
+    Raises:
+        OSError: it cannot be moved; it is where it was.
+    """
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    os.rename(path, target)
+    sync_path(os.path.dirname(path))
+    latest = os.path.join(os.path.dirname(path), "latest")
+    with contextlib.suppress(OSError, UnicodeError):
+        if read_file(latest, 4096).decode().strip() != os.path.basename(path):
+            return
+        if whole:
+            replace_file(latest, os.path.basename(whole).encode(), synced=True)
+        else:
+            os.rename(latest, f"{target}.latest")
+
+
+# --- a copy of the last whole one ----------------------------------------------------------------
+
+
+def copy_whole(path: str, target: str) -> bool:
+    """Copy the file at `path` if it is whole; return whether `target` is a copy of it now.
+
+    The copy shares the file's blocks if the file system can. A copy of a file that changed during
+    the copy is dropped.
+
+    Raises:
+        OSError: there is no room, or it cannot be read.
+    """
+    before = os.stat(path)
+    with contextlib.suppress(OSError):
+        if os.stat(target).st_mtime_ns == before.st_mtime_ns:
+            return True
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    temporary = os.path.join(
+        os.path.dirname(target), f".{os.urandom(4).hex()}-{os.path.basename(path)}"
+    )
+    try:
+        with open_file(path, follow=True) as source, open(temporary, "wb") as copy:
+            try:
+                fcntl.ioctl(copy.fileno(), _FICLONE, source.fileno())
+            except OSError:
+                shutil.copyfileobj(source, copy, 4 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+        after = os.stat(path)
+        same = (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
+        if not same or not _check_file(temporary, after.st_size):
+            return False
+        os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.replace(temporary, target)
+        return True
+    except TornError:
+        return False
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)

@@ -1,0 +1,192 @@
+"""A script with own saves is killed in the midst of them; it goes on from the newest whole one."""
+
+import itertools
+import json
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.exact import Start
+from tests.e2e.harness import SCRIPTS, Job
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+DECLARED = {
+    "torch": "out/ckpt-*.pt",
+    "lightning": "out/*.ckpt",
+    "safetensors": "out/*.safetensors",
+    "trainer": "out/checkpoint-*",
+    "deepspeed": "out/global_step*",
+    "dcp": "out/step-*",
+}
+KILLS = 6
+
+
+def run_saver(
+    start: Start, folder: Path, form: str, own: tuple[str, ...], *keys: str, out: str = "out"
+) -> Job:
+    """Start the script that saves in `form` at every step."""
+    rows = "\n".join((f"own = {json.dumps(own)}", *keys))
+    script = SCRIPTS / "own_saver.py"
+    (folder / "job.toml").write_text(
+        f'script = "{script}"\nargs = ["{form}", "{out}"]\nnproc = 1\n[checkpoint]\n{rows}\n'
+        "[restart]\nmax_restarts = 100\nwindow_max = 1000\n"
+    )
+    return start("own", "-c", "job.toml")
+
+
+def read_lives(folder: Path) -> list[list[tuple[str, int]]]:
+    """Return what each life did, oldest first."""
+    lives: list[list[tuple[str, int]]] = []
+    path = folder / "trail"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        word, step = line.split()
+        if word == "began":
+            lives.append([])
+        lives[-1].append((word, int(step)))
+    return lives
+
+
+def wait_saves(job: Job, folder: Path, life: int, count: int) -> None:
+    """Wait until life number `life` has saved `count` times."""
+
+    def has_saved() -> bool:
+        lives = read_lives(folder)
+        return len(lives) > life and sum(word == "saved" for word, _ in lives[life]) >= count
+
+    job.wait_until(has_saved, f"{count} saves of life {life}")
+
+
+def check_lives(folder: Path) -> None:
+    """Each life began at the newest checkpoint that was whole when the one before was killed."""
+    lives = read_lives(folder)
+    for before, after in itertools.pairwise(lives):
+        saved = max(step for word, step in before if word in ("began", "saved"))
+        begun = max(step for word, step in before if word in ("began", "saving"))
+        assert after[0][1] in (saved, begun), (before[-3:], after[0])
+
+
+@pytest.mark.parametrize("form", DECLARED)
+def test_killed_in_the_midst_of_saves(start: Start, tmp_path: Path, form: str) -> None:
+    job = run_saver(start, tmp_path, form, (DECLARED[form],))
+    chance = random.Random(form)
+    for life in range(KILLS):
+        wait_saves(job, tmp_path, life, 2)
+        time.sleep(chance.uniform(0.0, 0.4))  # The instant of the kill, which nothing depends on.
+        job.kill("perdure rank")
+    wait_saves(job, tmp_path, KILLS, 1)
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+    assert job.state()["restarts"] == KILLS, "a life failed to load"
+    check_lives(tmp_path)
+
+
+def test_a_torn_newest_one_is_moved_and_said(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "trainer", (DECLARED["trainer"],))
+    wait_saves(job, tmp_path, 0, 3)
+    newest = tmp_path / "out" / "checkpoint-9999"
+    newest.mkdir()
+    (newest / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    job.kill("perdure rank")
+    wait_saves(job, tmp_path, 1, 1)
+    assert (tmp_path / "out.torn" / "checkpoint-9999" / "model.safetensors").exists()
+    assert not newest.exists()
+    words = "out/checkpoint-9999 (model.safetensors: a header of 64 bytes in a file of 9)"
+    for text in (job.text(), job.cli("status", "own").stdout, job.cli("report", "own").stdout):
+        assert words in text.replace("\n", " "), text
+        assert "moved to out.torn/checkpoint-9999; the newest whole one is out/checkpoint-" in text
+    names = [json.loads(line)["kind"] for line in
+             job.cli("events", "own", "--json").stdout.splitlines()]  # fmt: skip
+    assert names.index("TornFound") < names.index("OwnChecked", names.index("TornFound"))
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+
+
+def test_what_is_not_understood_is_not_moved(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "torch", ("out/*",))
+    wait_saves(job, tmp_path, 0, 2)
+    strange = tmp_path / "out" / "a-0.state"  # It is no name that the script goes by.
+    strange.write_bytes(b"its own format, cut in the mid")
+    job.kill("perdure rank")
+    wait_saves(job, tmp_path, 1, 1)
+    assert strange.exists()
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+
+
+def test_the_copy_of_an_overwritten_file_takes_its_place(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "overwritten", ("out/ckpt.pt",), "own_copy = true")
+    copy = tmp_path / "out.copy" / "ckpt.pt"
+    job.wait_until(copy.exists, "a copy")
+    chance = random.Random(2)
+    for life in range(KILLS):
+        wait_saves(job, tmp_path, life, 2)
+        time.sleep(chance.uniform(0.0, 0.2))
+        job.kill("perdure rank")
+    wait_saves(job, tmp_path, KILLS, 1)
+    lives = read_lives(tmp_path)
+    assert all(life[0][1] > 0 for life in lives[1:])
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+    assert job.state()["restarts"] == KILLS, "a life failed to load"
+
+
+def test_an_undeclared_one_is_named_and_never_touched(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "torch", ())
+    wait_saves(job, tmp_path, 0, 3)
+    torn = tmp_path / "out" / "ckpt-99999.pt"
+    torn.write_bytes((tmp_path / "out" / "ckpt-00001.pt").read_bytes()[:400])
+    job.kill("perdure rank")
+    assert job.wait() == 1, job.text()
+    text = job.text()
+    assert torn.stat().st_size == 400
+    assert job.state()["restarts"] == 2, "one failure to load may be chance, the second is not"
+    words = "out/ckpt-99999.pt (ckpt-99999.pt ends at byte 400, before its directory), cut at 20"
+    newest = max(step for word, step in read_lives(tmp_path)[0] if word == "saved")
+    move = "mkdir -p out.torn && mv out/ckpt-99999.pt out.torn/ckpt-99999.pt"
+    for told in (text, job.cli("status", "own").stdout, job.cli("diagnose", "own").stdout):
+        told = " ".join(told.split())
+        assert words in told, told
+        assert move in told, told
+        assert 'checkpoint.own = ["out/ckpt-*.pt"]' in told, told
+        assert f"newest whole one is out/ckpt-{newest:05}.pt" in told, told
+        assert "disk was full" not in told, told
+    subprocess.run(["sh", "-c", move], cwd=tmp_path, check=True)
+    (tmp_path / "enough").touch()
+    again = start("own", "-c", "job.toml")
+    assert again.wait() == 0, again.text()
+    assert read_lives(tmp_path)[-1][0] == ("began", newest)
+
+
+def test_commands_name_the_newest_whole_one(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "dcp", (DECLARED["dcp"],))
+    wait_saves(job, tmp_path, 0, 3)
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+    step = read_lives(tmp_path)[0][-1][1]
+    for command in ("status", "report"):
+        text = job.cli(command, "own").stdout
+        assert f"the newest whole one is out/step-{step} (step {step}, " in text, text
+    own = json.loads(job.cli("status", "own", "--json").stdout)["own"]
+    assert (own["step"], own["format"]) == (step, "torch.distributed.checkpoint")
+    told = job.cli("verify", "own", "--full").stdout
+    assert f"step {step}: ok" in told, told
+    piece = tmp_path / "out" / f"step-{step}" / "__0_0.distcp"
+    piece.write_bytes(piece.read_bytes()[:-10])
+    torn = job.cli("verify", "own", check=False)
+    assert torn.returncode == 3, torn.stdout
+    assert f"step {step}: DAMAGED: __0_0.distcp has" in torn.stdout, torn.stdout
+
+
+def test_verify_of_a_job_without_any(start: Start, tmp_path: Path) -> None:
+    job = run_saver(start, tmp_path, "torch", ())
+    wait_saves(job, tmp_path, 0, 1)
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+    told = job.cli("verify", "own", check=False)
+    assert told.returncode == 2, told.stderr
+    assert "no checkpoints: perdure has saved none, and the job declares none" in told.stderr
+    assert "hint: checkpoint.own" in told.stderr

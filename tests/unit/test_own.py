@@ -1,0 +1,239 @@
+"""Which checkpoints of a script are whole, torn, or not known: each format, cut at every place."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed.checkpoint as dcp  # noqa: E402
+
+from perdure.files.own import (  # noqa: E402
+    choose_place,
+    copy_whole,
+    examine,
+    find_newest,
+    find_root,
+    list_declared,
+    set_aside,
+)
+from perdure.worker.start.unloadable import find_unloadable  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:torch.distributed is")]
+
+
+def save_torch(path: Path, step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"step": step, "w": torch.zeros(64)}, path)
+
+
+def save_tensors(path: Path, step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    info = {"w": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}
+    header = json.dumps(info).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(256))
+
+
+def save_trainer(path: Path, step: int) -> None:
+    save_tensors(path / "model.safetensors", step)
+    (path / "config.json").write_text('{"a": 1}')
+    save_torch(path / "training_args.bin", step)
+    save_torch(path / "optimizer.pt", step)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+
+
+def save_accelerate(path: Path, step: int) -> None:
+    save_tensors(path / "model.safetensors", step)
+    save_torch(path / "optimizer.bin", step)
+    save_torch(path / "random_states_0.pkl", step)
+
+
+def save_sharded(path: Path, step: int) -> None:
+    dcp.save({"w": torch.zeros(64), "step": step}, checkpoint_id=path, no_dist=True)
+
+
+def save_deepspeed(path: Path, step: int) -> None:
+    save_torch(path / "mp_rank_00_model_states.pt", step)
+    save_torch(path / "zero_pp_rank_0_mp_rank_00_optim_states.pt", step)
+    (path.parent / "latest").write_text(path.name)
+
+
+FORMATS: dict[str, tuple[Callable[[Path, int], None], str]] = {
+    "torch.save": (save_torch, "ckpt-{}.pt"),
+    "safetensors": (save_tensors, "{}.safetensors"),
+    "Trainer": (save_trainer, "checkpoint-{}"),
+    "accelerate": (save_accelerate, "checkpoint_{}"),
+    "torch.distributed.checkpoint": (save_sharded, "step-{}"),
+    "DeepSpeed": (save_deepspeed, "global_step{}"),
+}
+
+
+def make(folder: Path, form: str, step: int) -> Path:
+    save, name = FORMATS[form]
+    path = folder / name.format(step)
+    save(path, step)
+    return path
+
+
+def list_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_whole_one_is_whole_and_each_cut_is_torn(form: str, tmp_path: Path) -> None:
+    older = make(tmp_path, form, 1)
+    path = make(tmp_path, form, 20)
+    found = examine(str(path), [str(older)])
+    assert (found.state, found.format, found.step) == ("whole", form, 20), found
+    for file in list_files(path):
+        data = file.read_bytes()
+        for size in sorted({0, 1, 4, len(data) // 2, len(data) - 1}):
+            file.write_bytes(data[:size])
+            cut = examine(str(path), [str(older)])
+            assert cut.state == "torn", (file.name, size, cut)
+        file.write_bytes(data)
+    assert examine(str(path), [str(older)]).state == "whole"
+
+
+@pytest.mark.parametrize("form", ["Trainer", "accelerate", "torch.distributed.checkpoint"])
+def test_a_folder_without_what_is_written_last_is_torn(form: str, tmp_path: Path) -> None:
+    older, path = make(tmp_path, form, 1), make(tmp_path, form, 20)
+    last = {"Trainer": "trainer_state.json", "accelerate": "random_states_0.pkl"}
+    (path / last.get(form, ".metadata")).unlink()
+    assert examine(str(path), [str(older)]).state == "torn"
+
+
+def test_shards_of_several_ranks_without_an_index_are_torn(tmp_path: Path) -> None:
+    path = make(tmp_path, "torch.distributed.checkpoint", 1)
+    (path / "__1_0.distcp").write_bytes(bytes(64))
+    (path / ".metadata").unlink()
+    assert examine(str(path)).state == "torn"
+
+
+def test_a_file_of_each_rank(tmp_path: Path) -> None:
+    path = tmp_path / "step_100"
+    for rank in (0, 1):
+        save_torch(path / f"rank-{rank}.pt", 100)
+    assert examine(str(path)).state == "whole"
+    (path / "rank-1.pt").write_bytes(b"PK\x03\x04")
+    assert examine(str(path)).state == "torn"
+
+
+def test_deepspeed_names_the_newest_one(tmp_path: Path) -> None:
+    older, path = make(tmp_path, "DeepSpeed", 1), make(tmp_path, "DeepSpeed", 20)
+    (tmp_path / "latest").write_text(older.name)
+    assert examine(str(path)).state == "unknown", "its save has not ended"
+    torn, whole = find_newest("global_step*", str(tmp_path))
+    assert not torn
+    assert whole is not None
+    assert whole.path == str(older)
+    (tmp_path / "latest").write_text(path.name)
+    (path / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04")
+    torn, whole = find_newest("global_step*", str(tmp_path))
+    assert whole is not None
+    target = choose_place(torn[0].path, str(tmp_path / "out"), str(tmp_path))
+    set_aside(torn[0].path, target, whole.path)
+    assert (tmp_path / "latest").read_text() == older.name
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"own format", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"PK\x05\x06" + bytes(18)],
+)
+def test_what_is_not_understood_is_not_torn(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt-3.pt"
+    path.write_bytes(content)
+    assert examine(str(path)).state == "unknown"
+
+
+def test_what_cannot_be_read_is_not_torn(tmp_path: Path) -> None:
+    fifo = tmp_path / "ckpt-1.pt"
+    os.mkfifo(fifo)
+    assert examine(str(fifo)).state != "torn" or fifo.stat().st_size == 0
+    assert examine(str(tmp_path / "ckpt-2.pt")).state == "unknown"
+    path = make(tmp_path, "torch.distributed.checkpoint", 3)
+    (path / ".metadata").unlink()
+    (path / ".metadata").mkdir()
+    assert examine(str(path)).state != "whole"
+
+
+def test_a_folder_of_checkpoints_is_none(tmp_path: Path) -> None:
+    """A pattern that is one level too high must not take the whole ones along."""
+    out = tmp_path / "out"
+    for step in (1, 2):
+        make(out, "Trainer", step)
+    (out / "checkpoint-2" / "model.safetensors").write_bytes(b"x")
+    assert examine(str(out)).state == "unknown"
+    run = tmp_path / "run-1"
+    for step in (1, 2):
+        make(run, "torch.save", step)
+    (run / "ckpt-2.pt").write_bytes(b"PK\x03\x04")
+    assert examine(str(run)).state == "unknown"
+
+
+def test_a_model_saved_by_hand_is_not_the_trainers(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-4"
+    save_tensors(path / "model.safetensors", 4)
+    (path / "config.json").write_text("{}")
+    assert examine(str(path)).state == "whole"
+    final = make(tmp_path, "Trainer", 9).rename(tmp_path / "checkpoint-final")
+    (final / "trainer_state.json").unlink()
+    assert examine(str(final), [str(make(tmp_path, "Trainer", 8))]).state == "whole"
+
+
+def test_the_newest_goes_by_number_and_by_time(tmp_path: Path) -> None:
+    paths = [make(tmp_path, "torch.save", step) for step in (9, 10, 100)]
+    assert list_declared("ckpt-*.pt", str(tmp_path)) == [str(p) for p in reversed(paths)]
+    paths[0].write_bytes(b"PK\x03\x04")
+    os.utime(paths[0], (2e9, 2e9))  # A script that goes by time takes this one.
+    torn, whole = find_newest("ckpt-*.pt", str(tmp_path))
+    assert [one.path for one in torn] == [str(paths[0])]
+    assert whole is not None
+    assert whole.path == str(paths[2])
+
+
+def test_where_a_torn_one_goes(tmp_path: Path) -> None:
+    cwd = str(tmp_path)
+    assert find_root("out/*/ckpt-*", cwd) == f"{cwd}/out"
+    root = find_root("out/checkpoint-*", cwd)
+    assert choose_place(f"{root}/checkpoint-3", root, cwd) == f"{cwd}/out.torn/checkpoint-3"
+    (tmp_path / "out.torn" / "checkpoint-3").mkdir(parents=True)
+    assert choose_place(f"{root}/checkpoint-3", root, cwd) == f"{cwd}/out.torn/checkpoint-3-2"
+    assert (
+        choose_place(f"{cwd}/model.pt", find_root("model.pt", cwd), cwd) == f"{cwd}/.torn/model.pt"
+    )
+
+
+def test_only_a_whole_file_is_copied(tmp_path: Path) -> None:
+    path, copy = make(tmp_path, "torch.save", 1), tmp_path / "copy" / "ckpt-1.pt"
+    assert copy_whole(str(path), str(copy))
+    before = copy.read_bytes()
+    path.write_bytes(before[:100])
+    assert not copy_whole(str(path), str(copy))
+    assert copy.read_bytes() == before
+    assert list(copy.parent.iterdir()) == [copy]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_failed_load_is_told_with_its_file(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    older, path = make(tmp_path / "out", form, 1), make(tmp_path / "out", form, 20)
+    for file in list_files(path):
+        file.write_bytes(file.read_bytes()[:10])
+
+    def load(folder: str) -> None:
+        for file in list_files(Path(folder)):
+            raise EOFError(f"cannot load {file.name}")
+
+    try:
+        load(str(path))
+    except EOFError as error:
+        torn, why = find_unloadable(error, error.__traceback__)
+    assert torn == str(path)
+    assert f"the newest whole one is out/{older.name}" in why
+    assert f"mv out/{path.name} out.torn/{path.name}" in why
+    assert find_unloadable(ValueError(str(path)), None) == ("", ""), "it is no load"
