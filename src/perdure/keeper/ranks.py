@@ -433,8 +433,11 @@ class Ranks:
             self._spawned = None
             self._evidence = {}
             self._waiting.clear()
-        if not order.beside:
-            self.output.close_all_but({p for one in order.ranks for p in (one.stdout, one.stderr)})
+        kept = {path for one in order.ranks for path in (one.stdout, one.stderr)}
+        for rank in self._ranks.values():
+            if rank.record is None:
+                kept |= {rank.evidence.stdout, rank.evidence.stderr}
+        self.output.close_all_but(kept)
         for one in order.ranks:
             own = self._paths.error_file(order.generation, one.rank)
             self._evidence[one.rank] = exits.prepare_evidence(one, own)

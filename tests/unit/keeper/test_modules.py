@@ -19,6 +19,7 @@ environ = dict(os.environ)
 filters = list(_warnings.filters)
 from perdure.keeper.modules import ModuleLog, ModuleStore
 log = ModuleLog()
+log.note_first()
 reasons = []
 with log:
     import importlib
@@ -41,8 +42,13 @@ os.write(1, json.dumps(seen).encode())
 """
 
 
-def run(tmp_path: Path, names: tuple[str, ...], text: str, **environ: str) -> dict[str, Any]:
-    """Return what a rank has `seen`, whose image has imported `names`."""
+def run(
+    tmp_path: Path, names: tuple[str, ...], text: str, said: str = "", **environ: str
+) -> dict[str, Any]:
+    """Return what a rank has `seen`, whose image has imported `names`.
+
+    At its end it writes `said` to its standard error.
+    """
     script = tmp_path / "script"
     script.mkdir(exist_ok=True)
     program = BEGIN.format(names=names, script=str(script)) + text + END
@@ -54,7 +60,7 @@ def run(tmp_path: Path, names: tuple[str, ...], text: str, **environ: str) -> di
         timeout=PATIENCE_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr.decode()
+    assert (done.returncode, done.stderr.decode()) == (0, said)
     seen: dict[str, Any] = json.loads(done.stdout)
     assert seen["fresh"]
     assert seen["filters"]
@@ -187,3 +193,15 @@ def test_compiled_packages_are_not_imported_twice(tmp_path: Path) -> None:
     assert f"numbers is {own / 'numbers.py'}" in seen["unequal"]
     assert seen["reasons"]
     assert seen["same"]
+
+
+def test_a_handler_at_exit_runs_only_if_the_rank_has_imported_its_module(tmp_path: Path) -> None:
+    install(
+        tmp_path,
+        seen_one="import atexit, os\natexit.register(os.write, 2, b'seen')",
+        unseen="import atexit, os\natexit.register(os.write, 2, b'unseen')",
+        undone="import atexit\ndef undo(): raise SystemExit(9)\natexit.register(undo)",
+    )
+    text = "import seen_one, undone, atexit\natexit.unregister(undone.undo)\n"
+    text += "atexit.register(print, file=open('/dev/null', 'w'))\n"
+    run(tmp_path, ("seen_one", "unseen", "undone"), text, said="seen")
