@@ -4,8 +4,8 @@ The image notes what each module imports, reads from the environment, and change
 (`ModuleLog`). A rank hides all modules that a fresh Python does not have (`ModuleStore`). If the
 script imports one of them, the rank asks what a fresh import would find. The rank hands out the
 stored module only if that is the same. The module, and everything that it imports, then has the
-same origin and has read the same variables. All that this import would have imported becomes
-visible with it, in the same order.
+same origin and an unchanged file, and has read the same variables. All that this import would have
+imported becomes visible with it, in the same order.
 
 A package with compiled modules cannot be imported twice in one process. If such a package is asked
 for and would be another one, the rank has to start cold.
@@ -270,6 +270,12 @@ class ModuleStore:
         self._on_unequal: Callable[[str], None] = lambda reason: None
         self._hidden: dict[str, ModuleType] = {}
         self._whole = dict(sys.modules)
+        self._stamps = {
+            name: _stamp(module)
+            for name, module in self._whole.items()
+            if "." not in name or name not in log.first
+        }
+        """Files as they were; of what each image has, only those of the packages themselves."""
         self._paths: dict[str, list[str]] = {}
         self._environ: dict[str, str] = {}
         self._listed: dict[str, tuple[int, frozenset[str]]] = {}
@@ -409,6 +415,9 @@ class ModuleStore:
         for each in names:
             if each in sys.modules and sys.modules[each] is not self._whole.get(each):
                 return f"{each} is another module"
+        for each in sorted(names & self._hidden.keys() & self._stamps.keys()):
+            if _stamp(self._whole[each]) != self._stamps[each]:
+                return f"the file of {each} has changed"
         return self._find_other_variable(names) or self._find_other_origin(names)
 
     def _close(self, *names: str, visible: bool) -> set[str]:
@@ -496,6 +505,16 @@ class ModuleStore:
         except (OSError, TypeError, ValueError):
             return None
         return known[1]
+
+
+def _stamp(module: "ModuleType") -> object:
+    """Return what changes with a module's file; None if it has none."""
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    try:
+        found = os.stat(origin)  # type: ignore[arg-type]
+    except (OSError, TypeError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _describe(spec: "ModuleSpec") -> object:
