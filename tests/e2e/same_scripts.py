@@ -15,6 +15,7 @@ seen = {
     "filters": [repr(one) for one in _warnings.filters],
     "path": sys.path[:],
     "flags": list(sys.flags),
+    "orig_argv": [os.fsencode(word).hex() for word in sys.orig_argv],
     "argv": [os.fsencode(word).hex() for word in sys.argv],
     "odd": os.environb.get(b"ODD", b"").hex(),
     "cwd": os.getcwd(),
@@ -27,6 +28,7 @@ seen = {
 """
 END = """
 import json, os, time
+seen["pid"] = os.getpid()
 with open(os.environ["REPORT"] + ".new", "w") as file:
     json.dump(seen, file, default=repr)
 os.rename(file.name, os.environ["REPORT"])
@@ -66,6 +68,9 @@ SHORT = {
 """Scripts that every run of the tests tries."""
 
 LONG = {
+    "environment": "mine = 'PERDURE', 'TORCHINDUCTOR_CACHE', 'TRITON_CACHE', 'CUDA_CACHE',"
+    " 'GLOO_SOCKET', 'TORCH_NCCL', 'TORCHELASTIC_SIGNALS'\n"
+    "seen['is'] = sorted(n for n in os.environ if not n.startswith(mine))",
     "appended": "sys.path.append(os.path.abspath('third_party'))\nimport idna\n"
     "seen['is'] = where('idna')",
     "removed": "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"

@@ -1,7 +1,8 @@
 """A rank from the warm image finds what a fresh Python finds, and its second life the same.
 
 Each script runs under `python -u`, as torchrun runs it, in a cold rank, and in two lives of a warm
-rank. The first warm life is killed. `docs/torchrun.md` lists the differences that stay.
+rank. The first warm life is killed. The same scripts run under torchrun itself and in two lives of
+`perdure run`, warm and cold. `docs/torchrun.md` lists the differences that stay.
 """
 
 import contextlib
@@ -15,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from perdure.model.bus.wire import KeeperKill, KeeperSpawn, KeeperSpawned, KeeperStopped
 from tests.e2e.node import Node
 from tests.e2e.same_scripts import BEGIN, END, FILES, LONG, SHORT, WHERE
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 _ARGUMENT = os.fsdecode(b"caf\xe9.txt")
+_QUICK = "first_line", "vendored"
+"""Scripts that each run of the tests starts under torchrun."""
 _COLD = frozenset({"modules", "more", "hooks"})
 """perdure's own start is visible in a cold rank, and so is its hook for exceptions."""
 
@@ -32,6 +36,19 @@ def heed_signals() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def write_script(folder: Path, name: str, text: str) -> Path:
+    """Write a script, and what lies beside it, to a folder of its own."""
+    place = folder / name
+    for path, content in FILES.get(name, {}).items():
+        file = place / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    place.mkdir(exist_ok=True)
+    script = place / "train.py"
+    script.write_text(f"{BEGIN}{WHERE}{text}\n{END}")
+    return script
 
 
 class Lab:
@@ -44,15 +61,7 @@ class Lab:
         self.generation = -1
 
     def write(self, name: str, text: str) -> Path:
-        place = self.folder / name
-        for path, content in FILES.get(name, {}).items():
-            file = place / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(content)
-        place.mkdir(exist_ok=True)
-        script = place / "train.py"
-        script.write_text(f"{BEGIN}{WHERE}{text}\n{END}")
-        return script
+        return write_script(self.folder, name, text)
 
     def run_fresh(self, script: Path) -> dict[str, Any]:
         report = script.with_name("fresh")
@@ -148,7 +157,80 @@ def test_a_warm_rank_is_as_a_fresh_python(lab: Lab, name: str, text: str) -> Non
         left_out = set() if what != "cold" and warm else _COLD
         different = {
             key: describe(fresh[key], seen.get(key))
-            for key in fresh.keys() - left_out
+            for key in fresh.keys() - left_out - {"pid"}
             if seen.get(key) != fresh[key]
         }
         assert different == {}, what
+
+
+class Launched:
+    """A script under a launcher's own command, in one folder; its rank is killed at the end."""
+
+    def __init__(self, script: Path, command: list[str], environ: dict[str, str]) -> None:
+        self.report = script.with_name("report")
+        self.output = script.with_name("output")
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command, str(script), _ARGUMENT],
+                cwd=script.parent,
+                env=os.environ | environ | {"REPORT": str(self.report)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def read_life(self) -> dict[str, Any]:
+        """Return what the rank has seen, and kill it."""
+        wait_until(lambda: self.report.exists() or self.process.poll() is not None, "a report")
+        assert self.report.exists(), self.output.read_text()
+        seen = read(self.report)
+        self.report.unlink()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank = psutil.Process(seen["pid"])
+            rank.kill()
+            wait_until(lambda: not rank.is_running() or rank.status() == "zombie", "its end")
+        return seen
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param(name, text, id=name, marks=[pytest.mark.long] * (name not in _QUICK))
+        for name, text in {**SHORT, **LONG}.items()
+    ],
+)
+def test_perdure_run_is_as_torchrun(tmp_path: Path, name: str, text: str) -> None:
+    """torchrun's rank has two lives as well."""
+    heed_signals()
+    script = write_script(tmp_path, name, text)
+    environ = {"PYTHONHASHSEED": "3", "ODD": os.fsdecode(b"caf\xe9"), "HF_HOME": "/other"}
+    environ |= {"OMP_NUM_THREADS": "1", "PERDURE_HOME": str(tmp_path / "home")}
+    perdure = ["perdure", "run", "-n", "1", "--name"]
+    commands = {
+        "torchrun": ["torch.distributed.run", "--standalone", "--max-restarts", "1"],
+        "warm": [*perdure, "warm"],
+        "cold": [*perdure, "cold", "--cold"],
+    }
+    seen = {}
+    for how, command in commands.items():
+        launched = Launched(script, command, environ)
+        try:
+            seen[how] = [launched.read_life(), launched.read_life()]
+            if "cold: " in launched.output.read_text():  # A reason why it cannot be warm.
+                seen["made cold"] = seen.pop(how)
+        finally:
+            launched.end()
+    fresh = seen["torchrun"][0]
+    for how, lives in seen.items():
+        for life, found in enumerate(lives):
+            different = {
+                key: describe(fresh[key], found.get(key))
+                for key in fresh.keys() - {"pid"} - (_COLD if "cold" in how else set())
+                if found.get(key) != fresh[key]
+            }
+            assert different == {}, (how, life)

@@ -138,6 +138,10 @@ def reset_process() -> None:
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
         tempfile.__dict__["_name_sequence"] = None
+    logging = sys.modules.get("logging")
+    if logging is not None:  # Its records say how old they are; the image is older.
+        now = time.time_ns() if isinstance(logging.__dict__["_startTime"], int) else time.time()
+        logging.__dict__["_startTime"] = now
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.__dict__["ORIGINAL_DIR"] = os.getcwd()
@@ -190,7 +194,7 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
     )
     sys.modules["__main__"] = main
     sys.argv = [script, *args]
-    sys.orig_argv = [sys.executable, *(["-m"] if module else []), script, *args]
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if module else []), script, *args]
     try:
         if module:
             importlib.import_module("runpy")  # Python's own `-m` needs it before the module.

@@ -22,6 +22,12 @@ _IMAGE_PROGRAM = (
 )
 """Run by `-c`, since `-m` or `-P` would show in the `sys.flags` and modules of every rank."""
 
+_COPIER_PROGRAM = (
+    "import sys; sys.flags.safe_path or sys.path.pop(0); sys.path.append(sys.argv[1]); "
+    "from perdure.keeper.copier import main; main(int(sys.argv[2]))"
+)
+"""Run with `-S`: the copier needs no package but perdure, and starts at once."""
+
 _TITLE_ROOM = 200
 
 _READ_AT_START = (
@@ -74,6 +80,28 @@ def start_image(job: str, node: int, env: Mapping[str, str]) -> tuple[int, socke
 
     pid = _execute(command[0], command, env, prepare)
     theirs.close()
+    return pid, ours
+
+
+def start_copier() -> tuple[int, socket.socket]:
+    """Execute a copier of output and return its pid and the keeper's end of its socket.
+
+    It has no variable by which a keeper's processes are found and ended: it outlives the keeper.
+
+    Raises:
+        OSError: there is no process or no socket to be had.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        kept = theirs.fileno()
+        root = os.path.dirname(os.path.dirname(os.path.abspath(perdure.__file__)))
+        command = [sys.executable, "-S", "-c", _COPIER_PROGRAM, root, str(kept)]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PERDURE_")}
+        try:
+            pid = _execute(command[0], command, env, lambda: os.set_inheritable(kept, True))
+        except OSError:
+            ours.close()
+            raise
     return pid, ours
 
 

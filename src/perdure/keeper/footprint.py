@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import types
 
 from perdure.adapters.host import list_children, read_text
 
@@ -50,12 +51,66 @@ class Footprint:
             kind = type(one)
             if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
                 return "makes a random state"
-            if kind.__module__.startswith("numpy.random") and hasattr(kind, "random"):
+            if str(kind.__module__).startswith("numpy.random") and hasattr(kind, "random"):
                 return "makes a random state of numpy"
             if issubclass(kind, multiprocessing.synchronize.SemLock):
                 return "makes a lock between processes"
         now = _read_state()
         return next((what for what in now if now[what] != self._state[what]), "")
+
+
+class PatchWatch:
+    """What modules and classes hold, to find a package whose import changes those of another.
+
+    A rank that never imports that package would meet the change. A new attribute is none: it
+    changes nothing that others have.
+    """
+
+    def __init__(self) -> None:
+        """Read the modules that there are."""
+        self._known: set[str] = set()
+        self._parts: list[tuple[str, object, dict[str, object]]] = []
+        self.find_change("")
+
+    def find_change(self, package: str) -> str:
+        """Return what the import of `package` has changed elsewhere; an empty string if nothing."""
+        change = ""
+        for index, (name, owner, before) in enumerate(self._parts):
+            with contextlib.suppress(Exception):  # Values may have any `__eq__`.
+                if before == vars(owner):
+                    continue
+            now = dict(vars(owner))
+            self._parts[index] = name, owner, now
+            inherited = owner.__mro__[1:] if type(owner) is type else ()
+            keys = [
+                key
+                for key in now
+                if before.get(key, before) is not now[key]
+                and (key in before or any(key in vars(base) for base in inherited))
+            ]
+            patched = sorted(key for key in keys if _is_patch(key, now[key], package))
+            if patched and name.partition(".")[0] != package:
+                change = change or f"changes {name}.{patched[0]}"
+        for name in sys.modules.keys() - self._known:
+            self._known.add(name)
+            parts = getattr(sys.modules[name], "__dict__", None)
+            if type(parts) is not dict or name == "__main__":
+                continue
+            self._parts.append((name, sys.modules[name], dict(parts)))
+            for each in list(parts.values()):
+                if type(each) is type and each.__module__ == name:
+                    self._parts.append((f"{name}.{each.__name__}", each, dict(vars(each))))
+        return change
+
+
+def _is_patch(key: str, value: object, package: str) -> bool:
+    """Return whether the import of `package` has given `value` to an attribute of another one."""
+    if isinstance(value, types.ModuleType):
+        return False
+    if isinstance(value, types.FunctionType | type):
+        return str(value.__module__).partition(".")[0] == package
+    kind = type(value).__module__.partition(".")[0]
+    return kind == package or (kind == "builtins" and not key.startswith("_"))
 
 
 def _read_state() -> dict[str, object]:
@@ -76,7 +131,20 @@ def _read_state() -> dict[str, object]:
         "changes the root logger": (root.level, list(root.handlers)),
         "draws random numbers": random.getstate(),
         "changes the default folder of temporary files": tempfile.tempdir,
+        "changes a default of torch": _read_torch(),
     }
+
+
+def _read_torch() -> object:
+    torch = sys.modules["torch"]
+    return [
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.backends.cudnn.benchmark,
+    ]
 
 
 def _list_files() -> list[str]:

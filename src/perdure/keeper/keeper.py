@@ -105,6 +105,7 @@ class Keeper:
 
     def run(self, *, cold: bool) -> None:
         """Serve until there is a reason to leave and nothing is left to end."""
+        self.ranks.output.start()
         if cold:
             self.warmth.why_cold = "asked for (--cold)"
         else:
@@ -118,6 +119,7 @@ class Keeper:
     def close(self) -> None:
         """End the images and give back the socket."""
         self.warmth.close()
+        self.ranks.output.close()
         with contextlib.suppress(OSError):
             os.unlink(self._socket_path)
         if self._agent is not None:
@@ -135,6 +137,7 @@ class Keeper:
         if self._told_to_end:
             self._leave("SIGTERM")
         self.warmth.tick(now)
+        self.ranks.output.tick()
         self.ranks.advance(now)
         if self.ranks.alive and self.warmth.can_refresh:
             self._refresh()

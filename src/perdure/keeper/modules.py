@@ -4,8 +4,8 @@ The image notes what each module imports, reads from the environment, and change
 (`ModuleLog`). A rank hides all modules that a fresh Python does not have (`ModuleStore`). If the
 script imports one of them, the rank asks what a fresh import would find. The rank hands out the
 stored module only if that is the same. The module, and everything that it imports, then has the
-same origin and has read the same variables. All that this import would have imported becomes
-visible with it, in the same order.
+same origin and an unchanged file, and has read the same variables. All that this import would have
+imported becomes visible with it, in the same order.
 
 A package with compiled modules cannot be imported twice in one process. If such a package is asked
 for and would be another one, the rank has to start cold.
@@ -56,6 +56,25 @@ class Trace:
         """Finders that it added to `sys.meta_path`."""
 
 
+class AtExit:
+    """A function that a module of the image runs at exit, if the rank has imported the module."""
+
+    def __init__(self, log: "ModuleLog", name: str, function: "Callable[..., object]") -> None:
+        """Run `function` unless the rank has hidden module `name` to its end."""
+        self._log, self._name, self._function = log, name, function
+
+    def __call__(self, *args: object, **named: object) -> None:
+        """Run it, unless the module is hidden."""
+        if self._name not in self._log.unseen:
+            self._function(*args, **named)
+
+    def __eq__(self, other: object) -> bool:
+        """Let `atexit.unregister` find it by its function."""
+        return self._function == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class ModuleLog:
     """An image's log of its imports: use as a context manager around them."""
 
@@ -72,6 +91,8 @@ class ModuleLog:
         """Modules that a finder has found, and that no other module has put there."""
         self.read: set[str] = set()
         """Variables that imports have read since `_preload` last cleared the set."""
+        self.unseen: frozenset[str] = frozenset()
+        """Modules that a rank had not imported when it ended."""
         self._stack: list[str] = []
         self._seen = self._look()
 
@@ -83,10 +104,16 @@ class ModuleLog:
         _frozen_importlib._gcd_import = self._note_gcd_import  # type: ignore[attr-defined]
         os.environ.__class__ = self._make_environ()
         sys.meta_path.insert(0, self)
+        import atexit  # It is logged as well.
+
+        self._register, atexit.register = atexit.register, self._note_exit  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         """Log no more."""
+        import atexit
+
+        atexit.register = self._register
         sys.meta_path.remove(self)
         os.environ.__class__ = self._environ
         _frozen_importlib._gcd_import = self._gcd_import  # type: ignore[attr-defined]
@@ -118,6 +145,15 @@ class ModuleLog:
             for name in [name for name in sys.modules if name not in before]:
                 self._need(name)  # Also what it has put there by itself.
             self._stack.pop()
+
+    def _note_exit(
+        self, function: "Callable[..., object]", *args: object, **named: object
+    ) -> "Callable[..., object]":
+        if self._stack and self.first:  # perdure needs what torch does at exit.
+            self._register(AtExit(self, self._stack[-1], function), *args, **named)
+        else:
+            self._register(function, *args, **named)
+        return function
 
     def _top(self) -> Trace:
         return self.traces.setdefault(self._stack[-1] if self._stack else "", Trace())
@@ -234,6 +270,12 @@ class ModuleStore:
         self._on_unequal: Callable[[str], None] = lambda reason: None
         self._hidden: dict[str, ModuleType] = {}
         self._whole = dict(sys.modules)
+        self._stamps = {
+            name: _stamp(module)
+            for name, module in self._whole.items()
+            if "." not in name or name not in log.first
+        }
+        """Files as they were; of what each image has, only those of the packages themselves."""
         self._paths: dict[str, list[str]] = {}
         self._environ: dict[str, str] = {}
         self._listed: dict[str, tuple[int, frozenset[str]]] = {}
@@ -295,6 +337,7 @@ class ModuleStore:
         sys.meta_path[:] = kept
 
     def _show_all(self) -> None:
+        self._log.unseen = frozenset(self._hidden)
         for name, module in self._hidden.items():
             sys.modules.setdefault(name, module)
             self._set_part(name, module)
@@ -372,6 +415,9 @@ class ModuleStore:
         for each in names:
             if each in sys.modules and sys.modules[each] is not self._whole.get(each):
                 return f"{each} is another module"
+        for each in sorted(names & self._hidden.keys() & self._stamps.keys()):
+            if _stamp(self._whole[each]) != self._stamps[each]:
+                return f"the file of {each} has changed"
         return self._find_other_variable(names) or self._find_other_origin(names)
 
     def _close(self, *names: str, visible: bool) -> set[str]:
@@ -459,6 +505,16 @@ class ModuleStore:
         except (OSError, TypeError, ValueError):
             return None
         return known[1]
+
+
+def _stamp(module: "ModuleType") -> object:
+    """Return what changes with a module's file; None if it has none."""
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    try:
+        found = os.stat(origin)  # type: ignore[arg-type]
+    except (OSError, TypeError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _describe(spec: "ModuleSpec") -> object:

@@ -31,6 +31,7 @@ from perdure.keeper import execution as launch
 from perdure.keeper import exits
 from perdure.keeper import reaping as reap
 from perdure.keeper.image import ImageProcess, Warmth
+from perdure.keeper.output import RankOutput
 from perdure.keeper.zygote import (
     FORK_TIMEOUT_S,
     ForkFailed,
@@ -134,6 +135,7 @@ class Ranks:
         """Hold nothing yet. `mark` is this keeper's `PERDURE_KEEPER`."""
         self._job, self._paths, self._mark = job, paths, mark
         self._warmth, self._send, self._log = warmth, send, log
+        self.output = RankOutput(log)
         self._offset_s = float(os.environ.get("PERDURE_CLOCK_OFFSET_S", "0") or 0)
         self.generation = -1
         self._ended = -1
@@ -195,6 +197,11 @@ class Ranks:
             warm=self._warmth.current is not None,
             why_cold=self._warmth.why_cold,
         )
+
+    @property
+    def _spared(self) -> set[int]:
+        """Processes below the keeper that belong to no generation."""
+        return self._warmth.pids | {self.output.pid}
 
     # --- orders -------------------------------------------------------------------------------
 
@@ -317,6 +324,7 @@ class Ranks:
     def note_exit(self, pid: int, status: int, usage: struct_rusage) -> None:
         """Take over the status of a child: a rank, a store, an image, or an orphan."""
         at_s = time.monotonic() + self._offset_s
+        self.output.note_reaped(pid)
         rank = self._by_pid.pop(pid, None)
         if rank is not None:
             self._finish(rank, status, usage, at_s)
@@ -425,9 +433,16 @@ class Ranks:
             self._spawned = None
             self._evidence = {}
             self._waiting.clear()
+        kept = {path for one in order.ranks for path in (one.stdout, one.stderr)}
+        for rank in self._ranks.values():
+            if rank.record is None:
+                kept |= {rank.evidence.stdout, rank.evidence.stderr}
+        self.output.close_all_but(kept)
         for one in order.ranks:
             own = self._paths.error_file(order.generation, one.rank)
             self._evidence[one.rank] = exits.prepare_evidence(one, own)
+            self.output.open(one.stdout)
+            self.output.open(one.stderr)
             if one.ring:
                 RingWriter.create(one.ring, rank=one.rank, generation=order.generation).close()
 
@@ -449,7 +464,15 @@ class Ranks:
 
     def _mark_launches(self, order: KeeperSpawn) -> tuple[RankLaunch, ...]:
         mark = {reap.KEEPER: self._mark, reap.GENERATION: str(order.generation)}
-        return tuple(msgspec.structs.replace(r, env=dict(r.env) | mark) for r in order.ranks)
+        return tuple(
+            msgspec.structs.replace(
+                one,
+                env=dict(one.env) | mark,
+                stdout=self.output.name_pipe(one.stdout),
+                stderr=self.output.name_pipe(one.stderr),
+            )
+            for one in order.ranks
+        )
 
     def _spawn_cold(self, order: KeeperSpawn, why_cold: str) -> None:
         """Execute the ranks; where there are not so many processes to be had, try again later."""
@@ -533,7 +556,7 @@ class Ranks:
         self._end_fork()
         self._unclaimed.clear()
         self._log(f"generation {order.generation}: {reason}")
-        spared = self._warmth.pids | {self._store_pid} | set(self._by_pid)
+        spared = self._spared | {self._store_pid} | set(self._by_pid)
         for pid in reap.list_processes_below(
             scan_processes(), os.getpid(), {}, spared, order.generation
         ):
@@ -552,6 +575,7 @@ class Ranks:
     # --- ending -------------------------------------------------------------------------------
 
     def _finish(self, rank: Rank, status: int, usage: struct_rusage, at_s: float) -> None:
+        self.output.drain()  # Its last lines are evidence.
         record = exits.make_record(
             rank=rank.rank,
             generation=rank.generation,
@@ -611,7 +635,7 @@ class Ranks:
         newer = self._first_start if self.generation > ending.upto else None
         table = scan_processes()
         members = reap.list_processes_below(
-            table, os.getpid(), self._roots, self._warmth.pids, ending.upto, newer
+            table, os.getpid(), self._roots, self._spared, ending.upto, newer
         )
         left = [pid for pid in members if pid != self._store_pid]  # It never ends by itself.
         if now < ending.deadline_s and left:
@@ -632,6 +656,7 @@ class Ranks:
             return
         if members:  # What sudo has started: to wait for it would hold up the ranks for ever.
             self._log(f"processes {members} are another user's and go on")
+        self.output.drain()
         self._ending = None
         self._roots = {p: g for p, g in self._roots.items() if g > ending.upto}
         failpoint("keeper/stopped")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from perdure.failpoints import failpoint
-from perdure.keeper.footprint import Footprint, find_obstacle
+from perdure.keeper.footprint import Footprint, PatchWatch, find_obstacle
 from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
@@ -211,6 +211,7 @@ class Image:
     def _preload(self, names: Iterable[str]) -> dict[str, str]:
         blamed: dict[str, str] = {}
         unfit = ""
+        patches = PatchWatch()
         for name in names:
             package = name.partition(".")[0]
             if name in sys.modules or package in blamed:
@@ -219,7 +220,8 @@ class Image:
             footprint = Footprint()
             self._import(name)
             before, unfit = unfit, find_obstacle()
-            change = "" if package == "torch" else footprint.find_change()
+            patch = patches.find_change(package)
+            change = "" if package == "torch" else footprint.find_change() or patch
             reads = sorted(self._log.read & RANK_VARIABLES)
             if unfit and unfit != before:
                 blamed[package] = f"{package} {unfit}"

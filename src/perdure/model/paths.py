@@ -2,6 +2,7 @@
 
     $PERDURE_HOME/jobs/NAME/
         job.json            the JobSpec                    endpoint.json   the operator's NATS user
+        start.json          program, script, and environment that ranks start from
         credentials/        of the other parts, each file readable by its owner only
         parts.json          pids of the parts              state.json      newest Snapshot
         invited.json        who may join from the start
@@ -61,6 +62,9 @@ class JobPaths(msgspec.Struct, frozen=True):
 
     spec = _Below("job.json")
     """The JobSpec."""
+
+    start = _Below("start.json")
+    """What the ranks start from, to compare with the next run."""
 
     endpoint = _Below("endpoint.json")
     """NATS URL and the operator's password."""

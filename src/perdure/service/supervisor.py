@@ -73,6 +73,7 @@ from perdure.service.processes import (
     reap_adopted,
     start_child,
 )
+from perdure.service.starts import record_start
 from perdure.service.storage_watch import watch_free_space
 from perdure.service.tail import RankTails
 from perdure.worker.process import set_subreaper
@@ -133,6 +134,7 @@ def run(
         check_space(paths)
         spec = set_hash_seed(spec, read_document(f"{previous}/job.json", JobSpec), os.environ)
         write_document(paths.spec, spec)
+        record_start(spec, paths, previous, os.environ)
         supervisor = Supervisor(
             spec,
             home,

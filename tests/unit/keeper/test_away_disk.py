@@ -44,3 +44,6 @@ def test_ranks_that_have_run_before_wait_for_it(tmp_path: Path, generation: int)
             wait_until(lambda: (ranks.advance(time.monotonic()), len(sent) == 2)[1], "a start")
             assert isinstance(sent[1], KeeperSpawned)
         os.waitpid(sent[-1].pids[0], 0)
+        ranks.output.close()
+        if ranks.output.pid:
+            os.waitpid(ranks.output.pid, 0)  # It has the files open.

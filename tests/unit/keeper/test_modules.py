@@ -19,6 +19,7 @@ environ = dict(os.environ)
 filters = list(_warnings.filters)
 from perdure.keeper.modules import ModuleLog, ModuleStore
 log = ModuleLog()
+log.note_first()
 reasons = []
 with log:
     import importlib
@@ -26,6 +27,7 @@ with log:
         importlib.import_module(name)
 store = ModuleStore(log)
 stored = dict(sys.modules)
+{meanwhile}
 unequal = store.find_unequal({script!r})
 os.environ.clear()
 os.environ.update(environ)
@@ -41,11 +43,22 @@ os.write(1, json.dumps(seen).encode())
 """
 
 
-def run(tmp_path: Path, names: tuple[str, ...], text: str, **environ: str) -> dict[str, Any]:
-    """Return what a rank has `seen`, whose image has imported `names`."""
+def run(
+    tmp_path: Path,
+    names: tuple[str, ...],
+    text: str,
+    said: str = "",
+    meanwhile: str = "",
+    **environ: str,
+) -> dict[str, Any]:
+    """Return what a rank has `seen`, whose image has imported `names`.
+
+    `meanwhile` runs between the image and the rank. At its end the rank writes `said` to its
+    standard error.
+    """
     script = tmp_path / "script"
     script.mkdir(exist_ok=True)
-    program = BEGIN.format(names=names, script=str(script)) + text + END
+    program = BEGIN.format(names=names, script=str(script), meanwhile=meanwhile) + text + END
     env = os.environ | {"PYTHONPATH": str(tmp_path / "installed")} | environ
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -54,7 +67,7 @@ def run(tmp_path: Path, names: tuple[str, ...], text: str, **environ: str) -> di
         timeout=PATIENCE_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr.decode()
+    assert (done.returncode, done.stderr.decode()) == (0, said)
     seen: dict[str, Any] = json.loads(done.stdout)
     assert seen["fresh"]
     assert seen["filters"]
@@ -187,3 +200,26 @@ def test_compiled_packages_are_not_imported_twice(tmp_path: Path) -> None:
     assert f"numbers is {own / 'numbers.py'}" in seen["unequal"]
     assert seen["reasons"]
     assert seen["same"]
+
+
+def test_a_handler_at_exit_runs_only_if_the_rank_has_imported_its_module(tmp_path: Path) -> None:
+    install(
+        tmp_path,
+        seen_one="import atexit, os\natexit.register(os.write, 2, b'seen')",
+        unseen="import atexit, os\natexit.register(os.write, 2, b'unseen')",
+        undone="import atexit\ndef undo(): raise SystemExit(9)\natexit.register(undo)",
+    )
+    text = "import seen_one, undone, atexit\natexit.unregister(undone.undo)\n"
+    text += "atexit.register(print, file=open('/dev/null', 'w'))\n"
+    run(tmp_path, ("seen_one", "unseen", "undone"), text, said="seen")
+
+
+def test_a_package_that_was_installed_anew_is_imported_anew(tmp_path: Path) -> None:
+    install(tmp_path, user="import used.part", used____init__="", used__part="V = 1", other="V = 1")
+    new = tmp_path / "new.py"
+    new.write_text("V = 22")
+    place = tmp_path / "installed" / "used" / "part.py"
+    text = "import user, other, used.part\n"
+    text += "seen['is'] = used.part.V, other is stored['other'], user is stored['user']\n"
+    meanwhile = f"import os; os.replace({str(new)!r}, {str(place)!r})"
+    assert run(tmp_path, ("user", "other"), text, meanwhile=meanwhile)["is"] == [22, True, False]

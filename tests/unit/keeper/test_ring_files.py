@@ -42,6 +42,8 @@ def test_rings_of_ranks_that_ended_long_ago_are_removed(
         pid, status, usage = os.wait4(ranks.alive[0], 0)
         ranks.note_exit(pid, status, usage)
         ranks.advance(time.monotonic())
+    ranks.output.close()
+    os.waitpid(ranks.output.pid, 0)
     every = [f"g{number}-r0.ring{more}" for number in (1, 2) for more in ("", ".groups")]
     expected = sorted(every) if left is None else [*left, "g2-r0.ring.groups"]
     assert sorted(path.name for path in folder.iterdir()) == expected

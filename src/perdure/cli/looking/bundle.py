@@ -73,7 +73,7 @@ _SKIPPED = frozenset(
     }
 )
 """Of a job's folder: secrets, what is large, what is no text, and what trackers' libraries keep."""
-_SECRET_FILES = frozenset({"endpoint.json", "run.lock"})
+_SECRET_FILES = frozenset({"endpoint.json", "run.lock", "start.json"})
 _NO_TEXT = frozenset({"curves/kept", "curves/damaged", "curves/lock"})
 
 Text = dict[str, str]

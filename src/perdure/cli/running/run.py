@@ -59,8 +59,10 @@ def start(options: o.RunOptions) -> int:
     from perdure.cli.running.torchrun import read_rendezvous
     from perdure.model.raw import carry_job
     from perdure.service.access.credentials import check_outside  # With NATS.
+    from perdure.service.starts import compare_start
 
-    home = resolve_home(options.environ)
+    environ = options.environ
+    home = resolve_home(environ)
     spec, named, notes = make_spec(options)
     check_outside(spec)
     open_sources(spec.preemption, 0, {})  # What an agent could not open is said here.
@@ -78,7 +80,7 @@ def start(options: o.RunOptions) -> int:
         spec = choose_name(spec, home)
     else:
         refuse_twin(spec, home)
-        notes += recall_end(spec, home)
+        notes += recall_end(spec, home) + compare_start(spec, paths_of(home, spec.name), environ)
     for text in [*notes, *check_job(spec, home, options.environ)]:
         note(text)
     if (spec.world_size > 1 or options.detach) and has_input():
@@ -147,6 +149,7 @@ def start_node(
     from perdure.cli.running.nodes import find_place, is_here, join_first, keep_checkpoints
     from perdure.model.raw import carry_job
     from perdure.service.access.rendezvous import FirstNode, find_secret, write_placement
+    from perdure.service.starts import compare_start
 
     place = find_place(met)
     secret = find_secret(os.environ, met.secret_file, home, place.address)
@@ -161,7 +164,8 @@ def start_node(
         return join_first(spec, met, place, home, secret, as_json=options.json, shows=shows)
     try:
         refuse_twin(spec, home)
-        for text in recall_end(spec, home):
+        differing = compare_start(spec, paths_of(home, spec.name), os.environ)
+        for text in [*recall_end(spec, home), *differing]:
             note(text)
         path = write_placement(secret, spec.name, home, place.address, met.port)
         others = spec.remote if spec.remote == spec.first_nodes - 1 else f"up to {spec.remote}"
@@ -183,9 +187,11 @@ def watch_over(
     from perdure.cli.running.nodes import Muster
     from perdure.dash.stories import StoryTeller
     from perdure.service.restarts import RestartWatch
+    from perdure.service.starts import FileWatch
     from perdure.telemetry.lonely import LonelyWatch
 
     restarts, lonely = RestartWatch(paths_of(home, spec.name), spec), LonelyWatch()
+    files = FileWatch(spec)
     stories, muster = StoryTeller(), Muster(spec, join_s)
     watched = spec.env.get("PERDURE_RECORDER", os.environ.get("PERDURE_RECORDER")) != "off"
 
@@ -194,7 +200,8 @@ def watch_over(
         told = restarts.tell(snapshot.generation, declares_steps=declares, now_s=snapshot.at_s)
         alone = lonely.look(snapshot) if watched else ""
         absent = muster.look(snapshot) if join_s < math.inf else ""
-        lines = [*stories.tell(snapshot), told, alone, absent]
+        edited = files.tell(snapshot.generation)
+        lines = [*stories.tell(snapshot), edited, told, alone, absent]
         return [f"[perdure] {line}" for line in lines if line]
 
     code = supervise(

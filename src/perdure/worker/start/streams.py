@@ -1,10 +1,10 @@
-"""Standard streams of a rank: a full disk below them is no reason to end a training.
+"""Streams to a log: a full disk below them is no reason to end a training.
 
-A script's output lies in files of the job's folder. Where their disk is full, its quota spent or
-its server away, `print` would raise what no script expects, and at the end the interpreter would
-turn success into exit code 120. What does not fit is dropped instead, counted, and said to be as
-soon as there is room. Standard library only: `worker.start.cold` uses it in scripts that want no
-more.
+`keeper/copier.py` writes what ranks say to files of the job's folder. Where their disk is full, its
+quota spent or its server away, what does not fit is dropped, counted, and said to be as soon as
+there is room. A rank's own streams are alike: `print` would raise what no script expects, and at
+the end the interpreter would turn success into exit code 120. Standard library only:
+`worker.start.cold` uses it in scripts that want no more.
 """
 
 import errno

@@ -1,0 +1,162 @@
+"""A rank's log keeps each line, also if a child opens it by name or a part of perdure dies."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from msgspec import structs
+
+from perdure.model.bus.wire import KeeperKill, KeeperSpawn, KeeperStopped
+from tests.disks import small_disk
+from tests.e2e.node import Node
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.end()
+
+
+def find_copier(node: Node) -> psutil.Process:
+    """Return the process that writes the ranks' logs."""
+
+    def find() -> list[psutil.Process]:
+        below = psutil.Process(node.process.pid).children()
+        return [one for one in below if any("keeper.copier" in word for word in one.cmdline())]
+
+    wait_until(find, "a copier")
+    return find()[0]
+
+
+WAIT = """
+import os, time
+def wait(name):
+    while not os.path.exists(name):
+        time.sleep(0.02)
+"""
+
+CHILDREN = """
+import os, subprocess, sys
+print("first")
+print("first", file=sys.stderr)
+subprocess.run("echo child > /dev/stdout; echo child > /dev/stderr", shell=True, check=True)
+subprocess.run("echo child > /proc/self/fd/1; echo child > /proc/self/fd/2", shell=True, check=True)
+for number in (1, 2):
+    with open(f"/proc/{os.getpid()}/fd/{number}", "w") as file:
+        file.write("by name\\n")
+print("last")
+print("last", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_child_that_opens_a_stream_by_its_name_cuts_no_log(node: Node, cold: bool) -> None:
+    if not cold:
+        node.wait_warm()
+    assert node.spawn(0, node.script(CHILDREN), cold=cold).warm is not cold
+    record = node.ended(0)
+    assert (record.code, record.signal) == (0, 0)
+    lines = ["first", "child", "child", "by name", "last"]
+    assert node.text(0).splitlines() == lines
+    assert node.text(0, name="err").splitlines() == lines
+    assert list(record.last_output) == lines
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_the_last_line_of_a_killed_rank_is_kept(node: Node, cold: bool) -> None:
+    if not cold:
+        node.wait_warm()
+    text = "import os, sys\nprint('last', file=sys.stderr)\nos.kill(os.getpid(), 9)\n"
+    node.spawn(0, node.script(text), cold=cold)
+    record = node.ended(0)
+    assert record.signal == signal.SIGKILL
+    assert record.last_output == ("last",)
+
+
+def test_each_byte_of_a_loud_rank_is_kept(node: Node) -> None:
+    text = "import os\nfor n in range(100):\n    os.write(1, b'%07d\\n' % n * 131072)\n"
+    node.spawn(0, node.script(text), cold=True)
+    node.ended(0)
+    said = Path(node.paths.stream(0, 0, "out")).read_bytes()
+    assert len(said) == 100 << 20
+    assert said[:8] == b"0000000\n"
+    assert said[-8:] == b"0000099\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_stopped_copier_holds_up_no_rank(node: Node, number: int) -> None:
+    """The rank writes more than a pipe holds, is not told, and loses nothing."""
+    text = WAIT + "print('before')\nwait('go')\nprint('x' * 1_000_000)\nprint('after')\n"
+    node.spawn(0, node.script(text), cold=True)
+    out = Path(node.paths.stream(0, 0, "out"))
+    wait_until(lambda: out.exists() and out.read_text() == "before\n", "the first line")
+    copier = find_copier(node)
+    copier.send_signal(number)
+    (node.home / "go").touch()
+    record = node.ended(0)
+    assert (record.code, record.signal) == (0, 0)
+    assert node.text(0) == f"before\n{'x' * 1_000_000}\nafter\n"
+    assert find_copier(node).pid != copier.pid
+
+
+def test_what_a_rank_said_before_its_keeper_died_is_kept(node: Node) -> None:
+    """The copier gets no time before: it is stopped, and goes on when the keeper is dead."""
+    text = WAIT + "wait('go')\nprint('last')\nopen('said', 'w')\nwait('never')\n"
+    node.spawn(0, node.script(text), cold=True)
+    copier = find_copier(node)
+    node.process.send_signal(signal.SIGSTOP)
+    copier.send_signal(signal.SIGSTOP)
+    (node.home / "go").touch()
+    wait_until((node.home / "said").exists, "the line")
+    node.process.kill()
+    node.process.wait()
+    copier.send_signal(signal.SIGCONT)
+    wait_until(lambda: node.text(0) == "last\n", "the line in the log")
+    wait_until(lambda: not copier.is_running() or copier.status() == "zombie", "the copier's end")
+    node.disconnect()
+    node.start()
+
+
+def test_what_children_say_at_the_end_of_a_generation_is_kept(node: Node) -> None:
+    script = node.script(
+        "import subprocess, time\n"
+        "loop = \"trap 'echo bye; exit' TERM; touch up; while :; do sleep 0.1; done\"\n"
+        "subprocess.Popen(['sh', '-c', loop], start_new_session=True)\ntime.sleep(3600)"
+    )
+    node.spawn(0, script, cold=True)
+    wait_until((node.home / "up").exists, "the child")
+    node.ask(KeeperKill(0, 3600.0))
+    node.expect(KeeperStopped, generation=0)
+    assert node.text(0) == "bye\n"
+
+
+@pytest.fixture
+def disk(node: Node) -> Iterator[Path]:
+    """A disk of 256 KB, on which nothing is open when it goes."""
+    with small_disk(node.home / "disk", "256k") as disk:
+        yield disk
+        copier = find_copier(node)
+        node.end()
+        wait_until(lambda: not copier.is_running(), "the end of the copier")
+    node.start()
+
+
+def test_a_full_disk_below_the_log_ends_no_program(node: Node, disk: Path) -> None:
+    """A shell writes on. The log says what did not fit, once there is room."""
+    filler, log = disk / "filler", disk / "rank-0.out"
+    filler.write_bytes(bytes(200_000))
+    shell = node.home / "loud.sh"
+    zeros = "head -c 400000 /dev/zero"  # Much more than disk and pipe; the pipe's part fits later.
+    shell.write_text(f"#!/bin/sh\nset -e\n{zeros}\nrm {filler}\necho; echo after\n")
+    shell.chmod(0o755)
+    launch = structs.replace(node.launch(0, 0, 1), stdout=str(log))
+    node.ask(KeeperSpawn(0, (launch,), str(shell), (), False, True, str(node.home), True))
+    record = node.ended(0)
+    assert (record.code, record.signal) == (0, 0)
+    said = log.read_text()
+    assert "bytes did not fit on the disk" in said
+    assert said.endswith("after\n")
