@@ -30,6 +30,7 @@ Those resume with what DDP does by itself, and the claim of exactness is dropped
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from perdure.model.errors import ConfigError, UnfitError
 from perdure.model.failures import names_lost_peer
 from perdure.worker.checkpoint.attributes import (
     Born,
+    list_holders,
     list_large,
     load_attributes,
     note_attributes,
@@ -166,13 +168,34 @@ class Registry:
         return found
 
     def _list_owners(self, only: str = "") -> dict[str, Any]:
-        """Return all modules of registered models, and all optimizers, by their paths."""
+        """Return all modules of models, all optimizers, and other objects, by their paths."""
+        several = [
+            *self._list_optimizers(),
+            *((name, one) for name, one in self.others.items() if not is_own(one)),
+        ]
         return {
             f"{name}.{path}".rstrip("."): module
             for name, model in self.models.items()
             if _is_of(name, only)
             for path, module in unwrap(model).named_modules()
-        } | {name: one for name, one in self._list_optimizers() if _is_of(name, only)}
+        } | {name: one for name, one in several if _is_of(name, only)}
+
+    def list_kept(self) -> tuple[dict[str, Any], set[int]]:
+        """Return objects whose plain attributes are saved, by path; ids of all that is saved."""
+        holders = list_holders(self._list_owners())
+        optimizers = [one for _, one in self._list_optimizers()]
+        modules = [part for model in self.models.values() for part in model.modules()]
+        tensors = [one for part in modules for one in (*part._parameters.values(),
+                                                       *part._buffers.values())]  # fmt: skip
+        loose = [parameter for _, _, parameter in self._list_loose()]
+        inner = [one.state for one in optimizers] + [one.param_groups for one in optimizers]
+        entries = [one for o in optimizers for one in o.state.values()]
+        owners = (*holders.values(), *self.others.values())
+        values = [one for owner in owners for one in getattr(owner, "__dict__", {}).values()
+                  if not isinstance(one, int | float | complex | str | bytes)]  # fmt: skip
+        kept = (self.others.values(), holders.values(), optimizers, modules, tensors, loose, inner,
+                entries, values)  # fmt: skip
+        return holders, {id(one) for several in kept for one in several if one is not None}
 
     def _names(self) -> dict[int, str]:
         return {
@@ -370,14 +393,15 @@ class Registry:
                     load_rest(model, own["models"][name], described.get(name, {}))
                 if name in described:
                     load_flags(model, described[name])
-        load_attributes(self._list_owners(only), own.get("attributes", {}))
         unlike = []
         for name, value in self.others.items():
             if name in own["objects"] and _is_of(name, only):
                 with name_misfit(f"object {name!r}"):
                     value.load_state_dict(own["objects"][name])
-                    if not is_own(value):
-                        unlike.append(find_lost(name, value, own["objects"][name]))
+        load_attributes(self._list_owners(only), own.get("attributes", {}))
+        for name, value in self.others.items():
+            if name in own["objects"] and _is_of(name, only) and not is_own(value):
+                unlike.append(find_lost(name, value, own["objects"][name]))
         mine, saved = self._list_names(), _list_saved(own)
         lost = sorted(name for name in mine - saved if not name.startswith(OWN))
         lost += [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
