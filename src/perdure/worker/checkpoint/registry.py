@@ -30,7 +30,6 @@ Those resume with what DDP does by itself, and the claim of exactness is dropped
 """
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +171,11 @@ class Registry:
         several = [
             *self._list_optimizers(),
             *((name, one) for name, one in self.others.items() if not is_own(one)),
+            *(
+                (f"{name}.{place}", one)
+                for name, driven in self.others.items()
+                for place, one in getattr(driven, "list_owned", dict)().items()
+            ),
         ]
         return {
             f"{name}.{path}".rstrip("."): module
