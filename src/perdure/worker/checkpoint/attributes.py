@@ -57,8 +57,9 @@ def list_holders(roots: dict[str, Any]) -> dict[str, Any]:
             for place, one in _list_entries(value):
                 if id(one) not in seen and is_own_class(one.__class__) and hasattr(one, "__dict__"):
                     seen.add(id(one))
-                    found[f"{path}.{name}{place}"] = one
-                    left.append((f"{path}.{name}{place}", one))
+                    inner = f"{path}.{name}{place}".lstrip(".")
+                    found[inner] = one
+                    left.append((inner, one))
     return found
 
 
@@ -120,8 +121,8 @@ def _list_hashes(owner: Any) -> Iterator[tuple[str, bytes]]:
                 continue
 
 
-def hash_plain(value: Any, entries: int = _ITEMS_MAX) -> bytes:
-    """Return a hash of plain data; of a tensor's place and version, too.
+def hash_plain(value: Any, entries: int = _ITEMS_MAX, *, places: bool = True) -> bytes:
+    """Return a hash of plain data; with `places`, of a tensor's place and version, too.
 
     Of a container with more than so many `entries`, some count.
 
@@ -129,11 +130,11 @@ def hash_plain(value: Any, entries: int = _ITEMS_MAX) -> bytes:
         NotPlainError: it is none.
     """
     state = xxhash.xxh3_128()
-    _feed(value, state, entries)
+    _feed(value, state, entries, places)
     return state.digest()
 
 
-def _feed(value: Any, state: Any, entries: int) -> None:
+def _feed(value: Any, state: Any, entries: int, places: bool) -> None:
     kind = type(value)
     state.update(kind.__name__.encode())
     if kind in _SCALARS:
@@ -141,9 +142,12 @@ def _feed(value: Any, state: Any, entries: int) -> None:
     elif kind is Tensor:
         if value.is_inference() or value.layout != torch.strided or _is_activation(value):
             raise NotPlainError
-        state.update(repr((id(value), value._version, value.dtype, value.shape)).encode())
-        if value.device.type == "cpu" and not value.is_quantized and value.nbytes <= _HASHED:
-            plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        state.update(repr((value.dtype, value.shape)).encode())
+        if places:
+            state.update(repr((id(value), value._version)).encode())
+        small = value.device.type == "cpu" and value.nbytes <= _HASHED
+        if (small or not places) and not value.is_quantized:
+            plain = value.detach().resolve_conj().resolve_neg().contiguous().cpu()
             state.update(plain.reshape(-1).view(torch.uint8).numpy())
     elif kind in _DICTS or kind in _PLAIN:
         items = list(value.items()) if kind in _DICTS else list(value)
@@ -151,7 +155,7 @@ def _feed(value: Any, state: Any, entries: int) -> None:
         if kind in (set, frozenset):
             items = sorted(items, key=repr)
         for place in range(0, len(items), max(1, len(items) // entries)):
-            _feed(items[place], state, entries)
+            _feed(items[place], state, entries, places)
     elif _is_array(value):
         state.update(repr((value.dtype, value.shape)).encode())
         state.update(

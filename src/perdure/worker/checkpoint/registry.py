@@ -76,7 +76,7 @@ class Registry:
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
         self._orders: dict[str, list[str]] = {}
-        self._born: dict[str, Born] = {}
+        self.born: dict[str, Born] = {}
         """The attributes of modules and optimizers as they were registered."""
         self.updated: set[int] = set()
         """Ids of the registered optimizers that have stepped since the boundary before."""
@@ -89,7 +89,7 @@ class Registry:
             self.optimizers[name] = value
         else:
             self.others[name] = value
-        self._born |= note_attributes(self._list_owners(name))
+        self.born = note_attributes(self._list_owners(name)) | self.born
 
     # --- tensors that go through torch.distributed.checkpoint ---------------------------------
 
@@ -163,7 +163,7 @@ class Registry:
             name, one = left.pop(0)
             if not any(one.state is other.state for _, other in found):
                 found.append((name, one))
-                left += [(f"{name}.{place}", inner) for place, inner in _list_inner(one)]
+                left += [(f"{name}.{place}", inner) for place, inner in list_inner(one)]
         return found
 
     def _list_owners(self, only: str = "") -> dict[str, Any]:
@@ -183,6 +183,14 @@ class Registry:
             if _is_of(name, only)
             for path, module in unwrap(model).named_modules()
         } | {name: one for name, one in several if _is_of(name, only)}
+
+    def read_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the plain attributes that have changed since their owners were registered."""
+        return read_changed(self._list_owners(), self.born)
+
+    def load_attributes(self, saved: dict[str, dict[str, Any]], only: str = "") -> None:
+        """Put such attributes back."""
+        load_attributes(self._list_owners(only), saved)
 
     def list_kept(self) -> tuple[dict[str, Any], set[int]]:
         """Return objects whose plain attributes are saved, by path; ids of all that is saved."""
@@ -235,7 +243,7 @@ class Registry:
                 name: self._own_of(optimizer, name_parameters(optimizer, names))
                 for name, optimizer in self._list_optimizers()
             },
-            "attributes": read_changed(self._list_owners(), self._born),
+            "attributes": self.read_attributes(),
             "loose": [[name, place] for name, place, _ in self._list_loose()],
             "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
             "hooks": [path for path, ddp in self._ddp().items() if has_hook_state(ddp)],
@@ -402,7 +410,7 @@ class Registry:
             if name in own["objects"] and _is_of(name, only):
                 with name_misfit(f"object {name!r}"):
                     value.load_state_dict(own["objects"][name])
-        load_attributes(self._list_owners(only), own.get("attributes", {}))
+        self.load_attributes(own.get("attributes", {}), only)
         for name, value in self.others.items():
             if name in own["objects"] and _is_of(name, only) and not is_own(value):
                 unlike.append(find_lost(name, value, own["objects"][name]))
@@ -470,7 +478,7 @@ def name_misfit(what: str, hint: str = "") -> Iterator[None]:
         raise UnfitError(f"{what}: {text}", hint=hint) from cause
 
 
-def _list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+def list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
     """Return the optimizers among an optimizer's attributes, also in lists and dicts."""
     found: list[tuple[str, Optimizer]] = []
     for key, value in vars(optimizer).items():

@@ -41,6 +41,8 @@ from perdure.worker.checkpoint.attributes import (
     hash_plain,
     is_own_class,
     is_own_file,
+    list_holders,
+    read_generator,
 )
 from perdure.worker.checkpoint.loaders import list_open_loaders
 
@@ -84,6 +86,49 @@ class ScriptState:
             return ""
         more = f" and {len(fresh) - _SHOWN} more" if len(fresh) > _SHOWN else ""
         return f"the script changes what no checkpoint has: {', '.join(fresh[:_SHOWN])}{more}"
+
+
+class Functions:
+    """Finds what functions of the script keep from call to call."""
+
+    def __init__(self, **values: Any) -> None:
+        """Begin with what these functions and objects have now."""
+        self._values = values
+        self._before = self._read(set())
+        self._told: set[str] = set()
+
+    def look(self, ids: set[int]) -> list[str]:
+        """Return what has changed and was not returned before, but for what has one of `ids`."""
+        now = self._read(ids)
+        changed = {_shorten(path) for path, one in now.items() if self._before.get(path) != one}
+        fresh = sorted(changed - self._told)
+        self._told |= changed
+        return fresh
+
+    def _read(self, ids: set[int]) -> dict[str, bytes]:
+        found = dict[str, bytes]()
+        with contextlib.suppress(Exception):  # The script's own classes may do anything.
+            walk = _Walk(found, ids)
+            for name, value in self._values.items():
+                walk.visit(name, value)
+        return found
+
+
+def list_generators(name: str, value: Any) -> list[str]:
+    """Return the generators of random numbers that an object has, by their paths."""
+    found = []
+    for path, owner in list_holders({name: value}).items():
+        for key, one in list(getattr(owner, "__dict__", {}).items()):
+            with contextlib.suppress(NotPlainError):
+                read_generator(one)
+                found.append(f"{path}.{key}")
+    return found
+
+
+def list_ids(model: nn.Module) -> set[int]:
+    """Return the ids of a model's modules, parameters, and buffers."""
+    parts = (model.modules(), model.parameters(), model.buffers())
+    return {id(one) for several in parts for one in several}
 
 
 def _shorten(path: str) -> str:
