@@ -171,14 +171,14 @@ def read_generator(value: Any) -> Any:
     Raises:
         NotPlainError: it is none.
     """
-    numpy: Any = sys.modules.get("numpy.random")
+    numpy: Any = sys.modules.get("numpy")
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
-    if numpy is not None and isinstance(value, numpy.Generator):
+    if numpy is not None and isinstance(value, numpy.random.Generator):
         return value.bit_generator.state
-    if numpy is not None and isinstance(value, numpy.RandomState):
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
         return value.get_state(legacy=False)
     raise NotPlainError
 

@@ -75,8 +75,8 @@ class ScriptState:
                 carried |= set(walk.enter(frame))
             for path, owner in kept.items():
                 walk.visit_rest(path, owner)
-        first, self._before = self._before is None, self._before or found
-        if first:
+        if self._before is None:
+            self._before = found
             return ""
         changed = {_shorten(path) for path, now in found.items() if self._before.get(path) != now}
         changed |= carried | set(list_open_loaders(ids))
