@@ -22,8 +22,8 @@ Loop = ast.For | ast.While
 def list_carried(loop: Loop, *, strict: bool = True) -> list[str]:
     """Return names that a turn reads before it has bound them, though turns bind them.
 
-    Names of containers that a turn fills count as well. What is only shown does not; if `strict`,
-    that is a sum or a constant, and no other value that is computed from the one before.
+    Names of containers that a turn fills count as well. Names that are only shown do not count. If
+    `strict`, only a sum or a constant is shown.
     """
     bound = list_bound_in(loop)
     carried: list[str] = []
@@ -139,7 +139,7 @@ def _read(node: ast.AST, seen: set[str], bound: set[str], carried: list[str]) ->
 
 
 def is_only_shown(loop: Loop, name: str, *, strict: bool = False) -> bool:
-    """Return whether a name, and what is computed from it, is only printed, logged, or saved."""
+    """Return whether a loop only prints, logs, or saves a name and all values made of it."""
     tainted, before = {name}, 0
     while len(tainted) > before:
         before = len(tainted)

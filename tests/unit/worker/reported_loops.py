@@ -42,7 +42,7 @@ def adam(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for model in models for p in model.parameters()], lr=0.01)
 
 
-# --- kept: attributes of what is registered -----------------------------------------------------
+# --- kept: attributes of registered objects -----------------------------------------------------
 
 
 class Memory(nn.Module):
@@ -215,7 +215,7 @@ def helper_objects_of_a_module(life: Life) -> Iterator[Tensor]:
     yield from train(life, model, optimizer)
 
 
-# --- named: nobody has registered it --------------------------------------------------------------
+# --- named: unregistered values -------------------------------------------------------------------
 
 
 @named("mean")
@@ -366,7 +366,7 @@ def second_optimizer_forgotten(life: Life) -> Iterator[Tensor]:
 
 @named("scaler")
 def scaler_forgotten(life: Life) -> Iterator[Tensor]:
-    """huggingface/accelerate: a scaler that begins anew skips its first steps again."""
+    """A scaler with its first scale skips its first steps again."""
     model = make_mlp()
     optimizer = adam(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)

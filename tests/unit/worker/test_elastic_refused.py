@@ -288,7 +288,7 @@ class Plain:
 
 
 class Centred:
-    """facebookresearch/vissl#436: the loss keeps a mean of what it saw."""
+    """facebookresearch/vissl#436: the loss keeps a mean of its inputs."""
 
     mean = 0.0
 

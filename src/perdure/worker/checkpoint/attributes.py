@@ -124,7 +124,7 @@ def _list_hashes(owner: Any) -> Iterator[tuple[str, bytes]]:
 def hash_plain(value: Any, entries: int = _ITEMS_MAX, *, places: bool = True) -> bytes:
     """Return a hash of plain data; with `places`, of a tensor's place and version, too.
 
-    Of a container with more than so many `entries`, some count.
+    A container with more than this number of `entries` is sampled.
 
     Raises:
         NotPlainError: it is none.
@@ -184,7 +184,7 @@ def read_generator(value: Any) -> Any:
 
 
 def pack(value: Any) -> Any:
-    """Return plain data for torch to save: the kind of each value, and what is in it."""
+    """Return plain data for torch to save: the kind of each value, and its content."""
     kind = type(value)
     if kind in _SCALARS or _is_array(value):
         return value

@@ -1,9 +1,9 @@
 """What the script has from step to step, and no checkpoint keeps.
 
-Nobody registers a replay buffer, a generator, a mean that a function keeps, or an iterator over
-data. A resumed script makes them anew. So perdure looks at what the loop uses: before the first
-step, after it, and before each checkpoint. What has changed meanwhile is named. Nothing of it is
-restored: perdure does not write into a script's variables.
+A replay buffer, a generator, a mean in a closure, and an iterator over data are often registered
+nowhere. A resumed script begins with fresh ones. So perdure looks at the values that the loop uses:
+before the first step, after it, and before each checkpoint. It names the values that have changed.
+It restores none of them, because perdure does not write into a script's variables.
 
 A number that turns of the loop bind is found by the text (`carried.py`), all else by its value.
 What is only printed, logged, or saved is left out.
@@ -98,7 +98,7 @@ class Functions:
         self._told: set[str] = set()
 
     def look(self, ids: set[int]) -> list[str]:
-        """Return what has changed and was not returned before, but for what has one of `ids`."""
+        """Return the paths of new changes, without those of objects that have one of `ids`."""
         now = self._read(ids)
         changed = {_shorten(path) for path, one in now.items() if self._before.get(path) != one}
         fresh = sorted(changed - self._told)
@@ -219,7 +219,7 @@ class _Walk:
         return True
 
     def visit(self, path: str, value: Any) -> None:
-        """Note the hashes of a value, or of what it has."""
+        """Note the hash of a value, or the hashes of its parts."""
         if id(value) in self._kept or id(value) in self._seen or len(self._seen) > _VISITS_MAX:
             return
         self._seen[id(value)] = value
