@@ -50,16 +50,13 @@ test-machines: check
 test-floors: setup
 	@$(BIN)/python -m tests.floors $(TESTS)
 
-# Training loops that are killed twice, beside undisturbed ones: their losses are equal to the bit.
+# Training loops that are killed twice, beside undisturbed ones: equal to the bit, or named.
 exact: setup
-	$(BIN)/python -m pytest -q tests/unit/worker/test_exact_loops.py tests/properties/test_exact_state.py
-	$(BIN)/python -m pytest -q -m "" tests/e2e/test_exact_resume.py -k "2-ddp or 2-fsdp"
-	$(BIN)/python -m pytest -q -m "" tests/third_party/test_exact_trainers.py -k kill
+	$(BIN)/python -m tests.situations exact
 
-# Elastic worlds beside plain loops over the same micro-batches: half an hour on two cores.
+# Elastic worlds beside plain loops over the same micro-batches: an hour on two cores.
 agreed: setup
-	PERDURE_EXPLORE=1 $(BIN)/python -m pytest -q tests/properties/test_gradients_plain.py
-	$(BIN)/python -m pytest -q tests/e2e/test_agreed.py
+	$(BIN)/python -m tests.situations agreed
 
 # 60 scripts: a rank from the warm image finds what a fresh Python finds, in two lives.
 same: setup

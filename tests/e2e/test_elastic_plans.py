@@ -31,7 +31,7 @@ def note(step):
     time.sleep(0.05)
 
 perdure.elastic.train(
-    blocks=torch.nn.Linear(4, WIDTH),
+    blocks=[torch.nn.Linear(4, WIDTH)] if SHARD else torch.nn.Linear(4, WIDTH),
     optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     dataset=Data(),
     loss=lambda output, target: output.square().mean(),
@@ -39,14 +39,23 @@ perdure.elastic.train(
     micro_batch=2,
     steps=100_000,
     on_step=note,
+    shard=SHARD,
 )
 """
 
 
-def write(folder: Path, *, length: int = 64, micro_batch: int = 2, width: int = 1) -> None:
+def write(
+    folder: Path,
+    *,
+    length: int = 64,
+    micro_batch: int = 2,
+    width: int = 1,
+    shard: int | None = None,
+) -> None:
     (folder / "length").write_text(str(length))
     text = SCRIPT.replace("micro_batch=2", f"micro_batch={micro_batch}")
-    (folder / "train.py").write_text(text.replace("WIDTH", str(width)))
+    text = text.replace("WIDTH", str(width)).replace("SHARD", str(shard))
+    (folder / "train.py").write_text(text)
 
 
 def step(job: Job) -> int:
@@ -84,16 +93,17 @@ def test_a_newcomer_with_another_plan_is_refused_and_the_others_train_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shard", [None, 2])
 def test_a_resume_with_another_plan_says_what_changes_and_needs_consent(
-    start: Callable[..., Job], tmp_path: Path
+    start: Callable[..., Job], tmp_path: Path, shard: int | None
 ) -> None:
-    write(tmp_path)
+    write(tmp_path, shard=shard)
     job = start("el", "-n", "2", str(tmp_path / "train.py"))
     job.wait_until(lambda: step(job) >= 5, "five steps")
     job.cli("stop", "el")
     job.wait()
     made = step(job)
-    write(tmp_path, micro_batch=4, length=72)
+    write(tmp_path, micro_batch=4, length=72, shard=shard)
     refused = start("el", "-n", "2", str(tmp_path / "train.py"))
     assert refused.wait() != 0
     words = "the length of the dataset was 64, is 72; the micro-batch was 2, is 4"
@@ -109,3 +119,18 @@ def test_a_resume_with_another_plan_says_what_changes_and_needs_consent(
     made = step(job)
     once_more = start("el", "-n", "2", str(tmp_path / "train.py"))  # Its plan is the newest one.
     once_more.wait_until(lambda: step(job) > made + 5, "more steps")
+
+
+@pytest.mark.slow
+def test_a_generation_from_memory_compares_its_plan(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Both ranks are killed, so that no member is left to compare with."""
+    write(tmp_path, shard=2)
+    job = start("el", "-n", "2", str(tmp_path / "train.py"))
+    job.wait_until(lambda: step(job) >= 25, "snapshots")
+    write(tmp_path, shard=2, micro_batch=4)
+    for rank in job.find("perdure rank el g0 r0") + job.find("perdure rank el g0 r1"):
+        os.kill(rank.pid, signal.SIGKILL)
+    assert job.wait() != 0, job.text()[-3000:]
+    assert "has another plan: the micro-batch was 2, is 4" in job.text(), job.text()[-3000:]

@@ -88,6 +88,19 @@ class Tiny(lightning.LightningModule):  # type: ignore[misc]
         return torch.utils.data.DataLoader(Rows(1.0), batch_size=13, shuffle=True)
 
 
+class Fading(lightning.Callback):  # type: ignore[misc]
+    """Its plain attributes decide on the gradients, and it has no state_dict."""
+
+    def __init__(self) -> None:
+        self.factor, self.seen = 1.0, [1.0]
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.factor *= 0.95
+        self.seen.append(self.factor)
+        for parameter in module.parameters():
+            parameter.grad.mul_(sum(self.seen) / len(self.seen))
+
+
 def make(folder: Path, model: Tiny, callbacks: Any = (), **options: Any) -> Any:
     settings = {"max_epochs": 3, "limit_val_batches": 0, "accelerator": "cpu"} | options
     trainer = lightning.Trainer(
@@ -137,7 +150,7 @@ def test_resumed_training_is_bitwise_the_uninterrupted(
         lightning.seed_everything(1, verbose=False)
         model = Tiny(kill_at)
         callbacks = {
-            "": [],
+            "": [Fading()],
             "early": [EarlyStopping("never_better", patience=6)],
             "average": [EMAWeightAveraging(decay=0.5)],
         }[callback]
@@ -154,8 +167,7 @@ def test_resumed_training_is_bitwise_the_uninterrupted(
     join(tmp_path / "killed", monkeypatch, every, generation=1)
     trainer, model = build()
     trainer.fit(model)
-    start = kill_at // every * every
-    assert model.trail == [row for row in reference.trail if row[0] >= start]
+    assert model.trail == reference.trail
     assert outcome(trainer, model) == outcome(whole, reference)
     assert callback != "early" or whole.global_step < 3 * BATCHES
 
@@ -181,7 +193,7 @@ def test_the_order_is_kept_with_workers(tmp_path: Path, monkeypatch: pytest.Monk
         join(tmp_path / kind, monkeypatch, 10, generation=1)
         trainer, model = build()
         trainer.fit(model)
-        assert model.trail == [row for row in reference.trail if row[0] >= 10], kind
+        assert model.trail == reference.trail, kind
 
 
 def test_a_learning_rate_that_was_set_is_kept_and_a_stop_leaves_nothing_out(
@@ -206,11 +218,11 @@ def test_a_learning_rate_that_was_set_is_kept_and_a_stop_leaves_nothing_out(
         fit("stopped", 1, Agreed("b", "stop", 11)),
         fit("stopped", 2),
     ]
-    assert [len(model.trail) for _, model in parts] == [7, 4, 10]
-    assert [row for _, model in parts for row in model.trail] == reference.trail
+    assert [len(model.trail) for _, model in parts] == [7, 11, 21]
+    assert parts[-1][1].trail == reference.trail
     assert outcome(*parts[-1]) == outcome(whole, reference)
     again, idle = fit("stopped", 3)
-    assert (again.global_step, idle.trail) == (21, [])
+    assert (again.global_step, idle.trail) == (21, reference.trail)
 
 
 def test_without_perdure_the_trainer_stays_as_it_is(tmp_path: Path) -> None:

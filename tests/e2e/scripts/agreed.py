@@ -44,6 +44,7 @@ class Layer(nn.Module):
     def __init__(self, size: int, out: int) -> None:
         super().__init__()
         self.linear = nn.Linear(size, out)
+        self.heat, self.noted = 1.0, None
         if situation == "unused":
             self.beside = nn.Linear(2, 2)
         self.register_buffer("mean", torch.zeros(out), persistent=situation != "scratch")
@@ -52,7 +53,9 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.use(x)
+        made = self.use(x) * self.heat
+        if situation == "heat":
+            self.noted = made.detach()
         if situation == "twice" and made.shape == x.shape:
             for _ in range(2):
                 made = checkpoint(self.use, made, use_reentrant=True)
@@ -113,6 +116,8 @@ def clip(model: nn.Module) -> None:
 
 def turn(step: int) -> None:
     """Unfreeze the first layer after step 9, freeze the last after step 12, and so on."""
+    if situation == "heat":
+        blocks[1].heat *= 0.99
     if situation == "unfreeze" and step in (9, 12, 15):
         part = blocks[2] if step > 9 else blocks[0]
         part.requires_grad_(not part.linear.weight.requires_grad)

@@ -8,9 +8,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+import perdure.elastic
 from perdure.model.errors import ConfigError
 from perdure.worker.elastic import open_trainer
 from perdure.worker.elastic.state.blocks import StagedReplica
@@ -188,3 +190,147 @@ def test_what_comes_after_an_update_is_made_by_who_rolls_forward_or_follows() ->
             p.grad = torch.ones_like(p)
         replica.update(clipped=clipped)
         assert model.weight.abs().max() <= 0.01
+
+
+class Kept(nn.Module):
+    """Has plain attributes; `by` is called with itself, and the input's mean."""
+
+    def __init__(self, by: Callable[["Kept", float], object]) -> None:
+        super().__init__()
+        self.linear, self.by = nn.Linear(1, 1), by
+        self.heat, self.rows, self.newest = 1.0, [0.0], None
+        self.table, self.generator = np.zeros(1), np.random.default_rng(1)
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.by(self, float(x.mean()))
+        newest = 0.0 if self.newest is None else self.newest
+        drawn = self.generator.random() if self.by is draw else 0.0
+        rest = sum(self.rows) + self.table[0] + self.inner.mean + drawn
+        return self.linear(x) * self.heat + rest + newest
+
+
+class Inner:
+    mean = 0.0
+
+
+def draw(book: Kept, mean: float) -> None:
+    """Use the generator in the pass."""
+
+
+def keep_tensor(book: Kept, mean: float) -> None:
+    old = torch.zeros(1) if book.newest is None else book.newest
+    book.newest = 0.9 * old + mean
+
+
+PLAIN: dict[str, Callable[[Kept, float], object]] = {
+    "heat": lambda book, mean: setattr(book, "heat", book.heat * 0.9),
+    "rows": lambda book, mean: book.rows.append(mean),
+    "table": lambda book, mean: np.add(book.table, mean, out=book.table),
+    "inner.mean": lambda book, mean: setattr(book.inner, "mean", book.inner.mean + mean),
+    "newest": keep_tensor,
+    "generator": draw,
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_attribute_that_a_pass_alters_and_needs_is_named(name: str) -> None:
+    model = Kept(PLAIN[name])
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ConfigError, match=f"alters the attribute {name}"):
+        train(model)
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+def test_an_attribute_that_a_pass_only_notes_does_no_harm() -> None:
+    def note(book: Kept, mean: float) -> None:
+        book.noted = torch.tensor(mean)
+        book.shape = (1, mean)
+
+    assert train(Kept(note)) == list(range(8))
+
+
+def test_an_optimizer_within_the_optimizer_is_named() -> None:
+    class Outer(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.base = torch.optim.Adam([p for g in self.param_groups for p in g["params"]])
+
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"Outer\.base is an optimizer"):
+        Replica(model, Outer(model.parameters()))
+
+
+def test_a_hook_on_accumulated_gradients_is_named() -> None:
+    model = nn.Linear(1, 1)
+    model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
+    with pytest.raises(ConfigError, match="weight has a hook on its accumulated gradient"):
+        Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return torch.full((1,), float(self.rng.random())), torch.ones(1)
+
+
+class Plain:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return torch.full((1,), float(number)), torch.ones(1)
+
+
+class Centred:
+    """facebookresearch/vissl#436: the loss keeps a mean of its inputs."""
+
+    mean = 0.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * float(output.detach().mean())
+        return (output - target - self.mean).square().mean()
+
+
+class Averaged:
+    """horovod/horovod#2285: averaged weights that `on_step` keeps."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def __call__(self, step: Any) -> None:
+        self.weights[f"step {step.step}"] = torch.ones(1)
+
+
+def train_whole(**more: Any) -> None:
+    given: dict[str, Any] = {"loss": nn.functional.mse_loss, "dataset": Plain()} | more
+    perdure.elastic.train(
+        blocks=nn.Linear(1, 1), optimizer=lambda ps: torch.optim.Adam(ps, lr=0.1),
+        global_batch=4, micro_batch=2, steps=4, **given,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"dataset": Rows()}, "dataset.rng"),
+        ({"loss": Centred()}, "loss.mean"),
+        ({"on_step": Averaged()}, "on_step.weights"),
+    ],
+)
+def test_what_functions_keep_and_members_do_not_share_is_named(
+    more: dict[str, Any], what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_whole(**more)
+    assert f"members do not have {what} in common" in capfd.readouterr().err
+
+
+def test_functions_that_keep_nothing_are_not_named(capfd: pytest.CaptureFixture[str]) -> None:
+    shown: list[float] = []
+    train_whole(on_step=lambda step: print(step.step, len(shown)))
+    assert "in common" not in capfd.readouterr().err

@@ -1,5 +1,8 @@
 """An update of a replica: alike on whoever has the reduced gradients, a scaler's skip included."""
 
+from collections import deque
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -7,6 +10,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
+from perdure.worker.elastic.moving import open_state, pack_state
 from perdure.worker.elastic.state.replicated import Replica
 
 pytestmark = pytest.mark.torch
@@ -89,3 +93,36 @@ def test_a_newcomer_has_moments_of_the_type_that_the_members_have() -> None:
         assert buffers[0].dtype == torch.float32
         assert torch.equal(*buffers)
         assert buffers[0].data_ptr() != buffers[1].data_ptr()
+
+
+class Clipped(torch.optim.SGD):
+    norm = 1.0
+
+    def step(self, closure: Any = None) -> None:
+        self.norm *= 0.9
+        super().step()
+
+
+class Annealed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.heat, self.recent = 1.0, deque([0.0], maxlen=3)
+
+
+def test_a_newcomer_has_the_plain_attributes_that_the_members_have() -> None:
+    models = [Annealed(), Annealed()]
+    first, second = (Replica(m, Clipped(m.parameters(), lr=0.1)) for m in models)
+    for step in range(5):
+        models[0](torch.ones(1, 2)).sum().backward()
+        first.update()
+        models[0].heat *= 0.5
+        models[0].recent.append(float(step))
+    skeleton, tensors = pack_state(first.state())
+    state, empty = open_state(skeleton)
+    for target, tensor in zip(empty, tensors, strict=True):
+        target.copy_(tensor)
+    assert first.list_compared()["attributes"] != second.list_compared()["attributes"]
+    second.load(state)
+    assert (models[1].heat, models[1].recent) == (models[0].heat, models[0].recent)
+    assert vars(second.optimizer)["norm"] == vars(first.optimizer)["norm"]
+    assert first.list_compared()["attributes"] == second.list_compared()["attributes"]

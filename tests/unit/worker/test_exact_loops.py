@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.unit.worker.exact_life import find_difference
 from tests.unit.worker.exact_loops import LOOPS
+from tests.unit.worker.reported_loops import KEPT, NAMED
 from tests.waiting import PATIENCE_S
 
 from perdure.worker.checkpoint import checkpointer
@@ -27,7 +28,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*LOOPS, *KEPT])
 def test_a_killed_loop_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
-    differ, said = find_difference(LOOPS[name], str(tmp_path))
+    differ, said = find_difference((LOOPS | KEPT)[name], str(tmp_path))
     assert (differ, said) == ([], "")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_no_checkpoint_keeps_is_named_before_the_first_one(name: str, tmp_path: Path) -> None:
+    body, what = NAMED[name]
+    differ, said = find_difference(body, str(tmp_path))
+    assert differ
+    assert what in said

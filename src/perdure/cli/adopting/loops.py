@@ -9,7 +9,6 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-from perdure.cli.adopting.carried import SHOWS, list_carried
 from perdure.cli.adopting.edits import Change, Edits, UnsureError
 from perdure.cli.adopting.places import (
     check_once,
@@ -19,10 +18,9 @@ from perdure.cli.adopting.places import (
     list_visible,
     loop_of,
     owner_in,
-    target_names,
-    walk_body,
 )
 from perdure.cli.adopting.script import Reading, Role, find_range
+from perdure.worker.carried import SHOWS, list_carried, target_names, walk_body
 
 _BLOCKS = (ast.If, ast.For, ast.While, ast.Try, ast.AsyncFor, ast.Match)
 _HARMLESS = (*SHOWS, "append", "set_epoch", "to", "cuda", "size", "item", "train", "eval", "close",

@@ -1,7 +1,6 @@
 """Where in a script something is: how often it runs, what is bound there, where an import goes."""
 
 import ast
-from collections.abc import Iterator
 
 from perdure.cli.adopting.edits import Edits, UnsureError
 from perdure.cli.adopting.script import Reading
@@ -108,25 +107,9 @@ def list_bound(tree: ast.AST) -> set[str]:
     return found
 
 
-def walk_body(loop: ast.For) -> Iterator[ast.AST]:
-    """Yield what is in a loop's body, the loop itself left out."""
-    for statement in loop.body:
-        yield from ast.walk(statement)
-
-
 def loop_of(reading: Reading, node: ast.AST) -> ast.AST | None:
     """Return the loop that a node is directly in; None for none."""
     return next((a for a in reading.ancestors(node) if isinstance(a, ast.For | ast.While)), None)
-
-
-def target_names(target: ast.AST) -> list[str]:
-    """Return the names that an assignment's target binds."""
-    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
-
-
-def mentions(node: ast.AST, name: str) -> bool:
-    """Return whether a name stands somewhere in a node."""
-    return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))
 
 
 def owner_in(call: ast.Call, names: tuple[str, ...]) -> bool:

@@ -1,8 +1,10 @@
 """`perdure doctor`: what this machine, or a job, lets perdure see; each lack with its mend."""
 
+import ast
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -33,7 +35,9 @@ _RECORDERS = {
 
 
 def doctor(
-    job: Annotated[str | None, typer.Argument(help="A job; none: this machine.")] = None,
+    job: Annotated[
+        str | None, typer.Argument(help="A job, or a script (FILE.py); none: this machine.")
+    ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Test the paths and processors of JOB's nodes.")
     ] = False,
@@ -60,6 +64,11 @@ def doctor(
     from perdure.cli.platforms.asking import check_platform
     from perdure.cli.platforms.profiles import choose_profile
 
+    if job is not None and job.endswith(".py") and not probe:
+        carried = find_carried(job)
+        text = "\n".join(carried) or f"{job}: what its loops hand from step to step is registered"
+        answer({"script": job, "carried": carried}, text, as_json=as_json)
+        return
     if probe and job is None:
         raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
     mended = mend(project) if fix else []
@@ -90,6 +99,51 @@ def doctor(
     answer(document, text, as_json=as_json)
     if any(check.state == "missing" for check in checks):
         raise typer.Exit(PlatformError.exit_code)
+
+
+def find_carried(path: str) -> list[str]:
+    """Return what loops over `run.steps` hand from step to step, and no checkpoint has, in words.
+
+    It is found by the script's text. What its objects keep is named as it runs.
+
+    Raises:
+        ConfigError: it is no script that can be read.
+    """
+    from perdure.cli.adopting.script import Reading
+    from perdure.worker.carried import list_carried
+
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}", hint="name a job or a script"
+        ) from None
+    reading = Reading(text, path)
+    registered = {
+        node.id
+        for call in reading.methods("register")
+        for word in call.keywords
+        for node in ast.walk(word.value)
+        if isinstance(node, ast.Name)
+    }
+    loops = [
+        above
+        for method in ("steps", "batches")
+        for call in reading.methods(method)
+        for above in reading.ancestors(call)
+        if isinstance(above, ast.For) and call in ast.walk(above.iter)
+    ]
+    found: dict[str, None] = {}
+    for loop in loops:
+        used = {node.id for node in ast.walk(loop) if isinstance(node, ast.Name)}
+        drawn = [name for name in reading.names("generator") if name in used]
+        for name in (*list_carried(loop, strict=False), *drawn):
+            if name not in registered:
+                found[
+                    f"{path}:{loop.lineno}: no checkpoint has {name}, which one step hands to the "
+                    "next; register an object with state_dict and load_state_dict"
+                ] = None
+    return list(found)
 
 
 def look_for_traps(

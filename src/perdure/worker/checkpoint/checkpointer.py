@@ -67,6 +67,7 @@ from perdure.worker.checkpoint.loaders import count_loaders, resume_loaders, wat
 from perdure.worker.checkpoint.loading import check_archive
 from perdure.worker.checkpoint.plain import check_plain, read_plain_state
 from perdure.worker.checkpoint.registry import Registry, name_misfit
+from perdure.worker.checkpoint.script import ScriptState
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
     in_group,
@@ -93,6 +94,8 @@ _UNREAD = "its disk does not answer: "
 _LAST = ("stop", "end")
 """Reasons of saves after which no step is made."""
 _POLL_S = 0.01
+_LOOKS = 2
+"""Steps before which perdure looks at the script: the first one, and the one after it."""
 _SKIPPED_MAX = 100
 """Newest skipped saves that a rank declines; no rank waits for older ones."""
 _DECLINED = "it was still writing an earlier checkpoint"
@@ -441,6 +444,9 @@ class Checkpointer:
         """What was restored, if nobody has registered some of it. It goes with the first step: an
         object that is registered later would get a state of long ago. What is left is said then."""
         self._stepped = False
+        self._looks = 0
+        self._script = ScriptState()
+        self._restored: CheckpointRestored | None = None
         self._doubts: list[str] = []
         """Why no resume can be exact, as far as it is known before any step."""
         self.gate_s = 0.0
@@ -470,9 +476,19 @@ class Checkpointer:
     def begin_step(self) -> None:
         """Note that a step begins: gradients of optimizers that step in it are not saved."""
         self._registry.updated.clear()
+        if self._looks < _LOOKS:
+            self._looks += 1
+            self._look_at_script()
         if self._stepped:
             self._drop_kept()
         self._stepped = True
+
+    def _look_at_script(self) -> None:
+        """Say what the script changes and no checkpoint has."""
+        if not self._looks or self._restored is None:
+            return
+        if why := self._script.look(*self._registry.list_kept()):
+            self._tell_restored(structs.replace(self._restored, why_not_exact=why))
 
     def _drop_kept(self) -> None:
         """Say what the checkpoint has and no object took."""
@@ -570,6 +586,7 @@ class Checkpointer:
             SaveSkipped: the one before is still being written.
         """
         began = time.monotonic()
+        self._look_at_script()
         self._attempts += 1
         task = SaveTask(
             root=self._root,
@@ -760,6 +777,7 @@ class Checkpointer:
             skipped=tuple(skipped),
             why_not_exact="; ".join(dict.fromkeys([*self._doubts, *why])),
         )
+        self._restored = restored
         self._tell_restored(restored)
         if folder is not None and self._registry.list_left(own):
             self._kept = folder, own, restored

@@ -1,4 +1,6 @@
-"""DataLoaders with persistent workers, which draw from the generators once in a life.
+"""Iterators of DataLoaders: how many persist, and which are read across steps.
+
+Persistent workers draw from the generators once in a life.
 
 Their iterator draws a seed for the workers when it is made. A script that was not killed makes it
 once, and resets it in each pass. After a resume it is made again: the seed is drawn once more, and
@@ -14,6 +16,8 @@ import torch
 from torch.utils.data import dataloader
 
 _live: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_open: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""Iterator that was made -> its loader, weakly."""
 _left = 0
 """Iterators that are still to be made again."""
 
@@ -31,6 +35,7 @@ def watch_loaders() -> None:
         persists = loader.persistent_workers and loader.generator is None
         before = torch.get_rng_state() if persists and _left else None
         make(self, loader)
+        _open[self] = weakref.ref(loader)
         if persists:
             _live.add(self)
         if before is not None:
@@ -49,3 +54,18 @@ def resume_loaders(count: int) -> None:
     """Take back the draws of the next `count` iterators that are made."""
     global _left
     _left = max(0, count - len(_live))
+
+
+def list_open_loaders(kept: set[int]) -> list[str]:
+    """Return what DataLoaders are read across steps, but for those that have one of the ids."""
+    for iterator, loader in list(_open.items()):
+        made, data = loader(), type(iterator._dataset)
+        if id(made) in kept or data.__module__.startswith("perdure."):
+            continue
+        try:
+            length: float = len(made if made is not None else iterator._index_sampler)
+        except TypeError:  # Its data are iterable only.
+            length = float("inf")
+        if 0 < iterator._num_yielded < length:
+            return ["the place in a DataLoader"]
+    return []

@@ -46,6 +46,7 @@ from perdure.model.errors import ConfigError, UnfitError
 from perdure.model.failures import names_lost_peer
 from perdure.worker.checkpoint.attributes import (
     Born,
+    list_holders,
     list_large,
     load_attributes,
     note_attributes,
@@ -75,7 +76,7 @@ class Registry:
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
         self._orders: dict[str, list[str]] = {}
-        self._born: dict[str, Born] = {}
+        self.born: dict[str, Born] = {}
         """The attributes of modules and optimizers as they were registered."""
         self.updated: set[int] = set()
         """Ids of the registered optimizers that have stepped since the boundary before."""
@@ -88,7 +89,7 @@ class Registry:
             self.optimizers[name] = value
         else:
             self.others[name] = value
-        self._born |= note_attributes(self._list_owners(name))
+        self.born = note_attributes(self._list_owners(name)) | self.born
 
     # --- tensors that go through torch.distributed.checkpoint ---------------------------------
 
@@ -162,17 +163,51 @@ class Registry:
             name, one = left.pop(0)
             if not any(one.state is other.state for _, other in found):
                 found.append((name, one))
-                left += [(f"{name}.{place}", inner) for place, inner in _list_inner(one)]
+                left += [(f"{name}.{place}", inner) for place, inner in list_inner(one)]
         return found
 
     def _list_owners(self, only: str = "") -> dict[str, Any]:
-        """Return all modules of registered models, and all optimizers, by their paths."""
+        """Return all modules of models, all optimizers, and other objects, by their paths."""
+        several = [
+            *self._list_optimizers(),
+            *((name, one) for name, one in self.others.items() if not is_own(one)),
+            *(
+                (f"{name}.{place}", one)
+                for name, driven in self.others.items()
+                for place, one in getattr(driven, "list_owned", dict)().items()
+            ),
+        ]
         return {
             f"{name}.{path}".rstrip("."): module
             for name, model in self.models.items()
             if _is_of(name, only)
             for path, module in unwrap(model).named_modules()
-        } | {name: one for name, one in self._list_optimizers() if _is_of(name, only)}
+        } | {name: one for name, one in several if _is_of(name, only)}
+
+    def read_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the plain attributes that have changed since their owners were registered."""
+        return read_changed(self._list_owners(), self.born)
+
+    def load_attributes(self, saved: dict[str, dict[str, Any]], only: str = "") -> None:
+        """Put such attributes back."""
+        load_attributes(self._list_owners(only), saved)
+
+    def list_kept(self) -> tuple[dict[str, Any], set[int]]:
+        """Return objects whose plain attributes are saved, by path; ids of all that is saved."""
+        holders = list_holders(self._list_owners())
+        optimizers = [one for _, one in self._list_optimizers()]
+        modules = [part for model in self.models.values() for part in model.modules()]
+        tensors = [one for part in modules for one in (*part._parameters.values(),
+                                                       *part._buffers.values())]  # fmt: skip
+        loose = [parameter for _, _, parameter in self._list_loose()]
+        inner = [one.state for one in optimizers] + [one.param_groups for one in optimizers]
+        entries = [one for o in optimizers for one in o.state.values()]
+        owners = (*holders.values(), *self.others.values())
+        values = [one for owner in owners for one in getattr(owner, "__dict__", {}).values()
+                  if not isinstance(one, int | float | complex | str | bytes)]  # fmt: skip
+        kept = (self.others.values(), holders.values(), optimizers, modules, tensors, loose, inner,
+                entries, values)  # fmt: skip
+        return holders, {id(one) for several in kept for one in several if one is not None}
 
     def _names(self) -> dict[int, str]:
         return {
@@ -208,7 +243,7 @@ class Registry:
                 name: self._own_of(optimizer, name_parameters(optimizer, names))
                 for name, optimizer in self._list_optimizers()
             },
-            "attributes": read_changed(self._list_owners(), self._born),
+            "attributes": self.read_attributes(),
             "loose": [[name, place] for name, place, _ in self._list_loose()],
             "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
             "hooks": [path for path, ddp in self._ddp().items() if has_hook_state(ddp)],
@@ -370,14 +405,15 @@ class Registry:
                     load_rest(model, own["models"][name], described.get(name, {}))
                 if name in described:
                     load_flags(model, described[name])
-        load_attributes(self._list_owners(only), own.get("attributes", {}))
         unlike = []
         for name, value in self.others.items():
             if name in own["objects"] and _is_of(name, only):
                 with name_misfit(f"object {name!r}"):
                     value.load_state_dict(own["objects"][name])
-                    if not is_own(value):
-                        unlike.append(find_lost(name, value, own["objects"][name]))
+        self.load_attributes(own.get("attributes", {}), only)
+        for name, value in self.others.items():
+            if name in own["objects"] and _is_of(name, only) and not is_own(value):
+                unlike.append(find_lost(name, value, own["objects"][name]))
         mine, saved = self._list_names(), _list_saved(own)
         lost = sorted(name for name in mine - saved if not name.startswith(OWN))
         lost += [f"{name}.{place}" for name, place, _ in self._list_lost(own)]
@@ -442,7 +478,7 @@ def name_misfit(what: str, hint: str = "") -> Iterator[None]:
         raise UnfitError(f"{what}: {text}", hint=hint) from cause
 
 
-def _list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+def list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
     """Return the optimizers among an optimizer's attributes, also in lists and dicts."""
     found: list[tuple[str, Optimizer]] = []
     for key, value in vars(optimizer).items():

@@ -29,6 +29,7 @@ from perdure.plan.elastic.stage_orders import INTERLEAVED_RUNS, SCHEDULES, Stage
 from perdure.plan.elastic.stages import Choose, Model, choose_balanced
 from perdure.plan.training_plan import TrainingPlan
 from perdure.worker.attach import attach_rank
+from perdure.worker.checkpoint.script import Functions, list_generators, list_ids
 from perdure.worker.config import Config, Value
 from perdure.worker.data import MicroBatches, Prefetcher
 from perdure.worker.elastic.gradients import BUCKET_BYTES
@@ -41,9 +42,11 @@ from perdure.worker.elastic.state.replicated import (
     Replica,
     ReplicatedState,
     make_model,
+    refuse_hooks,
 )
 from perdure.worker.elastic.trainer import Step, Trainer
 from perdure.worker.learning_rate import declare_rate
+from perdure.worker.stderr import say
 
 if TYPE_CHECKING:
     from perdure.plan.elastic.stage_choice import PlannedChoice
@@ -112,9 +115,10 @@ def train(
     model = make_model(blocks).to(device)
     plan = plan_batches(global_batch, micro_batch)
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
+    unshared = _Unshared(model, dataset, loss=loss, on_step=on_step, after_update=after_update)
     with contextlib.closing(Prefetcher(data.load, num_workers)) as ahead:
         trainer = _open(
-            model, ahead.load, optimizer, loss, device=device, shard=shard,
+            model, ahead.load, optimizer, unshared.watch(loss), device=device, shard=shard,
             pipeline=_choose_by(pipeline, plan, recompute=recompute), recompute=recompute,
             schedule=schedule, scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
             common={
@@ -124,10 +128,51 @@ def train(
         )  # fmt: skip
         del trainer.plan["micro_batches"]
         trainer.plan.update(data.plan)
+        unshared.replica = trainer.state.replica
         for step in trainer.steps(steps):
             if on_step is not None:
                 on_step(step)
+                unshared.look()
     return trainer.model
+
+
+class _Unshared:
+    """Names what functions of the script keep, and members do not have in common."""
+
+    def __init__(self, model: torch.nn.Module, dataset: Any, **functions: Any) -> None:
+        self.replica: Any = None
+        self._model, self._left = model, _LOOKS
+        self._functions = Functions(**functions)
+        self._tell(list_generators("dataset", dataset))
+
+    def watch(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+        """Return `loss`, which is looked at after each of its first calls."""
+
+        def call(output: Any, target: Any) -> Tensor:
+            found = loss(output, target)
+            self.look()
+            return found
+
+        return call
+
+    def look(self) -> None:
+        """Say what has changed, as long as training is young."""
+        if self._left and self.replica is not None:
+            self._left -= 1
+            optimizer = self.replica.optimizer
+            several = [optimizer, self.replica.scheduler, *vars(optimizer or self).values()]
+            self._tell(self._functions.look(list_ids(self._model) | set(map(id, several))))
+
+    def _tell(self, names: list[str]) -> None:
+        if names:
+            say(
+                f"elastic: members do not have {', '.join(names[:5])} in common: it changes while "
+                "training, and a rank that joins begins with its own"
+            )
+
+
+_LOOKS = 12
+"""Calls of the loss and of `on_step` after which perdure looks at what they keep."""
 
 
 def _open(
@@ -157,6 +202,7 @@ def _open(
         return loss(model(inputs), targets)
 
     _check_schedule(schedule, pipeline)
+    refuse_hooks(model)
     if pipeline is not None and shard is not None:
         raise ConfigError("elastic: shard= and pipeline= are alternatives", hint="leave out one")
     if scaler is not None and (pipeline or shard) is not None:

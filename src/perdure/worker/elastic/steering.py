@@ -101,9 +101,6 @@ class Saving:
         """Load the newest checkpoint, fill `extra`; return its step, 0 where there is none.
 
         A part is restored with the others, in a world.
-
-        Raises:
-            ConfigError: it has another plan, and nobody has consented to that.
         """
         saver = self._saver
         if self._wanted and self._state.whole and not self._membership.joins:
@@ -111,18 +108,25 @@ class Saving:
         if saver is None:
             return 0
         step = saver.restore(extra)
-        changes = describe_changes(extra.get("plan", {}), self._plan) if "plan" in extra else ""
+        self._saved = (step, time.monotonic())
+        return step
+
+    def check_plan(self, saved: TrainingPlan) -> None:
+        """Compare the plan of a checkpoint, or of what members have in memory, with this one.
+
+        Raises:
+            ConfigError: it is another one, and nobody has consented to that.
+        """
+        changes = describe_changes(saved, self._plan)
         if changes and not self.config.allow_other_plan:
             raise ConfigError(
-                f"elastic: the checkpoint of step {step} has another plan: {changes}; set "
+                f"elastic: what this job goes on from has another plan: {changes}; set "
                 "checkpoint.allow_other_plan to go on with it",
                 hint="allow_other_plan = true under [checkpoint] in the job file, or put the plan "
                 "back; another --name begins anew",
             )
         if changes and self._membership.me == 0:
             say(f"not exact from here on: {changes}")
-        self._saved = (step, time.monotonic())
-        return step
 
     def wants(self, applied: int, members: tuple[int, ...]) -> bool:
         """Return whether this is the first member, and a checkpoint of `applied` steps is due."""
@@ -353,7 +357,13 @@ class Steering(Depth):
             self.load(next(filter(None, told), {}))
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` said; the replica's state is there already."""
+        """Take over what `state` said; the replica's state is there already.
+
+        Raises:
+            ConfigError: it is of another plan of training.
+        """
+        if "plan" in state:
+            self._saving.check_plan(state["plan"])
         config = state.get("config")
         if isinstance(config, dict):
             self.config.restore(config)

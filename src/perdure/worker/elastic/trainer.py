@@ -326,7 +326,7 @@ class Trainer:
 
     def _take_snapshot(self, members: tuple[int, ...]) -> None:
         """Begin this step's snapshot."""
-        named, content = self.state.snapshot(self._steering.state())
+        named, content = self.state.snapshot(self._steering.state() | {"plan": self.plan})
         self.state.snapshots.take(named, content, members)
 
     def _hand_over(self, members: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from perdure.model.errors import ConfigError
 from perdure.worker.busy import compute_allowance_s, declare_busy
+from perdure.worker.checkpoint.attributes import is_own_class
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng
 from perdure.worker.run import Run
@@ -54,6 +55,15 @@ class Driven:
                 return result
 
         setattr(owner, method, call)
+
+    def list_owned(self) -> dict[str, Any]:
+        """Return the objects of the script's own classes, whose plain attributes are kept."""
+        handler = getattr(self._trainer, "callback_handler", self._trainer)
+        found = [*handler.callbacks, self._trainer, getattr(self._trainer, "datamodule", None)]
+        return {
+            f"{type(one).__name__}{number}": one
+            for number, one in enumerate(one for one in found if is_own_class(one.__class__))
+        }
 
     def read_newest(self, call: str, hint: str = "") -> Any:
         """Return the trainer's state in the newest usable checkpoint; None without one.

@@ -22,6 +22,7 @@ from perdure.plan.elastic.stage_commit import StageReformation
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.gradients import Work
 from perdure.worker.elastic.group import Group
+from perdure.worker.elastic.moving import check_sendable
 from perdure.worker.elastic.snapshots import Snapshots
 
 Source = Literal["reduced", "sent", "followed"]
@@ -219,6 +220,8 @@ class PartState(State):
         self.snapshots = snapshots
         self._old: dict[Any, Any] = {}
         """Parts of the world before, of the same step."""
+        self._sendable = False
+        """What other members would be sent was opened."""
         self._rebuilt = False
         """The model is another one than in the world before."""
 
@@ -228,11 +231,15 @@ class PartState(State):
         self._old.clear()
 
     def begin_step(self) -> None:
-        """Note the buffers, which a pass may not alter.
+        """Note the buffers, which a pass may not alter; the first time, open what would be sent.
 
         Raises:
-            ConfigError: the script has frozen or unfrozen a parameter.
+            ConfigError: the script has frozen or unfrozen a parameter, or an entry of the state
+                cannot be sent.
         """
+        if not self._sendable:
+            check_sendable(self.list_units())
+            self._sendable = True
         self.replica.guard.note()
         for parameter, (name, trained) in self.replica.trained_first.items():
             if parameter.requires_grad != trained:

@@ -1,5 +1,6 @@
 """The replicated state: parameters, optimizer, schedule, the same bytes on every member."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,13 @@ from perdure.model.errors import ConfigError
 from perdure.plan.elastic.commit import MemberProgress, Reformation, decide_reformation
 from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
+from perdure.worker.checkpoint.attributes import (
+    NotPlainError,
+    hash_plain,
+    list_holders,
+    pack,
+    unpack,
+)
 from perdure.worker.checkpoint.modules import (
     describe_module,
     load_flags,
@@ -19,7 +27,14 @@ from perdure.worker.checkpoint.modules import (
     read_rest,
     unwrap,
 )
-from perdure.worker.checkpoint.registry import load_groups, name_parameters, read_groups
+from perdure.worker.checkpoint.plain import visit
+from perdure.worker.checkpoint.registry import (
+    Registry,
+    list_inner,
+    load_groups,
+    name_parameters,
+    read_groups,
+)
 from perdure.worker.elastic.gradients import BUCKET_BYTES, VOTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.moving import (
@@ -52,17 +67,39 @@ def list_trained(model: nn.Module) -> dict[Tensor, tuple[str, bool]]:
 
 
 def refuse_loose(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> None:
-    """Refuse an optimizer that steps a parameter which is not `known`.
+    """Refuse an optimizer that steps a parameter which is not `known`, or has another one in it.
 
     Raises:
-        ConfigError: it does, and each member would step it by a gradient of its own.
+        ConfigError: a member's gradient or state would be its own.
     """
+    for place, inner in list_inner(optimizer):
+        if inner.state is not optimizer.state:
+            raise ConfigError(
+                f"elastic: {type(optimizer).__name__}.{place} is an optimizer whose state a rank "
+                "that joins would not be sent",
+                hint="give the inner optimizer to perdure, and do the rest in after_update=",
+            )
     for parameter in _list_stepped(optimizer):
         if parameter not in known:
             raise ConfigError(
                 f"elastic: the optimizer steps a parameter of shape {list(parameter.shape)} that "
                 "the model does not have, and whose gradient members would not share",
                 hint="make it a parameter of the model",
+            )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse a hook on accumulated gradients: each member has only a part of them.
+
+    Raises:
+        ConfigError: a parameter has one.
+    """
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"elastic: {name} has a hook on its accumulated gradient, and each member has only "
+                "a part of that",
+                hint="register_hook sees each micro-batch's; clip by clip_norm=",
             )
 
 
@@ -90,7 +127,12 @@ class Replica:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.scaler, self._clip_norm, self._after_update = scaler, clip_norm, after_update
         self.device = find_device(model)
+        refuse_hooks(model)
         self.names: dict[Tensor, str] = {p: name for name, p in unwrap(model).named_parameters()}
+        self.registry = Registry()
+        """Knows the plain attributes that training has changed."""
+        for name, part in self.parts().items():
+            self.registry.add(name, part)
         self._modules = list(unwrap(model).named_modules())
         if scaler is not None:  # Who follows or rolls forward may not have scaled a loss yet.
             scaler.scale(self.parameters[0].new_zeros(1))
@@ -178,6 +220,15 @@ class Replica:
             },
             "module": describe_module(self.model),
             "groups": read_groups(self.optimizer, self._name_parameters()),
+            "attributes": self._read_attributes(),
+        }
+
+    def _read_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the plain attributes that every member has to have."""
+        found = self.registry.read_attributes()
+        return {
+            path: {n: v for n, v in one.items() if f"{path}.{n}" not in self.guard.harmless}
+            for path, one in found.items()
         }
 
     def list_compared(self) -> dict[str, Any]:
@@ -185,7 +236,8 @@ class Replica:
         kept = [place for place in list_buffers(unwrap(self.model)) if not place.transient]
         named = self._name_parameters().items()
         return {
-            "model": {name: p for p, name in self.names.items()},
+            "model": dict(unwrap(self.model).named_parameters()),
+            "attributes": self._read_attributes(),
             "buffers": {place.name: place.value for place in kept},
             "optimizer": {name: dict(self.optimizer.state.get(p, {})) for name, p in named},
             "settings": read_settings(self.optimizer, self.scheduler),
@@ -219,6 +271,7 @@ class Replica:
             if name != "model":
                 part.load_state_dict(state[name])
         self._load_entries(state["optimizer"].get("state", {}))
+        self.registry.load_attributes(state["attributes"])
         self.guard = BufferGuard(self.model)
 
     def _load_entries(self, state: dict[Any, Any]) -> None:
@@ -247,7 +300,8 @@ class BufferGuard:
     """Sees whether a model's forward pass alters its buffers, as BatchNorm's does.
 
     Buffers are compared before and after each step's passes: by their bytes in the first steps, and
-    later too if they are small and on the CPU; else by address and version.
+    later too if they are small and on the CPU; else by address and version. The plain attributes of
+    the script's own modules are compared in the first steps, and in every hundredth.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -261,6 +315,9 @@ class BufferGuard:
         self._kept: dict[str, Tensor | None] = {}
         """What is not persistent, as it was before the step under way."""
         self.harmless: set[str] = set()
+        """Buffers, and attributes (with "model." before them), that follow from the input alone."""
+        self._attributes: dict[str, dict[str, Any]] = {}
+        """Attributes before the passes, as plain data, by module and name."""
 
     def note(self) -> None:
         """Note the buffers as they are before a step's passes."""
@@ -273,6 +330,8 @@ class BufferGuard:
                 for place in self._places
                 if place.transient
             }
+        due = self._steps < _FIRST_STEPS or self._steps % _EVERY == 0
+        self._attributes = self._read_attributes() if due else {}
         buffers = [place.value for place in self._places if place.value is not None]
         self._bytes = self._steps < _FIRST_STEPS or (
             all(b.is_cpu for b in buffers)
@@ -292,6 +351,7 @@ class BufferGuard:
         before, self._before = self._before, None
         if before is None:
             return
+        self._check_attributes(rerun)
         if self._steps < _FIRST_STEPS:
             self._places = list_buffers(self._model)
         self._steps += 1
@@ -307,6 +367,77 @@ class BufferGuard:
                 "then not have in common",
                 hint="use GroupNorm or LayerNorm, or track_running_stats=False",
             )
+
+    def _check_attributes(self, rerun: Callable[[], Tensor] | None) -> None:
+        """Refuse the model if its passes depend on a plain attribute that they alter.
+
+        Raises:
+            ConfigError: each member would have another value.
+        """
+        before, self._attributes = self._attributes, {}
+        altered = self._list_altered(before)
+        if not altered:
+            return
+        if rerun is None:  # What is no number is most often the result of a pass.
+            state = [key for key in altered if not _is_result(before[key[0]].get(key[1]))]
+        else:
+            results = []
+            for kept in (False, True):  # First with what the passes left.
+                if kept:
+                    self._put_back(before, altered)
+                with torch.no_grad():
+                    loss = rerun()
+                results.append([_describe(loss), *self._hash_attributes(altered)])
+            differs = [one != two for one, two in zip(*results, strict=True)]
+            state = [key for key, differ in zip(altered, differs[1:], strict=True) if differ]
+            state = state or (altered if differs[0] else [])
+        self.harmless |= {f"model.{path}.{name}".replace("..", ".") for path, name in altered}
+        if state:
+            name = ".".join(filter(None, state[0]))
+            raise ConfigError(
+                f"elastic: the forward pass alters the attribute {name}, which ranks would then "
+                "not have in common",
+                hint="alter it in after_update=, which every member calls alike",
+            )
+
+    def _list_holders(self) -> dict[str, Any]:
+        return list_holders(dict(self._model.named_modules()))
+
+    def _read_attributes(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for path, owner in self._list_holders().items():
+            found[path] = {}
+            for name, value in list(vars(owner).items()):
+                with contextlib.suppress(NotPlainError):
+                    if name[:1] != "_" or name not in _OF_MODULES:
+                        kept = hash_plain(value, places=False), visit(pack(value), _clone, _same)
+                        found[path][name] = kept
+        return found
+
+    def _list_altered(self, before: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+        if not before:
+            return []
+        return [
+            (path, name)
+            for path, found in self._read_attributes().items()
+            for name, (now, _) in found.items()
+            if now != before.get(path, {}).get(name, (b"",))[0]
+            and f"model.{path}.{name}".replace("..", ".") not in self.harmless
+            and path in before
+        ]
+
+    def _put_back(self, before: dict[str, dict[str, Any]], altered: list[tuple[str, str]]) -> None:
+        owners = self._list_holders()
+        for path, name in altered:
+            place = vars(owners[path])
+            if name in before[path]:
+                place[name] = unpack(before[path][name][1], place[name], "cpu")
+            else:
+                del place[name]
+
+    def _hash_attributes(self, names: list[tuple[str, str]]) -> list[bytes]:
+        owners = self._list_holders()
+        return [hash_plain(vars(owners[path]).get(name), places=False) for path, name in names]
 
     def _is_harmless(self, altered: Sequence["Place"], rerun: Callable[[], Tensor] | None) -> bool:
         if rerun is None:  # Members that gather from each other cannot pass one alone.
@@ -367,6 +498,22 @@ def _describe(value: Tensor | None) -> Any:
     return value if value is None else (value.dtype, value.shape, hash_tensors([value]))
 
 
+def _clone(value: Tensor) -> Tensor:
+    return value.detach().clone()
+
+
+def _same(value: Any) -> Any:
+    return value.copy() if hasattr(value, "dtype") else value
+
+
+def _is_result(kept: Any) -> bool:
+    """Return whether an attribute was nothing, or a tensor."""
+    return kept is None or kept[1] is None or (type(kept[1]) is tuple and kept[1][0] == "tensor")
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+_EVERY = 100
+"""Steps between two comparisons of attributes."""
 _FIRST_STEPS = 4
 _SMALL_BYTES = 1 << 20
 """Bytes of at most 64 buffers, for each of which some microseconds pass beside."""
@@ -518,6 +665,12 @@ class ReplicatedState(Followed):
     def list_saved(self) -> dict[str, Any]:
         """Return the objects that have the state."""
         return self.replica.parts()
+
+    def make_registry(self, number: int, count: int) -> Registry:
+        """Return what knows the attributes as they were before any step."""
+        registry = Registry(number, count)
+        registry.born = dict(self.replica.registry.born)
+        return registry
 
     # --- what a newcomer follows --------------------------------------------------------------
 

@@ -1,0 +1,339 @@
+"""What the script has from step to step, and no checkpoint keeps.
+
+A replay buffer, a generator, a mean in a closure, and an iterator over data are often registered
+nowhere. A resumed script begins with fresh ones. So perdure looks at the values that the loop uses:
+before the first step, after it, and before each checkpoint. It names the values that have changed.
+It restores none of them, because perdure does not write into a script's variables.
+
+A number that turns of the loop bind is found by the text (`carried.py`), all else by its value.
+What is only printed, logged, or saved is left out.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import inspect
+import linecache
+import operator
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Sampler
+
+from perdure.worker.carried import (
+    Loop,
+    is_only_shown,
+    list_bound_in,
+    list_carried,
+    target_names,
+    walk_body,
+)
+from perdure.worker.checkpoint.attributes import (
+    NotPlainError,
+    hash_plain,
+    is_own_class,
+    is_own_file,
+    list_holders,
+    read_generator,
+)
+from perdure.worker.checkpoint.loaders import list_open_loaders
+
+_ITEMS = 4096
+"""Entries of a container that are looked at."""
+_VISITS_MAX = 20_000
+_SHOWN = 5
+"""Names that a reason has."""
+_SPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+class ScriptState:
+    """Finds what changes beside the registered objects."""
+
+    def __init__(self) -> None:
+        """Have seen nothing yet."""
+        self._before: dict[str, bytes] | None = None
+        self._told: set[str] = set()
+
+    def look(self, kept: dict[str, Any], ids: set[int]) -> str:
+        """Return why what has changed since the first look is not exact; empty for nothing new.
+
+        `kept` are objects whose plain attributes a checkpoint has, by their paths. `ids` are those
+        of all that it has.
+        """
+        found, carried = dict[str, bytes](), set[str]()
+        with contextlib.suppress(Exception):  # The script's own classes may do anything.
+            walk = _Walk(found, ids)
+            for frame in _list_frames():
+                carried |= set(walk.enter(frame))
+            for path, owner in kept.items():
+                walk.visit_rest(path, owner)
+        if self._before is None:
+            self._before = found
+            return ""
+        changed = {_shorten(path) for path, now in found.items() if self._before.get(path) != now}
+        changed |= carried | set(list_open_loaders(ids))
+        fresh = sorted(changed - self._told)
+        self._told |= changed
+        if not fresh:
+            return ""
+        more = f" and {len(fresh) - _SHOWN} more" if len(fresh) > _SHOWN else ""
+        return f"the script changes what no checkpoint has: {', '.join(fresh[:_SHOWN])}{more}"
+
+
+class Functions:
+    """Finds what functions of the script keep from call to call."""
+
+    def __init__(self, **values: Any) -> None:
+        """Begin with what these functions and objects have now."""
+        self._values = values
+        self._before = self._read(set())
+        self._told: set[str] = set()
+
+    def look(self, ids: set[int]) -> list[str]:
+        """Return the paths of new changes, without those of objects that have one of `ids`."""
+        now = self._read(ids)
+        changed = {_shorten(path) for path, one in now.items() if self._before.get(path) != one}
+        fresh = sorted(changed - self._told)
+        self._told |= changed
+        return fresh
+
+    def _read(self, ids: set[int]) -> dict[str, bytes]:
+        found = dict[str, bytes]()
+        with contextlib.suppress(Exception):  # The script's own classes may do anything.
+            walk = _Walk(found, ids)
+            for name, value in self._values.items():
+                walk.visit(name, value)
+        return found
+
+
+def list_generators(name: str, value: Any) -> list[str]:
+    """Return the generators of random numbers that an object has, by their paths."""
+    found = []
+    for path, owner in list_holders({name: value}).items():
+        for key, one in list(getattr(owner, "__dict__", {}).items()):
+            with contextlib.suppress(NotPlainError):
+                read_generator(one)
+                found.append(f"{path}.{key}")
+    return found
+
+
+def list_ids(model: nn.Module) -> set[int]:
+    """Return the ids of a model's modules, parameters, and buffers."""
+    parts = (model.modules(), model.parameters(), model.buffers())
+    return {id(one) for several in parts for one in several}
+
+
+def _shorten(path: str) -> str:
+    return ".".join(path.split(".")[:2])
+
+
+def _list_frames() -> Iterator[types.FrameType]:
+    """Yield the frame of the script that asks for steps; if it is a generator, its caller's too."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_own_file(frame.f_code.co_filename):
+            yield frame
+            if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return
+        frame = frame.f_back
+
+
+@functools.cache
+def _find_loops(path: str, line: int) -> tuple[Loop, ...]:
+    """Return the loops around a line of a file."""
+    with contextlib.suppress(SyntaxError):
+        return tuple(
+            node
+            for node in ast.walk(ast.parse("".join(linecache.getlines(path))))
+            if isinstance(node, ast.For | ast.While)
+            and node.lineno <= line <= (node.end_lineno or node.lineno)
+        )
+    return ()
+
+
+@functools.cache
+def _read_loop(loop: Loop) -> tuple[list[str], list[str]]:
+    """Return which names turns of a loop hand on, and which they use and do not bind."""
+    bound = list_bound_in(loop)
+    own = set(target_names(loop.target)) if isinstance(loop, ast.For) else set()
+    used = {
+        node.id
+        for node in walk_body(loop)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    carried = [name for name in list_carried(loop, strict=False) if name in bound - own]
+    return carried, sorted(n for n in used - bound - own if not is_only_shown(loop, n))
+
+
+class _Walk:
+    """One look at what the loop can reach."""
+
+    def __init__(self, found: dict[str, bytes], ids: set[int]) -> None:
+        """Fill `found`: a hash of each value by its path; leave out what has one of `ids`."""
+        self._found, self._kept = found, ids
+        self._seen: dict[int, Any] = {}
+        """What was visited; kept alive, so that no other object gets its id."""
+
+    def enter(self, frame: types.FrameType) -> list[str]:
+        """Visit what loops of a frame use; return what their turns hand on by names."""
+        place = frame.f_locals
+        names, space = dict(place), frame.f_globals
+        if isinstance(place, dict) and place is not space:
+            place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
+        carried: list[str] = []
+        for loop in _find_loops(frame.f_code.co_filename, frame.f_lineno):
+            handed, used = _read_loop(loop)
+            carried += [n for n in handed if n not in names or self._is_state(names[n])]
+            for name in used:
+                if name in names or name in space:
+                    self.visit(name, names.get(name, space.get(name)))
+        return carried
+
+    def visit_rest(self, path: str, owner: Any) -> None:
+        """Visit attributes of a kept object that are no plain data."""
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if name in ("_modules", "_parameters", "_buffers", "state", "param_groups"):
+                continue
+            if isinstance(value, list | tuple | dict | deque) and not self._note("", value):
+                self._visit_all(f"{path}.{name}", value)
+
+    def _is_state(self, value: Any) -> bool:
+        return id(value) not in self._kept and not callable(value)
+
+    def _note(self, path: str, value: Any) -> bool:
+        """Note a hash of plain data; return whether it is plain."""
+        try:
+            now = hash_plain(value, _ITEMS)
+        except NotPlainError:
+            return False
+        if path:
+            self._found[path] = now
+        return True
+
+    def visit(self, path: str, value: Any) -> None:
+        """Note the hash of a value, or the hashes of its parts."""
+        if id(value) in self._kept or id(value) in self._seen or len(self._seen) > _VISITS_MAX:
+            return
+        self._seen[id(value)] = value
+        kind: Any = type(value)
+        if kind.__module__.partition(".")[0] == "perdure":
+            return
+        if isinstance(value, list | tuple | dict | deque) and not _is_flat(value):
+            self._visit_all(path, value)
+            return
+        if self._note(path, value):
+            return
+        if isinstance(value, nn.Module):
+            self._visit_tensors(path, value.parameters(), value.buffers())
+            for place, module in value.named_modules():
+                if id(module) not in self._kept and is_own_class(module.__class__):
+                    self._visit_plain(f"{path}.{place}".rstrip("."), module)
+        elif isinstance(value, Tensor):
+            self._visit_tensors(path, [value])
+        elif isinstance(value, Optimizer):
+            self._visit_optimizer(path, value)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(path, value)
+        elif isinstance(value, types.MethodType):
+            self.visit(path.rpartition(".")[0] or path, value.__self__)
+        elif isinstance(value, functools.partial):
+            self._visit_all(path, (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, types.ModuleType):
+            if is_own_file(getattr(value, "__file__", None) or ""):
+                self._visit_all(path, {k: v for k, v in vars(value).items() if k[:2] != "__"})
+        elif isinstance(value, DataLoader):
+            self._visit_all(path, {n: getattr(value, n) for n in _DRAWN})
+        elif isinstance(value, Sampler) and not is_own_class(kind):
+            self.visit(f"{path}.generator", getattr(value, "generator", None))
+        elif isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            own = is_own_file(value.gi_code.co_filename)
+            if not own or frame is None or not self._kept & set(map(id, frame.f_locals.values())):
+                self._found[path] = inspect.getgeneratorstate(value).encode()
+        elif isinstance(value, type):
+            self._visit_class(value)
+        elif is_own_class(kind) or isinstance(value, _SPACES):
+            self._visit_class(kind)
+            slots = [n for one in kind.__mro__ for n in getattr(one, "__slots__", ())]
+            self._visit_all(path, {n: getattr(value, n) for n in slots if hasattr(value, n)})
+            self._visit_all(path, getattr(value, "__dict__", {}))
+        elif hasattr(value, "load_state_dict"):
+            self._visit_plain(path, value)
+        elif hasattr(value, "__next__") and not hasattr(value, "write"):
+            left = operator.length_hint(value, -1)  # Unknown: it counts as read.
+            self._found[path] = str(id(self._found) if left < 0 else left).encode()
+
+    def _visit_all(self, path: str, values: Any) -> None:
+        several: Iterable[tuple[Any, Any]] = (
+            list(values.items()) if isinstance(values, dict) else enumerate(list(values))
+        )
+        for key, one in list(several)[:_ITEMS]:
+            self.visit(f"{path}.{key}", one)
+
+    def _visit_plain(self, path: str, owner: Any) -> None:
+        """Note the plain attributes of an object of another library, or of a module."""
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if id(value) not in self._kept:
+                self._note(f"{path}.{name}", value)
+
+    def _visit_tensors(self, path: str, *several: Iterable[Tensor]) -> None:
+        state = xxhash.xxh3_128()
+        for one in (tensor for tensors in several for tensor in tensors):
+            if id(one) not in self._kept:
+                state.update(repr((id(one), one._version)).encode())
+                if one.device.type == "cpu" and one.layout == torch.strided and one.numel():
+                    few = one.detach().reshape(-1)[:: max(1, one.numel() // _ITEMS)]
+                    state.update(few.contiguous().view(torch.uint8).numpy().tobytes())
+        self._found[path] = state.digest()
+
+    def _visit_optimizer(self, path: str, value: Optimizer) -> None:
+        for group in value.param_groups:
+            self._visit_tensors(f"{path}.parameters", group["params"])
+        for number, entries in enumerate(list(value.state.values())):
+            if id(entries) not in self._kept and isinstance(entries, dict):
+                self._note(f"{path}.state.{number}", entries)
+
+    def _visit_function(self, path: str, value: types.FunctionType) -> None:
+        """Visit what a function of the script keeps, and the globals that it uses."""
+        if not is_own_file(value.__code__.co_filename):
+            return
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # It is empty.
+                self.visit(f"{path}.{name}", cell.cell_contents)
+        self._visit_all(path, value.__defaults__ or ())
+        self._visit_all(path, vars(value))
+        for name in _list_names(value.__code__):
+            if name in value.__globals__:
+                self.visit(name, value.__globals__[name])
+
+    def _visit_class(self, kind: Any) -> None:
+        for one in kind.__mro__:
+            if is_own_class(one) and id(one) not in self._seen:
+                self._seen[id(one)] = one
+                own = {n: v for n, v in vars(one).items() if n[:2] != "__" or callable(v)}
+                self._visit_all(one.__name__, own)
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether a container has scalars only, as far as it is looked at."""
+    items = list(value.values() if isinstance(value, dict) else value)
+    return all(isinstance(one, int | float | str | bytes | None) for one in items[:_ITEMS])
+
+
+_DRAWN = ("generator", "sampler", "batch_sampler")
+"""Attributes of a DataLoader that may draw."""
+
+
+@functools.cache
+def _list_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that a function uses, and functions in it."""
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return tuple(dict.fromkeys([*code.co_names, *(n for one in inner for n in _list_names(one))]))
