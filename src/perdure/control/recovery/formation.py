@@ -29,6 +29,8 @@ _END_TIMEOUT_S = 20.0
 def note_submission(state: JobState, now: float, event: JobSubmitted) -> list[AnyAction]:
     """Learn what the job is; its nodes have to register in time."""
     state.spec, state.submitted_s = event.spec, event.at_s
+    config = event.spec.checkpoint
+    state.saves_end = bool(config.every_steps or config.every_s or config.url)
     state.worlds = membership_of(state).make_worlds()
     if event.spec.served:
         state.enter("enough nodes are there")
@@ -217,8 +219,7 @@ def end_job(
     """
     if state.over:
         return []
-    config = state.the_spec().checkpoint
-    to_save = status == "stopped" or bool(config.every_steps or config.every_s or config.url)
+    to_save = status == "stopped" or state.saves_end
     if exit_code == 0 and to_save and state.unsaved:
         exit_code = PlatformError.exit_code
         reason = f"{reason}, and every checkpoint failed: {state.unsaved}"
