@@ -89,6 +89,11 @@ class Rank:
     rank: int
     evidence: exits.Evidence
     asked: bool = False
+    exit_skew_s: float = 0.0
+    raised_s: float = 0.0
+    """When its last exception was seen to be saved; 0 before."""
+    ended_for: str = ""
+    """Why the keeper has killed it."""
     record: ExitRecord | None = None
 
 
@@ -297,6 +302,7 @@ class Ranks:
 
     def advance(self, now: float) -> None:
         """Do what has become possible: end, then start."""
+        self._end_raised(now)
         if self._forking is not None:
             if now > self._forking.deadline_s:
                 self._log("the image does not answer")
@@ -503,7 +509,9 @@ class Ranks:
                 (p.start for p in map(read_process, pids.values()) if p), default=0
             )
         for number, pid in pids.items():
-            rank = Rank(pid, order.generation, number, self._evidence[number])
+            rank = Rank(
+                pid, order.generation, number, self._evidence[number], exit_skew_s=order.exit_skew_s
+            )
             self._ranks[number] = self._by_pid[pid] = rank
             self._roots[pid] = order.generation
         spawned = KeeperSpawned(order.generation, pids, at_s, warm, why_cold, order.beside)
@@ -551,6 +559,20 @@ class Ranks:
 
     # --- ending -------------------------------------------------------------------------------
 
+    def _end_raised(self, now: float) -> None:
+        """Kill ranks whose script an exception has ended, and that do not exit.
+
+        Others wait for such a rank, and its exception would be told by its exit only.
+        """
+        for rank in self._ranks.values():
+            if rank.record is not None or rank.asked or rank.ended_for or not rank.exit_skew_s:
+                continue
+            if not rank.raised_s and exits.has_raised(rank.evidence):
+                rank.raised_s = now
+            if rank.raised_s and now - rank.raised_s >= rank.exit_skew_s:
+                rank.ended_for = f"the process did not exit within {rank.exit_skew_s:g} s"
+                send_signal(rank.pid, signal.SIGKILL)
+
     def _finish(self, rank: Rank, status: int, usage: struct_rusage, at_s: float) -> None:
         record = exits.make_record(
             rank=rank.rank,
@@ -562,6 +584,7 @@ class Ranks:
             asked=rank.asked,
             oom_kills=self._count_oom_kills_of(rank),
             evidence=rank.evidence,
+            ended_for=rank.ended_for,
         )
         rank.record = record
         self._old_rings.append((at_s, self._paths.ring(rank.generation, rank.rank)))

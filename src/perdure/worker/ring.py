@@ -305,6 +305,11 @@ class RingWriter:
                 found.append((slot, bytes(raw).split(b"\0", 1)[0].decode("utf-8", "replace")))
         return found
 
+    @property
+    def num_moves(self) -> int:
+        """Number that grows with each change of a communicator."""
+        return int(self._words[layout.W_COMM_SEQ])
+
     def set_comm(self, slot: int, started: int, ended: int, since: int) -> None:
         """Note a communicator's last collectives, and since when the newest is under way."""
         words = self._words

@@ -349,6 +349,8 @@ class KeeperSpawn(OfGeneration, frozen=True):
     cold: bool
     beside: bool = False
     """Its ranks join those of the same generation that live."""
+    exit_skew_s: float = 0.0
+    """Seconds that a rank may take to end once an exception has ended its script; 0: any time."""
 
 
 class KeeperStore(OfGeneration, frozen=True):
