@@ -59,6 +59,7 @@ from perdure.worker.cgroups import OomKills
 from perdure.worker.ring import RingWriter
 from perdure.worker.start.streams import DISK_ERRORS
 
+_NAMED_MAX = 5
 _EVERYTHING = 1 << 62
 _RESCAN_S = 0.005
 _RESCAN_S_MAX = 0.1
@@ -76,6 +77,9 @@ _LINGER_S = 15.0
 The agent and the controller wait for 20 s."""
 _LAST_WORD_S = 2.0
 """Seconds between SIGTERM and SIGKILL for such processes."""
+_CLEANERS_S = 10.0
+"""Seconds for helpers that remove shared memory, once the processes that used it are gone."""
+_SHARED_LOOK_S = 3.0
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
 """Until a start is tried again that the disk has refused; twice as long each time."""
 
@@ -162,6 +166,13 @@ class Ranks:
         self._evidence: dict[int, exits.Evidence] = {}
         self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
         self._ending: Ending | None = None
+        self._cleaners: dict[int, tuple[int, float]] = {}
+        """Helpers of generations that have ended: pid -> start time, and when they are killed."""
+        self._ended_pids: set[int] = set()
+        """Processes of ended generations whose shared memory is not looked at yet."""
+        self._shared_look_s = 0.0
+        self._shared_before: set[str] = set()
+        """What was in shared memory before the oldest generation whose helpers still live."""
         self._old_rings: deque[tuple[float, str]] = deque()
         """When ranks have ended, the oldest first, and their rings."""
         self._oom_kills = OomKills(mark)
@@ -178,7 +189,8 @@ class Ranks:
     @property
     def all_stopped(self) -> bool:
         """Whether nothing lives and nothing is under way."""
-        return self._ending is None and self._forking is None and not self.alive
+        under_way = self._ending or self._forking or self._ended_pids
+        return not under_way and not self.alive
 
     @property
     def next_look_s(self) -> float:
@@ -313,6 +325,7 @@ class Ranks:
             self._advance_ending(self._ending, now)
         if self._ending is not None:
             return
+        self._end_cleaners(now)
         if self._store is not None:
             self._begin_store(self._store)
         if self._forking is not None or now < self._again_s:
@@ -430,6 +443,8 @@ class Ranks:
             self._ranks = {}
             self._spawned = None
             self._evidence = {}
+            if not self._ended_pids:
+                self._shared_before = reap.list_shared()
             self._waiting.clear()
         for one in order.ranks:
             own = self._paths.error_file(order.generation, one.rank)
@@ -573,6 +588,34 @@ class Ranks:
                 rank.ended_for = f"the process did not exit within {rank.exit_skew_s:g} s"
                 send_signal(rank.pid, signal.SIGKILL)
 
+    def _end_cleaners(self, now: float) -> None:
+        """Wait for the helpers of ended generations, and then remove or name what they left."""
+        if not self._ended_pids:
+            return
+        for pid, (start, deadline_s) in list(self._cleaners.items()):
+            process = read_process(pid)
+            if process is None or process.dead or process.start != start:
+                del self._cleaners[pid]
+            elif now >= deadline_s:
+                self._log(f"killed process {pid}: {read_command(pid)}")
+                send_signal(pid, signal.SIGKILL)
+        if self._cleaners or now < self._shared_look_s:
+            return
+        left = reap.remove_shared(reap.list_shared() - self._shared_before, self._ended_pids)
+        self._ended_pids.clear()
+        if left:
+            some = ", ".join(f"{reap.SHARED}/{name}" for name in left[:_NAMED_MAX])
+            more = len(left) - _NAMED_MAX
+            self._tell(f"ranks that ended left {some}{f' and {more} more' if more > 0 else ''}")
+
+    def _tell(self, text: str, rank: Rank | None = None) -> None:
+        """Say `text` on a rank's standard error."""
+        self._log(text)
+        rank = rank or next(iter(self._ranks.values()), None)
+        if rank is not None:
+            with contextlib.suppress(OSError), open(rank.evidence.stderr, "a") as file:
+                file.write(f"perdure: {text}\n")
+
     def _finish(self, rank: Rank, status: int, usage: struct_rusage, at_s: float) -> None:
         record = exits.make_record(
             rank=rank.rank,
@@ -605,12 +648,7 @@ class Ranks:
             ending.killed.add(pid)
             root = table[pid].session
             rank = next((r for r in self._ranks.values() if r.pid == root), None)
-            rank = rank or next(iter(self._ranks.values()), None)
-            text = f"killed process {pid}, which a rank had left: {read_command(pid)}"
-            self._log(text)
-            if rank is not None:
-                with contextlib.suppress(OSError), open(rank.evidence.stderr, "a") as file:
-                    file.write(f"perdure: {text}\n")
+            self._tell(f"killed process {pid}, which a rank had left: {read_command(pid)}", rank)
 
     def _count_oom_kills_of(self, rank: Rank) -> int:
         try:
@@ -633,9 +671,13 @@ class Ranks:
                 send_signal(rank.pid, signal.SIGKILL)
         newer = self._first_start if self.generation > ending.upto else None
         table = scan_processes()
+        spared = {*self._warmth.pids, *self._cleaners}
         members = reap.list_processes_below(
-            table, os.getpid(), self._roots, self._warmth.pids, ending.upto, newer
+            table, os.getpid(), self._roots, spared, ending.upto, newer
         )
+        self._ended_pids.update(members)
+        cleaners = [pid for pid in members if pid not in self._by_pid and reap.cleans_up(pid)]
+        members = [pid for pid in members if pid not in cleaners]
         left = [pid for pid in members if pid != self._store_pid]  # It never ends by itself.
         if now < ending.deadline_s and left:
             if now >= ending.warn_s and not ending.warned:
@@ -655,6 +697,10 @@ class Ranks:
             return
         if members:  # What sudo has started: to wait for it would hold up the ranks for ever.
             self._log(f"processes {members} are another user's and go on")
+        for pid in cleaners:
+            self._cleaners[pid] = table[pid].start, now + _CLEANERS_S
+        # All processes are looked at then, which must not hold up a start.
+        self._shared_look_s = now + (0.0 if ending.upto == _EVERYTHING else _SHARED_LOOK_S)
         self._ending = None
         self._roots = {p: g for p, g in self._roots.items() if g > ending.upto}
         failpoint("keeper/stopped")
