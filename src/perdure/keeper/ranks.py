@@ -7,6 +7,7 @@ generation that was ended is never started again, however late its order arrives
 import contextlib
 import errno
 import glob
+import math
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ import msgspec
 
 from perdure.adapters.host import (
     Process,
+    catches_signal,
     read_command,
     read_process,
     read_text,
@@ -31,6 +33,7 @@ from perdure.keeper import execution as launch
 from perdure.keeper import exits
 from perdure.keeper import reaping as reap
 from perdure.keeper.image import ImageProcess, Warmth
+from perdure.keeper.writers import list_written
 from perdure.keeper.zygote import (
     FORK_TIMEOUT_S,
     ForkFailed,
@@ -56,7 +59,7 @@ from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.model.raw import restore_spawn, restore_variables
 from perdure.worker.cgroups import OomKills
-from perdure.worker.ring import RingWriter
+from perdure.worker.ring import RingWriter, is_alone
 from perdure.worker.start.streams import DISK_ERRORS
 
 _NAMED_MAX = 5
@@ -76,10 +79,12 @@ _LINGER_S = 15.0
 
 The agent and the controller wait for 20 s."""
 _LAST_WORD_S = 2.0
-"""Seconds between SIGTERM and SIGKILL for such processes."""
+"""Seconds between SIGTERM and SIGKILL for such processes, and for those without a handler."""
 _CLEANERS_S = 10.0
 """Seconds for helpers that remove shared memory, once the processes that used it are gone."""
 _SHARED_LOOK_S = 3.0
+_SAVED_S = 1.0
+"""Seconds after the last file of a save before a rank counts as done with it."""
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
 """Until a start is tried again that the disk has refused; twice as long each time."""
 
@@ -112,7 +117,16 @@ class Ending:
     """SIGTERM from here on."""
     next_look_s: float = 0.0
     wait_s: float = _RESCAN_S
-    warned: bool = False
+    warned_s: float = 0.0
+    """When SIGTERM was sent; 0 before."""
+    named: bool = False
+    """The ranks that it waits for were named."""
+    writers_s: float = 0.0
+    """Until then, a rank may finish a file of a checkpoint."""
+    written_s: float = -math.inf
+    """When a rank was last seen to write one."""
+    written: dict[int, str] = field(default_factory=dict)
+    """Pids of ranks that were seen to write -> file."""
     answers: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
     """Processes below the ranks that were killed and named."""
@@ -264,11 +278,19 @@ class Ranks:
             return False
         return isinstance(self._forking.order, KeeperStore) is store
 
-    def kill(self, generation: int | None, grace_s: float, *, answer: bool = True) -> None:
+    def kill(
+        self,
+        generation: int | None,
+        grace_s: float,
+        *,
+        answer: bool = True,
+        writer_s: float = 0.0,
+    ) -> None:
         """End generations up to `generation` (None: everything) with all their descendants.
 
         Nothing may hide: it is looked for again until nothing is found. `KeeperStopped` follows
-        then, unless the keeper itself wanted it (`answer`).
+        then, unless the keeper itself wanted it (`answer`). A rank that writes a checkpoint has
+        `writer_s` to finish its file.
         """
         upto = _EVERYTHING if generation is None else generation
         self._ended = max(self._ended, upto)
@@ -281,12 +303,14 @@ class Ranks:
             warn_s = now + grace_s - _LAST_WORD_S
         deadline_s = now + grace_s
         if self._ending is None:
-            self._ending = Ending(upto, deadline_s, warn_s)
+            self._ending = Ending(upto, deadline_s, warn_s, writers_s=warn_s + writer_s)
         else:
             ending = self._ending
             ending.deadline_s = min(ending.deadline_s, deadline_s)
             ending.warn_s = min(ending.warn_s, warn_s)
-            ending.warned = ending.warned and upto <= ending.upto
+            ending.writers_s = min(ending.writers_s, warn_s + writer_s)
+            if upto > ending.upto:
+                ending.warned_s = 0.0
             ending.upto = max(ending.upto, upto)
             ending.next_look_s = 0.0
         if answer:
@@ -309,6 +333,23 @@ class Ranks:
         found = self._ranks.get(rank)
         if found is not None and found.generation == generation and found.record is None:
             send_signal(found.pid, number)
+
+    def relay(self, number: int) -> None:
+        """Send a signal to each rank that handles it: to its first process that does."""
+        table = scan_processes()
+        children: dict[int, list[int]] = {}
+        for process in table.values():
+            children.setdefault(process.parent, []).append(process.pid)
+        for rank in self._ranks.values():
+            front = [rank.pid] if rank.record is None else []
+            if is_alone(self._paths.ring(rank.generation, rank.rank), number):
+                continue  # By way of the agent, perdure has had it carried out already.
+            while front:
+                if handles := [pid for pid in front if catches_signal(pid, number)]:
+                    for pid in handles:
+                        send_signal(pid, number)
+                    break
+                front = [child for pid in front for child in children.get(pid, [])]
 
     # --- progress -----------------------------------------------------------------------------
 
@@ -640,6 +681,53 @@ class Ranks:
         failpoint("keeper/recorded")
         self._send(KeeperExited(record))
 
+    def _find_writers(self, ranks: list[Rank], ending: Ending, now: float) -> set[int]:
+        """Return the pids of ranks that may finish a file of a checkpoint, and name them once.
+
+        A save consists of several files: the last one of a rank is waited for a little longer.
+        """
+        if now < ending.warn_s:
+            return set()
+        if now >= ending.writers_s:
+            for rank in ranks:
+                if path := ending.written.pop(rank.pid, ""):
+                    self._tell(f"killed rank {rank.rank}, which still wrote {path}", rank)
+            return set()
+        found = {rank.pid: list_written(rank.pid) for rank in ranks}
+        for rank in ranks:
+            files = [p for p in found[rank.pid] if not p.startswith(self._paths.root)]
+            if files:
+                ending.written_s = now
+                if rank.pid not in ending.written:
+                    most = f"{ending.writers_s - now:.0f} s at most"
+                    text = f"perdure waits for rank {rank.rank}, {most}: it writes {files[0]}"
+                    self._tell(text, rank)
+                ending.written[rank.pid] = files[0]
+        if now >= ending.written_s + _SAVED_S:
+            ending.written.clear()
+        return {rank.pid for rank in ranks if rank.pid in ending.written}
+
+    def _handles_term(self, pid: int) -> bool:
+        """Return whether `pid` handles SIGTERM; perdure's own handler in a rank does not count."""
+        rank = self._by_pid.get(pid)
+        if rank is not None and is_alone(
+            self._paths.ring(rank.generation, rank.rank), signal.SIGTERM
+        ):
+            return False
+        return catches_signal(pid, signal.SIGTERM)
+
+    def _name_awaited(self, left: list[int], ending: Ending, now: float) -> None:
+        """Say once which ranks the end waits for."""
+        if ending.named or not left or now >= ending.deadline_s:
+            return
+        ending.named = True
+        for pid in left:
+            if pid in self._by_pid:
+                rank = self._by_pid[pid]
+                wait_s = ending.deadline_s - now
+                text = f"rank {rank.rank} handles SIGTERM; perdure waits {wait_s:.0f} s for it"
+                self._tell(text, rank)
+
     def _name_killed(self, pids: list[int], table: dict[int, Process], ending: Ending) -> None:
         """Say on the rank's standard error which processes below it did not end in time."""
         for pid in pids:
@@ -666,9 +754,11 @@ class Ranks:
         ranks = [r for r in self._by_pid.values() if r.generation <= ending.upto]
         for rank in ranks:
             rank.asked = True
-        if now >= ending.deadline_s:
+        writing = self._find_writers(ranks, ending, now)
+        if now >= ending.deadline_s and not ending.warned_s:
             for rank in ranks:  # Before the table is read, which takes a while.
-                send_signal(rank.pid, signal.SIGKILL)
+                if rank.pid not in writing:
+                    send_signal(rank.pid, signal.SIGKILL)
         newer = self._first_start if self.generation > ending.upto else None
         table = scan_processes()
         spared = {*self._warmth.pids, *self._cleaners}
@@ -679,17 +769,32 @@ class Ranks:
         cleaners = [pid for pid in members if pid not in self._by_pid and reap.cleans_up(pid)]
         members = [pid for pid in members if pid not in cleaners]
         left = [pid for pid in members if pid != self._store_pid]  # It never ends by itself.
+        if ending.warned_s and now >= ending.warned_s + _LAST_WORD_S:
+            left = [pid for pid in left if self._handles_term(pid)]
+            self._name_awaited(left, ending, now)
         if now < ending.deadline_s and left:
-            if now >= ending.warn_s and not ending.warned:
-                ending.warned = True
+            if now >= ending.warn_s and not ending.warned_s:
+                ending.warned_s = now
                 leaders = [pid for pid in members if table[pid].session == pid]
                 for pid in sorted({*(rank.pid for rank in ranks), *leaders}):
-                    send_signal_to_group(pid, signal.SIGTERM)
+                    if pid not in writing or self._handles_term(pid):
+                        send_signal_to_group(pid, signal.SIGTERM)
             # What ends meanwhile wakes the loop: its orphans are the keeper's children.
-            ending.next_look_s = ending.deadline_s if ending.warned else ending.warn_s
+            ending.next_look_s = ending.warn_s
+            if ending.warned_s:
+                brief_s = ending.warned_s + _LAST_WORD_S
+                ending.next_look_s = min(brief_s, ending.deadline_s)
+                if now >= brief_s:
+                    ending.next_look_s = min(now + _IDLE_S, ending.deadline_s)
             return
-        if ending.warned:
-            self._name_killed([pid for pid in members if pid not in self._by_pid], table, ending)
+        if ending.warned_s:
+            for rank in ranks:
+                if rank.pid not in {*ending.killed, *writing} and self._handles_term(rank.pid):
+                    ending.killed.add(rank.pid)
+                    self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM", rank)
+            below = [pid for pid in members if pid not in self._by_pid]
+            self._name_killed([p for p in below if table[p].session not in writing], table, ending)
+        members = [pid for pid in members if table[pid].session not in writing]
         ours = [pid for pid in members if send_signal(pid, signal.SIGKILL)]
         if ranks or ours:
             ending.next_look_s = now + ending.wait_s

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from perdure.adapters.host import read_command, send_signal
 from perdure.adapters.nats import NatsBus
 from perdure.failpoints import failpoint
 from perdure.files import is_locked
@@ -77,7 +78,7 @@ from perdure.service.processes import (
 )
 from perdure.service.storage_watch import watch_free_space
 from perdure.service.tail import RankTails
-from perdure.worker.process import set_subreaper
+from perdure.worker.process import RELAYS, SITE_SIGNALS, ignore_site_signals, set_subreaper
 
 log = logging.getLogger("perdure.run")
 
@@ -87,7 +88,7 @@ _NATS_READY_S = 20.0
 _POLL_S = 0.1
 _LEAVE_S = 10.0
 """Given to agents and keepers to leave by themselves after the job has ended."""
-_ORPHANS_S = 1.0
+_ORPHANS_S = 5.0
 """Given to what is still there after the last agent has left."""
 _READY_S = 20.0
 """Given to the lighthouse to say where it listens."""
@@ -124,6 +125,7 @@ def run(
         ConfigError: a job of this name is running.
         PlatformError: a part cannot be started or does not stay up.
     """
+    ignore_site_signals()
     home = os.path.abspath(home)
     paths = paths_of(home, spec.name)
     lock = JobLock(paths)
@@ -475,7 +477,8 @@ class Supervisor:
         for number in _STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 loop.add_signal_handler(number, self._stop, number)
-        loop.add_signal_handler(signal.SIGUSR1, self._checkpoint)
+        for number in SITE_SIGNALS:
+            loop.add_signal_handler(number, self._pass_on, number)
 
     def _stop(self, number: signal.Signals) -> None:
         if number == signal.SIGHUP and self._at_terminal:
@@ -493,8 +496,15 @@ class Supervisor:
             case _:
                 self._over.set()
 
-    def _checkpoint(self) -> None:
-        self._tasks.spawn(self._order("checkpoint", "SIGUSR1"))
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Hand a signal of the site to ranks that handle it; the first one also asks to save."""
+        self._note(f"{number.name}: handed to the ranks of this machine that handle it")
+        relay = next(relay for relay, passed in RELAYS.items() if passed == number)
+        for pid in list_living_descendants(os.getpid()):
+            if f"perdure keeper {self._spec.name} " in read_command(pid):
+                send_signal(pid, relay)
+        if number == signal.SIGUSR1:
+            self._tasks.spawn(self._order("checkpoint", "SIGUSR1"))
 
     async def _order(self, kind: str, who: str) -> None:
         """Repeat a command until the controller has answered it."""
@@ -508,7 +518,9 @@ class Supervisor:
                         subject_commands(self._spec.name), encode(command), timeout_s=2.0
                     )
                     reply: CommandReply = decode(answer, CommandReply)
-                    self._note(f"{kind}: {reply.reason or ('ok' if reply.ok else 'refused')}")
+                    plain = who == signal.SIGUSR1.name and "does not call perdure" in reply.reason
+                    if not plain:  # Its ranks were sent the signal.
+                        self._note(f"{kind}: {reply.reason or ('ok' if reply.ok else 'refused')}")
                     return
             await asyncio.sleep(_POLL_S)
 

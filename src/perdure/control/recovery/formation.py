@@ -212,10 +212,12 @@ def end_job(
     reason: str,
     *,
     grace_s: float = 0.0,
+    at_once: bool = False,
 ) -> list[AnyAction]:
     """Begin the end: every node ends what it runs, keeper included.
 
-    A job whose end was to be saved, and that never was, has not ended well.
+    A job whose end was to be saved, and that never was, has not ended well. If the ranks are to
+    end `at_once`, no file of a checkpoint is waited for.
     """
     if state.over:
         return []
@@ -225,7 +227,6 @@ def end_job(
         reason = f"{reason}, and every checkpoint failed: {state.unsaved}"
         status = "failed" if status == "done" else status
     state.enter("it is done, stopped or given up")
-    state.deadline_s = now + _END_TIMEOUT_S + grace_s
     state.ending = EndJob(status=status, exit_code=exit_code, reason=reason)
     state.boundary = None
     why, answers = f"the job has ended: {reason}", list[AnyAction]()
@@ -233,7 +234,9 @@ def end_job(
         answers += state.answer(id_, command.kind in ("stop", "kill"), why, {})
     all_ = membership_of(state).make_farewell(state)
     farewell = _number(state, all_, "end", reason, grace_s)
-    state.farewell = structs.replace(farewell, exit_code=exit_code)
+    writer_s = 0.0 if at_once else farewell.writer_s
+    state.deadline_s = now + _END_TIMEOUT_S + grace_s + writer_s
+    state.farewell = structs.replace(farewell, exit_code=exit_code, writer_s=writer_s)
     for world in state.worlds.values():
         if world.alive:
             world.end()

@@ -99,7 +99,8 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
 
 def _kill(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     done = state.answer(command.id, True, "killed", {})
-    return [*done, *end_job(state, now, "stopped", 1, f"killed by {command.who or 'an operator'}")]
+    who = f"killed by {command.who or 'an operator'}"
+    return [*done, *end_job(state, now, "stopped", 1, who, at_once=True)]
 
 
 def _receive_start(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:

@@ -367,6 +367,8 @@ class KeeperKill(OfGeneration, frozen=True):
     """
 
     grace_s: float = 0.0
+    writer_s: float = 30.0
+    """Seconds for a rank that does not handle SIGTERM to finish a file of a checkpoint."""
 
 
 class KeeperSignal(OfGeneration, frozen=True):
