@@ -30,15 +30,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("handler", os.environ["RANK"], flush=True)
 time.sleep(86_400)
 """
-JOINED = """
-import os, time, perdure
-run = perdure.init()
-for step in run.steps(10**9):
-    if step == 3:
-        print("handler", os.environ["RANK"], flush=True)
-    while step > 3 and not os.path.exists("go"):
-        time.sleep(0.05)
-"""
 
 
 def begin(start: Callable[..., Job], folder: Path, text: str, *options: str) -> Job:
@@ -68,12 +59,3 @@ def test_a_rank_that_ignores_sigterm_has_no_grace(
     job = begin(start, tmp_path, IGNORES)
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 0
-
-
-def test_the_handler_of_perdure_gives_a_rank_no_grace(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
-    """The ranks come to no step, so that nothing saves at SIGTERM."""
-    job = begin(start, tmp_path, JOINED)
-    job.process.send_signal(signal.SIGTERM)
-    job.wait()
