@@ -78,6 +78,7 @@ from perdure.service.processes import (
 )
 from perdure.service.storage_watch import watch_free_space
 from perdure.service.tail import RankTails
+from perdure.service.window import read_window_s
 from perdure.worker.process import RELAYS, SITE_SIGNALS, ignore_site_signals, set_subreaper
 
 log = logging.getLogger("perdure.run")
@@ -195,6 +196,8 @@ class Supervisor:
         self._ended: JobEnded | None = None
         self._failure: PerdureError | None = None
         self._signals: list[signal.Signals] = []
+        self._window_s: float | None = None
+        """What the platform leaves between SIGTERM and SIGKILL; None if it does not say."""
         self._at_terminal = any(stream.isatty() for stream in (sys.stdout, sys.stderr))
         """Its hang-up says that nobody looks any more, and not that the job shall end."""
         self._tasks = Tasks()
@@ -219,6 +222,7 @@ class Supervisor:
     async def run(self) -> int:
         """Start everything, wait for the end, leave nothing behind; return the exit code."""
         self._catch_signals()
+        self._tasks.spawn(self._read_window())
         self._start_watch()
         try:
             await run_until(self._over, self._start())  # A part may keep dying meanwhile.
@@ -241,6 +245,9 @@ class Supervisor:
             interrupted = ran and signal.SIGINT in self._signals
             return 128 + signal.SIGINT if interrupted else self._ended.exit_code
         return 128 + self._signals[-1] if self._signals else 1
+
+    async def _read_window(self) -> None:
+        self._window_s = await asyncio.to_thread(read_window_s, os.environ)
 
     async def _start(self) -> None:
         self._start_part("guard")
@@ -488,7 +495,9 @@ class Supervisor:
         match len(self._signals):
             case 1:
                 self._note(f"{number.name}: stopping; once more ends it at once")
-                self._tasks.spawn(self._order("stop", number.name))
+                announced = number == signal.SIGTERM and self._window_s is not None
+                args = {"window_s": self._window_s} if announced else {}
+                self._tasks.spawn(self._order("stop", number.name, args))
             case 2:
                 self._note(f"{number.name} again: killing the ranks")
                 self._tasks.spawn(self._order("kill", number.name))
@@ -506,10 +515,10 @@ class Supervisor:
         if number == signal.SIGUSR1:
             self._tasks.spawn(self._order("checkpoint", "SIGUSR1"))
 
-    async def _order(self, kind: str, who: str) -> None:
+    async def _order(self, kind: str, who: str, args: Mapping[str, object] = {}) -> None:
         """Repeat a command until the controller has answered it."""
         id_ = f"run-{os.getpid()}-{kind}-{time.monotonic_ns()}"
-        given = {"id": id_, "kind": kind, "who": who}
+        given = {"id": id_, "kind": kind, "who": who, "args": args}
         command = msgspec.convert(given, Command)
         while True:
             with contextlib.suppress(PerdureError):

@@ -79,7 +79,7 @@ def begin_generation(
 ) -> list[AnyAction]:
     """End what is older on the nodes of a world, or of a group, and serve a new store."""
     state.generation += 1
-    state.worlds[world.number] = new = world.begin(state.generation, now + FORM_TIMEOUT_S)
+    state.worlds[world.number] = new = world.begin(state.generation, now + FORM_TIMEOUT_S + grace_s)
     return [assign(state, new, "store", reason, grace_s=grace_s)]
 
 
