@@ -37,6 +37,7 @@ class Checkpointer:
     def check(self): pass
     def settle(self): pass
     def close(self): print("close", flush=True)
+    def leave(self): pass
 module = types.ModuleType("perdure.worker.checkpoint")
 module.Checkpointer = Checkpointer
 sys.modules["perdure.worker.checkpoint"] = module

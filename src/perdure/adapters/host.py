@@ -459,6 +459,15 @@ def send_signal_to_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
+def catches_signal(pid: int, number: int) -> bool:
+    """Return whether process `pid` has a handler for signal `number`."""
+    for line in read_text(f"/proc/{pid}/status").splitlines():
+        name, _, mask = line.partition(":")
+        if name == "SigCgt":
+            return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
+
+
 def read_command(pid: int) -> str:
     """Return the command of a process, in one line of at most 200 characters."""
     words = read_text(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")

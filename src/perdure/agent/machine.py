@@ -170,7 +170,7 @@ class Agent:
             return self._reconcile(now)
         state.assignment = new
         if new.phase == "end":
-            state.end_deadline_s = now + new.grace_s + END_TIMEOUT_S
+            state.end_deadline_s = now + new.grace_s + new.writer_s + END_TIMEOUT_S
         return self._reconcile(now)
 
     def _take_stacks(self, order: TakeStacks) -> list[Request]:
@@ -194,7 +194,7 @@ class Agent:
         older = wanted.generation - 1
         if keeper.stopped < older and keeper.kill_asked < older:
             keeper.kill_asked = older
-            requests.append(TellKeeper(KeeperKill(older, wanted.grace_s)))
+            requests.append(TellKeeper(KeeperKill(older, wanted.grace_s, wanted.writer_s)))
         if wanted.phase == "store" and wanted.group_of(self.identity.node) == 0:
             requests += self._serve_store(keeper, wanted)
         if keeper.stopped < older:

@@ -247,6 +247,8 @@ class JobState:
     """Measured cost of the newest checkpoint to training."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
+    saves_end: bool = False
+    """The job file has an interval or a place for checkpoints: its end is saved."""
     unsaved: str = ""
     """Why the newest save failed, if none has succeeded."""
     saved_s: float | None = None

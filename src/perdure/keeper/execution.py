@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import perdure
 from perdure.model.bus.wire import KeeperSpawn, RankLaunch
 from perdure.model.nccl import SUPERVISED
-from perdure.worker.process import die_with
+from perdure.worker.process import SITE_SIGNALS, die_with
 from perdure.worker.start.failure import ENV as TRACEBACK
 from perdure.worker.start.streams import open_streams
 
@@ -73,6 +73,7 @@ def start_image(job: str, node: int, env: Mapping[str, str]) -> tuple[int, socke
     kept = theirs.fileno()
 
     def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SITE_SIGNALS)  # Until the image ignores them.
         os.set_inheritable(kept, True)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

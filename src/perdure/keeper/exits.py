@@ -99,15 +99,19 @@ def make_record(
     asked: bool,
     oom_kills: int,
     evidence: Evidence,
+    ended_for: str = "",
 ) -> ExitRecord:
     """Return the record of a rank that ended with wait status `status`.
 
     `oom_kills` is by how much the kernel's counter has grown that no other rank accounts for. That
     it ended, and how, is known for certain: whatever is wrong with what it left behind, this much
-    is recorded.
+    is recorded. A rank that an exception had ended, and that was killed `ended_for` some reason,
+    ended by its exception.
     """
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     code = 0 if number else os.waitstatus_to_exitcode(status)
+    if ended_for and number == signal.SIGKILL:
+        number, code = 0, 1
     error, traceback, last = "", "", _read_lines("", 0)
     own: dict[str, Any] = {}
     try:
@@ -118,6 +122,8 @@ def make_record(
             own = _read_json(evidence.traceback_file) or {}
     except Exception as fault:
         error = f"what it left behind cannot be read: {fault!r}"
+    if ended_for and code:
+        error = f"{error}; {ended_for}"
     _give_back(evidence.traceback_file)
     return ExitRecord(
         rank=rank,
@@ -136,6 +142,14 @@ def make_record(
         torn=cut_text(str(own.get("torn", "")), _ERROR_MAX),
         torn_why=cut_text(str(own.get("torn_why", "")), _ERROR_MAX),
     )
+
+
+def has_raised(evidence: Evidence) -> bool:
+    """Return whether an exception has ended the script of a rank that lives."""
+    try:
+        return os.stat(evidence.traceback_file).st_size not in (0, RESERVED_BYTES)
+    except OSError:
+        return False
 
 
 def choose_error(evidence: Evidence) -> tuple[str, str]:

@@ -11,6 +11,7 @@ a minute and nobody is there to start one. Whatever way it ends, its ranks end w
 
 import contextlib
 import fcntl
+import math
 import os
 import selectors
 import signal
@@ -40,11 +41,13 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.errors import PlatformError
 from perdure.model.paths import JobPaths
-from perdure.worker.process import set_subreaper, set_title
+from perdure.worker.process import RELAYS, SITE_SIGNALS, set_subreaper, set_title
 from perdure.worker.start.imports import read_imports
 
 AGENT_AWAY_MAX_S = 60.0
 ORPHANED_GRACE_S = 2.0
+_RELAY_S = 1.0
+"""Seconds in which a signal to every process of a job reaches all of them."""
 _STRAYS_MAX_S = 20.0
 
 
@@ -93,6 +96,14 @@ class Keeper:
         signal.signal(signal.SIGTERM, self._note_term)
         for ignored in (signal.SIGINT, signal.SIGHUP):
             signal.signal(ignored, signal.SIG_IGN)
+        self._sent_s: dict[int, float] = {}
+        """When a signal of the site came to this process itself."""
+        self._relay_s: dict[int, float] = {}
+        """When `perdure run` asked to pass it on."""
+        for number in SITE_SIGNALS:
+            signal.signal(number, self._note_sent)
+        for relay in RELAYS:
+            signal.signal(relay, self._note_relay)
 
     def watch_supervisor(self, pid: int) -> None:
         """End everything when process `pid` is gone."""
@@ -139,6 +150,7 @@ class Keeper:
         self.warmth.tick(now)
         self.ranks.output.tick()
         self.ranks.advance(now)
+        self._relay(now)
         if self.ranks.alive and self.warmth.can_refresh:
             self._refresh()
         for image in self.warmth.images:
@@ -171,6 +183,21 @@ class Keeper:
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(4096):
                 pass
+
+    def _note_sent(self, number: int, frame: object) -> None:
+        self._sent_s[number] = time.monotonic()
+
+    def _note_relay(self, number: int, frame: object) -> None:
+        self._relay_s[RELAYS[number]] = time.monotonic()
+
+    def _relay(self, now: float) -> None:
+        """Pass signals on, unless whoever sent them has sent them to every process here."""
+        for number, asked_s in list(self._relay_s.items()):
+            if now < asked_s + _RELAY_S:
+                continue
+            del self._relay_s[number]
+            if abs(self._sent_s.get(number, -math.inf) - asked_s) > 2 * _RELAY_S:
+                self.ranks.relay(number)
 
     def _note_term(self, *_: object) -> None:
         self._told_to_end = True
@@ -251,7 +278,7 @@ class Keeper:
             case KeeperStore():
                 self.ranks.serve_store(message)
             case KeeperKill():
-                self.ranks.kill(message.generation, message.grace_s)
+                self.ranks.kill(message.generation, message.grace_s, writer_s=message.writer_s)
             case KeeperSignal():
                 self.ranks.signal(message.generation, message.rank, message.signal)
             case KeeperExit():
@@ -282,6 +309,8 @@ def main(job: str, node: int) -> None:
     Raises:
         PlatformError: there is one already, or its socket cannot be made.
     """
+    for number in RELAYS:  # They would end it until it has handlers.
+        signal.signal(number, signal.SIG_IGN)
     os.environ.pop(reap.KEEPER, None)
     paths = locate_job(os.environ["PERDURE_HOME"], job)
     try:

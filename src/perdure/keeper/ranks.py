@@ -7,6 +7,7 @@ generation that was ended is never started again, however late its order arrives
 import contextlib
 import errno
 import glob
+import math
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ import msgspec
 
 from perdure.adapters.host import (
     Process,
+    catches_signal,
     read_command,
     read_process,
     read_text,
@@ -32,6 +34,7 @@ from perdure.keeper import exits
 from perdure.keeper import reaping as reap
 from perdure.keeper.image import ImageProcess, Warmth
 from perdure.keeper.output import RankOutput
+from perdure.keeper.writers import list_written
 from perdure.keeper.zygote import (
     FORK_TIMEOUT_S,
     ForkFailed,
@@ -57,9 +60,10 @@ from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.model.raw import restore_spawn, restore_variables
 from perdure.worker.cgroups import OomKills
-from perdure.worker.ring import RingWriter
+from perdure.worker.ring import RingWriter, is_alone
 from perdure.worker.start.streams import DISK_ERRORS
 
+_NAMED_MAX = 5
 _EVERYTHING = 1 << 62
 _RESCAN_S = 0.005
 _RESCAN_S_MAX = 0.1
@@ -76,7 +80,12 @@ _LINGER_S = 15.0
 
 The agent and the controller wait for 20 s."""
 _LAST_WORD_S = 2.0
-"""Seconds between SIGTERM and SIGKILL for such processes."""
+"""Seconds between SIGTERM and SIGKILL for such processes, and for those without a handler."""
+_CLEANERS_S = 10.0
+"""Seconds for helpers that remove shared memory, once the processes that used it are gone."""
+_SHARED_LOOK_S = 3.0
+_SAVED_S = 1.0
+"""Seconds after the last file of a save before a rank counts as done with it."""
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
 """Until a start is tried again that the disk has refused; twice as long each time."""
 
@@ -90,6 +99,11 @@ class Rank:
     rank: int
     evidence: exits.Evidence
     asked: bool = False
+    exit_skew_s: float = 0.0
+    raised_s: float = 0.0
+    """When its last exception was seen to be saved; 0 before."""
+    ended_for: str = ""
+    """Why the keeper has killed it."""
     record: ExitRecord | None = None
 
 
@@ -104,7 +118,16 @@ class Ending:
     """SIGTERM from here on."""
     next_look_s: float = 0.0
     wait_s: float = _RESCAN_S
-    warned: bool = False
+    warned_s: float = 0.0
+    """When SIGTERM was sent; 0 before."""
+    named: bool = False
+    """The ranks that it waits for were named."""
+    writers_s: float = 0.0
+    """Until then, a rank may finish a file of a checkpoint."""
+    written_s: float = -math.inf
+    """When a rank was last seen to write one."""
+    written: dict[int, str] = field(default_factory=dict)
+    """Pids of ranks that were seen to write -> file."""
     answers: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
     """Processes below the ranks that were killed and named."""
@@ -159,6 +182,13 @@ class Ranks:
         self._evidence: dict[int, exits.Evidence] = {}
         self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
         self._ending: Ending | None = None
+        self._cleaners: dict[int, tuple[int, float]] = {}
+        """Helpers of generations that have ended: pid -> start time, and when they are killed."""
+        self._ended_pids: set[int] = set()
+        """Processes of ended generations whose shared memory is not looked at yet."""
+        self._shared_look_s = 0.0
+        self._shared_before: set[str] = set()
+        """What was in shared memory before the oldest generation whose helpers still live."""
         self._old_rings: deque[tuple[float, str]] = deque()
         """When ranks have ended, the oldest first, and their rings."""
         self._oom_kills = OomKills(mark)
@@ -175,7 +205,8 @@ class Ranks:
     @property
     def all_stopped(self) -> bool:
         """Whether nothing lives and nothing is under way."""
-        return self._ending is None and self._forking is None and not self.alive
+        under_way = self._ending or self._forking or self._ended_pids
+        return not under_way and not self.alive
 
     @property
     def next_look_s(self) -> float:
@@ -254,11 +285,19 @@ class Ranks:
             return False
         return isinstance(self._forking.order, KeeperStore) is store
 
-    def kill(self, generation: int | None, grace_s: float, *, answer: bool = True) -> None:
+    def kill(
+        self,
+        generation: int | None,
+        grace_s: float,
+        *,
+        answer: bool = True,
+        writer_s: float = 0.0,
+    ) -> None:
         """End generations up to `generation` (None: everything) with all their descendants.
 
         Nothing may hide: it is looked for again until nothing is found. `KeeperStopped` follows
-        then, unless the keeper itself wanted it (`answer`).
+        then, unless the keeper itself wanted it (`answer`). A rank that writes a checkpoint has
+        `writer_s` to finish its file.
         """
         upto = _EVERYTHING if generation is None else generation
         self._ended = max(self._ended, upto)
@@ -271,12 +310,14 @@ class Ranks:
             warn_s = now + grace_s - _LAST_WORD_S
         deadline_s = now + grace_s
         if self._ending is None:
-            self._ending = Ending(upto, deadline_s, warn_s)
+            self._ending = Ending(upto, deadline_s, warn_s, writers_s=warn_s + writer_s)
         else:
             ending = self._ending
             ending.deadline_s = min(ending.deadline_s, deadline_s)
             ending.warn_s = min(ending.warn_s, warn_s)
-            ending.warned = ending.warned and upto <= ending.upto
+            ending.writers_s = min(ending.writers_s, warn_s + writer_s)
+            if upto > ending.upto:
+                ending.warned_s = 0.0
             ending.upto = max(ending.upto, upto)
             ending.next_look_s = 0.0
         if answer:
@@ -300,10 +341,28 @@ class Ranks:
         if found is not None and found.generation == generation and found.record is None:
             send_signal(found.pid, number)
 
+    def relay(self, number: int) -> None:
+        """Send a signal to each rank that handles it: to its first process that does."""
+        table = scan_processes()
+        children: dict[int, list[int]] = {}
+        for process in table.values():
+            children.setdefault(process.parent, []).append(process.pid)
+        for rank in self._ranks.values():
+            front = [rank.pid] if rank.record is None else []
+            if is_alone(self._paths.ring(rank.generation, rank.rank), number):
+                continue  # By way of the agent, perdure has had it carried out already.
+            while front:
+                if handles := [pid for pid in front if catches_signal(pid, number)]:
+                    for pid in handles:
+                        send_signal(pid, number)
+                    break
+                front = [child for pid in front for child in children.get(pid, [])]
+
     # --- progress -----------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
         """Do what has become possible: end, then start."""
+        self._end_raised(now)
         if self._forking is not None:
             if now > self._forking.deadline_s:
                 self._log("the image does not answer")
@@ -314,6 +373,7 @@ class Ranks:
             self._advance_ending(self._ending, now)
         if self._ending is not None:
             return
+        self._end_cleaners(now)
         if self._store is not None:
             self._begin_store(self._store)
         if self._forking is not None or now < self._again_s:
@@ -432,6 +492,8 @@ class Ranks:
             self._ranks = {}
             self._spawned = None
             self._evidence = {}
+            if not self._ended_pids:
+                self._shared_before = reap.list_shared()
             self._waiting.clear()
         kept = {path for one in order.ranks for path in (one.stdout, one.stderr)}
         for rank in self._ranks.values():
@@ -526,7 +588,9 @@ class Ranks:
                 (p.start for p in map(read_process, pids.values()) if p), default=0
             )
         for number, pid in pids.items():
-            rank = Rank(pid, order.generation, number, self._evidence[number])
+            rank = Rank(
+                pid, order.generation, number, self._evidence[number], exit_skew_s=order.exit_skew_s
+            )
             self._ranks[number] = self._by_pid[pid] = rank
             self._roots[pid] = order.generation
         spawned = KeeperSpawned(order.generation, pids, at_s, warm, why_cold, order.beside)
@@ -574,6 +638,48 @@ class Ranks:
 
     # --- ending -------------------------------------------------------------------------------
 
+    def _end_raised(self, now: float) -> None:
+        """Kill ranks whose script an exception has ended, and that do not exit.
+
+        Others wait for such a rank, and its exception would be told by its exit only.
+        """
+        for rank in self._ranks.values():
+            if rank.record is not None or rank.asked or rank.ended_for or not rank.exit_skew_s:
+                continue
+            if not rank.raised_s and exits.has_raised(rank.evidence):
+                rank.raised_s = now
+            if rank.raised_s and now - rank.raised_s >= rank.exit_skew_s:
+                rank.ended_for = f"the process did not exit within {rank.exit_skew_s:g} s"
+                send_signal(rank.pid, signal.SIGKILL)
+
+    def _end_cleaners(self, now: float) -> None:
+        """Wait for the helpers of ended generations, and then remove or name what they left."""
+        if not self._ended_pids:
+            return
+        for pid, (start, deadline_s) in list(self._cleaners.items()):
+            process = read_process(pid)
+            if process is None or process.dead or process.start != start:
+                del self._cleaners[pid]
+            elif now >= deadline_s:
+                self._log(f"killed process {pid}: {read_command(pid)}")
+                send_signal(pid, signal.SIGKILL)
+        if self._cleaners or now < self._shared_look_s:
+            return
+        left = reap.remove_shared(reap.list_shared() - self._shared_before, self._ended_pids)
+        self._ended_pids.clear()
+        if left:
+            some = ", ".join(f"{reap.SHARED}/{name}" for name in left[:_NAMED_MAX])
+            more = len(left) - _NAMED_MAX
+            self._tell(f"ranks that ended left {some}{f' and {more} more' if more > 0 else ''}")
+
+    def _tell(self, text: str, rank: Rank | None = None) -> None:
+        """Say `text` on a rank's standard error."""
+        self._log(text)
+        rank = rank or next(iter(self._ranks.values()), None)
+        if rank is not None:
+            with contextlib.suppress(OSError), open(rank.evidence.stderr, "a") as file:
+                file.write(f"perdure: {text}\n")
+
     def _finish(self, rank: Rank, status: int, usage: struct_rusage, at_s: float) -> None:
         self.output.drain()  # Its last lines are evidence.
         record = exits.make_record(
@@ -586,6 +692,7 @@ class Ranks:
             asked=rank.asked,
             oom_kills=self._count_oom_kills_of(rank),
             evidence=rank.evidence,
+            ended_for=rank.ended_for,
         )
         rank.record = record
         self._old_rings.append((at_s, self._paths.ring(rank.generation, rank.rank)))
@@ -598,6 +705,53 @@ class Ranks:
         failpoint("keeper/recorded")
         self._send(KeeperExited(record))
 
+    def _find_writers(self, ranks: list[Rank], ending: Ending, now: float) -> set[int]:
+        """Return the pids of ranks that may finish a file of a checkpoint, and name them once.
+
+        A save consists of several files: the last one of a rank is waited for a little longer.
+        """
+        if now < ending.warn_s:
+            return set()
+        if now >= ending.writers_s:
+            for rank in ranks:
+                if path := ending.written.pop(rank.pid, ""):
+                    self._tell(f"killed rank {rank.rank}, which still wrote {path}", rank)
+            return set()
+        found = {rank.pid: list_written(rank.pid) for rank in ranks}
+        for rank in ranks:
+            files = [p for p in found[rank.pid] if not p.startswith(self._paths.root)]
+            if files:
+                ending.written_s = now
+                if rank.pid not in ending.written:
+                    most = f"{ending.writers_s - now:.0f} s at most"
+                    text = f"perdure waits for rank {rank.rank}, {most}: it writes {files[0]}"
+                    self._tell(text, rank)
+                ending.written[rank.pid] = files[0]
+        if now >= ending.written_s + _SAVED_S:
+            ending.written.clear()
+        return {rank.pid for rank in ranks if rank.pid in ending.written}
+
+    def _handles_term(self, pid: int) -> bool:
+        """Return whether `pid` handles SIGTERM; perdure's own handler in a rank does not count."""
+        rank = self._by_pid.get(pid)
+        if rank is not None and is_alone(
+            self._paths.ring(rank.generation, rank.rank), signal.SIGTERM
+        ):
+            return False
+        return catches_signal(pid, signal.SIGTERM)
+
+    def _name_awaited(self, left: list[int], ending: Ending, now: float) -> None:
+        """Say once which ranks the end waits for."""
+        if ending.named or not left or now >= ending.deadline_s:
+            return
+        ending.named = True
+        for pid in left:
+            if pid in self._by_pid:
+                rank = self._by_pid[pid]
+                wait_s = ending.deadline_s - now
+                text = f"rank {rank.rank} handles SIGTERM; perdure waits {wait_s:.0f} s for it"
+                self._tell(text, rank)
+
     def _name_killed(self, pids: list[int], table: dict[int, Process], ending: Ending) -> None:
         """Say on the rank's standard error which processes below it did not end in time."""
         for pid in pids:
@@ -606,12 +760,7 @@ class Ranks:
             ending.killed.add(pid)
             root = table[pid].session
             rank = next((r for r in self._ranks.values() if r.pid == root), None)
-            rank = rank or next(iter(self._ranks.values()), None)
-            text = f"killed process {pid}, which a rank had left: {read_command(pid)}"
-            self._log(text)
-            if rank is not None:
-                with contextlib.suppress(OSError), open(rank.evidence.stderr, "a") as file:
-                    file.write(f"perdure: {text}\n")
+            self._tell(f"killed process {pid}, which a rank had left: {read_command(pid)}", rank)
 
     def _count_oom_kills_of(self, rank: Rank) -> int:
         try:
@@ -629,26 +778,47 @@ class Ranks:
         ranks = [r for r in self._by_pid.values() if r.generation <= ending.upto]
         for rank in ranks:
             rank.asked = True
-        if now >= ending.deadline_s:
+        writing = self._find_writers(ranks, ending, now)
+        if now >= ending.deadline_s and not ending.warned_s:
             for rank in ranks:  # Before the table is read, which takes a while.
-                send_signal(rank.pid, signal.SIGKILL)
+                if rank.pid not in writing:
+                    send_signal(rank.pid, signal.SIGKILL)
         newer = self._first_start if self.generation > ending.upto else None
         table = scan_processes()
+        spared = {*self._spared, *self._cleaners}
         members = reap.list_processes_below(
-            table, os.getpid(), self._roots, self._spared, ending.upto, newer
+            table, os.getpid(), self._roots, spared, ending.upto, newer
         )
+        self._ended_pids.update(members)
+        cleaners = [pid for pid in members if pid not in self._by_pid and reap.cleans_up(pid)]
+        members = [pid for pid in members if pid not in cleaners]
         left = [pid for pid in members if pid != self._store_pid]  # It never ends by itself.
+        if ending.warned_s and now >= ending.warned_s + _LAST_WORD_S:
+            left = [pid for pid in left if self._handles_term(pid)]
+            self._name_awaited(left, ending, now)
         if now < ending.deadline_s and left:
-            if now >= ending.warn_s and not ending.warned:
-                ending.warned = True
+            if now >= ending.warn_s and not ending.warned_s:
+                ending.warned_s = now
                 leaders = [pid for pid in members if table[pid].session == pid]
                 for pid in sorted({*(rank.pid for rank in ranks), *leaders}):
-                    send_signal_to_group(pid, signal.SIGTERM)
+                    if pid not in writing or self._handles_term(pid):
+                        send_signal_to_group(pid, signal.SIGTERM)
             # What ends meanwhile wakes the loop: its orphans are the keeper's children.
-            ending.next_look_s = ending.deadline_s if ending.warned else ending.warn_s
+            ending.next_look_s = ending.warn_s
+            if ending.warned_s:
+                brief_s = ending.warned_s + _LAST_WORD_S
+                ending.next_look_s = min(brief_s, ending.deadline_s)
+                if now >= brief_s:
+                    ending.next_look_s = min(now + _IDLE_S, ending.deadline_s)
             return
-        if ending.warned:
-            self._name_killed([pid for pid in members if pid not in self._by_pid], table, ending)
+        if ending.warned_s:
+            for rank in ranks:
+                if rank.pid not in {*ending.killed, *writing} and self._handles_term(rank.pid):
+                    ending.killed.add(rank.pid)
+                    self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM", rank)
+            below = [pid for pid in members if pid not in self._by_pid]
+            self._name_killed([p for p in below if table[p].session not in writing], table, ending)
+        members = [pid for pid in members if table[pid].session not in writing]
         ours = [pid for pid in members if send_signal(pid, signal.SIGKILL)]
         if ranks or ours:
             ending.next_look_s = now + ending.wait_s
@@ -657,6 +827,10 @@ class Ranks:
         if members:  # What sudo has started: to wait for it would hold up the ranks for ever.
             self._log(f"processes {members} are another user's and go on")
         self.output.drain()
+        for pid in cleaners:
+            self._cleaners[pid] = table[pid].start, now + _CLEANERS_S
+        # All processes are looked at then, which must not hold up a start.
+        self._shared_look_s = now + (0.0 if ending.upto == _EVERYTHING else _SHARED_LOOK_S)
         self._ending = None
         self._roots = {p: g for p, g in self._roots.items() if g > ending.upto}
         failpoint("keeper/stopped")

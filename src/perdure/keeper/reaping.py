@@ -7,13 +7,24 @@ killed its successor has no tree to look at, and finds what survived by the mark
 environment that every rank and everything it executes inherits.
 """
 
-from collections.abc import Container, Mapping
+import contextlib
+import os
+from collections.abc import Collection, Container, Iterator, Mapping
 
-from perdure.adapters.host import Process, find_marked, read_environ, read_start_time
+from perdure.adapters.host import (
+    Process,
+    find_marked,
+    read_environ,
+    read_start_time,
+    read_text,
+)
 
 GENERATION = "PERDURE_GENERATION"
 KEEPER = "PERDURE_KEEPER"
 """Names the keeper, by pid and start time, below which a process was started."""
+
+SHARED = "/dev/shm"
+_CLEANERS = ("resource_tracker", "torch_shm_manager")
 
 
 def keeper_mark(pid: int) -> str:
@@ -75,3 +86,57 @@ def _generation_of(process: Process, chain: list[int], roots: Mapping[int, int])
         return roots[process.session]
     mark = read_environ(process.pid).get(GENERATION, "")
     return int(mark) if mark.isdecimal() else None
+
+
+def cleans_up(pid: int) -> bool:
+    """Return whether `pid` removes shared memory of processes that end: Python's, or torch's.
+
+    Both notice by themselves that nobody uses them any more, and then exit.
+    """
+    command = read_text(f"/proc/{pid}/cmdline")
+    return any(name in command for name in _CLEANERS)
+
+
+def list_shared() -> set[str]:
+    """Return the names of this user's files in shared memory."""
+    with contextlib.suppress(OSError), os.scandir(SHARED) as entries:
+        return {one.name for one in entries if _is_ours(one)}
+    return set()
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.stat(follow_symlinks=False).st_uid == os.getuid() and not entry.is_dir()
+    except OSError:
+        return False
+
+
+def remove_shared(names: Collection[str], ended: Container[int]) -> list[str]:
+    """Remove tensors that torch shares by name, of `ended` processes; return what else is left.
+
+    Files that a process has open or mapped are in use, and not among what is left.
+    """
+    left = set(names) & list_shared()
+    for name in sorted(left):
+        words = name.split("_")
+        if words[0] == "torch" and words[1:] and words[1].isdigit() and int(words[1]) in ended:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{SHARED}/{name}")
+            left.discard(name)
+    used = set(_list_used()) if left else set()
+    return sorted(left - used)
+
+
+def _list_used() -> Iterator[str]:
+    """Yield the names in shared memory that a process uses, as far as it can be seen."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for line in read_text(f"/proc/{pid}/maps").splitlines():
+            _, found, name = line.partition(f" {SHARED}/")
+            if found:
+                yield name
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    _, found, name = os.readlink(f"/proc/{pid}/fd/{fd}").partition(f"{SHARED}/")
+                    if found:
+                        yield name

@@ -17,6 +17,7 @@ import gc
 import importlib
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -30,7 +31,7 @@ from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
 from perdure.model.raw import restore_spawn
-from perdure.worker.process import set_title
+from perdure.worker.process import SITE_SIGNALS, ignore_site_signals, set_title
 from perdure.worker.start.streams import open_streams, survive_full_disks
 from perdure.worker.stderr import say
 
@@ -144,6 +145,8 @@ FromImage = ImageForked | Importing | Ready | Unfit | RanksForked | StoreForked 
 
 def main(job: str, node: int, fd: int, log: ModuleLog) -> None:
     """Serve the keeper at the other end of `fd`; in a forked rank, run its script and return."""
+    ignore_site_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SITE_SIGNALS)
     survive_full_disks()  # Before anything is imported that might keep the streams.
     with log:  # It imports.
         set_title(f"perdure zygote {job} {node}")

@@ -128,8 +128,9 @@ class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Restarts within `window_s`; one more ends the job, whatever progress it makes."""
     node_wait_s: Seconds = 900.0
     """How long the world waits for a lost node that no spare one can replace; then it ends."""
-    grace_s: Annotated[float, Meta(ge=0)] = 2.0
-    """Between SIGTERM and SIGKILL when a world is ended that did not crash."""
+    grace_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Seconds between SIGTERM and SIGKILL when a world is ended that did not crash. Ranks whose
+    script and libraries do not handle SIGTERM have 2 s at most."""
     replace: bool = True
     """In an elastic world: whether a new process takes over the slot of one that died."""
 

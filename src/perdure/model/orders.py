@@ -65,6 +65,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run: start the ranks; end: end everything, keeper included, then leave."""
     grace_s: float = 0.0
     """Between SIGTERM and SIGKILL for older ranks; 0 kills at once."""
+    writer_s: float = 30.0
+    """Seconds in which an older rank that does not handle SIGTERM may finish a file of a
+    checkpoint."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False

@@ -65,6 +65,8 @@ compiled recorder, which is built anew for each change of these, has no use for 
 NUM_STEPS_WORD = 75
 """So many steps the loop is to make, counted over the whole run; 0, as in older rings: not known.
 No W_ word either."""
+ALONE_WORD = 76
+"""Bit n is 1 if perdure alone handles signal n in the rank: nothing of the script's does."""
 
 HEADER_BYTES = 640
 COMMS_MAX = 64

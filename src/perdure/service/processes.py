@@ -30,7 +30,8 @@ from perdure.adapters.host import (
     scan_processes,
     send_signal,
 )
-from perdure.worker.process import die_with
+from perdure.service.shield import refuse_site_handlers
+from perdure.worker.process import die_with, ignore_site_signals
 
 
 @dataclass(slots=True)
@@ -117,6 +118,8 @@ def start_bound(command: list[str], output: BinaryIO) -> "subprocess.Popen[bytes
 
 def start_child(part: str, command: list[str], env: dict[str, str], log: str) -> Child:
     """Start `command` in a session of its own, so that the terminal's Ctrl-C is ours alone."""
+    is_server = part.startswith("nats-server")
+    prepare = refuse_site_handlers if is_server else ignore_site_signals
     with open(log, "ab") as output:
         process = subprocess.Popen(
             command,
@@ -125,6 +128,7 @@ def start_child(part: str, command: list[str], env: dict[str, str], log: str) ->
             stderr=output,
             env=env,
             start_new_session=True,
+            preexec_fn=prepare,
         )
     return Child(part, process.pid, os.pidfd_open(process.pid), process)
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from perdure.adapters.host import read_command, send_signal
 from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.failpoints import failpoint
 from perdure.files import is_locked
@@ -76,7 +77,8 @@ from perdure.service.processes import (
 from perdure.service.starts import record_start
 from perdure.service.storage_watch import watch_free_space
 from perdure.service.tail import RankTails
-from perdure.worker.process import set_subreaper
+from perdure.service.window import read_window_s
+from perdure.worker.process import RELAYS, SITE_SIGNALS, ignore_site_signals, set_subreaper
 
 log = logging.getLogger("perdure.run")
 
@@ -86,7 +88,7 @@ _NATS_READY_S = 20.0
 _POLL_S = 0.1
 _LEAVE_S = 10.0
 """Given to agents and keepers to leave by themselves after the job has ended."""
-_ORPHANS_S = 1.0
+_ORPHANS_S = 5.0
 """Given to what is still there after the last agent has left."""
 _READY_S = 20.0
 """Given to the lighthouse to say where it listens."""
@@ -123,6 +125,7 @@ def run(
         ConfigError: a job of this name is running.
         PlatformError: a part cannot be started or does not stay up.
     """
+    ignore_site_signals()
     home = os.path.abspath(home)
     paths = paths_of(home, spec.name)
     lock = JobLock(paths)
@@ -192,6 +195,8 @@ class Supervisor:
         self._ended: JobEnded | None = None
         self._failure: PerdureError | None = None
         self._signals: list[signal.Signals] = []
+        self._window_s: float | None = None
+        """What the platform leaves between SIGTERM and SIGKILL; None if it does not say."""
         self._at_terminal = any(stream.isatty() for stream in (sys.stdout, sys.stderr))
         """Its hang-up says that nobody looks any more, and not that the job shall end."""
         self._tasks = Tasks()
@@ -216,6 +221,7 @@ class Supervisor:
     async def run(self) -> int:
         """Start everything, wait for the end, leave nothing behind; return the exit code."""
         self._catch_signals()
+        self._tasks.spawn(self._read_window())
         self._start_watch()
         try:
             await run_until(self._over, self._start())  # A part may keep dying meanwhile.
@@ -238,6 +244,9 @@ class Supervisor:
             interrupted = ran and signal.SIGINT in self._signals
             return 128 + signal.SIGINT if interrupted else self._ended.exit_code
         return 128 + self._signals[-1] if self._signals else 1
+
+    async def _read_window(self) -> None:
+        self._window_s = await asyncio.to_thread(read_window_s, os.environ)
 
     async def _start(self) -> None:
         self._start_part("guard")
@@ -467,7 +476,8 @@ class Supervisor:
         for number in _STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 loop.add_signal_handler(number, self._stop, number)
-        loop.add_signal_handler(signal.SIGUSR1, self._checkpoint)
+        for number in SITE_SIGNALS:
+            loop.add_signal_handler(number, self._pass_on, number)
 
     def _stop(self, number: signal.Signals) -> None:
         if number == signal.SIGHUP and self._at_terminal:
@@ -477,7 +487,9 @@ class Supervisor:
         match len(self._signals):
             case 1:
                 self._note(f"{number.name}: stopping; once more ends it at once")
-                self._tasks.spawn(self._order("stop", number.name))
+                announced = number == signal.SIGTERM and self._window_s is not None
+                args = {"window_s": self._window_s} if announced else {}
+                self._tasks.spawn(self._order("stop", number.name, args))
             case 2:
                 self._note(f"{number.name} again: killing the ranks")
                 self._tasks.spawn(self._order("kill", number.name))
@@ -485,13 +497,20 @@ class Supervisor:
             case _:
                 self._over.set()
 
-    def _checkpoint(self) -> None:
-        self._tasks.spawn(self._order("checkpoint", "SIGUSR1"))
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Hand a signal of the site to ranks that handle it; the first one also asks to save."""
+        self._note(f"{number.name}: handed to the ranks of this machine that handle it")
+        relay = next(relay for relay, passed in RELAYS.items() if passed == number)
+        for pid in list_living_descendants(os.getpid()):
+            if f"perdure keeper {self._spec.name} " in read_command(pid):
+                send_signal(pid, relay)
+        if number == signal.SIGUSR1:
+            self._tasks.spawn(self._order("checkpoint", "SIGUSR1"))
 
-    async def _order(self, kind: str, who: str) -> None:
+    async def _order(self, kind: str, who: str, args: Mapping[str, object] = {}) -> None:
         """Repeat a command until the controller has answered it."""
         id_ = f"run-{os.getpid()}-{kind}-{time.monotonic_ns()}"
-        given = {"id": id_, "kind": kind, "who": who}
+        given = {"id": id_, "kind": kind, "who": who, "args": args}
         command = msgspec.convert(given, Command)
         while True:
             with contextlib.suppress(PerdureError):
@@ -500,7 +519,9 @@ class Supervisor:
                         subject_commands(self._spec.name), encode(command), timeout_s=2.0
                     )
                     reply: CommandReply = decode(answer, CommandReply)
-                    self._note(f"{kind}: {reply.reason or ('ok' if reply.ok else 'refused')}")
+                    plain = who == signal.SIGUSR1.name and "does not call perdure" in reply.reason
+                    if not plain:  # Its ranks were sent the signal.
+                        self._note(f"{kind}: {reply.reason or ('ok' if reply.ok else 'refused')}")
                     return
             await asyncio.sleep(_POLL_S)
 

@@ -13,8 +13,10 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Literal
 
 from perdure.files.private import locate_job
@@ -36,6 +38,10 @@ from perdure.worker.stderr import say
 
 _PR_SET_PTRACER = 0x59616D61
 _DRAIN_AT_EXIT_S = 3.0
+_END_S = 2.0
+"""Seconds after the end of the script before perdure looks at what the process waits for."""
+_HOLD_S = 3600.0
+"""Seconds that a thread which is no daemon may hold a rank that has ended well."""
 
 
 class Attachment:
@@ -55,6 +61,7 @@ class Attachment:
         """Where steps go, where that is stamped."""
         self._entered: set[Phase] = set()
         """Phases of the start-up that were stamped."""
+        self._ended = threading.Event()
         self.started = False
         """The phase is the loop's from now on."""
         self._compiles = False
@@ -160,20 +167,82 @@ class Attachment:
 
         watch_compilations()
 
-    def stop(self) -> None:
-        """End the threads and hand over what is left; the ring stays.
+    def begin_end(self) -> None:
+        """Note that the script has ended, before Python waits for its threads.
 
-        The interpreter ends: unless an exception ends it, the rank has finished, and may take
-        seconds for what its libraries do then.
+        Unless an exception ends it, the rank has finished, and may take seconds for what its
+        libraries do then.
         """
         if os.getpid() != self.pid:
             return
+        if getattr(sys, "last_value", None) is None and not list_holding_threads():
+            self.ring.set_phase("finished")
+        with contextlib.suppress(RuntimeError):  # No thread can be started any more.
+            threading.Thread(target=self._name_hold, name="perdure-end", daemon=True).start()
+
+    def _name_hold(self) -> None:
+        """Say what the process waits for, if it does not end. A thread that trains is no wait."""
+        moved, names = -1, ""
+        while not self._ended.wait(_END_S):
+            before, moved = moved, self.ring.num_moves
+            if moved != before and (threads := list_holding_threads()):
+                names = ", ".join(one.name for one in threads)
+                continue
+            say(f"rank {self.ring.rank} {describe_hold()}")
+            if getattr(sys, "last_value", None) is None:
+                self.ring.set_phase("finished")
+                if names:
+                    now = time.monotonic_ns()
+                    until = now + int(_HOLD_S * 1e9)
+                    self.ring.set_busy(f"end, waits for thread {names}".encode(), now, until)
+            return
+
+    def stop(self) -> None:
+        """End the threads and hand over what is left; the ring stays."""
+        if os.getpid() != self.pid:
+            return
+        self._ended.set()
         if getattr(sys, "last_value", None) is None:
             self.ring.set_phase("finished")
         if self.recorder is not None:
             self.recorder.stop()
         if self.control is not None:
             self.control.close(_DRAIN_AT_EXIT_S)
+
+
+def describe_hold() -> str:
+    """Return in words why this process, whose script has ended, lives on."""
+    error = getattr(sys, "last_value", None)
+    ended = "has ended" if error is None else f"has raised {type(error).__name__}"
+    frames, main = sys._current_frames(), threading.main_thread()
+    if others := list_holding_threads():
+        names = ", ".join(f"{one.name} ({_locate(frames.get(one.ident or 0))})" for one in others)
+        return f"{ended} and waits for threads that are no daemons: {names}"
+    return f"{ended} and does not exit: it is in {_locate(frames.get(main.ident or 0))}"
+
+
+def list_holding_threads() -> list[threading.Thread]:
+    """Return the threads for which Python waits before this process exits."""
+    main = threading.main_thread()
+    return [one for one in threading.enumerate() if not one.daemon and one is not main]
+
+
+def _locate(frame: FrameType | None) -> str:
+    """Return the innermost place of the script's own, or else the innermost one."""
+    at = frame
+    while at is not None and "/lib/python" in at.f_code.co_filename:
+        at = at.f_back
+    at = at or frame
+    return "native code" if at is None else f"{at.f_code.co_filename}:{at.f_lineno}"
+
+
+def _before_threads_end(call: Callable[[], None]) -> None:
+    """Have `call` called when the script has ended, before Python joins its threads."""
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(call)
+    else:
+        atexit.register(call)
 
 
 def stand_alone() -> Attachment:
@@ -208,6 +277,7 @@ def attach_ring() -> Attachment | None:
     _attachment.enter("script")
     _allow_stacks()
     atexit.register(_attachment.stop)
+    _before_threads_end(_attachment.begin_end)
     return _attachment
 
 

@@ -26,6 +26,7 @@ from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import AnyEvent, BoundaryReached, CheckpointFailed, KeysDeclared
 from perdure.model.signals.progress import Phase
 from perdure.model.steering import Change
+from perdure.worker.attach import attach_ring
 from perdure.worker.boundary import ORPHAN_S, PLANS, Agreed, BoundaryGate
 from perdure.worker.busy import AT_MOST_S_MAX, declare_busy
 from perdure.worker.cells import Cells
@@ -62,6 +63,14 @@ class SignalForwarding:
             with contextlib.suppress(ValueError):
                 self._before[number] = current
                 signal.signal(number, self._handle)
+        attachment = attach_ring()
+        if attachment is not None:
+            attachment.ring.set_alone(
+                number
+                for number in FORWARDED
+                if signal.getsignal(number) == self._handle
+                and not callable(self._before.get(number))
+            )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number, signal.SIG_DFL)

@@ -33,6 +33,21 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+SITE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers send before a walltime, to `perdure run` or to every process of a job."""
+RELAYS = {signal.SIGRTMIN + 1: signal.SIGUSR1, signal.SIGRTMIN + 2: signal.SIGUSR2}
+"""Signal to a keeper -> what it passes on to its ranks."""
+
+
+def ignore_site_signals() -> None:
+    """Ignore SIGUSR1 and SIGUSR2 in this process, without Python's knowledge.
+
+    Libraries such as Lightning install no handler if Python says that the signal is ignored.
+    """
+    for number in SITE_SIGNALS:
+        _libc.signal(ctypes.c_int(number), ctypes.c_void_p(1))
+
+
 def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         code = ctypes.get_errno()

@@ -8,6 +8,7 @@ fork every writer of the child points at private memory instead.
 import mmap
 import os
 import struct
+import sys
 import time
 import weakref
 from collections.abc import Iterable
@@ -210,6 +211,10 @@ class RingWriter:
         words[layout.NUM_STEPS_WORD] = num_steps
         words[layout.W_PROGRESS_SEQ] += 1
 
+    def set_alone(self, numbers: Iterable[int]) -> None:
+        """Note the signals that perdure alone handles here, and neither script nor library."""
+        self._words[layout.ALONE_WORD] = sum(1 << number for number in numbers)
+
     def add_compilation(self, ns: int) -> None:
         """Note what torch took to compile within a first step; `commit` counts it as well."""
         words = self._words
@@ -305,6 +310,11 @@ class RingWriter:
                 found.append((slot, bytes(raw).split(b"\0", 1)[0].decode("utf-8", "replace")))
         return found
 
+    @property
+    def num_moves(self) -> int:
+        """Number that grows with each change of a communicator."""
+        return int(self._words[layout.W_COMM_SEQ])
+
     def set_comm(self, slot: int, started: int, ended: int, since: int) -> None:
         """Note a communicator's last collectives, and since when the newest is under way."""
         words = self._words
@@ -375,3 +385,13 @@ def _detach_all() -> None:
 
 
 os.register_at_fork(after_in_child=_detach_all)
+
+
+def is_alone(path: str, number: int) -> bool:
+    """Return whether the rank of the ring at `path` leaves signal `number` to perdure."""
+    try:
+        with open(path, "rb") as file:
+            word = os.pread(file.fileno(), 8, 8 * layout.ALONE_WORD)
+    except OSError:
+        return False
+    return bool(int.from_bytes(word, sys.byteorder) >> number & 1)

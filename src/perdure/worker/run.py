@@ -10,6 +10,7 @@ Under `perdure run` this joins the job. Alone, or under torchrun, every call is 
 keeps the same script running: `steps` counts, `batches` yields the same data in the same order.
 """
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, SupportsFloat
@@ -18,6 +19,7 @@ from perdure.model.errors import ConfigError
 from perdure.model.events import RankJoined
 from perdure.worker.attach import Attachment, attach_rank
 from perdure.worker.busy import Busy, declare_busy
+from perdure.worker.cells import open_cells
 from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
@@ -241,7 +243,9 @@ class Run:
             generation=ring.generation,
             emit=attachment.emit,
             now=attachment.now,
+            open_cells=open_cells,
         )
+        atexit.register(self._saver.leave)
         self.loop = StepLoop(attachment, self._saver, self._metrics, self.config)
         self.loop.every_steps = checkpoint.every_steps
         declare_own_keys(self.config, checkpoint, self.loop)

@@ -301,7 +301,7 @@ def test_end_has_a_bound(node: Node) -> None:
     node.run_generation(0)
     node.assign(1, "end", grace_s=2.0)
     deadline = node.machine.next_deadline()
-    assert deadline == 32.0
+    assert deadline == 62.0, "a rank may finish its checkpoint"
     assert node.machine.handle(31.0, TimerFired()) == []
     left = node.machine.handle(deadline, TimerFired())
     assert [type(r) for r in left] == [TellKeeper, Leave]

@@ -3,6 +3,7 @@
 import pytest
 from tests.unit.control.driver import Driver, started
 
+from perdure.control.agreement.changes import keep_change
 from perdure.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -11,6 +12,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import EndJob
+from perdure.model.steering import Change
 
 
 def fail(driver: Driver, step: int, error: str) -> None:
@@ -45,6 +47,16 @@ def test_a_job_of_which_every_save_failed_does_not_end_with_0() -> None:
 def test_checkpoints_that_perdure_chose_to_make_are_no_result() -> None:
     """They were for a restart, and the job has ended without one."""
     driver = started()
+    fail(driver, 10, "No space left on device")
+    ending = end(driver)
+    assert (ending.status, ending.exit_code) == ("done", 0)
+
+
+def test_an_interval_that_was_set_later_saves_no_end() -> None:
+    """D4: ranks save the end by the job file, so no save of the end has failed."""
+    driver = started()
+    change = Change(epoch=1, step=5, values={"checkpoint.every_steps": 10})
+    keep_change(driver.controller.state, change)
     fail(driver, 10, "No space left on device")
     ending = end(driver)
     assert (ending.status, ending.exit_code) == ("done", 0)

@@ -53,6 +53,22 @@ def test_own_traceback_file(tmp_path: Path) -> None:
     assert record.traceback.startswith("Traceback (most recent call last):")
 
 
+def test_a_rank_that_was_killed_because_it_did_not_exit_ended_by_its_exception(
+    tmp_path: Path,
+) -> None:
+    own = str(tmp_path / "errors" / "g2-r1.json")
+    evidence = exits.prepare_evidence(RankLaunch(1, {}, "", "", ""), own)
+    assert not exits.has_raised(evidence)
+    try:
+        raise ValueError("bad batch")
+    except ValueError as error:
+        save_failure(evidence.traceback_file, error, error.__traceback__)
+    assert exits.has_raised(evidence)
+    record = make_record(evidence, signal.SIGKILL, ended_for="it did not exit")
+    assert (record.code, record.signal) == (1, 0)
+    assert record.error == "ValueError: bad batch; it did not exit"
+
+
 def test_traceback_read_off_the_stream(tmp_path: Path) -> None:
     (tmp_path / "stderr").write_text(
         "old\nTraceback (most recent call last):\n  File\nKeyError: 'a'\n"

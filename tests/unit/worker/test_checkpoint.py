@@ -26,6 +26,7 @@ from perdure.model.job import CheckpointConfig
 from perdure.model.records import encode_record
 from perdure.worker import busy
 from perdure.worker.attach import Attachment
+from perdure.worker.cells import Cells
 from perdure.worker.checkpoint import Checkpointer, checkpointer
 from perdure.worker.checkpoint.files import list_checkpoints
 from perdure.worker.checkpoint.sharded import SavePlanCache
@@ -395,10 +396,10 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
             came.append(ahead.wait(PATIENCE_S))
         return publish(folder, root, step, manifest)
 
-    def wait_ahead(task: checkpointer.SaveTask, path: Path, rank: int) -> Path:
+    def wait_ahead(task: checkpointer.SaveTask, path: Path, rank: int, deadline_s: float) -> None:
         if (task._rank, task.step) == (1, 2):  # Its own plan of the next step is written.
             ahead.set()
-        return wait(task, path, rank)
+        wait(task, path, rank, deadline_s)
 
     monkeypatch.setattr(checkpointer, "publish", publish_late)
     monkeypatch.setattr(checkpointer.SaveTask, "_wait", wait_ahead)
@@ -437,6 +438,64 @@ def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(
     tensors = staging.begin({"weight": torch.ones(8)}, ())
     with pytest.raises(checkpointer.SaveAbandoned):
         late.write(staging, SavePlanCache(1), tensors, {"fingerprint": {}, "extra": {}})
+
+
+def start_save(folder: Path, rank: int, marks: checkpointer.SaveMarks) -> checkpointer.SaveTask:
+    task = checkpointer.SaveTask(
+        root=folder, remote=None, step=1, attempt="g0.1", rank=rank, world_size=2,
+        reason="test", allow_pickle=False, marks=marks,
+    )  # fmt: skip
+    staging = Staging()
+    tensors = staging.begin({f"weight{rank}": torch.ones(8)}, ())
+    task.write(staging, SavePlanCache(rank), tensors, {"fingerprint": {}, "extra": {}})
+    return task
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> checkpointer.SaveMarks:
+    """What the ranks of one world share beside their disk, whose time limit never comes."""
+    monkeypatch.setattr(checkpointer, "TIMEOUT_S", 3600.0)
+    cells = Cells()
+    return checkpointer.SaveMarks(lambda: cells, "g0")
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_rank_whose_disk_takes_nothing_ends_the_save_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks: checkpointer.SaveMarks, waits: int
+) -> None:
+    """D4: the disk is full for one rank, and has room again when the other rank comes."""
+    fails = 1 - waits
+    task = checkpointer.SaveTask(
+        root=tmp_path / "full", remote=None, step=1, attempt="g0.1", rank=fails, world_size=2,
+        reason="test", allow_pickle=False, marks=marks,
+    )  # fmt: skip
+    (tmp_path / "full").write_text("takes nothing")
+    assert task.fail("No space left"), "its word has not arrived, so it reports the failure itself"
+    with ThreadPoolExecutor() as pool, pytest.raises(checkpointer.SaveAbandoned):
+        pool.submit(start_save, tmp_path / "room", waits, marks).result(PATIENCE_S)
+
+
+def test_a_save_of_which_a_rank_has_exited_is_over(
+    tmp_path: Path, marks: checkpointer.SaveMarks
+) -> None:
+    marks.mark_exited(1)
+    with ThreadPoolExecutor() as pool, pytest.raises(PlatformError, match="rank 1 has exited"):
+        pool.submit(start_save, tmp_path, 0, marks).result(PATIENCE_S)
+
+
+def test_a_save_waits_for_all_ranks_together_and_names_the_one_that_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "TIMEOUT_S", 0.3)
+    task = checkpointer.SaveTask(
+        root=tmp_path, remote=None, step=1, attempt="g0.1", rank=0, world_size=2,
+        reason="test", allow_pickle=False,
+    )  # fmt: skip
+    staging = Staging()
+    tensors = staging.begin({"weight": torch.ones(8)}, ())
+    with pytest.raises(checkpointer.PeerLate, match="rank 1 did not finish its share"):
+        task.write(staging, SavePlanCache(0), tensors, {"fingerprint": {}, "extra": {}})
+    assert task.name_wait() == "checkpoint, waits for rank 1"
 
 
 @pytest.mark.parametrize("hung", [0, 1])

@@ -1,5 +1,7 @@
 """What is agreed is done and told once, whatever interrupts the rank that does it, and where."""
 
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +9,12 @@ import pytest
 from perdure.model.errors import PlatformError
 from perdure.model.events import BoundaryReached
 from perdure.model.steering import Change
+from perdure.worker import executor
+from perdure.worker.attach import Attachment
 from perdure.worker.boundary import Agreed
 from perdure.worker.config import Config
-from perdure.worker.executor import Depth, Executor
+from perdure.worker.executor import FORWARDED, Depth, Executor, SignalForwarding
+from perdure.worker.ring import RingWriter, is_alone
 
 
 class Interruption(Exception):
@@ -117,3 +122,22 @@ def test_a_drain_that_nothing_came_of_holds_nobody() -> None:
     stop_at(rank, 5)
     assert rank.reached() == [("d1", 5, "no room")]
     assert not rank.executor.gate.holds
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_ring_says_whether_perdure_alone_handles_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    ring = RingWriter.create(str(tmp_path / "ring"), rank=0, generation=0)
+    monkeypatch.setattr(executor, "attach_ring", lambda: Attachment(ring))
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    try:
+        signal.signal(signal.SIGTERM, (lambda *_: None) if own else signal.SIG_DFL)
+        SignalForwarding(lambda number: None).install()
+        assert is_alone(str(tmp_path / "ring"), signal.SIGTERM) is not own
+        assert is_alone(str(tmp_path / "ring"), signal.SIGUSR1)
+        assert not is_alone(str(tmp_path / "ring"), signal.SIGUSR2)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ring.close()

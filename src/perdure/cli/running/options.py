@@ -156,7 +156,7 @@ class RunOptions:
     shutdown_timeout: Annotated[
         int | None,
         _torchrun(
-            "--shutdown-timeout", min=0, help="Seconds between SIGTERM and SIGKILL (default 2)."
+            "--shutdown-timeout", min=0, help="Seconds between SIGTERM and SIGKILL (default 30)."
         ),
     ] = None
     nnodes: Annotated[

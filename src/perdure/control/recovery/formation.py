@@ -36,6 +36,8 @@ _END_TIMEOUT_S = 20.0
 def note_submission(state: JobState, now: float, event: JobSubmitted) -> list[AnyAction]:
     """Learn what the job is; its nodes have to register in time."""
     state.spec, state.submitted_s = event.spec, event.at_s
+    config = event.spec.checkpoint
+    state.saves_end = bool(config.every_steps or config.every_s or config.url)
     state.worlds = membership_of(state).make_worlds()
     if event.spec.served:
         state.enter("enough nodes are there")
@@ -84,7 +86,7 @@ def begin_generation(
 ) -> list[AnyAction]:
     """End what is older on the nodes of a world, or of a group, and serve a new store."""
     state.generation += 1
-    state.worlds[world.number] = new = world.begin(state.generation, now + FORM_TIMEOUT_S)
+    state.worlds[world.number] = new = world.begin(state.generation, now + FORM_TIMEOUT_S + grace_s)
     return [assign(state, new, "store", reason, grace_s=grace_s)]
 
 
@@ -248,21 +250,21 @@ def end_job(
     reason: str,
     *,
     grace_s: float = 0.0,
+    at_once: bool = False,
 ) -> list[AnyAction]:
     """Begin the end: every node ends what it runs, keeper included.
 
-    A job whose end was to be saved, and that never was, has not ended well.
+    A job whose end was to be saved, and that never was, has not ended well. If the ranks are to
+    end `at_once`, no file of a checkpoint is waited for.
     """
     if state.over:
         return []
-    config = state.the_spec().checkpoint
-    to_save = status == "stopped" or bool(config.every_steps or config.every_s or config.url)
+    to_save = status == "stopped" or state.saves_end
     if exit_code == 0 and to_save and state.unsaved:
         exit_code = PlatformError.exit_code
         reason = f"{reason}, and every checkpoint failed: {state.unsaved}"
         status = "failed" if status == "done" else status
     state.enter("it is done, stopped or given up")
-    state.deadline_s = now + _END_TIMEOUT_S + grace_s
     state.ending = EndJob(status=status, exit_code=exit_code, reason=reason)
     state.boundary = None
     why, answers = f"the job has ended: {reason}", list[AnyAction]()
@@ -270,7 +272,9 @@ def end_job(
         answers += state.answer(id_, command.kind in ("stop", "kill"), why, {})
     all_ = membership_of(state).make_farewell(state)
     farewell = _number(state, all_, "end", reason, grace_s)
-    state.farewell = structs.replace(farewell, exit_code=exit_code)
+    writer_s = 0.0 if at_once else farewell.writer_s
+    state.deadline_s = now + _END_TIMEOUT_S + grace_s + writer_s
+    state.farewell = structs.replace(farewell, exit_code=exit_code, writer_s=writer_s)
     for world in state.worlds.values():
         if world.alive:
             world.end()

@@ -1,5 +1,6 @@
 """Operators' commands: taken once by id, answered once, never half applied."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -14,11 +15,43 @@ from perdure.control.steering.saving import start_checkpoint
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
 from perdure.model.events import CommandReceived, FaultInjected, NodeAsked, OperatorNoted
+from perdure.model.job import RestartConfig
 from perdure.model.orders import AnyAction, InjectFault, RecordEvent
 from perdure.model.steering import find_note_fault
 
 _STOP_TIMEOUT_S = 30.0
 """A stop that the ranks have not agreed on by then is carried out with signals."""
+
+
+_WINDOW_RESERVE = 0.1
+"""Share of a platform's window that is kept for what comes after the ranks' end."""
+
+
+def _read_window_s(command: OpenCommand) -> float | None:
+    """Return the seconds that whoever asked for a stop leaves the job; None if it does not say."""
+    given = command.args.get("window_s")
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return None
+    return float(given) if 0 < given < math.inf else None
+
+
+def _agree_s(command: OpenCommand) -> float:
+    """Return how long ranks may take to agree on a step to stop at: half of a known window."""
+    window_s = _read_window_s(command)
+    return _STOP_TIMEOUT_S if window_s is None else min(_STOP_TIMEOUT_S, 0.5 * window_s)
+
+
+def _compute_grace_s(state: JobState, now: float, command: OpenCommand | None) -> float:
+    """Return how long ranks have between SIGTERM and SIGKILL: what is left of a known window.
+
+    A grace that the job file names is never exceeded.
+    """
+    grace_s = state.the_spec().restart.grace_s
+    window_s = None if command is None else _read_window_s(command)
+    if command is None or window_s is None:
+        return grace_s
+    left_s = max(0.0, command.at_s + (1.0 - _WINDOW_RESERVE) * window_s - now)
+    return left_s if grace_s == RestartConfig().grace_s else min(grace_s, left_s)
 
 
 def stop_deadline(state: JobState) -> float | None:
@@ -27,9 +60,11 @@ def stop_deadline(state: JobState) -> float | None:
     if boundary is not None and boundary.kind == "stop" and boundary.move == "commit":
         return None
     open_ = [
-        c.at_s for c in state.commands.values() if c.kind == "stop" and "at_step" not in c.settled
+        c.at_s + _agree_s(c)
+        for c in state.commands.values()
+        if c.kind == "stop" and "at_step" not in c.settled
     ]
-    return min(open_) + _STOP_TIMEOUT_S if open_ else None
+    return min(open_, default=None)
 
 
 def find_reached_stop(state: JobState) -> OpenCommand | None:
@@ -50,9 +85,11 @@ def finish_job(state: JobState, now: float) -> list[AnyAction]:
 
 def give_up_stop(state: JobState, now: float) -> list[AnyAction]:
     """End the ranks with SIGTERM and the configured grace: they did not agree in time."""
-    reason = f"the ranks did not agree on a step to stop at within {_STOP_TIMEOUT_S:g} s"
+    stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
+    agree_s = _STOP_TIMEOUT_S if stop is None else _agree_s(stop)
+    reason = f"the ranks did not agree on a step to stop at within {agree_s:g} s"
+    grace_s = _compute_grace_s(state, now, stop)
     done = state.answer_all("stop", True, reason, {"step": state.step})
-    grace_s = state.the_spec().restart.grace_s
     return [*done, *end_job(state, now, "stopped", 1, reason, grace_s=grace_s)]
 
 
@@ -99,7 +136,8 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
 
 def _kill(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     done = state.answer(command.id, True, "killed", {})
-    return [*done, *end_job(state, now, "stopped", 1, f"killed by {command.who or 'an operator'}")]
+    who = f"killed by {command.who or 'an operator'}"
+    return [*done, *end_job(state, now, "stopped", 1, who, at_once=True)]
 
 
 def _receive_start(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
@@ -202,7 +240,7 @@ def _start_stop(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
         reason = f"stop asked for by {command.who or 'an operator'}"
         return open_boundary(state, now, "stop", reason=reason, command=command.id)
     done = state.answer(command.id, True, "stopped", {"step": state.step})
-    grace_s = state.the_spec().restart.grace_s
+    grace_s = _compute_grace_s(state, now, command)
     reason = f"stopped by {command.who or 'an operator'}"
     return [*done, *end_job(state, now, "stopped", 0, reason, grace_s=grace_s)]
 

@@ -258,7 +258,11 @@ def _evict(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     actions = drop_boundary(state, move.why)
     state.world.failed_s = now  # What it costs is what a restart costs.
     where = f", from step {move.step}" if move.stage == "held" else ""
-    return [*actions, *form_world(state, now, f"{move.why}{where}")]
+    grace_s = 0.0
+    if not state.world.joined:  # Nothing of perdure's is saved, and the script may save itself.
+        announced_s = max(0.0, move.deadline_s - now)
+        grace_s = announced_s if move.force else state.the_spec().restart.grace_s
+    return [*actions, *form_world(state, now, f"{move.why}{where}", grace_s=grace_s)]
 
 
 def _settle(state: JobState, now: float) -> list[AnyAction]:

@@ -41,7 +41,7 @@ def _say_stop(state: JobState, args: dict[str, Any]) -> tuple[bool, str]:
     grace_s = state.the_spec().restart.grace_s
     return True, (
         "the ranks can agree on no step: they get SIGTERM, and SIGKILL "
-        f"{grace_s:g} s later; what the script has not saved is lost"
+        f"{grace_s:g} s later (2 s if they do not handle it); what the script has not saved is lost"
     )
 
 

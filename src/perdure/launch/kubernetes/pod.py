@@ -62,6 +62,10 @@ def make_user_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return lacking
 
 
+USABLE = 0.9
+"""Share of a pod's grace that its job uses; the rest is for what comes afterwards."""
+
+
 class Pod:
     """One pod's part of a job."""
 
@@ -79,7 +83,7 @@ class Pod:
         self.home = f"{durable}/state" if self.first else f"{durable}/{node}"
         self.env = {**environ, **make_user_variables(environ), "PERDURE_HOME": self.home}
         self.address = environ.get("PERDURE_POD_IP", "127.0.0.1")
-        self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")) * 0.9)
+        self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")) * USABLE)
         self.settle_s = _CALL_S
         """How long the first pod may take to say how the job ended."""
         self.told: list[int] = []

@@ -340,6 +340,8 @@ class KeeperSpawn(OfGeneration, frozen=True):
     cold: bool
     beside: bool = False
     """Its ranks join those of the same generation that live."""
+    exit_skew_s: float = 0.0
+    """Seconds that a rank may take to end once an exception has ended its script; 0: any time."""
 
 
 class KeeperStore(OfGeneration, frozen=True):
@@ -356,6 +358,8 @@ class KeeperKill(OfGeneration, frozen=True):
     """
 
     grace_s: float = 0.0
+    writer_s: float = 30.0
+    """Seconds for a rank that does not handle SIGTERM to finish a file of a checkpoint."""
 
 
 class KeeperSignal(OfGeneration, frozen=True):

@@ -427,6 +427,7 @@ class AgentService:
             cwd=spec.cwd,
             cold=spec.cold,
             beside=request.beside,
+            exit_skew_s=0.0 if spec.observe else spec.detect.exit_skew_s,
         )
 
     def _find_input(self, generation: int) -> int:

@@ -34,7 +34,7 @@ from perdure.service.queue.store import (
     list_missing_outputs,
 )
 
-GRACE_S = 30.0
+GRACE_S = 60.0
 """Between SIGTERM and SIGKILL when an attempt is stopped or has run out of time: room for a
 checkpoint."""
 GRACE_THERE_S = 330.0

@@ -9,6 +9,9 @@ One save of one rank, in its background thread, goes from the snapshot to the ta
 Ranks meet in files of the checkpoint's temporary directory: `plan-R` what rank R holds, `part-R`
 that its share is on the disk, read back and found equal (or why not). Rank 0 gathers the parts,
 publishes, tags. Whatever a rank waits for is bounded, and ends when another rank has failed.
+
+A rank whose disk is full cannot leave a file for the others. It marks the save as failed in the
+generation's store (`worker.cells`), which needs no disk. A rank that exits marks itself there.
 """
 
 import contextlib
@@ -47,6 +50,7 @@ from perdure.model.errors import PlatformError, ProtocolError, UnfitError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
 from perdure.worker.busy import Busy, compute_allowance_s, declare_busy
+from perdure.worker.cells import Away, Cells
 from perdure.worker.checkpoint.files import (
     Remote,
     apply_retention,
@@ -83,6 +87,7 @@ from perdure.worker.stderr import say
 
 T = TypeVar("T")
 TIMEOUT_S = 300.0
+"""Seconds that a save waits for the shares of all other ranks, together."""
 WAIT_S = 30.0
 """Seconds that a save waits for the one before: a disk may be slow for a while."""
 _QUICK_S = 1.0
@@ -96,6 +101,8 @@ _LAST = ("stop", "end")
 _POLL_S = 0.01
 _LOOKS = 2
 """Steps before which perdure looks at the script: the first one, and the one after it."""
+_ASK_S = 0.5
+"""Seconds between two questions to the store while a save waits for a rank."""
 _SKIPPED_MAX = 100
 """Newest skipped saves that a rank declines; no rank waits for older ones."""
 _DECLINED = "it was still writing an earlier checkpoint"
@@ -131,11 +138,13 @@ class SaveTask:
         world_size: int,
         reason: str,
         allow_pickle: bool,
+        marks: "SaveMarks | None" = None,
     ) -> None:
         """Write the checkpoint of `step` under `root`; nothing is touched yet.
 
         `attempt` is the same on all ranks and never used twice.
         """
+        self._marks, self._attempt = marks, attempt
         self._root, self._remote = root, remote
         self.folder = root / f"{name_checkpoint(step)}.{attempt}{TEMPORARY}"
         self._failed = root / f"{name_checkpoint(step)}.{attempt}.failed{TEMPORARY}"
@@ -143,6 +152,8 @@ class SaveTask:
         self.began = time.monotonic()
         self.doing = f"it waits for {root}"
         """What it waits for, in words."""
+        self.awaited = -1
+        """The rank whose share it waits for; -1 for none."""
         self._rank, self._world_size = rank, world_size
         self._allow_pickle = allow_pickle
         self._begun = False
@@ -188,14 +199,16 @@ class SaveTask:
                 time.sleep(_AGAIN_S)
 
     def fail(self, text: str) -> bool:
-        """Clean up, and leave word for rank 0; return whether this rank must speak up itself."""
+        """Clean up, and leave word for the others; return whether this rank must report it."""
         if self._rank == 0:
+            self._mark_failed()
             self._leave_word()
             return True
         if self._abandoned:
             return False
         with contextlib.suppress(OSError):  # First, so that there is room for the word.
-            for path in self.folder.glob(f"__{self._rank}_*"):
+            own = f"__{self._rank}_*", f"rank-{self._rank}.pt", f"plan-{self._rank}.new"
+            for path in [path for name in own for path in self.folder.glob(name)]:
                 path.unlink()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -205,8 +218,13 @@ class SaveTask:
                 synced=True,
             )
         except OSError:
+            self._mark_failed()
             return True
         return False
+
+    def _mark_failed(self) -> None:
+        if self._marks is not None and self._world_size > 1:
+            self._marks.mark_failed(self._attempt)
 
     def _leave_word(self) -> None:
         """Rename rank 0's directory: a rank that comes later must not wait for a plan in it."""
@@ -226,6 +244,10 @@ class SaveTask:
             return self._failed.exists() or (self._begun and not self.folder.exists())
         return False
 
+    def name_wait(self) -> str:
+        """Name it for a verdict, with the rank that it waits for."""
+        return "checkpoint" if self.awaited < 0 else f"checkpoint, waits for rank {self.awaited}"
+
     def explain(self, error: BaseException) -> str:
         """Return one line that names the place."""
         with contextlib.suppress(OSError):
@@ -244,12 +266,7 @@ class SaveTask:
         path = self.folder / _PLAN.format(self._rank)
         path.with_suffix(".new").write_bytes(mine)
         path.with_suffix(".new").rename(path)
-        cache.agree(
-            [
-                self._wait(self.folder / _PLAN.format(rank), rank).read_bytes()
-                for rank in range(self._world_size)
-            ]
-        )
+        cache.agree([path.read_bytes() for path in self._wait_for_all(_PLAN)])
 
     def _write_share(
         self,
@@ -293,8 +310,7 @@ class SaveTask:
         """Gather all parts, publish, check, tag."""
         ranks = range(self._world_size)
         files: list[FileEntry] = []
-        for rank in ranks:
-            path = self._wait(self.folder / _PART.format(rank), rank)
+        for path in self._wait_for_all(_PART):
             files.extend(self._read_part(path).files)
         assert cache.metadata is not None
         results = [(self.folder / _RESULTS.format(rank)).read_bytes() for rank in ranks]
@@ -324,24 +340,43 @@ class SaveTask:
         remove_temporaries(self._root, self.step)  # Of attempts that failed: all are past them.
         return manifest
 
-    def _wait(self, path: Path, rank: int) -> Path:
-        """Wait for a file of `rank`; end when this checkpoint cannot be any more."""
-        deadline, before = time.monotonic() + TIMEOUT_S, self.doing
+    def _wait_for_all(self, name: str) -> list[Path]:
+        """Return the file `name` of each rank, as soon as all are there.
+
+        Raises:
+            SaveAbandoned: another rank has failed, and reports it.
+            PlatformError: another rank has failed, has exited, or is late.
+        """
+        deadline_s, before = time.monotonic() + TIMEOUT_S, self.doing
+        paths = [self.folder / name.format(rank) for rank in range(self._world_size)]
+        for rank, path in enumerate(paths):
+            self._wait(path, rank, deadline_s)
+        self.doing, self.awaited = before, -1
+        return paths
+
+    def _wait(self, path: Path, rank: int, deadline_s: float) -> None:
+        ask_s = time.monotonic() + _ASK_S
         while not path.exists():
+            self.awaited = rank
             self.doing = f"it waits for the share of rank {rank} in {self._root}"
             if self._rank != 0 and self._abandoned:
                 raise SaveAbandoned
             part = self.folder / _PART.format(rank)
             if part.exists():
                 self._read_part(part)
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline_s:
                 raise PeerLate(
                     f"rank {rank} did not finish its share in {TIMEOUT_S:.0f} s",
                     hint=f"do all nodes see {self._root}? [checkpoint] url",
                 )
+            if self._marks is not None and now > ask_s:
+                ask_s = now + _ASK_S
+                if self._marks.is_failed(self._attempt):
+                    raise SaveAbandoned
+                if self._marks.has_exited(rank) and not path.exists():
+                    raise PlatformError(f"rank {rank} has exited before it finished its share")
             time.sleep(_POLL_S)
-        self.doing = before
-        return path
 
     def _read_part(self, path: Path) -> Part:
         part: Part = decode(path.read_bytes(), Part)
@@ -351,6 +386,47 @@ class SaveTask:
             kind = PeerLate if part.error == _DECLINED else PlatformError
             raise kind(f"rank {part.rank}: {part.error}")
         return part
+
+
+class SaveMarks:
+    """Which saves have failed, and which ranks have exited: cells that need no disk.
+
+    If the cells cannot be reached, nothing is known, and a save ends by its time limit.
+    """
+
+    def __init__(self, open_cells: Callable[[], Cells | None], world: str) -> None:
+        """Use the cells of `open_cells()`; `world` tells ranks from those of other worlds."""
+        self._open_cells, self._world = open_cells, world
+        self._cells = open_cells()
+
+    def mark_failed(self, attempt: str) -> None:
+        """Tell all ranks that there will be no checkpoint of `attempt`."""
+        self._mark(self._cells, f"save/{attempt}")
+
+    def mark_exited(self, rank: int) -> None:
+        """Tell all ranks that `rank` writes no more. Another thread may use the cells."""
+        self._mark(self._open_cells(), f"exited/{self._world}/{rank}")
+
+    def is_failed(self, attempt: str) -> bool:
+        """Return whether a rank has marked `attempt` as failed."""
+        return self._is_marked(f"save/{attempt}")
+
+    def has_exited(self, rank: int) -> bool:
+        """Return whether `rank` has exited."""
+        return self._is_marked(f"exited/{self._world}/{rank}")
+
+    def _mark(self, cells: Cells | None, name: str) -> None:
+        with contextlib.suppress(Away, OSError, RuntimeError):  # No thread starts at the very end.
+            if cells is not None:
+                cells.open()
+                cells.settle(name, "drop")
+
+    def _is_marked(self, name: str) -> bool:
+        with contextlib.suppress(Away, OSError):
+            if self._cells is not None:
+                self._cells.open()
+                return self._cells.read(name) == "drop"
+        return False
 
 
 def _reading() -> Busy:
@@ -408,12 +484,15 @@ class Checkpointer:
         now: Callable[[], float],
         world: str = "",
         registry: Registry | None = None,
+        open_cells: Callable[[], Cells | None] = lambda: None,
     ) -> None:
         """Save under `url`, a directory or an fsspec URL; nothing is touched yet.
 
         `world` tells this object's attempts from those of others of the same generation;
-        `registry` is for states of another kind than models and optimizers.
+        `registry` is for states of another kind than models and optimizers. `open_cells` connects
+        to the store of the world, by which ranks hear of each other's failed saves.
         """
+        self._marks = SaveMarks(open_cells, f"g{generation}{world}")
         self._root, self._remote = open_place(url)
         self._url, self._config = url, config
         self._rank, self._world_size, self._generation = rank, world_size, generation
@@ -527,6 +606,11 @@ class Checkpointer:
         if self._rank == 0:
             self._tell_failed(task, text, writing=task.step)
 
+    def leave(self) -> None:
+        """Tell the others, at the end of this process, that this rank writes no more."""
+        if self._world_size > 1:
+            self._marks.mark_exited(self._rank)
+
     def _wait_for_writer(self, *, last: bool) -> SaveTask | None:
         """Wait for what is being written; return it if it takes too long.
 
@@ -545,7 +629,7 @@ class Checkpointer:
             return None
         if most_s <= _QUICK_S:
             return task
-        with declare_busy("checkpoint", at_most_s=most_s + _QUICK_S):
+        with declare_busy(task.name_wait(), at_most_s=most_s + _QUICK_S):
             if self._is_idle(min(most_s, WAIT_S)):
                 return None
             if most_s > WAIT_S and self._rank == 0:
@@ -597,6 +681,7 @@ class Checkpointer:
             world_size=self._world_size,
             reason=reason,
             allow_pickle=self._config.allow_pickle,
+            marks=self._marks,
         )
         self._staging.wait()
         writing = self._wait_for_writer(last=reason in _LAST)

@@ -175,6 +175,7 @@ class Saving:
             registry=self._state.make_registry(number, count),
             emit=membership.emit,
             now=membership.now,
+            open_cells=lambda: StoreCells(membership.find_store),
         )
         for name, value in self._state.list_saved().items():
             saver.register(name, value)

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from perdure.worker.process import set_title
+from perdure.worker.process import ignore_site_signals, set_title
 from perdure.worker.start.failure import install_hook
 from perdure.worker.start.loading import Loading, find_elsewhere
 from perdure.worker.start.streams import survive_full_disks
@@ -117,6 +117,7 @@ def arm(traceback_file: str, title: str, imports: str) -> None:
     `title`. `imports` is the file for the names of the modules that this rank imports; empty for
     none.
     """
+    ignore_site_signals()
     survive_full_disks()
     if traceback_file:
         install_hook(traceback_file, os.getpid())

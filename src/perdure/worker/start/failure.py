@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -76,7 +77,8 @@ def install_hook(path: str, pid: int) -> None:
     before: Hook = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == pid:
+        main = threading.current_thread() is threading.main_thread()
+        if os.getpid() == pid and main:  # A thread's exception does not end the process.
             save_failure(path, value, trace)
         before(kind, value, trace)
         if os.getpid() == pid:

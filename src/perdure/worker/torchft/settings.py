@@ -32,6 +32,7 @@ from perdure.model.job import CheckpointConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import Change, Steering
 from perdure.worker.boundary import ORPHAN_S, PLANS, Agreed
+from perdure.worker.cells import open_cells
 from perdure.worker.config import Config
 from perdure.worker.control import Control
 from perdure.worker.executor import Depth, Executor
@@ -133,6 +134,7 @@ class ReplicaConfig(Depth):
                 "generation": generation,
                 "emit": emit,
                 "now": now,
+                "open_cells": open_cells,
             }
         plan_steering(self._executor.gate, self.config, 0, steering)
 

@@ -1,0 +1,61 @@
+"""SIGTERM at a stop: ranks that handle it have the whole grace, and others 2 s."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Job
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.slow
+
+SAVES = """
+import os, signal, time
+rank = os.environ["RANK"]
+def save(*_):
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    open(f"saved-{rank}", "w").close()
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+print("handler", rank, flush=True)
+while True:
+    time.sleep(0.05)
+"""
+IGNORES = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("handler", os.environ["RANK"], flush=True)
+time.sleep(86_400)
+"""
+
+
+def begin(start: Callable[..., Job], folder: Path, text: str, *options: str) -> Job:
+    (folder / "train.py").write_text(text)
+    longer_s = str(int(10 * PATIENCE_S))
+    job = start("grace", "-n", "2", "--shutdown-timeout", longer_s, *options, "train.py")
+    job.wait_until(lambda: "handler 0" in job.text() and "handler 1" in job.text(), "the ranks")
+    return job
+
+
+def test_a_rank_that_handles_sigterm_is_waited_for_and_named(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = begin(start, tmp_path, SAVES)
+    job.process.send_signal(signal.SIGTERM)
+    for rank in range(2):
+        words = f"rank {rank} handles SIGTERM; perdure waits"
+        job.wait_until(lambda words=words: words in job.text(), "the name of the rank")
+    (tmp_path / "go").touch()
+    assert job.wait() == 0
+    assert [(tmp_path / f"saved-{rank}").exists() for rank in range(2)] == [True, True]
+
+
+def test_a_rank_that_ignores_sigterm_has_no_grace(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = begin(start, tmp_path, IGNORES)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 0

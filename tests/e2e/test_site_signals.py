@@ -1,0 +1,94 @@
+"""SIGUSR1 and SIGUSR2, as a scheduler sends them: ranks that handle them get them once each."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Job
+
+pytestmark = pytest.mark.slow
+
+COUNTS = """
+import os, signal, time
+rank = os.environ["RANK"]
+print("before", rank, signal.getsignal(signal.SIGUSR1).name, flush=True)
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda n, _: print(f"got {n} in {rank}.", flush=True))
+print("handler", rank, flush=True)
+while True:
+    time.sleep(0.05)
+"""
+PLAIN = """
+import os, time
+print("handler", os.environ["RANK"], flush=True)
+for number in range(10**9):
+    print("alive", number, "in", os.environ["RANK"], flush=True)
+    time.sleep(0.5)
+"""
+BELOW_A_SHELL = '#!/bin/sh\npython3 count.py\necho "the shell goes on"\nsleep 1000\n'
+
+
+def begin(start: Callable[..., Job], *options: str) -> Job:
+    job = start("site", "-n", "2", *options)
+    job.wait_until(lambda: "handler 0" in job.text() and "handler 1" in job.text(), "the ranks")
+    job.wait_state("running")
+    return job
+
+
+def send(job: Job, number: int, everywhere: bool) -> None:
+    pids = [process.pid for process in job.find("")] if everywhere else []
+    for pid in [*pids, job.process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def count(job: Job, number: int) -> list[int]:
+    return [job.text().count(f"got {int(number)} in {rank}.") for rank in range(2)]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("cold", [(), ("--cold",)])
+def test_ranks_that_handle_a_signal_get_it_once(
+    start: Callable[..., Job], tmp_path: Path, everywhere: bool, cold: tuple[str, ...]
+) -> None:
+    (tmp_path / "count.py").write_text(COUNTS)
+    job = begin(start, *cold, "count.py")
+    assert "before 0 SIG_DFL" in job.text(), "libraries install a handler only then"
+    parts = {name: job.pid_of(name) for name in ("nats-server", "controller", "agent", "keeper")}
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        send(job, number, everywhere)
+        job.wait_until(lambda number=number: min(count(job, number)) > 0, "the signal")
+    send(job, signal.SIGUSR2, everywhere)  # It is handled after any echo of the first ones.
+    job.wait_until(lambda: min(count(job, signal.SIGUSR2)) > 1, "the next signal")
+    assert count(job, signal.SIGUSR1) == [1, 1]
+    assert {name: job.pid_of(name) for name in parts} == parts
+    job.cli("stop", "site", "--now")
+    job.wait()
+
+
+def test_a_rank_that_handles_no_signal_lives_on(start: Callable[..., Job], tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    job = begin(start, "plain.py")
+    pids = [job.pid_of(f"g0 r{rank}") for rank in range(2)]
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        send(job, number, True)
+    seen = job.text().count("alive")
+    job.wait_until(lambda: job.text().count("alive") > seen + 8, "training")
+    assert [job.pid_of(f"g0 r{rank}") for rank in range(2)] == pids
+    job.cli("stop", "site", "--now")
+    job.wait()
+
+
+def test_a_handler_below_a_shell_gets_it(start: Callable[..., Job], tmp_path: Path) -> None:
+    (tmp_path / "count.py").write_text(COUNTS)
+    (tmp_path / "go.sh").write_text(BELOW_A_SHELL)
+    (tmp_path / "go.sh").chmod(0o755)
+    job = begin(start, "--no-python", "./go.sh")
+    send(job, signal.SIGUSR1, False)
+    job.wait_until(lambda: min(count(job, signal.SIGUSR1)) > 0, "the signal")
+    job.cli("stop", "site", "--now")
+    job.wait()
