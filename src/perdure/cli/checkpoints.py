@@ -78,23 +78,28 @@ def verify(
                 ),
             )
     results += own
-    if not results and declared is not None:
-        raise ConfigError(
-            f"no checkpoints: perdure has saved none, and {_name_declared(declared)}",
-            hint='checkpoint.own = ["out/checkpoint-*"] in the job file says where they are',
-        )
     if not results:
-        raise ConfigError(
-            f"no checkpoints in {directory}", hint="name a directory of step-*, or of a pull"
-        )
-    words = {True: "ok", False: "DAMAGED: "}
-    lines = [
-        f"{f'step {r.step}' if r.step >= 0 else 'no step'}: {words[r.ok]}{'; '.join(r.problems)} "
-        f"({r.bytes / 1e6:.1f} MB in {r.files} files) {r.path}"
-        for r in results
-    ]
-    answer({"dir": directory, "checkpoints": results}, "\n".join(lines), as_json=as_json)
+        raise _explain_none(directory, declared)
+    text = "\n".join(map(_render_result, results))
+    answer({"dir": directory, "checkpoints": results}, text, as_json=as_json)
     return 0 if all(result.ok for result in results) else 3
+
+
+def _explain_none(directory: str, declared: tuple[str, ...] | None) -> ConfigError:
+    if declared is None:
+        hint = "name a directory of step-*, or of a pull"
+        return ConfigError(f"no checkpoints in {directory}", hint=hint)
+    return ConfigError(
+        f"no checkpoints: perdure has saved none, and {_name_declared(declared)}",
+        hint='checkpoint.own = ["out/checkpoint-*"] in the job file says where they are',
+    )
+
+
+def _render_result(result: "VerifyResult") -> str:
+    step = f"step {result.step}" if result.step >= 0 else "no step"
+    state = "ok" if result.ok else f"DAMAGED: {'; '.join(result.problems)}"
+    size = f"{result.bytes / 1e6:.1f} MB in {result.files} files"
+    return f"{step}: {state} ({size}) {result.path}"
 
 
 def _name_declared(declared: tuple[str, ...]) -> str:

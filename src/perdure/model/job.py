@@ -243,6 +243,8 @@ class Unordered(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks tell torch's NCCL to answer errors as the depth needs it, and not as torchrun does."""
     keeps_compiled: bool
     """Ranks tell torch to keep what it compiles with the job, and not where it would by itself."""
+    mends: bool
+    """Own checkpoints are copied and moved aside; a rank that raised and does not exit is ended."""
 
 
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -610,6 +612,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             leaves=acts,
             sets_nccl=acts,
             keeps_compiled=acts,
+            mends=acts,
         )
 
     def ranks_of(self, group: int) -> range:

@@ -5,6 +5,7 @@ have explained ends up as `unattributed` and somebody asks why.
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -280,13 +281,11 @@ class History:
             case ProgressNoted() as event:  # The first four are the most frequent ones.
                 generation = self._of(event.generation)
                 generation.noted = event.step
-                first = min(generation.first, *event.accounts) if event.accounts else 0
+                first = min((generation.first, *event.accounts))
                 for rank, account in event.accounts.items():
                     self._take_account(generation, rank, account, first)
             case CheckpointRestored() as event:
-                self._of(event.generation).restored[event.rank] = event.step
-                self._note_skipped(entry.at_s, event)
-                self.exact.take(event)
+                self._note_restored(entry.at_s, event)
             case ResumeCompared() as event:
                 self.exact.take(event)
             case RankJoined() as event:
@@ -296,8 +295,7 @@ class History:
                 self.meets |= bool(event.store)
             case RankExited() as event:
                 self._end(event)
-                if event.record.torn_why:
-                    self._note_torn(entry.at_s, (event.record.torn_why,))
+                self._note_torn(entry.at_s, filter(None, (event.record.torn_why,)))
             case JobSubmitted() as event:
                 self.spec, self.start_s = event.spec, event.at_s
             case JobEnded() as event:
@@ -337,14 +335,13 @@ class History:
                 self.machines.take(event)
             case CheckpointFailed() as event if event.writing >= 0:
                 self._note_hung_save(event)
-            case OwnChecked() as event:
-                self._note_torn(entry.at_s, event.moved)
+            case OwnChecked(moved=moved):
+                self._note_torn(entry.at_s, moved)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
                 self._end_hung_save(event)
             case SlotLeftEmpty() as event:
-                row = EmptySlotRow(event.at_s, event.slot, event.node, event.reason)
-                self.empty_slots = [*self.empty_slots, row][-MENDED_MAX:]
+                self._note_empty(event)
             case WorldReformed() as event if not event.finished:
                 self._reform(event)
 
@@ -395,7 +392,16 @@ class History:
         new = [SkipRow(at_s, why, event.step) for why in event.skipped if why not in known]
         self.skipped = [*self.skipped, *new][-MENDED_MAX:]
 
-    def _note_torn(self, at_s: float, whys: tuple[str, ...]) -> None:
+    def _note_restored(self, at_s: float, event: CheckpointRestored) -> None:
+        self._of(event.generation).restored[event.rank] = event.step
+        self._note_skipped(at_s, event)
+        self.exact.take(event)
+
+    def _note_empty(self, event: SlotLeftEmpty) -> None:
+        row = EmptySlotRow(event.at_s, event.slot, event.node, event.reason)
+        self.empty_slots = [*self.empty_slots, row][-MENDED_MAX:]
+
+    def _note_torn(self, at_s: float, whys: Iterable[str]) -> None:
         """Remember checkpoints of the script's own; ranks that fail together tell of the same."""
         known = {row.why for row in self.skipped if row.resumed < 0}
         new = [SkipRow(at_s, why, -1) for why in whys if why not in known]

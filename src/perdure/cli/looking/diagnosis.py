@@ -95,9 +95,8 @@ def diagnose(
     if native:
         print("\nstacks now, with native frames")
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
-    for aside in asides:
-        print("\n" + render_aside(aside, start_s))
-    for block in _render_checkpoints(snapshot):
+    rendered = (render_aside(aside, start_s) for aside in asides)
+    for block in (*rendered, *_render_checkpoints(snapshot)):
         print("\n" + block)
     print("\n" + render_links(read_delay_matrix(entries, found.read_newest().links), 100))
 

@@ -191,7 +191,9 @@ def _ask_own(state: JobState, world: WorldState, nodes: set[int]) -> list[AnyAct
     is not touched.
     """
     spec = state.the_spec()
-    if not spec.checkpoint.own or spec.groups or spec.observe or state.lost or world.checking:
+    if not (spec.checkpoint.own and spec.unordered.mends) or spec.groups:
+        return []
+    if state.lost or world.checking:
         return []
     why = f"generation {world.generation}: all older ranks are gone"
     world.checking = CheckOwn(generation=world.generation, nodes=tuple(sorted(nodes)), reason=why)

@@ -197,7 +197,7 @@ class AgentService:
             self._start(self._watch_logs())
             self._start(self._links.run(self._view_ranks, self.now))
             self._start(self._devices.run(lambda: self._view_ranks().pids))
-            if self._spec.checkpoint.own_copy and not self._spec.observe:
+            if self._spec.checkpoint.own_copy and self._spec.unordered.mends:
                 self._start(self._own.keep_copies())
             if has_nvidia_gpu() and not self._nccl_plugin:
                 self._start(self._build_plugin())
@@ -427,7 +427,7 @@ class AgentService:
             cwd=spec.cwd,
             cold=spec.cold,
             beside=request.beside,
-            exit_skew_s=0.0 if spec.observe else spec.detect.exit_skew_s,
+            exit_skew_s=spec.detect.exit_skew_s if spec.unordered.mends else 0.0,
         )
 
     def _find_input(self, generation: int) -> int:
