@@ -1,6 +1,6 @@
 """Which file of a checkpoint a rank is writing, by what the kernel says of its open files.
 
-A rank that is killed amid a save leaves a file that cannot be loaded. A file counts if its name is
+If a rank is killed during a save, its file cannot be loaded. A file counts if its name is
 that of a checkpoint, if it is open for writing but not for appending, and if it grows. Logs,
 TensorBoard's events, and perdure's own checkpoints do not count: none of them is harmed.
 
@@ -17,7 +17,7 @@ import time
 from perdure.adapters.host import read_text
 
 QUIET_S = 5.0
-"""A file that has not changed for so many seconds is not being written."""
+"""Seconds without a change after which a file counts as written."""
 _NAMES = re.compile(
     r"checkpoint|ckpt|global_step|\.(pt|pth|bin|safetensors|distcp|pkl|pickle|np[yz]|h5|hdf5|tar|zip"
     r"|msgpack|gguf|params|states|weights|nemo|metadata)(\.|$)"
