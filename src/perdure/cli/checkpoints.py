@@ -5,7 +5,7 @@ Nothing is removed that is worth most: damaged checkpoints go first, then the ol
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -68,25 +68,17 @@ def verify(
                 nothing_to_keep=nothing_to_keep,
                 as_json=as_json,
             )
-    results: list[VerifyResult] = []
     if declared is None or "://" in directory or Path(directory).exists():
         with Bar(as_json=as_json) as bar:
-            results = verify_all(
+            own += verify_all(
                 directory,
                 lambda number, of, share: bar.say(
                     "verify", (number + share) / of, f"checkpoint {number + 1} of {of}"
                 ),
             )
-    results += own
-    if not results and declared is not None:
-        raise ConfigError(
-            f"no checkpoints: perdure has saved none, and {_name_declared(declared)}",
-            hint='checkpoint.own = ["out/checkpoint-*"] in the job file says where they are',
-        )
+    results = own
     if not results:
-        raise ConfigError(
-            f"no checkpoints in {directory}", hint="name a directory of step-*, or of a pull"
-        )
+        _refuse_nothing(directory, declared)
     words = {True: "ok", False: "DAMAGED: "}
     lines = [
         f"{f'step {r.step}' if r.step >= 0 else 'no step'}: {words[r.ok]}{'; '.join(r.problems)} "
@@ -97,10 +89,18 @@ def verify(
     return 0 if all(result.ok for result in results) else 3
 
 
-def _name_declared(declared: tuple[str, ...]) -> str:
-    if declared:
-        return f"none of the script's own matches {', '.join(declared)}"
-    return "the job declares none that its script saves"
+def _refuse_nothing(directory: str, declared: tuple[str, ...] | None) -> NoReturn:
+    """Say that there is nothing to verify; `declared` is what a job says that its script saves."""
+    if declared is None:
+        raise ConfigError(
+            f"no checkpoints in {directory}", hint="name a directory of step-*, or of a pull"
+        )
+    why = f"none of the script's own matches {', '.join(declared)}"
+    raise ConfigError(
+        "no checkpoints: perdure has saved none, and "
+        + (why if declared else "the job declares none that its script saves"),
+        hint='checkpoint.own = ["out/checkpoint-*"] in the job file says where they are',
+    )
 
 
 def verify_own(spec: "JobSpec", *, full: bool, allow_pickle: bool) -> "list[VerifyResult]":

@@ -46,9 +46,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Last line of the exception, where there was one."""
     code: int = 0
     signal: int = 0
-    torn: str = ""
-    """Path of the torn checkpoint that the script failed to load."""
-    torn_why: str = ""
+    torn: tuple[str, str] = ("", "")
+    """Path of the torn checkpoint that the script failed to load, and what to do about it."""
     preempted: bool = False
     """The platform had said that it takes the machine away."""
     outlived: bool = False
@@ -117,8 +116,8 @@ def decide_recovery(failure: Failure, past: FailureLog, config: RestartConfig) -
             f"{failure.culprit}: {failure.error.partition(': ')[2]}",
         ),
         (
-            bool(failure.torn and earlier and earlier[-1].torn == failure.torn),
-            f"{failure.culprit} cannot load a torn checkpoint: {failure.torn_why}",
+            any(failure.torn) and any(one.torn[0] == failure.torn[0] for one in earlier[-1:]),
+            f"{failure.culprit} cannot load a torn checkpoint: {failure.torn[1]}",
         ),
         (
             failure.progress_max <= 0 and failure.code == _EXIT_USAGE and not failure.error,
