@@ -227,7 +227,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_every_document_is_in_the_index() -> None:
     folder = ROOT / "docs"
-    listed = set(re.findall(r"\]\(([a-z0-9/-]+\.md)\)", (folder / "README.md").read_text()))
+    listed = set(re.findall(r"\]\(([a-z0-9/_-]+\.md)\)", (folder / "README.md").read_text()))
     pages = {str(path.relative_to(folder)) for path in folder.rglob("*.md")}
     assert listed == pages - {"README.md"}
 

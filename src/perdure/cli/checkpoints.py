@@ -5,7 +5,7 @@ Nothing is removed that is worth most: damaged checkpoints go first, then the ol
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -68,44 +68,39 @@ def verify(
                 nothing_to_keep=nothing_to_keep,
                 as_json=as_json,
             )
-    results: list[VerifyResult] = []
     if declared is None or "://" in directory or Path(directory).exists():
         with Bar(as_json=as_json) as bar:
-            results = verify_all(
+            own += verify_all(
                 directory,
                 lambda number, of, share: bar.say(
                     "verify", (number + share) / of, f"checkpoint {number + 1} of {of}"
                 ),
             )
-    results += own
+    results = own
     if not results:
-        raise _explain_none(directory, declared)
-    text = "\n".join(map(_render_result, results))
-    answer({"dir": directory, "checkpoints": results}, text, as_json=as_json)
+        _refuse_nothing(directory, declared)
+    words = {True: "ok", False: "DAMAGED: "}
+    lines = [
+        f"{f'step {r.step}' if r.step >= 0 else 'no step'}: {words[r.ok]}{'; '.join(r.problems)} "
+        f"({r.bytes / 1e6:.1f} MB in {r.files} files) {r.path}"
+        for r in results
+    ]
+    answer({"dir": directory, "checkpoints": results}, "\n".join(lines), as_json=as_json)
     return 0 if all(result.ok for result in results) else 3
 
 
-def _explain_none(directory: str, declared: tuple[str, ...] | None) -> ConfigError:
+def _refuse_nothing(directory: str, declared: tuple[str, ...] | None) -> NoReturn:
+    """Say that there is nothing to verify; `declared` is what a job says that its script saves."""
     if declared is None:
-        hint = "name a directory of step-*, or of a pull"
-        return ConfigError(f"no checkpoints in {directory}", hint=hint)
-    return ConfigError(
-        f"no checkpoints: perdure has saved none, and {_name_declared(declared)}",
+        raise ConfigError(
+            f"no checkpoints in {directory}", hint="name a directory of step-*, or of a pull"
+        )
+    why = f"none of the script's own matches {', '.join(declared)}"
+    raise ConfigError(
+        "no checkpoints: perdure has saved none, and "
+        + (why if declared else "the job declares none that its script saves"),
         hint='checkpoint.own = ["out/checkpoint-*"] in the job file says where they are',
     )
-
-
-def _render_result(result: "VerifyResult") -> str:
-    step = f"step {result.step}" if result.step >= 0 else "no step"
-    state = "ok" if result.ok else f"DAMAGED: {'; '.join(result.problems)}"
-    size = f"{result.bytes / 1e6:.1f} MB in {result.files} files"
-    return f"{step}: {state} ({size}) {result.path}"
-
-
-def _name_declared(declared: tuple[str, ...]) -> str:
-    if declared:
-        return f"none of the script's own matches {', '.join(declared)}"
-    return "the job declares none that its script saves"
 
 
 def verify_own(spec: "JobSpec", *, full: bool, allow_pickle: bool) -> "list[VerifyResult]":

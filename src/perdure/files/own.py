@@ -335,8 +335,8 @@ def _read_extents(name: str, data: bytes) -> dict[str, int]:
 def find_root(pattern: str, cwd: str) -> str:
     """Return the folder before a pattern's first wildcard.
 
-    >>> find_root("out/checkpoint-*", "/work")
-    '/work/out'
+    >>> find_root("out/checkpoint-*", "/home/me")
+    '/home/me/out'
     """
     parts = os.path.normpath(os.path.join(cwd, os.path.expanduser(pattern))).split(os.sep)
     plain = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)

@@ -47,7 +47,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     code: int = 0
     signal: int = 0
     torn: tuple[str, str] = ("", "")
-    """Path of the torn checkpoint that the script failed to load, and what is wrong with it."""
+    """Path of the torn checkpoint that the script failed to load, and what to do about it."""
     preempted: bool = False
     """The platform had said that it takes the machine away."""
     outlived: bool = False
@@ -116,7 +116,7 @@ def decide_recovery(failure: Failure, past: FailureLog, config: RestartConfig) -
             f"{failure.culprit}: {failure.error.partition(': ')[2]}",
         ),
         (
-            bool(failure.torn[0] and earlier and earlier[-1].torn == failure.torn),
+            any(failure.torn) and any(one.torn[0] == failure.torn[0] for one in earlier[-1:]),
             f"{failure.culprit} cannot load a torn checkpoint: {failure.torn[1]}",
         ),
         (

@@ -295,7 +295,6 @@ class History:
                 self.meets |= bool(event.store)
             case RankExited() as event:
                 self._end(event)
-                self._note_torn(entry.at_s, filter(None, (event.record.torn_why,)))
             case JobSubmitted() as event:
                 self.spec, self.start_s = event.spec, event.at_s
             case JobEnded() as event:
@@ -329,14 +328,12 @@ class History:
                     self.reason = ""  # All groups train.
             case ControllerLost() as event:
                 self.lost_parts.append(event)
-            case OperatorNoted() | JournalMended() | ActionWithheld() as event:
+            case OperatorNoted() | JournalMended() | ActionWithheld() | OwnChecked() as event:
                 self._note(entry.at_s, event)
             case MachineReported() as event:
                 self.machines.take(event)
             case CheckpointFailed() as event if event.writing >= 0:
                 self._note_hung_save(event)
-            case OwnChecked(moved=moved):
-                self._note_torn(entry.at_s, moved)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
                 self._end_hung_save(event)
@@ -359,8 +356,12 @@ class History:
                 if event.awaited:
                     generation.awaited[rank] = event.awaited
 
-    def _note(self, at_s: float, event: OperatorNoted | JournalMended | ActionWithheld) -> None:
+    def _note(
+        self, at_s: float, event: OperatorNoted | JournalMended | ActionWithheld | OwnChecked
+    ) -> None:
         match event:
+            case OwnChecked():
+                self._note_torn(at_s, event.moved)
             case OperatorNoted():
                 note = NoteRow(event.at_s, event.step, event.who, event.text)
                 self.notes = [*self.notes[-NOTES_MAX + 1 :], note]
@@ -536,6 +537,8 @@ class History:
         history = generation.rank(record.rank)
         if history.exit is None:
             history.exit = record
+        if record.torn_why:
+            self._note_torn(event.detected_s, (record.torn_why,))
         if not record.failed and not record.asked:  # It was on its way out.
             mine = Culprit(rank=record.rank)
             generation.hangs = {k: v for k, v in generation.hangs.items() if v.culprit != mine}

@@ -40,7 +40,6 @@ def diagnose(
     """Say what went wrong: each verdict with culprit and evidence."""
     from perdure.dash.links import render_links
     from perdure.dash.live import describe_late
-    from perdure.dash.text import render_skipped
     from perdure.dash.verdicts import render_aside, render_verdict, render_withheld
     from perdure.telemetry.asides import list_asides
     from perdure.telemetry.links import read_delay_matrix
@@ -80,9 +79,7 @@ def diagnose(
         document = {"verdicts": verdicts, "fate": outcome, "set_aside": asides}
         print_json(document | {k: v for k, v in more.items() if v})
         return
-    _print_end(job, outcome, named, vanished, attempts)
-    if snapshot.skipped:
-        print(render_skipped(snapshot.skipped) + "\n")
+    _print_end(snapshot, outcome, named, vanished, attempts)
     start_s = read_start_s(entries[0]) if entries else 0.0
     if withheld := render_withheld(snapshot):
         print("\n".join(withheld) + "\n")
@@ -118,17 +115,20 @@ def _render_checkpoints(snapshot: "Snapshot") -> Iterator[str]:
 
 
 def _print_end(
-    job: str,
+    snapshot: "Snapshot",
     outcome: "JobOutcome",
     named: list[dict[str, str]],
     vanished: "Vanishing | None",
     attempts: "list[Outcome]",
 ) -> None:
     """Print what ended the job, or its attempts before, where something has."""
+    from perdure.dash.text import render_skipped
     from perdure.dash.verdicts import render_evidence
 
+    if snapshot.skipped:
+        print(render_skipped(snapshot.skipped) + "\n")
     if outcome.state in ("dead", "stalled"):
-        print(f"{job} is {outcome.state}: {outcome.reason}\n")
+        print(f"{snapshot.job} is {outcome.state}: {outcome.reason}\n")
     for row in named:
         print(f"{row['trap']}: {row['says']}: {shorten_line(row['line'])}\n  mend: {row['mend']}\n")
     if vanished is not None:

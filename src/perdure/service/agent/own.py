@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from perdure.adapters.file_thread import FileThread
-from perdure.failpoints import failpoint
 from perdure.files.own import (
     OwnCheckpoint,
     choose_place,
@@ -87,7 +86,6 @@ class OwnCheckpoints:
             known.set,
         )  # fmt: skip
         await known.wait()
-        failpoint("agent/torn")
         await asyncio.sleep(_SECOND_LOOK_S)
         text = f"{path} ({torn.why})"
         try:
