@@ -52,12 +52,12 @@ def verify(
     from perdure.cli.speech.bar import Bar
     from perdure.launch.results.pulling import read_manifest
 
-    own: list[VerifyResult] = []
+    results: list[VerifyResult] = []
     declared: tuple[str, ...] | None = None
     if "/" not in directory and not Path(directory).exists():
         job = find_job(directory)
         directory, declared = job.checkpoints, job.spec.checkpoint.own
-        own = verify_own(job.spec, full=full, allow_pickle=allow_pickle)
+        results = verify_own(job.spec, full=full, allow_pickle=allow_pickle)
     if "://" not in directory:
         manifest = read_manifest(Path(directory))
         if manifest is not None:
@@ -70,13 +70,12 @@ def verify(
             )
     if declared is None or "://" in directory or Path(directory).exists():
         with Bar(as_json=as_json) as bar:
-            own += verify_all(
+            results += verify_all(
                 directory,
                 lambda number, of, share: bar.say(
                     "verify", (number + share) / of, f"checkpoint {number + 1} of {of}"
                 ),
             )
-    results = own
     if not results:
         _refuse_nothing(directory, declared)
     words = {True: "ok", False: "DAMAGED: "}

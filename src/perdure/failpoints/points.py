@@ -51,7 +51,6 @@ POINTS: dict[str, Point] = {
     "agent/ordered": Point("The order is carried out as far as the agent does it."),
     "agent/spawn": Point("The keeper is about to be told to start ranks."),
     "agent/exit": Point("The keeper has told of a rank's end, and nobody else knows of it."),
-    "agent/torn": Point("The event of a torn checkpoint is written, and nothing was moved."),
     "agent/worker-event": Point("A rank has told an event, which is not queued yet."),
     "agent/worker-ack": Point("The journal has a rank's event, and the rank is about to be told."),
     "keeper/order": Point("An order of the agent has arrived. About: its type."),

@@ -91,20 +91,20 @@ def train(
     """Train `blocks`, a module or a list of modules called in order, and return the model.
 
     `dataset` is map-style and yields (input, target); one without a length is an endless stream
-    that gives the same sample for the same position on every rank. With `num_workers`, so many
-    processes beside each rank load it ahead. `loss(output, target)` is a mean over its micro-batch.
-    `optimizer` makes an optimizer of the parameters, `scheduler` a schedule of the optimizer,
-    stepped once a step. `on_step` is called on every rank after each committed step; it may read
-    the state and not write it. `after_update` is called with the model after each update, as a part
-    of it. `config` declares settings by name and default, to be read from `perdure.elastic.config`.
-    `scaler` is a `torch.amp.GradScaler` (for replicated state); what it skips, all skip. With
-    `exact`, losses are bitwise the same whatever the world was. With `shard`, torch's `fully_shard`
-    spreads each copy of the state over that many ranks or some more, or one copy over all
-    (`"full"`); the model that is returned is sharded. With `pipeline`, each copy of the list of
-    blocks is cut into so many stages, or as a cost profile in that file says; with `recompute`,
-    only the inputs of blocks are kept for backward; `schedule` is "1f1b", "zero-bubble" or
-    "interleaved". It returns the blocks of this rank's stage. Every `snapshot_every` steps, or
-    sooner, each rank's shard or stage is copied to shared memory beside training.
+    with the same sample at the same position on every rank. `num_workers` processes beside each
+    rank load it ahead. `loss(output, target)` is a mean over its micro-batch. `optimizer` makes an
+    optimizer of the parameters, `scheduler` a schedule of the optimizer, stepped once a step.
+    `on_step` is called on every rank after each committed step; it may read the state and not write
+    it. `after_update(model)` is a part of each update. `config` declares settings by name and
+    default, to be read from `perdure.elastic.config`. `scaler` is a `torch.amp.GradScaler` (for
+    replicated state); what it skips, all skip. With `exact`, losses are bitwise the same whatever
+    the world was. With `shard`, torch's `fully_shard` spreads each copy of the state over that many
+    ranks or some more, or one copy over all (`"full"`); the model that is returned is sharded. With
+    `pipeline`, each copy of the list of blocks is cut into so many stages, or as a cost profile in
+    that file says; with `recompute`, only the inputs of blocks are kept for backward; `schedule` is
+    "1f1b", "zero-bubble" or "interleaved". It returns the blocks of this rank's stage. Every
+    `snapshot_every` steps, or sooner, each rank's shard or stage is copied to shared memory
+    meanwhile.
 
     Raises:
         ConfigError: something is refused (docs/elastic.md, What is refused).
@@ -121,10 +121,8 @@ def train(
             model, ahead.load, optimizer, unshared.watch(loss), device=device, shard=shard,
             pipeline=_choose_by(pipeline, plan, recompute=recompute), recompute=recompute,
             schedule=schedule, scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
-            common={
-                "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
-                "after_update": after_update,
-            },
+            common={"micro_batches": plan.count, "seed": seed, "exact": exact,
+                    "clip_norm": clip_norm, "after_update": after_update},
         )  # fmt: skip
         del trainer.plan["micro_batches"]
         trainer.plan.update(data.plan)
