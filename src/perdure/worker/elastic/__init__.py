@@ -103,8 +103,7 @@ def train(
     `pipeline`, each copy of the list of blocks is cut into so many stages, or as a cost profile in
     that file says; with `recompute`, only the inputs of blocks are kept for backward; `schedule` is
     "1f1b", "zero-bubble" or "interleaved". It returns the blocks of this rank's stage. Every
-    `snapshot_every` steps, or sooner, each rank's shard or stage is copied to shared memory
-    meanwhile.
+    `snapshot_every` steps, or sooner, each rank's shard or stage is copied to shared memory.
 
     Raises:
         ConfigError: something is refused (docs/elastic.md, What is refused).
