@@ -282,7 +282,8 @@ class ModuleStore:
         self._compiled = {
             name.partition(".")[0]
             for name, module in self._whole.items()
-            if str(getattr(getattr(module, "__spec__", None), "origin", "")).endswith(".so")
+            if str(getattr(spec := getattr(module, "__spec__", None), "origin", "")).endswith(".so")
+            and getattr(spec, "name", "") == name  # Else it is another package's, by another name.
         } - set(sys.stdlib_module_names)
         self._needed = self._close(*self._compiled, visible=False)
         self._used = self._close(*(name for name in self._whole if is_own(name)), visible=False)

@@ -223,3 +223,19 @@ def test_a_package_that_was_installed_anew_is_imported_anew(tmp_path: Path) -> N
     text += "seen['is'] = used.part.V, other is stored['other'], user is stored['user']\n"
     meanwhile = f"import os; os.replace({str(new)!r}, {str(place)!r})"
     assert run(tmp_path, ("user", "other"), text, meanwhile=meanwhile)["is"] == [22, True, False]
+
+
+def test_another_name_of_a_compiled_module_makes_no_package_compiled(tmp_path: Path) -> None:
+    """As `requests.packages` names the modules of charset_normalizer."""
+    install(
+        tmp_path,
+        aliases____init__="import sys, used, numpy._core._multiarray_umath as fast\n"
+        "sys.modules['aliases.fast'] = fast",
+        used="V = 1",
+    )
+    script = tmp_path / "script"
+    script.mkdir()
+    (script / "used.py").write_text("V = 2")
+    text = "import aliases\nseen['is'] = aliases.used.V\n"
+    seen = run(tmp_path, ("aliases",), text)
+    assert (seen["is"], seen["reasons"]) == (2, [])
