@@ -114,14 +114,14 @@ class Functions:
         return found
 
 
-def list_generators(name: str, value: Any) -> list[str]:
+def list_generators(name: str, value: Any) -> dict[str, Any]:
     """Return the generators of random numbers that an object has, by their paths."""
-    found = []
+    found = {}
     for path, owner in list_holders({name: value}).items():
         for key, one in list(getattr(owner, "__dict__", {}).items()):
             with contextlib.suppress(NotPlainError):
                 read_generator(one)
-                found.append(f"{path}.{key}")
+                found[f"{path}.{key}"] = one
     return found
 
 
@@ -250,7 +250,8 @@ class _Walk:
             if is_own_file(getattr(value, "__file__", None) or ""):
                 self._visit_all(path, {k: v for k, v in vars(value).items() if k[:2] != "__"})
         elif isinstance(value, DataLoader):
-            self._visit_all(path, {n: getattr(value, n) for n in _DRAWN})
+            drawn = list_generators("dataset", value.dataset)
+            self._visit_all(path, {n: getattr(value, n) for n in _DRAWN} | drawn)
         elif isinstance(value, Sampler) and not is_own_class(kind):
             self.visit(f"{path}.generator", getattr(value, "generator", None))
         elif isinstance(value, types.GeneratorType):
