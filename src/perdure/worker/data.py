@@ -101,6 +101,8 @@ class Plan:
         self.stretches: list[Stretch] = [(0, 0, length)]
         self.why_not_exact = ""
         """What differs from the run that the checkpoint is of."""
+        self.doubt = ""
+        """Why no resume can be exact, known before the first step."""
         self._now = {"length": length, "seed": seed, "shuffle": shuffle, "batch": batch}
 
     def state_dict(self) -> dict[str, Any]:

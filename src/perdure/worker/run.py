@@ -122,10 +122,13 @@ class Run:
         Raises:
             ConfigError: the loader cannot be positioned exactly; the message says why.
         """
+        from perdure.worker.checkpoint.script import list_generators
         from perdure.worker.data import Plan, count_samples, open_batches
 
         batch = (batch_size or 0) * accumulate * self.world_size
         plan = Plan(count_samples(dataset), seed=seed, shuffle=shuffle, batch=batch)
+        if drawn := list_generators("dataset", dataset):
+            plan.doubt = f"no checkpoint has the generator {', '.join(drawn)}"
         self._register_plan(plan)
         if self.loop is not None:
             self.loop.aim(steps)

@@ -233,7 +233,7 @@ def number_of_the_loop(life: Life) -> Iterator[Tensor]:
         yield loss
 
 
-@named("bad")
+@named("best")
 def patience_of_the_loop(life: Life) -> Iterator[Tensor]:
     """MIC-DKFZ/nnUNet#2431: the rate falls after three losses that are no better."""
     model = make_mlp()
@@ -472,6 +472,33 @@ def generator_function_that_is_read_on(life: Life) -> Iterator[Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        yield loss
+
+
+class Noisy(torch.utils.data.Dataset[Tensor]):
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(4)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.rng.normal(size=16)).float() + index
+
+
+@named("loader.dataset")
+def dataset_that_draws(life: Life) -> Iterator[Tensor]:
+    """A dataset augments by a generator of its own."""
+    loader: DataLoader[Tensor] = DataLoader(Noisy(), batch_size=8)
+    model = make_mlp()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        for x in loader:
+            loss = (model(x) - x.mean()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
         yield loss
 
 

@@ -206,6 +206,8 @@ def unpack(value: Any, live: Any, device: Any) -> Any:
         live[...] = value  # Others may hold this very array.
         return live
     word, *rest = value
+    if len(rest) == 1 and isinstance(rest[0], Tensor):  # As checkpoints of 0.2.0 have it.
+        word, rest = "tensor", [word, rest[0], False]
     if word == "tensor":
         kind, tensor, grad = rest
         return tensor.to(device if kind != "cpu" else kind).requires_grad_(grad)

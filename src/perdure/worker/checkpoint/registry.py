@@ -271,7 +271,8 @@ class Registry:
         Raises:
             UnfitError: one refuses it.
         """
-        found = (try_twin(name, value) for name, value in self.others.items())
+        found = [try_twin(name, value) for name, value in self.others.items()]
+        found += [getattr(value, "doubt", "") for value in self.others.values() if is_own(value)]
         return [why for why in found if why]
 
     def list_own(self, folder: Path) -> list[Path]:

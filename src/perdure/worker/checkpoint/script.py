@@ -5,7 +5,7 @@ nowhere. A resumed script begins with fresh ones. So perdure looks at the values
 before the first step, after it, and before each checkpoint. It names the values that have changed.
 It restores none of them, because perdure does not write into a script's variables.
 
-A number that turns of the loop bind is found by the text (`carried.py`), all else by its value.
+The text says which names one turn of the loop hands to the next (`carried.py`).
 What is only printed, logged, or saved is left out.
 """
 
@@ -68,18 +68,18 @@ class ScriptState:
         `kept` are objects whose plain attributes a checkpoint has, by their paths. `ids` are those
         of all that it has.
         """
-        found, carried = dict[str, bytes](), set[str]()
+        found = dict[str, bytes]()
         with contextlib.suppress(Exception):  # The script's own classes may do anything.
             walk = _Walk(found, ids)
             for frame in _list_frames():
-                carried |= set(walk.enter(frame))
+                walk.enter(frame)
             for path, owner in kept.items():
                 walk.visit_rest(path, owner)
         if self._before is None:
             self._before = found
             return ""
         changed = {_shorten(path) for path, now in found.items() if self._before.get(path) != now}
-        changed |= carried | set(list_open_loaders(ids))
+        changed |= set(list_open_loaders(ids))
         fresh = sorted(changed - self._told)
         self._told |= changed
         if not fresh:
@@ -114,14 +114,14 @@ class Functions:
         return found
 
 
-def list_generators(name: str, value: Any) -> list[str]:
+def list_generators(name: str, value: Any) -> dict[str, Any]:
     """Return the generators of random numbers that an object has, by their paths."""
-    found = []
+    found = {}
     for path, owner in list_holders({name: value}).items():
         for key, one in list(getattr(owner, "__dict__", {}).items()):
             with contextlib.suppress(NotPlainError):
                 read_generator(one)
-                found.append(f"{path}.{key}")
+                found[f"{path}.{key}"] = one
     return found
 
 
@@ -182,20 +182,17 @@ class _Walk:
         self._seen: dict[int, Any] = {}
         """What was visited; kept alive, so that no other object gets its id."""
 
-    def enter(self, frame: types.FrameType) -> list[str]:
-        """Visit what loops of a frame use; return what their turns hand on by names."""
+    def enter(self, frame: types.FrameType) -> None:
+        """Visit what loops of a frame use, and what their turns hand on by names."""
         place = frame.f_locals
         names, space = dict(place), frame.f_globals
         if isinstance(place, dict) and place is not space:
             place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
-        carried: list[str] = []
         for loop in _find_loops(frame.f_code.co_filename, frame.f_lineno):
             handed, used = _read_loop(loop)
-            carried += [n for n in handed if n not in names or self._is_state(names[n])]
-            for name in used:
+            for name in (*handed, *used):
                 if name in names or name in space:
                     self.visit(name, names.get(name, space.get(name)))
-        return carried
 
     def visit_rest(self, path: str, owner: Any) -> None:
         """Visit attributes of a kept object that are no plain data."""
@@ -204,9 +201,6 @@ class _Walk:
                 continue
             if isinstance(value, list | tuple | dict | deque) and not self._note("", value):
                 self._visit_all(f"{path}.{name}", value)
-
-    def _is_state(self, value: Any) -> bool:
-        return id(value) not in self._kept and not callable(value)
 
     def _note(self, path: str, value: Any) -> bool:
         """Note a hash of plain data; return whether it is plain."""
@@ -220,6 +214,9 @@ class _Walk:
 
     def visit(self, path: str, value: Any) -> None:
         """Note the hash of a value, or the hashes of its parts."""
+        if isinstance(value, int | float | str | None):
+            self._note(path, value)
+            return
         if id(value) in self._kept or id(value) in self._seen or len(self._seen) > _VISITS_MAX:
             return
         self._seen[id(value)] = value
@@ -250,7 +247,8 @@ class _Walk:
             if is_own_file(getattr(value, "__file__", None) or ""):
                 self._visit_all(path, {k: v for k, v in vars(value).items() if k[:2] != "__"})
         elif isinstance(value, DataLoader):
-            self._visit_all(path, {n: getattr(value, n) for n in _DRAWN})
+            drawn = list_generators("dataset", value.dataset)
+            self._visit_all(path, {n: getattr(value, n) for n in _DRAWN} | drawn)
         elif isinstance(value, Sampler) and not is_own_class(kind):
             self.visit(f"{path}.generator", getattr(value, "generator", None))
         elif isinstance(value, types.GeneratorType):

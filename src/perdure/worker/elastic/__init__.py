@@ -140,7 +140,7 @@ class _Unshared:
         self.replica: Any = None
         self._model, self._left = model, _LOOKS
         self._functions = Functions(**functions)
-        self._tell(list_generators("dataset", dataset))
+        self._tell(list(list_generators("dataset", dataset)))
 
     def watch(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """Return `loss`, which is looked at after each of its first calls."""
