@@ -12,7 +12,7 @@ keeps the same script running: `steps` counts, `batches` yields the same data in
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsFloat
 
 from perdure.model.errors import ConfigError
@@ -114,10 +114,10 @@ class Run:
         """Yield (step, batch) up to `steps`: this rank's share of each step's samples.
 
         Which samples a step uses is a function of `seed` and of how many were used before, which
-        each checkpoint keeps. `batch_size` is per rank
-        and micro-batch; with `accumulate` above 1, `batch` is a list of that many. Without
-        `batch_size` both follow `run.config.declare_batch`, and `batch` is always a list. Further
-        arguments go to the DataLoader. Loading counts as part of the step.
+        each checkpoint keeps. `batch_size` is per rank and micro-batch; with `accumulate` above 1,
+        `batch` is a list of that many. Without `batch_size` both follow `run.config.declare_batch`,
+        and `batch` is always a list. Further arguments go to the DataLoader. Loading counts as part
+        of the step.
 
         Raises:
             ConfigError: the loader cannot be positioned exactly; the message says why.
@@ -127,9 +127,7 @@ class Run:
 
         batch = (batch_size or 0) * accumulate * self.world_size
         plan = Plan(count_samples(dataset), seed=seed, shuffle=shuffle, batch=batch)
-        if drawn := list_generators("dataset", dataset):
-            plan.doubt = f"no checkpoint has the generator {', '.join(drawn)}"
-        self._register_plan(plan)
+        self._register_plan(plan, list_generators("dataset", dataset))
         if self.loop is not None:
             self.loop.aim(steps)
             self.loop.begin()
@@ -172,7 +170,9 @@ class Run:
         finally:
             stream.close()
 
-    def _register_plan(self, plan: Any) -> None:
+    def _register_plan(self, plan: Any, drawn: Iterable[str]) -> None:
+        if names := ", ".join(drawn):
+            plan.doubt = f"no checkpoint has the generator {names}"
         self._num_streams += 1
         if self._saver is not None:
             self._saver.register(f"{OWN}batches.{self._num_streams}", plan)
