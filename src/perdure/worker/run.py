@@ -116,8 +116,7 @@ class Run:
         Which samples a step uses is a function of `seed` and of how many were used before, which
         each checkpoint keeps. `batch_size` is per rank and micro-batch; with `accumulate` above 1,
         `batch` is a list of that many. Without `batch_size` both follow `run.config.declare_batch`,
-        and `batch` is always a list. Further arguments go to the DataLoader. Loading counts as part
-        of the step.
+        and `batch` is a list. Further arguments go to the DataLoader. The step includes loading.
 
         Raises:
             ConfigError: the loader cannot be positioned exactly; the message says why.
