@@ -174,8 +174,9 @@ class SaveTask:
             Exception: whatever prevents it here.
         """
         staging.run()
-        with contextlib.suppress(OSError):
-            os.nice(10)  # This thread's: training goes first. More would starve beside it.
+        if threading.current_thread() is not threading.main_thread():
+            with contextlib.suppress(OSError):
+                os.nice(10)  # This thread's: training goes first. More would starve beside it.
         if self.reason in _LAST:
             self._wait_for_room(sum(one.nbytes for one in tensors.values()))
         self.folder.mkdir(parents=True, exist_ok=True)
