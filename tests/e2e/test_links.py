@@ -45,7 +45,7 @@ def test_delay_matrix_names_both_ends_and_the_group_and_a_probe_measures_the_pai
     order = RunProbe(
         id="p", round=1, pairs=((1, 0),), hosts=(0, 1), bytes=1_000_000, deadline_s=250.0, reason=""
     )
-    asyncio.run(_send(job, NodeOrder(controller="test", orders=(order,))))
+    asyncio.run(_send(job, NodeOrder(controller="test", term=1, orders=(order,))))
     ended = {e["node"]: e for e in _wait_events(job, "ProbeEnded", 2)}
     pairs = [(p[1], p[2]) for p in ended[1]["pairs"]]
     assert pairs == [(1, 0), (0, 1)]

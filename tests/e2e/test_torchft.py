@@ -216,7 +216,8 @@ def test_groups_that_pause_lose_nothing_and_a_death_meanwhile_is_handled_at_once
     assert not [row for g in range(3) for row in training.rows(g) if "failed" in row]
     assert "left out" not in training.lighthouse_log()
     assert ("is late: the others have waited" in training.lighthouse_log()) is not declared
-    assert {row["n"] for row in training.rows(0)} == {3}
+    sizes = [row["n"] for row in training.rows(0)]  # The first quorum may wait for no late starter.
+    assert set(sizes[sizes.index(3) :]) == {3}
 
     killed = time.time()
     os.kill(training.pid(2), signal.SIGKILL)

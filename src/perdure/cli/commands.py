@@ -138,7 +138,7 @@ PANELS: dict[str, dict[str, Entry]] = {
         ),
         "schema": Entry(
             "looking.schema",
-            "Print the schema of a job file or a profile, or each role's permissions.",
+            "Print the schema of a job file or a profile, or permissions.",
         ),
     },
 }

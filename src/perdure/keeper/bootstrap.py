@@ -12,6 +12,7 @@ import os
 import pkgutil
 import random
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from perdure.keeper.execution import make_cold_command
 from perdure.keeper.modules import ModuleStore
 from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
-from perdure.worker.process import die_with, set_title
+from perdure.worker.process import SITE_SIGNALS, die_with, set_title
 from perdure.worker.start.cold import attach
 from perdure.worker.start.failure import leave_without_device, save_failure
 from perdure.worker.start.imports import record_imports
@@ -95,6 +96,9 @@ def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleS
             imports=plan.imports,
         )
         os.chdir(plan.cwd)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SITE_SIGNALS)  # Until the cold rank ignores them.
+        for number in SITE_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         os.execve(program, command, env)
 
     try:

@@ -46,7 +46,7 @@ def schema(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the schema of a job file or a profile, or roles' permissions.
+    """Print the schema of a job file or a profile, or permissions.
 
     All are JSON, with or without --json.
     """

@@ -5,6 +5,7 @@ Standard library only, until torch is there: a script that imports no torch pays
 
 import importlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from perdure.worker.process import ignore_site_signals, set_title
+from perdure.worker.process import SITE_SIGNALS, ignore_site_signals, set_title
 from perdure.worker.start.failure import install_hook
 from perdure.worker.start.loading import Loading, find_elsewhere
 from perdure.worker.start.streams import survive_full_disks
@@ -118,6 +119,7 @@ def arm(traceback_file: str, title: str, imports: str) -> None:
     none.
     """
     ignore_site_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SITE_SIGNALS)
     survive_full_disks()
     if traceback_file:
         install_hook(traceback_file, os.getpid())

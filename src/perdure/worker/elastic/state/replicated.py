@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -385,7 +386,7 @@ class BufferGuard:
             for kept in (False, True):  # First with what the passes left.
                 if kept:
                     self._put_back(before, altered)
-                with torch.no_grad():
+                with torch.no_grad(), warnings.catch_warnings(action="ignore"):
                     loss = rerun()
                 results.append([_describe(loss), *self._hash_attributes(altered)])
             differs = [one != two for one, two in zip(*results, strict=True)]
