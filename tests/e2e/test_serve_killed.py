@@ -160,7 +160,7 @@ def test_a_group_that_is_back_at_once_was_lost_and_one_with_its_name_is_another(
     background.wait("step of its next life", lambda: again.step > 3)
     alike = background.start("a_0:z")
     background.wait("step of another one", lambda: alike.step > 3)
-    assert set(background.states()) == {"a_0:y", "a_0:z"}
+    background.wait("both", lambda: set(background.states()) == {"a_0:y", "a_0:z"})
     report = json.loads(background.cli("report", "kept", "--json").stdout)
     (lost,) = report["recoveries"]
     assert (lost["culprit"], lost["rung"]) == ("group 0, a_0:x", "restart")
