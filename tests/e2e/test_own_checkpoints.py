@@ -69,10 +69,7 @@ def check_lives(folder: Path) -> None:
         assert after[0][1] in (saved, begun), (before[-3:], after[0])
 
 
-@pytest.mark.parametrize(
-    "form",  # DeepSpeed's `latest` is written after the folder: such a kill is not judged yet.
-    [pytest.param(f, marks=pytest.mark.long) if f == "deepspeed" else f for f in DECLARED],
-)
+@pytest.mark.parametrize("form", DECLARED)
 def test_killed_in_the_midst_of_saves(start: Start, tmp_path: Path, form: str) -> None:
     job = run_saver(start, tmp_path, form, (DECLARED[form],))
     chance = random.Random(form)

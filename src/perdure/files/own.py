@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import shutil
+import stat
 import zipfile
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ def examine(path: str, siblings: Sequence[str] = ()) -> OwnCheckpoint:
             format_, whole = _check_folder(path, files, siblings)
         else:
             status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is no regular file")
             written_s, size = status.st_mtime, status.st_size
             format_ = _check_file(path, size, any_name=True)
             whole = bool(format_)
@@ -194,10 +197,16 @@ def _check_folder(
 
 def _is_ahead(folder: str) -> bool:
     """Return whether DeepSpeed has not named a folder as its `latest` yet, which it writes last."""
-    with contextlib.suppress(OSError, UnicodeError):
-        tag = read_file(os.path.join(os.path.dirname(folder), "latest"), 4096).decode().strip()
-        return _list_numbers(tag) < _list_numbers(folder)
+    with contextlib.suppress(OSError):
+        tag, exists = _read_tag(os.path.dirname(folder))
+        return exists and _list_numbers(tag) < _list_numbers(folder)
     return False
+
+
+def _read_tag(folder: str) -> tuple[str, bool]:
+    """Return what DeepSpeed's `latest` in `folder` says, and whether it names a folder there."""
+    tag = read_file(os.path.join(folder, "latest"), 4096).decode(errors="replace").strip()
+    return tag, bool(tag) and "\0" not in tag and os.path.isdir(os.path.join(folder, tag))
 
 
 def _refuse_several(folder: str, files: Iterable[str]) -> None:
@@ -381,7 +390,20 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
                 break
             if found.state == "torn":
                 torn[path] = found
+    if newest is not None and newest.format == "DeepSpeed":
+        torn |= _check_latest(os.path.dirname(newest.path))
     return list(torn.values()), newest
+
+
+def _check_latest(folder: str) -> dict[str, OwnCheckpoint]:
+    """Return DeepSpeed's `latest` if it is torn: it was emptied, and not yet written."""
+    path = os.path.join(folder, "latest")
+    with contextlib.suppress(OSError):
+        tag, exists = _read_tag(folder)
+        if not exists:
+            status, why = os.stat(path), f"it names {tag!r}, which is not there"
+            return {path: OwnCheckpoint(path, "torn", "", why, -1, status.st_mtime, status.st_size)}
+    return {}
 
 
 def examine_alone(path: str) -> tuple[OwnCheckpoint, str]:
@@ -420,7 +442,7 @@ def _name_beside(root: str, cwd: str, end: str) -> str:
 
 
 def set_aside(path: str, target: str, whole: str) -> None:
-    """Move a torn checkpoint, and have DeepSpeed's `latest` name the `whole` one.
+    """Move a torn checkpoint, and let DeepSpeed's `latest` name the `whole` one.
 
     Raises:
         OSError: it cannot be moved; it is where it was.
@@ -430,11 +452,11 @@ def set_aside(path: str, target: str, whole: str) -> None:
     sync_path(os.path.dirname(path))
     latest = os.path.join(os.path.dirname(path), "latest")
     with contextlib.suppress(OSError, UnicodeError):
-        if read_file(latest, 4096).decode().strip() != os.path.basename(path):
+        if path != latest and _read_tag(os.path.dirname(path))[0] != os.path.basename(path):
             return
         if whole:
             replace_file(latest, os.path.basename(whole).encode(), synced=True)
-        else:
+        elif path != latest:
             os.rename(latest, f"{target}.latest")
 
 
