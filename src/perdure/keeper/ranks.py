@@ -799,8 +799,9 @@ class Ranks:
         if now < ending.deadline_s and left:
             if now >= ending.warn_s and not ending.warned_s:
                 ending.warned_s = now
-                leaders = [pid for pid in members if table[pid].session == pid]
-                for pid in sorted({*(rank.pid for rank in ranks), *leaders}):
+                # The group of a session may live on without its leader.
+                sessions = {table[pid].session for pid in members} - {os.getsid(0)}
+                for pid in sorted({*(rank.pid for rank in ranks), *sessions}):
                     if pid not in writing or self._handles_term(pid):
                         send_signal_to_group(pid, signal.SIGTERM)
             # What ends meanwhile wakes the loop: its orphans are the keeper's children.
