@@ -90,6 +90,17 @@ def test_own_checkpoints_are_checked_when_nothing_older_lives_anywhere() -> None
             )
 
 
+@pytest.mark.parametrize("observe", [False, True])
+def test_own_checkpoints_of_a_job_that_is_only_observed_are_left_alone(observe: bool) -> None:
+    driver = Driver(nodes=1, observe=observe, checkpoint={"own": ["out/checkpoint-*"]})
+    driver.register(0)
+    store = StoreReady(generation=0, host="h", port=8, agent_store=True)
+    said = [
+        *driver.do(GenerationStopped(node=0, generation=-1, at_s=1.0)), *driver.do(store),
+    ]  # fmt: skip
+    assert any(isinstance(action, CheckOwn) for action in said) == (not observe)
+
+
 def test_nothing_is_moved_while_a_lost_node_may_write() -> None:
     driver = Driver(nodes=1, spares=2, checkpoint={"own": ["out/checkpoint-*"]})
     for node in (0, 1):
