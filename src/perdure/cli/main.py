@@ -16,7 +16,7 @@ from perdure.cli.speech.unread import unread_streams
 from perdure.model.errors import PerdureError
 
 PARTS = {
-    "controller": ("service.controller.process", "JOB [NODE]"),
+    "controller": ("service.controller.process", "JOB"),
     "lighthouse": ("service.lighthouse.process", "JOB"),
     "relay": ("service.lighthouse.replica_relay", "JOB PLACE"),
     "agent": ("service.agent.shell", "JOB NODE"),
@@ -64,9 +64,7 @@ def open_streams() -> None:
 def run_part(part: str, args: Sequence[str]) -> int:
     """Be a part of a job; return its exit code."""
     module, usage = PARTS[part]
-    want = usage.split()
-    least = sum(not word.startswith("[") for word in want)
-    if not least <= len(args) <= len(want) or not all(arg.isdigit() for arg in args[1:]):
+    if len(args) != len(usage.split()) or not all(arg.isdigit() for arg in args[1:]):
         print(f"perdure: error: usage: perdure {part} {usage}", file=sys.stderr)
         print("hint: `perdure run` starts it; it is not meant for people", file=sys.stderr)
         return 2

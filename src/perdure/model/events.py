@@ -62,7 +62,7 @@ class ControllerStarted(Event, frozen=True, kw_only=True):
 
     incarnation: str
     term: int = 0
-    """Its fencing token, where several could be controllers: it only grows along the journal."""
+    """Number of this controller: each one begins in the next term. Agents obey no earlier one."""
     speaks: Spoken = Spoken()
     """What it speaks: a controller that cannot does not go on with this journal."""
     failures: bool = False

@@ -264,7 +264,7 @@ class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long ranks go on without the control plane."""
+    """How long the bus may be away."""
 
     orphan_s: Seconds = 1800.0
     """A machine that has joined ends what it runs when the bus was away for so long."""

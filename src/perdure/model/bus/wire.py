@@ -98,7 +98,7 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     controller: str
     """Incarnation of the sender."""
     term: int = 0
-    """Of the sender, where several could be controllers."""
+    """Term of the sender; an order of an earlier term is refused."""
     assignment: Assignment | None = None
     register: bool = False
     """Answer with `NodeRegistered`: a controller has just started, or counts the node as lost."""

@@ -1,1 +1,1 @@
-"""The controller as a process: journal, inbox, lease, and the loop around `perdure.control`."""
+"""The controller as a process: journal, inbox, and the loop around `perdure.control`."""

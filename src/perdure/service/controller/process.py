@@ -56,17 +56,17 @@ _FLUSH_S = 5.0
 """Given to the last alerts, once the job has ended."""
 
 
-def main(job: str, node: int = 0) -> int:
-    """Run the controller of `job` as a process, on `node`; return its exit code."""
-    return run_part(_main(job, node), log, "; the journal has everything")
+def main(job: str) -> int:
+    """Run the controller of `job` as a process; return its exit code."""
+    return run_part(_main(job), log, "; the journal has everything")
 
 
-async def _main(job: str, node: int) -> None:
+async def _main(job: str) -> None:
     paths = paths_of(resolve_home(), job)
     spec, endpoint = load_spec(paths), load_endpoint(paths, "controller")
     parts = load_parts(paths)
     offset_s = endpoint.clock_offset_s
-    incarnation = f"c{node}-{os.getpid()}-{token_hex(3)}"
+    incarnation = f"c{os.getpid()}-{token_hex(3)}"
     newest: list[Snapshot] = []
     before = load_snapshot(paths)
 

@@ -1,10 +1,10 @@
 """Snapshots of a controller's memory, so that its successor replays thousands of entries, not all.
 
 They are files of the job's directory, not messages: a snapshot is worth nothing without its
-journal and can always be made again from it, so it need be neither replicated nor synced. Each
-says of itself which entry it stands at, what the journal's group there was, which code wrote it,
-and the hash of its own bytes. One that does not fit in every one of these is passed over, with a
-line that says why, for an older one, and in the end for the journal from its first entry on.
+journal and can always be made again from it, so it need not be synced. Each says of itself which
+entry it stands at, what the journal's group there was, which code wrote it, and the hash of its own
+bytes. One that does not fit in every one of these is passed over, with a line that says why, for an
+older one, and in the end for the journal from its first entry on.
 
 The journal itself is never cut: it is what `report`, `events` and `diagnose` are made from.
 """
