@@ -63,9 +63,10 @@ same: setup
 	$(BIN)/python -m pytest -q tests/e2e/test_same.py
 
 # Bounds on time, CPU, and memory: alone on a quiet machine.
-# OLD=REVISION: measure that revision in each pair as well. ONLY="NAME ...": these gates.
+# OLD=REVISION: measure that revision in each pair as well. PAIRS=NUM: that many pairs of each gate.
+# ONLY="NAME ...": these gates.
 gates: setup
-	@$(BIN)/python -m bench.gates $(if $(OLD),--old $(OLD)) $(if $(ONLY),--only $(ONLY))
+	@$(BIN)/python -m bench.gates $(if $(OLD),--old $(OLD)) $(if $(PAIRS),--pairs $(PAIRS)) $(if $(ONLY),--only $(ONLY))
 
 # The laboratory whole; `make test` runs the shorter half of it.
 lab: setup

@@ -1,11 +1,11 @@
 """Measure every gate alone, in pairs, and print a line for each: figure, interval, bound.
 
-usage: python -m bench.gates [--old REVISION] [--only NAME ...] [--list]
+usage: python -m bench.gates [--old REVISION] [--pairs NUM] [--only NAME ...] [--list]
 
 A gate is `ok` if its interval ends at or below the bound, and `FAILED` if its interval begins above
 the bound. If the interval includes the bound, the gate is `not resolved`, which is no failure.
-With --old, each pair also measures the tree at REVISION. A gate then also fails if it is slower
-than that tree by more than 10 % with 95 % confidence.
+With --old, each pair also measures the tree at REVISION, with the gates of that tree. A gate then
+also fails if it is slower than that tree by more than 10 % with 95 % confidence.
 
 Exit code 1 if a gate failed or could not be measured, 2 if the arguments are wrong.
 """
@@ -47,16 +47,16 @@ def find_gates() -> dict[str, Gate]:
     return {gate.name: gate for gate in gates}
 
 
-def take_sample(name: str, source: Path) -> float:
-    """Return one figure of gate `name` for the perdure in `source`, from a new process.
+def take_sample(name: str, tree: Path) -> float:
+    """Return one figure of gate `name` of the perdure in `tree`, from a new process.
 
     Raises RuntimeError with the end of the process's output if it fails.
     """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(source), str(ROOT)))}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree / "src"), str(tree)))}
     command = [sys.executable, "-m", "bench.gates", "--sample", name]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SAMPLE_LIMIT_S
+            command, cwd=tree, env=env, capture_output=True, text=True, timeout=SAMPLE_LIMIT_S
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no figure within {SAMPLE_LIMIT_S:g} s") from None
@@ -108,14 +108,14 @@ def check_out(revision: str) -> Iterator[Path]:
             subprocess.run(remove, cwd=ROOT, check=True, capture_output=True)
 
 
-def run_gate(gate: Gate, old: Path | None) -> bool:
+def run_gate(gate: Gate, old: Path | None, pairs: int) -> bool:
     """Measure `gate`, print its line, and return whether it may pass."""
     samples, ratios = [], []
     try:
-        for _ in range(gate.pairs):
-            samples.append(take_sample(gate.name, ROOT / "src"))
+        for _ in range(pairs):
+            samples.append(take_sample(gate.name, ROOT))
             if old is not None:
-                ratios.append(samples[-1] / take_sample(gate.name, old / "src"))
+                ratios.append(samples[-1] / take_sample(gate.name, old))
     except RuntimeError as error:
         print(f"{gate.name}: FAILED, not measured: {error}", flush=True)
         return False
@@ -141,6 +141,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--old", metavar="REVISION", help="measure this revision in each pair")
+    parser.add_argument("--pairs", type=int, metavar="NUM", help="measure NUM pairs of each gate")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure these gates")
     parser.add_argument("--list", action="store_true", help="print the names of all gates")
     parser.add_argument("--sample", metavar="NAME", help=argparse.SUPPRESS)
@@ -163,7 +164,7 @@ def main() -> int:
     print(json.dumps(stamp()))
     chosen = [gates[name] for name in options.only or gates]
     with check_out(options.old) if options.old else contextlib.nullcontext() as old:
-        passed = [run_gate(gate, old) for gate in chosen]
+        passed = [run_gate(gate, old, options.pairs or gate.pairs) for gate in chosen]
     print(f"gates: {sum(passed)} passed, {len(passed) - sum(passed)} failed")
     return 0 if all(passed) else 1
 
