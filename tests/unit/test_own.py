@@ -1,5 +1,6 @@
 """Which checkpoints of a script are whole, torn, or not known: each format, cut at every place."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from perdure.files.own import (  # noqa: E402
     find_newest,
     find_root,
     list_declared,
+    put_back,
     set_aside,
 )
 from perdure.worker.start.unloadable import find_unloadable  # noqa: E402
@@ -257,3 +259,151 @@ def test_a_failed_load_is_told_with_its_file(
     assert f"the newest whole one is out/{older.name}" in why
     assert f"mv out/{path.name} out.torn/{path.name}" in why
     assert find_unloadable(ValueError(str(path)), None) == ("", ""), "it is no load"
+
+
+def list_torn(pattern: str, folder: Path) -> list[str]:
+    return [os.path.basename(one.path) for one in find_newest(pattern, str(folder))[0]]
+
+
+def test_an_empty_mark_or_folder_beside_checkpoints_is_none(tmp_path: Path) -> None:
+    make(tmp_path, "Trainer", 100)
+    (tmp_path / "checkpoint-100.done").touch()
+    (tmp_path / "logs").mkdir()
+    assert list_torn("*", tmp_path) == []
+    (tmp_path / "checkpoint-200").mkdir()
+    assert list_torn("*", tmp_path) == ["checkpoint-200"]
+    (tmp_path / "model").touch()
+    assert list_torn("model", tmp_path) == ["model"], "its name alone is declared"
+
+
+def test_models_that_the_trainer_saves_without_its_state_are_whole(tmp_path: Path) -> None:
+    for step in (100, 200):
+        path = make(tmp_path, "Trainer", step)
+        (path / "trainer_state.json").unlink()
+        (path / "optimizer.pt").unlink()
+    assert list_torn("checkpoint-*", tmp_path) == []
+    (path / "optimizer.pt").write_bytes((path / "training_args.bin").read_bytes())
+    assert examine(str(path)).state == "torn", "the Trainer's own save was cut"
+
+
+def test_a_folder_that_may_not_be_read_is_not_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, "Trainer", 1)
+
+    def refuse(folder: str) -> None:
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    found = examine(str(path))
+    assert (found.state, found.why) == ("unknown", "Permission denied")
+
+
+def test_files_behind_links_are_there(tmp_path: Path) -> None:
+    path = make(tmp_path, "Trainer", 1)
+    (path / "model.safetensors").unlink()
+    save_tensors(tmp_path / "blobs" / "model-1.safetensors", 1)
+    (path / "w").symlink_to(tmp_path / "blobs")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "w/model-1.safetensors"}}))
+    assert examine(str(path)).state == "whole"
+    (tmp_path / "blobs" / "model-1.safetensors").unlink()
+    assert examine(str(path)).state == "torn"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("latest", "weights.pt"), ("config.json", "{}" + "\n" * 100)]
+)
+def test_odd_but_whole_documents(tmp_path: Path, name: str, text: str) -> None:
+    path = make(tmp_path, "Trainer", 1)
+    (path / name).write_text(text)
+    assert examine(str(path)).state == "whole"
+
+
+def test_a_reason_is_short(tmp_path: Path) -> None:
+    info = {"x" * 100_000: {"dtype": "F32", "shape": [1], "data_offsets": [0, 256]}}
+    header = json.dumps(info).encode()
+    path = tmp_path / "1.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(256))
+    assert examine(str(path)).state == "torn"
+    assert len(examine(str(path)).why) <= 300
+
+
+def test_a_torn_one_stays_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`out` is a link to another disk: nothing can be renamed to a folder beside the link."""
+    disk = tmp_path / "disk"
+    path = make(disk, "torch.save", 1)
+    (tmp_path / "out").symlink_to(disk)
+    path.write_bytes(b"PK\x03\x04")
+    found = os.stat
+
+    def stat(name: str, **keys: bool) -> os.stat_result:
+        status = found(name, **keys)
+        if not os.path.realpath(name).startswith(str(disk)):
+            return status
+        return os.stat_result((*status[:2], status.st_dev + 1, *status[3:]))
+
+    monkeypatch.setattr(os, "stat", stat)
+    torn = str(tmp_path / "out" / path.name)
+    for pattern in ("out/*.pt", "*/*.pt"):
+        root = find_root(pattern, str(tmp_path))
+        target = choose_place(torn, root, str(tmp_path))
+        assert target == str(tmp_path / "out" / ".torn" / path.name)
+
+
+def test_each_run_of_deepspeed_has_its_own_latest(tmp_path: Path) -> None:
+    a, b = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
+    older, path = make(a, "DeepSpeed", 10), make(a, "DeepSpeed", 20)
+    make(b, "DeepSpeed", 15)
+    (path / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04")
+    (torn,), whole = find_newest("runs/*/global_step*", str(tmp_path))
+    assert whole is not None
+    set_aside(torn.path, str(tmp_path / "away"), whole.path)
+    assert (a / "latest").read_text() == older.name
+
+
+@pytest.mark.parametrize("torn_latest", [False, True])
+def test_a_death_amid_a_move_leaves_a_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, torn_latest: bool
+) -> None:
+    """DeepSpeed begins anew without `latest`: at every step it names one that can be loaded."""
+    out = tmp_path / "out"
+    older, path = make(out, "DeepSpeed", 1), make(out, "DeepSpeed", 2)
+    if torn_latest:
+        (out / "latest").write_text("")
+    else:
+        (path / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04")
+    (torn,), whole = find_newest("out/global_step*", str(tmp_path))
+    assert whole is not None
+
+    def die(source: str, target: str) -> None:
+        raise OSError("dead")
+
+    monkeypatch.setattr(os, "rename", die)
+    monkeypatch.setattr("perdure.files.own.sync_path", die)
+    with contextlib.suppress(OSError):
+        set_aside(torn.path, str(tmp_path / "away"), whole.path)
+    assert (out / "latest").read_text() == (path if torn_latest else older).name
+
+
+def test_an_overwritten_file_is_never_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, copy = make(tmp_path, "torch.save", 1), tmp_path / "copy" / "ckpt-1.pt"
+    target = tmp_path / "out.torn" / "ckpt-1.pt"
+    assert copy_whole(str(path), str(copy))
+    path.write_bytes(b"PK\x03\x04")
+    replace = os.replace
+
+    def look(source: str, place: str) -> None:
+        assert path.exists()
+        assert target.read_bytes() == b"PK\x03\x04"
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", look)
+    assert put_back(str(copy), str(path), str(target))
+    assert path.read_bytes() == copy.read_bytes()
+    assert target.read_bytes() == b"PK\x03\x04"
+    copy.write_bytes(b"PK\x03\x04")
+    assert not put_back(str(copy), str(path), str(tmp_path / "other")), "the copy is torn as well"
+    assert not (tmp_path / "other").exists()

@@ -19,7 +19,7 @@ import re
 import shutil
 import stat
 import zipfile
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -49,7 +49,12 @@ CHECKPOINT = re.compile(
     r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)[-_=]?\d+|.*\.ckpt", re.IGNORECASE
 )
 """Names of folders that are one checkpoint."""
+_DEEPSPEED = ("model_states.pt", "optim_states.pt")
 _NUMBERED = re.compile(r"checkpoint-\d+")
+_STEPS = ("optimizer", "scheduler.pt", "rng_state", "scaler.pt", "global_step")
+"""Beginnings of names that the Trainer writes between its model and `trainer_state.json`."""
+_WHY_MAX = 300
+"""Characters of a reason: names of tensors may be long."""
 
 State = Literal["whole", "torn", "unknown"]
 
@@ -78,8 +83,11 @@ class OwnCheckpoint:
         return self.path, self.state, self.written_s, self.bytes
 
 
-def examine(path: str, siblings: Sequence[str] = ()) -> OwnCheckpoint:
-    """Return what the checkpoint at `path` is; `siblings` are older ones of the same pattern."""
+def examine(path: str, siblings: Sequence[str] = (), *, exact: bool = False) -> OwnCheckpoint:
+    """Return what the checkpoint at `path` is; `siblings` are older ones of the same pattern.
+
+    If the job does not declare the `exact` path, an empty file may be a mark beside a checkpoint.
+    """
     step, written_s, size = _read_step(path), 0.0, 0
     try:
         if os.path.isdir(path):
@@ -92,13 +100,14 @@ def examine(path: str, siblings: Sequence[str] = ()) -> OwnCheckpoint:
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("it is no regular file")
             written_s, size = status.st_mtime, status.st_size
-            format_ = _check_file(path, size, any_name=True)
+            named = exact or CHECKPOINT.fullmatch(os.path.basename(path)) or path.endswith(_STATE)
+            format_ = _check_file(path, size, any_name=True) if size or named else ""
             whole = bool(format_)
     except TornError as error:
-        return OwnCheckpoint(path, "torn", "", str(error), step, written_s, size)
+        return OwnCheckpoint(path, "torn", "", str(error)[:_WHY_MAX], step, written_s, size)
     except Exception as error:  # Only a `TornError` means torn.
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return OwnCheckpoint(path, "unknown", "", why, step, written_s, size)
+        return OwnCheckpoint(path, "unknown", "", why[:_WHY_MAX], step, written_s, size)
     why = "" if whole else "its format is not known"
     return OwnCheckpoint(path, "whole" if whole else "unknown", format_, why, step, written_s, size)
 
@@ -110,9 +119,13 @@ def _read_step(path: str) -> int:
 
 
 def _list_files(folder: str) -> dict[str, os.stat_result]:
-    """Return the files of a folder and of those in it, by their path from there."""
+    """Return the files of a folder and of those in it, by their path from there.
+
+    Raises:
+        OSError: a folder cannot be read, which says nothing of its files.
+    """
     found: dict[str, os.stat_result] = {}
-    for base, _, names in os.walk(folder):
+    for base, _, names in os.walk(folder, onerror=_raise):
         for name in names:
             path = os.path.join(base, name)
             with contextlib.suppress(FileNotFoundError):  # It was a temporary name.
@@ -120,6 +133,17 @@ def _list_files(folder: str) -> dict[str, os.stat_result]:
         if len(found) > FILES_MAX:
             raise ValueError(f"it has more than {FILES_MAX} files")
     return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _read_size(path: str) -> int:
+    """Return the bytes of a file, also of one behind a link; -1 if it is missing."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path).st_size
+    return -1
 
 
 # --- one file ------------------------------------------------------------------------------------
@@ -174,7 +198,7 @@ def _check_folder(
         TornError: it is torn.
         OSError: something of it cannot be read.
     """
-    if not files:
+    if not files and _list_numbers(folder):
         raise TornError("it is empty")
     _refuse_several(folder, files)
     known: list[str] = []
@@ -183,8 +207,11 @@ def _check_folder(
     for name, status in sorted(files.items()):
         known.append(_check_part(folder, name, status.st_size, files))
     format_ = _name_format(files)
-    numbered = _NUMBERED.fullmatch(os.path.basename(folder))
-    if format_ == "Trainer" and numbered and "trainer_state.json" not in files:
+    if (
+        format_ == "Trainer"
+        and "trainer_state.json" not in files
+        and _has_steps(folder, files, siblings)
+    ):
         raise TornError("trainer_state.json is missing, which the Trainer writes last")
     lacking = _list_last(folder, siblings) - set(files)
     if lacking:
@@ -193,6 +220,16 @@ def _check_folder(
         return format_, False
     format_ = format_ or next(filter(None, known), "")
     return format_, bool(format_ and any(known))
+
+
+def _has_steps(folder: str, files: Iterable[str], siblings: Sequence[str]) -> bool:
+    """Return whether the Trainer saves such folders itself: `save_model` alone writes no state."""
+    older = [one for one in siblings if _NUMBERED.fullmatch(os.path.basename(one))]
+    if not _NUMBERED.fullmatch(os.path.basename(folder)):
+        return False
+    if older:
+        return any(_read_size(os.path.join(one, "trainer_state.json")) >= 0 for one in older)
+    return any(name.startswith(_STEPS) for name in files)
 
 
 def _is_ahead(folder: str) -> bool:
@@ -229,19 +266,19 @@ def _refuse_several(folder: str, files: Iterable[str]) -> None:
         raise ValueError(f"it holds several checkpoints; declare them: {folder}/*")
 
 
-def _check_part(folder: str, name: str, size: int, files: Container[str]) -> str:
+def _check_part(folder: str, name: str, size: int, files: Collection[str]) -> str:
     """Check one file of a folder; return its format."""
     path, (inner, base) = os.path.join(folder, name), os.path.split(name)
     if base.endswith(INDICES):
         shards = set(_read_json(path, name)["weight_map"].values())
-        missing = [one for one in shards if os.path.join(inner, one) not in files]
+        missing = [one for one in shards if _read_size(os.path.join(folder, inner, one)) < 0]
         if missing:
             raise TornError(f"{min(missing)} is missing, which {name} names")
     elif base == "trainer_state.json":
         _read_json(path, name)
     elif _OBJECTS.fullmatch(base) and _read_end(path) not in b"]}":
-        raise TornError(f"{name} is cut off after {size:,} bytes")
-    elif base == "latest" and size < 4096:
+        _read_json(path, name)  # It may end with spaces, or be a plain value.
+    elif base == "latest" and size < 4096 and any(n.endswith(_DEEPSPEED) for n in files):
         tag = read_file(path, follow=True).decode().strip()
         if not tag or not os.path.isdir(os.path.join(folder, inner, tag)):
             raise TornError(f"{name} names {tag!r}, which is not there")
@@ -270,7 +307,7 @@ def _name_format(files: Iterable[str]) -> str:
         return "Trainer"
     if any(n.startswith("random_states_") for n in names):
         return "accelerate"
-    if any(n.endswith(("model_states.pt", "optim_states.pt")) for n in names):
+    if any(n.endswith(_DEEPSPEED) for n in names):
         return "DeepSpeed"
     sharded = any(n == ".metadata" or (n.endswith(".distcp") and "/" not in n) for n in names)
     return "torch.distributed.checkpoint" if sharded else ""
@@ -287,7 +324,7 @@ def _list_last(folder: str, siblings: Sequence[str]) -> set[str]:
     return found or set()
 
 
-def _check_sharded(folder: str, files: dict[str, os.stat_result]) -> list[str]:
+def _check_sharded(folder: str, files: Collection[str]) -> list[str]:
     """Compare the indices of torch.distributed.checkpoint with the sizes of their files."""
     for base in sorted({os.path.dirname(n) for n in files if n.endswith(".distcp")}):
         index = os.path.join(base, ".metadata")
@@ -296,7 +333,7 @@ def _check_sharded(folder: str, files: dict[str, os.stat_result]) -> list[str]:
         data = read_file(os.path.join(folder, index), METADATA_BYTES_MAX, follow=True)
         for name, end in _read_extents(index, data).items():
             path = os.path.join(base, name)
-            size = files[path].st_size if path in files else -1
+            size = _read_size(os.path.join(folder, path))
             if size < end:
                 has = f"has {size:,} bytes of {end:,}" if size >= 0 else "is missing"
                 raise TornError(f"{path} {has}")
@@ -384,7 +421,8 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
     for order in (paths, sorted(paths, key=_read_time, reverse=True)):
         for path in order:
             older = paths[paths.index(path) + 1 :]
-            found = torn.get(path) or examine(path, older)
+            exact = not glob.has_magic(pattern)
+            found = torn.get(path) or examine(path, older, exact=exact)
             if found.state == "whole":
                 newest = newest or found
                 break
@@ -409,14 +447,18 @@ def _check_latest(folder: str) -> dict[str, OwnCheckpoint]:
 def examine_alone(path: str) -> tuple[OwnCheckpoint, str]:
     """Return the check of an undeclared checkpoint, and a pattern for the names like its own."""
     folder, name = os.path.split(path)
-    pattern = os.path.join(glob.escape(folder), re.sub(r"\d+", "*", glob.escape(name)))
-    paths = list_declared(pattern, folder)
+    paths = list_declared(_make_pattern(path), folder)
     older = paths[paths.index(path) + 1 :] if path in paths else []
     return examine(path, older), os.path.join(folder, re.sub(r"\d+", "*", name))
 
 
 def choose_place(path: str, root: str, cwd: str) -> str:
-    """Return where a torn checkpoint goes: out of the folder `root`, which the script lists."""
+    """Return where a torn checkpoint goes: out of the folder `root`, which the script lists.
+
+    It is on the same disk, although a part of the path may be a link to another one.
+    """
+    if not _share_disk(os.path.dirname(path), root):
+        root = os.path.dirname(path)
     place = os.path.join(_name_beside(root, cwd, TORN), os.path.relpath(path, root))
     target, number = place, 1
     while os.path.lexists(target):
@@ -433,31 +475,55 @@ def locate_copy(path: str, root: str, cwd: str) -> str:
 def _name_beside(root: str, cwd: str, end: str) -> str:
     """Return a folder beside `root`.
 
-    It is a hidden one in `root` if that is the script's own folder or a mount, or if nothing can be
-    made beside it.
+    It is a hidden one in `root` if that is the script's own folder or on another disk, or if
+    nothing can be made beside it.
     """
-    inside = root == os.path.normpath(cwd) or os.path.ismount(root)
-    inside = inside or not os.access(os.path.dirname(root), os.W_OK)
+    beside = os.path.dirname(root)
+    inside = root == os.path.normpath(cwd) or not _share_disk(root, beside)
+    inside = inside or not os.access(beside, os.W_OK)
     return os.path.join(root, end) if inside else root + end
+
+
+def _share_disk(one: str, other: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.stat(one).st_dev == os.stat(other).st_dev
+    return True
 
 
 def set_aside(path: str, target: str, whole: str) -> None:
     """Move a torn checkpoint, and let DeepSpeed's `latest` name the `whole` one.
 
+    `latest` is never missing if a whole one exists: without it, a script begins anew.
+
     Raises:
         OSError: it cannot be moved; it is where it was.
     """
+    folder, name = os.path.split(path)
+    latest = os.path.join(folder, "latest")
     os.makedirs(os.path.dirname(target), exist_ok=True)
+    if path == latest:
+        shutil.copyfile(path, target)
+        replace_file(latest, os.path.basename(whole).encode(), synced=True)
+        return
+    if whole and os.path.dirname(whole) != folder:  # Each run of a pattern has its own `latest`.
+        found = find_newest(_make_pattern(path), folder)[1]
+        whole = found.path if found else ""
+    named = False
+    with contextlib.suppress(OSError):
+        named = _read_tag(folder)[0] == name
+    if named and whole:
+        replace_file(latest, os.path.basename(whole).encode(), synced=True)
     os.rename(path, target)
-    sync_path(os.path.dirname(path))
-    latest = os.path.join(os.path.dirname(path), "latest")
-    with contextlib.suppress(OSError, UnicodeError):
-        if path != latest and _read_tag(os.path.dirname(path))[0] != os.path.basename(path):
-            return
-        if whole:
-            replace_file(latest, os.path.basename(whole).encode(), synced=True)
-        elif path != latest:
+    sync_path(folder)
+    if named and not whole:
+        with contextlib.suppress(OSError):
             os.rename(latest, f"{target}.latest")
+
+
+def _make_pattern(path: str) -> str:
+    """Return a pattern for the names like that of `path`."""
+    folder, name = os.path.split(path)
+    return os.path.join(glob.escape(folder), re.sub(r"\d+", "*", glob.escape(name)))
 
 
 # --- a copy of the last whole one ----------------------------------------------------------------
@@ -474,7 +540,8 @@ def copy_whole(path: str, target: str) -> bool:
     """
     before = os.stat(path)
     with contextlib.suppress(OSError):
-        if os.stat(target).st_mtime_ns == before.st_mtime_ns:
+        now = os.stat(target)
+        if (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size):
             return True
     os.makedirs(os.path.dirname(target), exist_ok=True)
     temporary = os.path.join(
@@ -500,3 +567,28 @@ def copy_whole(path: str, target: str) -> bool:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def put_back(copy: str, path: str, target: str) -> bool:
+    """Have the copy take the place of the torn file at `path`, which is kept at `target`.
+
+    Return whether it does. `path` is never missing: a script that began anew would overwrite the
+    copy with its first save.
+
+    Raises:
+        OSError: there is no room, or no copy.
+    """
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    try:
+        os.link(path, target)
+    except FileExistsError:  # Another node sees the same folder, and was faster.
+        pass
+    except OSError:  # A file system without links.
+        shutil.copyfile(path, target)
+    done = False
+    try:
+        done = copy_whole(copy, path)
+    finally:
+        if not done:
+            os.unlink(target)
+    return done

@@ -15,6 +15,7 @@ from perdure.files.own import (
     find_root,
     list_declared,
     locate_copy,
+    put_back,
     set_aside,
 )
 from perdure.model.events import AnyEvent, OwnChecked, TornFound
@@ -91,33 +92,39 @@ class OwnCheckpoints:
         try:
             async with asyncio.timeout(CHECK_S):
                 again, _ = await self._files.call(find_newest, pattern, self._spec.cwd)
-                if not await self._files.call(os.path.lexists, torn.path):
+                if torn.path not in [one.path for one in again]:
                     return []  # Another node sees the same folder, and was faster.
                 if torn.mark not in [one.mark for one in again]:
                     return [f"{text}; another program is writing it, so that it stays there"]
-                await self._files.call(set_aside, torn.path, target, whole.path if whole else "")
+            if (age := await self._put_back(torn.path, root, target)) is None:
+                async with asyncio.timeout(CHECK_S):
+                    await self._files.call(
+                        set_aside, torn.path, target, whole.path if whole else ""
+                    )
         except FileNotFoundError:
             return []
         except (OSError, TimeoutError) as error:
             return [f"{text}; it cannot be moved: {error}"]
         text = f"{text}; moved to {self._shorten(target)}"
-        return [f"{text}; {await self._restore(torn.path, root, whole)}"]
-
-    async def _restore(self, path: str, root: str, whole: OwnCheckpoint | None) -> str:
-        """Return what the script can load now; the copy takes the place of an overwritten file."""
-        if self._spec.checkpoint.own_copy:
-            copy = locate_copy(path, root, self._spec.cwd)
-            try:
-                async with asyncio.timeout(10 * CHECK_S):
-                    if await self._files.call(copy_whole, copy, path):
-                        age = _render_age(os.stat(path).st_mtime)
-                        return f"its copy, {age} old, takes its place"
-            except (OSError, TimeoutError) as error:
-                log.warning("no copy of %s: %s", path, error)
+        if age is not None:
+            return [f"{text}; its copy, {age} old, takes its place"]
         if whole is None:
-            return "nothing older that is whole exists"
+            return [f"{text}; nothing older that is whole exists"]
         age = _render_age(whole.written_s)
-        return f"the newest whole one is {self._shorten(whole.path)}, {age} old"
+        return [f"{text}; the newest whole one is {self._shorten(whole.path)}, {age} old"]
+
+    async def _put_back(self, path: str, root: str, target: str) -> str | None:
+        """Have the copy take the place of an overwritten file; return its age, if it does."""
+        if not self._spec.checkpoint.own_copy:
+            return None
+        copy = locate_copy(path, root, self._spec.cwd)
+        try:
+            async with asyncio.timeout(10 * CHECK_S):
+                if await self._files.call(put_back, copy, path, target):
+                    return _render_age(os.stat(path).st_mtime)
+        except (OSError, TimeoutError) as error:
+            log.warning("no copy of %s: %s", path, error)
+        return None
 
     def _shorten(self, path: str) -> str:
         """Return a path from the job's folder, if it is below."""
