@@ -67,6 +67,20 @@ def test_a_child_that_opens_a_stream_by_its_name_cuts_no_log(node: Node, cold: b
 
 
 @pytest.mark.parametrize("cold", [True, False])
+def test_streams_say_that_they_cannot_seek(node: Node, cold: bool) -> None:
+    """As plain Python does on a pipe: also if the image made them while its own were files."""
+    if not cold:
+        node.wait_warm()
+    text = (
+        "import io, sys\nprint(sys.stdout.seekable(), sys.stdout.buffer.seekable())\n"
+        "try:\n    sys.stderr.tell()\nexcept io.UnsupportedOperation:\n    print('no')\n"
+    )
+    node.spawn(0, node.script(text), cold=cold)
+    assert node.ended(0).code == 0
+    assert node.text(0) == "False False\nno\n"
+
+
+@pytest.mark.parametrize("cold", [True, False])
 def test_the_last_line_of_a_killed_rank_is_kept(node: Node, cold: bool) -> None:
     if not cold:
         node.wait_warm()
