@@ -148,6 +148,21 @@ def test_what_children_say_at_the_end_of_a_generation_is_kept(node: Node) -> Non
     assert node.text(0) == "bye\n"
 
 
+def test_the_end_of_perdures_own_store_is_not_told_to_a_user(node: Node) -> None:
+    """The store ends later than the ranks: it is stopped, so SIGTERM does not end it."""
+    node.wait_warm()
+    node.serve_store(0, 1)
+    node.spawn(0, node.script("import time\nopen('up', 'w')\ntime.sleep(3600)"))
+    wait_until((node.home / "up").exists, "the rank")
+    below = psutil.Process(node.process.pid).children()
+    store = next(one for one in below if one.cmdline()[0].startswith("perdure store"))
+    store.suspend()
+    node.ask(KeeperKill(0, 3600.0))
+    node.expect(KeeperStopped, generation=0)
+    assert not store.is_running() or store.status() == "zombie"
+    assert "killed" not in node.text(0, name="err")
+
+
 @pytest.fixture
 def disk(node: Node) -> Iterator[Path]:
     """A disk of 256 KB, on which nothing is open when it goes."""
