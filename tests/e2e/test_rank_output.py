@@ -67,6 +67,20 @@ def test_a_child_that_opens_a_stream_by_its_name_cuts_no_log(node: Node, cold: b
 
 
 @pytest.mark.parametrize("cold", [True, False])
+def test_streams_say_that_they_cannot_seek(node: Node, cold: bool) -> None:
+    """As plain Python does on a pipe: also if the image made them while its own were files."""
+    if not cold:
+        node.wait_warm()
+    text = (
+        "import io, sys\nprint(sys.stdout.seekable(), sys.stdout.buffer.seekable())\n"
+        "try:\n    sys.stderr.tell()\nexcept io.UnsupportedOperation:\n    print('no')\n"
+    )
+    node.spawn(0, node.script(text), cold=cold)
+    assert node.ended(0).code == 0
+    assert node.text(0) == "False False\nno\n"
+
+
+@pytest.mark.parametrize("cold", [True, False])
 def test_the_last_line_of_a_killed_rank_is_kept(node: Node, cold: bool) -> None:
     if not cold:
         node.wait_warm()
@@ -132,6 +146,21 @@ def test_what_children_say_at_the_end_of_a_generation_is_kept(node: Node) -> Non
     node.ask(KeeperKill(0, 3600.0))
     node.expect(KeeperStopped, generation=0)
     assert node.text(0) == "bye\n"
+
+
+def test_the_end_of_perdures_own_store_is_not_told_to_a_user(node: Node) -> None:
+    """The store ends later than the ranks: it is stopped, so SIGTERM does not end it."""
+    node.wait_warm()
+    node.serve_store(0, 1)
+    node.spawn(0, node.script("import time\nopen('up', 'w')\ntime.sleep(3600)"))
+    wait_until((node.home / "up").exists, "the rank")
+    below = psutil.Process(node.process.pid).children()
+    store = next(one for one in below if one.cmdline()[0].startswith("perdure store"))
+    store.suspend()
+    node.ask(KeeperKill(0, 3600.0))
+    node.expect(KeeperStopped, generation=0)
+    assert not store.is_running() or store.status() == "zombie"
+    assert "killed" not in node.text(0, name="err")
 
 
 @pytest.fixture

@@ -817,7 +817,7 @@ class Ranks:
                 if rank.pid not in {*ending.killed, *writing} and self._handles_term(rank.pid):
                     ending.killed.add(rank.pid)
                     self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM", rank)
-            below = [pid for pid in members if pid not in self._by_pid]
+            below = [pid for pid in members if pid not in {*self._by_pid, self._store_pid}]
             self._name_killed([p for p in below if table[p].session not in writing], table, ending)
         members = [pid for pid in members if table[pid].session not in writing]
         ours = [pid for pid in members if send_signal(pid, signal.SIGKILL)]

@@ -62,7 +62,7 @@ class RestartWatch:
     def tell(self, generation: int, *, declares_steps: bool, now_s: float) -> str:
         """Return a line once it is known, else an empty text; `now_s` is job time, in seconds."""
         if self._told is None or declares_steps:
-            self._told = generation
+            self._told = max(generation, 0)  # The first start is no restart.
         if generation <= self._told:
             self._until_s = now_s + _WAIT_S
             return ""

@@ -34,6 +34,10 @@ class LossyFile(io.FileIO):
     lost = 0
     """Bytes not yet said to be."""
 
+    def seekable(self) -> bool:
+        """Return False: a rank's streams are pipes, also if the image made them on a file."""
+        return False
+
     def write(self, data: Any, /) -> int:
         """Write all of `data`, drop what does not fit, and return the size of both in bytes.
 
