@@ -475,8 +475,8 @@ def locate_copy(path: str, root: str, cwd: str) -> str:
 def _name_beside(root: str, cwd: str, end: str) -> str:
     """Return a folder beside `root`.
 
-    If that is not possible, it is a hidden one in `root`: nothing can be made beside it, it is on
-    another disk, or it is the script's own folder.
+    It is a hidden one in `root` if nothing can be made beside it, or if that is another disk. It
+    is one as well if `root` is the script's own folder.
     """
     beside = os.path.dirname(root)
     inside = root == os.path.normpath(cwd) or not _share_disk(root, beside)
