@@ -16,6 +16,7 @@ from torch import Tensor
 from perdure.model.errors import UnfitError
 
 _MARK = "perdure.numpy"
+_SCALARS = frozenset({int, float, bool, type(None)})
 
 
 def visit(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
@@ -25,12 +26,16 @@ def visit(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], An
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (list, tuple):
+        if _SCALARS.issuperset(map(type, value)):  # Such as the state of a random generator.
+            return type(value)(value)
         return type(value)(visit(one, change, other) for one in value)
     return other(value)
 
 
 def copy_plain(value: Any) -> Any:
     """Return a copy of a value; an array or a number of NumPy as plain data."""
+    if type(value) in _SCALARS:
+        return value
     numpy = sys.modules.get("numpy")
     if (
         numpy is None
