@@ -17,7 +17,6 @@ from perdure.launch import kubernetes as platform
 from perdure.launch.catalog import load_profile
 from perdure.launch.exchange import UnfinishedError
 from perdure.launch.kubernetes import client
-from perdure.launch.kubernetes.linter import lint_manifests
 from perdure.launch.kubernetes.project import LIMIT, PACKED, unpack
 from perdure.launch.platforms import Here
 from perdure.launch.records import read_record
@@ -27,13 +26,6 @@ from perdure.model.platforms.kubernetes import KubernetesSection
 from perdure.model.platforms.launching import LaunchRecord, Plan
 
 FAKE = Path(__file__).with_name("fake_kubectl.py")
-
-
-def lint_errors(pod: Any) -> list[str]:
-    """Return what the linter holds for a refusal of a pod, as that of a Job."""
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"},
-           "spec": {"template": {"spec": pod["spec"]}}}  # fmt: skip
-    return [f.text for f in lint_manifests([job]) if f.level == "error"]
 
 
 HERE = Here(home="/nowhere", environ={}, tell=lambda line: None)
@@ -292,7 +284,6 @@ def test_of_a_job_that_is_over_a_command_is_run_beside_its_volume(
     volumes = reader["spec"]["volumes"]
     assert [v["name"] for v in volumes] == ["durable", "host-0"]
     assert volumes[0]["persistentVolumeClaim"]["claimName"] == "gpt-durable"
-    assert lint_errors(reader) == []
     assert ["delete", "pod", name] == [w for w in read()["calls"][-1][0] if w[:2] != "--"]
 
 

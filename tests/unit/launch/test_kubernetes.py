@@ -46,7 +46,7 @@ def find_pod(job: Any) -> Any:
 @pytest.mark.parametrize("shape", ["job", "jobset", "trainjob", "pytorchjob"])
 @pytest.mark.parametrize("server", ["1.20", "1.22", "1.25", "1.31"])
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_what_is_rendered_passes_the_linter(shape: Any, server: str, nodes: int) -> None:
+def test_no_error_is_found_by_default(shape: Any, server: str, nodes: int) -> None:
     plan = make_plan(nodes, gpus=2, shape=shape, server=server, secret="tokens", memory="64Gi")
     assert [f for f in plan.findings if f.level == "error"] == []
     assert {f.trap for f in plan.findings} <= {"GEN1", ""}

@@ -13,7 +13,7 @@ _VANISHED = "unit/telemetry/test_vanished.py"
 _PLACE = f"{_LAUNCH}/test_kubernetes.py::test_what_the_place_says_is_compared"
 _LATE = f"{_LAUNCH}/test_kubernetes.py::test_a_start_that_does_not_come_is_told_after_a_deadline"
 _WAITS = f"{_LAUNCH}/test_kubernetes.py::test_what_a_pod_waits_for_is_in_its_events"
-_LINTER = f"{_LAUNCH}/test_kubernetes_linter.py"
+_FIELDS = f"{_LAUNCH}/test_kubernetes_fields.py"
 _NOTEBOOK = f"{_LAUNCH}/test_notebook.py"
 _STORAGE = "unit/service/test_storage_watch.py::test_a_worsening_is_told_once"
 _DEVICES = "unit/detect/test_device_judge.py"
@@ -40,12 +40,12 @@ TESTS: dict[str, dict[str, str]] = {
     "SLURM4": {"diagnosed": f"{_LAUNCH}/test_slurm.py::test_states_of_every_step_are_read"},
     "SLURM5": {"prevented": _LINT},
     "K8S1": {"detected": _PLACE, "watched": _LATE},
-    "K8S2": {"prevented": f"{_LINTER}::test_what_a_server_refuses_is_an_error"},
+    "K8S2": {"prevented": f"{_LAUNCH}/test_kubernetes.py::test_no_error_is_found_by_default"},
     "K8S3": {"watched": _LATE},
     "K8S4": {"prevented": f"{_LAUNCH}/test_kubernetes.py::test_what_cannot_train_is_an_error",
              "detected": _PLACE,
              "watched": _WAITS},
-    "K8S5": {"prevented": f"{_LINTER}::test_what_costs_work_is_a_warning"},
+    "K8S5": {"prevented": f"{_FIELDS}::test_what_costs_work_is_a_warning"},
     "K8S6": {"prevented": f"{_LAUNCH}/test_pod.py::test_the_probe_says_what_is_missing"},
     "NB1": {"prevented": f"{_NOTEBOOK}::test_a_drive_that_loses_a_file_is_found_out"},
     "NB2": {"prevented": f"{_NOTEBOOK}::test_a_wrong_accelerator_ends_a_kaggle_session_and_keeps_"

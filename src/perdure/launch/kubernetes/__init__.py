@@ -13,7 +13,7 @@ import yaml
 from perdure.launch.channel import ATTEMPTS, LASTED_S
 from perdure.launch.exchange import FOLLOWS, SILENCE_S, make_lines, show_lines
 from perdure.launch.kubernetes.client import Client, list_words, name_container, open_pod
-from perdure.launch.kubernetes.linter import check_profile, lint_manifests
+from perdure.launch.kubernetes.fields import check_profile
 from perdure.launch.kubernetes.manifest import (
     ADDED_LABEL,
     locate_job_folder,
@@ -58,7 +58,7 @@ _QUESTIONS = frozenset({"status", "diagnose", "report", "events", "map", "logs",
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:
-    """Return the manifests of `spec`, and what the linter says of them."""
+    """Return the manifests of `spec`, and what is wrong with the profile's fields."""
     section, client = profile.kubernetes, Client(profile.kubernetes)
     documents = make_documents(spec, profile)
     claims = [make_claim(spec, profile)] if section.storage else []
@@ -75,7 +75,6 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         findings=(
             *check_plan(spec, profile),
             *check_profile(spec, profile),
-            *lint_manifests([*claims, *documents], section.server),
         ),
         attach=(f"perdure watch {spec.name}", f"perdure logs {spec.name} -f"),
         place=locate_job_folder(spec, profile),

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.kubernetes import shapes
 from perdure.launch.kubernetes.security import secure_container, secure_pod
 from perdure.launch.platforms import locate_in_project, render_job
 from perdure.model.errors import ConfigError
@@ -269,9 +268,7 @@ def make_job_spec(
             ttlSecondsAfterFinished=section.ttl_s,
             podFailurePolicy={"rules": _make_rules(container, version)} if explains else {},
             # The next pod once one is gone, and not already while it saves.
-            podReplacementPolicy="Failed"
-            if version >= shapes.SINCE["podReplacementPolicy"]
-            else "",
+            podReplacementPolicy="Failed" if version >= (1, 29) else "",
         ),
         "template": {
             "metadata": {"labels": {**section.labels, JOB_LABEL: name_objects(spec)}},

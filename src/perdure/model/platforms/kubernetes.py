@@ -77,7 +77,7 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     grace_s: Annotated[int, Meta(ge=1)] = 120
     """Between SIGTERM and SIGKILL: a step and a checkpoint must fit in."""
     checkpoint_s: Count = 30
-    """One checkpoint, as the linter counts."""
+    """Seconds that one checkpoint takes; `grace_s` has to be longer."""
     restart_policy: Literal["Never", "OnFailure"] = "Never"
     """`Never`: a fresh pod for each attempt, whose causes can be told apart. `OnFailure`: the
     container starts again in place, and every end counts as a failure."""
