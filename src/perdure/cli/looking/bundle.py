@@ -1,8 +1,6 @@
-"""`perdure bundle`: one archive of a job for a bug report, without secrets, people and places.
+"""`perdure bundle`: one archive of a job for a bug report, without secrets, people, and places.
 
-Nothing of the job need be whole: files are taken as they lie, and what other commands say of it is
-asked of them in processes of their own, each with a limit. What is taken is redacted twice, first
-only to learn the names that occur, so that one that is learned late stands nowhere either. The
+No file of the job has to be whole. Other commands run in a process of their own, with a limit. The
 list is shown before anything is written.
 """
 
@@ -50,8 +48,7 @@ _PACKAGES = (
     "nvidia-nccl-cu13",
 )
 _PLAIN_ENV = re.compile(r"(?:NCCL|OMP|MKL|GLOO|CUDA|TORCH|PYTORCH|PYTHON)_?[A-Z_]*")
-"""Variables of `[env]` whose values are common words; they are taken out where they are set."""
-_SECRET_ENV = re.compile(rf"(?:{SECRET_NAME}|_key$|^key$)", re.IGNORECASE)
+"""Variables of `[env]` whose values are common words."""
 _SECRET_LEAST = 6
 _ASKED = {
     "status": ("status", "JOB"),
@@ -61,6 +58,7 @@ _ASKED = {
     "doctor-job": ("doctor", "JOB"),
     "doctor": ("doctor",),
 }
+_PLAIN_NAMES = ("root", "/root", "localhost", "user", "nobody")
 _SKIPPED = frozenset(
     {
         "credentials",
@@ -74,6 +72,8 @@ _SKIPPED = frozenset(
 )
 """Of a job's folder: secrets, what is large, what is no text, and what trackers' libraries keep."""
 _SECRET_FILES = frozenset({"endpoint.json", "run.lock", "start.json"})
+_OUTPUT = "logs/ranks/"
+"""What the script has printed, of which perdure cannot tell what is secret."""
 _NO_TEXT = frozenset({"curves/kept", "curves/damaged", "curves/lock"})
 
 Text = dict[str, str]
@@ -91,9 +91,9 @@ def bundle(
 ) -> None:
     """Write one redacted archive of a job for a bug report.
 
-    What is in it is shown before. Journal and logs (head and tail), job file, report, diagnosis
-    with stacks, findings of doctor and versions are in it. Secrets, values of [env], people, hosts
-    and addresses are not.
+    It has the journal, perdure's own logs, the job file, the report, the diagnosis with stacks,
+    findings of doctor, and versions. Only words that perdure's source has, and numbers, stay as
+    they are. The script's output is not in it. The list is shown before.
     """
     from perdure.cli.looking.redaction import Redactor
 
@@ -113,7 +113,7 @@ def bundle(
     if not yes and not _confirm(target, as_json):
         answer({**told, "written": False}, "nothing was written", as_json=as_json)
         return
-    write_new(target, pack(f"{redactor.redact(job)}-bundle", texts))
+    write_new(target, pack(f"{redactor.redact_name(job)}-bundle", texts))
     size = f"{target.stat().st_size / 1e3:.0f} kB"
     text = f"written: {target} ({size}); look at it before you send it"
     answer({**told, "written": True}, text, as_json=as_json)
@@ -151,7 +151,7 @@ def _render(told: Mapping[str, Any]) -> str:
             f"bundle of {told['job']}: {len(lines)} files, {total} bytes before compression",
             *lines,
             "redacted: " + (", ".join(counts) or "nothing"),
-            "left out: credentials, checkpoints, earlier runs, the server's store",
+            "left out: credentials, checkpoints, earlier runs, the server's store, script output",
         ]
     )
 
@@ -172,7 +172,7 @@ def teach(redactor: "Redactor", paths: "JobPaths", home: str) -> None:
         _teach_credential(redactor, path)
     for name, value in [*os.environ.items(), *_read_environ(paths)]:
         if (
-            _SECRET_ENV.search(name)
+            SECRET_NAME.search(name)
             and name not in ("PWD", "OLDPWD")
             and len(value) >= _SECRET_LEAST
         ):
@@ -181,19 +181,15 @@ def teach(redactor: "Redactor", paths: "JobPaths", home: str) -> None:
         _teach_job(redactor, path)
     parts = load_parts(paths)
     run_host = parts.host if parts is not None else ""
-    for host in (socket.gethostname(), socket.getfqdn(), platform.node(), run_host):
-        redactor.add_host(host)
+    names = [socket.gethostname(), socket.getfqdn(), platform.node(), run_host, home]
     with contextlib.suppress(KeyError, OSError):
-        redactor.add_user(getpass.getuser())
+        names.append(getpass.getuser())
     with contextlib.suppress(KeyError):
         entry = pwd.getpwuid(os.getuid())
-        redactor.add_user(entry.pw_name)
-        redactor.add_path(entry.pw_dir, "~")
-        for word in entry.pw_gecos.split(","):
-            redactor.add_user(word.strip())
-    redactor.add_path(home, "$PERDURE_HOME")
-    redactor.add_path(os.path.realpath(home), "$PERDURE_HOME")
-    redactor.add_path(os.path.expanduser("~"), "~")
+        names += [entry.pw_name, entry.pw_dir, entry.pw_gecos]
+    for name in names:
+        if name not in _PLAIN_NAMES:
+            redactor.add_name(name)
 
 
 def _teach_credential(redactor: "Redactor", path: str) -> None:
@@ -242,13 +238,12 @@ def _read_environ(paths: "JobPaths") -> Iterator[tuple[str, str]]:
 
 
 def redact_all(redactor: "Redactor", taken: Mapping[str, str]) -> Text:
-    """Return all texts, redacted with what is known after all of them were looked at."""
+    """Return all texts, redacted once the hosts are known that any of them names."""
     for text in taken.values():
         for host in re.findall(r'"host(?:name)?": ?"([^"]+)"', text):
-            redactor.add_host(host)
-        redactor.redact(text)
-    redactor.counts.clear()
-    return {redactor.redact(name): redactor.redact(text) for name, text in taken.items()}
+            if host not in _PLAIN_NAMES:
+                redactor.add_name(host)
+    return {redactor.redact_name(name): redactor.redact(text) for name, text in taken.items()}
 
 
 # --- what is in it -------------------------------------------------------------------------------
@@ -259,12 +254,9 @@ def take_files(root: Path) -> Iterator[tuple[str, str]]:
     left = TOTAL_BYTES
     paths = {str(path.relative_to(root)): path for path in root.rglob("*")}
     paths = {name: path for name, path in paths.items() if name.split("/")[0] not in _SKIPPED}
-    elsewhere = (_read_json(root / "job.json") or {}).get("log_dir")
-    streams = Path(elsewhere).glob("g*/rank-*") if isinstance(elsewhere, str) and elsewhere else ()
-    paths |= {f"logs/ranks/{path.parent.name}/{path.name}": path for path in streams}
     plain = [item for item in paths.items() if item[1].is_file() and not item[1].is_symlink()]
     for name, path in sorted(plain, key=lambda item: -read_newest_change_s(item[1:])):
-        if name in _SECRET_FILES | _NO_TEXT or path.name.startswith("."):
+        if name in _SECRET_FILES | _NO_TEXT or path.name.startswith(".") or _OUTPUT in name:
             continue
         if name == "job.json" and _read_json(path) is None:
             yield f"{name}.left-out", "it is no JSON: what is secret in it cannot be told\n"
