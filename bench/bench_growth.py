@@ -112,7 +112,7 @@ class Month:
     def tell(self) -> Iterator[Told]:
         """Yield the whole month."""
         yield self._say(JobSubmitted(spec=self.spec, at_s=self.now))
-        yield self._say(ControllerStarted(incarnation="c1", failures=True))
+        yield self._say(ControllerStarted(incarnation="c1"))
         for node in self.nodes:
             registered = NodeRegistered(
                 node=node, incarnation=f"a{node}", host=f"host-{node}", boot_id="b", slots=NPROC

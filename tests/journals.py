@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from perdure.model.chain import FIRST, seal
+from perdure.model.codec import encode
 from perdure.model.events import (
     AnyEvent,
     CheckpointRestored,
@@ -30,6 +31,7 @@ from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
+from tests.decider import Decider
 
 _STAMPS = ("spawned", "script", "init", "group", "restored", "first_step")
 
@@ -58,6 +60,7 @@ class Story:
             nodes_max=self.nodes_max,
         )  # fmt: skip
         self.generation = -1
+        self.decider = Decider()
         self.step = self.saved = 0
         self.accounts: dict[int, RankAccount] = {}
         self.write(JobSubmitted(spec=self.spec, at_s=self.now))
@@ -66,6 +69,9 @@ class Story:
         if type(body).__name__ not in self.drop:
             at = self.now if at_s is None else at_s
             self.entries.append(JournalEntry(seq=len(self.entries) + 1, at_s=at, body=body))
+            for told in self.decider.take(self.entries[-1]):
+                seq = len(self.entries) + 1
+                self.entries.append(JournalEntry(seq=seq, at_s=at, body=told.body))
 
     def decide(self, summary: str) -> None:
         self.write(Decision(action="AssignNodes", summary=summary, reason=summary))
@@ -279,6 +285,11 @@ def tell(story: Story) -> Story:
     story.train(60)
     story.finish()
     return story
+
+
+def render_journal(entries: Iterable[JournalEntry]) -> bytes:
+    """Return the lines of a journal that has these entries."""
+    return b"".join(reseal([encode(entry) + b"\n" for entry in entries]))
 
 
 def reseal(groups: Iterable[bytes], before: bytes = b"", after: bytes = b"") -> list[bytes]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from perdure.model.codec import encode
 from perdure.telemetry.snapshot import SnapshotFold
-from tests.journals import Story, tell
+from tests.journals import Story, render_journal, tell
 from tests.waiting import PATIENCE_S
 
 
@@ -25,7 +25,7 @@ def lay_down(home: Path, name: str = "job", story: Story | None = None) -> Story
     folder = home / "jobs" / name
     (folder / "logs/ranks/g2").mkdir(parents=True)
     (folder / "job.json").write_bytes(encode(story.spec))
-    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
+    (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
     fold = SnapshotFold(story.spec)
     for entry in story.entries:
         fold.add(entry)

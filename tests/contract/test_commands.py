@@ -18,6 +18,7 @@ from perdure.model.orders import AnswerCommand
 from perdure.model.paths import JobPaths
 from perdure.service.commands import ask_controller
 from perdure.service.ports import Reply
+from tests.journals import render_journal
 from tests.waiting import PATIENCE_S
 
 STOP = Command(id="cli-1", kind="stop", who="me")
@@ -37,7 +38,7 @@ def journal(paths: JobPaths, answer: AnswerCommand | None) -> None:
         )
         bodies.insert(0, told)
     entries = [JournalEntry(seq=n, at_s=1.0, body=body) for n, body in enumerate(bodies, 1)]
-    Path(paths.journal).write_bytes(b"".join(encode(entry) + b"\n" for entry in entries))
+    Path(paths.journal).write_bytes(render_journal(entries))
 
 
 async def ask_and_end(tmp_path: Path, answer: AnswerCommand | None) -> CommandReply:

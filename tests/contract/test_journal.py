@@ -13,7 +13,6 @@ from nats.js.api import StreamConfig
 from perdure.adapters.nats import NatsBus, NatsStream
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.wire import stream_journal, subject_journal
-from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
     ControllerStarted,
@@ -35,6 +34,7 @@ from perdure.service.jobfolders import paths_of
 from perdure.service.ports import JournalStream
 from tests.contract.test_bus import Server
 from tests.fakes import FakeStream, number_entries
+from tests.journals import render_journal
 from tests.waiting import PATIENCE_S
 
 
@@ -264,11 +264,11 @@ async def test_what_is_read_is_not_held(tmp_path: Path) -> None:
 async def test_a_torn_last_line_of_the_mirror_is_left_out(tmp_path: Path) -> None:
     paths = paths_of(str(tmp_path), "job")
     assert read_mirror(paths) is None
-    whole = encode(JournalEntry(seq=1, at_s=0.5, body=ControllerStarted(incarnation="c")))
+    first = JournalEntry(seq=1, at_s=0.5, body=ControllerStarted(incarnation="c"))
+    whole = render_journal([first])
     Path(paths.root).mkdir(parents=True)
-    Path(paths.journal).write_bytes(whole + b"\n" + whole[:-7])
-    found = list(read_journal(paths))
-    assert found == [decode(whole, JournalEntry)]
+    Path(paths.journal).write_bytes(whole + whole[:-7])
+    assert list(read_journal(paths)) == [first]
 
 
 async def test_acknowledged_entries_survive_kill_9_of_the_server(server: Server) -> None:
@@ -318,10 +318,10 @@ def test_the_last_entry_is_found_without_reading_the_rest(tmp_path: Path) -> Non
     mirror.parent.mkdir(parents=True)
     mirror.write_bytes(b"")
     assert read_last_entries(paths) == []
-    lines = [
-        encode(JournalEntry(seq, 1.0, Decision(action="A", summary="x" * size, reason="r"))) + b"\n"
+    lines = render_journal(
+        JournalEntry(seq, 1.0, Decision(action="A", summary="x" * size, reason="r"))
         for seq, size in ((1, 10), (2, 300_000), (3, 200_000), (4, 5))
-    ]
+    ).splitlines(keepends=True)
     for count in (1, 2, 3, 4):
         mirror.write_bytes(b"".join(lines[:count]))
         assert read_last_entries(paths)[-1].seq == count

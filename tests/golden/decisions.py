@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 
 from perdure.control.memory import Memory
-from perdure.model.events import Decision, JournalEntry
+from perdure.model.events import Decision, JobSubmitted, JournalEntry
+from perdure.model.job import JobSpec
 from perdure.service.jobfiles import parse_journal
 from perdure.telemetry.ledger import LedgerFold
-from tests import older
 from tests.simulator import Scenario, Simulation, Weather
 from tests.simulator.elastic import ElasticSimulation
 
 JOURNALS = Path(__file__).with_name("journals")
 """Recorded from real jobs; names of people, machines and folders are made up."""
-SUFFIX, OLD = ".jsonl.gz", "0.1-"
+SUFFIX = ".jsonl.gz"
 
 DONE = {
     "AnswerCommand": "answer",
@@ -109,22 +109,26 @@ def play(family: str, seed: int) -> list[str]:
 
 
 def find_recorded() -> list[str]:
-    """Return the names of the recorded journals, those of perdure 0.1 among them."""
-    names = sorted(path.name.removesuffix(SUFFIX) for path in JOURNALS.glob(f"*{SUFFIX}"))
-    return [*names, *(f"{OLD}{depth}" for depth in older.DEPTHS)]
+    """Return the names of the recorded journals."""
+    return sorted(path.name.removesuffix(SUFFIX) for path in JOURNALS.glob(f"*{SUFFIX}"))
 
 
 def read_recorded(name: str) -> list[JournalEntry]:
     """Return every entry of a recorded journal."""
-    if name.startswith(OLD):
-        return older.read_journal(name.removeprefix(OLD))
     data = gzip.decompress((JOURNALS / f"{name}{SUFFIX}").read_bytes())
     return parse_journal(data.splitlines(keepends=True))
 
 
+def find_spec(entries: list[JournalEntry]) -> JobSpec:
+    """Return the job of a journal."""
+    first = entries[0].body
+    assert isinstance(first, JobSubmitted)
+    return first.spec
+
+
 def decide_again(entries: list[JournalEntry]) -> list[str]:
     """Return what a controller of today decides that meets the events of a recorded journal."""
-    machine = Memory(older.find_spec(entries)).machine
+    machine = Memory(find_spec(entries)).machine
 
     def decide() -> Iterator[tuple[float, str, str, str]]:
         for entry in entries:

@@ -16,7 +16,7 @@ import pytest
 from perdure.cli.app import run_command
 from perdure.model.codec import encode
 from perdure.model.report import ACCOUNTS
-from tests.journals import Story, tell
+from tests.journals import Story, render_journal, tell
 
 FOLDER = Path(__file__).resolve().parent
 PROFILE = str(FOLDER.parent.parent / "examples" / "cost_profile.json")
@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "logs" / "ranks" / "g2" / "rank-1.out").write_text("hello\nworld\n")
     (folder / "job.json").write_bytes(encode(story.spec))
     (folder / "endpoint.json").write_text('{"url":"nats://x:1","token":"","clock_offset_s":0}')
-    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
+    (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
     return home
 
 

@@ -8,10 +8,9 @@ from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.control.orders import REPEAT_S, OrderBook
 from perdure.model.events import ControllerStarted, Decision, JobSubmitted
 from perdure.model.orders import RecordEvent, ResumeRanks, SendBoundary
-from tests.golden.decisions import OLD, find_recorded, read_recorded
-from tests.older import find_spec
+from tests.golden.decisions import find_recorded, find_spec, read_recorded
 
-RECORDED = [name for name in find_recorded() if not name.startswith(OLD)]
+RECORDED = [name for name in find_recorded() if not name.startswith("early-")]
 
 
 def list_open(book: OrderBook) -> set[str]:

@@ -104,7 +104,7 @@ class Shell:
         now = self.clock.now
         if not self.disk.journal:
             self.append(JobSubmitted(spec=self.spec, at_s=now))
-        self.append(ControllerStarted(incarnation=self.name, failures=True))
+        self.append(ControllerStarted(incarnation=self.name))
         self._send(self.orders.start(now))
 
     def append(self, event: AnyEvent, source: str = "", source_seq: int = 0) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import structs
 
-from perdure.model.events import ControllerStarted, FailureDecided
+from perdure.model.events import FailureDecided
 from perdure.model.failures import Cause, Rung
 
 
@@ -24,14 +24,6 @@ class FailureBook:
     untold: dict[str, FailureDecided] = field(default_factory=dict)
     """Failures by id, the oldest first."""
     count: int = 0
-    told: bool = False
-    """The controller in charge writes its failures down; one of an older perdure did not."""
-
-    def begin(self, event: ControllerStarted) -> None:
-        """Note who is in charge; of an older perdure's failures its journal is read otherwise."""
-        if event.failures and not self.told:
-            self.untold.clear()
-        self.told = event.failures
 
     def decide(
         self,

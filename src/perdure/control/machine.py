@@ -250,7 +250,6 @@ def _issue_again(state: JobState, now: float, event: ControllerStarted) -> list[
 
     Everything here is a level, so that whoever has heard it before does nothing.
     """
-    state.book.begin(event)
     reason = f"controller {event.incarnation} took over"
     if state.phase == "ended":
         return close_job(state)

@@ -5,8 +5,8 @@ all its bytes before this word, `after` among them. So each is known to be whole
 inside a text, and that it follows its neighbour: a lost middle and two mixed histories are seen.
 What an end lacks no chain can tell; who knows how far the journal went (`known_seq`) sees it.
 
-It is against decay and not against malice: xxh3_64. Lines of versions before have no hash. They
-are believed if they can be read, and the first line with a hash follows all of them together.
+It is against decay and not against malice: xxh3_64. A journal whose first line has no hash is of a
+perdure before 0.2, and is refused.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -68,11 +68,6 @@ def _read_type(line: bytes) -> bytes:
     return line[begin + len(_BODY) : line.find(b'"', begin + len(_BODY))] if begin >= 0 else b""
 
 
-def fold_older(line: bytes, after: str) -> str:
-    """Return the hash of a line without one that follows those of hash `after`."""
-    return xxhash.xxh3_64_hexdigest(after.encode() + line.removesuffix(b"\n"))
-
-
 def _is_sealed(line: bytes) -> bool:
     """Return whether `line` was written with a hash, whatever of its bytes has changed since."""
     text = line.removesuffix(b"\n")
@@ -93,6 +88,12 @@ def split_lines(data: bytes, size: int) -> Iterator[bytes]:
         yield b"".join(piece)
 
 
+def _is_older(line: bytes) -> bool:
+    """Return whether a line is an entry that was written without a hash."""
+    whole = line.startswith(_SEQ) and line.endswith(b"}\n")
+    return whole and not _is_sealed(line)
+
+
 class Tally(msgspec.Struct):
     """What of a journal could not be read, and where."""
 
@@ -108,8 +109,6 @@ class Tally(msgspec.Struct):
     """Sound entries of another history, or there twice; none is shown."""
     foreign_from: int = 0
     """The first of their numbers."""
-    changed: int = 0
-    """Entries without a hash of their own, of which one at least is not as it was."""
     torn: bool = False
     """The last line has no end: its writer was killed, or the file was cut."""
     cut: int = 0
@@ -118,7 +117,7 @@ class Tally(msgspec.Struct):
     @property
     def whole(self) -> bool:
         """Whether all that was ever written is there."""
-        return not (self.missing or self.broken or self.foreign or self.changed or self.cut)
+        return not (self.missing or self.broken or self.foreign or self.cut)
 
     def add(self, other: "Tally") -> None:
         """Add what could not be read of what follows."""
@@ -128,7 +127,6 @@ class Tally(msgspec.Struct):
         self.broken += other.broken
         self.foreign += other.foreign
         self.foreign_from = self.foreign_from or other.foreign_from
-        self.changed += other.changed
         self.torn, self.cut = other.torn, other.cut
 
     def note_gap(self, first: int, last: int) -> None:
@@ -161,8 +159,6 @@ class Tally(msgspec.Struct):
                 f"{self.foreign:,} {verb} of another history or there twice, "
                 f"from number {self.foreign_from} on"
             )
-        if self.changed:
-            said.append(f"of the first {self.changed:,} entries one or more are not as written")
         if self.broken and not (self.missing or self.cut):
             verb = "lines are" if self.broken > 1 else "line is"
             said.append(f"{self.broken:,} {verb} no entry")
@@ -240,33 +236,23 @@ class EntryReader:
     def _take(self, line: bytes) -> JournalEntry | None:
         link = read_link(line)
         if link is None:
-            return self._take_older(line)
-        if not self._follows(link):
-            return None
-        if self._began and not self.last.after and self.last.seq and link.seq == self.last.seq + 1:
-            self.tally.changed = self.tally.entries * (link.after != self.last.hash)
-        if self._without and _read_type(line) in self._without:
-            self._go_on(link)
-            self.tally.entries += 1
-            return None
-        entry = self._decode(line, sound=True)
-        assert entry is not None
-        self._go_on(link)
-        return entry
-
-    def _take_older(self, line: bytes) -> JournalEntry | None:
-        """Take a line that has no hash, or not that of its bytes."""
-        older = not self.last.after and not _is_sealed(line)
-        entry = self._decode(line, sound=False) if older else None
-        if entry is None:
+            if not (self.first or self.last.seq) and _is_older(line):
+                raise ProtocolError(
+                    "a perdure before 0.2 wrote this journal, and this one does not read it",
+                    hint="run the job under another name; checkpoint.from takes its checkpoints",
+                )
             if line.endswith(b"\n"):
                 self.tally.broken += 1
             else:
                 self.tally.torn = True
             return None
-        link = Link(entry.seq, "", fold_older(line, self.last.hash))
         if not self._follows(link):
             return None
+        if self._without and _read_type(line) in self._without:
+            self._go_on(link)
+            self.tally.entries += 1
+            return None
+        entry = self._decode(line)
         self._go_on(link)
         return entry
 
@@ -292,16 +278,13 @@ class EntryReader:
             self.tally.note_gap(self.last.seq + 1, link.seq - 1)
         self._began, self.last, self.first = True, link, self.first or link.hash
 
-    def _decode(self, line: bytes, *, sound: bool) -> JournalEntry | None:
+    def _decode(self, line: bytes) -> JournalEntry:
         try:
-            entry: JournalEntry = decode_stored(line, JournalEntry)
+            return decode_stored(line, JournalEntry)
         except ProtocolError as error:
             by, mine = self._speaks, self._mine
             newer = by is not None and mine is not None and by.protocol >= mine.protocol
             strange = by is not None and by != mine and newer
-            if not (sound or (strange and line.endswith(b"\n"))):
-                return None
             number = self.last.seq + 1
             why = f" (entry {number} was written by {by}, and this is {mine})" if strange else ""
             raise ProtocolError(f"{error}{why}") from error
-        return entry

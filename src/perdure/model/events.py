@@ -65,8 +65,6 @@ class ControllerStarted(Event, frozen=True, kw_only=True):
     """Number of this controller: each one begins in the next term. Agents obey no earlier one."""
     speaks: Spoken = Spoken()
     """What it speaks: a controller that cannot does not go on with this journal."""
-    failures: bool = False
-    """It journals what it decides about failures (`FailureDecided`); an older perdure did not."""
 
 
 class NodeRegistered(NodeEvent, frozen=True, kw_only=True):

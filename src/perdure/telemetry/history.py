@@ -48,7 +48,6 @@ from perdure.model.report import EmptySlotRow, HungSaveRow, MendRow, NoteRow, Sk
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import HANGS, Culprit, Verdict
 from perdure.telemetry.exactness import ExactFold
-from perdure.telemetry.older import OlderFailures
 from perdure.telemetry.platforms import MachineFold
 from perdure.telemetry.reforms import Reform, Stall, make_stall
 from perdure.telemetry.segments import Presence
@@ -198,7 +197,6 @@ class History:
     step_times_s: list[float] = field(default_factory=list)
     reason: str = ""
     reforms: list[Reform] = field(default_factory=list)
-    older: OlderFailures = field(default_factory=OlderFailures)
     machines: MachineFold = field(default_factory=MachineFold)
     presence: Presence = field(default_factory=Presence)
     withheld: list[WithheldRow] = field(default_factory=list)
@@ -268,13 +266,7 @@ class History:
         return [self.generations[number] for number in sorted(self.generations)]
 
     def add(self, entry: JournalEntry) -> None:
-        """Take one entry; of an older controller also what it decided about failures by it."""
-        self._take(entry)
-        again = self.older.decide(self, entry)
-        if again is not None:
-            self._fail(again)
-
-    def _take(self, entry: JournalEntry) -> None:
+        """Take one entry."""
         self.last_s = max(self.last_s, entry.at_s)
         self.presence.take(entry)
         match entry.body:

@@ -26,7 +26,6 @@ from perdure.model.events import (
     RanksStarted,
     ReplicaSeen,
 )
-from perdure.telemetry.older import OlderLives
 
 _AGE = attrgetter("generation")
 
@@ -144,27 +143,9 @@ class LifeFold:
     step: int = -1
     cordoned: set[int] = field(default_factory=set)
     """Groups that an operator has cordoned, or had left."""
-    older: OlderLives = field(default_factory=OlderLives)
 
     def add(self, entry: JournalEntry) -> None:
-        """Take an entry; of an older controller also what it decided about failures by it."""
-        self._take(entry)
-        again = self.older.decide(self.lives, entry)
-        if again is not None:
-            self.lives[again.world].failure = again
-
-    def of_group(self, group: int) -> list[Life]:
-        """Return the lives of a group, the oldest first."""
-        return self.groups.get(group, [])
-
-    def list_next(self, life: Life) -> list[Life]:
-        """Return the life of its group that followed `life`, if there was one."""
-        known = self.of_group(life.group)
-        at = bisect_right(known, life.generation, key=_AGE)
-        # The number of one that others had started may be another group's by now.
-        return [new for new in known[at : at + 1] if not life.elsewhere or new.name == life.name]
-
-    def _take(self, entry: JournalEntry) -> None:
+        """Take an entry."""
         match entry.body:
             case FailureDecided() as event if event.world in self.lives:
                 self.lives[event.world].failure = event
@@ -207,6 +188,17 @@ class LifeFold:
                 self._end_standing(list(self.lives.values()), event.at_s)
             case JobEnded() as event:
                 self._end_standing(list(self.lives.values()), event.at_s)
+
+    def of_group(self, group: int) -> list[Life]:
+        """Return the lives of a group, the oldest first."""
+        return self.groups.get(group, [])
+
+    def list_next(self, life: Life) -> list[Life]:
+        """Return the life of its group that followed `life`, if there was one."""
+        known = self.of_group(life.group)
+        at = bisect_right(known, life.generation, key=_AGE)
+        # The number of one that others had started may be another group's by now.
+        return [new for new in known[at : at + 1] if not life.elsewhere or new.name == life.name]
 
     def _newest(self, group: int) -> Life | None:
         known = self.of_group(group)

@@ -4,7 +4,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tests.journals import Story, tell
+from tests.journals import Story, render_journal, tell
 
 from perdure.cli.app import run_command
 from perdure.cli.looking.chosen import BULK, KINDS, read_kinds, read_moment
@@ -21,7 +21,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "endpoint.json").write_text(
         '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
     )
-    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
+    (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     return folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.journals import Story
+from tests.journals import Story, render_journal
 
 from perdure.cli.app import run_command
 from perdure.cli.page.app import Site
@@ -29,7 +29,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir(parents=True)
         (folder / "job.json").write_bytes(encode(story.spec))
         (folder / "endpoint.json").write_text("{}")
-        (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
+        (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
     return tmp_path / "jobs" / "broken"
 
 

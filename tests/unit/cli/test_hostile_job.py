@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tests.journals import Story
+from tests.journals import Story, render_journal
 from tests.waiting import PATIENCE_S
 
 from perdure.model.checkpoints import FileEntry, Manifest
@@ -52,7 +52,7 @@ def lay_down(home: Path, name: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "job.json").write_bytes(encode(story.spec))
     (folder / "endpoint.json").write_text("{}")
-    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
+    (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
     return folder
 
 

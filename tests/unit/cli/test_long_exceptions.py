@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.journals import Story
+from tests.journals import Story, render_journal
 
 from perdure.cli.app import run_command
 from perdure.model.codec import encode
@@ -28,13 +28,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     story.start()
     story.train(3)
     story.exit(0, story.now, code=1, error=ERROR)
-    failed = story.entries[-1].body
+    (at,) = (n for n, e in enumerate(story.entries) if isinstance(e.body, RankExited))
+    failed = story.entries[at].body
     assert isinstance(failed, RankExited)
     record = msgspec.structs.replace(
         failed.record, traceback=TRACEBACK, last_output=tuple(TRACEBACK.splitlines()[-20:])
     )
-    story.entries[-1] = msgspec.structs.replace(
-        story.entries[-1], body=msgspec.structs.replace(failed, record=record)
+    story.entries[at] = msgspec.structs.replace(
+        story.entries[at], body=msgspec.structs.replace(failed, record=record)
     )
     reason = f"rank 0: {record.cause}; 3 restarts in a row without progress"
     story.write(Decision(action="EndJob", summary="give up", reason=reason))
@@ -45,7 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "endpoint.json").write_text(
         '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
     )
-    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
+    (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
 
 

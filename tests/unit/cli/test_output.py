@@ -4,6 +4,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from tests.journals import render_journal
 
 from perdure.cli.looking import mirror
 from perdure.cli.looking.mirror import MirrorTail
@@ -13,7 +14,6 @@ from perdure.cli.looking.output import (
     list_streams,
     render_entry,
 )
-from perdure.model.codec import encode
 from perdure.model.events import (
     CommandReceived,
     ControllerLost,
@@ -25,7 +25,8 @@ from perdure.model.events import (
 
 
 def entry(seq: int) -> bytes:
-    return encode(JournalEntry(seq=seq, at_s=1.0, body=TimerFired())) + b"\n"
+    lines = (JournalEntry(seq=n, at_s=1.0, body=TimerFired()) for n in range(1, seq + 1))
+    return render_journal(lines).splitlines(keepends=True)[-1]
 
 
 def test_streams_are_found_in_order(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.journals import Story, tell
+from tests.journals import Story, reseal, tell
 from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import run_command
@@ -90,8 +90,8 @@ def write_job(home: Path, extra: str) -> None:
         '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
     )
     rows = [spoil(json.loads(encode(entry)), clean) for entry in story.entries]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "journal.jsonl").write_text(text)
+    lines = [json.dumps(row, separators=(",", ":")).encode() for row in rows]
+    (folder / "journal.jsonl").write_bytes(b"".join(reseal(lines)))
 
 
 SCREENS = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.journals import Story, tell
+from tests.journals import Story, render_journal, tell
 
 from perdure.cli.app import run_command
 from perdure.dash.svg import render_curve, render_stack
@@ -39,7 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "endpoint.json").write_text(
         '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
     )
-    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in entries))
+    (folder / "journal.jsonl").write_bytes(render_journal(entries))
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.journals import Story, tell
+from tests.journals import Story, render_journal, tell
 from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import run_command
@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "endpoint.json").write_text(
             '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
         )
-        (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in story.entries))
+        (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
         os.utime(folder / "job.json", (number + 1.0, number + 1.0))
     return tmp_path / "home"
 
@@ -98,7 +98,7 @@ def test_without_jobs_there_is_no_newest(
 def test_ps_hides_what_ended_long_ago(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = tell(Story(now=time.time() - 30 * 86400))
     folder = home / "jobs" / "first"
-    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in old.entries))
+    (folder / "journal.jsonl").write_bytes(render_journal(old.entries))
     assert run_command(["ps"]) == 0
     out = capsys.readouterr().out
     assert "second" in out

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.journals import Story, tell
+from tests.journals import Story, render_journal, tell
 from tests.trackers import read_tensorboard
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -49,7 +49,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
 
 def write(home: Path, entries: list[JournalEntry]) -> None:
     path = home / "jobs" / "job" / "journal.jsonl"
-    path.write_bytes(b"".join(encode(entry) + b"\n" for entry in entries))
+    path.write_bytes(render_journal(entries))
 
 
 def ask(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_a_stop_by_giving_up_is_told_too() -> None:
 
 def test_what_a_controller_could_not_write_its_successor_writes() -> None:
     driver = started()
-    driver.do(ControllerStarted(incarnation="c1", failures=True))
+    driver.do(ControllerStarted(incarnation="c1"))
     driver.run()
     driver.exit(1, signal=9)  # Then it is killed, before anything of it was written.
     memory = Memory(driver.spec)
@@ -82,7 +82,7 @@ def test_what_a_controller_could_not_write_its_successor_writes() -> None:
         memory.replay(JournalEntry(seq=seq, at_s=at_s, body=event))
     again = decode_memory(encode_memory(memory), driver.spec)
     for each in (memory, again):
-        each.machine.handle(200.0, ControllerStarted(incarnation="c2", failures=True))
+        each.machine.handle(200.0, ControllerStarted(incarnation="c2"))
         (fact,) = each.machine.facts(200.0)
         assert isinstance(fact, FailureDecided)
         assert (fact.culprit, fact.at_s) == ("rank 1", 200.0)
@@ -91,7 +91,7 @@ def test_what_a_controller_could_not_write_its_successor_writes() -> None:
 def lose_two_groups() -> Lab:
     """Kill rank 0 of two groups at once; their peers, which follow, are heard of first."""
     lab = Lab(nproc=2)
-    lab.add(ControllerStarted(incarnation="c1", failures=True))
+    lab.add(ControllerStarted(incarnation="c1"))
     generations = [lab.generation(group) for group in (0, 1)]
     for group in (0, 1):
         lab.exit(group, local=1, code=1, error="Connection closed by peer", at_s=50.2 + group)
@@ -132,15 +132,6 @@ def test_what_was_told_of_two_groups_is_corrected_after_the_death_of_a_controlle
     ]  # fmt: skip
     ids = [fact.id for fact in first if isinstance(fact, FailureDecided)]
     assert [fact.id for fact in told] == ids
-
-
-def test_failures_that_an_older_perdure_decided_are_not_told_after_it() -> None:
-    driver = started()
-    driver.do(ControllerStarted(incarnation="0.1"))
-    driver.run()
-    driver.exit(1, signal=9)
-    driver.do(ControllerStarted(incarnation="c2", failures=True))
-    assert facts(driver) == []
 
 
 def test_a_loss_that_had_broken_the_world_takes_the_place_of_the_break() -> None:

@@ -4,6 +4,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tests.journals import reseal
 from tests.unit.control.driver import Driver, one
 
 from perdure.control.joining import preview_invitations
@@ -155,7 +156,8 @@ def test_the_next_run_knows_what_became_of_them(tmp_path: Path) -> None:
     places.invite("i3")
     places.join("x", "i1")
     places.ask("revoke", id="i3")
-    (tmp_path / "journal.jsonl").write_bytes(b"\n".join([*places.lines, places.lines[0][:40]]))
+    (whole,) = reseal([b"\n".join(places.lines)])
+    (tmp_path / "journal.jsonl").write_bytes(whole + places.lines[0][:40])
     kept = read_invitations(str(tmp_path))
     assert [each["id"] for each in kept] == ["i1", "i2"]
     after = Places()

@@ -1,4 +1,4 @@
-"""Neighbours of other versions: what 0.1 has left is read, and who cannot work together says so."""
+"""Neighbours of other versions: those that cannot work together say so."""
 
 import asyncio
 import json
@@ -7,14 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.journals import reseal
-from tests.older import DEPTHS, SAVED, find_spec, lay_down, read_journal
+from tests.journals import Story, reseal
 from tests.unit.service.test_controller import Rig
 from tests.waiting import PATIENCE_S
 
-from perdure.adapters.checkpoints import verify_all
 from perdure.cli.app import run_command
-from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.model.bus.endpoint import Endpoint
 from perdure.model.bus.version import PROTOCOL, Spoken, can_talk
 from perdure.model.bus.wire import Invitation
@@ -22,12 +19,11 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import (
     ControllerStarted,
-    Decision,
-    JobEnded,
     JournalEntry,
     MessagesSetAside,
     NodeRegistered,
 )
+from perdure.model.job import JobSpec
 from perdure.service.access.joining import read_invitation
 from perdure.service.agent.shell import _main as run_agent
 from perdure.service.jobfiles import MINE, parse_journal, write_atomic, write_document
@@ -36,50 +32,28 @@ from perdure.service.jobfolders import paths_of
 NEWER = Spoken(PROTOCOL + 2, PROTOCOL + 1, "9.0.0")
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_journal_of_0_1_is_replayed_to_its_end(depth: str) -> None:
-    entries = read_journal(depth)
-    memory = Memory(find_spec(entries))
-    for entry in entries:
-        memory.replay(entry)
-    ended = entries[-1].body
-    assert isinstance(ended, JobEnded)
-    assert memory.machine.state.closed
-    assert memory.seq == entries[-1].seq == len(entries)
-    assert any(isinstance(entry.body, Decision) for entry in entries)
-    snapshot = memory.fold.snapshot(entries[-1].at_s)
-    assert snapshot.state == ended.status
-    again = decode_memory(encode_memory(memory), find_spec(entries))
-    assert again.machine.state == memory.machine.state
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_the_commands_that_look_read_a_job_of_0_1(
-    depth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["report", "diagnose", "events"])
+def test_a_journal_without_hashes_is_refused_in_one_line(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """As perdure 0.1 wrote it. Nothing of it is changed, and its checkpoints can be used."""
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
-    lay_down(depth, tmp_path)
-    told = {}
-    for command in ("status", "report", "diagnose"):
-        assert run_command([command, depth, "--json"]) == 0
-        told[command] = json.loads(capsys.readouterr().out)
-    ended = read_journal(depth)[-1].body
-    assert isinstance(ended, JobEnded)
-    assert told["report"]["state"] == told["status"]["state"] == ended.status
-    assert told["report"]["recoveries"], "a rank was killed in each"
-    assert told["diagnose"]["set_aside"] == []
-    assert run_command(["events", depth, "--json"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) >= 20
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("depth", SAVED)
-def test_a_checkpoint_of_0_1_verifies(depth: str, tmp_path: Path) -> None:
-    folder = lay_down(depth, tmp_path)
-    (found,) = verify_all(str(folder / "checkpoints"))
-    assert (found.ok, found.step, found.problems) == (True, SAVED[depth], ())
-    assert found.files >= 3
-    assert run_command(["verify", str(folder / "checkpoints")]) == 0
+    story = Story()
+    story.start()
+    story.train(12)
+    journal = tmp_path / "jobs" / "job" / "journal.jsonl"
+    journal.parent.mkdir(parents=True)
+    old = b"".join(encode(entry) + b"\n" for entry in story.entries)
+    journal.write_bytes(old)
+    write_document(str(journal.parent / "job.json"), story.spec)
+    assert run_command([command, "job"]) == 3
+    told = capsys.readouterr().err
+    assert "a perdure before 0.2 wrote this journal" in told
+    assert "hint: run the job under another name" in told
+    assert journal.read_bytes() == old
 
 
 def test_two_talk_where_they_share_a_number() -> None:
@@ -87,7 +61,6 @@ def test_two_talk_where_they_share_a_number() -> None:
     spoken = [Spoken(high, low) for low, high in ((1, 2), (1, 3), (4, 4), (5, 9), (6, 9))]
     assert [can_talk(mine, each) for each in spoken] == [False, True, True, True, False]
     assert str(NEWER) == f"perdure 9.0.0 (protocols {PROTOCOL + 1} to {PROTOCOL + 2})"
-    assert str(Spoken()) == "perdure 0.1 (protocol 0)"
 
 
 def test_an_invitation_to_another_version_is_refused_in_a_line() -> None:
@@ -105,18 +78,22 @@ async def test_an_agent_of_a_job_of_another_version_leaves(
 ) -> None:
     """It looks before it connects: the file of its credentials says what the job speaks."""
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
-    lay_down("supervised", tmp_path)
-    paths = paths_of(str(tmp_path), "supervised")
+    paths = paths_of(str(tmp_path), "job")
     credential = paths.credential("agent-0")
-    os.mkdir(os.path.dirname(credential))
-    old = {"url": "nats://127.0.0.1:1", "token": "t", "clock_offset_s": 0.0}  # As 0.1 wrote it.
+    os.makedirs(os.path.dirname(credential))
+    write_document(paths.spec, JobSpec(name="job", script="x.py", nproc=1))
+    old = {
+        "url": "nats://127.0.0.1:1",
+        "token": "t",
+        "clock_offset_s": 0.0,
+    }
     write_atomic(credential, msgspec.json.encode(old))
-    with pytest.raises(PlatformError, match=r"perdure 0\.1 \(protocol 0\)"):
-        await asyncio.wait_for(run_agent("supervised", 0), PATIENCE_S)
+    with pytest.raises(PlatformError, match=r"\(protocol 0\)"):
+        await asyncio.wait_for(run_agent("job", 0), PATIENCE_S)
     newer = Endpoint(**old, speaks=NEWER)  # type: ignore[arg-type]
     write_document(credential, newer)
     with pytest.raises(PlatformError, match=r"perdure 9\.0\.0"):
-        await asyncio.wait_for(run_agent("supervised", 0), PATIENCE_S)
+        await asyncio.wait_for(run_agent("job", 0), PATIENCE_S)
 
 
 @pytest.fixture
@@ -179,4 +156,4 @@ def test_an_entry_that_only_a_newer_version_knows_names_that_version() -> None:
     started = JournalEntry(1, 1.0, ControllerStarted(incarnation="c", speaks=NEWER))
     unknown = b'{"seq":2,"at_s":1.0,"body":{"type":"NodeDreamt"}}\n'
     with pytest.raises(ProtocolError, match=r"entry 2 was written by perdure 9\.0\.0"):
-        parse_journal([encode(started) + b"\n", unknown])
+        parse_journal(reseal([encode(started) + b"\n", unknown]))

@@ -1,6 +1,7 @@
 """A death after which the others went on in place: an incident that ends no generation."""
 
 from msgspec import structs
+from tests.decider import feed
 
 from perdure.cli.watching.views import describe_time
 from perdure.dash.ranktime import Span, render_rank_time
@@ -24,7 +25,7 @@ from perdure.model.events import (
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
-from perdure.telemetry.ledger import LedgerFold, make_report
+from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.monitoring import list_metrics
 from perdure.telemetry.series import make_series
 from perdure.telemetry.snapshot import SnapshotFold
@@ -58,7 +59,7 @@ def test_it_is_over_when_the_last_member_is_in_the_new_world() -> None:
     ]
     fold = LedgerFold()
     for seq, (at_s, body) in enumerate(entries, 1):
-        fold.add(JournalEntry(seq, at_s, body))
+        feed(fold, JournalEntry(seq, at_s, body))
     report = fold.report(9.5)
     (recovery,) = report.recoveries
     assert (recovery.rung, recovery.culprit, recovery.lost_steps) == ("shrink", "rank 1", 0)
@@ -108,7 +109,7 @@ def replaced() -> list[tuple[float, AnyEvent]]:
 def test_a_slot_is_accounted_for_whoever_has_it() -> None:
     fold = LedgerFold()
     for seq, (at_s, body) in enumerate(replaced(), 1):
-        fold.add(JournalEntry(seq, at_s, body))
+        feed(fold, JournalEntry(seq, at_s, body))
     mine = [s for s in fold.segments(9.0) if s.rank in (1, 4)]
     spent: dict[str, float] = {}
     for segment in mine:
@@ -124,8 +125,8 @@ def test_a_crash_that_others_went_on_after_is_no_trouble_of_now_but_an_incident(
     screen, ledger = SnapshotFold(JobSpec(name="j", script="t.py", nproc=3)), LedgerFold()
     seen = []
     for seq, (at_s, body) in enumerate(replaced(), 1):
-        screen.add(JournalEntry(seq, at_s, body))
-        ledger.add(JournalEntry(seq, at_s, body))
+        feed(screen, JournalEntry(seq, at_s, body))
+        feed(ledger, JournalEntry(seq, at_s, body))
         picture = screen.snapshot(at_s)
         seen.append(any(holds(verdict, picture) for verdict in picture.verdicts))
     assert True in seen, "while nothing was formed anew"
@@ -143,9 +144,11 @@ def test_one_count_of_incidents_stands_everywhere_and_a_join_is_none() -> None:
     screen = SnapshotFold(JobSpec(name="j", script="t.py", nproc=3))
     told = [*replaced(), (8.3, lost)]
     entries = [JournalEntry(seq, at_s, body) for seq, (at_s, body) in enumerate(told, 1)]
+    ledger = LedgerFold()
     for entry in entries:
-        screen.add(entry)
-    report, snapshot = make_report(entries, 9.0), screen.snapshot(9.0)
+        feed(screen, entry)
+        feed(ledger, entry)
+    report, snapshot = ledger.report(9.0), screen.snapshot(9.0)
     assert [r.rung for r in report.recoveries] == ["shrink", "join", "none"]
     assert (report.incidents, snapshot.incidents) == (2, 2)
     picture = Picture(report, snapshot, make_series(entries, 9.0))
@@ -163,7 +166,7 @@ def test_what_a_member_s_start_has_waited_for_is_told_with_its_epoch() -> None:
     said, fold = "waited 1.20 s for the memory of dead ranks on GPU-a", LedgerFold()
     for seq, (at_s, body) in enumerate(replaced(), 1):
         late = isinstance(body, RanksStarted) and 4 in body.pids
-        fold.add(JournalEntry(seq, at_s, structs.replace(body, awaited=said) if late else body))
+        feed(fold, JournalEntry(seq, at_s, structs.replace(body, awaited=said) if late else body))
     crash, join = fold.report(9.0).recoveries
     assert join.reason.endswith(f"; rank 4 {said}")
     assert "waited" not in crash.reason
@@ -174,8 +177,8 @@ def test_who_ends_before_it_joins_is_nobodys_incident_and_no_row_for_long() -> N
     entries += [(6.0, died(4, 6.0, -1)), (6.5, started({7: 8}, 6.5))]
     ledger, screen = LedgerFold(), SnapshotFold(JobSpec(name="j", script="t.py", nproc=3))
     for seq, (at_s, body) in enumerate(entries, 1):
-        ledger.add(JournalEntry(seq, at_s, body))
-        screen.add(JournalEntry(seq, at_s, body))
+        feed(ledger, JournalEntry(seq, at_s, body))
+        feed(screen, JournalEntry(seq, at_s, body))
     assert [r.culprit for r in ledger.report(9.0).recoveries] == ["rank 1"]
     rows = screen.snapshot(7.0).ranks
     assert [(row.rank, row.pid) for row in rows] == [(0, 1), (7, 8), (2, 3)]
@@ -189,7 +192,7 @@ def rungs_of(*bodies: tuple[float, AnyEvent | Decision]) -> list[tuple[str, str]
     ]
     fold = LedgerFold()
     for seq, (at_s, body) in enumerate([*began, *bodies], 1):
-        fold.add(JournalEntry(seq, at_s, body))
+        feed(fold, JournalEntry(seq, at_s, body))
     return [(r.rung, r.culprit) for r in fold.report(20.0).recoveries]
 
 
@@ -234,7 +237,7 @@ def test_a_drained_members_step_is_not_the_jobs() -> None:
         (5.01, left),
     ]
     for seq, (at_s, body) in enumerate(entries, 1):
-        screen.add(JournalEntry(seq, at_s, body))
+        feed(screen, JournalEntry(seq, at_s, body))
     rows = tuple(
         RankProgress(
             rank=rank, pid=1 + rank, phase="step", phase_since_s=1.0, heartbeat_s=8.0,
@@ -248,7 +251,7 @@ def test_a_drained_members_step_is_not_the_jobs() -> None:
     for rank in (0, 1):
         record = ExitRecord(rank, 0, 1 + rank, 9.0)
         end = RankExited(node=0, record=record, account=account(95, 8.9), detected_s=9.0)
-        screen.add(JournalEntry(10 + rank, 9.0, end))
+        feed(screen, JournalEntry(10 + rank, 9.0, end))
     assert screen.snapshot(9.0).step == 95
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.decider import feed
 
 from perdure.model.events import (
     AnyEvent,
@@ -36,7 +37,7 @@ class Journal:
 
     def at(self, at_s: float, event: AnyEvent) -> None:
         self.seq += 1
-        self.fold.add(JournalEntry(seq=self.seq, at_s=at_s, body=event))
+        feed(self.fold, JournalEntry(seq=self.seq, at_s=at_s, body=event), groups=True)
 
     def start(self, at_s: float, group: int, generation: int) -> None:
         pids = {group: 9}

@@ -1,6 +1,7 @@
 """A slow rank or a sick device is an incident only if the policy ends the world for it."""
 
 import pytest
+from tests.decider import feed
 
 from perdure.model.events import (
     Decision,
@@ -34,5 +35,5 @@ def test_what_is_only_reported_is_no_incident(kind: str, action: str, state: str
     bodies += [(12.0, Decision(action="AssignNodes", summary="again", reason="r"))]
     history = History()
     for seq, (at_s, body) in enumerate(bodies, 1):
-        history.add(JournalEntry(seq=seq, at_s=at_s, body=body))
+        feed(history, JournalEntry(seq=seq, at_s=at_s, body=body))
     assert name_state(history) == state

@@ -5,10 +5,7 @@ that is named otherwise, a message that has to be answered. A part speaks all nu
 `PROTOCOL_MIN` on. A field, or a type of event or order, that an older part does not know is no
 reason: fields are passed over, events and orders set aside (`MessagesSetAside`).
 
-    protocol   perdure   what is new
-    0          0.1       events and beats on one subject each
-    1          later     subjects carry the node; invitations have an id
-    2          later     what is ordered of a node is a list of tagged orders
+Protocols 0 and 1 were those of perdure 0.1.
 """
 
 import msgspec
@@ -21,7 +18,7 @@ PROTOCOL_MIN = 2
 
 
 class Spoken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a part speaks. The defaults are those of 0.1, which did not say."""
+    """What a part speaks. The defaults are those of a part that does not say."""
 
     protocol: int = 0
     protocol_min: int = 0
@@ -32,7 +29,7 @@ class Spoken(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return it in words, such as `perdure 0.2.0 (protocol 1)`."""
         low, high = self.protocol_min, self.protocol
         numbers = f"protocol {high}" if low >= high else f"protocols {low} to {high}"
-        return f"perdure {self.version or '0.1'} ({numbers})"
+        return f"perdure {self.version or 'of no version'} ({numbers})"
 
 
 def can_talk(mine: Spoken, theirs: Spoken) -> bool:

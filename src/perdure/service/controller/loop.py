@@ -277,9 +277,7 @@ class ControllerService:
             self._add(turn, JobSubmitted(spec=self._spec, at_s=self._submitted_s))
         self._add(
             turn,
-            ControllerStarted(
-                incarnation=self._incarnation, term=self._term, speaks=MINE, failures=True
-            ),
+            ControllerStarted(incarnation=self._incarnation, term=self._term, speaks=MINE),
         )
         self._derive(turn, self._journal.take_damage(max(self._known_seq, self._snapshot_seq)))
         turn.sendings += self._orders.start(turn.now)
