@@ -4,10 +4,15 @@ Those of `KEPT` are equal after two kills. Those of `NAMED` cannot be: perdure n
 first checkpoint, what it does not keep.
 """
 
+import argparse
 import copy
+import dataclasses
+import enum
 import functools
 import itertools
 import random
+import types
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -213,6 +218,297 @@ def helper_objects_of_a_module(life: Life) -> Iterator[Tensor]:
     optimizer = adam(model)
     life.register(model=model, optimizer=optimizer)
     yield from train(life, model, optimizer)
+
+
+# --- kept: attributes of other kinds ------------------------------------------------------------
+
+
+class Holding(nn.Module):
+    """A module with an attribute that each pass uses and changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes = nn.Linear(16, 4), 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.value: Any = None
+
+    def use(self, mean: float) -> float:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        y: Tensor = self.layer(x)
+        return y * (1 + self.use(float(y.detach().mean())))
+
+
+def of_holding(kind: type[Holding]) -> Loop:
+    def body(life: Life) -> Iterator[Tensor]:
+        model = kind()
+        optimizer = adam(model)
+        life.register(model=model, optimizer=optimizer)
+        yield from train(life, model, optimizer)
+
+    return body
+
+
+def holding(kind: type[Holding]) -> type[Holding]:
+    KEPT[f"module_with_{kind.__name__}"] = of_holding(kind)
+    return kind
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+    HOT = "hot"
+
+
+@holding
+class MemberOfAnEnum(Holding):
+    def begin(self) -> None:
+        self.value = Phase.WARM
+
+    def use(self, mean: float) -> float:
+        if self.passes == 3:
+            self.value = Phase.HOT
+        assert (Phase.WARM.value, Phase.HOT.value) == ("warm", "hot")
+        return 1.0 if self.value is Phase.HOT else 0.0
+
+
+@holding
+class TensorOfTwoModules(Holding):
+    def begin(self) -> None:
+        self.value, self.other = torch.zeros(2), nn.Identity()
+        self.other.value = self.value
+
+    def use(self, mean: float) -> float:
+        self.value.add_(mean)
+        return float(self.other.value.sum())
+
+
+@holding
+class ViewOfATensor(Holding):
+    def begin(self) -> None:
+        self.whole = torch.zeros(4)
+        self.value = self.whole[:2]
+
+    def use(self, mean: float) -> float:
+        self.whole.add_(mean)
+        return float(self.value.sum())
+
+
+@holding
+class ArrayThatBeginsAgain(Holding):
+    """A hidden state begins as an array that stays as it is, and returns to it."""
+
+    def begin(self) -> None:
+        self.first = np.zeros(2)
+        self.value = self.first
+
+    def use(self, mean: float) -> float:
+        self.value = self.value * 0.9 + mean if self.passes % 5 else self.first
+        return float(self.value.sum())
+
+
+@holding
+class ListThatBeginsAgain(Holding):
+    def begin(self) -> None:
+        self.first: list[float] = []
+        self.value = self.first
+
+    def use(self, mean: float) -> float:
+        self.value = [*self.value, mean] if self.passes % 5 else list(self.first)
+        return sum(self.value)
+
+
+@holding
+class ListInADict(Holding):
+    def begin(self) -> None:
+        self.rows: list[float] = []
+        self.value = {"rows": self.rows}
+
+    def use(self, mean: float) -> float:
+        self.rows.append(mean)
+        return sum(self.value["rows"])
+
+
+@holding
+class NewListWithTwoNames(Holding):
+    def use(self, mean: float) -> float:
+        if self.value is None:
+            self.value = self.again = []
+        self.value.append(mean)
+        return sum(self.again)
+
+
+@holding
+class GeneratorsInADict(Holding):
+    def begin(self) -> None:
+        self.value = {"x": [random.Random(1)], "y": np.random.default_rng(1),
+                      "z": torch.Generator().manual_seed(1)}  # fmt: skip
+        self.same = self.value["y"]
+
+    def use(self, mean: float) -> float:
+        drawn = self.value["x"][0].random() + self.value["y"].random() + self.same.random()
+        return drawn + float(torch.rand(1, generator=self.value["z"]))
+
+
+@holding
+class GeneratorsMadeLate(Holding):
+    def use(self, mean: float) -> float:
+        if self.value is None:
+            self.value, self.old = np.random.default_rng(1), np.random.RandomState(1)
+            self.first, self.torch = random.Random(1), torch.Generator()
+        if self.passes % 6 == 0:
+            self.first = random.Random(self.passes)
+        drawn = self.value.random() + self.old.rand() + self.first.random()
+        return float(drawn + torch.rand(1, generator=self.torch))
+
+
+@holding
+class NestedDefaultdict(Holding):
+    def begin(self) -> None:
+        self.value = defaultdict(lambda: defaultdict(float))
+
+    def use(self, mean: float) -> float:
+        if self.passes == 1:
+            self.late = defaultdict(list)
+        self.late[self.passes].append(mean)
+        self.value["x"][int(mean * 50)] += 1.0
+        return max(self.value["x"].values()) + len(self.late)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    factor: float = 1.0
+
+
+@holding
+class SmallObjects(Holding):
+    def begin(self) -> None:
+        self.value, self.slotted = Frozen(), Slotted()
+        self.space, self.words = types.SimpleNamespace(n=0.0), argparse.Namespace(rate=1.0)
+
+    def use(self, mean: float) -> float:
+        self.value = dataclasses.replace(self.value, factor=self.value.factor * 0.9)
+        self.slotted.factor += mean
+        self.space.n += mean
+        self.words.rate *= 0.9
+        return self.value.factor + self.slotted.factor + self.space.n + self.words.rate
+
+
+@holding
+class WhatIsNoPlainData(Holding):
+    """Nothing of it changes; the registration goes on all the same."""
+
+    def begin(self) -> None:
+        self.value: list[Any] = []
+        self.value.append(self.value)
+        with warnings.catch_warnings(action="ignore"):
+            self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        self.late, self.system = None, random.SystemRandom()
+
+    def use(self, mean: float) -> float:
+        self.late = torch.empty(3, device="meta")
+        return 0.0
+
+
+@kept
+def plain_tensor_that_an_optimizer_steps(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    model.factor = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.Adam([*model.parameters(), model.factor], lr=0.01)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = (model(draw(8, 16)) * model.factor.exp() - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+# --- named: attributes that a resumed script begins without ---------------------------------------
+
+
+def unkept(kind: type[Holding]) -> type[Holding]:
+    NAMED[f"module_with_{kind.__name__}"] = of_holding(kind), "model.value"
+    return kind
+
+
+@unkept
+class ObjectMadeLate(Holding):
+    def use(self, mean: float) -> float:
+        self.value = self.value or Meter()
+        return self.value.add(mean)
+
+
+@unkept
+class ObjectsInAList(Holding):
+    def begin(self) -> None:
+        self.value: list[Slotted] = []
+
+    def use(self, mean: float) -> float:
+        self.value.append(Slotted(mean))
+        return sum(one.factor for one in self.value)
+
+
+class First:
+    def __init__(self) -> None:
+        self.left = 3
+
+    def use(self, owner: Any) -> float:
+        self.left -= 1
+        if not self.left:
+            owner.value = Second()
+        return 0.0
+
+
+class Second:
+    def use(self, owner: Any) -> float:
+        return 1.0
+
+
+@unkept
+class AnotherClass(Holding):
+    def begin(self) -> None:
+        self.value = First()
+
+    def use(self, mean: float) -> float:
+        return self.value.use(self)
+
+
+def make_sum() -> Callable[[float], float]:
+    total = 0.0
+
+    def add(mean: float) -> float:
+        nonlocal total
+        total += mean
+        return total
+
+    return add
+
+
+@unkept
+class FunctionThatCounts(Holding):
+    def begin(self) -> None:
+        self.value = make_sum()
+
+    def use(self, mean: float) -> float:
+        return self.value(mean)
+
+
+@unkept
+class IteratorThatGoesOn(Holding):
+    def begin(self) -> None:
+        self.value = itertools.cycle([0.0, 1.0, 2.0])
+
+    def use(self, mean: float) -> float:
+        return next(self.value)
 
 
 # --- named: unregistered values -------------------------------------------------------------------
