@@ -11,6 +11,7 @@ import enum
 import functools
 import itertools
 import random
+import time
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -887,6 +888,126 @@ def teacher_hidden_in_a_list(life: Life) -> Iterator[Tensor]:
     yield from train(life, model, optimizer)
 
 
+class Clip:
+    """It alters gradients by what it has counted."""
+
+    def __init__(self) -> None:
+        self.norms = [0.01]
+
+    def clip(self, model: nn.Module) -> None:
+        most = sum(self.norms) / len(self.norms)
+        self.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), most)))
+
+
+@named("clip.norms")
+def object_that_clips_by_its_history(life: Life) -> Iterator[Tensor]:
+    model, clip = make_mlp(), Clip()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        clip.clip(model)
+        optimizer.step()
+        yield loss
+
+
+class Scale:
+    """It has numbers only, and begins the backward pass."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def start(self, loss: Tensor) -> None:
+        self.factor *= 0.9
+        (loss * self.factor).backward()
+
+
+@named("scale.factor")
+def object_that_begins_the_backward_pass(life: Life) -> Iterator[Tensor]:
+    model, scale = make_mlp(), Scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        scale.start(loss)
+        optimizer.step()
+        yield loss
+
+
+class Blur:
+    """It writes into the tensor that it gets."""
+
+    def __init__(self) -> None:
+        self.width = 0.0
+
+    def start(self, x: Tensor) -> None:
+        self.width += 0.1
+        x[:] = x * self.width
+
+
+@named("blur.width")
+def object_that_writes_into_a_batch(life: Life) -> Iterator[Tensor]:
+    model, blur = make_mlp(), Blur()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        x = draw(8, 16)
+        blur.start(x)
+        loss = (model(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+_optimizers: list[torch.optim.Optimizer] = []
+
+
+class Schedule:
+    """It reaches an optimizer by a global."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def start(self) -> None:
+        self.steps += 1
+        for group in _optimizers[0].param_groups:
+            group["lr"] = 0.1 / self.steps
+
+
+@named("schedule.steps")
+def object_that_reaches_a_global(life: Life) -> Iterator[Tensor]:
+    model, schedule = make_mlp(), Schedule()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _optimizers[:] = [optimizer]
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        schedule.start()
+        optimizer.step()
+        yield loss
+
+
+@named("meter.count")
+def meter_whose_mean_weighs_the_loss(life: Life) -> Iterator[Tensor]:
+    model, meter = make_mlp(), Meter()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        mean = meter.add(loss.item())
+        loss = loss / mean
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
 # --- what is only shown is no reason --------------------------------------------------------------
 
 
@@ -909,3 +1030,70 @@ def means_that_are_only_shown(life: Life) -> Iterator[Tensor]:
         if step % 50 == 49:
             print(best, mean, history[-1], shown.sum)
         yield loss
+
+
+class Progress:
+    """As in pytorch/examples: it shows meters, and has no part in training."""
+
+    def __init__(self, *meters: Meter) -> None:
+        self.meters = meters
+
+    def display(self, step: int) -> None:
+        print(step, *(one.sum / max(1, one.count) for one in self.meters))
+
+
+class Timer:
+    def __init__(self) -> None:
+        self.laps: list[float] = []
+        self.began: float | None = None
+
+    def __enter__(self) -> "Timer":
+        self.began = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.began is not None
+        self.laps.append(time.perf_counter() - self.began)
+
+    def tick(self) -> float:
+        self.__exit__()
+        self.__enter__()
+        return self.laps[-1]
+
+
+class Accuracy:
+    def __init__(self) -> None:
+        self.reset()
+
+    def __call__(self, out: Tensor, wanted: Tensor) -> float:
+        self.hits["all"] += int((out.argmax(1) == wanted).sum())
+        self.total += len(wanted)
+        return self.hits["all"] / self.total
+
+    def reset(self) -> None:
+        self.hits, self.total = {"all": 0}, 0
+
+
+@kept
+def meters_and_timers_that_only_count(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    losses, norms, whole, passes, accuracy = Meter(), Meter(), Timer(), Timer(), Accuracy()
+    progress = Progress(losses, norms)
+    with whole:
+        for step in life.steps():
+            with passes:
+                out = model(draw(8, 16))
+            loss = out.square().mean()
+            hits = accuracy(out, out.detach().argmin(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.add(loss.item())
+            spent = whole.tick()
+            if step % 5 == 4:
+                progress.display(step)
+                accuracy.reset()
+                print(hits, spent)
+            yield loss

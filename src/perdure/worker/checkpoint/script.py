@@ -46,6 +46,7 @@ from perdure.worker.checkpoint.attributes import (
     read_generator,
     read_vars,
 )
+from perdure.worker.checkpoint.counters import is_counter, is_counting
 from perdure.worker.checkpoint.loaders import list_open_loaders
 
 _ITEMS = 4096
@@ -192,9 +193,14 @@ class _Walk:
             place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
         for loop in _find_loops(frame.f_code.co_filename, frame.f_lineno):
             handed, used = _read_loop(loop)
+            counts = functools.partial(
+                is_counting, find=lambda name: names.get(name, space.get(name)), kept=self._kept
+            )
             for name in (*handed, *used):
-                if name in names or name in space:
-                    self.visit(name, names.get(name, space.get(name)))
+                value = names.get(name, space.get(name))
+                counter = name in used and is_counter(value, self._kept)
+                if not (counter and is_only_shown(loop, name, counts=counts)):
+                    self.visit(name, value)
 
     def visit_rest(self, path: str, owner: Any) -> None:
         """Visit attributes of a kept object that are no plain data."""
