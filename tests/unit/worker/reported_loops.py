@@ -495,6 +495,21 @@ def make_sum() -> Callable[[float], float]:
 
 
 @unkept
+class MemberOfAnEnumOfAFunction(Holding):
+    def begin(self) -> None:
+        class Local(enum.Enum):
+            WARM = 1.0
+            HOT = 2.0
+
+        self.value = Local.WARM
+
+    def use(self, mean: float) -> float:
+        if self.passes == 3:
+            self.value = type(self.value)(2.0)
+        return float(self.value.value)
+
+
+@unkept
 class FunctionThatCounts(Holding):
     def begin(self) -> None:
         self.value = make_sum()

@@ -42,8 +42,8 @@ _LIBRARIES = tuple(
 )
 _FACTORIES = {one.__name__: one for one in (bool, int, float, str, *_PLAIN, *_DICTS)}
 """What may make the entries that a defaultdict lacks, by name."""
-CALLED = (types.FunctionType, types.MethodType, functools.partial, Iterator)
-"""What may keep values from call to call; no attribute of it is saved."""
+CALLED = (types.FunctionType, types.MethodType, functools.partial, Iterator, enum.Enum)
+"""What may keep values from call to call, and an Enum, which may be within a function."""
 SPACES = (types.SimpleNamespace, argparse.Namespace)
 Born = dict[str, tuple[bytes, int]]
 """Attribute -> a hash of its value at the registration, and its id. "" has that of the class."""
@@ -301,7 +301,9 @@ def _unpack(value: Any, live: Any, device: Any, made: list[Any], inner: bool | N
     if word == "generator":
         return _set_generator(live, rest[0], device)
     if word == "enum":
-        return _find_enum(*rest[:2])(rest[2])
+        if (found := _find_enum(*rest[:2])) is None:
+            raise LookupError(f"the script has no Enum {rest[1]}")
+        return found(unpack(rest[2], None, device))
     kinds: dict[str, Any] = {kind.__name__: kind for kind in (*_DICTS, *_PLAIN)}
     if kinds[word] in _DICTS:
         fresh = kinds[word]()

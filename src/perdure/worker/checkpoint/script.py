@@ -209,7 +209,7 @@ class _Walk:
                 continue
             if isinstance(value, list | tuple | dict | deque) and not self._note("", value):
                 self._visit_all(f"{path}.{name}", value)
-            elif isinstance(value, CALLED):
+            elif isinstance(value, CALLED) and not self._note("", value):
                 self.visit(f"{path}.{name}", value)
 
     def _note(self, path: str, value: Any) -> bool:
