@@ -10,20 +10,36 @@ from tests.e2e.harness import Job
 pytestmark = pytest.mark.slow
 
 _SCRIPT = """
-import os, sys, time, torch, perdure
+import enum, os, sys, time, torch, perdure
 from torch import nn
 kind = sys.argv[1]
 here = os.path.dirname(os.path.abspath(__file__)) + "/"
 first = not os.path.exists(here + "go")
 run = perdure.init()
 torch.manual_seed(1)
-model, other, factor = nn.Linear(8, 4), nn.Linear(2, 2), 1.0
+class Part(nn.Linear):
+    pass
+class Factor:
+    value = 1.0
+class Phase(enum.Enum):
+    WARM = 1
+    HOT = 2
+model, other, factor = Part(8, 4), nn.Linear(2, 2), 1.0
+model.factor, model.phase = None, Phase.WARM
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 run.register(model=model, optimizer=optimizer)
 if kind != "never taken" or first:
     run.register(other=other)
 for step in run.steps(40):
     loss = (model(torch.randn(4, 8)) * factor).square().mean()
+    if kind == "made late":
+        model.factor = model.factor or Factor()
+        model.factor.value *= 1.01
+        loss = loss * model.factor.value
+    if kind == "attribute":
+        loss = loss * model.phase.value
+        if step == 5:
+            model.phase = Phase.HOT
     if kind == "not registered":
         factor *= 1.01
     if kind == "not seen":
@@ -46,7 +62,8 @@ def resume(start: Start, folder: Path, kind: str) -> Job:
     (folder / "job.toml").write_text(f'[checkpoint]\nevery_steps = 10\nurl = "{folder}/saved"\n')
     job = start("x", "-n", "1", "-c", str(folder / "job.toml"), str(folder / "train.py"), kind)
     job.wait_until(lambda: job.state().get("metrics", {}).get("mark"), "the losses of step 27")
-    assert job.state()["exact"]["state"] == ("not" if kind == "not registered" else "expected")
+    unkept = kind in ("not registered", "made late")
+    assert job.state()["exact"]["state"] == ("not" if unkept else "expected")
     (folder / "go").touch()
     assert job.wait() == 0, job.text()
     return job
@@ -57,6 +74,8 @@ def resume(start: Start, folder: Path, kind: str) -> Job:
     [
         ("all", "proved", "is the same to the last bit as before the resume at step 20"),
         ("not seen", "not", "the loss of step 20 was "),
+        ("attribute", "proved", "is the same to the last bit as before the resume at step 20"),
+        ("made late", "not", "the script changes what no checkpoint has: model.factor"),
         ("not registered", "not", "the script changes what no checkpoint has: factor"),
         ("never taken", "not", "in the checkpoint and not registered: other"),
     ],

@@ -4,7 +4,7 @@ What is only shown, such as a running mean of the loss, does not count.
 """
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 SHOWS = ("print", "log", "info", "debug", "warning", "add_scalar", "add_scalars", "add_histogram",
          "set_postfix", "set_postfix_str", "set_description", "write", "write_scalar", "save",
@@ -17,6 +17,7 @@ _PURE = ("min", "max", "sum", "len", "float", "int", "round", "abs", "sorted", "
          "isnan", "isfinite", "log10", "zip", "range", "isinstance", "join")  # fmt: skip
 """Functions and methods that only compute something."""
 Loop = ast.For | ast.While
+Counts = Callable[[ast.AST], bool]
 
 
 def list_carried(loop: Loop, *, strict: bool = True) -> list[str]:
@@ -138,12 +139,18 @@ def _read(node: ast.AST, seen: set[str], bound: set[str], carried: list[str]) ->
             carried.append(inner.id)
 
 
-def is_only_shown(loop: Loop, name: str, *, strict: bool = False) -> bool:
-    """Return whether a loop only prints, logs, or saves a name and all values made of it."""
+def is_only_shown(
+    loop: Loop, name: str, *, strict: bool = False, counts: Counts = lambda node: False
+) -> bool:
+    """Return whether a loop only prints, logs, or saves a name and all values made of it.
+
+    `counts` says whether an expression calls or enters an object that only counts.
+    """
     tainted, before = {name}, 0
     while len(tainted) > before:
         before = len(tainted)
-        if not all(_stays(statement, tainted, False) for statement in loop.body):
+        ends = isinstance(loop, ast.While) and _mentions_any(loop.test, tainted)
+        if ends or not all(_stays(one, tainted, False, counts) for one in loop.body):
             return False
         if strict and (len(tainted) > 1 or _is_computed(loop, name)):
             return False
@@ -162,7 +169,7 @@ def _is_computed(loop: Loop, name: str) -> bool:
     )
 
 
-def _stays(node: ast.stmt, tainted: set[str], decided: bool) -> bool:
+def _stays(node: ast.stmt, tainted: set[str], decided: bool, counts: Counts) -> bool:
     """Return whether a statement leaves training as it is; add names that it binds to `tainted`.
 
     With `decided` a tainted name decides whether it runs.
@@ -172,12 +179,12 @@ def _stays(node: ast.stmt, tainted: set[str], decided: bool) -> bool:
         inner = decided or any(_mentions_any(head, tainted) for head in heads)
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.With) and not decided:
             heads = [item.context_expr for item in getattr(node, "items", [])]
-            if any(_mentions_any(head, tainted) for head in heads):
+            if any(_mentions_any(head, tainted) and not counts(head) for head in heads):
                 return False
         if inner and isinstance(node, ast.For):
             tainted |= set(target_names(node.target))
         parts = _list_parts(node)
-        return all(_stays(one, tainted, inner) for part in parts for one in part)
+        return all(_stays(one, tainted, inner, counts) for part in parts for one in part)
     if not decided and not _mentions_any(node, tainted):
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -186,12 +193,14 @@ def _stays(node: ast.stmt, tainted: set[str], decided: bool) -> bool:
         function = node.value.func
         if _word(node.value) in SHOWS:
             return True
-        if not isinstance(function, ast.Attribute) or function.attr not in _GROWS:
+        fills = isinstance(function, ast.Attribute) and function.attr in _GROWS
+        if not fills and not counts(node.value):
             return False
-        return _taint(function.value, tainted) and _computes(node.value, tainted, decided)
+        filled = function.value if isinstance(function, ast.Attribute) else function
+        return _taint(filled, tainted) and _computes(node.value, tainted, decided, counts)
     if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if node.value is not None and not _computes(node.value, tainted, decided):
+        if node.value is not None and not _computes(node.value, tainted, decided, counts):
             return False
         return all(_taint(target, tainted) for target in targets)
     return isinstance(node, ast.Pass | ast.Assert)
@@ -207,13 +216,14 @@ def _taint(target: ast.AST, tainted: set[str]) -> bool:
     return False
 
 
-def _computes(node: ast.AST, tainted: set[str], decided: bool) -> bool:
+def _computes(node: ast.AST, tainted: set[str], decided: bool, counts: Counts) -> bool:
     """Return whether calls that a tainted name goes into only compute something."""
     calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
     known = (*_PURE, *_GROWS)
     return all(
-        _word(one) in known or not (decided or _mentions_any(one, tainted)) for one in calls
-    )  # fmt: skip
+        _word(one) in known or not (decided or _mentions_any(one, tainted)) or counts(one)
+        for one in calls
+    )
 
 
 def _word(call: ast.Call) -> str:

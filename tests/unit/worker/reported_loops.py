@@ -4,10 +4,16 @@ Those of `KEPT` are equal after two kills. Those of `NAMED` cannot be: perdure n
 first checkpoint, what it does not keep.
 """
 
+import argparse
 import copy
+import dataclasses
+import enum
 import functools
 import itertools
 import random
+import time
+import types
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -213,6 +219,312 @@ def helper_objects_of_a_module(life: Life) -> Iterator[Tensor]:
     optimizer = adam(model)
     life.register(model=model, optimizer=optimizer)
     yield from train(life, model, optimizer)
+
+
+# --- kept: attributes of other kinds ------------------------------------------------------------
+
+
+class Holding(nn.Module):
+    """A module with an attribute that each pass uses and changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes = nn.Linear(16, 4), 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.value: Any = None
+
+    def use(self, mean: float) -> float:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        y: Tensor = self.layer(x)
+        return y * (1 + self.use(float(y.detach().mean())))
+
+
+def of_holding(kind: type[Holding]) -> Loop:
+    def body(life: Life) -> Iterator[Tensor]:
+        model = kind()
+        optimizer = adam(model)
+        life.register(model=model, optimizer=optimizer)
+        yield from train(life, model, optimizer)
+
+    return body
+
+
+def holding(kind: type[Holding]) -> type[Holding]:
+    KEPT[f"module_with_{kind.__name__}"] = of_holding(kind)
+    return kind
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+    HOT = "hot"
+
+
+@holding
+class MemberOfAnEnum(Holding):
+    def begin(self) -> None:
+        self.value = Phase.WARM
+
+    def use(self, mean: float) -> float:
+        if self.passes == 3:
+            self.value = Phase.HOT
+        assert (Phase.WARM.value, Phase.HOT.value) == ("warm", "hot")
+        return 1.0 if self.value is Phase.HOT else 0.0
+
+
+@holding
+class TensorOfTwoModules(Holding):
+    def begin(self) -> None:
+        self.value, self.other = torch.zeros(2), nn.Identity()
+        self.other.value = self.value
+
+    def use(self, mean: float) -> float:
+        self.value.add_(mean)
+        return float(self.other.value.sum())
+
+
+@holding
+class ViewOfATensor(Holding):
+    def begin(self) -> None:
+        self.whole = torch.zeros(4)
+        self.value = self.whole[:2]
+
+    def use(self, mean: float) -> float:
+        self.whole.add_(mean)
+        return float(self.value.sum())
+
+
+@holding
+class ArrayThatBeginsAgain(Holding):
+    """A hidden state begins as an array that stays as it is, and returns to it."""
+
+    def begin(self) -> None:
+        self.first = np.zeros(2)
+        self.value = self.first
+
+    def use(self, mean: float) -> float:
+        self.value = self.value * 0.9 + mean if self.passes % 5 else self.first
+        return float(self.value.sum())
+
+
+@holding
+class ListThatBeginsAgain(Holding):
+    def begin(self) -> None:
+        self.first: list[float] = []
+        self.value = self.first
+
+    def use(self, mean: float) -> float:
+        self.value = [*self.value, mean] if self.passes % 5 else list(self.first)
+        return sum(self.value)
+
+
+@holding
+class ListInADict(Holding):
+    def begin(self) -> None:
+        self.rows: list[float] = []
+        self.value = {"rows": self.rows}
+
+    def use(self, mean: float) -> float:
+        self.rows.append(mean)
+        return sum(self.value["rows"])
+
+
+@holding
+class NewListWithTwoNames(Holding):
+    def use(self, mean: float) -> float:
+        if self.value is None:
+            self.value = self.again = []
+        self.value.append(mean)
+        return sum(self.again)
+
+
+@holding
+class GeneratorsInADict(Holding):
+    def begin(self) -> None:
+        self.value = {"x": [random.Random(1)], "y": np.random.default_rng(1),
+                      "z": torch.Generator().manual_seed(1)}  # fmt: skip
+        self.same = self.value["y"]
+
+    def use(self, mean: float) -> float:
+        drawn = self.value["x"][0].random() + self.value["y"].random() + self.same.random()
+        return drawn + float(torch.rand(1, generator=self.value["z"]))
+
+
+@holding
+class GeneratorsMadeLate(Holding):
+    def use(self, mean: float) -> float:
+        if self.value is None:
+            self.value, self.old = np.random.default_rng(1), np.random.RandomState(1)
+            self.first, self.torch = random.Random(1), torch.Generator()
+        if self.passes % 6 == 0:
+            self.first = random.Random(self.passes)
+        drawn = self.value.random() + self.old.rand() + self.first.random()
+        return float(drawn + torch.rand(1, generator=self.torch))
+
+
+@holding
+class NestedDefaultdict(Holding):
+    def begin(self) -> None:
+        self.value = defaultdict(lambda: defaultdict(float))
+
+    def use(self, mean: float) -> float:
+        if self.passes == 1:
+            self.late = defaultdict(list)
+        self.late[self.passes].append(mean)
+        self.value["x"][int(mean * 50)] += 1.0
+        return max(self.value["x"].values()) + len(self.late)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    factor: float = 1.0
+
+
+@holding
+class SmallObjects(Holding):
+    def begin(self) -> None:
+        self.value, self.slotted = Frozen(), Slotted()
+        self.space, self.words = types.SimpleNamespace(n=0.0), argparse.Namespace(rate=1.0)
+
+    def use(self, mean: float) -> float:
+        self.value = dataclasses.replace(self.value, factor=self.value.factor * 0.9)
+        self.slotted.factor += mean
+        self.space.n += mean
+        self.words.rate *= 0.9
+        return self.value.factor + self.slotted.factor + self.space.n + self.words.rate
+
+
+@holding
+class WhatIsNoPlainData(Holding):
+    """Nothing of it changes; the registration goes on all the same."""
+
+    def begin(self) -> None:
+        self.value: list[Any] = []
+        self.value.append(self.value)
+        with warnings.catch_warnings(action="ignore"):
+            self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        self.late, self.system = None, random.SystemRandom()
+
+    def use(self, mean: float) -> float:
+        self.late = torch.empty(3, device="meta")
+        return 0.0
+
+
+@kept
+def plain_tensor_that_an_optimizer_steps(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    model.factor = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.Adam([*model.parameters(), model.factor], lr=0.01)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = (model(draw(8, 16)) * model.factor.exp() - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+# --- named: attributes that a resumed script begins without ---------------------------------------
+
+
+def unkept(kind: type[Holding]) -> type[Holding]:
+    NAMED[f"module_with_{kind.__name__}"] = of_holding(kind), "model.value"
+    return kind
+
+
+@unkept
+class ObjectMadeLate(Holding):
+    def use(self, mean: float) -> float:
+        self.value = self.value or Meter()
+        return self.value.add(mean)
+
+
+@unkept
+class ObjectsInAList(Holding):
+    def begin(self) -> None:
+        self.value: list[Slotted] = []
+
+    def use(self, mean: float) -> float:
+        self.value.append(Slotted(mean))
+        return sum(one.factor for one in self.value)
+
+
+class First:
+    def __init__(self) -> None:
+        self.left = 3
+
+    def use(self, owner: Any) -> float:
+        self.left -= 1
+        if not self.left:
+            owner.value = Second()
+        return 0.0
+
+
+class Second:
+    def use(self, owner: Any) -> float:
+        return 1.0
+
+
+@unkept
+class AnotherClass(Holding):
+    def begin(self) -> None:
+        self.value = First()
+
+    def use(self, mean: float) -> float:
+        return self.value.use(self)
+
+
+def make_sum() -> Callable[[float], float]:
+    total = 0.0
+
+    def add(mean: float) -> float:
+        nonlocal total
+        total += mean
+        return total
+
+    return add
+
+
+@unkept
+class MemberOfAnEnumOfAFunction(Holding):
+    def begin(self) -> None:
+        class Local(enum.Enum):
+            WARM = 1.0
+            HOT = 2.0
+
+        self.value = Local.WARM
+
+    def use(self, mean: float) -> float:
+        if self.passes == 3:
+            self.value = type(self.value)(2.0)
+        return float(self.value.value)
+
+
+@unkept
+class FunctionThatCounts(Holding):
+    def begin(self) -> None:
+        self.value = make_sum()
+
+    def use(self, mean: float) -> float:
+        return self.value(mean)
+
+
+@unkept
+class IteratorThatGoesOn(Holding):
+    def begin(self) -> None:
+        self.value = itertools.cycle([0.0, 1.0, 2.0])
+
+    def use(self, mean: float) -> float:
+        return next(self.value)
 
 
 # --- named: unregistered values -------------------------------------------------------------------
@@ -591,6 +903,126 @@ def teacher_hidden_in_a_list(life: Life) -> Iterator[Tensor]:
     yield from train(life, model, optimizer)
 
 
+class Clip:
+    """It alters gradients by what it has counted."""
+
+    def __init__(self) -> None:
+        self.norms = [0.01]
+
+    def clip(self, model: nn.Module) -> None:
+        most = sum(self.norms) / len(self.norms)
+        self.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), most)))
+
+
+@named("clip.norms")
+def object_that_clips_by_its_history(life: Life) -> Iterator[Tensor]:
+    model, clip = make_mlp(), Clip()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        clip.clip(model)
+        optimizer.step()
+        yield loss
+
+
+class Scale:
+    """It has numbers only, and begins the backward pass."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def start(self, loss: Tensor) -> None:
+        self.factor *= 0.9
+        (loss * self.factor).backward()
+
+
+@named("scale.factor")
+def object_that_begins_the_backward_pass(life: Life) -> Iterator[Tensor]:
+    model, scale = make_mlp(), Scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        scale.start(loss)
+        optimizer.step()
+        yield loss
+
+
+class Blur:
+    """It writes into the tensor that it gets."""
+
+    def __init__(self) -> None:
+        self.width = 0.0
+
+    def start(self, x: Tensor) -> None:
+        self.width += 0.1
+        x[:] = x * self.width
+
+
+@named("blur.width")
+def object_that_writes_into_a_batch(life: Life) -> Iterator[Tensor]:
+    model, blur = make_mlp(), Blur()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        x = draw(8, 16)
+        blur.start(x)
+        loss = (model(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+_optimizers: list[torch.optim.Optimizer] = []
+
+
+class Schedule:
+    """It reaches an optimizer by a global."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def start(self) -> None:
+        self.steps += 1
+        for group in _optimizers[0].param_groups:
+            group["lr"] = 0.1 / self.steps
+
+
+@named("schedule.steps")
+def object_that_reaches_a_global(life: Life) -> Iterator[Tensor]:
+    model, schedule = make_mlp(), Schedule()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _optimizers[:] = [optimizer]
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        schedule.start()
+        optimizer.step()
+        yield loss
+
+
+@named("meter.count")
+def meter_whose_mean_weighs_the_loss(life: Life) -> Iterator[Tensor]:
+    model, meter = make_mlp(), Meter()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        mean = meter.add(loss.item())
+        loss = loss / mean
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
 # --- what is only shown is no reason --------------------------------------------------------------
 
 
@@ -613,3 +1045,70 @@ def means_that_are_only_shown(life: Life) -> Iterator[Tensor]:
         if step % 50 == 49:
             print(best, mean, history[-1], shown.sum)
         yield loss
+
+
+class Progress:
+    """As in pytorch/examples: it shows meters, and has no part in training."""
+
+    def __init__(self, *meters: Meter) -> None:
+        self.meters = meters
+
+    def display(self, step: int) -> None:
+        print(step, *(one.sum / max(1, one.count) for one in self.meters))
+
+
+class Timer:
+    def __init__(self) -> None:
+        self.laps: list[float] = []
+        self.began: float | None = None
+
+    def __enter__(self) -> "Timer":
+        self.began = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.began is not None
+        self.laps.append(time.perf_counter() - self.began)
+
+    def tick(self) -> float:
+        self.__exit__()
+        self.__enter__()
+        return self.laps[-1]
+
+
+class Accuracy:
+    def __init__(self) -> None:
+        self.reset()
+
+    def __call__(self, out: Tensor, wanted: Tensor) -> float:
+        self.hits["all"] += int((out.argmax(1) == wanted).sum())
+        self.total += len(wanted)
+        return self.hits["all"] / self.total
+
+    def reset(self) -> None:
+        self.hits, self.total = {"all": 0}, 0
+
+
+@kept
+def meters_and_timers_that_only_count(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    losses, norms, whole, passes, accuracy = Meter(), Meter(), Timer(), Timer(), Accuracy()
+    progress = Progress(losses, norms)
+    with whole:
+        for step in life.steps():
+            with passes:
+                out = model(draw(8, 16))
+            loss = out.square().mean()
+            hits = accuracy(out, out.detach().argmin(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.add(loss.item())
+            spent = whole.tick()
+            if step % 5 == 4:
+                progress.display(step)
+                accuracy.reset()
+                print(hits, spent)
+            yield loss

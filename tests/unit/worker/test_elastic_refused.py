@@ -200,18 +200,25 @@ class Kept(nn.Module):
         self.linear, self.by = nn.Linear(1, 1), by
         self.heat, self.rows, self.newest = 1.0, [0.0], None
         self.table, self.generator = np.zeros(1), np.random.default_rng(1)
-        self.inner = Inner()
+        self.inner, self.slotted = Inner(), Slotted()
 
     def forward(self, x: Tensor) -> Tensor:
         self.by(self, float(x.mean()))
         newest = 0.0 if self.newest is None else self.newest
         drawn = self.generator.random() if self.by is draw else 0.0
-        rest = sum(self.rows) + self.table[0] + self.inner.mean + drawn
+        rest = sum(self.rows) + self.table[0] + self.inner.mean + self.slotted.mean + drawn
         return self.linear(x) * self.heat + rest + newest
 
 
 class Inner:
     mean = 0.0
+
+
+class Slotted:
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean = 0.0
 
 
 def draw(book: Kept, mean: float) -> None:
@@ -228,6 +235,7 @@ PLAIN: dict[str, Callable[[Kept, float], object]] = {
     "rows": lambda book, mean: book.rows.append(mean),
     "table": lambda book, mean: np.add(book.table, mean, out=book.table),
     "inner.mean": lambda book, mean: setattr(book.inner, "mean", book.inner.mean + mean),
+    "slotted.mean": lambda book, mean: setattr(book.slotted, "mean", book.slotted.mean + mean),
     "newest": keep_tensor,
     "generator": draw,
 }

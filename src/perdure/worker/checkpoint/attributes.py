@@ -5,10 +5,14 @@ no `state_dict()`. Only what has changed since the object was registered is kept
 you edit between two runs has the value of the script. Classes of torch keep their state elsewhere.
 """
 
+import argparse
+import contextlib
+import enum
 import functools
 import random
 import sys
 import sysconfig
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -36,8 +40,13 @@ _STATELESS = ("torch", "perdure", "builtins", "abc", "typing", "collections", "n
 _LIBRARIES = tuple(
     sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-Born = dict[str, bytes]
-"""Attribute -> a hash of its value at the registration."""
+_FACTORIES = {one.__name__: one for one in (bool, int, float, str, *_PLAIN, *_DICTS)}
+"""What may make the entries that a defaultdict lacks, by name."""
+CALLED = (types.FunctionType, types.MethodType, functools.partial, Iterator, enum.Enum)
+"""What may keep values from call to call, and an Enum, which may be within a function."""
+SPACES = (types.SimpleNamespace, argparse.Namespace)
+Born = dict[str, tuple[bytes, int]]
+"""Attribute -> a hash of its value at the registration, and its id. "" has that of the class."""
 
 
 class NotPlainError(Exception):
@@ -51,16 +60,39 @@ def list_holders(roots: dict[str, Any]) -> dict[str, Any]:
     left = list(found.items())
     while left:
         path, owner = left.pop()
-        for name, value in list(getattr(owner, "__dict__", {}).items()):
+        for name, value in read_vars(owner).items():
             if name in _BASE:
                 continue
             for place, one in _list_entries(value):
-                if id(one) not in seen and is_own_class(one.__class__) and hasattr(one, "__dict__"):
+                if id(one) not in seen and _is_holder(one):
                     seen.add(id(one))
                     inner = f"{path}.{name}{place}".lstrip(".")
                     found[inner] = one
                     left.append((inner, one))
     return found
+
+
+def _is_holder(one: Any) -> bool:
+    """Return whether an object has attributes that a script changes; an Enum's are its own."""
+    with contextlib.suppress(Exception):  # A proxy may know no class yet.
+        kind: Any = type(one)
+        own = is_own_class(one.__class__) and not isinstance(one, type | enum.Enum)
+        return kind in SPACES or (own and (hasattr(one, "__dict__") or bool(_list_slots(kind))))
+    return False
+
+
+def read_vars(owner: Any) -> dict[str, Any]:
+    """Return the attributes that an object has itself, also those in slots."""
+    kind: Any = type(owner)
+    slots = {name: getattr(owner, name) for name in _list_slots(kind) if hasattr(owner, name)}
+    return slots | getattr(owner, "__dict__", {})
+
+
+@functools.cache
+def _list_slots(kind: type) -> tuple[str, ...]:
+    own = [one.__dict__.get("__slots__", ()) for one in kind.__mro__ if is_own_class(one)]
+    several = ((one,) if isinstance(one, str) else one for one in own)
+    return tuple(name for names in several for name in names if name[:2] != "__")
 
 
 def _list_entries(value: Any) -> Iterator[tuple[str, Any]]:
@@ -76,18 +108,31 @@ def _list_entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 def note_attributes(owners: dict[str, Any]) -> dict[str, Born]:
     """Return hashes of what the attributes of `owners`, by their paths, are now."""
-    return {path: dict(_list_hashes(one)) for path, one in list_holders(owners).items()}
+    return {
+        path: {"": (b"", id(type(one))), **{n: (now, id(v)) for n, v, now in _list_hashes(one)}}
+        for path, one in list_holders(owners).items()
+    }
 
 
-def read_changed(owners: dict[str, Any], born: dict[str, Born]) -> dict[str, dict[str, Any]]:
-    """Return the attributes that have changed, by owner and name; None if it is too large."""
+def read_changed(
+    owners: dict[str, Any], born: dict[str, Born], *, placed: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Return the attributes that have changed, by owner and name; None if it is too large.
+
+    If `placed`, each says whether it is the object that was registered, or has taken its place, and
+    what several have is saved once.
+    """
     found: dict[str, dict[str, Any]] = {}
+    seen: dict[int, int] | None = {} if placed else None
     for path, owner in list_holders(owners).items():
         before = born.get(path, {})
-        for name, now in _list_hashes(owner):
-            if before.get(name) != now:
-                value = vars(owner)[name]
-                found.setdefault(path, {})[name] = pack(value) if _measure(value) else None
+        for name, value, now in _list_hashes(owner):
+            was, place = before.get(name, (b"", 0))
+            if was != now:
+                packed = pack(value, seen) if _measure(value) else None
+                if placed and packed is not None and type(value) not in _SCALARS:
+                    packed = "place", place == id(value), packed
+                found.setdefault(path, {})[name] = packed
     return found
 
 
@@ -99,26 +144,27 @@ def list_large(saved: dict[str, dict[str, Any]]) -> list[str]:
 def load_attributes(owners: dict[str, Any], saved: dict[str, dict[str, Any]]) -> None:
     """Put changed attributes back; a tensor of a device to that of its module."""
     holders = list_holders(owners)
+    made: list[Any] = []
     for path, values in saved.items():
         owner = holders.get(path)
-        if owner is None:
-            continue
+        known, device = read_vars(owner), _find_device(owner)
         for name, value in values.items():
             if value is not None:
-                live = getattr(owner, "__dict__", {}).get(name)
-                fresh = unpack(value, live, _find_device(owner))
-                if fresh is not live:
-                    setattr(owner, name, fresh)
+                live, inner, packed = known.get(name), None, value
+                if type(value) is tuple and value[0] == "place":
+                    inner, packed = not value[1], value[2]
+                again = inner and type(packed) is tuple and packed[0] == "generator"
+                fresh = unpack(packed, None if again else live, device, made, inner)
+                if owner is not None and (fresh is not live or name not in known):
+                    object.__setattr__(owner, name, fresh)  # It may be frozen.
 
 
-def _list_hashes(owner: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield each plain attribute with a hash of its value."""
-    for name, value in list(getattr(owner, "__dict__", {}).items()):
+def _list_hashes(owner: Any) -> Iterator[tuple[str, Any, bytes]]:
+    """Yield each plain attribute with its value and a hash of it."""
+    for name, value in read_vars(owner).items():
         if name not in _BASE:
-            try:
-                yield name, hash_plain(value)
-            except NotPlainError:
-                continue
+            with contextlib.suppress(NotPlainError):
+                yield name, value, hash_plain(value)
 
 
 def hash_plain(value: Any, entries: int = _ITEMS_MAX, *, places: bool = True) -> bytes:
@@ -130,7 +176,10 @@ def hash_plain(value: Any, entries: int = _ITEMS_MAX, *, places: bool = True) ->
         NotPlainError: it is none.
     """
     state = xxhash.xxh3_128()
-    _feed(value, state, entries, places)
+    try:
+        _feed(value, state, entries, places)
+    except (RecursionError, ValueError) as error:  # It is within itself, or has too many digits.
+        raise NotPlainError from error
     return state.digest()
 
 
@@ -140,7 +189,8 @@ def _feed(value: Any, state: Any, entries: int, places: bool) -> None:
     if kind in _SCALARS:
         state.update(repr(value).encode())
     elif kind is Tensor:
-        if value.is_inference() or value.layout != torch.strided or _is_activation(value):
+        odd = value.is_inference() or value.is_nested or value.is_meta
+        if odd or value.layout != torch.strided or _is_activation(value):
             raise NotPlainError
         state.update(repr((value.dtype, value.shape)).encode())
         if places:
@@ -156,6 +206,8 @@ def _feed(value: Any, state: Any, entries: int, places: bool) -> None:
             items = sorted(items, key=repr)
         for place in range(0, len(items), max(1, len(items) // entries)):
             _feed(items[place], state, entries, places)
+    elif isinstance(value, enum.Enum) and _find_enum(kind.__module__, kind.__qualname__) is kind:
+        state.update(repr(value.value).encode())
     elif _is_array(value):
         state.update(repr((value.dtype, value.shape)).encode())
         state.update(
@@ -172,7 +224,7 @@ def read_generator(value: Any) -> Any:
         NotPlainError: it is none.
     """
     numpy: Any = sys.modules.get("numpy")
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
@@ -183,45 +235,92 @@ def read_generator(value: Any) -> Any:
     raise NotPlainError
 
 
-def pack(value: Any) -> Any:
-    """Return plain data for torch to save: the kind of each value, and its content."""
+def pack(value: Any, seen: dict[int, int] | None = None) -> Any:
+    """Return plain data for torch to save: the kind of each value, and its content.
+
+    `seen` has the number of each object that was packed before, by its id.
+    """
     kind = type(value)
-    if kind in _SCALARS or _is_array(value):
+    if kind in _SCALARS:
+        return value
+    if seen is not None:
+        if id(value) in seen:
+            return "same", seen[id(value)]
+        seen[id(value)] = len(seen)
+    if _is_array(value):
         return value
     if kind is Tensor:
         return "tensor", value.device.type, value.detach(), value.requires_grad and value.is_leaf
     if kind in _DICTS:
-        return kind.__name__, [(pack(key), pack(one)) for key, one in value.items()]
+        pairs = [(pack(key, seen), pack(one, seen)) for key, one in value.items()]
+        return kind.__name__, pairs, getattr(getattr(value, "default_factory", 0), "__name__", "")
     if kind in _PLAIN:
-        return kind.__name__, [pack(one) for one in value], getattr(value, "maxlen", None)
+        return kind.__name__, [pack(one, seen) for one in value], getattr(value, "maxlen", None)
+    if isinstance(value, enum.Enum):
+        return "enum", kind.__module__, kind.__qualname__, pack(value.value)
     return "generator", read_generator(value)
 
 
-def unpack(value: Any, live: Any, device: Any) -> Any:
-    """Return what `pack` was given; if it can be, `live` itself with this content."""
+def unpack(
+    value: Any, live: Any, device: Any, made: list[Any] | None = None, inner: bool | None = None
+) -> Any:
+    """Return what `pack` was given; if it can be, `live` itself with this content.
+
+    `made` has what was unpacked before, by its number. If `inner`, `live` is left as it is; unless
+    False is given for it, a tensor is.
+    """
+    made = [] if made is None else made
+    if type(value) in _SCALARS:
+        return value
+    if type(value) is tuple and value[0] == "same":
+        return made[value[1]]
+    place = len(made)
+    made.append(None)
+    made[place] = _unpack(value, live, device, made, inner)
+    return made[place]
+
+
+def _unpack(value: Any, live: Any, device: Any, made: list[Any], inner: bool | None) -> Any:
     if type(value) is not tuple:
-        alike = _is_array(value) and type(live) is type(value) and live.dtype == value.dtype
-        if not alike or live.shape != value.shape or not live.ndim or not live.flags.writeable:
+        alike = not inner and _is_array(value) and type(live) is type(value) and live.ndim
+        if not alike or live.dtype != value.dtype or live.shape != value.shape:
             return value
-        live[...] = value  # Others may hold this very array.
-        return live
+        if live.flags.writeable:
+            live[...] = value  # Others may hold this very array.
+        return live if live.flags.writeable else value
     word, *rest = value
     if len(rest) == 1 and isinstance(rest[0], Tensor):  # As checkpoints of 0.2.0 have it.
         word, rest = "tensor", [word, rest[0], False]
     if word == "tensor":
         kind, tensor, grad = rest
+        if inner is False and _is_like(live, kind, tensor):
+            with torch.no_grad():
+                live.copy_(tensor)  # Others may hold it, or a view.
+            return live.requires_grad_(grad)
         return tensor.to(device if kind != "cpu" else kind).requires_grad_(grad)
     if word == "generator":
-        return _set_generator(live, rest[0])
+        return _set_generator(live, rest[0], device)
+    if word == "enum":
+        if (found := _find_enum(*rest[:2])) is None:
+            raise LookupError(f"the script has no Enum {rest[1]}")
+        return found(unpack(rest[2], None, device))
     kinds: dict[str, Any] = {kind.__name__: kind for kind in (*_DICTS, *_PLAIN)}
     if kinds[word] in _DICTS:
-        pairs = [(unpack(key, None, device), unpack(one, None, device)) for key, one in rest[0]]
         fresh = kinds[word]()
-        fresh.update(dict(pairs))
+        if word == "defaultdict":
+            make = getattr(live, "default_factory", None)
+            fresh.default_factory = make or _FACTORIES.get("".join(rest[1:]))
+        pairs = ((unpack(key, None, device, made), one) for key, one in rest[0])
+        fresh.update(
+            {key: unpack(one, _find_inner(live, key), device, made, True) for key, one in pairs}
+        )
     else:
-        items = [unpack(one, None, device) for one in rest[0]]
+        items = [
+            unpack(one, _find_inner(live, number), device, made, True)
+            for number, one in enumerate(rest[0])
+        ]
         fresh = deque(items, rest[1]) if word == "deque" else kinds[word](items)
-    if type(live) is not type(fresh) or type(live) in (tuple, frozenset):
+    if inner or type(live) is not type(fresh) or type(live) in (tuple, frozenset):
         return fresh
     if isinstance(live, deque) and live.maxlen != fresh.maxlen:
         return fresh
@@ -233,15 +332,48 @@ def unpack(value: Any, live: Any, device: Any) -> Any:
     return live
 
 
-def _set_generator(live: Any, state: Any) -> Any:
-    if isinstance(live, random.Random):
+def _find_inner(live: Any, key: Any) -> Any:
+    """Return what a container has, or would make, at a place; None for nothing."""
+    if isinstance(live, dict):
+        make = getattr(live, "default_factory", None)
+        return live.get(key, make and make())
+    several = isinstance(live, list | tuple | deque)
+    return live[key] if several and key < len(live) else None
+
+
+def _is_like(live: Any, kind: str, saved: Tensor) -> bool:
+    """Return whether a tensor can take a saved value in place."""
+    plain = type(live) is Tensor and live.is_leaf and not live.is_inference()
+    same = plain and (live.shape, live.dtype, live.device.type) == (saved.shape, saved.dtype, kind)
+    return same and 0 not in live.stride()
+
+
+def _find_enum(module: str, name: str) -> Any:
+    """Return the Enum of this name that the script has; None for anything else."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, enum.EnumType) else None
+
+
+def _set_generator(live: Any, state: Any, device: Any) -> Any:
+    """Return `live`, or a new generator, with this state."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(state, tuple):
+        live = live if isinstance(live, random.Random) else random.Random()
         live.setstate(state)
-    elif isinstance(live, torch.Generator):
+    elif isinstance(state, list):
+        if not isinstance(live, torch.Generator):
+            on_cpu = len(state) == torch.default_generator.get_state().numel()
+            live = torch.Generator("cpu" if on_cpu else device)
         live.set_state(torch.tensor(state, dtype=torch.uint8))
-    elif hasattr(live, "bit_generator"):
-        live.bit_generator.state = state
-    elif live is not None:
+    elif "has_gauss" in state:
+        live = live if isinstance(live, numpy.random.RandomState) else numpy.random.RandomState()
         live.set_state(state)
+    else:
+        if not isinstance(live, numpy.random.Generator):
+            live = numpy.random.Generator(getattr(numpy.random, state["bit_generator"])())
+        live.bit_generator.state = state
     return live
 
 
@@ -266,7 +398,7 @@ def _may_keep(kinds: tuple[type, ...]) -> bool:
 
     FSDP2 gives each module a class of torch in front of its own.
     """
-    return any(kind.__module__.partition(".")[0] not in _STATELESS for kind in kinds)
+    return any(str(kind.__module__).partition(".")[0] not in _STATELESS for kind in kinds)
 
 
 @functools.cache

@@ -45,12 +45,14 @@ from torch.optim import Optimizer
 from perdure.model.errors import ConfigError, UnfitError
 from perdure.model.failures import names_lost_peer
 from perdure.worker.checkpoint.attributes import (
+    CALLED,
     Born,
     list_holders,
     list_large,
     load_attributes,
     note_attributes,
     read_changed,
+    read_vars,
 )
 from perdure.worker.checkpoint.modules import (
     describe_module,
@@ -184,17 +186,22 @@ class Registry:
             for path, module in unwrap(model).named_modules()
         } | {name: one for name, one in several if _is_of(name, only)}
 
-    def read_attributes(self) -> dict[str, dict[str, Any]]:
+    def read_attributes(self, *, placed: bool = False) -> dict[str, dict[str, Any]]:
         """Return the plain attributes that have changed since their owners were registered."""
-        return read_changed(self._list_owners(), self.born)
+        return read_changed(self._list_owners(), self.born, placed=placed)
 
     def load_attributes(self, saved: dict[str, dict[str, Any]], only: str = "") -> None:
         """Put such attributes back."""
         load_attributes(self._list_owners(only), saved)
 
-    def list_kept(self) -> tuple[dict[str, Any], set[int]]:
-        """Return objects whose plain attributes are saved, by path; ids of all that is saved."""
-        holders = list_holders(self._list_owners())
+    def list_kept(self) -> tuple[dict[str, Any], set[int], list[str]]:
+        """Return objects whose plain attributes are saved, by path; ids of all that is saved.
+
+        Last come the paths of those that were not there, or were of another class, when the script
+        registered their owner. An object with a `state_dict` makes its own again.
+        """
+        roots = self._list_owners()
+        holders = list_holders(roots)
         optimizers = [one for _, one in self._list_optimizers()]
         modules = [part for model in self.models.values() for part in model.modules()]
         tensors = [one for part in modules for one in (*part._parameters.values(),
@@ -203,11 +210,14 @@ class Registry:
         inner = [one.state for one in optimizers] + [one.param_groups for one in optimizers]
         entries = [one for o in optimizers for one in o.state.values()]
         owners = (*holders.values(), *self.others.values())
-        values = [one for owner in owners for one in getattr(owner, "__dict__", {}).values()
-                  if not isinstance(one, int | float | complex | str | bytes)]  # fmt: skip
+        values = [one for owner in owners for one in read_vars(owner).values()
+                  if not isinstance(one, (int, float, complex, str, bytes, *CALLED))]  # fmt: skip
         kept = (self.others.values(), holders.values(), optimizers, modules, tensors, loose, inner,
                 entries, values)  # fmt: skip
-        return holders, {id(one) for several in kept for one in several if one is not None}
+        fresh = [path for path, one in holders.items()
+                 if path not in roots and path.partition(".")[0] not in self.others
+                 and self.born.get(path, {}).get("") != (b"", id(type(one)))]  # fmt: skip
+        return holders, {id(one) for several in kept for one in several if one is not None}, fresh
 
     def _names(self) -> dict[int, str]:
         return {
@@ -243,7 +253,7 @@ class Registry:
                 name: self._own_of(optimizer, name_parameters(optimizer, names))
                 for name, optimizer in self._list_optimizers()
             },
-            "attributes": self.read_attributes(),
+            "attributes": self.read_attributes(placed=True),
             "loose": [[name, place] for name, place, _ in self._list_loose()],
             "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
             "hooks": [path for path, ddp in self._ddp().items() if has_hook_state(ddp)],

@@ -9,7 +9,6 @@ The text says which names one turn of the loop hands to the next (`carried.py`).
 What is only printed, logged, or saved is left out.
 """
 
-import argparse
 import ast
 import contextlib
 import functools
@@ -37,13 +36,17 @@ from perdure.worker.carried import (
     walk_body,
 )
 from perdure.worker.checkpoint.attributes import (
+    CALLED,
+    SPACES,
     NotPlainError,
     hash_plain,
     is_own_class,
     is_own_file,
     list_holders,
     read_generator,
+    read_vars,
 )
+from perdure.worker.checkpoint.counters import is_counter, is_counting
 from perdure.worker.checkpoint.loaders import list_open_loaders
 
 _ITEMS = 4096
@@ -51,7 +54,6 @@ _ITEMS = 4096
 _VISITS_MAX = 20_000
 _SHOWN = 5
 """Names that a reason has."""
-_SPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 class ScriptState:
@@ -62,18 +64,19 @@ class ScriptState:
         self._before: dict[str, bytes] | None = None
         self._told: set[str] = set()
 
-    def look(self, kept: dict[str, Any], ids: set[int]) -> str:
+    def look(self, kept: dict[str, Any], ids: set[int], made: Iterable[str] = ()) -> str:
         """Return why what has changed since the first look is not exact; empty for nothing new.
 
         `kept` are objects whose plain attributes a checkpoint has, by their paths. `ids` are those
-        of all that it has.
+        of all that it has. `made` are paths of objects that a resumed script begins without.
         """
-        found = dict[str, bytes]()
-        with contextlib.suppress(Exception):  # The script's own classes may do anything.
-            walk = _Walk(found, ids)
-            for frame in _list_frames():
+        found = dict.fromkeys(made, b"")
+        walk = _Walk(found, ids)
+        for frame in _list_frames():
+            with contextlib.suppress(Exception):  # The script's own classes may do anything.
                 walk.enter(frame)
-            for path, owner in kept.items():
+        for path, owner in kept.items():
+            with contextlib.suppress(Exception):
                 walk.visit_rest(path, owner)
         if self._before is None:
             self._before = found
@@ -190,17 +193,24 @@ class _Walk:
             place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
         for loop in _find_loops(frame.f_code.co_filename, frame.f_lineno):
             handed, used = _read_loop(loop)
+            counts = functools.partial(
+                is_counting, find=lambda name: names.get(name, space.get(name)), kept=self._kept
+            )
             for name in (*handed, *used):
-                if name in names or name in space:
-                    self.visit(name, names.get(name, space.get(name)))
+                value = names.get(name, space.get(name))
+                counter = name in used and is_counter(value, self._kept)
+                if not (counter and is_only_shown(loop, name, counts=counts)):
+                    self.visit(name, value)
 
     def visit_rest(self, path: str, owner: Any) -> None:
         """Visit attributes of a kept object that are no plain data."""
-        for name, value in list(getattr(owner, "__dict__", {}).items()):
+        for name, value in read_vars(owner).items():
             if name in ("_modules", "_parameters", "_buffers", "state", "param_groups"):
                 continue
             if isinstance(value, list | tuple | dict | deque) and not self._note("", value):
                 self._visit_all(f"{path}.{name}", value)
+            elif isinstance(value, CALLED) and not self._note("", value):
+                self.visit(f"{path}.{name}", value)
 
     def _note(self, path: str, value: Any) -> bool:
         """Note a hash of plain data; return whether it is plain."""
@@ -258,11 +268,9 @@ class _Walk:
                 self._found[path] = inspect.getgeneratorstate(value).encode()
         elif isinstance(value, type):
             self._visit_class(value)
-        elif is_own_class(kind) or isinstance(value, _SPACES):
+        elif is_own_class(kind) or isinstance(value, SPACES):
             self._visit_class(kind)
-            slots = [n for one in kind.__mro__ for n in getattr(one, "__slots__", ())]
-            self._visit_all(path, {n: getattr(value, n) for n in slots if hasattr(value, n)})
-            self._visit_all(path, getattr(value, "__dict__", {}))
+            self._visit_all(path, read_vars(value))
         elif hasattr(value, "load_state_dict"):
             self._visit_plain(path, value)
         elif hasattr(value, "__next__") and not hasattr(value, "write"):

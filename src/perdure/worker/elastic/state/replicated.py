@@ -19,6 +19,7 @@ from perdure.worker.checkpoint.attributes import (
     hash_plain,
     list_holders,
     pack,
+    read_vars,
     unpack,
 )
 from perdure.worker.checkpoint.modules import (
@@ -408,7 +409,7 @@ class BufferGuard:
         found: dict[str, dict[str, Any]] = {}
         for path, owner in self._list_holders().items():
             found[path] = {}
-            for name, value in list(vars(owner).items()):
+            for name, value in read_vars(owner).items():
                 with contextlib.suppress(NotPlainError):
                     if name[:1] != "_" or name not in _OF_MODULES:
                         kept = hash_plain(value, places=False), visit(pack(value), _clone, _same)
@@ -430,15 +431,16 @@ class BufferGuard:
     def _put_back(self, before: dict[str, dict[str, Any]], altered: list[tuple[str, str]]) -> None:
         owners = self._list_holders()
         for path, name in altered:
-            place = vars(owners[path])
+            owner = owners[path]
             if name in before[path]:
-                place[name] = unpack(before[path][name][1], place[name], "cpu")
+                value = unpack(before[path][name][1], read_vars(owner)[name], "cpu")
+                object.__setattr__(owner, name, value)
             else:
-                del place[name]
+                object.__delattr__(owner, name)
 
     def _hash_attributes(self, names: list[tuple[str, str]]) -> list[bytes]:
         owners = self._list_holders()
-        return [hash_plain(vars(owners[path]).get(name), places=False) for path, name in names]
+        return [hash_plain(read_vars(owners[p]).get(n), places=False) for p, n in names]
 
     def _is_harmless(self, altered: Sequence["Place"], rerun: Callable[[], Tensor] | None) -> bool:
         if rerun is None:  # Members that gather from each other cannot pass one alone.
