@@ -367,6 +367,39 @@ def test_a_program_below_a_shell_hears_sigterm(node: Node) -> None:
     assert (node.home / "saved").exists()
 
 
+def test_a_rank_that_works_on_sigterm_has_its_store(node: Node) -> None:
+    """It may save together with others, and meet them at the store."""
+    node.wait_warm()
+    node.serve_store(0, 1)
+    script = node.script(
+        TRAIL
+        + """
+import signal, torch.distributed as dist
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+def save(*_):
+    note("told")
+    while not os.path.exists("go"):
+        time.sleep(0.02)
+    store.set("saved", "yes")
+    note(store.get("saved").decode())
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+note("ready")
+time.sleep(3600)
+"""
+    )
+    node.spawn(0, script)
+    node.wait_trail(2)
+    node.ask(KeeperKill(0, 3600.0))
+    node.wait_trail(3)
+    node.ask(KeeperStatus())
+    node.expect(KeeperState)  # So all have been told.
+    (node.home / "go").touch()
+    assert node.ended(0).code == 0
+    assert node.trail()[3] == ["yes"]
+    node.expect(KeeperStopped, generation=0)
+
+
 def test_what_does_not_end_is_named(node: Node) -> None:
     """A process in a session of its own is told, then killed, and the rank's stream says so."""
     script = node.script(
