@@ -400,6 +400,24 @@ time.sleep(3600)
     node.expect(KeeperStopped, generation=0)
 
 
+def test_a_sitecustomize_that_reads_its_rank_runs_in_each_rank(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    text = "import os\nos.environ['MINE'] = os.environ.get('LOCAL_RANK', 'none')\n"
+    (site / "sitecustomize.py").write_text(text)
+    node = Node(tmp_path, PYTHONPATH=str(site))
+    try:
+        node.env["PYTHONPATH"] = str(site)
+        script = node.script("import os\nprint(os.environ['MINE'])")
+        spawned = node.spawn(0, script, world=2)
+        assert spawned.why_cold == "sitecustomize reads LOCAL_RANK when Python starts"
+        for rank in range(2):
+            assert node.ended(0, rank).code == 0
+            assert node.text(0, rank) == f"{rank}\n"
+    finally:
+        node.end()
+
+
 def test_what_does_not_end_is_named(node: Node) -> None:
     """A process in a session of its own is told, then killed, and the rank's stream says so."""
     script = node.script(
