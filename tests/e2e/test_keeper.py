@@ -327,7 +327,7 @@ def test_module_and_program(node: Node) -> None:
 def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
     """A rank reads the rest of what another process has as its standard input."""
     rows = node.home / "rows"
-    rows.write_bytes(b"read before\n1\n2\n")
+    rows.write_bytes(b"read before\n1\r\n2\n")
     with rows.open("rb", buffering=0) as file:
         file.readline()
         holder = subprocess.Popen(
@@ -335,14 +335,18 @@ def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
         )
     try:
         if holder.stdin is not None:
-            holder.stdin.write(b"1\n2\n")
+            holder.stdin.write(b"1\r\n2\n")
             holder.stdin.close()
         node.wait_warm()
-        script = node.script(TRAIL + "import sys\nnote(sys.stdin.read())")
+        script = node.script(
+            TRAIL + "import sys\nnote(sys.stdin.name, sys.stdin.mode, sys.stdin.seekable(),"
+            " sys.stdin.buffer.seekable(), sys.stdin.line_buffering, repr(sys.stdin.read()))"
+        )
         launch = msgspec.structs.replace(node.launch(0, 0, 1), stdin=holder.pid)
         node.ask(KeeperSpawn(0, (launch,), script, (), False, False, str(node.home), cold))
         assert node.ended(0).code == 0
-        assert node.trail()[1] == ["1\n2\n"]
+        seeks = kind == "file"  # As in plain Python.
+        assert node.trail()[1] == ["<stdin>", "r", seeks, seeks, False, repr("1\r\n2\n")]
     finally:
         holder.kill()
         holder.wait()

@@ -30,7 +30,7 @@ from perdure.worker.process import SITE_SIGNALS, die_with, set_title
 from perdure.worker.start.cold import attach
 from perdure.worker.start.failure import leave_without_device, save_failure
 from perdure.worker.start.imports import record_imports
-from perdure.worker.start.streams import open_streams
+from perdure.worker.start.streams import open_streams, reopen_input
 from perdure.worker.stderr import say
 
 _REPARENT_S = 20.0
@@ -123,6 +123,8 @@ def leave_image(go: int, keeper: int) -> None:
 def redirect_streams(launch: RankLaunch) -> None:
     """Append both streams to their files, a line at a time."""
     open_streams(launch.stdout, launch.stderr, launch.stdin)
+    if launch.stdin:
+        reopen_input()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

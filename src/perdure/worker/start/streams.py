@@ -94,6 +94,17 @@ def _open_input(pid: int) -> int:
     return fd
 
 
+def reopen_input() -> None:
+    """Read standard input by a new stream: the image's has noted that its `/dev/null` can seek."""
+    before = sys.stdin
+    raw = io.FileIO(0, "rb", closefd=False)
+    raw.name = "<stdin>"
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(
+        io.BufferedReader(raw), encoding=before.encoding, errors=before.errors, newline="\n"
+    )
+    sys.stdin.__dict__["mode"] = "r"
+
+
 def survive_full_disks() -> None:
     """Put streams that survive a full disk in the place of standard output and error."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
