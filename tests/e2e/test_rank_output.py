@@ -19,7 +19,8 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would hide what perdure has to do.
     node = Node(tmp_path)
     yield node
     node.end()
@@ -88,11 +89,12 @@ def test_streams_say_that_they_cannot_seek(node: Node, cold: bool) -> None:
 def test_the_last_line_of_a_killed_rank_is_kept(node: Node, cold: bool) -> None:
     if not cold:
         node.wait_warm()
-    text = "import os, sys\nprint('last', file=sys.stderr)\nos.kill(os.getpid(), 9)\n"
-    node.spawn(0, node.script(text), cold=cold)
+    text = "import os, sys\nprint('last', file=sys.stderr)\nprint('half', end='')\n"
+    node.spawn(0, node.script(f"{text}os.kill(os.getpid(), 9)\n"), cold=cold)
     record = node.ended(0)
     assert record.signal == signal.SIGKILL
     assert record.last_output == ("last",)
+    assert node.text(0) == "half"
 
 
 def test_each_byte_of_a_loud_rank_is_kept(node: Node) -> None:

@@ -127,6 +127,15 @@ def describe(fresh: Any, seen: Any) -> Any:
     return [one for one in fresh if one not in seen], [one for one in seen if one not in fresh]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plain() -> Iterator[None]:
+    """Let no variable of the tests' own hide what a Python does without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     heed_signals()  # Both kinds of rank inherit from this process.
