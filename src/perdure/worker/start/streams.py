@@ -99,10 +99,16 @@ def reopen_input() -> None:
     before = sys.stdin
     raw = io.FileIO(0, "rb", closefd=False)
     raw.name = "<stdin>"
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(
-        io.BufferedReader(raw), encoding=before.encoding, errors=before.errors, newline="\n"
+    stream = io.TextIOWrapper(
+        io.BufferedReader(raw),
+        encoding=before.encoding,
+        errors=before.errors,
+        newline="\n",
+        write_through=True,  # Which has no effect; python -u sets it.
     )
-    sys.stdin.__dict__["mode"] = "r"
+    stream.__dict__["mode"] = "r"
+    for name in ("stdin", "__stdin__"):
+        setattr(sys, name, stream)
 
 
 def survive_full_disks() -> None:
