@@ -4,8 +4,9 @@
 """
 
 BEGIN = """
-import sys, os, _warnings, _signal
+import sys, os, time, _warnings, _signal
 seen = {
+    "began_s": time.time(),
     "modules": sorted(n for n in sys.modules if n.partition(".")[0] != "perdure"),
     "finders": [
         name for f in sys.meta_path
