@@ -11,6 +11,7 @@ import errno
 import functools
 import io
 import os
+import select
 import stat
 import sys
 from typing import Any
@@ -51,7 +52,11 @@ class LossyFile(io.FileIO):
                 super().write(f"\nperdure: {lost:,} bytes did not fit on the disk\n".encode())
                 lost = 0
             rest = data
-            while taken < size and (part := super().write(rest)):
+            while taken < size:
+                part = super().write(rest)
+                if part is None:  # A child has made the pipe that they share non-blocking.
+                    select.select([], [self], [])
+                    continue
                 taken += part
                 rest = memoryview(data).cast("B")[taken:]
         except OSError as error:
