@@ -58,7 +58,7 @@ exact: setup
 agreed: setup
 	$(BIN)/python -m tests.situations agreed
 
-# 60 scripts: a rank from the warm image finds what a fresh Python finds, in two lives.
+# 66 scripts: a rank from the warm image finds what a fresh Python finds, in two lives.
 same: setup
 	$(BIN)/python -m pytest -q tests/e2e/test_same.py
 

@@ -4,8 +4,9 @@
 """
 
 BEGIN = """
-import sys, os, _warnings, _signal
+import sys, os, time, _warnings, _signal
 seen = {
+    "began_s": time.time(),
     "modules": sorted(n for n in sys.modules if n.partition(".")[0] != "perdure"),
     "finders": [
         name for f in sys.meta_path
@@ -144,6 +145,59 @@ LONG = {
     "xml": "import xml.dom.minidom as d\nseen['is'] = d.parseString('<a/>').toxml()",
     "email": "import email.message\n"
     "seen['more'] = sorted(m for m in sys.modules if m[:5] == 'email')",
+    "debug_level": "os.environ['TORCH_DISTRIBUTED_DEBUG'] = 'DETAIL'\n"
+    "import torch.distributed as dist\nseen['is'] = str(dist.get_debug_level())",
+    "process": "import threading, subprocess\nmain = threading.main_thread()\n"
+    "seen['thread'] = main.native_id == os.getpid(), main.ident == threading.get_ident()\n"
+    "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+    "names = 'SigBlk', 'Umask', 'NoNewPrivs', 'Seccomp', 'CapEff', 'Cpus_allowed'\n"
+    "seen['status'] = [status[name].strip() for name in names]\n"
+    "seen['ignored'] = int(status['SigIgn'], 16) & ~0xa00  # SIGUSR1, SIGUSR2\n"
+    "seen['place'] = os.nice(0), os.getpgrp() == os.getsid(0) == os.getpid()\n"
+    "seen['oom'] = open('/proc/self/oom_score_adj').read()\n"
+    "shell = 'ls /proc/self/fd | wc -w; grep SigBlk /proc/self/status'\n"
+    "done = subprocess.run(shell, shell=True, close_fds=False, capture_output=True)\n"
+    "seen['child'] = done.stdout.decode()",
+    "interpreter": "import faulthandler, threading, tracemalloc\n"
+    "seen['is'] = [sys.getdlopenflags(), repr(sys.get_asyncgen_hooks()), sys.gettrace(),"
+    " sys.getprofile(), sys.breakpointhook is sys.__breakpointhook__,"
+    " sys.unraisablehook is sys.__unraisablehook__,"
+    " threading.excepthook is threading.__excepthook__, sys.get_int_max_str_digits(),"
+    " sys.warnoptions, sys._xoptions, len(sys.path_hooks), sys.dont_write_bytecode,"
+    " sys.pycache_prefix, faulthandler.is_enabled(), tracemalloc.is_tracing(), sys.exc_info(),"
+    " sys.executable, sys._base_executable, sys.prefix, sys.getfilesystemencodeerrors()]\n"
+    "seen['streams'] = [(s.name, s.mode, s.encoding, s.errors, s.newlines, s.line_buffering,"
+    " s.write_through, s.closed) for s in (sys.stdin, sys.stdout, sys.stderr)]\n"
+    "seen['own'] = sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__\n"
+    "import time\nos.environ['TZ'] = 'Asia/Tokyo'\ntime.tzset()\nseen['zone'] = time.tzname\n"
+    "import ctypes\nget = ctypes.CDLL(None).getenv\nget.restype = ctypes.c_char_p\n"
+    "seen['getenv'] = [str(get(n)) for n in (b'RANK', b'LOCAL_RANK', b'HF_HOME', b'TZ')]\n"
+    "def three():\n    '''\n    >>> three()\n    3\n    '''\n    return 3\n"
+    "import doctest\nseen['doctest'] = list(doctest.testmod())\n"
+    "number: int = 1\nseen['annotations'] = str(__annotations__)\n"
+    "import spread.part\nseen['part'] = where('spread.part'), len(sys.modules['spread'].__path__)\n"
+    "raw = sys.stdout.detach()\nimport io\nsys.stdout = io.TextIOWrapper(raw)\nprint('x')\n"
+    "sys.stdout = os.fdopen(1, 'w', 1)\nprint('y')",
+    "torch_state": "import torch, pickle, inspect\n"
+    "import torch.distributed as dist, torch.multiprocessing as mp\n"
+    "torch.set_num_interop_threads(3)\nmp.set_start_method('spawn')\n"
+    "seen['set'] = torch.get_num_interop_threads(), mp.get_start_method()\n"
+    "parts = dist.all_reduce, dist.init_process_group, torch.optim.SGD.step, dist.barrier\n"
+    "seen['where'] = [(f.__module__, f.__qualname__, str(inspect.signature(f)),"
+    " inspect.getsourcefile(f)) for f in parts]\n"
+    "seen['pickle'] = [pickle.loads(pickle.dumps(f)) is f for f in parts]\n"
+    "b = torch.backends\nseen['is'] = [b.cudnn.enabled, b.cudnn.benchmark, b.mkldnn.enabled,"
+    " b.cpu.get_cpu_capability(), str(torch.get_default_device()), mp.get_sharing_strategy(),"
+    " torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.cuda.is_available(),"
+    " torch.cuda.is_initialized(), torch.autograd.is_multithreading_enabled()]\n"
+    "seen['relu'] = torch.nn.functional.relu(torch.tensor([-1.0])).tolist()",
+    "pool": "import multiprocessing as mp\nclass Part:\n    x = 3\n"
+    "def take(part):\n    return part.x + (type(part) is Part)\n"
+    "if __name__ == '__main__':\n    seen['is'] = []\n"
+    "    for how in ('fork', 'spawn', 'forkserver'):\n"
+    "        with mp.get_context(how).Pool(1) as pool:\n"
+    "            seen['is'] += pool.map(take, [Part()])\n"
+    "else:\n    import time\n    os.environ['REPORT'] += '.child'\n    time.sleep = lambda s: None",
     "dynamo": "import torch._dynamo\nseen['is'] = torch._dynamo.config.verbose",
     "loader": "import torch\nfrom torch.utils.data import DataLoader\n"
     "seen['is'] = [b.tolist() for b in DataLoader(range(4), num_workers=1)]",
@@ -161,4 +215,5 @@ FILES = {
         "class Rational(Real): pass\nclass Integral(Rational): pass"
     },
     "appended": {"third_party/idna.py": "OTHER = 1"},
+    "interpreter": {"spread/part.py": "MINE = 1"},
 }

@@ -327,7 +327,7 @@ def test_module_and_program(node: Node) -> None:
 def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
     """A rank reads the rest of what another process has as its standard input."""
     rows = node.home / "rows"
-    rows.write_bytes(b"read before\n1\n2\n")
+    rows.write_bytes(b"read before\n1\r\n2\n")
     with rows.open("rb", buffering=0) as file:
         file.readline()
         holder = subprocess.Popen(
@@ -335,14 +335,18 @@ def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
         )
     try:
         if holder.stdin is not None:
-            holder.stdin.write(b"1\n2\n")
+            holder.stdin.write(b"1\r\n2\n")
             holder.stdin.close()
         node.wait_warm()
-        script = node.script(TRAIL + "import sys\nnote(sys.stdin.read())")
+        script = node.script(
+            TRAIL + "import sys\nnote(sys.stdin.name, sys.stdin.mode, sys.stdin.seekable(),"
+            " sys.stdin.buffer.seekable(), sys.stdin.line_buffering, repr(sys.stdin.read()))"
+        )
         launch = msgspec.structs.replace(node.launch(0, 0, 1), stdin=holder.pid)
         node.ask(KeeperSpawn(0, (launch,), script, (), False, False, str(node.home), cold))
         assert node.ended(0).code == 0
-        assert node.trail()[1] == ["1\n2\n"]
+        seeks = kind == "file"  # As in plain Python.
+        assert node.trail()[1] == ["<stdin>", "r", seeks, seeks, False, repr("1\r\n2\n")]
     finally:
         holder.kill()
         holder.wait()
@@ -365,6 +369,57 @@ def test_a_program_below_a_shell_hears_sigterm(node: Node) -> None:
     node.ask(KeeperKill(0, 3600.0))
     node.expect(KeeperStopped, generation=0)
     assert (node.home / "saved").exists()
+
+
+def test_a_rank_that_works_on_sigterm_has_its_store(node: Node) -> None:
+    """It may save together with others, and meet them at the store."""
+    node.wait_warm()
+    node.serve_store(0, 1)
+    script = node.script(
+        TRAIL
+        + """
+import signal, torch.distributed as dist
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+def save(*_):
+    note("told")
+    while not os.path.exists("go"):
+        time.sleep(0.02)
+    store.set("saved", "yes")
+    note(store.get("saved").decode())
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+note("ready")
+time.sleep(3600)
+"""
+    )
+    node.spawn(0, script)
+    node.wait_trail(2)
+    node.ask(KeeperKill(0, 3600.0))
+    node.wait_trail(3)
+    node.ask(KeeperStatus())
+    node.expect(KeeperState)  # So all have been told.
+    (node.home / "go").touch()
+    assert node.ended(0).code == 0
+    assert node.trail()[3] == ["yes"]
+    node.expect(KeeperStopped, generation=0)
+
+
+def test_a_sitecustomize_that_reads_its_rank_runs_in_each_rank(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    text = "import os\nos.environ['MINE'] = os.environ.get('LOCAL_RANK', 'none')\n"
+    (site / "sitecustomize.py").write_text(text)
+    node = Node(tmp_path, PYTHONPATH=str(site))
+    try:
+        node.env["PYTHONPATH"] = str(site)
+        script = node.script("import os\nprint(os.environ['MINE'])")
+        spawned = node.spawn(0, script, world=2)
+        assert spawned.why_cold == "sitecustomize reads LOCAL_RANK when Python starts"
+        for rank in range(2):
+            assert node.ended(0, rank).code == 0
+            assert node.text(0, rank) == f"{rank}\n"
+    finally:
+        node.end()
 
 
 def test_what_does_not_end_is_named(node: Node) -> None:

@@ -1,6 +1,9 @@
 """A rank's log keeps each line, also if a child opens it by name or a part of perdure dies."""
 
+import os
+import select
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import psutil
 import pytest
 from msgspec import structs
 
+from perdure.keeper.execution import start_copier
 from perdure.model.bus.wire import KeeperKill, KeeperSpawn, KeeperStopped
 from tests.disks import small_disk
 from tests.e2e.node import Node
@@ -15,7 +19,8 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would hide what perdure has to do.
     node = Node(tmp_path)
     yield node
     node.end()
@@ -84,11 +89,12 @@ def test_streams_say_that_they_cannot_seek(node: Node, cold: bool) -> None:
 def test_the_last_line_of_a_killed_rank_is_kept(node: Node, cold: bool) -> None:
     if not cold:
         node.wait_warm()
-    text = "import os, sys\nprint('last', file=sys.stderr)\nos.kill(os.getpid(), 9)\n"
-    node.spawn(0, node.script(text), cold=cold)
+    text = "import os, sys\nprint('last', file=sys.stderr)\nprint('half', end='')\n"
+    node.spawn(0, node.script(f"{text}os.kill(os.getpid(), 9)\n"), cold=cold)
     record = node.ended(0)
     assert record.signal == signal.SIGKILL
     assert record.last_output == ("last",)
+    assert node.text(0) == "half"
 
 
 def test_each_byte_of_a_loud_rank_is_kept(node: Node) -> None:
@@ -161,6 +167,52 @@ def test_the_end_of_perdures_own_store_is_not_told_to_a_user(node: Node) -> None
     node.expect(KeeperStopped, generation=0)
     assert not store.is_running() or store.status() == "zombie"
     assert "killed" not in node.text(0, name="err")
+
+
+@pytest.mark.parametrize("hard", [64, 4096])
+def test_a_copier_with_few_descriptors_holds_up_no_rank(node: Node, hard: int) -> None:
+    """It raises its own limit. If that is too low, the ranks are refused, and the line says why."""
+    shell = node.home / "loud.sh"
+    shell.write_text("#!/bin/sh\nhead -c 200000 /dev/zero\n")
+    shell.chmod(0o755)
+    psutil.Process(node.process.pid).rlimit(psutil.RLIMIT_NOFILE, (64, hard))
+    copier = find_copier(node)
+    copier.kill()
+    wait_until(lambda: not copier.is_running(), "its end")
+    ranks = tuple(node.launch(0, rank, 20) for rank in range(20))
+    node.ask(KeeperSpawn(0, ranks, str(shell), (), False, True, str(node.home), True))
+    records = [node.ended(0, rank) for rank in range(20)]
+    if hard == 64:
+        assert {record.code for record in records} == {1}
+        assert all("limit of 64 open files (ulimit -n)" in record.error for record in records)
+    else:
+        assert {record.code for record in records} == {0}
+        assert {len(node.text(0, rank)) for rank in range(20)} == {200_000}
+
+
+def test_a_copier_goes_on_if_its_keeper_dies_before_an_answer(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    pid, orders = start_copier()
+    try:
+        with log.open("ab") as file:
+            socket.send_fds(orders, [b"+"], [read, file.fileno()])
+        os.close(read)
+        orders.send(b"1")
+        wait_until(lambda: select.select([orders], [], [], 0)[0], "an answer")
+        orders.close()
+        data = b"x" * 1_000_000
+        while data:
+            data = data[os.write(write, data) :]
+        os.close(write)
+        wait_until(
+            lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "its end"
+        )
+        assert log.stat().st_size == 1_000_000
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.fixture

@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from tests.waiting import PATIENCE_S, wait_until
 _ARGUMENT = os.fsdecode(b"caf\xe9.txt")
 _QUICK = "first_line", "vendored"
 """Scripts that each run of the tests starts under torchrun."""
+_OWN = frozenset({"pid", "began_s"})
+"""What no two lives have in common."""
 _COLD = frozenset({"modules", "more", "hooks"})
 """perdure's own start is visible in a cold rank, and so is its hook for exceptions."""
 
@@ -127,6 +131,15 @@ def describe(fresh: Any, seen: Any) -> Any:
     return [one for one in fresh if one not in seen], [one for one in seen if one not in fresh]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plain() -> Iterator[None]:
+    """Let no variable of the tests' own hide what a Python does without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     heed_signals()  # Both kinds of rank inherit from this process.
@@ -157,7 +170,7 @@ def test_a_warm_rank_is_as_a_fresh_python(lab: Lab, name: str, text: str) -> Non
         left_out = set() if what != "cold" and warm else _COLD
         different = {
             key: describe(fresh[key], seen.get(key))
-            for key in fresh.keys() - left_out - {"pid"}
+            for key in fresh.keys() - left_out - _OWN
             if seen.get(key) != fresh[key]
         }
         assert different == {}, what
@@ -169,6 +182,8 @@ class Launched:
     def __init__(self, script: Path, command: list[str], environ: dict[str, str]) -> None:
         self.report = script.with_name("report")
         self.output = script.with_name("output")
+        self.since_s = time.time()
+        """When the command began, or its rank was killed."""
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command, str(script), _ARGUMENT],
@@ -185,9 +200,11 @@ class Launched:
         wait_until(lambda: self.report.exists() or self.process.poll() is not None, "a report")
         assert self.report.exists(), self.output.read_text()
         seen = read(self.report)
+        seen["began_s"] -= self.since_s
         self.report.unlink()
         with contextlib.suppress(psutil.NoSuchProcess):
             rank = psutil.Process(seen["pid"])
+            self.since_s = time.time()
             rank.kill()
             wait_until(lambda: not rank.is_running() or rank.status() == "zombie", "its end")
         return seen
@@ -197,6 +214,18 @@ class Launched:
         self.process.wait(PATIENCE_S)
 
 
+@pytest.fixture(scope="module")
+def seconds(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, int], list[float]]]:
+    """Seconds to the first line, by command and life; the medians are printed."""
+    found: dict[tuple[str, int], list[float]] = {}
+    yield found
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    for (how, life), values in found.items():
+        what = "after the kill" if life else "from the command"
+        text = f"{how}, {what}: {statistics.median(values):.2f} s, {len(values)} scripts"
+        reporter.write_line(f"\nfirst line: {text}")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -204,7 +233,9 @@ class Launched:
         for name, text in {**SHORT, **LONG}.items()
     ],
 )
-def test_perdure_run_is_as_torchrun(tmp_path: Path, name: str, text: str) -> None:
+def test_perdure_run_is_as_torchrun(
+    tmp_path: Path, name: str, text: str, seconds: dict[tuple[str, int], list[float]]
+) -> None:
     """torchrun's rank has two lives as well."""
     heed_signals()
     script = write_script(tmp_path, name, text)
@@ -228,9 +259,10 @@ def test_perdure_run_is_as_torchrun(tmp_path: Path, name: str, text: str) -> Non
     fresh = seen["torchrun"][0]
     for how, lives in seen.items():
         for life, found in enumerate(lives):
+            seconds.setdefault((how, life), []).append(found["began_s"])
             different = {
                 key: describe(fresh[key], found.get(key))
-                for key in fresh.keys() - {"pid"} - (_COLD if "cold" in how else set())
+                for key in fresh.keys() - _OWN - (_COLD if "cold" in how else set())
                 if found.get(key) != fresh[key]
             }
             assert different == {}, (how, life)

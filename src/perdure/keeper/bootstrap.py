@@ -30,7 +30,7 @@ from perdure.worker.process import SITE_SIGNALS, die_with, set_title
 from perdure.worker.start.cold import attach
 from perdure.worker.start.failure import leave_without_device, save_failure
 from perdure.worker.start.imports import record_imports
-from perdure.worker.start.streams import open_streams
+from perdure.worker.start.streams import open_streams, reopen_input
 from perdure.worker.stderr import say
 
 _REPARENT_S = 20.0
@@ -39,7 +39,9 @@ _REPARENT_S = 20.0
 def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, store: ModuleStore) -> None:
     """Become rank `launch` of `plan` and run the script; raises whatever ends it."""
     os.setsid()
-    redirect_streams(launch)
+    open_streams(launch.stdout, launch.stderr, launch.stdin)
+    if launch.stdin:
+        reopen_input()
     os.environ.clear()
     os.environ.update(launch.env)
     title = f"perdure rank {plan.job} g{plan.generation} r{launch.rank}: "
@@ -75,6 +77,10 @@ def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleS
     def note_visible(name: str) -> None:
         if name == "torch":
             set_threads(os.environ)
+        elif name == "torch.distributed":
+            read_level = getattr(sys.modules[name], "set_debug_level_from_env", None)
+            if read_level is not None:  # By the script's own TORCH_DISTRIBUTED_DEBUG.
+                read_level()
 
     def decide_cold(reason: str) -> None:
         if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
@@ -120,18 +126,11 @@ def leave_image(go: int, keeper: int) -> None:
     die_with(keeper)
 
 
-def redirect_streams(launch: RankLaunch) -> None:
-    """Append both streams to their files, a line at a time."""
-    open_streams(launch.stdout, launch.stderr, launch.stdin)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
-
-
 def reset_process() -> None:
     """Undo what siblings of one image share and processes of their own would not."""
     importlib.invalidate_caches()
     sys.path_importer_cache.clear()
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -7,6 +7,7 @@ is kept. It ignores the signals that a site sends to all processes. Standard lib
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -22,6 +23,9 @@ def main(fd: int) -> None:
     """Serve the keeper at the other end of `fd`; leave when it is gone and every pipe is empty."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
     orders = socket.socket(fileno=fd)
     files: dict[int, LossyFile] = {}
     poll = select.poll()
@@ -41,16 +45,19 @@ def main(fd: int) -> None:
 
     while served or files:
         ready = [number for number, _ in poll.poll()]
-        for pipe in files.keys() & ready:
-            copy(pipe)
+        for each in files.keys() & ready:
+            copy(each)
         if fd in ready:
-            order, fds, _, _ = socket.recv_fds(orders, 64, 2)
-            if fds:
-                files[fds[0]] = LossyFile(fds[1], "wb")
-                poll.register(fds[0], select.POLLIN)
+            order, fds = b"", list[int]()
+            with contextlib.suppress(ConnectionResetError):  # The keeper died before an answer.
+                order, fds, _, _ = socket.recv_fds(orders, 64, 2)
+            if order == b"+":
+                pipe, file = fds  # If one is missing for want of room, the next copier gets both.
+                files[pipe] = LossyFile(file, "wb")
+                poll.register(pipe, select.POLLIN)
             elif order:
-                for pipe in list(files):
-                    copy(pipe)
+                for each in list(files):
+                    copy(each)
                 with contextlib.suppress(OSError):
                     orders.send(order)
             else:

@@ -67,7 +67,7 @@ def start_image(job: str, node: int, env: Mapping[str, str]) -> tuple[int, socke
     fork survives: torch then asks NVML. A rank gets its own environment back.
     """
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", _IMAGE_PROGRAM, job, str(node), str(theirs.fileno())]
+    command = [sys.executable, "-u", "-c", _IMAGE_PROGRAM, job, str(node), str(theirs.fileno())]
     command.append(" " * _TITLE_ROOM)  # Overwritten by the title.
     env = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **env, "OPENBLAS_NUM_THREADS": "1"}
     kept = theirs.fileno()

@@ -4,7 +4,9 @@ The keeper has every pipe open for reading and writing. If the copier dies, rank
 the next copier goes on. It may lose at most the 64 KiB that the dead one had read last.
 """
 
+import errno
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Container
@@ -14,6 +16,8 @@ from perdure.keeper.execution import start_copier
 
 _DRAIN_S = 2.0
 """Seconds to wait for the copier, whose disk may hang."""
+_COPIER_FILES = 12
+"""Files that a copier has open besides a pipe and a log for each stream."""
 
 
 class RankOutput:
@@ -50,6 +54,10 @@ class RankOutput:
         """
         if path in self._pipes:
             return
+        files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if 0 <= files_max < 2 * len(self._pipes) + 2 + _COPIER_FILES:
+            why = f"the limit of {files_max} open files (ulimit -n) is too low for so many ranks"
+            raise OSError(errno.EMFILE, why)
         if not self.pid:
             self.start()
         read, write = os.pipe()

@@ -799,8 +799,8 @@ class Ranks:
         if now < ending.deadline_s and left:
             if now >= ending.warn_s and not ending.warned_s:
                 ending.warned_s = now
-                # The group of a session may live on without its leader.
-                sessions = {table[pid].session for pid in members} - {os.getsid(0)}
+                # The group of a session may live on without its leader. Ranks need the store yet.
+                sessions = {table[pid].session for pid in left} - {os.getsid(0)}
                 for pid in sorted({*(rank.pid for rank in ranks), *sessions}):
                     if pid not in writing or self._handles_term(pid):
                         send_signal_to_group(pid, signal.SIGTERM)

@@ -16,6 +16,7 @@ import functools
 import gc
 import importlib
 import os
+import re
 import select
 import signal
 import socket
@@ -193,6 +194,9 @@ class Image:
         self._sock.sendall(encode(message) + b"\n")
 
     def _prepare(self, names: Iterable[str]) -> Ready | Unfit:
+        reason = find_rank_reader(self._log.fresh)
+        if reason:
+            return Unfit(reason)
         with self._log:
             for name in (*BASE, *OWN):
                 reason = self._import(name)
@@ -337,6 +341,22 @@ class Image:
             os._exit(1)
         os.write(answer, encode(StoreForked(plan.generation, pid, int(port))))
         return None
+
+
+def find_rank_reader(names: Iterable[str]) -> str:
+    """Return which of a Python's first modules names a rank's variable; an empty string if none.
+
+    Such a `sitecustomize` runs once in the image, and has to run in each rank.
+    """
+    for name in sorted(names):
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            continue
+        text, path = "", getattr(sys.modules.get(name), "__file__", None) or ""
+        with contextlib.suppress(OSError), open(path, errors="replace") as file:
+            text = file.read()
+        if found := RANK_VARIABLES.intersection(re.findall(r"\w+", text)):
+            return f"{name} reads {min(found)} when Python starts"
+    return ""
 
 
 def find_first_folder(spawn: KeeperSpawn) -> str:

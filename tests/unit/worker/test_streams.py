@@ -1,15 +1,18 @@
 """T3: a full disk below a rank's output ends no script, and no success becomes a failure."""
 
+import array
+import fcntl
 import os
 import select
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 SCRIPT = """
 import os, sys
@@ -158,3 +161,18 @@ print("after", flush=True)
     with start(program) as process:
         said, _ = process.communicate(timeout=PATIENCE_S)
     assert said == "after\n\nperdure: 5 bytes did not fit on the disk\nafter\n"
+
+
+def test_a_pipe_that_a_child_has_made_non_blocking_loses_nothing() -> None:
+    """As ssh and node do with the streams that they inherit."""
+    program = "import os\nos.set_blocking(1, False)\nprint('x' * 1_000_000)\nprint('after')\n"
+    process = start(program, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    held = array.array("i", [0])
+
+    def is_full() -> bool:
+        fcntl.ioctl(process.stdout, termios.FIONREAD, held)  # type: ignore[arg-type]
+        return held[0] >= 4096 or process.poll() is not None
+
+    wait_until(is_full, "a full pipe")
+    assert process.communicate(timeout=PATIENCE_S)[0] == "x" * 1_000_000 + "\nafter\n"

@@ -11,6 +11,7 @@ import errno
 import functools
 import io
 import os
+import select
 import stat
 import sys
 from typing import Any
@@ -51,7 +52,11 @@ class LossyFile(io.FileIO):
                 super().write(f"\nperdure: {lost:,} bytes did not fit on the disk\n".encode())
                 lost = 0
             rest = data
-            while taken < size and (part := super().write(rest)):
+            while taken < size:
+                part = super().write(rest)
+                if part is None:  # A child has made the pipe that they share non-blocking.
+                    select.select([], [self], [])
+                    continue
                 taken += part
                 rest = memoryview(data).cast("B")[taken:]
         except OSError as error:
@@ -92,6 +97,23 @@ def _open_input(pid: int) -> int:
     except OSError:
         return os.open(os.devnull, os.O_RDONLY)
     return fd
+
+
+def reopen_input() -> None:
+    """Read standard input by a new stream: the image's has noted that its `/dev/null` can seek."""
+    before = sys.stdin
+    raw = io.FileIO(0, "rb", closefd=False)
+    raw.name = "<stdin>"
+    stream = io.TextIOWrapper(
+        io.BufferedReader(raw),
+        encoding=before.encoding,
+        errors=before.errors,
+        newline="\n",
+        write_through=True,  # Which has no effect; python -u sets it.
+    )
+    stream.__dict__["mode"] = "r"
+    for name in ("stdin", "__stdin__"):
+        setattr(sys, name, stream)
 
 
 def survive_full_disks() -> None:
