@@ -56,7 +56,7 @@ def resume(start: Start, folder: Path, kind: str) -> Job:
     ("kind", "state", "reason"),
     [
         ("all", "proved", "is the same to the last bit as before the resume at step 20"),
-        ("not seen", "not", "the loss of step 20 was "),
+        pytest.param("not seen", "not", "the loss of step 20 was ", marks=pytest.mark.long),
         ("not registered", "not", "the script changes what no checkpoint has: factor"),
         ("never taken", "not", "in the checkpoint and not registered: other"),
     ],

@@ -25,10 +25,14 @@ PATTERNS = {
     "safetensors": "out/*.safetensors",
     "dcp": "out/step-*",
 }
+SHORT = ("transformers", "dcp")
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 
-@pytest.mark.parametrize("form", PATTERNS)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(f, marks=() if f in SHORT else pytest.mark.long) for f in PATTERNS],
+)
 def test_each_life_goes_on_from_the_newest_whole_one(
     start: Start,  # noqa: F811
     tmp_path: Path,
