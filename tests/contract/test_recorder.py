@@ -35,37 +35,74 @@ def library():
         pytest.skip(f"the compiled recorder cannot be built here: {error}")
 
 
-def run_ranks(folder, mode):
-    """Run both ranks; return what each printed, and the paths of their rings."""
-    rings, processes = [], []
-    for rank in range(2):
-        ring = str(folder / f"{rank}.ring")
-        env = os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "PERDURE_RECORDER": mode}
-        if mode != "off":
-            RingWriter.create(ring, rank=rank, generation=0).close()
-            env["PERDURE_RING"] = ring
-        command = [sys.executable, str(SCRIPT), str(folder / "store")]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-        rings.append(ring)
-    try:
-        answers = [
-            json.loads(p.communicate(timeout=PATIENCE_S)[0].splitlines()[-1]) for p in processes
-        ]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return answers, rings
+def make_ring(folder, rank=0):
+    ring = str(folder / f"{rank}.ring")
+    RingWriter.create(ring, rank=rank, generation=0).close()
+    return ring
+
+
+FORKS = """
+import gc, json, os, sys
+import torch, torch._dynamo, torch._functorch.aot_autograd, torch.distributed.fsdp
+import torch.testing._internal.distributed.fake_pg
+gc.freeze()  # Otherwise each fork looks at all of it when it ends.
+for ranks in json.load(sys.stdin):
+    pids = []
+    for code, word, env, output in ranks:
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.environ.update(env)
+            sys.argv[1:] = [word]
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+            exec(code, {"__name__": "__main__"})
+            sys.exit()
+    for pid in pids:
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def run_forked(runs, folder):
+    """Run each list of ranks in forks of one process that has torch; return their exit codes.
+
+    A rank is the text of its script, its argument, its environment, and the file of its output.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS], input=json.dumps(runs),
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder,
+        stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    return [int(code) for code in done.stdout.split()]
 
 
 @pytest.fixture(scope="module")
-def compiled(library, tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("compiled"), "compiled")
+def pairs(library, tmp_path_factory):
+    """Return what each of two ranks printed, with the recorder and without, and their rings."""
+    script, runs, rings = SCRIPT.read_text(), [], []
+    folder = tmp_path_factory.mktemp("pairs")
+    for mode in ("compiled", "off"):
+        runs.append([])
+        for rank in range(2):
+            env = {"RANK": str(rank), "PERDURE_RECORDER": mode}
+            if mode != "off":
+                rings.append(make_ring(folder, rank))
+                env["PERDURE_RING"] = rings[-1]
+            runs[-1].append((script, f"{folder}/store-{mode}", env, f"{folder}/{mode}-{rank}"))
+    assert run_forked(runs, folder) == [0] * 4
+    answers = [
+        [json.loads(Path(output).read_text().splitlines()[-1]) for _, _, _, output in ranks]
+        for ranks in runs
+    ]
+    return *answers, rings
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("bare"), "off")[0]
+def compiled(pairs):
+    return pairs[0], pairs[2]
+
+
+@pytest.fixture(scope="module")
+def bare(pairs):
+    return pairs[1]
 
 
 def c10d_operators():
@@ -290,19 +327,6 @@ SCRIPTS = {
     **{(d, k): (ON_DEVICE, k) for d in ("cpu", "meta") for k in ("compiled", "python")},
 }
 """First argument of a script, and the recorder -> the script, and the recorder."""
-FORKS = """
-import gc, json, os, sys
-import torch, torch._dynamo, torch.testing._internal.distributed.fake_pg
-gc.freeze()  # Otherwise each fork looks at all of it when it ends.
-for code, word, env in json.load(sys.stdin):
-    child = os.fork()
-    if not child:
-        os.environ.update(env)
-        sys.argv[1:] = [word]
-        exec(code, {"__name__": "__main__"})
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 @dataclass
@@ -315,24 +339,14 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(library, tmp_path_factory):
-    """Run each script that ends by itself, in a fork of one process that has imported torch."""
+    """Run each script that ends by itself."""
     rings, runs = [], []
     for number, ((word, _), (code, recorder)) in enumerate(SCRIPTS.items()):
         rings.append(make_ring(tmp_path_factory.mktemp(f"alone-{number}")))
         env = {"RANK": "0", "PERDURE_RING": rings[-1], "PERDURE_RECORDER": recorder}
-        runs.append((code, word, env))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS],
-        input=json.dumps(runs), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=True,
-    )  # fmt: skip
-    codes = map(int, done.stdout.split())
+        runs.append([(code, word, env, "/dev/null")])
+    codes = run_forked(runs, tmp_path_factory.mktemp("alone"))
     return {name: Alone(ring, code) for name, ring, code in zip(SCRIPTS, rings, codes, strict=True)}
-
-
-def make_ring(folder):
-    ring = str(folder / "0.ring")
-    RingWriter.create(ring, rank=0, generation=0).close()
-    return ring
 
 
 def test_a_forked_child_does_not_write(alone):
