@@ -17,7 +17,7 @@ from tests.e2e.exact import Start
 from tests.e2e.test_own_checkpoints import read_lives
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "own_saves.py"
-KILLS, RANKS = 5, 2
+KILLS, RANKS = 3, 2
 PATTERNS = {
     "transformers": "out/checkpoint-*",
     "lightning": "out/*.ckpt",
