@@ -22,7 +22,7 @@ from perdure.worker.process import die_with
 from perdure.worker.ring import RingWriter
 from perdure.worker.start import imports
 
-FORKS, LOADERS = 5, 2
+FORKS, LOADERS = 5, 1
 
 
 class Samples(torch.utils.data.Dataset[Any]):

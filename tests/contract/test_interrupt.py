@@ -22,17 +22,36 @@ from tests.interrupted import STOPPED, Ranks
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Return ranks for both tests: the first one harms nobody."""
     ranks = Ranks(tmp_path_factory.mktemp("i"))
-    yield ranks
-    ranks.close()
+    try:
+        for rank in range(3):
+            assert ranks.hear(rank) == {"ready": rank}
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def test_order_of_another_generation_breaks_nothing(ranks: Ranks) -> None:
+    wait_until(lambda: ranks.count_done(0) > 0, "collective")  # Before it there is no trace.
+    old = InterruptCollectives(generation=3, ranks=(0,), reason="late")
+    next_ = TakeStacks(generation=4, ranks=(0,), reason="it is carried out after the other one")
+    ranks.lines[0].connection.sendall(encode(old) + b"\n" + encode(next_) + b"\n")
+    traces = Path(locate_job(str(ranks.directory), "j").traces(4), "gloo")
+    wait_until((traces / "rank_0").exists, "answer to the next order")
+    done = ranks.count_done(0)
+    said = ranks.processes[0].stdout
+    wait_until(
+        lambda: ranks.count_done(0) > done + 5 or select.select([said], [], [], 0)[0],
+        "further collectives",
+    )
+    assert not select.select([said], [], [], 0)[0]
 
 
 def test_survivors_of_a_stopped_rank_raise(ranks: Ranks) -> None:
     """The gate `interrupt-in-rank` says how soon. Without the order they wait for half an hour."""
-    for rank in range(3):
-        assert ranks.hear(rank) == {"ready": rank}
     os.kill(ranks.processes[2].pid, signal.SIGSTOP)
     ranks.wait_held_up()
     for rank in (0, 1):
@@ -48,21 +67,3 @@ def test_survivors_of_a_stopped_rank_raise(ranks: Ranks) -> None:
         # Two of the world's and one of the pair's, less what the other rank broke before.
         assert event.sockets <= 3
         assert event.sockets or "any more" in event.error
-
-
-def test_order_of_another_generation_breaks_nothing(ranks: Ranks) -> None:
-    for rank in range(3):
-        assert ranks.hear(rank) == {"ready": rank}
-    wait_until(lambda: ranks.count_done(0) > 0, "collective")  # Before it there is no trace.
-    old = InterruptCollectives(generation=3, ranks=(0,), reason="late")
-    next_ = TakeStacks(generation=4, ranks=(0,), reason="it is carried out after the other one")
-    ranks.lines[0].connection.sendall(encode(old) + b"\n" + encode(next_) + b"\n")
-    traces = Path(locate_job(str(ranks.directory), "j").traces(4), "gloo")
-    wait_until((traces / "rank_0").exists, "answer to the next order")
-    done = ranks.count_done(0)
-    said = ranks.processes[0].stdout
-    wait_until(
-        lambda: ranks.count_done(0) > done + 5 or select.select([said], [], [], 0)[0],
-        "further collectives",
-    )
-    assert not select.select([said], [], [], 0)[0]

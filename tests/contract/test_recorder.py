@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -34,37 +35,74 @@ def library():
         pytest.skip(f"the compiled recorder cannot be built here: {error}")
 
 
-def run_ranks(folder, mode):
-    """Run both ranks; return what each printed, and the paths of their rings."""
-    rings, processes = [], []
-    for rank in range(2):
-        ring = str(folder / f"{rank}.ring")
-        env = os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "PERDURE_RECORDER": mode}
-        if mode != "off":
-            RingWriter.create(ring, rank=rank, generation=0).close()
-            env["PERDURE_RING"] = ring
-        command = [sys.executable, str(SCRIPT), str(folder / "store")]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-        rings.append(ring)
-    try:
-        answers = [
-            json.loads(p.communicate(timeout=PATIENCE_S)[0].splitlines()[-1]) for p in processes
-        ]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return answers, rings
+def make_ring(folder, rank=0):
+    ring = str(folder / f"{rank}.ring")
+    RingWriter.create(ring, rank=rank, generation=0).close()
+    return ring
+
+
+FORKS = """
+import gc, json, os, sys
+import torch, torch._dynamo, torch._functorch.aot_autograd, torch.distributed.fsdp
+import torch.testing._internal.distributed.fake_pg
+gc.freeze()  # Otherwise each fork looks at all of it when it ends.
+for ranks in json.load(sys.stdin):
+    pids = []
+    for code, word, env, output in ranks:
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.environ.update(env)
+            sys.argv[1:] = [word]
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+            exec(code, {"__name__": "__main__"})
+            sys.exit()
+    for pid in pids:
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def run_forked(runs, folder):
+    """Run each list of ranks in forks of one process that has torch; return their exit codes.
+
+    A rank is the text of its script, its argument, its environment, and the file of its output.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS], input=json.dumps(runs),
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder,
+        stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    return [int(code) for code in done.stdout.split()]
 
 
 @pytest.fixture(scope="module")
-def compiled(library, tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("compiled"), "compiled")
+def pairs(library, tmp_path_factory):
+    """Return what each of two ranks printed, with the recorder and without, and their rings."""
+    script, runs, rings = SCRIPT.read_text(), [], []
+    folder = tmp_path_factory.mktemp("pairs")
+    for mode in ("compiled", "off"):
+        runs.append([])
+        for rank in range(2):
+            env = {"RANK": str(rank), "PERDURE_RECORDER": mode}
+            if mode != "off":
+                rings.append(make_ring(folder, rank))
+                env["PERDURE_RING"] = rings[-1]
+            runs[-1].append((script, f"{folder}/store-{mode}", env, f"{folder}/{mode}-{rank}"))
+    assert run_forked(runs, folder) == [0] * 4
+    answers = [
+        [json.loads(Path(output).read_text().splitlines()[-1]) for _, _, _, output in ranks]
+        for ranks in runs
+    ]
+    return *answers, rings
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("bare"), "off")[0]
+def compiled(pairs):
+    return pairs[0], pairs[2]
+
+
+@pytest.fixture(scope="module")
+def bare(pairs):
+    return pairs[1]
 
 
 def c10d_operators():
@@ -173,22 +211,8 @@ def test_the_time_outs_of_the_groups_are_told(compiled):
 
 
 @pytest.mark.parametrize("recorder", ["status", "python"])
-def test_other_recorders_tell_them_as_well(tmp_path, recorder):
-    code = (
-        "import datetime, torch, torch.distributed as dist\n"
-        "from perdure.worker.attach import attach_rank\n"
-        "attachment = attach_rank()\n"
-        "dist.init_process_group('gloo', init_method='file://' + __import__('sys').argv[1],\n"
-        "    rank=0, world_size=1, timeout=datetime.timedelta(seconds=77))\n"
-        "dist.all_reduce(torch.ones(2))\n"
-        "attachment.stop()\n"
-    )
-    ring = str(tmp_path / "0.ring")
-    RingWriter.create(ring, rank=0, generation=0).close()
-    env = os.environ | {"PERDURE_RECORDER": recorder, "PERDURE_RING": ring}
-    command = [sys.executable, "-c", code, str(tmp_path / "store")]
-    subprocess.run(command, env=env, check=True, timeout=PATIENCE_S)
-    reading = read_ring(ring, 0.0)
+def test_other_recorders_tell_them_as_well(alone, recorder):
+    reading = read_ring(alone["timeout", recorder].ring, 0.0)
     assert reading.recorder == recorder
     assert [comm.timeout_s for comm in reading.comms] == [77.0]
 
@@ -274,29 +298,6 @@ else:
 """
 
 
-def start_alone(tmp_path, what):
-    ring = str(tmp_path / "0.ring")
-    RingWriter.create(ring, rank=0, generation=0).close()
-    env = os.environ | {"RANK": "0", "PERDURE_RING": ring, "PERDURE_RECORDER": "compiled"}
-    command = [sys.executable, "-W", "ignore", "-c", LONER, what]
-    return ring, subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
-
-
-def wait_for_exit(process):
-    try:
-        process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-        process.communicate()
-    return process.returncode
-
-
-def test_a_forked_child_does_not_write(library, tmp_path):
-    ring, process = start_alone(tmp_path, "fork")
-    assert wait_for_exit(process) == 0
-    assert [one.span.seq for one in read_spans(ring, 0.0)] == [1, 2]
-
-
 ON_DEVICE = """
 import sys
 import torch, torch.distributed as dist
@@ -311,42 +312,80 @@ for _ in range(4):
     dist.all_reduce(weight.grad)
     optimizer.step()
 """
+TIMEOUT = """
+import datetime, torch, torch.distributed as dist
+from perdure.worker.attach import attach_rank
+attachment = attach_rank()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1,
+    timeout=datetime.timedelta(seconds=77))
+dist.all_reduce(torch.ones(2))
+attachment.stop()
+"""
+SCRIPTS = {
+    **{("timeout", kind): (TIMEOUT, kind) for kind in ("status", "python")},
+    **{(what, "compiled"): (LONER, "compiled") for what in ("fork", "again", "exit")},
+    **{(d, k): (ON_DEVICE, k) for d in ("cpu", "meta") for k in ("compiled", "python")},
+}
+"""First argument of a script, and the recorder -> the script, and the recorder."""
+
+
+@dataclass
+class Alone:
+    """What a rank that was alone has left."""
+
+    ring: str
+    code: int
+
+
+@pytest.fixture(scope="module")
+def alone(library, tmp_path_factory):
+    """Run each script that ends by itself."""
+    rings, runs = [], []
+    for number, ((word, _), (code, recorder)) in enumerate(SCRIPTS.items()):
+        rings.append(make_ring(tmp_path_factory.mktemp(f"alone-{number}")))
+        env = {"RANK": "0", "PERDURE_RING": rings[-1], "PERDURE_RECORDER": recorder}
+        runs.append([(code, word, env, "/dev/null")])
+    codes = run_forked(runs, tmp_path_factory.mktemp("alone"))
+    return {name: Alone(ring, code) for name, ring, code in zip(SCRIPTS, rings, codes, strict=True)}
+
+
+def test_a_forked_child_does_not_write(alone):
+    rank = alone["fork", "compiled"]
+    assert rank.code == 0
+    assert [one.span.seq for one in read_spans(rank.ring, 0.0)] == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("device", "stamps", "steps"), [("cpu", "host", 3), ("meta", "enqueued", 0)]
 )
 @pytest.mark.parametrize("kind", ["compiled", "python"])
-def test_of_a_device_the_hosts_stamps_are_those_of_enqueuing(
-    library, tmp_path, kind, device, stamps, steps
-):
+def test_of_a_device_the_hosts_stamps_are_those_of_enqueuing(alone, kind, device, stamps, steps):
     """Tensors without data stand for those of a GPU: neither is the CPU's."""
-    ring = str(tmp_path / "0.ring")
-    RingWriter.create(ring, rank=0, generation=0).close()
-    env = os.environ | {"RANK": "0", "PERDURE_RING": ring, "PERDURE_RECORDER": kind}
-    command = [sys.executable, "-W", "ignore", "-c", ON_DEVICE, device]
-    subprocess.run(command, env=env, timeout=PATIENCE_S, check=True)
-    (comm,) = read_ring(ring, 0.0).comms
+    rank = alone[device, kind]
+    assert rank.code == 0
+    (comm,) = read_ring(rank.ring, 0.0).comms
     assert (comm.started_seq, comm.stamps) == (4, stamps)
-    assert len(read_stages(ring, 0.0)) == (steps if kind == "compiled" else 0)
+    assert len(read_stages(rank.ring, 0.0)) == (steps if kind == "compiled" else 0)
 
 
-def test_groups_made_anew_count_anew(library, tmp_path):
-    ring, process = start_alone(tmp_path, "again")
-    assert wait_for_exit(process) == 0
-    assert [one.span.seq for one in read_spans(ring, 0.0)] == [1, 2, 3, 1]
-    (comm,) = read_ring(ring, 0.0).comms
+def test_groups_made_anew_count_anew(alone):
+    rank = alone["again", "compiled"]
+    assert rank.code == 0
+    assert [one.span.seq for one in read_spans(rank.ring, 0.0)] == [1, 2, 3, 1]
+    (comm,) = read_ring(rank.ring, 0.0).comms
     assert (comm.started_seq, comm.ended_seq, comm.ranks) == (1, 1, (0,))
 
 
-def test_an_injected_exit_reaches_the_script(library, tmp_path):
-    _, process = start_alone(tmp_path, "exit")
-    assert wait_for_exit(process) == 5
+def test_an_injected_exit_reaches_the_script(alone):
+    assert alone["exit", "compiled"].code == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_ring_stays_readable_whatever_becomes_of_its_rank(library, tmp_path, number):
-    ring, process = start_alone(tmp_path, "loop")
+    ring = make_ring(tmp_path)
+    env = os.environ | {"RANK": "0", "PERDURE_RING": ring, "PERDURE_RECORDER": "compiled"}
+    command = [sys.executable, "-W", "ignore", "-c", LONER, "loop"]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"ready\n"
         wait_until(lambda: read_ring(ring, 0.0).num_spans >= 5000, "spans")

@@ -50,13 +50,18 @@ T = TypeVar("T")
 class Driver:
     """Plays the controller: acknowledges every event, sends the newest assignment again."""
 
-    def __init__(self, folder: Path, *, nproc: int = 2, run_pid: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, nproc: int = 2, run_pid: int = 0, cold: bool = False
+    ) -> None:
+        """Prepare a node: `cold` without an image of torch, which SCRIPT does not import."""
         self.folder, self.run_pid = folder, run_pid or os.getpid()
         self.home = str(folder / "home")
         self.job = f"agent-{os.getpid()}"
         self.paths = paths_of(self.home, self.job)
         (folder / "train.py").write_text(SCRIPT)
-        self.spec = JobSpec(name=self.job, script="train.py", nproc=nproc, cwd=str(folder))
+        self.spec = JobSpec(
+            name=self.job, script="train.py", nproc=nproc, cwd=str(folder), cold=cold
+        )
         self.server = NatsServer(folder=str(folder / "nats"), token="t0ken", sync="2m")
         self.events: list[AnyEvent] = []
         self.received_s: list[float] = []

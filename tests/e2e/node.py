@@ -38,12 +38,13 @@ MAIN = "import sys; from perdure.keeper.keeper import main; main(sys.argv[1], 0)
 class Node:
     """A keeper and its agent."""
 
-    def __init__(self, home: Path, **environ: str) -> None:
-        self.home = home
+    def __init__(self, home: Path, *, cold: bool = False, **environ: str) -> None:
+        """Start a keeper: `cold` without an image of torch, which no rank would come from."""
+        self.home, self.cold = home, cold
         self.paths: JobPaths = locate_job(str(home), JOB)
         self.port = 0
         self.env: dict[str, str] = {}
-        self.environ = environ
+        self.environ = environ | ({"PERDURE_COLD": "1"} if cold else {})
         os.makedirs(self.paths.root, exist_ok=True)
         self.start()
 

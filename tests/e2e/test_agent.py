@@ -31,8 +31,14 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-async def driver(tmp_path: Path) -> AsyncIterator[Driver]:
-    driver = Driver(tmp_path)
+def cold() -> bool:
+    """Return whether the node has no warm image: these ranks do not use torch."""
+    return True
+
+
+@pytest.fixture
+async def driver(tmp_path: Path, cold: bool) -> AsyncIterator[Driver]:
+    driver = Driver(tmp_path, cold=cold)
     try:
         await driver.start()
         yield driver
@@ -48,6 +54,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("cold", [False])
 async def test_a_life(driver: Driver) -> None:
     hello = await driver.wait(NodeRegistered)
     assert (hello.node, hello.slots, hello.generation, hello.running) == (0, 2, -1, ())
@@ -165,7 +172,7 @@ async def test_faults_and_stacks(driver: Driver) -> None:
 
 async def test_nothing_survives_perdure_run(tmp_path: Path) -> None:
     boss = subprocess.Popen(["sleep", "infinity"])
-    driver = Driver(tmp_path, run_pid=boss.pid)
+    driver = Driver(tmp_path, run_pid=boss.pid, cold=True)
     try:
         await driver.start()
         await driver.form(0)

@@ -48,7 +48,10 @@ def read(trail: Path) -> list[list[dict[str, Any]]]:
 
 
 def find_last(trail: Path) -> dict[str, Any]:
-    return max((row for rows in read(trail) for row in rows), key=lambda r: r["step"], default={})
+    """Return the newest row of the process that is furthest."""
+    texts = [path.read_text().splitlines()[-2:] for path in trail.glob("rank-*")]
+    rows = [json.loads(line) for text in texts for line in text if line.endswith("}")]
+    return max(rows, key=lambda row: row["step"], default={})
 
 
 def compare(trail: Path, *words: str) -> None:

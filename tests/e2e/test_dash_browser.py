@@ -33,12 +33,20 @@ pytestmark = [
 SERIOUS = ("serious", "critical")
 
 
-@pytest.fixture
-def browser() -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
     with playwright.sync_playwright() as known:
         opened = known.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield opened
         opened.close()
+
+
+@pytest.fixture
+def browser(chromium: Any) -> Iterator[Any]:
+    """Return the browser, which forgets at the end all that a test has opened."""
+    yield chromium
+    for context in chromium.contexts:
+        context.close()
 
 
 def open_page(browser: Any, url: str, **options: Any) -> Any:

@@ -49,7 +49,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LONG = {
     *("kill-backward", "kill-reduced", "kill-applied", "again-form", "again-connecting"),
-    *("again-bring", "join", "seed-1", "seed-2"),
+    *("again-bring", "join", "kill-forward", "kill-optimizer", "seed-0", "seed-1", "seed-2"),
 }
 """What differs from another scenario by a place or a number: for the campaign."""
 NAMES = [[n for n in SCENARIOS if (n in LONG) == long] for long in (False, True)]

@@ -69,8 +69,16 @@ def step(job: Job) -> int:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"length": 72}, "the length of the dataset differs: 72 here, 64 on rank 0"),
-        ({"micro_batch": 4}, "the micro-batch differs: 4 here, 2 on rank 0"),
+        pytest.param(
+            {"length": 72},
+            "the length of the dataset differs: 72 here, 64 on rank 0",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"micro_batch": 4},
+            "the micro-batch differs: 4 here, 2 on rank 0",
+            marks=pytest.mark.long,
+        ),
         ({"width": 3}, "parameter weight differs: float32"),
     ],
 )
@@ -93,7 +101,7 @@ def test_a_newcomer_with_another_plan_is_refused_and_the_others_train_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [None, 2])
+@pytest.mark.parametrize("shard", [None, pytest.param(2, marks=pytest.mark.long)])
 def test_a_resume_with_another_plan_says_what_changes_and_needs_consent(
     start: Callable[..., Job], tmp_path: Path, shard: int | None
 ) -> None:

@@ -54,7 +54,7 @@ def world(job: Job) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [RAISES, "os._exit(3)"])
+@pytest.mark.parametrize("how", [RAISES, pytest.param("os._exit(3)", marks=pytest.mark.long)])
 def test_a_slot_whose_processes_always_end_stays_empty_until_it_is_restored(
     start: Callable[..., Job], tmp_path: Path, how: str
 ) -> None:

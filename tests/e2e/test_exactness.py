@@ -73,7 +73,7 @@ def resume(start: Start, folder: Path, kind: str) -> Job:
     ("kind", "state", "reason"),
     [
         ("all", "proved", "is the same to the last bit as before the resume at step 20"),
-        ("not seen", "not", "the loss of step 20 was "),
+        pytest.param("not seen", "not", "the loss of step 20 was ", marks=pytest.mark.long),
         ("attribute", "proved", "is the same to the last bit as before the resume at step 20"),
         ("made late", "not", "the script changes what no checkpoint has: model.factor"),
         ("not registered", "not", "the script changes what no checkpoint has: factor"),

@@ -56,6 +56,6 @@ def test_a_rank_that_handles_sigterm_is_waited_for_and_named(
 def test_a_rank_that_ignores_sigterm_has_no_grace(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    job = begin(start, tmp_path, IGNORES)
+    job = begin(start, tmp_path, IGNORES, "--cold")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 0

@@ -33,8 +33,17 @@ hold("thread")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["atexit", "thread", "child"])
-@pytest.mark.parametrize("cold", [(), ("--cold",)])
+@pytest.mark.parametrize(
+    ("way", "cold"),
+    [
+        ("atexit", ()),
+        ("thread", ("--cold",)),
+        ("child", ()),
+        pytest.param("atexit", ("--cold",), marks=pytest.mark.long),
+        pytest.param("thread", (), marks=pytest.mark.long),
+        pytest.param("child", ("--cold",), marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_raised_and_does_not_exit_has_crashed(
     start: Start, tmp_path: Path, way: str, cold: tuple[str, ...]
 ) -> None:

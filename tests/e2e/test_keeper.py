@@ -39,10 +39,19 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    node = Node(tmp_path)
+def cold() -> bool:
+    """Return whether the node has no warm image."""
+    return False
+
+
+@pytest.fixture
+def node(tmp_path: Path, cold: bool) -> Iterator[Node]:
+    node = Node(tmp_path, cold=cold)
     yield node
     node.end()
+
+
+without_image = pytest.mark.parametrize("cold", [True], ids=["no image"])
 
 
 TRAIL = """\
@@ -229,12 +238,13 @@ def _plain(node: Node, *command: str) -> subprocess.CompletedProcess[str]:
 )
 def test_same_as_python(node: Node, cold: bool) -> None:
     """Streams, exit codes and exceptions are what `python SCRIPT` gives."""
-    node.wait_warm()
+    if not cold:
+        node.wait_warm()
     differences = []
     for generation, (name, text) in enumerate(ENDINGS.items()):
         script = node.script(text, f"ending_{name.replace(' ', '_')}.py")
         plain = _plain(node, script, "--flag", "value")
-        node.spawn(generation, script, "--flag", "value", cold=cold)
+        node.spawn(generation, script, "--flag", "value")
         record = node.ended(generation)
         got = (record.signal and -record.signal) or record.code
         out, err = node.text(generation), node.text(generation, name="err")
@@ -280,8 +290,9 @@ if __name__ == "__main__":
     note("random", random.random(), numpy.random.rand(), torch.initial_seed())
 """
     )
-    node.wait_warm()
-    node.spawn(0, script, world=2, cold=cold)
+    if not cold:
+        node.wait_warm()
+    node.spawn(0, script, world=2)
     for rank in range(2):
         record = node.ended(0, rank)
         assert record.code == 0, record
@@ -343,7 +354,7 @@ def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
             " sys.stdin.buffer.seekable(), sys.stdin.line_buffering, repr(sys.stdin.read()))"
         )
         launch = msgspec.structs.replace(node.launch(0, 0, 1), stdin=holder.pid)
-        node.ask(KeeperSpawn(0, (launch,), script, (), False, False, str(node.home), cold))
+        node.ask(KeeperSpawn(0, (launch,), script, (), False, False, str(node.home), False))
         assert node.ended(0).code == 0
         seeks = kind == "file"  # As in plain Python.
         assert node.trail()[1] == ["<stdin>", "r", seeks, seeks, False, repr("1\r\n2\n")]
@@ -352,6 +363,7 @@ def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
         holder.wait()
 
 
+@without_image
 def test_a_program_below_a_shell_hears_sigterm(node: Node) -> None:
     """The shell ends at once; the program saves within the grace, and the generation waits."""
     program = (
@@ -422,6 +434,7 @@ def test_a_sitecustomize_that_reads_its_rank_runs_in_each_rank(tmp_path: Path) -
         node.end()
 
 
+@without_image
 def test_what_does_not_end_is_named(node: Node) -> None:
     """A process in a session of its own is told, then killed, and the rank's stream says so."""
     script = node.script(
@@ -429,7 +442,7 @@ def test_what_does_not_end_is_named(node: Node) -> None:
         "loop = \"trap '' TERM; touch up; while :; do sleep 0.1; done\"\n"
         "subprocess.Popen(['sh', '-c', loop], start_new_session=True)\ntime.sleep(3600)"
     )
-    node.spawn(0, script, cold=True)
+    node.spawn(0, script)
     wait_until((node.home / "up").exists, "the child")
     node.ask(KeeperKill(0, 1.0))
     node.expect(KeeperStopped, generation=0)
@@ -438,12 +451,13 @@ def test_what_does_not_end_is_named(node: Node) -> None:
     assert "touch up" in said
 
 
+@without_image
 def test_what_a_rank_leaves_at_a_good_end_may_finish(node: Node) -> None:
     upload = "until test -e go; do sleep 0.1; done; touch uploaded"
     script = node.script(
         f"import subprocess\nsubprocess.Popen({upload!r}, shell=True, start_new_session=True)"
     )
-    node.spawn(0, script, cold=True)
+    node.spawn(0, script)
     assert node.ended(0).code == 0
     node.ask(KeeperKill(0))
     node.ask(KeeperStatus())
@@ -597,7 +611,7 @@ def test_image_lost(node: Node) -> None:
 
 def test_supervisor_gone(tmp_path: Path) -> None:
     """A keeper whose supervisor was killed ends its ranks and leaves."""
-    node = Node(tmp_path)
+    node = Node(tmp_path, cold=True)
     node.end()
     supervisor = subprocess.Popen(["sleep", "1000"])
     node.process = subprocess.Popen(

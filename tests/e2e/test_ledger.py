@@ -33,7 +33,7 @@ def test_useful_is_what_the_committed_steps_took(start: Start, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("how", "declared"),
     [
-        pytest.param("stop", (), id="stop-supervised"),
+        pytest.param("stop", (), id="stop-supervised", marks=pytest.mark.long),
         pytest.param("kill", (), id="kill-supervised", marks=pytest.mark.long),
         pytest.param("stop", ("--declare",), id="stop-resumable", marks=pytest.mark.long),
         pytest.param("kill", ("--declare",), id="kill-resumable"),

@@ -39,7 +39,9 @@ def count_listeners(job: Job) -> int:
     return count
 
 
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    "cold", [pytest.param(False, marks=pytest.mark.long), True], ids=["warm", "cold"]
+)
 def test_a_plain_job_listens_on_loopback_alone(start: Start, tmp_path: Path, cold: bool) -> None:
     words = ["--cold"] if cold else []
     script = [str(SCRIPTS / "allreduce.py"), "--steps", FOR_EVER]
@@ -49,7 +51,12 @@ def test_a_plain_job_listens_on_loopback_alone(start: Start, tmp_path: Path, col
 
 
 @pytest.mark.parametrize(
-    ("script", "cold"), [("train_paced.py", False), ("elastic.py", False), ("elastic.py", True)]
+    ("script", "cold"),
+    [
+        ("train_paced.py", False),
+        ("elastic.py", False),
+        pytest.param("elastic.py", True, marks=pytest.mark.long),
+    ],
 )
 def test_a_job_that_trains_listens_on_loopback_alone(
     start: Start, tmp_path: Path, script: str, cold: bool

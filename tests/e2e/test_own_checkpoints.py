@@ -23,6 +23,8 @@ DECLARED = {
     "dcp": "out/step-*",
 }
 KILLS = 6
+SHORT = ("torch", "trainer", "dcp")
+"""A file, a folder, and shards; each format, cut at every place: tests/unit/test_own.py."""
 
 
 def run_saver(
@@ -69,7 +71,10 @@ def check_lives(folder: Path) -> None:
         assert after[0][1] in (saved, begun), (before[-3:], after[0])
 
 
-@pytest.mark.parametrize("form", DECLARED)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(f, marks=() if f in SHORT else pytest.mark.long) for f in DECLARED],
+)
 def test_killed_in_the_midst_of_saves(start: Start, tmp_path: Path, form: str) -> None:
     job = run_saver(start, tmp_path, form, (DECLARED[form],))
     chance = random.Random(form)

@@ -1,5 +1,6 @@
 """A rank's log keeps each line, also if a child opens it by name or a part of perdure dies."""
 
+import itertools
 import os
 import select
 import signal
@@ -12,16 +13,40 @@ import pytest
 from msgspec import structs
 
 from perdure.keeper.execution import start_copier
-from perdure.model.bus.wire import KeeperKill, KeeperSpawn, KeeperStopped
+from perdure.model.bus.wire import KeeperKill, KeeperSpawn, KeeperSpawned, KeeperStopped
+from perdure.model.failures import ExitRecord
 from tests.disks import small_disk
 from tests.e2e.node import Node
 from tests.waiting import wait_until
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+def cold() -> bool:
+    """Return whether the node has no warm image: a test that wants one says so as parameter."""
+    return True
+
+
+@pytest.fixture
+def node(tmp_path: Path, cold: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would hide what perdure has to do.
-    node = Node(tmp_path)
+    node = Node(tmp_path, cold=cold)
+    yield node
+    node.end()
+
+
+GENERATIONS = itertools.count()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["cold", "warm"])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Node]:
+    """Return a node without a warm image, and then one with it; tests share them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONUNBUFFERED", raising=False)
+        node = Node(tmp_path_factory.mktemp("node"), cold=request.param)
+    if not node.cold:
+        node.wait_warm()
     yield node
     node.end()
 
@@ -58,48 +83,45 @@ print("last", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("cold", [True, False])
-def test_a_child_that_opens_a_stream_by_its_name_cuts_no_log(node: Node, cold: bool) -> None:
-    if not cold:
-        node.wait_warm()
-    assert node.spawn(0, node.script(CHILDREN), cold=cold).warm is not cold
-    record = node.ended(0)
+def run(node: Node, text: str) -> tuple[int, KeeperSpawned, ExitRecord]:
+    """Run a script as the next generation; return its number, its start, and its end."""
+    generation = next(GENERATIONS)
+    spawned = node.spawn(generation, node.script(text))
+    return generation, spawned, node.ended(generation)
+
+
+def test_a_child_that_opens_a_stream_by_its_name_cuts_no_log(both: Node) -> None:
+    generation, spawned, record = run(both, CHILDREN)
+    assert spawned.warm is not both.cold
     assert (record.code, record.signal) == (0, 0)
     lines = ["first", "child", "child", "by name", "last"]
-    assert node.text(0).splitlines() == lines
-    assert node.text(0, name="err").splitlines() == lines
+    assert both.text(generation).splitlines() == lines
+    assert both.text(generation, name="err").splitlines() == lines
     assert list(record.last_output) == lines
 
 
-@pytest.mark.parametrize("cold", [True, False])
-def test_streams_say_that_they_cannot_seek(node: Node, cold: bool) -> None:
+def test_streams_say_that_they_cannot_seek(both: Node) -> None:
     """As plain Python does on a pipe: also if the image made them while its own were files."""
-    if not cold:
-        node.wait_warm()
     text = (
         "import io, sys\nprint(sys.stdout.seekable(), sys.stdout.buffer.seekable())\n"
         "try:\n    sys.stderr.tell()\nexcept io.UnsupportedOperation:\n    print('no')\n"
     )
-    node.spawn(0, node.script(text), cold=cold)
-    assert node.ended(0).code == 0
-    assert node.text(0) == "False False\nno\n"
+    generation, _, record = run(both, text)
+    assert record.code == 0
+    assert both.text(generation) == "False False\nno\n"
 
 
-@pytest.mark.parametrize("cold", [True, False])
-def test_the_last_line_of_a_killed_rank_is_kept(node: Node, cold: bool) -> None:
-    if not cold:
-        node.wait_warm()
+def test_the_last_line_of_a_killed_rank_is_kept(both: Node) -> None:
     text = "import os, sys\nprint('last', file=sys.stderr)\nprint('half', end='')\n"
-    node.spawn(0, node.script(f"{text}os.kill(os.getpid(), 9)\n"), cold=cold)
-    record = node.ended(0)
+    generation, _, record = run(both, f"{text}os.kill(os.getpid(), 9)\n")
     assert record.signal == signal.SIGKILL
     assert record.last_output == ("last",)
-    assert node.text(0) == "half"
+    assert both.text(generation) == "half"
 
 
 def test_each_byte_of_a_loud_rank_is_kept(node: Node) -> None:
     text = "import os\nfor n in range(100):\n    os.write(1, b'%07d\\n' % n * 131072)\n"
-    node.spawn(0, node.script(text), cold=True)
+    node.spawn(0, node.script(text))
     node.ended(0)
     said = Path(node.paths.stream(0, 0, "out")).read_bytes()
     assert len(said) == 100 << 20
@@ -111,7 +133,7 @@ def test_each_byte_of_a_loud_rank_is_kept(node: Node) -> None:
 def test_a_dead_or_stopped_copier_holds_up_no_rank(node: Node, number: int) -> None:
     """The rank writes more than a pipe holds, is not told, and loses nothing."""
     text = WAIT + "print('before')\nwait('go')\nprint('x' * 1_000_000)\nprint('after')\n"
-    node.spawn(0, node.script(text), cold=True)
+    node.spawn(0, node.script(text))
     out = Path(node.paths.stream(0, 0, "out"))
     wait_until(lambda: out.exists() and out.read_text() == "before\n", "the first line")
     copier = find_copier(node)
@@ -126,7 +148,7 @@ def test_a_dead_or_stopped_copier_holds_up_no_rank(node: Node, number: int) -> N
 def test_what_a_rank_said_before_its_keeper_died_is_kept(node: Node) -> None:
     """The copier gets no time before: it is stopped, and goes on when the keeper is dead."""
     text = WAIT + "wait('go')\nprint('last')\nopen('said', 'w')\nwait('never')\n"
-    node.spawn(0, node.script(text), cold=True)
+    node.spawn(0, node.script(text))
     copier = find_copier(node)
     node.process.send_signal(signal.SIGSTOP)
     copier.send_signal(signal.SIGSTOP)
@@ -147,13 +169,14 @@ def test_what_children_say_at_the_end_of_a_generation_is_kept(node: Node) -> Non
         "loop = \"trap 'echo bye; exit' TERM; touch up; while :; do sleep 0.1; done\"\n"
         "subprocess.Popen(['sh', '-c', loop], start_new_session=True)\ntime.sleep(3600)"
     )
-    node.spawn(0, script, cold=True)
+    node.spawn(0, script)
     wait_until((node.home / "up").exists, "the child")
     node.ask(KeeperKill(0, 3600.0))
     node.expect(KeeperStopped, generation=0)
     assert node.text(0) == "bye\n"
 
 
+@pytest.mark.parametrize("cold", [False])
 def test_the_end_of_perdures_own_store_is_not_told_to_a_user(node: Node) -> None:
     """The store ends later than the ranks: it is stopped, so SIGTERM does not end it."""
     node.wait_warm()

@@ -23,7 +23,7 @@ def test_a_named_output_is_kept_to_a_bounded_size(
     (tmp_path / "train.py").write_text(SCRIPT)
     output = tmp_path / "talks.out"
     monkeypatch.setenv("PERDURE_OUTPUT", str(output))
-    job = start("talks", "-n", "1", str(tmp_path / "train.py"))
+    job = start("talks", "-n", "1", "--cold", str(tmp_path / "train.py"))
     assert job.output == output
     job.wait_until(lambda: len(list_parts(str(output))) == 2, "a cut")
     (tmp_path / "finish").touch()
@@ -62,7 +62,7 @@ def test_an_unfinished_line_comes_before_the_word_that_the_job_has_ended(
     start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(BAR)
-    job = start("bars", "-n", "1", str(tmp_path / "train.py"))
+    job = start("bars", "-n", "1", "--cold", str(tmp_path / "train.py"))
     job.wait_until(lambda: "[rank 0] begun" in job.text(), "its first line")
     job.kill("perdure rank bars g0 r0")
     job.wait_until(lambda: job.text().count("[rank 0] begun") == 2, "it again")

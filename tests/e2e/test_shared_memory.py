@@ -72,7 +72,7 @@ def test_a_segment_that_no_helper_removes_is_named(
     start: Callable[..., Job], tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "train.py").write_text(SEGMENT)
-    job = start("shm", "-n", "2", str(tmp_path / "train.py"), name, "untracked")
+    job = start("shm", "-n", "2", "--cold", str(tmp_path / "train.py"), name, "untracked")
     job.wait_until(lambda: "life 0 of 0" in job.text() and "life 0 of 1" in job.text(), "ranks")
     job.cli("stop", "shm", "--now")
     job.wait()

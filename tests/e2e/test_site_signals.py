@@ -50,8 +50,15 @@ def count(job: Job, number: int) -> list[int]:
     return [job.text().count(f"got {int(number)} in {rank}.") for rank in range(2)]
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("cold", [(), ("--cold",)])
+@pytest.mark.parametrize(
+    ("everywhere", "cold"),
+    [
+        (False, ()),
+        (True, ("--cold",)),
+        pytest.param(True, (), marks=pytest.mark.long),
+        pytest.param(False, ("--cold",), marks=pytest.mark.long),
+    ],
+)
 def test_ranks_that_handle_a_signal_get_it_once(
     start: Callable[..., Job], tmp_path: Path, everywhere: bool, cold: tuple[str, ...]
 ) -> None:
@@ -87,7 +94,7 @@ def test_a_handler_below_a_shell_gets_it(start: Callable[..., Job], tmp_path: Pa
     (tmp_path / "count.py").write_text(COUNTS)
     (tmp_path / "go.sh").write_text(BELOW_A_SHELL)
     (tmp_path / "go.sh").chmod(0o755)
-    job = begin(start, "--no-python", "./go.sh")
+    job = begin(start, "--cold", "--no-python", "./go.sh")
     send(job, signal.SIGUSR1, False)
     job.wait_until(lambda: min(count(job, signal.SIGUSR1)) > 0, "the signal")
     job.cli("stop", "site", "--now")

@@ -17,7 +17,7 @@ from tests.e2e.exact import Start
 from tests.e2e.test_own_checkpoints import read_lives
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "own_saves.py"
-KILLS, RANKS = 5, 2
+KILLS, RANKS = 3, 2
 PATTERNS = {
     "transformers": "out/checkpoint-*",
     "lightning": "out/*.ckpt",
@@ -25,10 +25,14 @@ PATTERNS = {
     "safetensors": "out/*.safetensors",
     "dcp": "out/step-*",
 }
+SHORT = ("transformers", "dcp")
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 
-@pytest.mark.parametrize("form", PATTERNS)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(f, marks=() if f in SHORT else pytest.mark.long) for f in PATTERNS],
+)
 def test_each_life_goes_on_from_the_newest_whole_one(
     start: Start,  # noqa: F811
     tmp_path: Path,

@@ -198,10 +198,12 @@ class Image:
         if reason:
             return Unfit(reason)
         with self._log:
+            gc.disable()  # Collecting takes a fifth of the time of these imports, and finds little.
             for name in (*BASE, *OWN):
                 reason = self._import(name)
                 if reason and name in BASE:
                     return Unfit(reason)
+            gc.enable()
             reason = find_obstacle()
             if reason:
                 return Unfit(reason)

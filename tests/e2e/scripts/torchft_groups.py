@@ -26,7 +26,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 STEPS, LOG_DIR = int(sys.argv[1]), Path(sys.argv[2])
 GROUP = int(os.environ["REPLICA_GROUP_ID"])
-PAUSE_S = float(os.environ.get("STEP_PAUSE_S", "0.02"))
+PAUSE_S = float(os.environ.get("STEP_PAUSE_S", "0.05"))
 WIDTH = int(os.environ.get("WIDTH", "64"))
 BUSY = bool(os.environ.get("BUSY"))
 if BUSY:

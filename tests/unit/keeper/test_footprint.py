@@ -1,5 +1,6 @@
 """What an import leaves in an image, for the packages that have to stay out of it."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,39 +11,61 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.torch
 
 PROGRAM = """
-import sys
+import os, sys
 import torch, numpy, string
 from perdure.keeper.footprint import Footprint, PatchWatch
-sys.path.insert(0, sys.argv[1])
-patches, footprint = PatchWatch(), Footprint()
-import mine
-print(patches.find_change("mine"), footprint.find_change(), sep="|")
-print(patches.find_change("other"))
+for folder in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        sys.path.insert(0, folder)
+        patches, footprint = PatchWatch(), Footprint()
+        import mine
+        found = patches.find_change("mine"), footprint.find_change(), patches.find_change("other")
+        print(found, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
+PACKAGES = {
+    "function": (
+        "import string\ndef capwords(s): return s\nstring.capwords = capwords",
+        ("changes string.capwords", ""),
+    ),
+    "constant": ("import string\nstring.digits = '01'", ("changes string.digits", "")),
+    "class": (
+        "import string\nclass T(string.Template): pass\nstring.Template = T",
+        ("changes string.Template", ""),
+    ),
+    "method": (
+        "import string\nstring.Formatter.__init__ = lambda self: None",
+        ("changes string.Formatter.__init__", ""),
+    ),
+    "more": (
+        "import string\nstring.more = string.Formatter.more = 1\nstring._cache = {}",
+        ("", ""),
+    ),
+    "default": (
+        "import torch\ntorch.set_float32_matmul_precision('high')",
+        ("", "changes a default of torch"),
+    ),
+    "odd": (
+        "class Kind(type):\n    __module__ = property(lambda self: 3)\n"
+        "class A(metaclass=Kind):\n    pass\nkept = A()",
+        ("", ""),
+    ),
+    "nothing": ("import wave", ("", "")),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("import string\ndef capwords(s): return s\nstring.capwords = capwords",
-         "changes string.capwords|"),
-        ("import string\nstring.digits = '01'", "changes string.digits|"),
-        ("import string\nclass T(string.Template): pass\nstring.Template = T",
-         "changes string.Template|"),
-        ("import string\nstring.Formatter.__init__ = lambda self: None",
-         "changes string.Formatter.__init__|"),
-        ("import string\nstring.more = string.Formatter.more = 1\nstring._cache = {}", "|"),
-        ("import torch\ntorch.set_float32_matmul_precision('high')",
-         "|changes a default of torch"),
-        ("class Kind(type):\n    __module__ = property(lambda self: 3)\nclass A(metaclass=Kind):\n"
-         "    pass\nkept = A()", "|"),
-        ("import wave", "|"),
-    ],
-)  # fmt: skip
-def test_a_package_that_changes_another_is_named(tmp_path: Path, text: str, said: str) -> None:
-    """A value that is new changes nothing that others have."""
-    (tmp_path / "mine.py").write_text(text)
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+def test_a_package_that_changes_another_is_named(tmp_path: Path) -> None:
+    """A value that is new changes nothing that others have. Each is imported in a fork."""
+    for name, (text, _) in PACKAGES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(text)
+    folders = [str(tmp_path / name) for name in PACKAGES]
+    command = [sys.executable, "-c", PROGRAM, *folders]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [said, ""]
+    found = map(ast.literal_eval, done.stdout.splitlines())
+    assert dict(zip(PACKAGES, found, strict=True)) == {
+        name: (*said, "") for name, (_, said) in PACKAGES.items()
+    }

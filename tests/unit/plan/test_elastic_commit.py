@@ -205,7 +205,8 @@ def explore(
         (2, 3, 2, 2, 1),
         (3, 3, 2, 2, 0),
         (4, 4, 1, 2, 0),
-        (3, 3, 2, 1, 1),
+        (3, 3, 1, 1, 1),
+        pytest.param(3, 3, 2, 1, 1, marks=pytest.mark.long),
     ],
 )
 def test_every_interleaving_of_a_small_world(

@@ -1,7 +1,8 @@
 """A resume is exact as far as its losses are those of before, to the last bit."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from perdure.model.events import CheckpointRestored, MetricsLogged, ResumeCompared
 from perdure.telemetry.exactness import STEPS_KEPT, ExactFold, LossComparison
@@ -45,6 +46,7 @@ def test_late_news_of_an_older_life_are_left_out() -> None:
     assert losses.take(logged(1, {1: 1.0})) == (0, "")
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50_000)), max_size=60))
 def test_what_is_kept_is_bounded(batches: list[tuple[int, int]]) -> None:
     losses = LossComparison()

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -180,14 +181,44 @@ def test_optimizer_state_comes_back_as_it_was_and_only_that(tmp_path: Path) -> N
     assert optimizer.param_groups[0]["lr"] == 0.025
 
 
-def test_a_changed_script_is_told_so_and_never_begins_at_zero(tmp_path: Path) -> None:
-    saver, _ = make_saver(str(tmp_path))
-    saver.register("model", nn.Linear(4, 4))
+class Table:
+    def __init__(self, **state: int) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        for key in self.state:
+            state[key]
+
+
+LINEAR = nn.Linear(4, 4)
+CHANGES: dict[str, tuple[str, Any, Any, str]] = {
+    "shape": ("model", nn.Linear(4, 4), nn.Linear(4, 5),
+              "the parameter weight has the shape [5, 4], and [4, 4] in the checkpoint"),
+    "parameter": ("model", nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)),
+                  "model 'model': the checkpoint has the parameter bias, and the script does not"),
+    "optimizer": (
+        "optimizer", torch.optim.Adam(LINEAR.parameters()),
+        torch.optim.Adam([LINEAR.weight, *nn.Linear(2, 2).parameters()]),
+        "optimizer 'optimizer': it steps group0.1, and did not when the checkpoint was made",
+    ),
+    "object": ("own", Table(a=1), Table(a=1, b=2), "object 'own': KeyError: 'b'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_script_is_told_so_and_never_begins_at_zero(tmp_path: Path, change: str) -> None:
+    name, before, after, said = CHANGES[change]
+    saver, other = make_saver(str(tmp_path))[0], make_saver(str(tmp_path))[0]
+    for one, changed in ((saver, before), (other, after)):
+        one.register("linear", LINEAR)
+        one.register(name, changed)
     saver.save(1, reason="test", extra={})
     saver.close()
-    other, _ = make_saver(str(tmp_path))
-    other.register("model", nn.Sequential(nn.Linear(4, 4)))
-    with pytest.raises(ConfigError, match="step-00000001 does not fit the script"):
+    told = re.escape("step-00000001 does not fit the script: ") + ".*" + re.escape(said)
+    with pytest.raises(ConfigError, match=told):
         other.restore({})
 
 
