@@ -104,6 +104,8 @@ class Rank:
     """When its last exception was seen to be saved; 0 before."""
     ended_for: str = ""
     """Why the keeper has killed it."""
+    saving: str = ""
+    """The file of a checkpoint that it still wrote when the keeper killed it."""
     record: ExitRecord | None = None
 
 
@@ -693,6 +695,7 @@ class Ranks:
             oom_kills=self._count_oom_kills_of(rank),
             evidence=rank.evidence,
             ended_for=rank.ended_for,
+            saving=rank.saving,
         )
         rank.record = record
         self._old_rings.append((at_s, self._paths.ring(rank.generation, rank.rank)))
@@ -715,12 +718,11 @@ class Ranks:
         if now >= ending.writers_s:
             for rank in ranks:
                 if path := ending.written.pop(rank.pid, ""):
+                    rank.saving = path
                     self._tell(f"killed rank {rank.rank}, which still wrote {path}", rank)
             return set()
-        found = {rank.pid: list_written(rank.pid) for rank in ranks}
         for rank in ranks:
-            files = [p for p in found[rank.pid] if not p.startswith(self._paths.root)]
-            if files:
+            if files := self._list_own(rank.pid):
                 ending.written_s = now
                 if rank.pid not in ending.written:
                     most = f"{ending.writers_s - now:.0f} s at most"
@@ -730,6 +732,10 @@ class Ranks:
         if now >= ending.written_s + _SAVED_S:
             ending.written.clear()
         return {rank.pid for rank in ranks if rank.pid in ending.written}
+
+    def _list_own(self, pid: int) -> list[str]:
+        """Return the files of the script's own checkpoints that a rank is writing."""
+        return [p for p in list_written(pid) if not p.startswith(self._paths.root)]
 
     def _handles_term(self, pid: int) -> bool:
         """Return whether `pid` handles SIGTERM; perdure's own handler in a rank does not count."""
@@ -816,7 +822,9 @@ class Ranks:
             for rank in ranks:
                 if rank.pid not in {*ending.killed, *writing} and self._handles_term(rank.pid):
                     ending.killed.add(rank.pid)
-                    self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM", rank)
+                    rank.saving = rank.saving or next(iter(self._list_own(rank.pid)), "")
+                    end = f" and wrote {rank.saving}" if rank.saving else ""
+                    self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM{end}", rank)
             below = [pid for pid in members if pid not in {*self._by_pid, self._store_pid}]
             self._name_killed([p for p in below if table[p].session not in writing], table, ending)
         members = [pid for pid in members if table[pid].session not in writing]
