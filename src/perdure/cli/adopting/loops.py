@@ -149,7 +149,8 @@ def _write_loop(
     if inner is not loop:
         by_hand.append(
             f"a step of perdure's is one turn of line {loop.lineno} here, an epoch: what is lost "
-            f"with a rank is up to one of them. For a step a batch: {batches}"
+            "with a rank is up to one of them, and a stop waits for its end. A preemption whose "
+            f"notice is shorter than an epoch loses it. For a step a batch: {batches}"
         )
     if not any(call.func.attr in _SEEDS for call in reading.calls
                if isinstance(call.func, ast.Attribute)):  # fmt: skip
