@@ -1,8 +1,8 @@
 """A script that saves its own checkpoints is killed `--kills` times in each format.
 
 Two ranks; any of them is killed, at an instant of the seed. The script saves as fast as it can, and
-each file takes 0.08 s to write. At each kill all ranks are stopped, and what is on the disk is
-loaded: where the next life begins is compared with it. Afterwards each checkpoint that was saved
+each file takes 0.08 s to write. At each kill, the campaign stops all ranks and loads what is on the
+disk. The next life has to begin at the newest checkpoint that loads. Afterwards each checkpoint that was saved
 has to load, and none that was moved. DeepSpeed's and Lightning's files are written by hand, in
 their layout. A line of `--out` for each format; with a fault the exit code is 1.
 """

@@ -1,7 +1,7 @@
 """A script with declared checkpoints is killed again and again, beside an exact account.
 
-At each kill all ranks are stopped first, so that what is on the disk then can be loaded one by one:
-the newest that loads is where the next life has to begin. A survivor may finish its save.
+At each kill, the test stops all ranks first and loads the checkpoints on the disk one by one. The
+next life has to begin at the newest one that loads. A survivor may finish its save.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ DECLARED = {
 SHARED = ("dcp", "deepspeed")
 """Formats of which each rank writes a part: no survivor can finish a save alone."""
 WITHIN_S = 1.0
-"""A kill comes within so long after a life has begun to save."""
+"""Seconds between the first save of a life and the latest instant of a kill."""
 _LOADED_MAX = 8
 """Newest checkpoints that are loaded at a kill."""
 
@@ -42,9 +42,9 @@ class Account:
     writers: int = 0
     """Kills of the rank that writes."""
     amid: int = 0
-    """Kills of another rank while the writer was amid a save."""
+    """Kills of another rank during a save of the writer."""
     finished: int = 0
-    """Of these saves, those that the writer finished."""
+    """Such saves that the writer finished."""
     moved: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -154,7 +154,7 @@ def kill_one(
 
     def has_all() -> bool:
         found.clear()
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, IndexError):  # One has just ended.
             found.update(find_ranks(job))
             title = f" g{life} "
             return len(found) == ranks and all(title in p.cmdline()[0] for p in found.values())

@@ -136,6 +136,8 @@ class WindowRow(msgspec.Struct, frozen=True):
     """Announced seconds."""
     used_s: float = 0.0
     """Seconds until the last rank there ended; 0 before."""
+    node: int = -1
+    """-1: the time is that of a stop of the whole job."""
 
 
 class HungSaveRow(msgspec.Struct, frozen=True):

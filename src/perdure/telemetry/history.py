@@ -226,8 +226,8 @@ class History:
     """Node -> what room its ranks wait for before they start."""
     hung_saves: list[HungSaveRow] = field(default_factory=list)
     """Checkpoints whose disk hung, each told once."""
-    windows: dict[tuple[int, str], WindowRow] = field(default_factory=dict)
-    """Notices by node and id; a stop with an announced time has node -1."""
+    windows: dict[str, WindowRow] = field(default_factory=dict)
+    """Notices by node and id."""
     empty_slots: list[EmptySlotRow] = field(default_factory=list)
     """Slots of an elastic world that were given up."""
     dropped: int = 0
@@ -433,14 +433,15 @@ class History:
         else:
             node, who, window = -1, event.who, event.args.get("window_s")
         if isinstance(window, int | float) and 0 < window < math.inf:
-            self.windows.setdefault((node, event.id), WindowRow(event.at_s, who, window))
+            row = WindowRow(event.at_s, who, window, node=node)
+            self.windows.setdefault(f"{node} {event.id}", row)
         while len(self.windows) > MENDED_MAX:
             del self.windows[next(iter(self.windows))]
 
     def _use_windows(self, node: int, ended_s: float) -> None:
         for key, row in self.windows.items():
             used_s = ended_s - row.at_s
-            if key[0] in (-1, node) and row.used_s < used_s <= row.window_s + _GONE_S:
+            if row.node in (-1, node) and row.used_s < used_s <= row.window_s + _GONE_S:
                 self.windows[key] = structs.replace(row, used_s=used_s)
 
     def _note_hung_save(self, event: CheckpointFailed) -> None:

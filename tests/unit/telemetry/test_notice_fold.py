@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tests.journals import Story
 
+from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.dash.text import render_text, render_windows
 from perdure.model.events import (
     CommandReceived,
@@ -133,3 +134,15 @@ def test_the_report_names_a_rank_that_was_killed_while_it_saved() -> None:
     story.write(RankExited(node=0, record=record, account=account, detected_s=story.now))
     text = render_text(report_of(story))
     assert "is torn: rank 1 was killed while it wrote /w/out/ckpt.pt" in text
+
+
+def test_a_later_controller_knows_the_notices() -> None:
+    story = noticed()
+    known = Memory(story.spec)
+    for entry in story.entries:
+        known.fold.add(entry)
+    story.exit(1, story.now + 27, asked=True)
+    again = decode_memory(encode_memory(known), story.spec)
+    again.fold.add(story.entries[-1])
+    (row,) = again.fold.certain.history.windows.values()
+    assert (row.node, row.used_s) == (1, 27.0)
