@@ -82,13 +82,14 @@ def try_script(folder: Path, budget_s: int = BUDGET_S) -> tuple[int, dict[str, A
         cwd=folder / "project", env=env, capture_output=True, text=True, timeout=2 * PATIENCE_S,
     )  # fmt: skip
     assert done.stdout, done.stderr
-    assert list(temporary.glob("perdure-try-*")) == []
-    assert not (folder / "home").exists()
+    assert list((folder / "home").rglob("*")) == []
     left = [p.pid for p in psutil.process_iter(["environ"])
             if str(temporary) in ((p.info["environ"] or {}).get("PERDURE_HOME") or "")]  # fmt: skip
     assert left == []
     document: dict[str, Any] = json.loads(done.stdout)
-    return done.returncode, document
+    (row,) = document["trial"]["rows"]
+    assert (row["fault"], document["trial"]["passed"]) == ("crash", done.returncode == 0)
+    return done.returncode, document | {"row": row}
 
 
 @pytest.fixture
@@ -104,11 +105,10 @@ def test_a_plain_script_goes_on_as_if_nothing_had_been(project: Path, tmp_path: 
     (project / "train.py").symlink_to(real)
     before = real.read_bytes()
     code, document = try_script(tmp_path)
-    trial = document["trial"]
-    assert (trial["verdict"], code) == ("equal", 0), trial
-    assert 0 < trial["resumed_at"] <= trial["killed_at"]
-    assert trial["steps"] > 0
-    assert "losses equal" in trial["text"]
+    row = document["row"]
+    assert (row["verdict"], row["losses"], code) == ("passed", "equal", 0), document
+    assert row["culprit_right"]
+    assert 0 <= row["steps_redone"] <= row["step"]
     assert real.read_bytes() == before
     assert sorted(path.name for path in project.iterdir()) == ["job.toml", "train.py"]
 
@@ -116,17 +116,16 @@ def test_a_plain_script_goes_on_as_if_nothing_had_been(project: Path, tmp_path: 
 def test_a_script_that_forgets_its_optimizer_is_found_out(project: Path, tmp_path: Path) -> None:
     (project / "train.py").write_text(FORGETFUL)
     code, document = try_script(tmp_path)
-    trial = document["trial"]
-    assert (trial["verdict"], code) == ("differs", 1), trial
-    assert trial["resumed_at"] > 0
+    row = document["row"]
+    assert (row["verdict"], row["losses"], code) == ("failed", "differ", 1), document
 
 
 def test_a_script_that_fails_by_itself(project: Path, tmp_path: Path) -> None:
     (project / "train.py").write_text(PACED.replace("    dist.destroy", "    fail()\n    dist.d")
                                       .replace("default=400", "default=0"))  # fmt: skip
     code, document = try_script(tmp_path)
-    assert (document["trial"]["verdict"], code) == ("failed", 1)
-    assert "NameError" in document["trial"]["text"]
+    assert (document["row"]["verdict"], code) == ("not tried", 1)
+    assert "NameError" in document["trial"]["reason"]
 
 
 def test_a_script_without_steps_begins_again(project: Path, tmp_path: Path) -> None:
@@ -134,8 +133,9 @@ def test_a_script_without_steps_begins_again(project: Path, tmp_path: Path) -> N
     (project / "train.py").write_text(PACED.replace("    for step in range(args.steps):\n", loop))
     code, document = try_script(tmp_path, 120)
     assert document["diff"] == ""
-    assert (document["trial"]["verdict"], code) == ("not resumed", 1), document["trial"]
-    assert document["trial"]["killed_rank"] == 1
+    assert not document["trial"]["declares_steps"]
+    assert (document["row"]["verdict"], code) == ("failed", 1), document
+    assert "step" in document["row"]["why"]
 
 
 def test_hugging_face(project: Path, tmp_path: Path) -> None:
@@ -143,4 +143,5 @@ def test_hugging_face(project: Path, tmp_path: Path) -> None:
     (project / "train.py").write_text(TRAINER)
     code, document = try_script(tmp_path)
     assert "perdure.huggingface.attach(trainer)" in document["diff"]
-    assert (document["trial"]["verdict"], code) == ("equal", 0), document["trial"]
+    row = document["row"]
+    assert (row["verdict"], row["losses"], code) == ("passed", "equal", 0), document

@@ -366,7 +366,7 @@ def test_each_run_of_deepspeed_has_its_own_latest(tmp_path: Path) -> None:
 def test_a_death_amid_a_move_leaves_a_latest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, torn_latest: bool
 ) -> None:
-    """DeepSpeed begins from step 0 without `latest`. It always names one that can be loaded."""
+    """Without `latest`, DeepSpeed begins from step 0: it always names one that can be loaded."""
     out = tmp_path / "out"
     older, path = make(out, "DeepSpeed", 1), make(out, "DeepSpeed", 2)
     if torn_latest:

@@ -22,7 +22,7 @@ from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from perdure.lab.drill.boxes import Surroundings
     from perdure.lab.drill.card import Card
@@ -87,7 +87,7 @@ def drill(
     from perdure.cli.trace import check_writable, show_play
 
     request = Request(job, parse_budget(budget), seed, fault or list(FAULTS), nodes,
-                      writable or [], not unconfined)  # fmt: skip
+                      writable or [], not unconfined, {})  # fmt: skip
     check_writable(html)
     check_faults(request)
     if host and on in (None, "local"):
@@ -121,6 +121,8 @@ class Request(NamedTuple):
     nodes: int | None
     writable: list[Path]
     confined: bool
+    changed: "Mapping[Path, str]"
+    """Other texts for files of the project, in the copy."""
 
 
 class Site(NamedTuple):
@@ -332,7 +334,7 @@ def make_wish(request: Request) -> "DrillWish":
     from perdure.lab.drill.isolation import check_drillable
     from perdure.lab.drill.planning import DrillWish, plan_acts
 
-    job, budget_s, seed, names, nodes, writable, confined = request
+    job, budget_s, seed, names, nodes, writable, confined, changed = request
     for path in writable:
         if not path.is_dir():
             raise ConfigError(f"--writable {path}: no such folder", hint="a folder that is there")
@@ -352,6 +354,7 @@ def make_wish(request: Request) -> "DrillWish":
     return DrillWish(
         spec, project, home, acts, left_out, seed, budget_s, environ,
         writable=[str(path.resolve()) for path in writable], confined=confined,
+        changed={os.path.relpath(path, project): text for path, text in changed.items()},
     )  # fmt: skip
 
 

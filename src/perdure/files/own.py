@@ -484,8 +484,8 @@ def locate_copy(path: str, root: str, cwd: str) -> str:
 def _name_beside(root: str, cwd: str, end: str) -> str:
     """Return a folder beside `root`.
 
-    It is a hidden one in `root` if that is the script's own folder or on another disk, or if
-    nothing can be made beside it.
+    It is a hidden one in `root` if nothing can be made beside it, or if that is another disk. It
+    is one as well if `root` is the script's own folder.
     """
     beside = os.path.dirname(root)
     inside = root == os.path.normpath(cwd) or not _share_disk(root, beside)
@@ -502,7 +502,7 @@ def _share_disk(one: str, other: str) -> bool:
 def set_aside(path: str, target: str, whole: str) -> None:
     """Move a torn checkpoint, and let DeepSpeed's `latest` name the `whole` one.
 
-    `latest` is never missing if a whole one exists: without it, a script begins anew.
+    `latest` is never missing if a whole one exists: without it, a script begins from step 0.
 
     Raises:
         OSError: it cannot be moved; it is where it was.
@@ -581,8 +581,8 @@ def copy_whole(path: str, target: str) -> bool:
 def put_back(copy: str, path: str, target: str) -> bool:
     """Have the copy take the place of the torn file at `path`, which is kept at `target`.
 
-    Return whether it does. `path` is never missing: a script that began anew would overwrite the
-    copy with its first save.
+    Return whether it does. `path` is never missing: without it, a script begins from step 0, and
+    its first save overwrites the copy.
 
     Raises:
         OSError: there is no room, or no copy.

@@ -276,7 +276,9 @@ class ModuleStore:
             if "." not in name or name not in log.first
         }
         """Files as they were; of what each image has, only those of the packages themselves."""
-        self._paths: dict[str, list[str]] = {}
+        self._paths = {name: list(getattr(self._whole[name], "__path__", ())) for name in log.found
+                       if name in self._whole}  # fmt: skip
+        """Where submodules lie: without an `__init__`, the visible parent says it."""
         self._environ: dict[str, str] = {}
         self._listed: dict[str, tuple[int, frozenset[str]]] = {}
         self._compiled = {
@@ -285,8 +287,13 @@ class ModuleStore:
             if str(getattr(spec := getattr(module, "__spec__", None), "origin", "")).endswith(".so")
             and getattr(spec, "name", "") == name  # Else it is another package's, by another name.
         } - set(sys.stdlib_module_names)
-        self._needed = self._close(*self._compiled, visible=False)
-        self._used = self._close(*(name for name in self._whole if is_own(name)), visible=False)
+        self._needed = self._list_tops(self._close(*self._compiled, visible=False))
+        self._hideable = [name for name in self._whole if self._may_hide(name)]
+        used = self._close(*(name for name in self._whole if is_own(name)), visible=False)
+        self._parts = list(self._list_parts(used))
+        """Attributes of packages that a rank does not see: what perdure uses, it may use at any
+        time.
+        """
 
     def find_unequal(self, first: str) -> str:
         """Return why no rank may be forked for a script in the folder `first`; empty: it may."""
@@ -310,24 +317,19 @@ class ModuleStore:
         """
         import atexit
 
-        self._whole = dict(sys.modules)
         self._environ = dict(os.environ)
         self._on_visible, self._on_unequal = on_visible, on_unequal
-        # First: the path of a package without `__init__` is worked out from its visible parent.
-        self._paths = {
-            name: list(getattr(self._whole[name], "__path__", ()))
-            for name in self._log.found & self._whole.keys()
-        }
-        for name, module in self._whole.items():
-            if name in self._log.fresh or is_own(name) or name == "__main__":
-                continue
+        # To touch a module is to copy its page of memory: only new ones are looked at.
+        new: list[str] = []
+        for name in reversed(sys.modules):
+            if name in self._whole:
+                break
+            new.insert(0, name)
+        self._whole |= {name: sys.modules[name] for name in new}
+        for name in (*self._hideable, *filter(self._may_hide, new)):
             self._hidden[name] = sys.modules.pop(name)
-            if name not in self._log.found:
-                continue
-            parent, _, child = name.rpartition(".")
-            names = getattr(self._whole.get(parent), "__dict__", {})
-            if names.get(child) is module and name not in self._used:  # By perdure, at any time.
-                del names[child]
+        for attributes, child in self._parts:
+            del attributes[child]
         atexit.register(self._show_all)  # What torch does at the end needs all of torch.
         _warnings.filters[:] = self._log.filters
         _warnings._filters_mutated()  # type: ignore[attr-defined]
@@ -336,6 +338,17 @@ class ModuleStore:
         known = [index for index, one in enumerate(kept) if one in self._log.finders]
         kept.insert(min(known, default=0), self)
         sys.meta_path[:] = kept
+
+    def _may_hide(self, name: str) -> bool:
+        return not (name in self._log.fresh or is_own(name) or name == "__main__")
+
+    def _list_parts(self, used: set[str]) -> "Iterator[tuple[dict[str, Any], str]]":
+        for name in self._hideable:
+            parent, _, child = name.rpartition(".")
+            names = getattr(self._whole.get(parent), "__dict__", {})
+            known = name in self._log.found and name not in used
+            if known and names.get(child) is self._whole[name]:
+                yield names, child
 
     def _show_all(self) -> None:
         self._log.unseen = frozenset(self._hidden)
@@ -419,7 +432,7 @@ class ModuleStore:
         for each in sorted(names & self._hidden.keys() & self._stamps.keys()):
             if _stamp(self._whole[each]) != self._stamps[each]:
                 return f"the file of {each} has changed"
-        return self._find_other_variable(names) or self._find_other_origin(names)
+        return self._find_other_variable(names) or self._find_other_origin(self._list_tops(names))
 
     def _close(self, *names: str, visible: bool) -> set[str]:
         """Return `names` and what they need; if `visible`, nothing beyond what the script has."""
@@ -458,21 +471,24 @@ class ModuleStore:
             )
         return ""
 
-    def _find_other_origin(self, names: set[str]) -> str:
-        """Return the first module that the path of now finds elsewhere.
+    def _list_tops(self, names: set[str]) -> set[str]:
+        """Return the packages of `names` that a path may find elsewhere."""
+        tops = {name.partition(".")[0] for name in names}
+        return tops - self._log.fresh - {OWN, *sys.builtin_module_names}
+
+    def _find_other_origin(self, tops: set[str]) -> str:
+        """Return the first package that the path of now finds elsewhere.
 
         Only names that lie in a folder before the installed ones are looked up, unless the path
         has lost or moved one of these.
         """
-        tops = {name.partition(".")[0] for name in names} - self._log.fresh
-        tops -= {OWN, *sys.builtin_module_names}
         before = self._log.path
         installed = [place for place in sys.path if place in before]
         if installed == before:
             added = [place for place in sys.path if place not in before]
             listed = [self._list(place) for place in added]
             if None not in listed:
-                tops &= frozenset().union(*filter(None, listed))
+                tops = tops & frozenset().union(*filter(None, listed))
         for top in sorted(tops):
             spec = getattr(self._whole.get(top), "__spec__", None)
             if spec is None:

@@ -206,6 +206,8 @@ class Image:
         if blamed:
             return Unfit("; ".join(sorted(set(blamed.values()))), blamed)
         self._store = ModuleStore(self._log)
+        importlib.invalidate_caches()
+        sys.path_importer_cache.clear()  # Every rank would spend 5 ms on it.
         gc.collect()
         gc.freeze()
         reason = prove_fork()

@@ -21,46 +21,13 @@ from perdure.model.errors import ConfigError
 def propose_change(reading: Reading) -> Change:
     """Return the change that makes a script resumable, or why none is proposed."""
     try:
-        text = _propose(reading)
-        if _strip(parse(text.text, "the changed script")) != ast.dump(reading.tree):
-            raise UnsureError("the change would touch more than it should")
+        change = _propose(reading)
+        parse(change.text, "the changed script")
     except UnsureError as unsure:
         return Change(why=unsure.why, by_hand=unsure.by_hand)
     except (ConfigError, RecursionError):
         return Change(why="its text is laid out in a way that is not understood here")
-    return text
-
-
-def _strip(tree: ast.Module) -> str:
-    """Return a changed script's tree without what is perdure's, as text to compare."""
-    return ast.dump(_Stripper().visit(tree))
-
-
-class _Stripper(ast.NodeTransformer):
-    """Takes out what this module puts in."""
-
-    def visit_Import(self, node: ast.Import) -> ast.AST | None:
-        """Leave out perdure's."""
-        return None if node.names[0].name.split(".")[0] == "perdure" else node
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """Leave out the run."""
-        self.generic_visit(node)
-        return None if ast.unparse(node.value) == "perdure.init()" else node
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        """Leave out what is said to perdure."""
-        self.generic_visit(node)
-        called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
-        own = called in ("run.register", "run.log", "perdure_run.register", "perdure_run.log")
-        return None if own or called.startswith("perdure.") else node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Have steps be a range again."""
-        self.generic_visit(node)
-        if ast.unparse(node.func) in ("run.steps", "perdure_run.steps"):
-            node.func = ast.Name("range", ast.Load())
-        return node
+    return change
 
 
 def _propose(reading: Reading) -> Change:
@@ -136,8 +103,11 @@ def _propose_trainer(reading: Reading, kind: str) -> Change:
     call = calls[0]
     assert isinstance(call.func, ast.Attribute)
     assert isinstance(call.func.value, ast.Name)
-    statement = find_statement(reading, call, manual)
-    check_once(reading, statement, manual)
+    try:
+        statement = find_statement(reading, call)
+        check_once(reading, statement)
+    except UnsureError as unsure:
+        raise UnsureError(unsure.why, manual) from None
     name = call.func.value.id
     if name not in list_visible(reading, statement):
         raise UnsureError(f"`{name}` is not bound where {method}() is called", manual)

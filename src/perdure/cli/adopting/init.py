@@ -1,7 +1,7 @@
 """`perdure init`: a training script that has never heard of perdure gets a job file and its lines.
 
-The script is read, not run, but with --try. Nothing is written over: neither a job file nor,
-without --apply, the script; with it the script as it was is kept beside the changed one.
+The script is read, not run, except with --try. No job file is overwritten. Only --apply changes the
+script, and keeps the old one beside it.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ import typer
 from perdure.cli.speech.say import Json, answer, note
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 
-if TYPE_CHECKING:  # It is imported where a script is tried.
+if TYPE_CHECKING:
     from perdure.cli.adopting.edits import Change
     from perdure.cli.adopting.jobfile import Project
     from perdure.cli.adopting.script import Reading, Script
-    from perdure.cli.adopting.trial import Trial
+    from perdure.lab.drill.card import Card
 
 JOB_FILE = "job.toml"
 _KINDS = {
@@ -46,23 +46,20 @@ def init(
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
     ] = False,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Change the script, and keep it as it was beside.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write over a job.toml, and keep it beside.")
+        bool, typer.Option("--apply", help="Change the script, and keep the old one as .orig.")
     ] = False,
     try_: Annotated[
-        bool, typer.Option("--try", help="Run it in a copy, kill a rank, and compare the losses.")
+        bool, typer.Option("--try", help="Drill the script with one crash, in a copy.")
     ] = False,
     budget: Annotated[
-        float, typer.Option("--budget", min=5, help="Seconds that --try may take.")
+        float, typer.Option("--budget", min=20, help="Seconds that --try may take.")
     ] = 60.0,
     as_json: Json = False,
 ) -> int:
     """Write a job file for a training script, and propose its lines.
 
-    What it proposes is a diff that `patch -p0` and `git apply` take; where it is not sure, it says
-    why and what to do by hand. Nothing of the script is run, but by --try, in a copy of its folder.
+    The proposal is a diff that `patch -p0` and `git apply` take. If perdure is not sure, it lists
+    the lines and the places where they belong. Only --try runs the script, in a copy of its folder.
     """
     path = find_script(script, module=module)
     data, text = read_script(path)
@@ -73,17 +70,15 @@ def init(
     from perdure.cli.adopting.jobfile import render_job_file
 
     facts, change, project = look_into(path, text, script if module else None, args or ())
-    job_file = project.folder / JOB_FILE
     diff = render_diff(name_in_diff(path), text, change.text) if change.text else ""
     job_text = render_job_file(project, facts, args or (), os.environ)
-    wrote, job_text = write_job_file(job_file, job_text, force=force)
+    job_file, wrote = write_job_file(project, path.stem, job_text)
     applied = ""
     if apply and diff:
         applied = write_script(path, data, change.text)
     elif apply:
         note(f"{path} is left alone: {change.why}")
-    told = tell(path, facts, change, diff, job_file, wrote=wrote, job_text=job_text,
-                applied=applied)  # fmt: skip
+    told = tell(path, facts, change, diff, job_file, wrote=wrote, applied=applied)
     document: dict[str, Any] = {
         "script": str(path),
         "facts": msgspec.to_builtins(facts),
@@ -100,10 +95,12 @@ def init(
         return 0
     if not as_json:
         print(told, flush=True)
-    trial = try_script(path, project, change.text or text, budget)
-    document["trial"] = msgspec.to_builtins(trial)
-    answer(document, f"tried: {trial.verdict}: {trial.text}", as_json=as_json)
-    return 0 if trial.passed else 1
+    from perdure.lab.drill.screens import render_card
+
+    card = try_script(path, project, job_file, change.text or text, budget)
+    document["trial"] = msgspec.to_builtins(card)
+    answer(document, render_card(card, 100), as_json=as_json)
+    return card.exit_code
 
 
 def look_into(
@@ -124,9 +121,9 @@ def look_into(
     facts, change = reading.describe(), propose_change(reading)
     facts = msgspec.structs.replace(facts, own=find_patterns(reading, args))
     project = Project(Path(), module, True) if module else find_project(path, reading)
-    if not (change.text or facts.loops or facts.trainers):
-        by_hand = (*find_elsewhere(path, project, reading), *change.by_hand)
-        change = msgspec.structs.replace(change, by_hand=by_hand)
+    known = change.text or facts.loops or facts.trainers
+    if not known and (by_hand := find_elsewhere(path, project, reading)):
+        change = msgspec.structs.replace(change, by_hand=tuple(by_hand))
     return facts, change, project
 
 
@@ -136,36 +133,44 @@ def name_in_diff(path: Path) -> str:
     return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else path.name
 
 
-def try_script(path: Path, project: "Project", text: str, budget_s: float) -> "Trial":
-    """Return what a kill test of a script with `text` in it has shown.
+def try_script(path: Path, project: "Project", job: Path, text: str, budget_s: float) -> "Card":
+    """Return the card of a drill with one crash, of a copy that has `text` as its script.
 
     Raises:
+        ConfigError: such a job cannot be drilled.
         SafetyError: its folder is too large to be copied.
         PlatformError: it cannot be copied.
     """
-    from perdure.cli.adopting.trial import try_kill
-    from perdure.lab.drill.copies import list_links
+    from perdure.adapters.confinement import can_confine
+    from perdure.cli.drill import Request, look_here
+    from perdure.cli.trace import show_play
 
-    folder = project.folder.resolve()
-    if links := list_links(folder):
-        note(f"what links lead to is not copied, but used as it is: {', '.join(links[:5])}")
-    note(f"two runs in copies of {folder}, at most {budget_s:g} s or so")
-    document = read_spec(project.folder / JOB_FILE)
-    return try_kill(project, path, text, document, budget_s=budget_s, environ=os.environ, tell=note)
+    confined = can_confine()
+    changed = {path.parent.resolve() / path.name: text}
+    file = job.resolve()
+    with contextlib.chdir(project.folder):
+        site = look_here(Request(str(file), budget_s, 0, ["crash"], None, [], confined, changed))
+    for line in site.told:
+        note(line)
+    with show_play("init") as bar:
+        return site.drill(bar.say)
 
 
 def find_elsewhere(path: Path, project: "Project", reading: "Reading") -> list[str]:
-    """Return in words which of the files that a script imports has the loop that trains."""
+    """Return which of the files that a script imports has the loop that trains, and its lines."""
+    from perdure.cli.adopting.loops import list_lines
     from perdure.cli.adopting.script import Reading
 
-    found = []
+    found: list[str] = []
+    lines: tuple[str, ...] = ()
     for file in reading.list_imported_files((project.folder, path.parent)):
         with contextlib.suppress(ConfigError, PlatformError):
             other = Reading(read_script(file)[1], str(file))
             chains = [chain[-1] for chain in other.find_training_loops()]
             for loop in chains or other.find_object_loops():
-                found.append(f"line {loop.lineno} of {file} has a loop that trains")
-    return list(dict.fromkeys(found))[:3]
+                found.append(f"line {loop.lineno} of {file} has a loop that trains; in that file:")
+                lines = lines or list_lines(other, loop)
+    return [*list(dict.fromkeys(found))[:3], *lines]
 
 
 def find_script(name: str | None, *, module: bool) -> Path:
@@ -250,33 +255,40 @@ def read_script(path: Path) -> tuple[bytes, str]:
         ) from None
 
 
-def write_job_file(path: Path, text: str, *, force: bool) -> tuple[bool, str]:
-    """Write `text` as the job file; return whether, and what would be there.
+def write_job_file(project: "Project", stem: str, text: str) -> tuple[Path, bool]:
+    """Write a job file; return where, and whether it was written now.
 
-    Where it is there to the letter, there is nothing to say of it. Another one stays, without
-    `force`; with it, it stays under the name of a backup.
+    A job file of this script that is there stays, and is the one. If `job.toml` is another's, the
+    name is that of the script, with a number if need be.
 
     Raises:
         PlatformError: it cannot be written.
-        SafetyError: there is a backup already.
     """
-    from perdure.files import create_file, replace_file
+    from perdure.files import create_file
 
+    names = [JOB_FILE, f"{stem}.toml", *(f"{stem}-{number}.toml" for number in range(2, 100))]
     try:
-        if create_file(path, text.encode()):
-            return True, text
-        if path.read_bytes() == text.encode():
-            return False, ""
-        if not force:
-            note(f"{path} is there already and is left alone; --force writes over it")
-            return False, text
-        keep(path, path.read_bytes())
-        replace_file(path, text.encode(), synced=True)
+        for name in names:
+            path = project.folder / name
+            if create_file(path, text.encode()):
+                return path, True
+            if read_script_of(path) == project.script:
+                return path, False
+            note(f"{path} is there already and is left alone")
     except OSError as error:
         raise PlatformError(
             f"cannot write {path}: {error.strerror}", hint="a folder that is yours"
         ) from error
-    return True, text
+    raise PlatformError(f"no name is free for a job file in {project.folder}", hint="remove some")
+
+
+def read_script_of(path: Path) -> str:
+    """Return the script that a job file names; empty if it is none."""
+    import tomllib
+
+    with contextlib.suppress(ValueError):
+        return str(tomllib.loads(path.read_text(encoding="utf-8")).get("script", ""))
+    return ""
 
 
 def write_script(path: Path, before: bytes, text: str) -> str:
@@ -303,7 +315,7 @@ def write_script(path: Path, before: bytes, text: str) -> str:
 
 
 def keep(path: Path, data: bytes) -> Path:
-    """Keep what a file holds beside it, as `NAME.orig`; return where.
+    """Write the content of a file beside it, as `NAME.orig`; return where.
 
     Raises:
         SafetyError: something else is there.
@@ -319,15 +331,6 @@ def keep(path: Path, data: bytes) -> Path:
     return backup
 
 
-def read_spec(path: Path) -> dict[str, Any]:
-    """Return the job file's document, which is one that perdure takes."""
-    from perdure.cli.running.jobspec import read_job_file, validate
-
-    document = read_job_file(str(path))
-    validate({"script": "", **document, "nproc": 1}, str(path))
-    return document
-
-
 def tell(
     path: Path,
     facts: "Script",
@@ -336,7 +339,6 @@ def tell(
     job_file: Path,
     *,
     wrote: bool,
-    job_text: str,
     applied: str,
 ) -> str:
     """Return in words what was found, written and proposed."""
@@ -351,12 +353,7 @@ def tell(
         if names := getattr(facts, word):
             lines.append(f"  {word}: {', '.join(names)}")
     lines.append("")
-    if wrote:
-        lines.append(f"wrote {job_file}")
-    elif not job_text:
-        lines.append(f"{job_file} is there, as it would be written")
-    else:
-        lines += [f"{job_file} was there; it would be:", *_indent(job_text)]
+    lines.append(f"wrote {job_file}" if wrote else f"{job_file} is there already, and stays")
     if applied:
         lines += [f"changed {path}, as it was: {applied}", "", diff.rstrip("\n")]
     elif diff:
@@ -366,20 +363,14 @@ def tell(
             diff.rstrip("\n"),
         ]
     else:
-        lines.append(f"no line is proposed for the script: {change.why}")
-    lines += (
-        ["", "by hand:", *(f"- {point_to_pages(word)}" for word in change.by_hand)]
-        if change.by_hand
-        else []
-    )
+        lines.append(f"the script is not changed: {change.why}")
+    if change.by_hand:
+        lines += ["", point_to_pages("by hand (docs/init.md):")]
+        lines += [f"- {point_to_pages(word)}" for word in change.by_hand]
     folder = shlex.quote(str(job_file.parent))
     go = "" if folder == "." else f"cd {folder} && "
     lacking = (
-        "   # the script as it is; with these lines: --apply first" if diff and not applied else ""
+        "   # runs the script without these lines; --apply first" if diff and not applied else ""
     )
-    lines += ["", f"next: {go}perdure run -c {JOB_FILE}{lacking}"]
+    lines += ["", f"next: {go}perdure run -c {shlex.quote(job_file.name)}{lacking}"]
     return "\n".join(lines)
-
-
-def _indent(text: str) -> list[str]:
-    return [f"    {line}".rstrip() for line in text.rstrip("\n").split("\n")]

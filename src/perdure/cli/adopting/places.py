@@ -9,60 +9,75 @@ _MAIN = ("torch.distributed.elastic.multiprocessing.errors.record", "hydra.main"
 """Decorators of functions that are called once, as they are written."""
 
 
+def find_last_import(reading: Reading) -> int:
+    """Return the last line of the imports on top of the file; 0: there are none."""
+    last = 0
+    for number, node in enumerate(reading.tree.body):
+        is_text = number == 0 and isinstance(node, ast.Expr)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            last = node.end_lineno or 0
+        elif not is_text:
+            break
+    return last
+
+
 def insert_import(reading: Reading, edits: Edits, text: str) -> None:
     """Put an import behind those on top of the file.
 
     Raises:
         UnsureError: there is none.
     """
-    last = None
-    for number, node in enumerate(reading.tree.body):
-        is_text = number == 0 and isinstance(node, ast.Expr)
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            last = node
-        elif not is_text:
-            break
-    if last is None or last.end_lineno is None:
+    last = find_last_import(reading)
+    if not last:
         raise UnsureError("it has no imports on its top", f"`{text}`, and docs/tutorial.md")
-    edits.insert_below_imports(last.end_lineno, text)
+    if [node.lineno for node in reading.tree.body].count(last) > 1:
+        raise UnsureError(f"line {last} has more than one statement")
+    edits.insert_below_imports(last, text)
 
 
-def check_once(reading: Reading, node: ast.stmt, by_hand: str) -> None:
-    """Refuse a statement that may run more than once in a process, or of which that is not known.
+def check_once(reading: Reading, node: ast.stmt) -> None:
+    """Refuse a statement that may run more than once in a process.
+
+    A call in a function that this file does not call, such as `_mp_fn`, does not count.
 
     Raises:
-        UnsureError: so it is.
+        UnsureError: so it is, or it is not known.
     """
     for above in reading.ancestors(node):
         if isinstance(above, ast.For | ast.While | ast.AsyncFor):
-            raise UnsureError(f"line {above.lineno} trains several times", by_hand)
-        if isinstance(above, ast.ClassDef | ast.AsyncFunctionDef | ast.Lambda):
-            raise UnsureError(
-                f"line {node.lineno} is in a class or the like, and how often it runs is not known",
-                by_hand,
-            )
-        if isinstance(above, ast.FunctionDef):
+            raise UnsureError(f"line {above.lineno} trains several times")
+        if isinstance(above, ast.FunctionDef) and not isinstance(
+            reading.parents[above], ast.ClassDef
+        ):
             marks = [mark.func if isinstance(mark, ast.Call) else mark
                      for mark in above.decorator_list]  # fmt: skip
             if any(reading.name_of(mark) not in _MAIN for mark in marks):
-                raise UnsureError(f"`{above.name}` has a decorator", by_hand)
-            if isinstance(reading.parents[above], ast.ClassDef):
-                raise UnsureError(
-                    f"line {node.lineno} is in a method, and how often it is called is not known",
-                    by_hand,
-                )
-            uses = [n for n in ast.walk(reading.tree)
-                    if isinstance(n, ast.Name) and n.id == above.name]  # fmt: skip
-            user = reading.parents[uses[0]] if len(uses) == 1 else None
-            if not (isinstance(user, ast.Call) and user.func is uses[0]):
-                raise UnsureError(
-                    f"`{above.name}` is not called at one place of this file", by_hand
-                )
-            check_once(reading, find_statement(reading, user, by_hand), by_hand)
+                raise UnsureError(f"`{above.name}` has a decorator")
+            users = [call for call in _list_uses(reading, above.name) if _is_run(reading, call)]
+            if len(users) != 1 or not isinstance(users[0], ast.Call):
+                raise UnsureError(f"`{above.name}` is not called at one place of this file")
+            check_once(reading, find_statement(reading, users[0]))
             return
+        if isinstance(above, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            raise UnsureError(f"how often line {node.lineno} runs is not known")
 
 
-def find_statement(reading: Reading, call: ast.Call, by_hand: str) -> ast.stmt:
+def _list_uses(reading: Reading, function: str) -> list[ast.AST]:
+    """Return the calls of a function, and other nodes that have its name."""
+    uses = [n for n in ast.walk(reading.tree) if isinstance(n, ast.Name) and n.id == function]
+    users = [(reading.parents[use], use) for use in uses]
+    return [up if isinstance(up, ast.Call) and up.func is use else use for up, use in users]
+
+
+def _is_run(reading: Reading, node: ast.AST) -> bool:
+    """Return whether a node is in no function, or in one that this file uses or decorates."""
+    scope = reading.scope_of(node)
+    if not isinstance(scope, ast.FunctionDef) or scope.decorator_list:
+        return True
+    return bool(_list_uses(reading, scope.name))
+
+
+def find_statement(reading: Reading, call: ast.AST) -> ast.stmt:
     """Return the statement that makes a call.
 
     Raises:
@@ -73,7 +88,8 @@ def find_statement(reading: Reading, call: ast.Call, by_hand: str) -> ast.stmt:
             break
         if isinstance(above, ast.stmt):
             return above
-    raise UnsureError(f"line {call.lineno} is called an unknown number of times", by_hand)
+    line = getattr(call, "lineno", 0)
+    raise UnsureError(f"line {line} is called an unknown number of times")
 
 
 def list_visible(reading: Reading, node: ast.AST) -> set[str]:

@@ -121,6 +121,9 @@ class _ThisMachine(Place):
                 self._scratch, self.wish.project, name, msgspec.to_builtins(spec),
                 without=(Path(self.wish.home).resolve(),),
             )  # fmt: skip
+            for path, text in self.wish.changed.items():
+                (run.folder / path).unlink(missing_ok=True)  # A link leads to the user's.
+                (run.folder / path).write_bytes(text.encode())
         except OSError as error:
             raise PlatformError(
                 f"cannot copy {self.wish.project}: {error.strerror or error}",

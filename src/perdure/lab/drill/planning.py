@@ -56,6 +56,8 @@ class DrillWish(NamedTuple):
     writable: Sequence[str] = ()
     """Folders outside in which the script may write."""
     confined: bool = True
+    changed: Mapping[str, str] = {}
+    """Other texts for files of the copy, by their path in the project."""
 
 
 def plan_acts(

@@ -4,6 +4,8 @@ import ast
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.unit.cli.adopting import scripts
@@ -44,7 +46,7 @@ def test_a_loop_over_epochs_with_a_scaler() -> None:
         "run.log(loss=loss.item())",
     ]
     words = " ".join(propose(scripts.EPOCHS).by_hand)
-    assert "the loss of an epoch's last batch is logged, behind line 23" in words
+    assert "below line 23 logs the loss of an epoch's last batch" in words
     assert "nothing is seeded" in words
     assert "an epoch" in words
     assert "run.batches(" in words
@@ -128,39 +130,76 @@ LOSS = "        loss.backward()\n"
     ("old", "new", "why"),
     [
         (LOOP, LOOP.replace("range(", "range(start, "), "does not count from 0"),
-        (LOOP, "    for step in data:\n", "no checkpoint would have the place"),
+        (LOOP, "    for step in data:\n", "is not `for NAME in range(N):`"),
         (LOOP, "    step = 0\n    while step < 10:\n", "`while`"),
         (LOOP, "    it = iter([])\n" + LOOP + "        y = next(it)\n", "reads on in data"),
-        (LOOP, "    d = Data()\n" + LOOP + "        y = d.next_batch()\n", "d.next_batch()"),
-        (LOOP, "    g = torch.Generator()\n" + LOOP + "        g.seed()\n", "`g`, used in line"),
-        (STEP, "        if step % 4 == 3:\n            optimizer.step()\n", "only at times"),
-        ("        optimizer.zero_grad()\n", "", "does not call zero_grad"),
         (STEP, STEP + "        if loss < 0.1:\n            break\n", "leaves the loop"),
         (STEP, STEP + "        if loss < 0.1:\n            return\n", "leaves the loop"),
-        (STEP, STEP + "        averaged.step()\n", "`averaged`"),
-        (STEP, STEP + "        ema.update(model)\n", "`ema`"),
-        (LOOP, "    best = 9\n" + LOOP + "        best = min(best, 1)\n", "`best` is carried"),
-        (LOOP, "    n = 0\n" + LOOP + "        n += 1\n        x = n\n", "`n` is carried"),
-        (LOOP, "    m = {}\n" + LOOP + "        m[step] = 1\n        z = m\n", "`m` is carried"),
-        ("    sched =", "    sched = None\n    sched =", "`sched` may be nothing"),
-        ("    sched =", "    if args.steps:\n        sched =", "`sched` is not surely there"),
+        ("    sched =", "    sched = None\n    sched =", "`sched` may be None"),
         ("    main()", "    for _ in range(3):\n        main()", "trains several times"),
         ("    main()", "    [main() for _ in range(3)]", "unknown number of times"),
         ("    main()", "    run_it(main)", "not called at one place"),
         ("def main():", "@cached\ndef main():", "has a decorator"),
         ("import torch\n", "import torch\nperdure = 1\n", "its own `perdure`"),
-        (LOSS, LOSS + "        global count\n", "another scope"),
         (LOOP, LOOP.replace("args.steps", "args.steps - done"), "counts what is left"),
-        (LOOP, "    optimizer.load_state_dict({})\n" + LOOP, "it resumes by itself"),
-        (LOOP, "    get = stream()\n" + LOOP + "        y = get()\n", "get() returns"),
-        (LOOP, "    t = copy(net)\n" + LOOP + "        soft_update(t, net)\n", "may change `t`"),
+        (LOOP, "    optimizer.load_state_dict({})\n" + LOOP, "the script resumes by itself"),
     ],
 )  # fmt: skip
 def test_what_might_be_wrong_is_left_alone(old: str, new: str, why: str) -> None:
+    """A person gets the five lines, with the places where they belong."""
     assert scripts.STEPS.count(old) == 1 or old == "import torch\n"
     change = propose(scripts.STEPS.replace(old, new, 1))
     assert not change.text
     assert why in change.why
+    if "its own `perdure`" not in why:
+        words = [line.partition(": ")[2].split()[0] for line in change.by_hand[-5:]]
+        assert words[:2] == ["import", "run"]
+        assert words[3:] == ["for", "run.log(loss=loss.item())"]
+
+
+def test_lines_by_hand_have_the_numbers_of_the_script() -> None:
+    change = propose(scripts.STEPS.replace(LOOP, LOOP.replace("range(", "range(start, ")))
+    assert change.by_hand == (
+        "below line 7: import perdure",
+        "above line 20: run = perdure.init()",
+        "above line 20: run.register(model=model, optimizer=optimizer, sched=sched)",
+        "line 20: for step in run.steps(N):   # N counts all steps; it begins at the right one",
+        "in the loop of line 20: run.log(loss=loss.item())",
+    )
+
+
+def test_a_call_in_a_function_that_the_file_does_not_call_is_none() -> None:
+    """All official examples of transformers have such a `_mp_fn`."""
+    text = scripts.STEPS.replace("if __name__", "def _mp_fn(index):\n    main()\n\n\nif __name__")
+    assert "for step in run.steps(args.steps):" in added(text)
+    text = text.replace('":\n    main()', '":\n    main()\n    _mp_fn(0)')
+    assert "not called at one place" in propose(text).why
+
+
+def test_a_best_metric_is_kept_in_six_lines() -> None:
+    """They run as they are printed, once the first value is filled in."""
+    text = scripts.STEPS.replace(LOOP, "    best = 9\n" + LOOP).replace(
+        STEP, STEP + "        best = min(best, loss.item())\n"
+    )
+    change = propose(text)
+    assert "for step in run.steps(args.steps):" in change.text
+    (told,) = (word for word in change.by_hand if word.startswith("`best` would be reset"))
+    lines = [line[4:] for line in told.splitlines()[1:]]
+    registered: dict[str, Any] = {}
+    names: dict[str, Any] = {"run": SimpleNamespace(register=registered.update)}
+    names["run"].register = lambda **words: registered.update(words)
+    exec("\n".join(lines).replace("best = ...", "best = 9"), names)
+    kept = registered["kept"]
+    kept.best = 3
+    fresh = type(kept)()
+    fresh.load_state_dict(kept.state_dict())
+    assert fresh.best == 3
+
+
+def test_an_unknown_object_that_steps_is_named() -> None:
+    change = propose(scripts.STEPS.replace(STEP, STEP + "        ema.update(model)\n"))
+    assert change.text
+    assert any("run.register(ema=ema)" in word for word in change.by_hand)
 
 
 @pytest.mark.parametrize(
@@ -195,33 +234,6 @@ def test_what_might_be_wrong_is_left_alone(old: str, new: str, why: str) -> None
 )
 def test_other_kinds_are_told_in_words(text: str, why: str) -> None:
     change = propose(text)
-    assert not change.text
-    assert why in change.why
-
-
-def test_functions_that_look_or_save_may_be_called() -> None:
-    """As may a loss of the script's own, or one that another file has."""
-    text = scripts.STEPS.replace(LOOP, "    writer = Writer()\n    criterion = Loss()\n" + LOOP)
-    text = text.replace(STEP, STEP + "        save(model, optimizer, args, step)\n")
-    text = text.replace(LOSS, LOSS + "        report(writer, criterion(x), step)\n")
-    assert "for step in run.steps(args.steps):" in added(text)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "why"),
-    [
-        ("enumerate(loader)", "enumerate(stream)", "begin anew in each epoch"),
-        ("for epoch", "loader = iter(loader)\nfor epoch", "begin anew in each epoch"),
-        ("for epoch", "class Loader: ...\nloader = Loader()\nfor epoch", "begin anew"),
-        ("shuffle=True", "generator=torch.Generator()", "has a generator"),
-        ("        total +=", "        mean.mul_(2)\n        total +=", "mean.mul_() does"),
-    ],
-)
-def test_data_of_an_epoch(old: str, new: str, why: str) -> None:
-    text = scripts.EPOCHS.replace("model =", "mean = torch.zeros(1)\nmodel =", 1)
-    if "loader = " in new:
-        text = text.replace("loader = DataLoader", "other = DataLoader")
-    change = propose(text.replace(old, new, 1))
     assert not change.text
     assert why in change.why
 
@@ -271,19 +283,10 @@ def test_an_import_that_shares_its_last_line_with_a_text() -> None:
     imports, rest = scripts.EPOCHS.split("\n\n", 1)
     change = propose(imports + '; T = """\nimport x\n"""\n\n' + rest)
     assert not change.text
-    assert "laid out" in change.why or "more than it should" in change.why
+    assert "more than one statement" in change.why
 
 
 def test_lines_that_end_in_a_carriage_return_alone() -> None:
     change = propose(scripts.STEPS.replace("\n", "\r"))
     assert not change.text
     assert "lines end in an unusual way" in change.why
-
-
-def test_what_no_change_touches_is_compared() -> None:
-    """The tree without perdure's lines is that of the script: held at each proposal."""
-    for text in (scripts.STEPS, scripts.EPOCHS, scripts.HUGGINGFACE, scripts.LIGHTNING):
-        change = propose(text)
-        kept = [line for line in change.text.splitlines() if line in text.splitlines()]
-        lost = len(text.splitlines()) - len(kept)
-        assert lost in (0, 1), "more than the loop's line was changed"

@@ -83,19 +83,30 @@ def test_ranks_are_the_gpus_where_there_are_any() -> None:
     assert jobfile.suggest_nproc(lone, {})[0] == 1
 
 
-def test_a_job_file_is_not_written_over(folder, capsys) -> None:
+def test_a_job_file_is_never_written_over(folder, capsys) -> None:
+    """Another's job file stays, and the script gets one of its own name, which is then said."""
     write(folder / "train.py")
-    write(folder / "job.toml", "name = 'mine'\n")
+    write(folder / "job.toml", "script = 'mine.py'\n")
     assert run_command(["init", "train.py"]) == 0
     told = capsys.readouterr()
-    assert (folder / "job.toml").read_text() == "name = 'mine'\n"
-    assert "--force writes over it" in told.err
-    assert '    script = "train.py"' in told.out
-    assert run_init(capsys, "train.py", "--force")["job_file_written"]
-    assert (folder / "job.toml.orig").read_text() == "name = 'mine'\n"
-    again = run_init(capsys, "train.py", "--force")
-    assert not again["job_file_written"]
-    assert (folder / "job.toml.orig").read_text() == "name = 'mine'\n"
+    assert (folder / "job.toml").read_text() == "script = 'mine.py'\n"
+    assert "job.toml is there already and is left alone" in told.err
+    assert "wrote train.toml" in told.out
+    assert "perdure run -c train.toml" in told.out
+    with open(folder / "train.toml", "a") as file:
+        file.write("# mine\n")
+    before = (folder / "train.toml").read_text()
+    again = run_init(capsys, "train.py")
+    assert (again["job_file"], again["job_file_written"]) == ("train.toml", False)
+    assert (folder / "train.toml").read_text() == before
+
+
+@pytest.mark.parametrize("text", ["", "script = 3\n", "no [ toml", "\0"])
+def test_what_is_no_job_file_stays_as_well(text: str, folder, capsys) -> None:
+    write(folder / "train.py")
+    write(folder / "job.toml", text)
+    assert run_init(capsys, "train.py")["job_file"] == "train.toml"
+    assert (folder / "job.toml").read_text() == text
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
@@ -221,7 +232,7 @@ def test_the_next_command_is_said_for_the_folder(folder, capsys) -> None:
     write(folder / "my jobs" / "train.py")
     assert run_command(["init", "my jobs/train.py"]) == 0
     said = "next: cd 'my jobs' && perdure run -c job.toml"
-    assert f"{said}   # the script as it is" in capsys.readouterr().out
+    assert f"{said}   # runs the script without these lines" in capsys.readouterr().out
     assert run_command(["init", "my jobs/train.py", "--apply"]) == 0
     assert capsys.readouterr().out.endswith(f"{said}\n")
 
@@ -323,17 +334,22 @@ def test_the_file_with_the_loop_is_named(name, package, capsys) -> None:
     write(package / "mypkg" / "train.py", MAIN.replace("mypkg.engine", name))
     document = run_init(capsys, "mypkg/train.py")
     assert "no training loop found" in document["why_no_diff"]
-    assert document["by_hand"][0].endswith("mypkg/engine.py has a loop that trains")
-    assert document["by_hand"][0].startswith("line 13 of ")
-    assert "run.register(model=model, optimizer=optimizer)" in document["by_hand"][1]
+    where, *lines = document["by_hand"]
+    assert where.startswith("line 13 of ")
+    assert "mypkg/engine.py has a loop that trains" in where
+    assert lines[1:3] == [
+        "above line 13: run = perdure.init()",
+        "above line 13: run.register(model=..., optimizer=...)",
+    ]
     engine = run_init(capsys, "mypkg/engine.py")
-    assert engine["why_no_diff"].startswith("line 13: its optimizer belongs to an object")
+    assert "the loop in line 13 belongs to an object" in engine["why_no_diff"]
+    assert engine["by_hand"] == lines
 
 
 def test_a_page_that_is_named_is_there(package, capsys) -> None:
     assert run_command(["init", "mypkg/train.py"]) == 0
     words = capsys.readouterr().out.split()
-    (page,) = [word for word in words if word.endswith("tutorial.md")]
+    (page,) = [word.strip("():") for word in words if word.endswith("init.md):")]
     assert Path(page).is_file()
 
 
