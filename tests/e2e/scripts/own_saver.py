@@ -143,9 +143,10 @@ def load(form: str, path: str, ranks: int = RANKS) -> int:
 
 def main() -> None:
     form, out = sys.argv[1:3]
-    if RANKS > 1 and form in ("deepspeed", "dcp"):
+    shared = form in ("deepspeed", "dcp")
+    if RANKS > 1 and shared:
         dist.init_process_group("gloo")
-    saved = list_saved(form, out)
+    saved = list_saved(form, out) if shared or RANK == 0 else []  # Rank 0 may save already.
     step = load(form, saved[0]) if saved else 0
     tell("began", step)
     wait_for_others()
