@@ -8,6 +8,7 @@ import contextlib
 import json
 import random
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,11 +96,16 @@ def list_loadable(form: str, folder: Path, ranks: int) -> list[int]:
         paths += sorted(map(str, found), key=lambda p: int(p.split("step")[-1]), reverse=True)
     if form == "overwritten":
         paths.append(str(folder / "out.copy" / "ckpt.pt"))
-    steps = []
-    for path in paths[:_LOADED_MAX]:
-        with contextlib.suppress(Exception):  # It is torn.
-            steps.append(own_saver.load(form, path, ranks))
-    return steps
+    steps = [load(form, path, ranks) for path in paths[:_LOADED_MAX]]
+    return [step for step in steps if step is not None]
+
+
+def load(form: str, path: str, ranks: int) -> int | None:
+    """Return the step of a checkpoint; None if it does not load."""
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That no process group is there.
+        return own_saver.load(form, path, ranks)
+    return None
 
 
 def kill_again_and_again(
@@ -175,18 +181,12 @@ def kill_one(
 
 def check_disk(form: str, folder: Path, ranks: int, account: Account) -> list[str]:
     """Return whole checkpoints that were moved, and those that are gone though they were saved."""
-    faults = []
-    for path in (folder / "out.torn").glob("*"):
-        account.moved += 1
-        with contextlib.suppress(Exception):
-            if path.name.partition("-")[0] != "latest":
-                step = own_saver.load(form, str(path), ranks)
-                faults.append(f"{path.name} was moved, and step {step} loads")
-    saved = {step for life in read_lives(folder) for word, step in life if word == "saved"}
+    moved = [path for path in (folder / "out.torn").glob("*") if "latest" not in path.name]
+    account.moved = len(moved)
+    steps = [(path.name, load(form, str(path), ranks)) for path in moved]
+    faults = [f"{name} was moved, and loads" for name, step in steps if step is not None]
     if form == "overwritten":
         return faults
-    left = set()
-    for path in (folder / "out").glob("*"):
-        with contextlib.suppress(Exception):
-            left.add(own_saver.load(form, str(path), ranks))
+    saved = {step for life in read_lives(folder) for word, step in life if word == "saved"}
+    left = {load(form, str(path), ranks) for path in (folder / "out").glob("*")}
     return faults + [f"step {step} was saved, and is gone" for step in sorted(saved - left)]
