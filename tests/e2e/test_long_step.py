@@ -29,10 +29,11 @@ def test_status_and_an_interrupt_name_the_step_in_progress(
     )
     job = start("long", "-c", "job.toml")
     told = "step 3 has been in progress for"
+    job.wait_state("running")
     job.wait_until(lambda: told in job.cli("status", "long").stdout, "a long step")
     assert "longer than a notice of 2 s; a preemption loses it" in job.cli("status", "long").stdout
     job.process.send_signal(signal.SIGINT)
     words = f"SIGINT: stopping after the step in progress ({told}"
     job.wait_until(lambda: words in job.text(), "what the stop waits for")
     (tmp_path / "go").touch()
-    assert job.wait() == 0, job.text()
+    assert job.wait() == 128 + signal.SIGINT, job.text()
