@@ -223,6 +223,18 @@ async def test_what_ends_when_its_time_has_come_is_not_withdrawn() -> None:
     assert [type(event) for event in told] == [PreemptionNoticed]
 
 
+async def test_a_notice_says_whether_the_ranks_handle_sigterm() -> None:
+    told: list[PreemptionNoticed | PreemptionWithdrawn] = []
+    source = FakeNotices(())
+    watch = NoticeWatch(
+        PreemptionConfig(), [source], node=1, report=told.append, now=lambda: 1.0,
+        handles=lambda: True,
+    )  # fmt: skip
+    certain = Announced(id="a", reason="terminate", grace_s=30.0)
+    watch.take(source, [certain, Announced(id="r", reason="rebalance", certain=False)])
+    assert [event.handled for event in told] == [True, False], "a risk ends nothing"
+
+
 @pytest.mark.parametrize(
     ("files", "platform"),
     [

@@ -59,3 +59,27 @@ def test_a_rank_that_ignores_sigterm_has_no_grace(
     job = begin(start, tmp_path, IGNORES, "--cold")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 0
+
+
+def test_a_script_that_saves_itself_is_told_of_a_preemption(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It is held until its machine is gone, or stays after all."""
+    (tmp_path / "train.py").write_text(SAVES)
+    (tmp_path / "job.toml").write_text(
+        'script = "train.py"\nnproc = 2\n[preemption]\nfile = "gone"\nlead_s = 900.0\n'
+    )
+    (tmp_path / "go").touch()
+    job = start("grace", "-c", "job.toml")
+    job.wait_until(lambda: "handler 0" in job.text() and "handler 1" in job.text(), "the ranks")
+    job.wait_until(lambda: job.state().get("state") == "running", "a world that trains")
+    (tmp_path / "gone").write_text("900 drill")
+    job.wait_until(lambda: (tmp_path / "saved-0").exists(), "the save of rank 0")
+    job.wait_until(lambda: (tmp_path / "saved-1").exists(), "the save of rank 1")
+    job.wait_until(lambda: "announced seconds" in job.cli("report", "grace").stdout, "its length")
+    assert job.text().count("handler 0") == 1
+    (tmp_path / "gone").unlink()
+    job.wait_until(lambda: job.text().count("handler 0") == 2, "the next life")
+    job.wait_until(lambda: job.state().get("state") == "running", "a world that trains")
+    job.cli("stop", "grace")
+    assert job.wait() == 0

@@ -1,74 +1,26 @@
 """A script with own saves is killed in the midst of them; it goes on from the newest whole one."""
 
-import itertools
 import json
 import random
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.exact import Start
-from tests.e2e.harness import SCRIPTS, Job
+from tests.e2e.own_kills import (
+    DECLARED,
+    kill_again_and_again,
+    read_lives,
+    run_saver,
+    wait_saves,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-DECLARED = {
-    "torch": "out/ckpt-*.pt",
-    "lightning": "out/*.ckpt",
-    "safetensors": "out/*.safetensors",
-    "trainer": "out/checkpoint-*",
-    "deepspeed": "out/global_step*",
-    "dcp": "out/step-*",
-}
-KILLS = 6
+KILLS = 5
 SHORT = ("torch", "trainer", "dcp")
 """A file, a folder, and shards; each format, cut at every place: tests/unit/test_own.py."""
-
-
-def run_saver(
-    start: Start, folder: Path, form: str, own: tuple[str, ...], *keys: str, out: str = "out"
-) -> Job:
-    """Start the script that saves in `form` at every step."""
-    rows = "\n".join((f"own = {json.dumps(own)}", *keys))
-    script = SCRIPTS / "own_saver.py"
-    (folder / "job.toml").write_text(
-        f'script = "{script}"\nargs = ["{form}", "{out}"]\nnproc = 1\n[checkpoint]\n{rows}\n'
-        "[restart]\nmax_restarts = 100\nwindow_max = 1000\n"
-    )
-    return start("own", "-c", "job.toml")
-
-
-def read_lives(folder: Path) -> list[list[tuple[str, int]]]:
-    """Return what each life did, oldest first."""
-    lives: list[list[tuple[str, int]]] = []
-    path = folder / "trail"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        word, step = line.split()
-        if word == "began":
-            lives.append([])
-        lives[-1].append((word, int(step)))
-    return lives
-
-
-def wait_saves(job: Job, folder: Path, life: int, count: int) -> None:
-    """Wait until life number `life` has saved `count` times."""
-
-    def has_saved() -> bool:
-        lives = read_lives(folder)
-        return len(lives) > life and sum(word == "saved" for word, _ in lives[life]) >= count
-
-    job.wait_until(has_saved, f"{count} saves of life {life}")
-
-
-def check_lives(folder: Path) -> None:
-    """Each life began at the newest checkpoint that was whole when the one before was killed."""
-    lives = read_lives(folder)
-    for before, after in itertools.pairwise(lives):
-        saved = max(step for word, step in before if word in ("began", "saved"))
-        begun = max(step for word, step in before if word in ("began", "saving"))
-        assert after[0][1] in (saved, begun), (before[-3:], after[0])
 
 
 @pytest.mark.parametrize(
@@ -76,17 +28,9 @@ def check_lives(folder: Path) -> None:
     [pytest.param(f, marks=() if f in SHORT else pytest.mark.long) for f in DECLARED],
 )
 def test_killed_in_the_midst_of_saves(start: Start, tmp_path: Path, form: str) -> None:
-    job = run_saver(start, tmp_path, form, (DECLARED[form],))
-    chance = random.Random(form)
-    for life in range(KILLS):
-        wait_saves(job, tmp_path, life, 2)
-        time.sleep(chance.uniform(0.0, 0.4))  # The instant of the kill, which nothing depends on.
-        job.kill("perdure rank")
-    wait_saves(job, tmp_path, KILLS, 1)
-    (tmp_path / "enough").touch()
-    assert job.wait() == 0, job.text()
-    assert job.state()["restarts"] == KILLS, "a life failed to load"
-    check_lives(tmp_path)
+    account = kill_again_and_again(start, tmp_path, form, KILLS, random.Random(form))
+    assert not account.faults, account.faults
+    assert account.kills == KILLS
 
 
 def test_a_torn_newest_one_is_moved_and_said(start: Start, tmp_path: Path) -> None:
@@ -120,23 +64,6 @@ def test_what_is_not_understood_is_not_moved(start: Start, tmp_path: Path) -> No
     assert strange.exists()
     (tmp_path / "enough").touch()
     assert job.wait() == 0, job.text()
-
-
-def test_the_copy_of_an_overwritten_file_takes_its_place(start: Start, tmp_path: Path) -> None:
-    job = run_saver(start, tmp_path, "overwritten", ("out/ckpt.pt",), "own_copy = true")
-    copy = tmp_path / "out.copy" / "ckpt.pt"
-    job.wait_until(copy.exists, "a copy")
-    chance = random.Random(2)
-    for life in range(KILLS):
-        wait_saves(job, tmp_path, life, 2)
-        time.sleep(chance.uniform(0.0, 0.2))
-        job.kill("perdure rank")
-    wait_saves(job, tmp_path, KILLS, 1)
-    lives = read_lives(tmp_path)
-    assert all(life[0][1] > 0 for life in lives[1:])
-    (tmp_path / "enough").touch()
-    assert job.wait() == 0, job.text()
-    assert job.state()["restarts"] == KILLS, "a life failed to load"
 
 
 def test_an_undeclared_one_is_named_and_never_touched(start: Start, tmp_path: Path) -> None:

@@ -51,5 +51,7 @@ def test_a_rank_that_writes_for_too_long_is_killed_and_named(
     job = begin(start, tmp_path, "--cold")
     job.wait_until(lambda: "killed rank 0, which still wrote" in job.text(), "the end of the wait")
     job.wait_until(lambda: "life 1 of 0 finds" in job.text(), "the next life")
+    words = f"rank 0 was killed while it wrote {tmp_path}/model.pt"
+    assert words in job.cli("report", "writes").stdout
     job.cli("stop", "writes", "--now")
     job.wait()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.conftest import start  # noqa: F401  (a fixture)
 from tests.e2e.exact import Start
-from tests.e2e.test_own_checkpoints import read_lives
+from tests.e2e.own_kills import read_lives
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "own_saves.py"
 KILLS, RANKS = 3, 2

@@ -144,6 +144,8 @@ class OpenNotice:
     """Whoever takes it waits until it is left."""
     acted: bool = False
     """What to do about it was decided."""
+    handled: bool = False
+    """The ranks there handle SIGTERM."""
 
     @property
     def words(self) -> str:

@@ -55,6 +55,7 @@ from perdure.control.recovery.formation import (
     note_stopped,
     note_store,
     note_submission,
+    release_world,
     wait_for_nodes,
 )
 from perdure.control.recovery.groups import OF_GROUPS
@@ -623,6 +624,8 @@ def _phase_overdue(state: JobState, now: float) -> list[AnyAction]:
     missing = [node for node in state.world.placement if node in state.lost]
     if state.world.phase == "forming" and missing:
         return wait_for_nodes(state, now, missing)
+    if state.world.phase == "forming" and state.world.held_s:
+        return release_world(state, now)
     why = f"{state.world.phase} the world took too long"
     if state.world.phase == "starting":
         withheld = ActionWithheld(

@@ -20,6 +20,7 @@ from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import end_spares
 from perdure.control.membership.members import list_leavers, list_living_members, list_spare_members
 from perdure.control.membership.quorum import count_left
+from perdure.control.recovery.formation import form_world, hold_world, release_world
 from perdure.control.steering.group_moves import take_back
 from perdure.control.steering.moves import restore_move
 from perdure.model.events import (
@@ -28,7 +29,7 @@ from perdure.model.events import (
     PreemptionNoticed,
     PreemptionWithdrawn,
 )
-from perdure.model.failures import ExitRecord, is_explained
+from perdure.model.failures import Cause, ExitRecord, is_explained
 from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S
 from perdure.policy import HandOver, Outlook, decide_hand_over
@@ -37,6 +38,7 @@ _WOULD = {
     "drain": "left it at a step that all agree on",
     "evict": "left it at once",
     "checkpoint": "saved a checkpoint",
+    "end": "ended its ranks, so that the script saves itself",
     "mark": "noted it",
 }
 _MARGIN = 0.1
@@ -45,6 +47,8 @@ _MARGIN_S_MAX = 2.0
 _LATE = 0.25
 _LATE_S_MAX = 10.0
 """Where nobody can stand in, the last save begins so long before the end."""
+_SELF_S = 150.0
+"""Seconds before its end at which a script that saves itself is told: all of a spot notice."""
 _EARLIER_S = 0.5
 """A deadline that has come nearer by less is the same one."""
 _STEPS = 2.0
@@ -79,6 +83,7 @@ def _note(state: JobState, now: float, event: PreemptionNoticed) -> list[AnyActi
         gone_s=gone_s,
         boot_id=there.boot_id if there is not None else "",
         waits=event.waits,
+        handled=event.handled,
     )
     if event.certain and gone_s - state.the_spec().preemption.lead_s <= now:
         state.going.add(event.node)  # From this moment on, and not from the decision on.
@@ -99,7 +104,7 @@ def _withdraw(state: JobState, now: float, event: PreemptionWithdrawn) -> list[A
         for other in state.notices.values():  # What was one move is decided once more without it.
             other.acted = other.acted and other.node not in together
         _plan(state, now)
-    return actions + _free(state, event.node, notice.source, why)
+    return actions + _free(state, now, event.node, notice.source, why)
 
 
 def note_return(state: JobState, now: float, event: NodeRegistered) -> list[AnyAction]:
@@ -121,7 +126,7 @@ def note_return(state: JobState, now: float, event: NodeRegistered) -> list[AnyA
     if not mine or len(over) < len(mine) or before is None:
         return []
     state.notices = {k: n for k, n in state.notices.items() if n.node != event.node}
-    return _free(state, event.node, over[0].source, f"node {event.node} is back")
+    return _free(state, now, event.node, over[0].source, f"node {event.node} is back")
 
 
 def advance_notices(state: JobState, now: float) -> list[AnyAction]:
@@ -165,6 +170,8 @@ def _opens(state: JobState, notice: OpenNotice) -> float:
 def _compute_lead_s(state: JobState, notice: OpenNotice) -> float:
     """Return how long before its end a node's leaving begins."""
     config, pace = state.the_spec().preemption, state.steering.pace
+    if notice.handled and _is_supervised(state):
+        return max(config.lead_s, _SELF_S)
     if pace is None or not _serves_to_the_end(state, [notice]):
         return config.lead_s
     return min(config.lead_s, _compute_reserve_s(state) + _STEPS * pace.step_s)
@@ -232,6 +239,8 @@ def _hand_over(state: JobState, now: float, notices: list[OpenNotice]) -> list[A
         for node in nodes if busy[0].certain else ():
             actions += _cordon(state, node, why)
         return actions
+    if decided.way == "end":
+        return actions + _end_ranks(state, now, nodes, busy, why)
     if decided.way == "checkpoint" and not busy[0].certain:
         joined = membership_of(state).has_joined(state)
         can = state.boundary is None and state.world.phase == "running" and joined
@@ -279,6 +288,25 @@ def _begin_move(
     return [NoteDraining(node=node, reason=why) for node in nodes]
 
 
+def _end_ranks(
+    state: JobState, now: float, nodes: list[int], notices: list[OpenNotice], why: str
+) -> list[AnyAction]:
+    """Give the script's own handlers of SIGTERM what is left, and hold its ranks until the end."""
+    gone_s = min(n.gone_s for n in notices)
+    left_s = gone_s - now
+    cause = Cause(
+        cause=f"Preemption ({notices[0].words})", culprit=f"node {nodes[0]}",
+        at_step=-1, failure_s=now, detected_s=now, reason=why,
+    )  # fmt: skip
+    state.book.decide(cause, "move", state.world.generation)
+    state.world.failed_s = now
+    actions = [action for node in nodes for action in _cordon(state, node, why)]
+    grace_s = left_s - min(_MARGIN_S_MAX, _MARGIN * left_s)
+    actions += form_world(state, now, why, grace_s=grace_s)
+    hold_world(state, max(n.gone_s for n in notices))
+    return actions
+
+
 def _hasten(state: JobState, now: float, notice: OpenNotice) -> bool:
     """Have a move that leaves the node already do so in time; return whether there is one."""
     for move in state.moves.values():
@@ -305,15 +333,20 @@ def _look(state: JobState, now: float, nodes: list[int], notices: list[OpenNotic
     else:
         spares = len([node for node in state.spares if node not in nodes])
         short = sum(node in nodes for node in state.world.placement)
-    supervised = state.world.stepping and not state.world.joined
     return Outlook(
-        saves=left is not None or not supervised,
+        saves=left is not None or not _is_supervised(state),
+        handles=all(notice.handled for notice in notices),
         grace_s=max(0.0, min(n.gone_s for n in notices) - now),
         certain=certain,
         spares=spares,
         short=short,
         left=left,
     )
+
+
+def _is_supervised(state: JobState) -> bool:
+    """Return whether the script trains and does not call `perdure.init`."""
+    return state.world.stepping and not state.world.joined
 
 
 def _runs(state: JobState, node: int) -> bool:
@@ -339,13 +372,14 @@ def _cordon(state: JobState, node: int, why: str) -> list[AnyAction]:
     return membership_of(state).cordon(state, node, why) + spares
 
 
-def _free(state: JobState, node: int, source: str, why: str) -> list[AnyAction]:
+def _free(state: JobState, now: float, node: int, source: str, why: str) -> list[AnyAction]:
     """Let a node run ranks again that did not for a notice alone."""
     if node not in state.going:
         return []
     state.going.discard(node)
     membership = membership_of(state)
-    return [*membership.free(state, node, source, why), *membership.fill(state, why)]
+    freed = [*membership.free(state, node, source, why), *membership.fill(state, why)]
+    return freed + (release_world(state, now) if not state.going else [])
 
 
 # --- replica groups ------------------------------------------------------------------------------

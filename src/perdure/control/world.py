@@ -161,6 +161,8 @@ class WorldState:
     """Nodes by group rank."""
     deadline_s: float | None = None
     """By when it shall have been formed, or have come back."""
+    held_s: float = 0.0
+    """Until then its ranks are not started: a machine of theirs goes away."""
     store: StoreReady | None = None
     started: set[int] = field(default_factory=set)
     """Nodes that have started its ranks."""

@@ -74,6 +74,23 @@ def describe_left(snapshot: Snapshot) -> str:
     return f"{least} to {most} {unit} left" if most > least else f"{most} {unit} left"
 
 
+def describe_open_step(snapshot: Snapshot, at_least_s: float = 1.0) -> str:
+    """Return how long the step in progress has lasted, and what a step takes; empty if less."""
+    open_s = snapshot.step_open_s
+    step_s = 1.0 / snapshot.steps_per_s if snapshot.steps_per_s > 0 else 0.0
+    if not open_s or max(open_s, step_s) < at_least_s:
+        return ""
+    takes = f"; a step takes about {step_s:.0f} s" if step_s else ""
+    return f"step {snapshot.step + 1} has been in progress for {open_s:.0f} s{takes}"
+
+
+def describe_long_step(snapshot: Snapshot, notice_s: float) -> str:
+    """Return that a step is longer than the notice of a preemption; empty if it is not."""
+    told = describe_open_step(snapshot, notice_s)
+    end = f"longer than a notice of {notice_s:g} s; a preemption loses it"
+    return f"{told}: {end}, and a stop waits for its end" if told else ""
+
+
 def render_count(number: int, noun: str) -> str:
     """Return a number of things, such as `2 ranks`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

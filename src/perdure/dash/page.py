@@ -67,10 +67,14 @@ def render_html_paragraphs(texts: Iterable[str]) -> str:
 
 
 def render_html(
-    report: Report, snapshot: Snapshot | None, series: Series, matrix: DelayMatrix | None = None
+    report: Report,
+    snapshot: Snapshot | None,
+    series: Series,
+    matrix: DelayMatrix | None = None,
+    own: str = "",
 ) -> str:
     """Return the whole page."""
-    picture = Picture(report, snapshot, series, matrix)
+    picture = Picture(report, snapshot, series, matrix, own=own)
     sections = ((title, render_section(name, picture)) for title, name in _SECTIONS)
     head = render("head.html", report=report, snapshot=snapshot)
     return render_document(report.job, head, sections)

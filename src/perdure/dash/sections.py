@@ -15,7 +15,13 @@ from perdure.dash.live import describe_left
 from perdure.dash.ranktime import Span, render_rank_time
 from perdure.dash.shape import render_shape, render_span
 from perdure.dash.svg import INKS, Mark, name_ink, render_curve, render_stack
-from perdure.dash.text import LOST_UNKNOWN, describe_note, render_mended, render_skipped
+from perdure.dash.text import (
+    LOST_UNKNOWN,
+    describe_note,
+    render_mended,
+    render_skipped,
+    render_windows,
+)
 from perdure.dash.verdicts import describe_grounds, describe_verdict, render_waits, render_withheld
 from perdure.dash.watch import holds, render_busy
 from perdure.model.plain import show_controls
@@ -53,6 +59,8 @@ class Picture(NamedTuple):
     matrix: "DelayMatrix | None" = None
     damage: str = ""
     """What of the journal could not be read."""
+    own: str = ""
+    """The newest whole checkpoint that the script saved, in words."""
 
 
 LOG_LINES = 200
@@ -385,6 +393,7 @@ _CALLED: tuple[Callable[..., Any], ...] = (
     render_mended,
     render_shape,
     render_skipped,
+    render_windows,
     render_withheld,
 )
 

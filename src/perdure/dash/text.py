@@ -19,6 +19,7 @@ from perdure.model.report import (
     Recovery,
     Report,
     SkipRow,
+    WindowRow,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def render_text(
     parts.append(_render_notes(report, series, width))
     parts.append(render_mended(report.mended))
     parts.append(render_skipped(report.skipped))
+    parts.append(render_windows(report.windows))
     parts.append(render_hung_saves(report.hung_saves))
     parts.append(render_empty_slots(report.job, report.empty_slots))
     if series is not None:
@@ -117,6 +119,15 @@ def _name_skipped(row: SkipRow) -> str:
     if row.resumed < 0:
         return "A checkpoint of the script is torn"
     return f"A checkpoint was not used, and training went on from step {row.resumed}"
+
+
+def render_windows(rows: Sequence[WindowRow]) -> str:
+    """Return how much of the announced times ranks used, a line each."""
+    return "\n".join(
+        f"Notice for {show_controls(row.who) or 'the job'}: "
+        f"ranks used {row.used_s:.1f} of {row.window_s:.1f} announced seconds"
+        for row in rows
+    )
 
 
 def render_exactness(exact: Exactness | None) -> str:

@@ -467,6 +467,15 @@ def choose_place(path: str, root: str, cwd: str) -> str:
     return target
 
 
+def is_set_aside(path: str) -> bool:
+    """Return whether a file lies in a folder that torn checkpoints were moved to.
+
+    >>> is_set_aside("results/out.torn/checkpoint-3/model.safetensors")
+    True
+    """
+    return any(part.endswith(TORN) for part in path.split("/")[:-1])
+
+
 def locate_copy(path: str, root: str, cwd: str) -> str:
     """Return where the copy of an overwritten checkpoint is kept."""
     return os.path.join(_name_beside(root, cwd, COPY), os.path.relpath(path, root))

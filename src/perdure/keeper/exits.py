@@ -100,6 +100,7 @@ def make_record(
     oom_kills: int,
     evidence: Evidence,
     ended_for: str = "",
+    saving: str = "",
 ) -> ExitRecord:
     """Return the record of a rank that ended with wait status `status`.
 
@@ -141,6 +142,7 @@ def make_record(
         max_rss_bytes=usage.ru_maxrss * 1024,
         torn=cut_text(str(own.get("torn", "")), _ERROR_MAX),
         torn_why=cut_text(str(own.get("torn_why", "")), _ERROR_MAX),
+        saving=cut_text(saving, _ERROR_MAX),
     )
 
 

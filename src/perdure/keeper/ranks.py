@@ -34,7 +34,7 @@ from perdure.keeper import exits
 from perdure.keeper import reaping as reap
 from perdure.keeper.image import ImageProcess, Warmth
 from perdure.keeper.output import RankOutput
-from perdure.keeper.writers import list_written
+from perdure.keeper.writers import Save, list_written
 from perdure.keeper.zygote import (
     FORK_TIMEOUT_S,
     ForkFailed,
@@ -84,6 +84,8 @@ _LAST_WORD_S = 2.0
 _CLEANERS_S = 10.0
 """Seconds for helpers that remove shared memory, once the processes that used it are gone."""
 _SHARED_LOOK_S = 3.0
+_WRITING_S = 0.03
+"""Seconds between two looks at ranks that save: a save that follows at once begins soon."""
 _SAVED_S = 1.0
 """Seconds after the last file of a save before a rank counts as done with it."""
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
@@ -104,6 +106,8 @@ class Rank:
     """When its last exception was seen to be saved; 0 before."""
     ended_for: str = ""
     """Why the keeper has killed it."""
+    saving: str = ""
+    """The file of a checkpoint that it still wrote when the keeper killed it."""
     record: ExitRecord | None = None
 
 
@@ -128,6 +132,9 @@ class Ending:
     """When a rank was last seen to write one."""
     written: dict[int, str] = field(default_factory=dict)
     """Pids of ranks that were seen to write -> file."""
+    saves: dict[int, Save] = field(default_factory=dict)
+    saved: set[int] = field(default_factory=set)
+    """Pids of ranks that have finished a save: they write the next one already."""
     answers: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
     """Processes below the ranks that were killed and named."""
@@ -693,6 +700,7 @@ class Ranks:
             oom_kills=self._count_oom_kills_of(rank),
             evidence=rank.evidence,
             ended_for=rank.ended_for,
+            saving=rank.saving,
         )
         rank.record = record
         self._old_rings.append((at_s, self._paths.ring(rank.generation, rank.rank)))
@@ -708,28 +716,37 @@ class Ranks:
     def _find_writers(self, ranks: list[Rank], ending: Ending, now: float) -> set[int]:
         """Return the pids of ranks that may finish a file of a checkpoint, and name them once.
 
-        A save consists of several files: the last one of a rank is waited for a little longer.
+        A save may have several files, so perdure waits a little after the last one. A
+        rank that saves again at once is done after its next save.
         """
         if now < ending.warn_s:
             return set()
         if now >= ending.writers_s:
             for rank in ranks:
                 if path := ending.written.pop(rank.pid, ""):
+                    rank.saving = path
                     self._tell(f"killed rank {rank.rank}, which still wrote {path}", rank)
             return set()
-        found = {rank.pid: list_written(rank.pid) for rank in ranks}
         for rank in ranks:
-            files = [p for p in found[rank.pid] if not p.startswith(self._paths.root)]
-            if files:
-                ending.written_s = now
+            files = self._list_own(rank.pid)
+            if ending.saves.setdefault(rank.pid, Save()).take(files, now):
+                ending.written.pop(rank.pid, None)
+                ending.saved.add(rank.pid)
+            elif files and rank.pid not in ending.saved:
+                ending.written_s, path = now, next(iter(files))
                 if rank.pid not in ending.written:
                     most = f"{ending.writers_s - now:.0f} s at most"
-                    text = f"perdure waits for rank {rank.rank}, {most}: it writes {files[0]}"
+                    text = f"perdure waits for rank {rank.rank}, {most}: it writes {path}"
                     self._tell(text, rank)
-                ending.written[rank.pid] = files[0]
+                ending.written[rank.pid] = path
         if now >= ending.written_s + _SAVED_S:
             ending.written.clear()
         return {rank.pid for rank in ranks if rank.pid in ending.written}
+
+    def _list_own(self, pid: int) -> dict[str, int]:
+        """Return the files of the script's own checkpoints that a rank is writing, and where."""
+        found = list_written(pid)
+        return {p: at for p, at in found.items() if not p.startswith(self._paths.root)}
 
     def _handles_term(self, pid: int) -> bool:
         """Return whether `pid` handles SIGTERM; perdure's own handler in a rank does not count."""
@@ -816,12 +833,15 @@ class Ranks:
             for rank in ranks:
                 if rank.pid not in {*ending.killed, *writing} and self._handles_term(rank.pid):
                     ending.killed.add(rank.pid)
-                    self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM", rank)
+                    rank.saving = rank.saving or next(iter(self._list_own(rank.pid)), "")
+                    end = f" and wrote {rank.saving}" if rank.saving else ""
+                    self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM{end}", rank)
             below = [pid for pid in members if pid not in {*self._by_pid, self._store_pid}]
             self._name_killed([p for p in below if table[p].session not in writing], table, ending)
         members = [pid for pid in members if table[pid].session not in writing]
         ours = [pid for pid in members if send_signal(pid, signal.SIGKILL)]
         if ranks or ours:
+            ending.wait_s = min(ending.wait_s, _WRITING_S) if writing else ending.wait_s
             ending.next_look_s = now + ending.wait_s
             ending.wait_s = min(2 * ending.wait_s, _RESCAN_S_MAX)
             return

@@ -25,6 +25,12 @@ _NAMES = re.compile(
 _LOGS = re.compile(r"tfevents|wandb|mlruns|\.(log|txt|out|err|csv|tsv|jsonl?|ya?ml|db|sqlite3?)$")
 _OWN = re.compile(r"/step-\d+\.[^/]*\.tmp(/|$)")
 """perdure's own checkpoints, before they are whole."""
+_FOLDER = re.compile(
+    r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)[-_=]?\d+", re.IGNORECASE
+)
+"""Names of folders that are one save."""
+_LATER_S = 0.2
+"""Seconds for files of a folder that come after the last one that counts, such as JSON."""
 _AT_FDCWD, _DONT_SYNC, _MTIME = -100, 0x4000, 0x40
 _MTIME_AT = 112
 _libc = ctypes.CDLL(None)
@@ -49,6 +55,55 @@ def list_written(pid: int) -> dict[str, int]:
                 if _age_s(f"/proc/{pid}/fd/{fd}") < QUIET_S:
                     found[path] = int(info["pos"])
     return found
+
+
+class Save:
+    """The save that a rank was seen in.
+
+    A rank may save again at once, and is never quiet then. Its next save shows which file is the
+    last one: after that file, the rank is done.
+    """
+
+    def __init__(self) -> None:
+        """Know of no file yet."""
+        self._files: dict[str, tuple[str, int]] = {}
+        """Kind -> path and position, of this save."""
+        self._newest = self._last = self._folder = ""
+        self._closed_s = -1.0
+
+    def take(self, files: dict[str, int], now: float) -> bool:
+        """Take what `list_written` says; return whether the rank has finished a save."""
+        kinds = set()
+        for path, at in files.items():
+            folder, kind = _split(path)
+            known = self._files.get(kind)
+            again = known is not None and (known[0] != path or at < known[1])
+            if again or (folder and self._folder not in ("", folder)):  # The next save.
+                self._last, self._closed_s = self._newest, -1.0
+                self._files.clear()
+            self._files[kind] = path, at
+            self._newest, self._folder = kind, folder or self._folder
+            kinds.add(kind)
+        if self._last not in self._files or self._last in kinds:
+            return False
+        self._closed_s = now if self._closed_s < 0 else self._closed_s
+        return now >= self._closed_s + (_LATER_S if self._folder else 0.0)
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the folder of a save, if it has one, and a file's name without the save's number.
+
+    >>> _split("/run/checkpoint-20/model-00001-of-00002.safetensors")
+    ('/run/checkpoint-20', 'model-00001-of-00002.safetensors')
+    >>> _split("/run/ckpt-20.pt")
+    ('', 'ckpt-#.pt')
+    """
+    parts = path.split("/")
+    for at in range(len(parts) - 2, 0, -1):
+        if _FOLDER.fullmatch(parts[at]):
+            return "/".join(parts[: at + 1]), "/".join(parts[at + 1 :])
+    name = parts[-1]
+    return "", name if "-of-" in name else re.sub(r"\d+", "#", name)
 
 
 def is_checkpoint(path: str) -> bool:

@@ -547,6 +547,8 @@ class PreemptionNoticed(NodeEvent, frozen=True, kw_only=True):
     """False: it is only at a higher risk than others (a rebalance recommendation)."""
     waits: bool = False
     """Whoever takes the machine waits until it is left, so that it is left at once."""
+    handled: bool = False
+    """All ranks of the node handle SIGTERM: a script that perdure cannot save can save itself."""
 
 
 class PreemptionWithdrawn(NodeEvent, frozen=True, kw_only=True):

@@ -40,6 +40,8 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Path of the torn checkpoint that the script failed to load."""
     torn_why: str = ""
     """What is wrong with it, which one is whole, and the command that moves it."""
+    saving: str = ""
+    """Path of the file of a checkpoint that it still wrote when perdure killed it."""
 
     @property
     def failed(self) -> bool:

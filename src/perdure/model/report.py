@@ -126,6 +126,20 @@ class SkipRow(msgspec.Struct, frozen=True):
     saved."""
 
 
+class WindowRow(msgspec.Struct, frozen=True):
+    """Time that a platform left ranks before it took their machine, and how much they used."""
+
+    at_s: float
+    who: str
+    """Such as `node 1 (aws: spot terminate)`."""
+    window_s: float
+    """Announced seconds."""
+    used_s: float = 0.0
+    """Seconds until the last rank there ended; 0 before."""
+    node: int = -1
+    """-1: the time is that of a stop of the whole job."""
+
+
 class HungSaveRow(msgspec.Struct, frozen=True):
     """A checkpoint whose disk took so long that later saves were skipped."""
 
@@ -181,6 +195,8 @@ class Report(msgspec.Struct, frozen=True):
     """Checkpoints that could not be used, the oldest first."""
     exact: Exactness | None = None
     """None: the script declares no steps."""
+    windows: tuple[WindowRow, ...] = ()
+    """Notices in whose time ranks ended, the oldest first."""
     hung_saves: tuple[HungSaveRow, ...] = ()
     """Checkpoints whose disk hung, the oldest first."""
     empty_slots: tuple[EmptySlotRow, ...] = ()
@@ -372,6 +388,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     nodes that join while it trains; None: not known before it trains."""
     num_steps: int = 0
     """So many steps the loop is to make, counted over the whole run; 0: it does not say."""
+    step_open_s: float = 0.0
+    """Seconds that the step in progress has lasted, in the slowest rank."""
     left_s: tuple[float, float] | None = None
     """Seconds until they are made, at least and at most, by the pace of the last minutes; None
     while that is unsteady, or not known."""

@@ -18,6 +18,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """Of the one that goes first."""
     saves: bool = True
     """The script calls `perdure.init`, so that its state can be saved."""
+    handles: bool = False
+    """Its ranks handle SIGTERM."""
     certain: bool = True
     spares: int = 0
     """Nodes, or in an elastic world members, that can stand in at once."""
@@ -27,8 +29,9 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """Members, or replica groups, that would go on; None where the world is formed anew."""
 
 
-Way = Literal["drain", "evict", "checkpoint", "mark"]
-"""Leave at an agreed step, or at once; save, for nobody can stand in; or only note it."""
+Way = Literal["drain", "evict", "checkpoint", "end", "mark"]
+"""Leave at an agreed step, or at once; save, for nobody can stand in; let the script save itself
+on SIGTERM; or only note it."""
 
 
 class HandOver(msgspec.Struct, frozen=True):
@@ -55,6 +58,11 @@ def decide_hand_over(outlook: Outlook, config: PreemptionConfig) -> HandOver:
             not outlook.saves and stand_in,
             "evict",
             "the script cannot be saved; a spare node makes up for it",
+        ),
+        (
+            not outlook.saves and outlook.handles and outlook.grace_s > 0,
+            "end",
+            "nobody can stand in: its ranks get SIGTERM, so that the script saves itself",
         ),
         (not outlook.saves, "mark", "the script cannot be saved, and nobody can stand in"),
         (outlook.left == 0, "checkpoint", "nobody would be left who has the state"),

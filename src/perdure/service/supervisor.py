@@ -24,6 +24,7 @@ import msgspec
 
 from perdure.adapters.host import read_command, send_signal
 from perdure.adapters.nats import NatsBus, NatsServer
+from perdure.dash.live import describe_open_step
 from perdure.failpoints import failpoint
 from perdure.files import is_locked
 from perdure.launch.environment import LIGHTHOUSE_URL, leave_rank, set_hash_seed
@@ -486,7 +487,10 @@ class Supervisor:
         self._signals.append(number)
         match len(self._signals):
             case 1:
-                self._note(f"{number.name}: stopping; once more ends it at once")
+                snapshot = load_snapshot(self._paths)
+                step = describe_open_step(snapshot) if snapshot is not None else ""
+                after = f" after the step in progress ({step})" if step else ""
+                self._note(f"{number.name}: stopping{after}; once more ends it at once")
                 announced = number == signal.SIGTERM and self._window_s is not None
                 args = {"window_s": self._window_s} if announced else {}
                 self._tasks.spawn(self._order("stop", number.name, args))

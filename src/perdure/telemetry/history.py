@@ -4,6 +4,7 @@ Nothing is computed here. A stamp that the journal lacks stays absent, so that t
 have explained ends up as `unattributed` and somebody asks why.
 """
 
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from perdure.model.events import (
     MachineReported,
     OperatorNoted,
     OwnChecked,
+    PreemptionNoticed,
     ProgressNoted,
     QuorumFormed,
     RankExited,
@@ -44,7 +46,15 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord, explain_verdict
 from perdure.model.job import JobSpec
-from perdure.model.report import EmptySlotRow, HungSaveRow, MendRow, NoteRow, SkipRow, WithheldRow
+from perdure.model.report import (
+    EmptySlotRow,
+    HungSaveRow,
+    MendRow,
+    NoteRow,
+    SkipRow,
+    WindowRow,
+    WithheldRow,
+)
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import HANGS, Culprit, Verdict
 from perdure.telemetry.exactness import ExactFold
@@ -55,6 +65,8 @@ from perdure.telemetry.segments import Presence
 MENDED_MAX = 20
 NOTES_MAX = 1000
 """Remarks that a report has; the newest of them."""
+_GONE_S = 10.0
+"""Seconds after its announced end in which a machine counts as gone on time."""
 REFORMS_KEPT = 100
 """Worlds formed in place that a picture of the present knows of."""
 WITHHELD_MAX = 100
@@ -204,6 +216,7 @@ class History:
     notes: list[NoteRow] = field(default_factory=list)
     """Remarks of operators, the newest last."""
     mended: list[MendRow] = field(default_factory=list)
+    """What was found damaged of the journal, the newest last."""
     skipped: list[SkipRow] = field(default_factory=list)
     """Checkpoints that could not be used, each told once, by whichever rank says it first."""
     exact: ExactFold = field(default_factory=ExactFold)
@@ -211,9 +224,10 @@ class History:
     """Node -> what room its ranks wait for before they start."""
     hung_saves: list[HungSaveRow] = field(default_factory=list)
     """Checkpoints whose disk hung, each told once."""
+    windows: dict[str, WindowRow] = field(default_factory=dict)
+    """Notices by node and id."""
     empty_slots: list[EmptySlotRow] = field(default_factory=list)
     """Slots of an elastic world that were given up."""
-    """What was found damaged of the journal, the newest last."""
     dropped: int = 0
     """Generations that are only counted any more, and the number of the newest of them."""
     dropped_to: int = -1
@@ -293,8 +307,11 @@ class History:
                 self.ended, self.reason = event, event.reason
             case VerdictReached() | VerdictWithdrawn() as event:
                 self._note_verdict(event)
-            case CommandReceived(kind="stop" | "kill"):
+            case CommandReceived(kind="stop" | "kill") as event:
                 self.asked_s = self.asked_s or entry.at_s
+                self._note_window(event)
+            case PreemptionNoticed(certain=True) as event:
+                self._note_window(event)
             case Decision() as decision if decision.action != "AnswerCommand":
                 self.reason = decision.reason or decision.summary
             case FailureDecided() as event:
@@ -399,6 +416,25 @@ class History:
         known = {row.why for row in self.skipped if row.resumed < 0}
         new = [SkipRow(at_s, why, -1) for why in whys if why not in known]
         self.skipped = [*self.skipped, *new][-MENDED_MAX:]
+
+    def _note_window(self, event: CommandReceived | PreemptionNoticed) -> None:
+        """Remember the time that a platform leaves; the same notice again is no other one."""
+        if isinstance(event, PreemptionNoticed):
+            words = f"{event.source}: {event.reason}" if event.reason else event.source
+            node, who, window = event.node, f"node {event.node} ({words})", event.grace_s
+        else:
+            node, who, window = -1, event.who, event.args.get("window_s")
+        if isinstance(window, int | float) and 0 < window < math.inf:
+            row = WindowRow(event.at_s, who, window, node=node)
+            self.windows.setdefault(f"{node} {event.id}", row)
+        while len(self.windows) > MENDED_MAX:
+            del self.windows[next(iter(self.windows))]
+
+    def _use_windows(self, node: int, ended_s: float) -> None:
+        for key, row in self.windows.items():
+            used_s = ended_s - row.at_s
+            if row.node in (-1, node) and row.used_s < used_s <= row.window_s + _GONE_S:
+                self.windows[key] = structs.replace(row, used_s=used_s)
 
     def _note_hung_save(self, event: CheckpointFailed) -> None:
         rows = self.hung_saves
@@ -531,6 +567,10 @@ class History:
             history.exit = record
         if record.torn_why:
             self._note_torn(event.detected_s, (record.torn_why,))
+        if record.saving:
+            text = f"rank {record.rank} was killed while it wrote {record.saving}"
+            self._note_torn(event.detected_s, (text,))
+        self._use_windows(event.node, record.at_s)
         if not record.failed and not record.asked:  # It was on its way out.
             mine = Culprit(rank=record.rank)
             generation.hangs = {k: v for k, v in generation.hangs.items() if v.culprit != mine}

@@ -96,6 +96,7 @@ class LedgerFold:
             mended=tuple(history.mended),
             skipped=tuple(history.skipped),
             exact=history.exact.judge(),
+            windows=tuple(row for row in history.windows.values() if row.used_s),
             hung_saves=tuple(history.hung_saves),
             empty_slots=tuple(history.empty_slots),
             ranks_left=history.count_ranks_left(),

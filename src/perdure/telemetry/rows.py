@@ -137,6 +137,16 @@ class RankRows:
                 slowest = account.step
         return slowest
 
+    def measure_open_step(self) -> float:
+        """Return the seconds that the step in progress has lasted, in the slowest rank."""
+        lengths = [0.0]
+        for track in self._list_heard(_SILENT_S):
+            account = track.progress.account
+            begun_s = account.last_step_s or account.first_step_s
+            if begun_s and track.progress.phase == "step":
+                lengths.append(track.sent_s - begun_s)
+        return max(lengths)
+
     def list_num_steps(self, heard_s: float) -> set[int]:
         """Return how many steps loops have said within `heard_s` that they make, of those that do.
 

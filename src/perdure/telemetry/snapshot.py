@@ -38,6 +38,7 @@ VERDICTS_SHOWN = 20
 _WITHHELD_SHOWN = 20
 CHECKPOINTS_SHOWN = 20
 _OF_CHECKPOINT = ("step", "path", "bytes", "at_s", "stall_s", "save_s", "reason")
+_STEPPING = ("running", "stopping")
 _OVER = ("exited", "failed")
 CONDENSE_EVERY = 1000
 """Entries between two clearances, should no generation begin."""
@@ -222,7 +223,7 @@ class SnapshotFold:
             generation=number,
             restarts=max(0, history.num_generations - 1),
             step=step,
-            steps_per_s=min(living, default=0.0) if state in ("running", "stopping") else 0.0,
+            steps_per_s=min(living, default=0.0) if state in _STEPPING else 0.0,
             world_size=self._spec.world_size,
             depth=depth,
             reason=history.reason,
@@ -247,6 +248,7 @@ class SnapshotFold:
             withheld=tuple(history.withheld[-_WITHHELD_SHOWN:]),
             fixed=fixed,
             num_steps=num_steps,
+            step_open_s=self._rows.measure_open_step() if state in _STEPPING else 0.0,
             left_s=self._pace.estimate(now, num_steps) if state == "running" else None,
         )
         return self.certain.replicas.complete(self._spec, picture)

@@ -1,7 +1,8 @@
 """Saves its own checkpoint at every step, slowly, and begins at the newest that it finds.
 
 It loads without a second thought, as most scripts do: a torn newest one ends it.
-Arguments: the format, the folder. `trail` says what each life did.
+Arguments: the format, the folder. Rank 0 writes, and `trail` says what each of its lives did. In
+the folders of DeepSpeed and torch.distributed.checkpoint each rank writes its own part.
 """
 
 import glob
@@ -13,16 +14,37 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-FORM, OUT = sys.argv[1:3]
 PIECES = 4
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+FILES = {
+    "torch": "ckpt-{:05}.pt",
+    "lightning": "epoch=0-step={}.ckpt",
+    "safetensors": "{:06}.safetensors",
+    "overwritten": "ckpt.pt",
+}
 
 
 def tell(*words: object) -> None:
-    fd = os.open("trail", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.write(fd, (" ".join(map(str, words)) + "\n").encode())
-    os.close(fd)
+    if RANK == 0:
+        fd = os.open("trail", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.write(fd, (" ".join(map(str, words)) + "\n").encode())
+        os.close(fd)
+
+
+def wait_for_others() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def is_enough() -> bool:
+    """Return whether rank 0 sees the file that ends the script."""
+    flag = torch.tensor([float(os.path.exists("enough"))])
+    if dist.is_initialized():
+        dist.broadcast(flag, 0)
+    return bool(flag.item())
 
 
 def write(path: str, data: bytes) -> None:
@@ -58,65 +80,84 @@ def unpack_tensors(path: str) -> int:
     return int(values[0])
 
 
-def save(step: int) -> None:
-    if FORM in ("torch", "lightning", "overwritten"):
-        name = {"torch": f"ckpt-{step:05}.pt", "lightning": f"epoch=0-step={step}.ckpt"}
-        write(f"{OUT}/{name.get(FORM, 'ckpt.pt')}", pack(step))
-    elif FORM == "safetensors":
-        write(f"{OUT}/{step:06}.safetensors", pack_tensors(step))
-    elif FORM == "trainer":
-        folder = f"{OUT}/checkpoint-{step}"
+def save(form: str, out: str, step: int) -> None:
+    if form == "deepspeed":
+        parts = [f"zero_pp_rank_{RANK}_mp_rank_00_optim_states.pt"]
+        for part in (["mp_rank_00_model_states.pt"] if RANK == 0 else []) + parts:
+            write(f"{out}/global_step{step}/{part}", pack(step))
+        wait_for_others()
+        if RANK == 0:
+            write(f"{out}/latest", f"global_step{step}".encode())
+        wait_for_others()
+    elif form == "dcp":
+        dcp.save({f"w{RANK}": torch.full((256,), float(step))},
+                 checkpoint_id="staged", no_dist=not dist.is_initialized())  # fmt: skip
+        wait_for_others()
+        for name in (f"__{RANK}_0.distcp", ".metadata"):
+            if name != ".metadata" or RANK == 0:
+                with open(f"staged/{name}", "rb") as file:
+                    write(f"{out}/step-{step}/{name}", file.read())
+            wait_for_others()
+    elif RANK > 0:
+        time.sleep(0.05)
+    elif form in FILES:
+        data = pack_tensors(step) if form == "safetensors" else pack(step)
+        write(f"{out}/{FILES[form].format(step)}", data)
+    elif form == "trainer":
+        folder = f"{out}/checkpoint-{step}"
         write(f"{folder}/config.json", b'{"model_type": "x"}')
         write(f"{folder}/model.safetensors", pack_tensors(step))
         write(f"{folder}/training_args.bin", pack(step))
         write(f"{folder}/optimizer.pt", pack(step))
         write(f"{folder}/trainer_state.json", json.dumps({"global_step": step}).encode())
-    elif FORM == "deepspeed":
-        for part in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-            write(f"{OUT}/global_step{step}/{part}", pack(step))
-        write(f"{OUT}/latest", f"global_step{step}".encode())
-    elif FORM == "dcp":
-        dcp.save({"w": torch.full((256,), float(step))}, checkpoint_id="staged", no_dist=True)
-        for name in ("__0_0.distcp", ".metadata"):
-            with open(f"staged/{name}", "rb") as file:
-                write(f"{OUT}/step-{step}/{name}", file.read())
 
 
-def load() -> int:
-    paths = glob.glob(f"{OUT}/*") if FORM != "deepspeed" else []
-    path = max(paths, key=lambda p: (int((re.findall(r"\d+", p) or [0])[-1]), p), default="")
-    if FORM == "deepspeed" and os.path.exists(f"{OUT}/latest"):
-        with open(f"{OUT}/latest") as file:
-            path = f"{OUT}/{file.read()}"
-    if not path:
-        return 0
-    if FORM == "dcp":
-        state = {"w": torch.zeros(256)}
+def list_saved(form: str, out: str) -> list[str]:
+    """Return what the script may begin at, the newest first."""
+    if form == "deepspeed" and os.path.exists(f"{out}/latest"):
+        with open(f"{out}/latest") as file:
+            return [f"{out}/{file.read()}"]
+    paths = glob.glob(f"{out}/*") if form != "deepspeed" else []
+    return sorted(paths, key=lambda p: int((re.findall(r"\d+", p) or [0])[-1]), reverse=True)
+
+
+def load(form: str, path: str, ranks: int = RANKS) -> int:
+    """Return the step of a checkpoint; raise if it is not whole."""
+    if form == "dcp":
+        state = {f"w{rank}": torch.zeros(256) for rank in range(ranks)}
         dcp.load(state, checkpoint_id=path, no_dist=True)
-        return int(state["w"][0])
-    if FORM == "safetensors":
-        return unpack_tensors(path)
-    if FORM == "trainer":
-        step = unpack_tensors(f"{path}/model.safetensors")
-        assert torch.load(f"{path}/optimizer.pt")["step"] == step
-        with open(f"{path}/trainer_state.json") as state_file:
-            assert json.load(state_file)["global_step"] == step
-        return step
-    parts = sorted(glob.glob(f"{path}/*")) if os.path.isdir(path) else [path]
-    assert len(parts) == (2 if FORM == "deepspeed" else 1), parts
-    steps = {torch.load(part)["step"] for part in parts}
-    assert len(steps) == 1
+        steps = {int(value[-1]) for value in state.values()}
+    elif form == "safetensors":
+        steps = {unpack_tensors(path)}
+    elif form == "trainer":
+        with open(f"{path}/trainer_state.json") as file:
+            steps = {json.load(file)["global_step"], unpack_tensors(f"{path}/model.safetensors")}
+        steps.add(torch.load(f"{path}/optimizer.pt")["step"])
+    else:
+        parts = sorted(glob.glob(f"{path}/*")) if os.path.isdir(path) else [path]
+        assert len(parts) == (1 + ranks if form == "deepspeed" else 1), parts
+        steps = {torch.load(part)["step"] for part in parts}
+    assert len(steps) == 1, f"{path} has parts of steps {steps}"
     return int(steps.pop())
 
 
-if __name__ == "__main__":
-    begin = load()
-    tell("began", begin)
-    step = begin
-    while not os.path.exists("enough"):
+def main() -> None:
+    form, out = sys.argv[1:3]
+    shared = form in ("deepspeed", "dcp")
+    if RANKS > 1 and shared:
+        dist.init_process_group("gloo")
+    saved = list_saved(form, out) if shared or RANK == 0 else []  # Rank 0 may save already.
+    step = load(form, saved[0]) if saved else 0
+    tell("began", step)
+    wait_for_others()
+    while not is_enough():
         step += 1
         tell("saving", step)
-        save(step)
+        save(form, out, step)
         tell("saved", step)
         time.sleep(0.05)
     tell("ended", step)
+
+
+if __name__ == "__main__":
+    main()

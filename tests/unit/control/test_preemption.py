@@ -15,11 +15,14 @@ from perdure.model.codec import decode, encode
 from perdure.model.events import (
     ControllerStarted,
     GenerationStepping,
+    GenerationStopped,
     NodeCordoned,
     NodeLost,
     PreemptionNoticed,
     PreemptionWithdrawn,
     RankExited,
+    RanksStarted,
+    StoreReady,
     TimerFired,
 )
 from perdure.model.failures import ExitRecord
@@ -375,3 +378,97 @@ def test_a_withdrawal_does_not_let_in_what_an_operator_has_barred() -> None:
     driver.do(NodeCordoned(node=2, at_s=driver.now, reason="r", who="ada"))
     assert not [a for a in withdraw(driver, 2) if isinstance(a, RestoreNode)]
     assert 2 in driver.controller.state.cordoned
+
+
+def start_plain(**spec: Any) -> Driver:
+    """Return a job of two nodes without a spare, whose script does not call `perdure.init`."""
+    driver = Driver(nodes=2, **spec)
+    for node in range(2):
+        driver.register(node)
+    run_plain(driver)
+    return driver
+
+
+def stop_plain(driver: Driver) -> list[AnyAction]:
+    """Say for all nodes that the older generation has ended, and that the store is served."""
+    generation, actions = driver.controller.state.generation, list[AnyAction]()
+    for node in range(2):
+        stopped = GenerationStopped(node=node, generation=generation - 1, at_s=driver.now)
+        actions += driver.do(stopped)
+    return actions + driver.do(
+        StoreReady(generation=generation, host="h", port=7, agent_store=True)
+    )
+
+
+def run_plain(driver: Driver) -> None:
+    stop_plain(driver)
+    start_ranks(driver)
+
+
+def start_ranks(driver: Driver) -> None:
+    generation = driver.controller.state.generation
+    for node in range(2):
+        driver.do(
+            RanksStarted(node=node, generation=generation, pids={}, at_s=driver.now, warm=True)
+        )
+    driver.do(GenerationStepping(generation=generation, at_s=driver.now, step=-1))
+    assert driver.controller.state.world.phase == "running"
+
+
+def test_a_script_that_saves_itself_gets_the_announced_time() -> None:
+    driver = start_plain()
+    notice(driver, 1, 30.0, handled=True)
+    order = one(wait(driver), AssignNodes)
+    assert order.nodes == (0, 1)
+    assert order.assignment.phase == "store"
+    assert 26.0 < order.assignment.grace_s < 28.0, "less a reserve"
+    state = driver.controller.state
+    assert stop_plain(driver) == [], "nothing is started on a machine that goes away"
+    assert not state.failures.total, "it is no failure"
+    (again, *_) = [a for a in wait(driver, 30.0) if isinstance(a, AssignNodes)]
+    assert again.assignment.phase == "run", "it has not gone"
+    start_ranks(driver)
+
+
+def test_a_script_that_saved_itself_goes_on_once_the_notice_is_withdrawn() -> None:
+    driver = start_plain()
+    notice(driver, 1, 30.0, handled=True)
+    wait(driver)
+    stop_plain(driver)
+    again = [a for a in withdraw(driver, 1) if isinstance(a, AssignNodes)]
+    assert [a.assignment.phase for a in again] == ["run"]
+
+
+def test_a_script_that_saved_itself_waits_for_the_node_that_went() -> None:
+    driver = start_plain()
+    notice(driver, 1, 30.0, handled=True)
+    wait(driver)
+    stop_plain(driver)
+    driver.now += 25.0
+    driver.do(NodeLost(node=1, at_s=driver.now, last_seen_s=driver.now, reason="silent"))
+    assert not [a for a in wait(driver, 60.0) if isinstance(a, (AssignNodes, EndJob))]
+    actions = driver.register(1, boot_id="b2", incarnation="a1b", generation=-1)
+    actions += driver.do(
+        GenerationStopped(
+            node=1, generation=driver.controller.state.generation - 1, at_s=driver.now
+        )
+    )
+    phases = [a.assignment.phase for a in actions if isinstance(a, AssignNodes)]
+    assert "run" in phases
+
+
+@pytest.mark.parametrize("more", [{}, {"handled": True, "certain": False}])
+def test_a_script_that_handles_no_sigterm_is_left_alone(more: dict[str, Any]) -> None:
+    driver = start_plain()
+    notice(driver, 1, 30.0, **more)
+    assert not [a for a in wait(driver) if isinstance(a, AssignNodes)]
+
+
+def test_a_script_that_saves_itself_has_all_of_a_spot_notice_and_not_an_hour() -> None:
+    driver = start_plain()
+    notice(driver, 1, 120.0, handled=True)
+    assert one(wait(driver), AssignNodes).assignment.grace_s > 115.0
+    driver = start_plain()
+    notice(driver, 1, 3600.0, handled=True)
+    assert not [a for a in wait(driver, 3000.0) if isinstance(a, AssignNodes)]
+    assert one(wait(driver, 500.0), AssignNodes).assignment.grace_s > 140.0

@@ -5,7 +5,12 @@ import io
 import msgspec
 import pytest
 
-from perdure.dash.live import LiveScreen, render_status
+from perdure.dash.live import (
+    LiveScreen,
+    describe_long_step,
+    describe_open_step,
+    render_status,
+)
 from perdure.model.report import Snapshot
 from perdure.model.verdicts import Culprit, Verdict
 
@@ -85,3 +90,14 @@ def test_a_trainers_loss_comes_before_what_else_it_logs() -> None:
     }
     line = render_status(msgspec.structs.replace(SNAPSHOT, metrics=metrics))
     assert "loss 4.2  train_loss 4.4  2 ranks" in line
+
+
+def test_a_step_that_is_longer_than_a_notice_is_told() -> None:
+    long = msgspec.structs.replace(SNAPSHOT, steps_per_s=0.01, step_open_s=40.0)
+    told = "step 13 has been in progress for 40 s; a step takes about 100 s"
+    assert describe_open_step(long) == told
+    assert describe_long_step(long, 30.0).startswith(f"{told}: longer than a notice of 30 s;")
+    first = msgspec.structs.replace(SNAPSHOT, step=0, steps_per_s=0.0, step_open_s=40.0)
+    assert describe_open_step(first) == "step 1 has been in progress for 40 s"
+    assert describe_long_step(first, 120.0) == ""
+    assert describe_open_step(msgspec.structs.replace(SNAPSHOT, step_open_s=0.2)) == ""

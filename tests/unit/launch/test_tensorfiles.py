@@ -114,6 +114,15 @@ def test_a_folder_as_hugging_face_writes_it_is_understood_or_named(tmp_path: Pat
     assert "other.bin (.bin)" in words
     assert "weights.npz (.npz)" in words
 
+    torn = tmp_path / "out.torn" / "checkpoint-11"
+    torn.mkdir(parents=True)
+    (torn / "model.safetensors").write_bytes(b"cut")
+    (torn / "optimizer.pt").write_bytes(b"cut")
+    (torn / ".metadata").write_bytes(b"cut")
+    found = look_into(tmp_path, make_manifest(tmp_path), allow_pickle=False)
+    assert found.problems == (), "what perdure has moved there is no damage of the pull"
+    assert "out.torn/checkpoint-11/model.safetensors (torn on the box" in " ".join(found.unknown)
+
     (folder / "model-1.safetensors").write_bytes(b"cut")
     (folder / "config.json").write_text("{")
     found = look_into(tmp_path, make_manifest(tmp_path), allow_pickle=False)

@@ -16,6 +16,9 @@ from perdure.policy import Outlook, decide_hand_over
         ("checkpoint", {"spares": 0, "short": 1}),
         ("evict", {"saves": False, "spares": 1, "short": 1}),
         ("mark", {"saves": False, "spares": 0, "short": 1}),
+        ("end", {"saves": False, "handles": True, "spares": 0, "short": 1}),
+        ("evict", {"saves": False, "handles": True, "spares": 1, "short": 1}),
+        ("mark", {"saves": False, "handles": True, "spares": 0, "short": 1, "grace_s": 0.0}),
         ("drain", {"spares": 0, "short": 1, "left": 3}),
         ("checkpoint", {"spares": 0, "short": 1, "left": 0}),
         ("drain", {"short": 1, "left": 1}),
@@ -34,6 +37,7 @@ def test_what_is_certain_is_left_wherever_it_can_be(way: str, outlook: dict[str,
         ("checkpoint", "checkpoint", {"spares": 1, "short": 1}),
         ("mark", "report", {"spares": 1, "short": 1}),
         ("mark", "drain", {"spares": 1, "short": 1, "left": None, "saves": False}),
+        ("mark", "checkpoint", {"short": 1, "left": None, "saves": False, "handles": True}),
     ],
 )
 def test_a_risk_is_worth_no_smaller_world(way: str, rebalance: Any, outlook: Any) -> None:

@@ -5,10 +5,21 @@ from typing import Any
 import pytest
 from tests.journals import Story
 
-from perdure.model.events import NodeLost, PreemptionNoticed, PreemptionWithdrawn
+from perdure.control.memory import Memory, decode_memory, encode_memory
+from perdure.dash.text import render_text, render_windows
+from perdure.model.events import (
+    CommandReceived,
+    NodeLost,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
+    RankExited,
+)
 from perdure.model.failures import ExitRecord
+from perdure.model.report import Report
+from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import list_recoveries
+from perdure.telemetry.ledger import make_report
 from perdure.telemetry.platforms import NoticeFold
 from perdure.telemetry.verdicts import list_verdicts
 
@@ -81,3 +92,57 @@ def test_what_was_announced_after_a_death_is_not_its_cause() -> None:
     assert fold.explain(1, record) is None
     later = ExitRecord(rank=1, generation=0, pid=7, at_s=51.0, signal=9)
     assert fold.explain(1, later) is not None
+
+
+def report_of(story: Story) -> Report:
+    return make_report(story.entries, story.now)
+
+
+def test_the_report_says_how_much_of_the_announced_time_was_used() -> None:
+    story = noticed()
+    begin_s = story.now
+    noticed_again = PreemptionNoticed(node=1, at_s=begin_s + 1, grace_s=29.0, source="aws", id="a")
+    story.write(noticed_again)
+    assert not report_of(story).windows, "no rank has ended"
+    story.exit(0, begin_s + 3, asked=True)
+    story.exit(1, begin_s + 27, asked=True)
+    story.exit(1, begin_s + 3000, signal=9)
+    report = report_of(story)
+    assert render_windows(report.windows) == (
+        "Notice for node 1 (aws: spot terminate): ranks used 27.0 of 30.0 announced seconds"
+    )
+
+
+def test_the_report_says_how_much_of_a_stop_was_used() -> None:
+    story = Story()
+    story.start()
+    args = {"window_s": 20.0}
+    story.write(CommandReceived(id="s", kind="stop", args=args, who="SIGTERM", at_s=story.now))
+    story.exit(0, story.now + 4, asked=True)
+    story.exit(1, story.now + 12, asked=True)
+    words = "Notice for SIGTERM: ranks used 12.0 of 20.0 announced seconds"
+    assert render_windows(report_of(story).windows) == words
+
+
+def test_the_report_names_a_rank_that_was_killed_while_it_saved() -> None:
+    story = Story()
+    story.start()
+    record = ExitRecord(
+        rank=1, generation=0, pid=1, at_s=story.now, signal=9, asked=True, saving="/w/out/ckpt.pt"
+    )
+    account = RankAccount()
+    story.write(RankExited(node=0, record=record, account=account, detected_s=story.now))
+    text = render_text(report_of(story))
+    assert "is torn: rank 1 was killed while it wrote /w/out/ckpt.pt" in text
+
+
+def test_a_later_controller_knows_the_notices() -> None:
+    story = noticed()
+    known = Memory(story.spec)
+    for entry in story.entries:
+        known.fold.add(entry)
+    story.exit(1, story.now + 27, asked=True)
+    again = decode_memory(encode_memory(known), story.spec)
+    again.fold.add(story.entries[-1])
+    (row,) = again.fold.certain.history.windows.values()
+    assert (row.node, row.used_s) == (1, 27.0)

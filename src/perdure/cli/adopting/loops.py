@@ -197,8 +197,9 @@ def _write_loop(
         by_hand.append(f"{run}.log(loss=...) in the loop shows the loss in perdure watch")
     if inner is not loop:
         by_hand.append(
-            f"a step is an epoch here (line {loop.lineno}): a failure costs up to one epoch, and so"
-            f" does a stop. For a step a batch: {_BATCHES}"
+            f"a step is an epoch here (line {loop.lineno}). A failure costs up to one epoch, and so"
+            " does a preemption with a shorter notice. A stop waits for the epoch's end. For a "
+            f"step a batch: {_BATCHES}"
         )
     if not any(call.func.attr in _SEEDS for call in reading.calls
                if isinstance(call.func, ast.Attribute)):  # fmt: skip

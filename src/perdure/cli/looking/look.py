@@ -192,13 +192,17 @@ def status(job: AnyJob, as_json: Json = False) -> None:
 
     from perdure.cli.looking.own import describe_own, render_own
     from perdure.dash.colours import print_painted
+    from perdure.dash.live import describe_long_step
 
     found = find_job(job)
     snapshot = found.snapshot()
+    saved = describe_own(found.spec)
     if as_json:
-        print_json(msgspec.to_builtins(snapshot) | describe_own(found.spec))
+        print_json(msgspec.to_builtins(snapshot) | saved)
     else:
-        print_painted("\n".join(filter(None, (render_snapshot(snapshot), render_own(found.spec)))))
+        own = render_own(saved, found.spec.cwd)
+        long_ = describe_long_step(snapshot, found.spec.preemption.grace_s)
+        print_painted("\n".join(filter(None, (render_snapshot(snapshot), long_, own))))
 
 
 def render_snapshot(snapshot: "Snapshot") -> str:

@@ -11,33 +11,40 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 5.0
 """A disk that hangs is not waited for."""
+_LOOK_S = 10.0
+"""Seconds between two looks for the page."""
 
 
 def list_own(spec: "JobSpec") -> "list[OwnCheckpoint]":
-    """Return all declared checkpoints that are here, oldest first; none if the disk hangs."""
+    """Return all declared checkpoints that are here, oldest first."""
     from perdure.files.own import examine, list_declared
 
     found: list[OwnCheckpoint] = []
-
-    def look() -> None:
-        for pattern in spec.checkpoint.own:
-            paths = list_declared(pattern, spec.cwd)
-            found.extend(examine(p, paths[n + 1 :]) for n, p in reversed([*enumerate(paths)]))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_S)
-    return list(found)
+    for pattern in spec.checkpoint.own:
+        paths = list_declared(pattern, spec.cwd)
+        found.extend(examine(p, paths[n + 1 :]) for n, p in reversed([*enumerate(paths)]))
+    return found
 
 
 def describe_own(spec: "JobSpec") -> dict[str, Any]:
     """Return the newest whole checkpoint of the script as a document; empty if none is declared."""
+    from perdure.files.own import find_newest
+
     if not spec.checkpoint.own:
         return {}
-    found = list_own(spec)
-    whole = [one for one in found if one.state == "whole"]
-    newest = whole[-1] if whole else None
-    later = [one for one in found if newest and one.written_s > newest.written_s]
+    found: list[tuple[list[OwnCheckpoint], OwnCheckpoint | None]] = []
+
+    def look() -> None:
+        found.extend([find_newest(pattern, spec.cwd) for pattern in spec.checkpoint.own])
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    whole = [one for _, one in found if one is not None]
+    newest = max(whole, key=lambda one: one.written_s, default=None)
+    later = [
+        one for torn, _ in found for one in torn if newest and one.written_s > newest.written_s
+    ]
     return {
         "own": {
             "declared": spec.checkpoint.own,
@@ -46,20 +53,48 @@ def describe_own(spec: "JobSpec") -> dict[str, Any]:
             "step": newest.step if newest else -1,
             "age_s": round(max(0.0, time.time() - newest.written_s), 1) if newest else None,
             "not_whole": [one.path for one in later],
+            "error": "" if found else f"the disk has not answered for {_PATIENCE_S:g} s",
         }
     }
 
 
-def render_own(spec: "JobSpec") -> str:
+def render_own(document: dict[str, Any], cwd: str) -> str:
     """Return a line about the newest whole checkpoint of the script; empty if none is declared."""
-    told = describe_own(spec).get("own")
+    told = document.get("own")
     if told is None:
         return ""
+    if told["error"]:
+        return f"own checkpoints: {told['error']}"
     if not told["path"]:
         return f"own checkpoints: none that is whole matches {', '.join(told['declared'])}"
     step = f"step {told['step']}, " if told["step"] >= 0 else ""
-    path = os.path.relpath(told["path"], spec.cwd)
+    path = os.path.relpath(told["path"], cwd)
     line = f"own checkpoints: the newest whole one is {path} ({step}{told['age_s']:.0f} s old)"
     for later in told["not_whole"][-1:]:
-        line += f"; {os.path.relpath(later, spec.cwd)} is not whole yet"
+        line += f"; {os.path.relpath(later, cwd)} is not whole yet"
     return line
+
+
+class OwnLine:
+    """The same line for a page, which no disk may hold up."""
+
+    def __init__(self, spec: "JobSpec") -> None:
+        """Look at nothing yet."""
+        self._spec = spec
+        self._text = ""
+        self._thread: threading.Thread | None = None
+        self._next_s = 0.0
+
+    def read(self) -> str:
+        """Return the newest line; every `_LOOK_S` another look begins."""
+        first = self._thread is None
+        over = self._thread is None or not self._thread.is_alive()
+        if self._spec.checkpoint.own and over and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _LOOK_S
+            self._thread = threading.Thread(target=self._look, daemon=True)
+            self._thread.start()
+            self._thread.join(1.0 if first else 0.0)
+        return self._text
+
+    def _look(self) -> None:
+        self._text = render_own(describe_own(self._spec), self._spec.cwd)

@@ -44,11 +44,11 @@ def report(
             tell=lambda done, total: bar.count("read", done, total, "entries"),
         )
     result, series = story.report, story.series
-    damage = say_damage(story.tally)
+    damage, saved = say_damage(story.tally), describe_own(found.spec)
+    own = render_own(saved, found.spec.cwd)
     if html is not None:
-        page = render_html(result, found.snapshot(), series, story.matrix)
+        page = render_html(result, found.snapshot(), series, story.matrix, own)
         write_asked(html, page, hint="--html FILE")
     text = render_text(result, series, width=width).removesuffix("\n")
-    own = render_own(found.spec)
-    document = msgspec.to_builtins(result) | damage | describe_own(found.spec)
+    document = msgspec.to_builtins(result) | damage | saved
     answer(document, "\n".join(filter(None, (text, own))), as_json=as_json)

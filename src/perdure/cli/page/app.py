@@ -178,7 +178,9 @@ class Site:
         """Show the page of `perdure report --html`, whose style lies inside it."""
         reading = await self._find(request)
         picture = await self._run(reading.look)
-        page = render_html(picture.report, picture.snapshot, picture.series, picture.matrix)
+        page = render_html(
+            picture.report, picture.snapshot, picture.series, picture.matrix, picture.own
+        )
         name = quote(f"{reading.job.name}.html")
         return Response(
             page,

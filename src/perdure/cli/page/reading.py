@@ -21,6 +21,7 @@ import msgspec
 from perdure.cli.jobs import ENDED, LOST, Job, read_start_s
 from perdure.cli.looking.mirror import MirrorTail
 from perdure.cli.looking.output import Stream, list_streams
+from perdure.cli.looking.own import OwnLine
 from perdure.cli.looking.story import AGREEMENTS, Story, StoryFold
 from perdure.cli.page.runs import name_run
 from perdure.dash.sections import LOG_LINES, LogLine, Picture
@@ -49,6 +50,7 @@ class JobReading:
         self.job = job
         self.run = name_run(job)
         self._lock = threading.Lock()
+        self._own = OwnLine(job.spec)
         self._tail = MirrorTail(job.paths.journal, AGREEMENTS)
         self._begun = 0
         self._fold = StoryFold()
@@ -71,7 +73,7 @@ class JobReading:
         """Return the job as it is now."""
         with self._lock, _collect_nothing():
             if self._last is not None and self._over and not self.job.alive:
-                return self._last
+                return self._show(self._last)
             begun_s = time.monotonic()
             snapshot = self.job.snapshot(self._fold_moment)
             over = snapshot.state in (*ENDED, LOST)
@@ -81,8 +83,14 @@ class JobReading:
                 self._told_s = time.monotonic()
                 self._cost_s = self._told_s - begun_s
             assert self._story is not None
-            self._over, self._last = over, _make_picture(self._story, snapshot)
-            return self._last
+            self._over = over
+            return self._show(_make_picture(self._story, snapshot))
+
+    def _show(self, picture: Picture) -> Picture:
+        """Return a picture of now with the script's own checkpoints."""
+        own = self._own.read()
+        self._last = picture if picture.own == own else picture._replace(own=own)
+        return self._last
 
     def _fold_moment(self) -> Snapshot:
         """Return the picture that the journal tells, where no controller has left the last one."""

@@ -210,6 +210,8 @@ def advance_formation(state: JobState, now: float) -> list[AnyAction]:
         waited = membership.list_awaited_nodes(state, world)
         if any(state.stopped.get(node, -1) < world.generation - 1 for node in waited):
             continue
+        if now < world.held_s:
+            continue
         actions += _ask_own(state, world, waited)
         if world.checking is not None and not waited <= world.checked:
             continue
@@ -219,6 +221,20 @@ def advance_formation(state: JobState, now: float) -> list[AnyAction]:
         actions += said
         actions.append(assign(state, world, "run", reason))
     return actions
+
+
+def hold_world(state: JobState, until_s: float) -> None:
+    """Start no ranks of the world that is being formed before `until_s`."""
+    state.world.held_s = state.world.deadline_s = until_s
+
+
+def release_world(state: JobState, now: float) -> list[AnyAction]:
+    """Start the ranks of a world that was held."""
+    world = state.world
+    if world.phase != "forming" or not world.held_s:
+        return []
+    world.held_s, world.deadline_s = 0.0, now + FORM_TIMEOUT_S
+    return advance_formation(state, now)
 
 
 def wait_for_nodes(state: JobState, now: float, missing: list[int]) -> list[AnyAction]:

@@ -18,6 +18,7 @@ import msgspec
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file
+from perdure.files.own import is_set_aside
 from perdure.files.tensorfiles import (
     INDICES,
     check_config,
@@ -461,7 +462,9 @@ def look_into(target: Path, manifest: PullManifest, *, allow_pickle: bool) -> Fo
     for file in manifest.files:
         path = target / file.path
         try:
-            if path.suffix == ".safetensors":
+            if is_set_aside(file.path):
+                unknown.append(f"{file.path} (torn on the box, and moved there by perdure)")
+            elif path.suffix == ".safetensors":
                 tensors += len(read_safetensors(path))
                 loaded += 1
             elif path.name.endswith(INDICES):
@@ -494,6 +497,8 @@ def list_loadable(target: Path, manifest: PullManifest) -> list[str]:
     found = set()
     for file in manifest.files:
         path = PurePosixPath(file.path)
+        if is_set_aside(file.path):
+            continue
         if path.name == ".metadata":
             found.add(str(target / path.parent))
         elif path.suffix in (*_LOADABLE, ".bin") and _is_torch(target / path):

@@ -68,10 +68,15 @@ class NoticeWatch:
         node: int,
         report: Callable[[PreemptionNoticed | PreemptionWithdrawn], None],
         now: Callable[[], float],
+        handles: Callable[[], bool] = lambda: False,
         wall: Callable[[], float] = time.time,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Report events in the time of `now`; platforms speak in that of `wall`."""
+        """Report events in the time of `now`; platforms speak in that of `wall`.
+
+        `handles` says whether the ranks here handle SIGTERM.
+        """
+        self._handles = handles
         self._config, self.sources, self._node = config, tuple(sources), node
         self._report, self._now, self._wall = report, now, wall
         self._pause = pause
@@ -153,6 +158,7 @@ class NoticeWatch:
                 reason=one.reason,
                 certain=one.certain,
                 waits=one.waits or self._config.acknowledge,
+                handled=one.certain and self._handles(),
             )
         )
 

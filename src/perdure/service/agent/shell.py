@@ -16,7 +16,12 @@ from secrets import token_hex
 from typing import Any, assert_never
 
 from perdure.adapters.devices import Nvml, choose_group_devices, list_device_ids
-from perdure.adapters.host import pick_free_ports, read_boot_id, read_state
+from perdure.adapters.host import (
+    catches_signal,
+    pick_free_ports,
+    read_boot_id,
+    read_state,
+)
 from perdure.adapters.nats import NatsBus
 from perdure.adapters.nccl import has_nvidia_gpu
 from perdure.adapters.notices import open_sources
@@ -143,7 +148,12 @@ class AgentService:
         self._links = LinkTelemetry(paths, node, clock_offset_s, alone=spec.nodes == 1)
         sources = open_sources(spec.preemption, node, env)
         self.notices = NoticeWatch(
-            spec.preemption, sources, node=node, report=self._outbox.put, now=self.now
+            spec.preemption,
+            sources,
+            node=node,
+            report=self._outbox.put,
+            now=self.now,
+            handles=self._handle_term,
         )
         self._prober = Prober(
             bus,
@@ -532,6 +542,11 @@ class AgentService:
         ports = frozenset({keeper.store_port, wanted.master_port if wanted else 0} - {0})
         running = dict(keeper.running)
         return Ranks(keeper.generation, running, ports, self._reader.on_device)
+
+    def _handle_term(self) -> bool:
+        """Return whether there are ranks here, and all of them handle SIGTERM."""
+        pids = self._view_ranks().pids.values()
+        return bool(pids) and all(catches_signal(pid, signal.SIGTERM) for pid in pids)
 
 
 # --- the process --------------------------------------------------------------------------------

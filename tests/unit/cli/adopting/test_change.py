@@ -48,7 +48,7 @@ def test_a_loop_over_epochs_with_a_scaler() -> None:
     words = " ".join(propose(scripts.EPOCHS).by_hand)
     assert "below line 23 logs the loss of an epoch's last batch" in words
     assert "nothing is seeded" in words
-    assert "an epoch" in words
+    assert "a preemption with a shorter notice. A stop waits for the epoch's end" in words
     assert "run.batches(" in words
     assert "line 26 saves is not needed" in words
 
