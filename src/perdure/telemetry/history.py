@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from msgspec import structs
 
@@ -421,9 +422,10 @@ class History:
         """Remember the time that a platform leaves; the same notice again is no other one."""
         if isinstance(event, PreemptionNoticed):
             words = f"{event.source}: {event.reason}" if event.reason else event.source
-            node, who, window = event.node, f"node {event.node} ({words})", event.grace_s
+            node, who = event.node, f"node {event.node} ({words})"
         else:
-            node, who, window = -1, event.who, event.args.get("window_s")
+            node, who = -1, event.who
+        window: Any = getattr(event, "grace_s", 0.0) or getattr(event, "args", {}).get("window_s")
         if isinstance(window, int | float) and 0 < window < math.inf:
             row = WindowRow(event.at_s, who, window, node=node)
             self.windows.setdefault(f"{node} {event.id}", row)

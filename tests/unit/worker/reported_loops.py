@@ -904,7 +904,7 @@ def teacher_hidden_in_a_list(life: Life) -> Iterator[Tensor]:
 
 
 class Clip:
-    """It alters gradients by what it has counted."""
+    """It alters gradients by the norms of earlier steps."""
 
     def __init__(self) -> None:
         self.norms = [0.01]
