@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from perdure.adapters.devices import Nvml, load_nvml
 from perdure.adapters.health import find_filesystem, read_installed
 from perdure.adapters.host import list_cgroups, list_parents, read_state
-from perdure.files import replace_file
 from perdure.model.nccl import ELASTIC
 from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
 
@@ -394,24 +393,3 @@ def read_slurm() -> dict[str, str]:
     )
     rows = [line.partition("=") for line in done.stdout.splitlines() if " = " in line]
     return {name.strip(): value.strip() for name, _, value in rows}
-
-
-# --- mends -------------------------------------------------------------------------------------
-
-
-def mend_line_ends(project: str) -> list[str]:
-    """Turn the line ends of the project's scripts into Unix's; return which were changed."""
-    names, _ = scan_project(project)
-    for name in names:
-        path = Path(project, name)
-        text = path.read_bytes().replace(b"\r\n", b"\n")
-        replace_file(path, text, mode=path.stat().st_mode & 0o7777)
-    return list(names)
-
-
-def mend_secrets(home: str) -> list[str]:
-    """Take the right to read credentials from others; return which files were changed."""
-    found = list(list_readable_secrets(home))
-    for path in found:
-        os.chmod(path, os.stat(path).st_mode & ~0o077)
-    return found

@@ -27,7 +27,6 @@ def _row(
     *,
     scope: Scope = "any",
     lack: str = "",
-    fix: bool = False,
     **how: str,
 ) -> Row:
     """Return one row; a check stands for `detected`."""
@@ -37,7 +36,7 @@ def _row(
             times[when] = f"{_CHECKS}:{check.__name__}"
         elif when in how:
             times[when] = how[when]
-    return Trap(id, title, scope, times, mend, lack, fix), check
+    return Trap(id, title, scope, times, mend, lack), check
 
 
 UNIVERSAL: tuple[Row, ...] = (
@@ -101,8 +100,8 @@ UNIVERSAL: tuple[Row, ...] = (
         watched="perdure.detect.stages:StageWatch",
         lack="a loader that is as slow on every rank is no verdict"),
     _row("U25", "a data set of many small files", "pack it into shards", c.check_many_files),
-    _row("U26", "line ends of Windows in a script", "perdure doctor --fix, and .gitattributes",
-        c.check_line_ends, fix=True, diagnosed=_SYMPTOMS),
+    _row("U26", "line ends of Windows in a script", "sed -i 's/\\r$//' FILE, and .gitattributes",
+        c.check_line_ends, diagnosed=_SYMPTOMS),
     _row("U27", "configuration by pasted command lines", "a job file, and `set` of a queue file",
         prevented="perdure.model.queue:replace_fields"),
     _row("U28", "driver, toolkit and torch do not fit together",
@@ -119,8 +118,8 @@ UNIVERSAL: tuple[Row, ...] = (
         "sizes are compared after an upload; `latest` is written last",
         prevented="perdure.worker.checkpoint.files:Remote"),
     _row("U34", "secrets in files, arguments or logs",
-        "launch.secrets; chmod 600 what others may read (perdure doctor --fix)",
-        c.check_secrets, fix=True, prevented="perdure.launch.lint:check_plan"),
+        "launch.secrets; chmod 600 what others may read",
+        c.check_secrets, prevented="perdure.launch.lint:check_plan"),
     _row("U35", "wandb without a key records what nobody will see",
         "WANDB_API_KEY by launch.secrets, or WANDB_MODE=offline and a sync later",
         c.check_tracker),
@@ -192,8 +191,8 @@ GENERIC: tuple[Row, ...] = (
     _row("GEN3", "a transfer starts from zero, or leaves half a file under its last name",
         "rsync --partial-dir; apt-get install rsync", c.check_transfer_tool, scope="ssh",
         prevented="perdure.launch.transfer:pull"),
-    _row("GEN4", "CRLF breaks a script on Linux", "perdure doctor --fix, and .gitattributes",
-        c.check_line_ends, scope="ssh", fix=True,
+    _row("GEN4", "CRLF breaks a script on Linux", "sed -i 's/\\r$//' FILE, and .gitattributes",
+        c.check_line_ends, scope="ssh",
         prevented="perdure.launch.ssh.results:repair", diagnosed=_SYMPTOMS),
     _row("GEN5", "the heavy part is checked on the wrong machine",
         "a short run there first; perdure doctor on the box", scope="ssh",
@@ -290,7 +289,7 @@ def render_table() -> str:
     ]
     for trap, _ in TRAPS:
         times = [_show(trap.how.get(when, "")) for when in _WHENS]
-        mend = trap.mend + (" (`--fix`)" if trap.fix else "")
+        mend = trap.mend
         if trap.lack:
             mend += f". **Not yet: {trap.lack}**"
         cells = [trap.id, trap.title, *times, mend]

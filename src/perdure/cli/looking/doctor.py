@@ -49,7 +49,6 @@ def doctor(
     project: Annotated[
         str, typer.Option("--project", metavar="DIR", help="Whose scripts are looked at.")
     ] = ".",
-    fix: Annotated[bool, typer.Option("--fix", help="Mend what is safe to mend.")] = False,
     every: Annotated[
         bool, typer.Option("--all", help="Show the traps that do not lie ahead as well.")
     ] = False,
@@ -71,7 +70,6 @@ def doctor(
         return
     if probe and job is None:
         raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
-    mended = mend(project) if fix else []
     found = find_job(job) if job else None
     if found:
         checks = _check_job(found) + ((_probe(found),) if probe else ())
@@ -89,13 +87,11 @@ def doctor(
             "state": check.state,
             "evidence": check.evidence,
             "mend": trap.mend,
-            "fix": trap.fix,
         }
         for trap, check in traps
     ]
-    document = {"job": job, "checks": checks, "traps": rows, "mended": mended}
-    lines = [f"mended: {line}" for line in mended]
-    text = "\n".join([*lines, render_checks(checks), "", render_traps(traps, every=every)])
+    document = {"job": job, "checks": checks, "traps": rows}
+    text = "\n".join([render_checks(checks), "", render_traps(traps, every=every)])
     answer(document, text, as_json=as_json)
     if any(check.state == "missing" for check in checks):
         raise typer.Exit(PlatformError.exit_code)
@@ -168,23 +164,11 @@ def look_for_traps(
     return judge(facts, frozenset(scopes))
 
 
-def mend(project: str) -> list[str]:
-    """Mend what can be mended without asking; return what was done, a line each."""
-    from perdure.adapters.box import mend_line_ends, mend_secrets
-
-    changed = [f"U26: line ends of {name}" for name in mend_line_ends(os.path.abspath(project))]
-    secrets = mend_secrets(os.path.expanduser("~"))
-    return changed + [f"U34: nobody else may read {path}" for path in secrets]
-
-
 def render_traps(traps: "tuple[tuple[Trap, Check], ...]", *, every: bool = False) -> str:
     """Return the traps that lie ahead (with `every`: all that were looked for) as a table."""
     shown = [(trap, check) for trap, check in traps if every or check.state != "ok"]
     rows = [(c.state, t.id, t.title, c.evidence) for t, c in shown]
-    mends = [
-        "" if check.state == "ok" else f"{trap.mend}{' (--fix)' if trap.fix else ''}"
-        for trap, check in shown
-    ]
+    mends = ["" if check.state == "ok" else trap.mend for trap, check in shown]
     lines = _render_mends(("state", "trap", "what", "evidence"), rows, mends, "what")
     well = sum(check.state == "ok" for _, check in traps)
     page = point_to_pages("docs/doctor.md")

@@ -22,8 +22,6 @@ class Trap(msgspec.Struct, frozen=True):
     mend: str
     lack: str = ""
     """Where `how` is empty, or not all: what is missing."""
-    fix: bool = False
-    """Whether `perdure doctor --fix` mends it."""
 
 
 class Symptom(msgspec.Struct, frozen=True):
