@@ -122,6 +122,7 @@ def test_the_same_command_on_two_nodes_is_one_job_that_ends_on_both_with_its_cod
     assert f"{where} does not know this node's secret" in stranger.text()
     wait_until(lambda: (first.code, second.code) == (7, 7), "end", [first, second])
     assert "this is the first node of pair" in first.text()
+    assert "if the machine is lost, the job starts from its newest checkpoint" in first.text()
     assert "[rank 0] I am 0 of pair False" in first.text()
     assert "this machine is node 1 of pair" in second.text()
     assert "[rank 1] I am 1 of pair False" in second.text()

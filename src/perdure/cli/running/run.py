@@ -170,10 +170,23 @@ def start_node(
         path = write_placement(secret, spec.name, home, place.address, met.port)
         others = spec.remote if spec.remote == spec.first_nodes - 1 else f"up to {spec.remote}"
         note(f"this is the first node of {spec.name}, and {others} join it by the same command")
+        note(say_what_a_loss_costs(home))
         return watch_over(spec, home, options, placement=path, join_s=met.join_s)
     finally:
         if claim is not None:
             claim.release()
+
+
+def say_what_a_loss_costs(home: str) -> str:
+    """Return in a line where a job goes on if the machine of its first node is lost."""
+    from perdure.adapters.health import NETWORK_KINDS, find_filesystem
+
+    if find_filesystem(home) in NETWORK_KINDS:
+        return f"the journal is in {home}, a shared folder: a lost first node costs no history"
+    return (
+        f"the journal is in {home}, on a disk of this machine: if the machine is lost, the job "
+        "starts from its newest checkpoint"
+    )
 
 
 def watch_over(
