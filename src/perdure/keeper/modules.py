@@ -472,21 +472,27 @@ class ModuleStore:
         return ""
 
     def _list_tops(self, names: set[str]) -> set[str]:
-        """Return the packages of `names` that a path may find elsewhere."""
-        tops = {name.partition(".")[0] for name in names}
+        """Return the packages of `names` that a path may find elsewhere.
+
+        Modules that another one has made have no place on it.
+        """
+        tops = {name.partition(".")[0] for name in names} & self._log.found
         return tops - self._log.fresh - {OWN, *sys.builtin_module_names}
 
     def _find_other_origin(self, tops: set[str]) -> str:
         """Return the first package that the path of now finds elsewhere.
 
-        Only names that lie in a folder before the installed ones are looked up, unless the path
-        has lost or moved one of these.
+        Only names that lie in an added folder are looked up, unless the path has lost or moved
+        another one. The script's own folder may be on it twice, as by PYTHONPATH=. is usual.
         """
-        before = self._log.path
-        installed = [place for place in sys.path if place in before]
-        if installed == before:
-            added = [place for place in sys.path if place not in before]
-            listed = [self._list(place) for place in added]
+        left, added = list(self._log.path), []
+        for folder in sys.path:
+            if folder in left[:1]:
+                del left[0]
+            else:
+                added.append(folder)
+        if not left:
+            listed = [self._list(folder) for folder in added]
             if None not in listed:
                 tops = tops & frozenset().union(*filter(None, listed))
         for top in sorted(tops):

@@ -99,6 +99,19 @@ def test_packages_without_init_are_hidden_and_handed_out(tmp_path: Path) -> None
     assert seen["reasons"] == []
 
 
+@pytest.mark.parametrize("also", ["", os.pathsep + "{installed}"])
+def test_the_script_s_folder_may_be_on_the_path_already(tmp_path: Path, also: str) -> None:
+    """PYTHONPATH=. and PYTHONPATH=X: are usual. A module that another one made is on no path."""
+    install(tmp_path, outer="import sys, types\nsys.modules['made'] = types.ModuleType('made')\n"
+            "import importlib.util as u\nsys.modules['made'].__spec__ = "
+            "u.spec_from_loader('made', None, origin='none')")  # fmt: skip
+    path = f"{tmp_path / 'script'}{os.pathsep}{tmp_path / 'installed'}"
+    path += also.format(installed=tmp_path / "installed")
+    text = "import outer\nseen['same'] = outer is stored['outer'] and 'made' in sys.modules\n"
+    seen = run(tmp_path, ("outer",), text, PYTHONPATH=path)
+    assert (seen["unequal"], seen["reasons"], seen["same"]) == ("", [], True)
+
+
 def test_a_module_comes_with_all_that_it_imports_in_order(tmp_path: Path) -> None:
     install(
         tmp_path,
