@@ -904,7 +904,7 @@ def teacher_hidden_in_a_list(life: Life) -> Iterator[Tensor]:
 
 
 class Clip:
-    """It alters gradients by the norms of earlier steps."""
+    """It clips gradients by the mean of their norms."""
 
     def __init__(self) -> None:
         self.norms = [0.01]

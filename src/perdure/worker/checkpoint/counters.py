@@ -1,7 +1,7 @@
 """Which objects of a script only count: meters, timers, metrics.
 
-Such an object has plain data, and its methods reach nothing beyond it. Only its results reach
-training, and `carried.py` follows them.
+Such an object has plain data, and its methods reach no other object. Training depends on it only
+through values that its methods return. `carried.py` follows these values.
 """
 
 import ast
@@ -81,7 +81,7 @@ def _may_train(value: Any, kept: set[int], depth: int = 0) -> bool:
 
 @functools.cache
 def _is_gentle(kind: type) -> bool:
-    """Return whether each method of a class reaches its object and its arguments only."""
+    """Return whether the methods of a class reach only their object and their arguments."""
     return all(
         is_own_class(one) and all(map(_is_gentle_function, _list_functions(one)))
         for one in kind.__mro__[:-1]
