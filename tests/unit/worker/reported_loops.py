@@ -236,7 +236,7 @@ class Holding(nn.Module):
         self.value: Any = None
 
     def use(self, mean: float) -> float:
-        raise NotImplementedError
+        return mean
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
