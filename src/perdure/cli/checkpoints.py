@@ -41,11 +41,10 @@ def verify(
 ) -> int:
     """Read checkpoints back and compare sizes and hashes.
 
-    A directory that `perdure pull` has filled is compared with its roster, and everything in it
-    that has tensors is loaded with `weights_only`: the proof that `perdure teardown` asks for.
-    A pull without a single tensor is no proof, but with --nothing-to-keep.
-    Of a job, the script's own checkpoints (checkpoint.own) are checked too.
-    Leaves with 3 if something is damaged.
+    The directory of a `perdure pull` is compared with its list, and its tensors are loaded with
+    `weights_only`. `perdure teardown` asks for this. A pull without tensors needs
+    --nothing-to-keep. A job's own checkpoints (checkpoint.own) are checked too. The exit code is 3
+    if something is damaged.
     """
     from perdure.adapters.checkpoints import verify_all
     from perdure.cli.platforms.pull import verify_pulled
@@ -142,7 +141,7 @@ def _list_loadable(path: str) -> list[str]:
 def prune(
     job: JobName,
     free_gb: Annotated[
-        float, typer.Option("--free", min=0, metavar="GB", help="So much shall be free.")
+        float, typer.Option("--free", min=0, metavar="GB", help="Space to free, such as 20GB.")
     ],
     apply: Annotated[
         bool, typer.Option("--yes", help="Remove them; without it, say what would go.")

@@ -111,9 +111,9 @@ PANELS: dict[str, dict[str, Entry]] = {
             "platforms.teardown", "Stop the meter, once all was pulled and verified."
         ),
         "forget": Entry(
-            "platforms.teardown", "Forget a job whose box is gone, and what was not brought home."
+            "platforms.teardown", "Forget a job whose box is gone, and its results there."
         ),
-        "remind": Entry("platforms.remote", "Say what costs money that nobody looks after."),
+        "remind": Entry("platforms.remote", "List what costs money while no job runs on it."),
     },
     "Plan and rehearse": {
         "profile": Entry("profile", "Measure what a model's blocks and links cost, for `plan`."),

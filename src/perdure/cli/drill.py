@@ -47,7 +47,7 @@ def drill(
         typer.Option("--budget", metavar="TIME", help="For all faults together, such as 90s, 10m."),
     ] = "10m",
     seed: Annotated[
-        int, typer.Option("--seed", help="Of who is harmed, and how long after a checkpoint.")
+        int, typer.Option("--seed", help="Seed of the victims and of the time after a checkpoint.")
     ] = 0,
     fault: Annotated[
         list[str] | None,
@@ -71,7 +71,7 @@ def drill(
     ] = False,
     yes: Yes = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done to whom, and do nothing.")
+        bool, typer.Option("--dry-run", help="Print the planned faults, and do nothing.")
     ] = False,
     html: Html = None,
     width: Width = 100,
@@ -79,10 +79,10 @@ def drill(
 ) -> int:
     """Rehearse a job: harm a copy of it, and grade what follows.
 
-    Faults are made one after another, at random steps from a seed. Each is graded by when it was
-    found, whether the culprit was right, when the job was back, how many steps were made again,
-    and whether losses equal those of an undisturbed run. It is told before what it costs. Ctrl-C
-    ends it, and leaves nothing.
+    perdure makes the faults one after another, at random steps from a seed. The card says for each
+    fault when it was found, whether the culprit was right, and when the job was back. It also has
+    the repeated steps, and compares losses with an undisturbed run. The cost is shown before.
+    Ctrl-C ends it, and leaves nothing.
     """
     from perdure.cli.trace import check_writable, show_play
 

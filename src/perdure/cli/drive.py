@@ -49,11 +49,17 @@ Target = Annotated[
 ]
 Place = Annotated[
     str | None,
-    typer.Option("--on", metavar="PROFILE", help="Where the job file is started; else here."),
+    typer.Option(
+        "--on",
+        metavar="PROFILE",
+        help="Profile on which the job file starts; default: this machine.",
+    ),
 ]
 NodesMax = Annotated[
     int | None,
-    typer.Option("--nodes-max", min=1, help="Scale to so many nodes at most; the job's."),
+    typer.Option(
+        "--nodes-max", min=1, help="Scale to this many nodes at most; default: the job's."
+    ),
 ]
 Keep = Annotated[
     bool, typer.Option("--keep", help="Nodes that cannot be taken are no part of the trace.")
@@ -61,13 +67,11 @@ Keep = Annotated[
 Start = Annotated[
     float,
     typer.Option(
-        "--start", metavar="SECONDS", min=1.0, help="The job may take so long until it trains."
+        "--start", metavar="SECONDS", min=1.0, help="Seconds that the job may take until it trains."
     ),
 ]
-Stop = Annotated[bool, typer.Option("--stop", help="Of a job that runs: stop it at the end.")]
-Yes = Annotated[
-    bool, typer.Option("--yes", help="Of a job that runs: take its nodes without a question.")
-]
+Stop = Annotated[bool, typer.Option("--stop", help="Stop a running job at the end.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Take the nodes of a running job without asking.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be done when, and do nothing.")
 ]
@@ -101,9 +105,9 @@ def drive(
 ) -> int:
     """Play a trace against your own job: its nodes are taken and given back at its instants.
 
-    A job file is started as `perdure run` would start it, or `perdure launch --on PROFILE`, under a
-    name of its own, and stopped at the end; a job that runs goes on with all its nodes. Its own
-    pace is what it is compared with. Ctrl-C ends it with what was measured so far.
+    A job file is started by `perdure run` or `perdure launch --on PROFILE` under another name, and
+    stopped at the end. A running job gets all its nodes back. The job is compared with its own
+    pace. Ctrl-C ends it with the results so far.
     """
     from perdure.lab.live.driving import DriveWish, check_drive
     from perdure.lab.live.driving import drive as drive_job

@@ -51,7 +51,7 @@ def profile(
     ] = 8,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", min=0.0, help="At least so long for each micro-batch size."),
+        typer.Option("--seconds", min=0.0, help="Seconds for each micro-batch size, at least."),
     ] = 2.0,
     again: Annotated[
         bool, typer.Option("--again", help="Measure also what was measured before.")
@@ -68,7 +68,11 @@ def profile(
     ] = None,
     rdzv_endpoint: Annotated[
         str | None,
-        typer.Option("--rdzv-endpoint", metavar="HOST[:PORT]", help="Where several nodes meet."),
+        typer.Option(
+            "--rdzv-endpoint",
+            metavar="HOST[:PORT]",
+            help="Address and port at which several nodes meet.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Also write the profile here.")

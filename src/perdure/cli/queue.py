@@ -56,7 +56,7 @@ def add(
     queue: QueueName = "default",
     as_json: Json = False,
 ) -> None:
-    """Add items, or describe waiting ones anew; what runs or is done stays as it is."""
+    """Add items, or change waiting ones. Items that run or are done stay."""
     from perdure.service.queue.store import QueueStore
 
     options = keep_given(
@@ -318,15 +318,16 @@ def retry(names: Names, queue: QueueName = "default", as_json: Json = False) -> 
 @app.command("run")
 def run_queue(
     slots: Annotated[
-        int | None, typer.Option("--slots", min=1, help="So many at once, without looking at GPUs.")
+        int | None,
+        typer.Option("--slots", min=1, help="Number of items at once, whatever GPUs there are."),
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Stay when all is done, for what is added later.")
+        bool, typer.Option("--keep", help="Wait for new items when all are done.")
     ] = False,
     queue: QueueName = "default",
     as_json: Json = False,
 ) -> int:
-    """Run a queue to its end: one item a GPU, or one after another where there are none.
+    """Run a queue to its end: one item per GPU, or one after another without GPUs.
 
     Ctrl-C leaves what runs running; the next `perdure queue run` takes it up.
     """

@@ -30,9 +30,9 @@ def rm(
 ) -> None:
     """Remove jobs that have ended, with their checkpoints and logs.
 
-    What will go is shown before, and asked for once. Checkpoints at a URL or in a folder of yours
-    stay, and so does whatever the script itself has written. A job that runs, or was launched to
-    another machine, is refused: `perdure stop` and `perdure teardown` are for these.
+    perdure shows the list, and asks once. Checkpoints at a URL or in a folder of yours stay, and
+    the script's own files as well. perdure refuses a running job (`perdure stop`), and one that was
+    launched elsewhere (`perdure teardown`).
     """
     home = resolve_home()
     found = [find_here(name, home) for name in dict.fromkeys(jobs)]

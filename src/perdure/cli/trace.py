@@ -51,17 +51,20 @@ _NAMES = ", ".join(format_.name for format_ in FORMATS)
 
 File = Annotated[Path, typer.Argument(help="A trace in any of the formats of docs/traces.md.")]
 FormatName = Annotated[
-    str | None, typer.Option("--format", help=f"What FILE is, instead of recognised: {_NAMES}.")
+    str | None,
+    typer.Option("--format", help=f"Format of FILE, if perdure does not recognise it: {_NAMES}."),
 ]
 Duration = Annotated[
     float | None, typer.Option("--duration", metavar="SECONDS", min=0.001, help="Its end.")
 ]
 Speed = Annotated[
-    float, typer.Option("--speed", min=1e-9, help="Play it so many times as fast, notice too.")
+    float, typer.Option("--speed", min=1e-9, help="Speed-up of the trace, notices too.")
 ]
 ScaleTo = Annotated[
     int | None,
-    typer.Option("--scale-to", metavar="NODES", min=1, help="Scale to so many nodes at most."),
+    typer.Option(
+        "--scale-to", metavar="NODES", min=1, help="Number of nodes to scale to, at most."
+    ),
 ]
 AllNodes = Annotated[
     int | None,
@@ -231,7 +234,8 @@ def generate(
         ),
     ] = None,
     burst: Annotated[
-        int | None, typer.Option("--burst", min=1, help="Leave one to so many at once (else 1).")
+        int | None,
+        typer.Option("--burst", min=1, help="Lose up to this many nodes at once (default 1)."),
     ] = None,
     notice: Annotated[
         float | None, typer.Option("--notice", min=0, help="Seconds of notice for all.")
@@ -296,7 +300,7 @@ def _change_model(
 Draw = Annotated[
     bool, typer.Option("--draw-victims", help="Draw who leaves; a trace of counts always does.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of the victims that are drawn.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the choice of victims.")]
 SWEEP_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -340,7 +344,7 @@ def simulate(
         typer.Option("--state-gb", min=1e-6, help="Model and optimizer state, instead of TABLE's."),
     ] = None,
     link_gbit: Annotated[
-        float, typer.Option("--link-gbit", min=1e-6, help="Of each node, per second.")
+        float, typer.Option("--link-gbit", min=1e-6, help="Rate of each node, per second.")
     ] = 10.0,
     draw: Draw = False,
     seed: Seed = 0,
@@ -355,10 +359,10 @@ def simulate(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Say what each system would have made of a trace, beside what was possible at all.
+    """Simulate each system on a trace, beside the best possible.
 
-    U1 is the fastest shape at every moment; U2 the best plan of who knows the future; U2' the same
-    at perdure's measured cost of a change.
+    U1 is the fastest shape at every moment. U2 is the best plan with perfect knowledge of the
+    trace, and U2' is U2 with perdure's measured cost of a change.
     """
     trace = load_trace(
         file,
@@ -492,7 +496,7 @@ Systems = Annotated[
     typer.Option(
         "--policy",
         metavar="NAMES",
-        help="What is played, in turn: all, or of perdure, torchrun, torchft, torchft-default; "
+        help="Systems to replay, in turn: all, or of perdure, torchrun, torchft, torchft-default; "
         "with --stages of perdure, varuna.",
     ),
 ]
@@ -518,7 +522,7 @@ def replay(
     file: File,
     policy: Systems = "perdure",
     nodes_max: Annotated[
-        int, typer.Option("--nodes-max", min=1, max=8, help="Scale to so many nodes at most.")
+        int, typer.Option("--nodes-max", min=1, max=8, help="Number of nodes to scale to, at most.")
     ] = 8,
     speed: Speed = 1.0,
     until: Until = None,
@@ -533,7 +537,7 @@ def replay(
     stages: Annotated[
         int,
         typer.Option(
-            "--stages", min=1, max=8, help="Cut perdure's model into so many, if they fit."
+            "--stages", min=1, max=8, help="Number of stages of perdure's model, if they fit."
         ),
     ] = 1,
     measure: Annotated[
@@ -555,7 +559,7 @@ def replay(
 
     Nodes are process groups of this machine, devices are virtual. Plain DDP's throughput by number
     of nodes is measured before and between the systems, and the replay is refused where it does not
-    rise. Ctrl-C ends it with what was measured so far.
+    rise. Ctrl-C ends it with the results so far.
     """
     from perdure.lab.live import session
 

@@ -56,7 +56,7 @@ def doctor(
 ) -> None:
     """Check what perdure can see and do here, or for a job or profile.
 
-    Every trap is in docs/doctor.md, with what prevents, detects, watches for or diagnoses it.
+    docs/doctor.md lists all traps, and the part of perdure that handles each.
     """
     from perdure.adapters.exporters import check_exporters
     from perdure.adapters.health import check_machine

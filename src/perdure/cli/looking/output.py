@@ -100,10 +100,12 @@ def logs(
     job: AnyJob,
     follow: Follow = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", min=0, help="Of this rank only; without a prefix.")
+        int | None,
+        typer.Option("--rank", min=0, help="Only the lines of this rank, without a prefix."),
     ] = None,
     generation: Annotated[
-        int | None, typer.Option("--generation", min=0, help="Of this one; else the newest.")
+        int | None,
+        typer.Option("--generation", min=0, help="Number of the generation; default: the newest."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Of all generations.")] = False,
     part: Annotated[
@@ -180,9 +182,7 @@ def events(
     since: Annotated[
         str | None, typer.Option("--since", metavar="TIME", help="Such as 10m, 2h or 14:05.")
     ] = None,
-    tail: Annotated[
-        int | None, typer.Option("--tail", min=0, help="Only the last so many.")
-    ] = None,
+    tail: Annotated[int | None, typer.Option("--tail", min=0, help="Number of last lines.")] = None,
     show_all: Annotated[
         bool, typer.Option("--all", help="Also what says again and again how far something is.")
     ] = False,

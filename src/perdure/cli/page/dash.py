@@ -58,7 +58,7 @@ def dash(
         str, typer.Option("--host", help="Another than loopback wants TLS: --cert and --key.")
     ] = "127.0.0.1",
     operate: Annotated[
-        bool, typer.Option("--operate", help="Who has the address may also steer.")
+        bool, typer.Option("--operate", help="The address also lets others steer.")
     ] = False,
     cert: Annotated[
         Path | None, typer.Option("--cert", metavar="FILE", help="Certificate, for TLS.")
@@ -70,9 +70,9 @@ def dash(
     """Show jobs as a live page in a browser, as they are or were.
 
     Curves, ranks, incidents, the ledger, at any past second. It reads what lies on the disk and
-    asks the job nothing. It is served on loopback, for whoever has the address with its token;
-    with --operate there is a second address, which also steers. A job on another machine, behind
-    SSH, is shown by a server there, whose port is reached here for as long as this runs.
+    asks the job nothing. Loopback serves the page, and its address has a token. With --operate, a
+    second address also steers. For a job behind SSH, a server there serves the page, by a port
+    here.
     """
     try:
         import uvicorn

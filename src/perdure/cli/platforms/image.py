@@ -20,7 +20,7 @@ def image(
             "[default: the torch of this machine]",
         ),
     ] = None,
-    base: Annotated[str, typer.Option("--base", metavar="IMAGE", help="What it is built on.")] = (
+    base: Annotated[str, typer.Option("--base", metavar="IMAGE", help="Image to build on.")] = (
         IMAGE_BASE
     ),
     out: Annotated[

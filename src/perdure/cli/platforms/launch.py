@@ -43,7 +43,7 @@ def render(
 ) -> int:
     """Print what a launch would submit; touch nothing.
 
-    What is printed are scripts, a manifest or a notebook.
+    That is scripts, a manifest, or a notebook.
     """
     from perdure.cli.platforms.profiles import choose_profile
     from perdure.launch.platforms import write_files

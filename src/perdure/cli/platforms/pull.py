@@ -48,7 +48,7 @@ def pull(
     ] = False,
     gone: Annotated[
         list[str] | None,
-        typer.Option("--gone", metavar="HOST", help="Of several boxes, one that was taken away."),
+        typer.Option("--gone", metavar="HOST", help="A box of several that was taken away."),
     ] = None,
     leave: Leave = None,
     up_to_gb: Annotated[
@@ -57,7 +57,7 @@ def pull(
             "--up-to",
             min=0,
             metavar="GB",
-            help="Ask before more than this comes that nobody named as a result.",
+            help="Ask before pulling more than this beyond the named results.",
         ),
     ] = 20.0,
     yes: Annotated[bool, typer.Option("--yes", help="Bring it however much it is.")] = False,
@@ -67,7 +67,7 @@ def pull(
     """Bring a job's checkpoints, journal, logs and outputs here.
 
     So is every file of the project and the data folders there that is not here as it was sent, but
-    for caches and environments. What has arrived stays: the same command goes on from there.
+    for caches and environments. The same command resumes after an interruption.
     """
     import msgspec
 

@@ -165,9 +165,9 @@ def list_reminders(record: "LaunchRecord", home: str) -> "list[Reminder]":
 
 
 def remind(as_json: Json = False) -> int:
-    """Say what costs money that nobody looks after.
+    """List what costs money while no job runs on it.
 
-    Every box of a launched job is asked. Each reminder goes to the job's own [alerts] too, once a
+    It asks every box of a launched job. Each reminder goes to the job's own [alerts] too, once a
     day: cron may run this. Nothing is ever stopped by it.
     """
     from perdure.cli.platforms.profiles import here

@@ -51,12 +51,12 @@ def teardown(
         str | None, typer.Option("--confirm", metavar="JOB", help="The job's name, typed again.")
     ] = None,
     box_is_gone: Annotated[
-        bool, typer.Option("--box-is-gone", help="It was taken away, and answers no more.")
+        bool, typer.Option("--box-is-gone", help="The box was taken away and does not answer.")
     ] = False,
     leave: Leave = None,
     nothing_to_keep: Annotated[
         bool,
-        typer.Option("--nothing-to-keep", help="Whatever is on the box may go, pulled or not."),
+        typer.Option("--nothing-to-keep", help="Do not pull first."),
     ] = False,
     others_agree: Annotated[
         bool,
@@ -71,7 +71,7 @@ def teardown(
     ] = False,
     ids: Annotated[
         list[str] | None,
-        typer.Option("--id", metavar="ID", help="What the platform calls the box; one for each."),
+        typer.Option("--id", metavar="ID", help="Id of the box on its platform; repeatable."),
     ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -202,14 +202,14 @@ _IS_IT_GONE = "look at the provider; --box-is-gone, once you have seen that it i
 def forget(
     job: JobName,
     yes: Annotated[
-        bool, typer.Option("--yes", help="What was never brought home is lost, and you know it.")
+        bool, typer.Option("--yes", help="Delete results that were never pulled.")
     ] = False,
     box_is_gone: Annotated[
         bool, typer.Option("--box-is-gone", help="You have seen at the provider that it is.")
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Forget a job whose box is gone, and what was not brought home.
+    """Forget a job whose box is gone, and its results there.
 
     Nothing is stopped by it. The record is set aside, and the name is free again.
     """

@@ -72,7 +72,7 @@ class RunOptions:
     remote: Annotated[
         int | None,
         _option(
-            "--remote", min=0, help="So many of the nodes come from elsewhere: `perdure join`."
+            "--remote", min=0, help="Number of nodes that come from elsewhere: `perdure join`."
         ),
     ] = None
     torchft: Annotated[
@@ -114,7 +114,8 @@ class RunOptions:
         str | None, _option("--nats-tls-key", metavar="FILE", help="Its key.")
     ] = None
     nats_tls_ca: Annotated[
-        str | None, _option("--nats-tls-ca", metavar="FILE", help="Who has signed the server's.")
+        str | None,
+        _option("--nats-tls-ca", metavar="FILE", help="CA certificate of the NATS server."),
     ] = None
     placement: Annotated[
         str | None, _option("--placement", metavar="FILE", hidden=True, help="See docs/lab.md.")
@@ -145,9 +146,9 @@ class RunOptions:
             "--redirects", "-r", help="Not on the terminal: 1 out, 2 err, 3 both, or RANK:N,..."
         ),
     ] = None
-    tee: Annotated[str | None, _torchrun("--tee", "-t", help="On the terminal all the same.")] = (
-        None
-    )
+    tee: Annotated[
+        str | None, _torchrun("--tee", "-t", help="Streams that the terminal shows as well.")
+    ] = None
     local_ranks_filter: Annotated[
         str | None,
         _torchrun("--local-ranks-filter", help="Local ranks shown on the terminal: 0,1."),
@@ -169,7 +170,11 @@ class RunOptions:
     rdzv_backend: Annotated[str | None, _torchrun("--rdzv-backend", help="Ignored.")] = None
     rdzv_endpoint: Annotated[
         str | None,
-        _torchrun("--rdzv-endpoint", metavar="HOST[:PORT]", help="Where several nodes meet."),
+        _torchrun(
+            "--rdzv-endpoint",
+            metavar="HOST[:PORT]",
+            help="Address and port at which several nodes meet.",
+        ),
     ] = None
     rdzv_id: Annotated[
         str | None,
@@ -195,7 +200,9 @@ class RunOptions:
     master_port: Annotated[str | None, _torchrun("--master-port", help="Its port (29500).")] = None
     local_addr: Annotated[
         str | None,
-        _torchrun("--local-addr", metavar="IP", help="Where other nodes reach this one."),
+        _torchrun(
+            "--local-addr", metavar="IP", help="Address at which other nodes reach this one."
+        ),
     ] = None
     environ: dict[str, str] = field(default_factory=dict)
     """The environment of `perdure run` itself, which is no option."""

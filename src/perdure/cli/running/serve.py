@@ -32,7 +32,7 @@ def serve(
     ] = None,
     bind: Annotated[
         str | None,
-        typer.Option("--bind", metavar="ADDRESS", help="Where it listens (default 127.0.0.1)."),
+        typer.Option("--bind", metavar="ADDRESS", help="Address to listen on (default 127.0.0.1)."),
     ] = None,
     unprotected: Annotated[
         bool,
@@ -54,7 +54,7 @@ def serve(
             "--remote",
             metavar="K",
             min=1,
-            help="Hear ranks with the line on so many other machines, which are invited.",
+            help="Number of other machines to invite, whose ranks have the line.",
         ),
     ] = None,
     config: Annotated[
@@ -67,9 +67,9 @@ def serve(
 ) -> int:
     """Serve torchft replica groups that others start by torchrun.
 
-    Bus, controller and lighthouse run here, and no ranks. Runs until SIGINT or SIGTERM, or `perdure
-    stop`; whoever trains then goes on without a lighthouse. Groups join by TORCHFT_LIGHTHOUSE,
-    which is printed.
+    Bus, controller and lighthouse run here, and no ranks. SIGINT,
+    SIGTERM, or `perdure stop` ends it; groups then train without a lighthouse. Groups join by the
+    TORCHFT_LIGHTHOUSE that it prints.
     """
     from importlib.util import find_spec
 

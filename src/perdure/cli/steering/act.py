@@ -61,11 +61,10 @@ def inject(
 ) -> None:
     """Harm a rank on purpose, to see what happens.
 
-    crash is SIGKILL, stop is SIGSTOP, spin burns CPU without progress, sleep and gil stand still,
-    slow delays every step, slow-forward, slow-backward and slow-data one stage of it, exit leaves
-    with an exit code, oom runs out of memory: killed by the kernel in a cgroup of its own where
-    one can be made, else by a MemoryError. slow-link, drop-link and link-down need nodes with
-    networks of their own. `--arg for_s=N` ends a fault, and so does heal.
+    crash is SIGKILL, and stop is SIGSTOP. spin burns CPU, sleep and gil stand still. slow delays
+    every step; slow-forward, slow-backward, and slow-data delay one stage. exit ends a rank with an
+    exit code. oom uses up memory, in a cgroup of its own if possible. slow-link, drop-link, and
+    link-down need nodes with networks of their own. `--arg for_s=N` or heal ends a fault.
     """
     if fault not in FAULTS:
         raise ConfigError(f"unknown fault `{fault}`", hint=f"one of {', '.join(FAULTS)}")
@@ -212,9 +211,8 @@ def drain(
 ) -> None:
     """Move the ranks off a node; no committed step is lost.
 
-    The ranks save a checkpoint and leave. All ranks agree on a step, save, and make no step after
-    it; a spare node stands in, and the new world goes on from there. Refused where no spare node is
-    ready, and where the script does not call perdure.init().
+    All ranks agree on a step, save a checkpoint, and stop. A spare node takes the node's place, and
+    the job resumes. perdure refuses this without a spare node, or without perdure.init().
     """
     _send(job, "drain", targets, deadline, why, dry_run, as_json, force=force, wait=wait)
 
@@ -292,21 +290,22 @@ def notify(
         typer.Option("--machine", metavar="NAME", help="Instead of both: one that has joined."),
     ] = None,
     grace_s: Annotated[
-        float, typer.Option("--grace", min=0, help="Of preemption: seconds until it is gone.")
+        float,
+        typer.Option("--grace", min=0, help="With preemption: seconds until the machine is gone."),
     ] = 0.0,
-    waits: Annotated[
-        bool, typer.Option("--waits", help="Of preemption: it is to be left at once.")
-    ] = False,
+    waits: Annotated[bool, typer.Option("--waits", help="With preemption: leave at once.")] = False,
     reason: Annotated[str, typer.Option("--reason", help="Such as `XID 79`.")] = "",
-    source: Annotated[str, typer.Option("--source", help="Who says so; default: you.")] = "",
+    source: Annotated[
+        str, typer.Option("--source", help="Name of the operator; default: you.")
+    ] = "",
     timeout_s: Timeout = 30.0,
     as_json: Json = False,
 ) -> None:
     """Tell a job of a failed device, or a machine that will go.
 
-    The job cannot see it by itself. A failed device makes the verdict UnhealthyDevice, which
-    `policy.unhealthy_device` acts upon; a preemption has the node left within its grace, unless it
-    is withdrawn; `machine` says why one is gone.
+    The job cannot see it by itself. A failed device gives the verdict UnhealthyDevice, and
+    `policy.unhealthy_device` acts on it. After a preemption, ranks leave the node within its grace.
+    `machine` says why a machine is gone.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown notice `{kind}`", hint=f"one of {', '.join(KINDS)}")
@@ -333,7 +332,7 @@ def set_(
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Take the newest change back.")] = False,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Without changes: list also what nobody has changed.")
+        bool, typer.Option("--all", help="Without changes: list all keys, also unchanged ones.")
     ] = False,
     why: Why = "",
     timeout_s: Timeout = 60.0,

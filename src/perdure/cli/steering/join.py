@@ -39,11 +39,11 @@ def invite(
         bool, typer.Option("--list", help="Show the invitations that there are, and their use.")
     ] = False,
     revoke: Annotated[
-        str | None, typer.Option("--revoke", metavar="ID", help="Let nobody come by it any more.")
+        str | None, typer.Option("--revoke", metavar="ID", help="Revoke the invitation.")
     ] = None,
     end_login: Annotated[
         bool,
-        typer.Option("--end-login", help="With --revoke: who came by it is cut off at once."),
+        typer.Option("--end-login", help="With --revoke: cut off machines that used it."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -148,13 +148,16 @@ def join(
         str, typer.Argument(metavar="FILE", help="The invitation; - is standard input.")
     ] = "-",
     address: Annotated[
-        str, typer.Option("--address", metavar="IP", help="Where other nodes reach this one.")
+        str,
+        typer.Option(
+            "--address", metavar="IP", help="Address at which other nodes reach this one."
+        ),
     ] = "127.0.0.1",
     grace_s: Annotated[
         float, typer.Option("--grace", min=0, help="What SIGTERM and SIGUSR1 leave, in seconds.")
     ] = 30.0,
     cwd: Annotated[
-        str | None, typer.Option("--cwd", help="Where the script runs, if it is elsewhere here.")
+        str | None, typer.Option("--cwd", help="Working directory of the script on this machine.")
     ] = None,
     wait_s: Annotated[
         float, typer.Option("--wait", min=0, help="For the job and a free place, in seconds.")

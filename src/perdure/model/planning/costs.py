@@ -263,7 +263,7 @@ class ProfileRequest(msgspec.Struct, frozen=True):
     ranks: int = 8
     """Devices of the largest group whose all-reduce is measured."""
     seconds: float = 2.0
-    """At least so long for each micro-batch size."""
+    """Seconds for each micro-batch size, at least."""
     again: bool = False
     """Measure also what was measured before."""
     meeting: Meeting | None = None
