@@ -84,7 +84,8 @@ LONG = {
     " torch.are_deterministic_algorithms_enabled(), torch.get_num_interop_threads() > 0,"
     " torch.is_grad_enabled(), torch.get_float32_matmul_precision()]",
     "distributed": "import torch.distributed as dist\nseen['is'] = dist.is_initialized()",
-    "tempfile": "import tempfile\nseen['is'] = tempfile.tempdir, tempfile.gettempdir()",
+    "tempfile": "os.environ['TMPDIR'] = os.getcwd()\nimport tempfile\n"
+    "seen['is'] = tempfile.tempdir, tempfile.gettempdir() == os.getcwd()",
     "logging": "import logging\nroot = logging.getLogger()\n"
     "seen['is'] = root.level, [repr(h) for h in root.handlers], logging.raiseExceptions",
     "loggers": "import logging\nseen['is'] = logging.getLogger('own').getEffectiveLevel()",

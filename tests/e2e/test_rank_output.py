@@ -207,7 +207,7 @@ def test_a_copier_with_few_descriptors_holds_up_no_rank(node: Node, hard: int) -
     records = [node.ended(0, rank) for rank in range(20)]
     if hard == 64:
         assert {record.code for record in records} == {1}
-        assert all("limit of 64 open files (ulimit -n)" in record.error for record in records)
+        assert all("open files than ulimit -n allows (64)" in record.error for record in records)
     else:
         assert {record.code for record in records} == {0}
         assert {len(node.text(0, rank)) for rank in range(20)} == {200_000}

@@ -140,7 +140,7 @@ def reset_process() -> None:
         torch.default_generator.seed()  # torch.seed() would go on to CUDA.
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
-        tempfile.__dict__["_name_sequence"] = None
+        tempfile.__dict__.update(_name_sequence=None, tempdir=None)
     logging = sys.modules.get("logging")
     if logging is not None:  # Its records say how old they are; the image is older.
         now = time.time_ns() if isinstance(logging.__dict__["_startTime"], int) else time.time()

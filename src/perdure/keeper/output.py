@@ -56,7 +56,7 @@ class RankOutput:
             return
         files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if 0 <= files_max < 2 * len(self._pipes) + 2 + _COPIER_FILES:
-            why = f"the limit of {files_max} open files (ulimit -n) is too low for so many ranks"
+            why = f"these ranks need more open files than ulimit -n allows ({files_max})"
             raise OSError(errno.EMFILE, why)
         if not self.pid:
             self.start()

@@ -351,7 +351,7 @@ def find_rank_reader(names: Iterable[str]) -> str:
     Such a `sitecustomize` runs once in the image, and has to run in each rank.
     """
     for name in sorted(names):
-        if name.partition(".")[0] in sys.stdlib_module_names:
+        if "." in name or name in sys.stdlib_module_names:  # What it imports reads them later.
             continue
         text, path = "", getattr(sys.modules.get(name), "__file__", None) or ""
         with contextlib.suppress(OSError), open(path, errors="replace") as file:

@@ -1,5 +1,6 @@
 """What a script says as it leaves by `sys.exit`, started from the image."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,13 @@ def test_a_reason_given_to_exit_is_the_ranks(
     if error:
         assert record.cause.startswith(f"exit code 1: {error}")
         assert 'leaves.py", line ' in record.traceback
+
+
+def test_a_cold_rank_that_is_interrupted_ends_by_sigint(tmp_path: Path) -> None:
+    """As plain Python does, also if the exception is saved."""
+    path = tmp_path / "leaves.py"
+    path.write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-c", COLD, str(path), str(tmp_path / "saved")]
+    done = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=PATIENCE_S, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in (tmp_path / "saved").read_text()

@@ -45,6 +45,8 @@ def save_failure(path: str, value: BaseException, trace: TracebackType | None) -
         text = "".join(traceback.format_exception(type(value), value, trace))
         first = _make_text(error.strip().split("\n")[0], _ERROR_MAX)
         _write(path, first, text)
+        if not isinstance(value, Exception):
+            return  # At code made by exec, Python forgets that it has to end by SIGINT.
         # Looking at files may take long, or never end; the exception is saved by then.
         from perdure.worker.start.unloadable import find_unloadable
 
