@@ -4,6 +4,7 @@ It prints a line once every child has ended. A child that inherits a held lock n
 """
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ from perdure.worker.process import die_with
 from perdure.worker.ring import RingWriter
 from perdure.worker.start import imports
 
-FORKS, LOADERS = 5, 1
+FORKS, LOADERS = 5, 2
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -101,6 +102,7 @@ def main() -> None:
     imports._LOOK_S = (0.0, 0.0)
     attachment = attach_rank()
     assert attachment is not None
+    gc.freeze()  # Otherwise each child looks at all of torch when it ends.
     line: Any = attachment.control
     with declare_busy("held", at_most_s=60), held(busy._lock, line._changed, line._stop._cond):
         fork()

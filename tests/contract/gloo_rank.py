@@ -1,6 +1,6 @@
-"""A rank for `test_gloo_groups`: groups of perdure's beside the script's own, of which one breaks.
+"""Two ranks for `test_gloo_groups`: groups of perdure's beside the script's own; one breaks.
 
-It prints, as JSON, which groups could still sum, and the error of the one that was broken.
+Each prints, as JSON, which groups could still sum, and the error of the one that was broken.
 """
 
 import json
@@ -32,7 +32,7 @@ def end_with_parent() -> None:
 def reach_store(name: str) -> Any:
     """Return a connection of its own: a wait on one keeps other threads from using it."""
     limit = timedelta(seconds=PATIENCE_S)
-    store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=limit)
     return dist.PrefixStore(name, store)
 
 
@@ -78,11 +78,10 @@ def wait_broken(comm: Communicator) -> str:
     return ticket.error
 
 
-def main() -> None:
+def main(rank: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    rank = int(sys.argv[1])
-    if sys.argv[3] == "lazy":
+    if sys.argv[2] == "lazy":
         make: Any = dist.ProcessGroupGloo.create_device
         gloo.make_device = lambda: make(hostname="127.0.0.1", lazy_init=True)  # type: ignore[assignment]
     dist.init_process_group("gloo", store=reach_store("default"), rank=rank, world_size=2)
@@ -107,8 +106,14 @@ def main() -> None:
     else:
         error = wait_broken(groups[BROKEN].comm)
     after = {name: is_whole(one) for name, one in sums.items()}
-    print(json.dumps({"before": before, "after": after, "error": error}), flush=True)
+    answer = {"rank": rank, "before": before, "after": after, "error": error}
+    os.write(1, json.dumps(answer).encode() + b"\n")
+    if rank == 0:
+        os.wait()
     os._exit(0)
 
 
-main()
+if os.fork() == 0:
+    main(1)
+else:
+    main(0)

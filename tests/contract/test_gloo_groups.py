@@ -20,30 +20,29 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("when", ["at once", "lazy"])
 def test_a_break_leaves_the_other_groups_of_both_ranks_whole(when: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.gloo_rank", str(rank), str(store.port), when],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        # The end of a rank's input ends the rank: read beside it.
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stderr is not None
-            words = rank.stdout.readline()
-            assert words, rank.stderr.read()[-3000:]
-            said = json.loads(words)
-            assert said["before"] == dict.fromkeys([*said["after"], "mirror"], True)
-            assert said["after"] == dict.fromkeys(["default", "pair", "own", "training"], True)
-        assert "closed" in said["error"].lower(), said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate(timeout=PATIENCE_S)
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.contract.gloo_rank", str(store.port), when],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as ranks:
+        try:
+            # The end of their input ends the ranks: read beside it.
+            assert ranks.stdout is not None
+            assert ranks.stderr is not None
+            errors = {}
+            for _ in range(2):
+                words = ranks.stdout.readline()
+                assert words, ranks.stderr.read()[-3000:]
+                said = json.loads(words)
+                errors[said["rank"]] = said["error"]
+                assert said["before"] == dict.fromkeys([*said["after"], "mirror"], True)
+                assert said["after"] == dict.fromkeys(["default", "pair", "own", "training"], True)
+            assert errors.keys() == {0, 1}
+            assert "closed" in errors[1].lower(), errors
+        finally:
+            ranks.kill()
+            ranks.communicate(timeout=PATIENCE_S)

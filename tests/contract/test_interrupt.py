@@ -24,7 +24,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Return ranks for both tests: the first test leaves them well."""
+    """Return three ranks for both tests; the first test breaks none of them."""
     ranks = Ranks(tmp_path_factory.mktemp("i"))
     try:
         for rank in range(3):

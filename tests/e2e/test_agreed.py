@@ -22,7 +22,7 @@ KEPT = [
     pytest.param("unfreeze", (), id="unfreeze"),
     pytest.param("unfreeze", ("--exact",), id="unfreeze exact", marks=LONG),
     pytest.param("clip", ("--width", "1200"), id="clip while it follows"),
-    pytest.param("heat", (), id="heat"),
+    pytest.param("heat", (), id="heat", marks=LONG),
     pytest.param("heat", ("--exact",), id="heat exact", marks=LONG),
     *(
         pytest.param(situation, more, id=" ".join((situation, *more)), marks=LONG)

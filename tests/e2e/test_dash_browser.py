@@ -123,7 +123,8 @@ def test_a_job_is_watched_steered_and_looked_back_at(browser: Any, tmp_path: Pat
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("kind", ["elastic", pytest.param("torchft", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["elastic", "torchft"])
 def test_a_rank_that_dies_is_one_incident_and_the_page_says_when_it_is_over(
     browser: Any, tmp_path: Path, start: Callable[..., Job], kind: str
 ) -> None:

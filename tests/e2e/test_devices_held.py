@@ -52,7 +52,7 @@ def has_seen(job: Job, used: int) -> bool:
 def test_a_rank_starts_once_its_predecessors_memory_is_free_and_the_report_says_so(
     start: Start, counters: Path
 ) -> None:
-    job = start("held", "-n", "1", str(SCRIPTS / "train_holding.py"), str(counters))
+    job = start("held", "-n", "1", "--cold", str(SCRIPTS / "train_holding.py"), str(counters))
     job.wait_until(lambda: "pid_used" in counters.read_text(), "a rank on the GPU")
     pid = int(counters.read_text().split()[1])
     job.wait_until(lambda: has_seen(job, 11 * GIB), "a look at its memory")

@@ -175,11 +175,11 @@ while True:
     assert is_gone(detached)
 
 
+@without_image
 def test_agent_replaced(node: Node) -> None:
     """Ranks go on without an agent; the next one is told what it missed."""
     text = "import os, sys, time\nwhile not os.path.exists('leave'): time.sleep(0.02)\nsys.exit(7)"
     script = node.script(text)
-    node.wait_warm()
     node.spawn(0, script, world=2)
     node.disconnect()
     (node.home / "leave").touch()
@@ -334,33 +334,35 @@ def test_module_and_program(node: Node) -> None:
 
 
 @pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("kind", ["pipe", "file"])
-def test_standard_input_arrives(node: Node, kind: str, cold: bool) -> None:
+def test_standard_input_arrives(node: Node, cold: bool) -> None:
     """A rank reads the rest of what another process has as its standard input."""
+    if not cold:
+        node.wait_warm()
+    script = node.script(
+        TRAIL + "import sys\nnote(sys.stdin.name, sys.stdin.mode, sys.stdin.seekable(),"
+        " sys.stdin.buffer.seekable(), sys.stdin.line_buffering, repr(sys.stdin.read()))"
+    )
     rows = node.home / "rows"
     rows.write_bytes(b"read before\n1\r\n2\n")
-    with rows.open("rb", buffering=0) as file:
-        file.readline()
-        holder = subprocess.Popen(
-            ["sleep", "1000"], stdin=subprocess.PIPE if kind == "pipe" else file
-        )
-    try:
-        if holder.stdin is not None:
-            holder.stdin.write(b"1\r\n2\n")
-            holder.stdin.close()
-        node.wait_warm()
-        script = node.script(
-            TRAIL + "import sys\nnote(sys.stdin.name, sys.stdin.mode, sys.stdin.seekable(),"
-            " sys.stdin.buffer.seekable(), sys.stdin.line_buffering, repr(sys.stdin.read()))"
-        )
-        launch = msgspec.structs.replace(node.launch(0, 0, 1), stdin=holder.pid)
-        node.ask(KeeperSpawn(0, (launch,), script, (), False, False, str(node.home), False))
-        assert node.ended(0).code == 0
-        seeks = kind == "file"  # As in plain Python.
-        assert node.trail()[1] == ["<stdin>", "r", seeks, seeks, False, repr("1\r\n2\n")]
-    finally:
-        holder.kill()
-        holder.wait()
+    for generation, kind in enumerate(("pipe", "file")):
+        with rows.open("rb", buffering=0) as file:
+            file.readline()
+            holder = subprocess.Popen(
+                ["sleep", "1000"], stdin=subprocess.PIPE if kind == "pipe" else file
+            )
+        try:
+            if holder.stdin is not None:
+                holder.stdin.write(b"1\r\n2\n")
+                holder.stdin.close()
+            launch = msgspec.structs.replace(node.launch(generation, 0, 1), stdin=holder.pid)
+            home = str(node.home)
+            node.ask(KeeperSpawn(generation, (launch,), script, (), False, False, home, False))
+            assert node.ended(generation).code == 0
+            seeks = kind == "file"  # As in plain Python.
+            assert node.trail()[-1] == ["<stdin>", "r", seeks, seeks, False, repr("1\r\n2\n")]
+        finally:
+            holder.kill()
+            holder.wait()
 
 
 @without_image

@@ -22,7 +22,7 @@ def pair(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     script = tmp_path / "ends.py"
     script.write_text('print("done", flush=True)\n')
     where = f"127.0.0.1:{find_port()}"
-    command = ["--nnodes", "2", "--rdzv-endpoint", where, "--rdzv-id", "pair"]
+    command = ["--cold", "--nnodes", "2", "--rdzv-endpoint", where, "--rdzv-id", "pair"]
     output = tmp_path / "pair.out"
 
     def type_command(node: int, *options: str) -> Job:

@@ -10,7 +10,7 @@ from tests.e2e.harness import Job
 OUTER = """
 import subprocess
 import sys
-words = [sys.executable, "-m", "perdure", "run", "--name", "inner", "-n", "2", "inner.py"]
+words = [sys.executable, "-m", "perdure", "run", "--name", "inner", "--cold", "-n", "2", "inner.py"]
 sys.exit(subprocess.run(words).returncode)
 """
 

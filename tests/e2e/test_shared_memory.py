@@ -60,7 +60,7 @@ def test_a_segment_of_a_killed_rank_is_gone(
     start: Callable[..., Job], tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "train.py").write_text(SEGMENT)
-    job = start("shm", "-n", "2", str(tmp_path / "train.py"), name)
+    job = start("shm", "-n", "2", "--cold", str(tmp_path / "train.py"), name)
     job.wait_until(lambda: "life 0 of 0" in job.text() and "life 0 of 1" in job.text(), "ranks")
     crash(job, 1)
     job.cli("stop", "shm", "--now")

@@ -24,9 +24,9 @@ time.sleep(86_400)
 """
 
 
-def begin(start: Callable[..., Job], folder: Path, *options: str) -> Job:
+def begin(start: Callable[..., Job], folder: Path) -> Job:
     (folder / "train.py").write_text(SAVES)
-    job = start("writes", "-n", "2", *options, "train.py")
+    job = start("writes", "-n", "2", "--cold", "train.py")
     job.wait_until(lambda: (folder / "model.pt").exists(), "half a file")
     job.wait_until(lambda: "life 0 of 1" in job.text(), "the other rank")
     job.kill(" g0 r1")
@@ -48,7 +48,7 @@ def test_a_restart_waits_for_a_rank_that_writes(start: Callable[..., Job], tmp_p
 def test_a_rank_that_writes_for_too_long_is_killed_and_named(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    job = begin(start, tmp_path, "--cold")
+    job = begin(start, tmp_path)
     job.wait_until(lambda: "killed rank 0, which still wrote" in job.text(), "the end of the wait")
     job.wait_until(lambda: "life 1 of 0 finds" in job.text(), "the next life")
     words = f"rank 0 was killed while it wrote {tmp_path}/model.pt"

@@ -80,7 +80,7 @@ PLACES = ("/tmp/perdure-0", "/dev/shm/perdure-0")
 INSIDE = (
     *(f"mkdir -p {place}" for place in PLACES),
     *(f"mount -t tmpfs -o uid={STRANGER},mode=755 tmpfs {place}" for place in PLACES),
-    '"$1" -m perdure run -n 1 --name squatted "$2" || exit',
+    '"$1" -m perdure run -n 1 --cold --name squatted "$2" || exit',
     f"ls -A {' '.join(PLACES)}",
 )
 """Commands in a mount namespace in which another user has both names."""

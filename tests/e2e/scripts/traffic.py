@@ -17,5 +17,5 @@ while True:
     dist.all_reduce(stop, op=dist.ReduceOp.MAX)
     if stop.item():
         break
-    time.sleep(0.03)
+    time.sleep(0.1)
 dist.destroy_process_group()
