@@ -1,7 +1,9 @@
 """A script with own saves is killed in the midst of them; it goes on from the newest whole one."""
 
 import json
+import os
 import random
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -122,3 +124,42 @@ def test_verify_of_a_job_without_any(start: Start, tmp_path: Path) -> None:
     assert told.returncode == 2, told.stderr
     assert "no checkpoints: perdure has saved none, and the job declares none" in told.stderr
     assert "hint: checkpoint.own" in told.stderr
+
+
+@pytest.mark.parametrize("form", ["trainer", "deepspeed"])
+def test_a_machine_without_a_checkpoint_fetches_the_newest_copy(
+    start: Start, tmp_path: Path, form: str
+) -> None:
+    away = tmp_path / "away"
+    job = run_saver(start, tmp_path, form, (DECLARED[form],), f'url = "{away}"')
+    wait_saves(job, tmp_path, 0, 3)
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+    step = read_lives(tmp_path)[0][-1][1]
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "enough").unlink()
+    again = start("own", "-c", "job.toml")
+    wait_saves(again, tmp_path, 1, 1)
+    assert read_lives(tmp_path)[1][0] == ("began", step)
+    (tmp_path / "enough").touch()
+    assert again.wait() == 0, again.text()
+
+
+def test_storage_that_hangs_costs_training_nothing(start: Start, tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    form = "torch"
+    job = run_saver(start, tmp_path, form, (DECLARED[form],), f'url = "{away}"')
+    latest = away / "own-own" / "0" / "latest"
+    job.wait_until(latest.exists, "a copy")
+    (tmp_path / "enough").touch()
+    assert job.wait() == 0, job.text()
+    latest.unlink()
+    os.mkfifo(latest)  # Who reads it waits for ever.
+    (tmp_path / "enough").unlink()
+    again = start("own", "-c", "job.toml")
+    for life in (1, 2):
+        wait_saves(again, tmp_path, life, 3)
+        if life == 1:
+            again.kill("perdure rank")
+    (tmp_path / "enough").touch()
+    assert again.wait() == 0, again.text()

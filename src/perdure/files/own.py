@@ -459,7 +459,7 @@ def choose_place(path: str, root: str, cwd: str) -> str:
     """
     if not _share_disk(os.path.dirname(path), root):
         root = os.path.dirname(path)
-    place = os.path.join(_name_beside(root, cwd, TORN), os.path.relpath(path, root))
+    place = os.path.join(name_beside(root, cwd, TORN), os.path.relpath(path, root))
     target, number = place, 1
     while os.path.lexists(target):
         number += 1
@@ -478,10 +478,10 @@ def is_set_aside(path: str) -> bool:
 
 def locate_copy(path: str, root: str, cwd: str) -> str:
     """Return where the copy of an overwritten checkpoint is kept."""
-    return os.path.join(_name_beside(root, cwd, COPY), os.path.relpath(path, root))
+    return os.path.join(name_beside(root, cwd, COPY), os.path.relpath(path, root))
 
 
-def _name_beside(root: str, cwd: str, end: str) -> str:
+def name_beside(root: str, cwd: str, end: str) -> str:
     """Return a folder beside `root`.
 
     It is a hidden one in `root` if nothing can be made beside it, or if that is another disk. It

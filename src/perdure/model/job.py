@@ -88,7 +88,8 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     url: str = ""
     """Directory or fsspec URL; empty means `checkpoints/` in the job's own directory. Extra `s3`
     for `s3://`, `gcs` for `gs://`. It belongs to the first job that saves there; another job is
-    refused."""
+    refused. Of `own`, the newest whole checkpoints are copied there as well, and a machine without
+    one begins at the newest copy."""
     from_: str = msgspec.field(default="", name="from")
     """Folder or URL of another job's checkpoints. While the job has none of its own, it begins
     at the newest one there."""

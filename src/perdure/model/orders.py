@@ -443,6 +443,10 @@ class RunProbe(Order, frozen=True, kw_only=True):
         return ()
 
 
+FETCH_S = 600.0
+"""Seconds that a copy of a script's own checkpoint may take to arrive before a start."""
+
+
 class CheckOwn(Order, frozen=True, kw_only=True):
     """Have `nodes` check the script's own checkpoints and move a torn newest one: `OwnChecked`.
 

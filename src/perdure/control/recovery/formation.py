@@ -24,7 +24,14 @@ from perdure.model.events import (
     RanksStarted,
     StoreReady,
 )
-from perdure.model.orders import AnyAction, Assignment, AssignNodes, CheckOwn, EndJob
+from perdure.model.orders import (
+    FETCH_S,
+    AnyAction,
+    Assignment,
+    AssignNodes,
+    CheckOwn,
+    EndJob,
+)
 from perdure.model.steering import Steering
 
 REGISTER_TIMEOUT_S = 180.0
@@ -196,6 +203,8 @@ def _ask_own(state: JobState, world: WorldState, nodes: set[int]) -> list[AnyAct
     if state.lost or world.checking:
         return []
     why = f"generation {world.generation}: all older ranks are gone"
+    if spec.checkpoint.url and world.deadline_s is not None:
+        world.deadline_s += FETCH_S * len(spec.checkpoint.own)
     world.checking = CheckOwn(generation=world.generation, nodes=tuple(sorted(nodes)), reason=why)
     return [world.checking]
 

@@ -1,16 +1,19 @@
 """The script's own checkpoints on this node: checked before a start, and the last one copied."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
 
 from perdure.adapters.file_thread import FileThread
+from perdure.adapters.own_away import OwnAway
 from perdure.files.own import (
     OwnCheckpoint,
     choose_place,
     copy_whole,
+    examine,
     find_newest,
     find_root,
     list_declared,
@@ -20,7 +23,7 @@ from perdure.files.own import (
 )
 from perdure.model.events import AnyEvent, OwnChecked, TornFound
 from perdure.model.job import JobSpec
-from perdure.model.orders import CheckOwn
+from perdure.model.orders import FETCH_S, CheckOwn
 from perdure.service.agent.outbox import Outbox
 
 log = logging.getLogger("perdure.agent")
@@ -29,6 +32,10 @@ CHECK_S = 5.0
 """A check that takes longer finds nothing."""
 _SECOND_LOOK_S = 0.5
 _COPY_S = 0.25
+_AWAY_S, _AWAY_AGAIN_S = 1.0, 30.0
+"""Seconds between two looks for what is to be copied, and after one that failed."""
+_LAST_S = 8.0
+"""Seconds for the last copy at the job's end."""
 
 
 class OwnCheckpoints:
@@ -42,6 +49,13 @@ class OwnCheckpoints:
         self._generation = -1
         """The newest whose check has begun."""
         self._files = FileThread()
+        url, own = spec.checkpoint.url, spec.checkpoint.own
+        self._away = [OwnAway(url, spec.name, n, p, spec.cwd) for n, p in enumerate(own) if url]
+        """Where copies go, by pattern."""
+        self._away_files = FileThread()
+        """One copy after another; a copy that hangs delays nothing else."""
+        self._leads = False
+        """Rank 0 was here."""
 
     def is_new(self, order: CheckOwn) -> bool:
         """Return whether an order was never taken: it is repeated until the answer has arrived."""
@@ -64,6 +78,8 @@ class OwnCheckpoints:
             newest = max(filter(None, (newest, whole)), key=_age, default=None)
             for one in torn:
                 moved += await self._move(order, pattern, one, whole)
+        for place in list(self._away):
+            newest = await self._fetch(place) or newest
         step, path = (newest.step, self._shorten(newest.path)) if newest else (-1, "")
         self._put(
             OwnChecked(
@@ -130,6 +146,52 @@ class OwnCheckpoints:
         """Return a path from the job's folder, if it is below."""
         short = os.path.relpath(path, self._spec.cwd)
         return path if short.startswith("../..") else short
+
+    # --- copies under checkpoint.url ------------------------------------------------------------
+
+    async def keep_away(self, leads: Callable[[], bool]) -> None:
+        """Copy each newest whole checkpoint under `checkpoint.url`, while rank 0 is here."""
+        pause_s = _AWAY_S
+        while True:
+            await asyncio.sleep(pause_s)
+            if leads():
+                self._leads = True
+                pause_s = _AWAY_S if await self._copy_away() else _AWAY_AGAIN_S
+
+    async def finish(self) -> None:
+        """Copy the last ones, as far as that is soon done."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_S):
+                if self._leads:
+                    await self._copy_away()
+
+    async def _copy_away(self) -> bool:
+        for place in list(self._away):
+            try:
+                await self._away_files.call(self._upload, place)
+            except Exception as error:  # The storage is away, or the script removed it.
+                log.warning("no copy of %s under checkpoint.url: %r", place.pattern, error)
+                return False
+        return True
+
+    def _upload(self, place: OwnAway) -> None:
+        whole = find_newest(place.pattern, self._spec.cwd)[1]
+        if whole is not None and place.upload(whole):
+            log.info("%s is copied to %s", whole.path, place.url)
+
+    async def _fetch(self, place: OwnAway) -> OwnCheckpoint | None:
+        """Bring the newest copy if this machine has no checkpoint of the pattern."""
+        try:
+            async with asyncio.timeout(CHECK_S):
+                if await self._files.call(list_declared, place.pattern, self._spec.cwd):
+                    return None
+            async with asyncio.timeout(FETCH_S):
+                path = await FileThread().call(place.fetch)
+        except Exception as error:  # The script begins as it would without a copy.
+            log.warning("no checkpoint is fetched from %s: %r", place.url, error)
+            self._away.remove(place)  # The copy there is newer than all that follow.
+            return None
+        return examine(path, exact=True) if path else None
 
     def _put(self, event: AnyEvent) -> None:
         log.info("%.300s", event)

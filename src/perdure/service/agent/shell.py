@@ -209,6 +209,8 @@ class AgentService:
             self._start(self._devices.run(lambda: self._view_ranks().pids))
             if self._spec.checkpoint.own_copy and self._spec.unordered.mends:
                 self._start(self._own.keep_copies())
+            if self._spec.checkpoint.own and self._spec.checkpoint.url:
+                self._start(self._own.keep_away(lambda: 0 in self._view_ranks().pids))
             if has_nvidia_gpu() and not self._nccl_plugin:
                 self._start(self._build_plugin())
             for source in self.notices.sources:
@@ -224,6 +226,7 @@ class AgentService:
             if self._failed is not None:
                 raise self._failed
             self._report_asides(all=True)
+            await self._own.finish()
             await self._outbox.flush(_FLUSH_S)
         finally:
             await self._workers.close()

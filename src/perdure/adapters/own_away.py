@@ -1,0 +1,143 @@
+"""Copies of a script's own checkpoints under `checkpoint.url`: for a machine that has none.
+
+<url>/own-JOB/0/1795297596180/manifest.json   of the first pattern, by when it was written
+                             /FILE            a file; `/` in its path is written as %2F
+<url>/own-JOB/0/latest                        the newest that was read back; written last
+
+A copy never takes the place of another one, so that the newest is whole also while the script
+overwrites one file. Every call may hang as long as the storage does.
+"""
+
+import contextlib
+import os
+import shutil
+from typing import Any
+from urllib.parse import quote, unquote
+
+import fsspec
+import xxhash
+
+from perdure.adapters.checkpoints import verify_checkpoint
+from perdure.files import replace_file
+from perdure.files.own import OwnCheckpoint, examine, find_root, name_beside
+from perdure.model.checkpoints import LATEST, MANIFEST, FileEntry, Manifest
+from perdure.model.codec import decode, encode
+from perdure.model.errors import PlatformError
+from perdure.model.relative import explain_unsafe
+
+_KEPT = 2
+"""Copies of each pattern that stay."""
+_CHUNK = 4 << 20
+
+
+class OwnAway:
+    """The copies of the checkpoints of one pattern of a job."""
+
+    def __init__(self, url: str, job: str, index: int, pattern: str, cwd: str) -> None:
+        """Name the place; nothing is asked yet."""
+        self.url = f"{url.rstrip('/')}/own-{quote(job, safe='')}/{index}"
+        self.pattern = pattern
+        self._job, self._root, self._cwd = job, find_root(pattern, cwd), cwd
+        self._newest: tuple[object, ...] = ()
+
+    def upload(self, one: OwnCheckpoint) -> bool:
+        """Copy a whole checkpoint, read it back, and tag it; return whether it was still to do.
+
+        Raises:
+            PlatformError: it changed meanwhile, or what arrived differs.
+            OSError: one of the two places does not take or give it.
+        """
+        if one.mark == self._newest:
+            return False
+        fs, base = fsspec.core.url_to_fs(self.url)
+        name = f"{one.written_s * 1000:013.0f}"
+        folder, entries = f"{base}/{name}", list[FileEntry]()
+        if _read_latest(fs, base) == name:
+            self._newest = one.mark
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            fs.rm(folder, recursive=True)  # What an earlier try has left.
+        fs.makedirs(folder, exist_ok=True)
+        for path in _list_files(one.path):
+            key = quote(os.path.relpath(path, one.path), safe="") if path != one.path else "%"
+            fs.put_file(path, f"{folder}/{key}")
+            entries.append(FileEntry(key, os.stat(path).st_size, _hash(path)))
+        if examine(one.path, exact=True).mark != one.mark:
+            raise PlatformError(f"{one.path} changed while it was copied")
+        about = {"path": os.path.relpath(one.path, self._root), "format": one.format}
+        manifest = Manifest(
+            step=one.step, job=self._job, world_size=0, files=tuple(entries), fingerprint=about
+        )
+        fs.pipe_file(f"{folder}/{MANIFEST}", encode(manifest))
+        fs.invalidate_cache()
+        found = verify_checkpoint(fs, folder)
+        if not found.ok:
+            raise PlatformError(f"{self.url}/{name}: {'; '.join(found.problems)}")
+        fs.pipe_file(f"{base}/{LATEST}", name.encode())
+        self._newest = one.mark
+        names = sorted(row.rstrip("/").rsplit("/", 1)[-1] for row in fs.ls(base, detail=False))
+        for old in [old for old in names if old.isdecimal() and old != name][: 1 - _KEPT]:
+            fs.rm(f"{base}/{old}", recursive=True)
+        return True
+
+    def fetch(self) -> str:
+        """Bring the newest copy here; return its path, or nothing if there is none.
+
+        Raises:
+            PlatformError: it is damaged, or names a file elsewhere.
+            OSError: one of the two places does not take or give it.
+        """
+        fs, base = fsspec.core.url_to_fs(self.url)
+        name = _read_latest(fs, base)
+        if not name:
+            return ""
+        manifest = decode(fs.cat_file(f"{base}/{name}/{MANIFEST}"), Manifest)
+        relative = manifest.fingerprint.get("path", "")
+        paths = {entry.path: unquote(entry.path) for entry in manifest.files if entry.path != "%"}
+        for path in (relative, *paths.values()):
+            if why := explain_unsafe(path):
+                raise PlatformError(f"{self.url}/{name} names {path!r}, which {why}")
+        target = os.path.join(self._root, relative)
+        place = os.path.join(name_beside(self._root, self._cwd, ".fetched"), os.urandom(4).hex())
+        try:
+            for entry in manifest.files:
+                path = os.path.join(place, paths.get(entry.path, "")).rstrip("/")
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                fs.get_file(f"{base}/{name}/{entry.path}", path)
+                if (os.stat(path).st_size, _hash(path)) != (entry.bytes, entry.xxh3_128):
+                    raise PlatformError(f"{self.url}/{name}/{entry.path} does not match its hash")
+                os.utime(path, (int(name) / 1000, int(name) / 1000))
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.rename(place, target)
+        finally:
+            if os.path.isdir(place):
+                shutil.rmtree(place, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(place))
+        if manifest.fingerprint.get("format") == "DeepSpeed":
+            latest = os.path.join(os.path.dirname(target), "latest")
+            replace_file(latest, os.path.basename(target).encode(), synced=True)
+        return target
+
+
+def _read_latest(fs: Any, base: str) -> str:
+    fs.invalidate_cache()
+    try:
+        name = fs.cat_file(f"{base}/{LATEST}").decode("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return ""
+    return str(name) if name.isdecimal() else ""
+
+
+def _list_files(path: str) -> list[str]:
+    if os.path.isfile(path):
+        return [path]
+    return [os.path.join(base, name) for base, _, names in os.walk(path) for name in sorted(names)]
+
+
+def _hash(path: str) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
