@@ -154,7 +154,7 @@ def test_storage_that_hangs_costs_training_nothing(start: Start, tmp_path: Path)
     (tmp_path / "enough").touch()
     assert job.wait() == 0, job.text()
     latest.unlink()
-    os.mkfifo(latest)  # Who reads it waits for ever.
+    os.mkfifo(latest)  # A read of it never returns.
     (tmp_path / "enough").unlink()
     again = start("own", "-c", "job.toml")
     for life in (1, 2):

@@ -44,7 +44,7 @@ class OwnAway:
         """Copy a whole checkpoint, read it back, and tag it; return whether it was still to do.
 
         Raises:
-            PlatformError: it changed meanwhile, or what arrived differs.
+            PlatformError: it changed during the copy, or what arrived differs.
             OSError: one of the two places does not take or give it.
         """
         if one.mark == self._newest:

@@ -33,7 +33,7 @@ CHECK_S = 5.0
 _SECOND_LOOK_S = 0.5
 _COPY_S = 0.25
 _AWAY_S, _AWAY_AGAIN_S = 1.0, 30.0
-"""Seconds between two looks for what is to be copied, and after one that failed."""
+"""Seconds between two looks for a new checkpoint, and after a copy that failed."""
 _LAST_S = 8.0
 """Seconds for the last copy at the job's end."""
 
