@@ -420,6 +420,7 @@ class History:
 
     def _note_window(self, event: CommandReceived | PreemptionNoticed) -> None:
         """Remember the time that a platform leaves; the same notice again is no other one."""
+        window: object
         if isinstance(event, PreemptionNoticed):
             words = f"{event.source}: {event.reason}" if event.reason else event.source
             node, who = event.node, f"node {event.node} ({words})"
