@@ -91,7 +91,7 @@ class OwnAway:
         name = _read_latest(fs, base)
         if not name:
             return ""
-        manifest = decode(fs.cat_file(f"{base}/{name}/{MANIFEST}"), Manifest)
+        manifest: Manifest = decode(fs.cat_file(f"{base}/{name}/{MANIFEST}"), Manifest)
         relative = manifest.fingerprint.get("path", "")
         paths = {entry.path: unquote(entry.path) for entry in manifest.files if entry.path != "%"}
         for path in (relative, *paths.values()):
