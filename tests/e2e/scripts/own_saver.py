@@ -87,7 +87,9 @@ def save(form: str, out: str, step: int) -> None:
             write(f"{out}/global_step{step}/{part}", pack(step))
         wait_for_others()
         if RANK == 0:
-            write(f"{out}/latest", f"global_step{step}".encode())
+            with open(f"{out}/latest", "w") as file:
+                time.sleep(0.04)  # It is empty now; DeepSpeed writes it at once as well.
+                file.write(f"global_step{step}")
         wait_for_others()
     elif form == "dcp":
         dcp.save({f"w{RANK}": torch.full((256,), float(step))},
