@@ -93,6 +93,7 @@ campaign: setup
 	$(BIN)/python bench/campaign.py
 	$(BIN)/python bench/campaign_failpoints.py
 	$(BIN)/python bench/campaign_journal.py
+	$(BIN)/python bench/campaign_own.py
 	@$(SUITE) long
 	for round in 1 2 3 4 5; do PERDURE_EXPLORE=1 $(BIN)/pytest -q tests/properties || exit 1; done
 	$(MAKE) platforms

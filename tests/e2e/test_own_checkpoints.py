@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from perdure.cli.jobs import find_here
+from perdure.cli.page.reading import JobReading
+from perdure.dash.sections import render_section
 from tests.e2e.exact import Start
 from tests.e2e.own_kills import (
     DECLARED,
@@ -104,6 +107,12 @@ def test_commands_name_the_newest_whole_one(start: Start, tmp_path: Path) -> Non
     for command in ("status", "report"):
         text = job.cli(command, "own").stdout
         assert f"the newest whole one is out/step-{step} (step {step}, " in text, text
+    job.cli("report", "own", "--html", "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert f"the newest whole one is out/step-{step} (step {step}, " in page
+    picture = JobReading(find_here("own", str(tmp_path / "state"))).look()
+    assert f"the newest whole one is out/step-{step} " in picture.own
+    assert picture.own in render_section("checkpoints", picture, live=True)
     own = json.loads(job.cli("status", "own", "--json").stdout)["own"]
     assert (own["step"], own["format"]) == (step, "torch.distributed.checkpoint")
     told = job.cli("verify", "own", "--full").stdout
