@@ -111,6 +111,8 @@ def is_checkpoint(path: str) -> bool:
     text = path.lower()
     if not text.startswith("/") or text.startswith(("/dev/", "/proc/")) or _OWN.search(text):
         return False
+    if text.endswith(".json") and _split(text)[0]:
+        return True  # Such as trainer_state.json, which comes last.
     return bool(_NAMES.search(text)) and not _LOGS.search(text)
 
 

@@ -14,7 +14,7 @@ from perdure.keeper.writers import QUIET_S, Save, is_checkpoint, list_written
         "/run/model.pt", "/run/model.pt.tmp", "/run/checkpoint-120/optimizer.pt",
         "/run/checkpoint-120/model.safetensors", "/run/out/__0_0.distcp", "/run/ckpt",
         "/run/global_step40/mp_rank_00_model_states.pt", "/run/epoch=3-step=40.ckpt",
-        "/run/checkpoints/tmpab12cd",
+        "/run/checkpoints/tmpab12cd", "/run/checkpoint-120/trainer_state.json",
     ],
 )  # fmt: skip
 def test_checkpoints(path: str) -> None:
@@ -25,7 +25,7 @@ def test_checkpoints(path: str) -> None:
     "path",
     [
         "/run/train.log", "/run/events.out.tfevents.1.host.2.0", "/run/checkpoint/train.log",
-        "/run/wandb/run-1/model.bin", "/run/metrics.jsonl", "/dev/shm/torch_1_2.pt",
+        "/run/wandb/run-1/model.bin", "/run/metrics.jsonl", "/run/metrics.json", "/dev/shm/torch_1_2.pt",
         "/job/checkpoints/step-00000050.g0.1.tmp/__0_0.distcp", "socket:[123]", "/run/notes",
     ],
 )  # fmt: skip
