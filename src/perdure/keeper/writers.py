@@ -79,6 +79,8 @@ class Save:
             known = self._files.get(kind)
             again = known is not None and (known[0] != path or at < known[1])
             if again or (folder and self._folder not in ("", folder)):  # The next save.
+                if folder and self._last in self._files:
+                    return True  # The folder before has all its files.
                 self._last, self._closed_s = self._newest, -1.0
                 self._files.clear()
             self._files[kind] = path, at

@@ -25,7 +25,8 @@ def test_checkpoints(path: str) -> None:
     "path",
     [
         "/run/train.log", "/run/events.out.tfevents.1.host.2.0", "/run/checkpoint/train.log",
-        "/run/wandb/run-1/model.bin", "/run/metrics.jsonl", "/run/metrics.json", "/dev/shm/torch_1_2.pt",
+        "/run/wandb/run-1/model.bin", "/run/metrics.jsonl", "/run/metrics.json",
+        "/dev/shm/torch_1_2.pt",
         "/job/checkpoints/step-00000050.g0.1.tmp/__0_0.distcp", "socket:[123]", "/run/notes",
     ],
 )  # fmt: skip
@@ -75,6 +76,8 @@ def test_all_files_of_a_folder_belong_to_one_save() -> None:
     looks = [folder(8, shards[1]), folder(8, "optimizer.pt"), [], folder(9, shards[0])]
     looks += [folder(9, shards[1]), [], folder(9, "optimizer.pt"), [], [], []]
     assert feed(*looks) == [False] * 8 + [True, True], "a little later, for what is no tensor"
+    looks = [folder(n, name) for n in (8, 9, 10) for name in ("a.pt", "trainer_state.json")]
+    assert feed(*looks) == [False] * 4 + [True, False], "the next save has begun meanwhile"
 
 
 def test_a_save_of_several_files_beside_one_another_is_not_cut() -> None:
