@@ -3,8 +3,8 @@
 Two ranks; any of them is killed, at an instant of the seed. The script saves as fast as it can, and
 each file takes 0.08 s to write. At each kill, the campaign stops all ranks and loads what is on the
 disk. The next life has to begin at the newest checkpoint that loads. Afterwards each checkpoint
-that was saved has to load, and none that was moved. DeepSpeed's and Lightning's files are written by
-hand, in their layout. A line of `--out` for each format; with a fault the exit code is 1.
+that was saved has to load, and none that was moved. DeepSpeed's and Lightning's files are written
+by hand, in their layout. A line of `--out` for each format; with a fault the exit code is 1.
 """
 
 import argparse
