@@ -58,8 +58,7 @@ def plan(
     devices: Annotated[int, typer.Option("--devices", min=1, help="How many devices there are.")],
     global_batch: Annotated[int, typer.Option("--global-batch", min=1, help="Samples of a step.")],
     memory: Annotated[
-        str,
-        typer.Option("--memory", metavar="SIZE", help="Memory of a device, such as 16GB or 80GiB."),
+        str, typer.Option("--memory", metavar="SIZE", help="Memory of a device, such as 80GiB.")
     ],
     per_node: PerNode = None,
     micro_batch: MicroBatch = None,

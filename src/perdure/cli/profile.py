@@ -50,17 +50,14 @@ def profile(
         int, typer.Option("--ranks", min=1, help="Processes of the largest group that is measured.")
     ] = 8,
     seconds: Annotated[
-        float,
-        typer.Option("--seconds", min=0.0, help="Seconds for each micro-batch size, at least."),
+        float, typer.Option("--seconds", min=0.0, help="Least seconds per micro-batch size.")
     ] = 2.0,
     again: Annotated[
         bool, typer.Option("--again", help="Measure also what was measured before.")
     ] = False,
     nnodes: Annotated[
         int | None,
-        typer.Option(
-            "--nnodes", min=1, help="Nodes on which this is typed: links between them as well."
-        ),
+        typer.Option("--nnodes", min=1, help="Nodes on which you type this; measures links too."),
     ] = None,
     node_rank: Annotated[
         str | None,
@@ -69,9 +66,7 @@ def profile(
     rdzv_endpoint: Annotated[
         str | None,
         typer.Option(
-            "--rdzv-endpoint",
-            metavar="HOST[:PORT]",
-            help="Address and port at which several nodes meet.",
+            "--rdzv-endpoint", metavar="HOST[:PORT]", help="Where the first node listens."
         ),
     ] = None,
     out: Annotated[
@@ -81,9 +76,9 @@ def profile(
 ) -> None:
     """Measure what a model's blocks and links cost, for `plan`.
 
-    Runs SCRIPT until it calls perdure.elastic.train, which measures and does not train. What was
-    measured of the same model on the same machine is kept. With --nnodes the same command is typed
-    on every node, and the first one has the profile.
+    Runs SCRIPT until it calls perdure.elastic.train, which measures and does not train. Earlier
+    figures of the same model on the same machine stay. With --nnodes, type the command on every
+    node; the first one has the profile.
     """
     from perdure.cli.trace import check_writable, hear_stop
 

@@ -779,6 +779,24 @@ class Ranks:
             rank = next((r for r in self._ranks.values() if r.pid == root), None)
             self._tell(f"killed process {pid}, which a rank had left: {read_command(pid)}", rank)
 
+    def _tell_killed(
+        self,
+        ranks: list[Rank],
+        members: list[int],
+        writing: set[int],
+        table: dict[int, Process],
+        ending: Ending,
+    ) -> None:
+        """Name what SIGTERM has not ended, and what is killed now."""
+        for rank in ranks:
+            if rank.pid not in {*ending.killed, *writing} and self._handles_term(rank.pid):
+                ending.killed.add(rank.pid)
+                rank.saving = rank.saving or next(iter(self._list_own(rank.pid)), "")
+                end = f" and wrote {rank.saving}" if rank.saving else ""
+                self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM{end}", rank)
+        below = [pid for pid in members if pid not in {*self._by_pid, self._store_pid}]
+        self._name_killed([p for p in below if table[p].session not in writing], table, ending)
+
     def _count_oom_kills_of(self, rank: Rank) -> int:
         try:
             return self._oom_kills.count_of(rank.generation, rank.rank)
@@ -830,14 +848,7 @@ class Ranks:
                     ending.next_look_s = min(now + _IDLE_S, ending.deadline_s)
             return
         if ending.warned_s:
-            for rank in ranks:
-                if rank.pid not in {*ending.killed, *writing} and self._handles_term(rank.pid):
-                    ending.killed.add(rank.pid)
-                    rank.saving = rank.saving or next(iter(self._list_own(rank.pid)), "")
-                    end = f" and wrote {rank.saving}" if rank.saving else ""
-                    self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM{end}", rank)
-            below = [pid for pid in members if pid not in {*self._by_pid, self._store_pid}]
-            self._name_killed([p for p in below if table[p].session not in writing], table, ending)
+            self._tell_killed(ranks, members, writing, table, ending)
         members = [pid for pid in members if table[pid].session not in writing]
         ours = [pid for pid in members if send_signal(pid, signal.SIGKILL)]
         if ranks or ours:

@@ -296,9 +296,8 @@ class History:
             case ResumeCompared() as event:
                 self.exact.take(event)
             case RankJoined() as event:
-                generation = self._of(event.generation)
-                generation.rank(event.rank)
-                generation.ready.setdefault(event.rank, entry.at_s)
+                self._of(event.generation).rank(event.rank)
+                self._of(event.generation).ready.setdefault(event.rank, entry.at_s)
                 self.meets |= bool(event.store)
             case RankExited() as event:
                 self._end(event)
@@ -420,7 +419,6 @@ class History:
 
     def _note_window(self, event: CommandReceived | PreemptionNoticed) -> None:
         """Remember the time that a platform leaves; the same notice again is no other one."""
-        window: object
         if isinstance(event, PreemptionNoticed):
             words = f"{event.source}: {event.reason}" if event.reason else event.source
             node, who = event.node, f"node {event.node} ({words})"

@@ -5,6 +5,7 @@ A screen needs nothing else, and nothing here decides anything.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from perdure.model.events import (
     OF_EVERY_RANK,
@@ -66,6 +67,14 @@ class Certain:
     entries: int = 0
     seq: int = 0
     """Number of the newest."""
+
+
+def _list_saved(history: History) -> tuple[dict[str, Any], ...]:
+    """Return the newest checkpoints, as a picture shows them."""
+    return tuple(
+        {name: getattr(saved, name) for name in _OF_CHECKPOINT}
+        for saved in history.checkpoints[-CHECKPOINTS_SHOWN:]
+    )
 
 
 class SnapshotFold:
@@ -230,10 +239,7 @@ class SnapshotFold:
             ranks=rows,
             devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
             verdicts=verdicts[-VERDICTS_SHOWN:],
-            checkpoints=tuple(
-                {name: getattr(saved, name) for name in _OF_CHECKPOINT}
-                for saved in history.checkpoints[-CHECKPOINTS_SHOWN:]
-            ),
+            checkpoints=_list_saved(history),
             metrics=dict(sorted((self.certain.metrics | self._metrics).items())),
             incidents=history.num_parts_lost if self._spec.groups else history.num_incidents,
             settings=settings,

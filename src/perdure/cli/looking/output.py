@@ -100,8 +100,7 @@ def logs(
     job: AnyJob,
     follow: Follow = False,
     rank: Annotated[
-        int | None,
-        typer.Option("--rank", min=0, help="Only the lines of this rank, without a prefix."),
+        int | None, typer.Option("--rank", min=0, help="Print one rank's lines, without a prefix.")
     ] = None,
     generation: Annotated[
         int | None,

@@ -146,15 +146,7 @@ class AgentService:
         self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
         self._reader = RankReader(paths, node, clock_offset_s, self._asides)
         self._links = LinkTelemetry(paths, node, clock_offset_s, alone=spec.nodes == 1)
-        sources = open_sources(spec.preemption, node, env)
-        self.notices = NoticeWatch(
-            spec.preemption,
-            sources,
-            node=node,
-            report=self._outbox.put,
-            now=self.now,
-            handles=self._handle_term,
-        )
+        self.notices = self._watch_notices(env)
         self._prober = Prober(
             bus,
             spec.name,
@@ -188,6 +180,17 @@ class AgentService:
     def now(self) -> float:
         """Return job time."""
         return time.monotonic() + self._offset_s
+
+    def _watch_notices(self, env: Mapping[str, str]) -> NoticeWatch:
+        spec, node = self._spec.preemption, self._node
+        return NoticeWatch(
+            spec,
+            open_sources(spec, node, env),
+            node=node,
+            report=self._outbox.put,
+            now=self.now,
+            handles=self._handle_term,
+        )
 
     def _choose_address(self) -> str:
         """Return where this node's ranks can be reached."""
