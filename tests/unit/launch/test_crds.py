@@ -111,7 +111,7 @@ def test_a_pytorchjob_has_a_master_and_workers_that_join_it() -> None:
         assert replica["template"]["metadata"]["labels"]["perdure.dev/job"] == "gpt"
         assert replica["restartPolicy"] == "ExitCode"
     assert roles == {"Master": (1, "pytorch", "first"), "Worker": (2, "pytorch", "node")}
-    assert any("another pod is tried only" in one.text for one in plan.findings)
+    assert any("starts another pod only" in one.text for one in plan.findings)
     alone = documents(make_plan(1, shape="pytorchjob"))["PyTorchJob/gpt"]["spec"]
     assert list(alone["pytorchReplicaSpecs"]) == ["Master"]
     text = make_plan(3, shape="pytorchjob").files["job.yaml"]
