@@ -27,8 +27,9 @@ Path(f"process-{{os.environ['LOCAL_RANK']}}-{{os.getpid()}}").touch()
 torch.manual_seed(0)
 
 def note(step):
-    Path("world.tmp").write_text(f"{{len(step.world)}} {{step.step}}")
-    os.replace("world.tmp", "world")
+    mine = Path(f"world.{{os.getpid()}}")  # Every rank notes it.
+    mine.write_text(f"{{len(step.world)}} {{step.step}}")
+    os.replace(mine, "world")
     time.sleep(0.0 if Path("hurry").exists() else 0.05)
 
 perdure.elastic.train(
