@@ -73,7 +73,7 @@ def test_a_slot_whose_processes_always_end_stays_empty_until_it_is_restored(
     (tmp_path / "broken").unlink()
     assert "gets new processes in slot 1" in job.cli("restore", "el", "0").stdout
     job.wait_until(lambda: world(job) == 2, "both slots training again")
-    job.wait_until(lambda: not job.state().get("empty_slots"), "word of it in the picture")
+    job.wait_until(lambda: job.state()["empty_slots"][0]["over_s"], "word of it in the picture")
     assert "was left empty" not in job.cli("status", "el").stdout
     assert len(list(tmp_path.glob("process-0-*"))) == 1
     assert job.report()["state"] == "running"
