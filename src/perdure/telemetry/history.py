@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
 
 from msgspec import structs
 
@@ -419,12 +418,12 @@ class History:
 
     def _note_window(self, event: CommandReceived | PreemptionNoticed) -> None:
         """Remember the time that a platform leaves; the same notice again is no other one."""
+        window: object
         if isinstance(event, PreemptionNoticed):
             words = f"{event.source}: {event.reason}" if event.reason else event.source
-            node, who = event.node, f"node {event.node} ({words})"
+            node, who, window = event.node, f"node {event.node} ({words})", event.grace_s
         else:
-            node, who = -1, event.who
-        window: Any = getattr(event, "grace_s", 0.0) or getattr(event, "args", {}).get("window_s")
+            node, who, window = -1, event.who, event.args.get("window_s")
         if isinstance(window, int | float) and 0 < window < math.inf:
             row = WindowRow(event.at_s, who, window, node=node)
             self.windows.setdefault(f"{node} {event.id}", row)
