@@ -15,6 +15,7 @@ import re
 import time
 
 from perdure.adapters.host import read_text
+from perdure.files.own import CHECKPOINT
 
 QUIET_S = 5.0
 """Seconds without a change after which a file counts as written."""
@@ -25,10 +26,6 @@ _NAMES = re.compile(
 _LOGS = re.compile(r"tfevents|wandb|mlruns|\.(log|txt|out|err|csv|tsv|jsonl?|ya?ml|db|sqlite3?)$")
 _OWN = re.compile(r"/step-\d+\.[^/]*\.tmp(/|$)")
 """perdure's own checkpoints, before they are whole."""
-_FOLDER = re.compile(
-    r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)[-_=]?\d+", re.IGNORECASE
-)
-"""Names of folders that are one save."""
 _LATER_S = 0.2
 """Seconds for files of a folder that come after the last one that counts, such as JSON."""
 _AT_FDCWD, _DONT_SYNC, _MTIME = -100, 0x4000, 0x40
@@ -102,7 +99,7 @@ def _split(path: str) -> tuple[str, str]:
     """
     parts = path.split("/")
     for at in range(len(parts) - 2, 0, -1):
-        if _FOLDER.fullmatch(parts[at]):
+        if CHECKPOINT.fullmatch(parts[at]):
             return "/".join(parts[: at + 1]), "/".join(parts[at + 1 :])
     name = parts[-1]
     return "", name if "-of-" in name else re.sub(r"\d+", "#", name)
