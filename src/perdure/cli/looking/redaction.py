@@ -31,11 +31,12 @@ _ADDRESS = re.compile(
     r"|(?<![\w:])[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){3,8}(?![\w:])"
     r"|(?<![\w.+-])[\w.+-]{1,64}@[\w.-]{1,255}|(?<=://)[^/\s\"':,<>]{1,255}"
 )
-_NAMED = re.compile(rf"((?:{SECRET_NAME.pattern})\w{{0,64}}[\"']?\s?[:=]).*", re.IGNORECASE)
+_NAMED = re.compile(rf"((?:{SECRET_NAME.pattern})\w{{0,64}}+[\"']?\s?[:=]).*", re.IGNORECASE)
 """A name that says that the rest of the line is secret."""
 _LOOPBACK = ("127.0.0.1", "0.0.0.0")
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"\d{1,19}|\d+[eE]\d+|\d{1,6}[smhKMGT]i?B?|[a-zA-Z]\d{1,4}")
+_PSEUDONYM = re.compile(r"(?:word|address)\d+")
 _TYPE = re.compile(r"([\w.]{0,200}(?:Error|Exception|Interrupt|Exit|Warning))\b")
 _FRAME = re.compile(r'\s*File ".*", line \d+, in .*')
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -64,6 +65,8 @@ class Redactor:
         self._words = set(read_vocabulary())
         self._values: dict[str, str] = {}
         """Secret text -> its replacement."""
+        self._known = re.compile(r"(?!)")
+        """Matches any secret text, the longest first."""
         self._names: dict[str, str] = {}
         """Word -> its pseudonym."""
 
@@ -73,6 +76,8 @@ class Redactor:
             if len(text) >= VALUE_LEAST:
                 ways = (text, json.dumps(text)[1:-1], repr(text)[1:-1])
                 self._values |= dict.fromkeys(ways, label)
+        longest = sorted(self._values, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
     def add_name(self, name: str) -> None:
         """Replace the words of a person's, a host's, or a folder's name as well."""
@@ -82,7 +87,7 @@ class Redactor:
         """Return `text` in perdure's words; it is JSON, lines of JSON, or plain text."""
         lines = text.splitlines(keepends=True)
         if len(lines) > 1:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 return json.dumps(self._clean(json.loads(text)), indent=1) + "\n"
         return "".join(map(self._redact_line, lines))
 
@@ -93,7 +98,7 @@ class Redactor:
     def _redact_line(self, line: str) -> str:
         try:
             return json.dumps(self._clean(json.loads(line)), separators=(",", ":")) + "\n"
-        except ValueError:
+        except (ValueError, RecursionError):
             return self._replace(line)
 
     def _clean(self, value: Any) -> Any:
@@ -129,9 +134,7 @@ class Redactor:
 
     def _replace(self, text: str) -> str:
         text = _CONTROL.sub("", text.encode("utf-8", "replace").decode())
-        if self._values:
-            longest = sorted(self._values, key=len, reverse=True)
-            text = re.sub("|".join(map(re.escape, longest)), self._replace_value, text)
+        text = self._known.sub(self._replace_value, text)
         text = _NAMED.sub(r"\1 <secret>", text)
         return _WORD.sub(self._replace_word, _ADDRESS.sub(self._replace_address, text))
 
@@ -146,10 +149,9 @@ class Redactor:
 
     def _replace_word(self, match: re.Match[str]) -> str:
         word = match[0]
-        known = word.lower() in self._words or _NUMBER.fullmatch(word)
-        if known or self._names.get(word) or word in self._names.values():
-            return word if known else self._names.get(word, word)
-        return self._name("word", word)
+        if word.lower() in self._words or _NUMBER.fullmatch(word) or _PSEUDONYM.fullmatch(word):
+            return word
+        return self._names.get(word) or self._name("word", word)
 
     def _name(self, kind: str, word: str) -> str:
         self.counts[kind] += 1
