@@ -1,6 +1,8 @@
 """Copies of a script's own checkpoints: each format comes back whole, and nothing else does."""
 
+import asyncio
 import os
+import time
 from pathlib import Path
 
 import fsspec
@@ -8,10 +10,14 @@ import pytest
 
 pytest.importorskip("torch")
 from tests.unit.test_own import FORMATS, make
+from tests.waiting import wait_until
 
 from perdure.adapters.own_away import OwnAway
 from perdure.files.own import find_newest
 from perdure.model.errors import PlatformError
+from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.service.agent.outbox import Outbox
+from perdure.service.agent.own import OwnCheckpoints
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
@@ -96,3 +102,29 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(url: str, tmp_path: P
     fs.pipe_file(f"{name}/manifest.json", manifest)
     with pytest.raises(PlatformError, match="has a segment"):
         away.fetch()
+
+
+def test_a_copy_of_another_pattern_is_not_taken(url: str, tmp_path: Path) -> None:
+    """A job file may name its patterns in another order."""
+    make(tmp_path / "here" / "ema", "torch.save", 7)
+    upload(url, tmp_path / "here", "ema/ckpt-*.pt")
+    with pytest.raises(PlatformError, match="ema/ckpt"):
+        OwnAway(url, "j", 0, "out/ckpt-*.pt", str(tmp_path / "there")).fetch()
+    assert not (tmp_path / "there").exists()
+
+
+async def test_a_pattern_that_cannot_be_copied_delays_no_other_one(tmp_path: Path) -> None:
+    for name in ("ema", "out"):
+        make(tmp_path / name, "torch.save", 7)
+    (tmp_path / "store/own-j").mkdir(parents=True)
+    (tmp_path / "store/own-j/0").touch()
+    checkpoint = CheckpointConfig(
+        url=str(tmp_path / "store"), own=("ema/ckpt-*.pt", "out/ckpt-*.pt")
+    )
+    spec = JobSpec(name="j", script="t.py", cwd=str(tmp_path), checkpoint=checkpoint)
+    outbox = Outbox(None, "events", node=0, source="agent-0")
+    own = OwnCheckpoints(spec, 0, outbox, now=time.monotonic)
+    copying = asyncio.create_task(own.keep_away(lambda: True))
+    latest = tmp_path / "store/own-j/1/latest"
+    await asyncio.to_thread(wait_until, latest.exists, "the copy of the second pattern")
+    copying.cancel()

@@ -64,7 +64,8 @@ class OwnAway:
             entries.append(FileEntry(key, os.stat(path).st_size, _hash(path)))
         if examine(one.path, exact=True).mark != one.mark:
             raise PlatformError(f"{one.path} changed while it was copied")
-        about = {"path": os.path.relpath(one.path, self._root), "format": one.format}
+        relative = os.path.relpath(one.path, self._root)
+        about = {"path": relative, "format": one.format, "pattern": self.pattern}
         manifest = Manifest(
             step=one.step, job=self._job, world_size=0, files=tuple(entries), fingerprint=about
         )
@@ -84,7 +85,7 @@ class OwnAway:
         """Bring the newest copy here; return its path, or nothing if there is none.
 
         Raises:
-            PlatformError: it is damaged, or names a file elsewhere.
+            PlatformError: it is damaged, of another pattern, or names a file elsewhere.
             OSError: one of the two places does not take or give it.
         """
         fs, base = fsspec.core.url_to_fs(self.url)
@@ -92,7 +93,9 @@ class OwnAway:
         if not name:
             return ""
         manifest: Manifest = decode(fs.cat_file(f"{base}/{name}/{MANIFEST}"), Manifest)
-        relative = manifest.fingerprint.get("path", "")
+        relative, pattern = (manifest.fingerprint.get(key, "") for key in ("path", "pattern"))
+        if pattern != self.pattern:
+            raise PlatformError(f"{self.url}/{name} is of {pattern!r}, not of {self.pattern!r}")
         paths = {entry.path: unquote(entry.path) for entry in manifest.files if entry.path != "%"}
         for path in (relative, *paths.values()):
             if why := explain_unsafe(path):

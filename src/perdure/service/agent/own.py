@@ -166,13 +166,14 @@ class OwnCheckpoints:
                     await self._copy_away()
 
     async def _copy_away(self) -> bool:
+        failed = False
         for place in list(self._away):
             try:
                 await self._away_files.call(self._upload, place)
             except Exception as error:  # The storage is away, or the script removed it.
                 log.warning("no copy of %s under checkpoint.url: %r", place.pattern, error)
-                return False
-        return True
+                failed = True
+        return not failed
 
     def _upload(self, place: OwnAway) -> None:
         whole = find_newest(place.pattern, self._spec.cwd)[1]
