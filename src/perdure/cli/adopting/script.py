@@ -20,7 +20,7 @@ BYTES_MAX = 1 << 20
 Kind = Literal[
     "perdure", "torchft", "huggingface", "lightning", "accelerate", "deepspeed", "torch", "other"
 ]
-Role = Literal["model", "optimizer", "scheduler", "scaler", "loader", "trainer", "generator"]
+Role = Literal["model", "optimizer", "scheduler", "scaler", "trainer", "generator"]
 Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LIBRARIES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
@@ -280,8 +280,6 @@ class Reading:
             return {"generator"}
         if last == "GradScaler":
             return {"scaler"}
-        if name != last and last in ("DataLoader", "StatefulDataLoader"):  # None of its own.
-            return {"loader"}
         if ".lr_scheduler." in name or (last.startswith("get_") and "schedule" in last):
             return {"scheduler"}
         if name.startswith("torch.optim.") and last[:1].isupper():
