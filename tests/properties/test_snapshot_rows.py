@@ -6,7 +6,7 @@ Whatever happened, in whatever order, and whenever somebody has looked in betwee
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
@@ -177,6 +177,10 @@ def tell(fold: SnapshotFold, said: JournalEntry | NodeBeat) -> None:
         max_size=60,
     )
 )
+@example(  # A group begins anew, and tells of ranks of another one.
+    steps=[(23, 308, 1, False), (9, 0, 1, False), (23, 189, 25, False), (0, 170, 1, True),
+           (23, 253, 26, False)]
+)  # fmt: skip
 def test_kept_rows_are_those_that_a_new_fold_makes(
     world: str, steps: list[tuple[int, int, int, bool]]
 ) -> None:

@@ -200,7 +200,9 @@ class RankRows:
             case RankExited() as event:
                 self._changed.add(event.record.rank)
             case RanksStarted() as event:
-                self._changed.update(event.pids)
+                nproc = self._spec.nproc if self._spec.groups else 0  # A group begins anew as one.
+                group = range(event.node * nproc, (event.node + 1) * nproc)
+                self._changed.update(event.pids, group)
                 slots = {rank: self._spec.slot_of(rank) for rank in event.pids}
                 later = {slot: r for r, slot in slots.items() if r >= self._spec.world_size}
                 self._newest |= {} if self._spec.groups else later
