@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 
@@ -31,6 +32,8 @@ from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
+from perdure.service.curves import CurveFiles
+from perdure.telemetry.curves import Curves
 from tests.decider import Decider
 
 _STAMPS = ("spawned", "script", "init", "group", "restored", "first_step")
@@ -62,6 +65,7 @@ class Story:
         self.generation = -1
         self.decider = Decider()
         self.step = self.saved = 0
+        self.logged: list[tuple[float, MetricsLogged]] = []
         self.accounts: dict[int, RankAccount] = {}
         self.write(JobSubmitted(spec=self.spec, at_s=self.now))
 
@@ -116,6 +120,25 @@ class Story:
             ProgressNoted(generation=self.generation, at_s=self.now, step=step, accounts=accounts)
         )
 
+    def log(self, *values: dict[str, float]) -> None:
+        """Have `run.log` tell values, from this step on."""
+        rows = tuple(enumerate(values, self.step))
+        self.logged.append((self.now, MetricsLogged(generation=self.generation, rows=rows)))
+
+    @property
+    def curves(self) -> Curves:
+        """What was told, as curves."""
+        curves = Curves()
+        for at_s, event in self.logged:
+            curves.take(at_s, "", event.rows, 0)
+        return curves
+
+    def lay_curves(self, folder: Path) -> None:
+        """Write what was told to a job's folder."""
+        files = CurveFiles(str(folder / "curves"), "test")
+        for at_s, event in self.logged:
+            files.append(at_s, "", event)
+
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.now += self.step_s
@@ -137,11 +160,7 @@ class Story:
                     compile_s=self.compile_s,
                     marks=(*a.marks, (self.step, step_s)) if save else a.marks,
                 )
-            self.write(
-                MetricsLogged(
-                    generation=self.generation, rows=((self.step, {"loss": 5.0 / self.step}),)
-                )
-            )
+            self.log({"loss": 5.0 / self.step})
             if save and self.resumable:
                 self.saved = self.step
                 self.write(

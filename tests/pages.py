@@ -26,6 +26,7 @@ def lay_down(home: Path, name: str = "job", story: Story | None = None) -> Story
     (folder / "logs/ranks/g2").mkdir(parents=True)
     (folder / "job.json").write_bytes(encode(story.spec))
     (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
+    story.lay_curves(folder)
     fold = SnapshotFold(story.spec)
     for entry in story.entries:
         fold.add(entry)

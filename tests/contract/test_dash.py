@@ -32,7 +32,7 @@ from perdure.cli.page.reading import JobReading
 from perdure.cli.page.runs import name_run
 from perdure.failpoints import SWITCH
 from perdure.lab.results import KeptDrill, KeptReplay, keep_result
-from perdure.model.events import MetricsLogged, OperatorNoted, VerdictReached
+from perdure.model.events import OperatorNoted, VerdictReached
 from perdure.model.verdicts import Culprit, Verdict
 from tests.journals import Story, tell
 from tests.pages import Page, lay_down, read_text, serve
@@ -664,7 +664,8 @@ def test_of_a_thousand_curves_those_asked_for_are_drawn(tmp_path: Path) -> None:
     story = tell(Story())
     for step in (1, 2):
         values = {f"m{i}": float(i) for i in range(1000)} | {"__proto__": 1.0}
-        story.write(MetricsLogged(generation=0, rows=((step, values),)))
+        story.step = step
+        story.log(values)
     lay_down(tmp_path, story=story)
     with serve(tmp_path) as page:
         page.enter()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perdure.control.memory import Memory, decode_memory, encode_memory, prune_entries
 from perdure.detect.detector import Detector
 from perdure.model.codec import decode, encode
-from perdure.model.events import JournalEntry, MetricsLogged, ProgressNoted, VerdictReached
+from perdure.model.events import JournalEntry, ProgressNoted, VerdictReached
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.service.jobfiles import parse_journal
@@ -83,7 +83,7 @@ def test_recorded_journals(path: Path) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from(["crash", "hang", "part", "steps", "save", "log"]), max_size=25))
+@given(st.lists(st.sampled_from(["crash", "hang", "part", "steps", "save"]), max_size=25))
 def test_told_journals(words: list[str]) -> None:
     """Everything that the folds look at."""
     story = tell(words)
@@ -105,16 +105,13 @@ def tell(words: Sequence[str]) -> Story:
                 story.lose_controller()
             case "steps":
                 story.train(3)
-            case "save":
-                story.train(story.checkpoint_every)
             case _:
-                rows = ((story.step, {"loss": 1.0 / (1 + story.step)}),)
-                story.write(MetricsLogged(generation=story.generation, rows=rows))
+                story.train(story.checkpoint_every)
     return story
 
 
 def test_what_is_written_down_does_not_grow_with_the_past() -> None:
-    """Progress, metrics, checkpoints and verdicts of weeks leave as much as those of hours."""
+    """Progress, checkpoints and verdicts of weeks leave as much as those of hours."""
     sizes = []
     for hours in (2, 20):
         story = Story(nproc=2)
@@ -127,9 +124,6 @@ def test_what_is_written_down_does_not_grow_with_the_past() -> None:
                     generation=story.generation, at_s=now, step=second, accounts=accounts
                 ),
                 now,
-            )
-            story.write(
-                MetricsLogged(generation=story.generation, rows=((second, {"loss": 0.5}),)), now
             )
         sizes.append(len(encode_memory(remember(story.entries, Memory(story.spec)))))
     assert abs(sizes[1] - sizes[0]) < 500, sizes

@@ -33,6 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "job.json").write_bytes(encode(story.spec))
     (folder / "endpoint.json").write_text('{"url":"nats://x:1","token":"","clock_offset_s":0}')
     (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
+    story.lay_curves(folder)
     return home
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from perdure.model.events import JournalEntry, MessagesSetAside, MetricsLogged
+from perdure.model.events import JournalEntry, MessagesSetAside
 from perdure.model.plain import make_plain
 from perdure.telemetry.curves import UNREADABLE, DroppedCount
 
@@ -40,11 +40,6 @@ def list_asides(
     rows: dict[tuple[str, str], AsideRow] = {}
     for entry in entries:
         note = entry.body
-        if isinstance(note, MetricsLogged) and note.dropped:
-            note = MessagesSetAside(
-                at_s=entry.at_s, door="metrics", source=entry.source, count=note.dropped,
-                reason=_DROPPED,
-            )  # fmt: skip
         if not isinstance(note, MessagesSetAside) or not note.count:
             continue
         key = (make_plain(note.door), make_plain(note.source))

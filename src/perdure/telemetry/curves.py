@@ -231,21 +231,14 @@ class Curves:
                 found.curves[name] = Curve(levels)
         return found
 
+    def list_buckets(self) -> dict[str, list[Bucket]]:
+        """Return what was logged under each name, by step."""
+        return {name: list(curve) for name, curve in sorted(self.curves.items())}
+
     def list_newest(self) -> dict[str, float]:
         """Return the value of the newest step under each name."""
         newest = ((name, curve.newest) for name, curve in sorted(self.curves.items()))
         return {name: bucket.last for name, bucket in newest if bucket is not None}
-
-
-def list_buckets(older: Curves, newer: Curves) -> dict[str, list[Bucket]]:
-    """Return what each name shows, by step: of `older` what comes before the first of `newer`."""
-    found: dict[str, list[Bucket]] = {}
-    for name in sorted(older.curves.keys() | newer.curves.keys()):
-        later = list(newer.curves.get(name, ()))
-        until = later[0].first_step if later else float("inf")
-        before = [bucket for bucket in older.curves.get(name, ()) if bucket.step < until]
-        found[name] = before + later
-    return found
 
 
 def encode_curves(curves: Curves) -> bytes:

@@ -8,14 +8,13 @@ from perdure.model.events import (
     CheckpointFailed,
     CheckpointSaved,
     JournalEntry,
-    MetricsLogged,
     ProgressNoted,
     QuorumFormed,
     SettingsChanged,
 )
 from perdure.model.steering import Change
 from perdure.model.verdicts import Verdict
-from perdure.telemetry.curves import Curves, list_buckets
+from perdure.telemetry.curves import Curves
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.segments import Segment
 from perdure.telemetry.verdicts import VerdictFold
@@ -44,7 +43,6 @@ class SeriesFold:
         """Begin before the first entry, beside a `ledger` that is folded already."""
         self.ledger, self._own = ledger or LedgerFold(), ledger is None
         self.verdicts = VerdictFold()
-        self._logged = Curves()
         self._progress: list[tuple[float, int]] = []
         self._saved: list[CheckpointSaved] = []
         self._failed: list[CheckpointFailed] = []
@@ -56,8 +54,6 @@ class SeriesFold:
             self.ledger.add(entry)
         self.verdicts.add(entry)
         match entry.body:
-            case MetricsLogged() as event:  # Of 0.1: they were facts of the journal.
-                self._logged.take(entry.at_s, entry.source, event.rows, 0)
             case ProgressNoted() as event if event.step >= 0:
                 self._progress.append((event.at_s, event.step))
             case QuorumFormed() as event if event.step >= 0:
@@ -74,12 +70,11 @@ class SeriesFold:
 
         `segments` are the ledger's, of each rank's time; none where nobody draws them.
         """
-        logged = list_buckets(self._logged, curves or Curves())
         return Series(
             start_s=self.ledger.history.start_s,
             metrics={
                 name: tuple((int(bucket.step), bucket.mean) for bucket in buckets)
-                for name, buckets in logged.items()
+                for name, buckets in (curves or Curves()).list_buckets().items()
             },
             progress=tuple(self._progress),
             segments=segments,

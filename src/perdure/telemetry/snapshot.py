@@ -57,8 +57,6 @@ class Certain:
     """Rank -> node, as last started."""
     devices: DeviceFold = field(default_factory=DeviceFold)
     nodes: NodeStates = field(default_factory=NodeStates)
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of a journal of 0.1, which has what `run.log` told."""
     stopping: bool = False
     replicas: ReplicaFold = field(default_factory=ReplicaFold)
     steering: SteeringFold = field(default_factory=SteeringFold)
@@ -133,9 +131,6 @@ class SnapshotFold:
             case WorldReformed() as event if event.epoch > self._epoch and not event.finished:
                 self._epoch = event.epoch
                 self._pace.begin()
-            case MetricsLogged() as event:
-                for _, values in sorted(event.rows, key=lambda row: row[0]):
-                    certain.metrics |= values
             case CommandReceived() | NodeAsked() as event if event.kind in ("stop", "kill"):
                 certain.stopping = True
         if self._own:
@@ -240,7 +235,7 @@ class SnapshotFold:
             devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
             verdicts=verdicts[-VERDICTS_SHOWN:],
             checkpoints=_list_saved(history),
-            metrics=dict(sorted((self.certain.metrics | self._metrics).items())),
+            metrics=dict(sorted((self._metrics).items())),
             incidents=history.num_parts_lost if self._spec.groups else history.num_incidents,
             settings=settings,
             keys=steering.keys,

@@ -13,7 +13,7 @@ from perdure.cli.app import run_command
 from perdure.dash.svg import render_curve, render_stack
 from perdure.dash.text import render_chart, render_text
 from perdure.model.codec import encode
-from perdure.model.events import JournalEntry, MessagesSetAside, MetricsLogged
+from perdure.model.events import JournalEntry, MessagesSetAside
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.series import make_series
 
@@ -23,14 +23,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job whose loss diverged, with notes of 65 nasty sources."""
     story = tell(Story(now=1_700_000_000.0))
     entries, at_s = story.entries, story.now
-    rows = tuple((40 + n, {"loss": v}) for n, v in enumerate((0.5, math.nan, math.inf, -math.inf)))
-    bodies: list[MessagesSetAside | MetricsLogged] = [MetricsLogged(generation=2, rows=rows)]
+    bodies = []
     for n in (1, *range(1, 100)):
         note = MessagesSetAside(
             at_s=at_s, door="rank", source=f"rank {n}", count=1500, reason="\x1b[2J", example="\x07"
         )
         bodies.append(note)
     last = entries.pop()
+    story.log(*({"loss": value} for value in (0.5, math.nan, math.inf, -math.inf)))
     for number, body in enumerate([*bodies, last.body], last.seq):
         entries.append(JournalEntry(seq=number, at_s=at_s, body=body))
     folder = tmp_path / "jobs" / "job"
@@ -40,6 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
     )
     (folder / "journal.jsonl").write_bytes(render_journal(entries))
+    story.lay_curves(folder)
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
 
 

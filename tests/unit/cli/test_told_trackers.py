@@ -24,7 +24,7 @@ from perdure.cli.looking import tracking
 from perdure.cli.looking.tracking import JobTracking
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
-from perdure.model.events import JournalEntry, MetricsLogged
+from perdure.model.events import JournalEntry
 from perdure.service.controller.tracking import CONTROLLER_PID
 from perdure.service.jobfiles import LOCK
 
@@ -43,6 +43,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
         '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
     )
     write(tmp_path, story.entries)
+    story.lay_curves(folder)
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     return story
 
@@ -189,8 +190,9 @@ def test_a_slow_tracker_gets_on_with_each_try_however_much_it_has_missed(
     for step in range(200, 210):
         row = dict.fromkeys(names, float(step))
         story.now += 1.0
-        story.write(MetricsLogged(generation=2, rows=((step, row),)))
-    write(tmp_path, story.entries)
+        story.step = step
+        story.log(row)
+    story.lay_curves(tmp_path / "jobs/job")
     taken: list[tuple[int, str]] = []
 
     class Slow:

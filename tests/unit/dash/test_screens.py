@@ -17,7 +17,7 @@ def fold(story):
     for entry in story.entries:
         ledger.add(entry)
         snapshot.add(entry)
-    series = make_series(story.entries, story.now)
+    series = make_series(story.entries, story.now, story.curves)
     return ledger.report(story.now), snapshot.snapshot(story.now), series
 
 

@@ -13,7 +13,6 @@ from perdure.telemetry.curves import (
     Curves,
     decode_curves,
     encode_curves,
-    list_buckets,
 )
 
 
@@ -98,11 +97,3 @@ def test_they_are_read_as_they_were_written() -> None:
     for bad in (b"", data[:-1], data + b"x", b"{}\n", data.replace(b'"version":1', b'"version":9')):
         with pytest.raises(ProtocolError):
             decode_curves(bad)
-
-
-def test_an_older_journal_has_the_beginning_of_a_curve() -> None:
-    older, newer = Curves(), Curves()
-    log(older, range(100))
-    log(newer, range(90, 200))
-    shown = list_buckets(older, newer)["loss"]
-    assert [int(bucket.step) for bucket in shown] == list(range(200))

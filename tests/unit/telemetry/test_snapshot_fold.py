@@ -187,7 +187,7 @@ def test_stop_shows_until_the_end():
 
 def test_a_step_logged_again_counts_once():
     story = tell(Story())
-    series = make_series(story.entries, story.now)
+    series = make_series(story.entries, story.now, story.curves)
     steps = [step for step, _ in series.metrics["loss"]]
     assert steps == list(range(1, 106))
     assert len(series.checkpoints) == 21

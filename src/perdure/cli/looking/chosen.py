@@ -19,7 +19,6 @@ BULK = frozenset(
         "BoundaryReached",
         "LinksNoted",
         "MachineReported",
-        "MetricsLogged",
         "ProgressNoted",
         "RanksAgreed",
         "RoomNoted",

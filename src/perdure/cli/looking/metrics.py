@@ -67,7 +67,7 @@ def metrics(
 
     found = find_job(job)
     if curves:
-        _print_curves(read_logged(found), as_json=as_json)
+        _print_curves(found.read_curves().list_buckets(), as_json=as_json)
         return
     named = {"tensorboard": tensorboard and str(tensorboard.absolute()), "wandb": wandb}
     targets = {name: to for name, to in (named | {"mlflow": mlflow}).items() if to}
@@ -94,19 +94,6 @@ def metrics(
         print_json({"metrics": [metric._asdict() for metric in listed]})
     else:
         print(exporters.render_prometheus(found.snapshot(), ranks_max), end="")
-
-
-def read_logged(job: Job) -> "dict[str, list[Bucket]]":
-    """Return what was logged under each name, by step: of an older job what its journal has."""
-    from perdure.cli.looking.story import AGREEMENTS
-    from perdure.model.events import MetricsLogged
-    from perdure.telemetry.curves import Curves, list_buckets
-
-    logged = Curves()
-    for entry in job.read(without=(*AGREEMENTS, "ProgressNoted", "LinksNoted", "RankExited")):
-        if isinstance(entry.body, MetricsLogged):
-            logged.take(entry.at_s, entry.source, entry.body.rows, 0)
-    return list_buckets(logged, job.read_curves())
 
 
 def _print_curves(logged: "dict[str, list[Bucket]]", *, as_json: bool) -> None:

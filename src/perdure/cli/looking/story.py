@@ -7,7 +7,7 @@ import msgspec
 
 from perdure.cli.jobs import ENDED, LOST, LOST_REASON, Job
 from perdure.model.chain import Tally
-from perdure.model.events import JournalEntry, LinksNoted, MetricsLogged, Newest
+from perdure.model.events import JournalEntry, LinksNoted, Newest
 from perdure.model.report import Report
 from perdure.telemetry.curves import Curves
 from perdure.telemetry.ledger import LedgerFold
@@ -52,7 +52,7 @@ class StoryFold:
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry."""
         self._ledger.add(entry)
-        if self._page or isinstance(entry.body, MetricsLogged):
+        if self._page:
             self.series.add(entry)
         if isinstance(entry.body, LinksNoted):
             self._links = entry

@@ -23,10 +23,10 @@ from perdure.cli.jobs import Job
 from perdure.cli.looking.mirror import MirrorTail
 from perdure.cli.looking.story import AGREEMENTS
 from perdure.model.errors import PlatformError
-from perdure.model.events import JournalEntry, MetricsLogged
+from perdure.model.events import JournalEntry
 from perdure.model.report import Snapshot
 from perdure.service.jobfiles import read_document, write_document
-from perdure.telemetry.curves import Bucket, Curves, list_buckets
+from perdure.telemetry.curves import Bucket
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.marks import Mark, MarkFold
 
@@ -83,7 +83,6 @@ class JobTracking:
     def _begin(self) -> None:
         self._ledger = LedgerFold()
         self._marks = MarkFold(self._job.name, self._ledger)
-        self._logged = Curves()
         self._seq = 0
         self._caught_up = False
 
@@ -150,8 +149,6 @@ class JobTracking:
             mark = self._marks.add(entry)
             if mark is not None and self._caught_up:
                 found.append(mark)
-            if isinstance(entry.body, MetricsLogged):
-                self._logged.take(entry.at_s, entry.source, entry.body.rows, 0)
             self._seq = max(self._seq, entry.seq)
         over = self._marks.list_over(self._seq)
         if self._caught_up:
@@ -195,11 +192,10 @@ class JobTracking:
 
     def _list_logged(self, now: float) -> dict[str, list[Bucket]]:
         """Return the values of `run.log` that were not told yet."""
-        logged = list_buckets(self._logged, self._job.read_curves())
         since_s, until_s = self._told.logged_s, now - _SETTLED_S
         return {
             name: [bucket for bucket in buckets if since_s < bucket.at_s <= until_s]
-            for name, buckets in logged.items()
+            for name, buckets in self._job.read_curves().list_buckets().items()
         }
 
     def _put(self, rows: list[Row], marks: list[Mark], logged_s: float = 0.0) -> None:
