@@ -94,8 +94,10 @@ def _note(state: JobState, now: float, event: PreemptionNoticed) -> list[AnyActi
 def _withdraw(state: JobState, now: float, event: PreemptionWithdrawn) -> list[AnyAction]:
     """Forget a notice, and undo what was done for it and can be undone."""
     notice = state.notices.pop(f"{event.node} {event.source} {event.id}", None)
-    if notice is None or any(other.node == event.node for other in state.notices.values()):
+    if notice is None:
         return []
+    if any(other.node == event.node for other in state.notices.values()):
+        return _hold(state, now)
     actions: list[AnyAction] = []
     why = f"{notice.words}: withdrawn"
     together = {n for m in state.moves.values() if event.node in m.nodes for n in m.nodes}
@@ -234,6 +236,10 @@ def _hand_over(state: JobState, now: float, notices: list[OpenNotice]) -> list[A
             busy.append(notice)
     if not busy:
         return actions
+    if state.world.held_s and busy[0].certain:  # Its ranks have saved already, or do so now.
+        for node in sorted({n.node for n in busy}):
+            actions += _cordon(state, node, _describe(state, now, busy))
+        return actions + _hold(state, now)
     nodes, decided, why = _decide(state, now, busy)
     if decided.way == "mark":
         for node in nodes if busy[0].certain else ():
@@ -303,8 +309,26 @@ def _end_ranks(
     actions = [action for node in nodes for action in _cordon(state, node, why)]
     grace_s = left_s - min(_MARGIN_S_MAX, _MARGIN * left_s)
     actions += form_world(state, now, why, grace_s=grace_s)
-    hold_world(state, max(n.gone_s for n in notices))
-    return actions
+    hold_world(state, gone_s)
+    return actions + _hold(state, now)
+
+
+def _hold(state: JobState, now: float) -> list[AnyAction]:
+    """Hold a world that is held until the last of its machines is gone by the notices of now."""
+    if not state.world.held_s:
+        return []
+    until_s = max(
+        (
+            n.gone_s
+            for n in state.notices.values()
+            if n.acted and n.certain and n.node in state.world.placement
+        ),
+        default=now,
+    )
+    if until_s <= now:
+        return release_world(state, now)
+    hold_world(state, until_s)
+    return []
 
 
 def _hasten(state: JobState, now: float, notice: OpenNotice) -> bool:
@@ -379,7 +403,7 @@ def _free(state: JobState, now: float, node: int, source: str, why: str) -> list
     state.going.discard(node)
     membership = membership_of(state)
     freed = [*membership.free(state, node, source, why), *membership.fill(state, why)]
-    return freed + (release_world(state, now) if not state.going else [])
+    return freed + _hold(state, now)
 
 
 # --- replica groups ------------------------------------------------------------------------------

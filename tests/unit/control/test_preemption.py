@@ -439,6 +439,49 @@ def test_a_script_that_saved_itself_goes_on_once_the_notice_is_withdrawn() -> No
     assert [a.assignment.phase for a in again] == ["run"]
 
 
+def hold_plain() -> Driver:
+    """Return a job whose script has saved itself, and waits for node 1 to go away in 100 s."""
+    driver = start_plain()
+    notice(driver, 1, 100.0, handled=True)
+    assert one(wait(driver), AssignNodes).assignment.phase == "store"
+    assert stop_plain(driver) == []
+    return driver
+
+
+def list_phases(actions: list[AnyAction]) -> list[str]:
+    return [a.assignment.phase for a in actions if isinstance(a, AssignNodes)]
+
+
+@pytest.mark.parametrize(
+    "other", [{"node": 0, "id": "b"}, {"node": 1, "source": "signal"}], ids=["node", "source"]
+)
+def test_a_script_that_saved_itself_is_held_for_a_later_notice_as_well(
+    other: dict[str, Any],
+) -> None:
+    driver = hold_plain()
+    notice(driver, grace_s=140.0, handled=True, **other)
+    wait(driver, 120.0)
+    assert not driver.controller.state.moves, "no rank is there that could save"
+    assert driver.controller.state.world.phase == "forming", "no rank starts to be killed at once"
+    assert list_phases(wait(driver, 30.0)) == ["run"]
+
+
+def test_a_script_that_saved_itself_is_held_until_the_nearer_end() -> None:
+    driver = hold_plain()
+    notice(driver, 1, 40.0, handled=True)
+    assert list_phases(wait(driver, 45.0)) == ["run"]
+    assert not driver.controller.state.moves
+
+
+def test_a_withdrawn_notice_holds_nothing_beside_a_mere_risk() -> None:
+    driver = start_plain()
+    notice(driver, 1, 0.0, certain=False, source="risk")
+    notice(driver, 1, 100.0, handled=True)
+    wait(driver)
+    stop_plain(driver)
+    assert list_phases(withdraw(driver, 1)) == ["run"]
+
+
 def test_a_script_that_saved_itself_waits_for_the_node_that_went() -> None:
     driver = start_plain()
     notice(driver, 1, 30.0, handled=True)
