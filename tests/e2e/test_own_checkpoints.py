@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -153,13 +154,17 @@ def test_a_machine_without_a_checkpoint_fetches_the_newest_copy(
     assert read_lives(tmp_path)[1][0] == ("began", step)
     (tmp_path / "enough").touch()
     assert again.wait() == 0, again.text()
+    for text in (again.text(), again.cli("report", "own").stdout):
+        told = " ".join(text.split())
+        assert "This machine had no checkpoint of the script: out/" in told, text
+        assert "is fetched from" in told, text
 
 
 def test_storage_that_hangs_costs_training_nothing(start: Start, tmp_path: Path) -> None:
     away = tmp_path / "away"
     form = "torch"
     job = run_saver(start, tmp_path, form, (DECLARED[form],), f'url = "{away}"')
-    latest = away / "own-own" / "0" / "latest"
+    latest = away / "own-own" / quote(DECLARED[form], safe="") / "latest"
     job.wait_until(latest.exists, "a copy")
     (tmp_path / "enough").touch()
     assert job.wait() == 0, job.text()

@@ -1,8 +1,8 @@
 """Copies of a script's own checkpoints under `checkpoint.url`: for a machine that has none.
 
-<url>/own-JOB/0/1795297596180/manifest.json   of the first pattern, by when it was written
-                             /FILE            a file; `/` in its path is written as %2F
-<url>/own-JOB/0/latest                        the newest that was read back; written last
+<url>/own-JOB/PATTERN/1795297596180/manifest.json   of one pattern, by when it was written
+                                   /=FILE           a file; `/` in a name is written as %2F
+<url>/own-JOB/PATTERN/latest                        the newest that was read back; written last
 
 A copy never takes the place of another one, so that the newest is whole also while the script
 overwrites one file. Every call may hang as long as the storage does.
@@ -11,6 +11,7 @@ overwrites one file. Every call may hang as long as the storage does.
 import contextlib
 import os
 import shutil
+import time
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -19,7 +20,7 @@ import xxhash
 
 from perdure.adapters.checkpoints import verify_checkpoint
 from perdure.files import replace_file
-from perdure.files.own import OwnCheckpoint, examine, find_root, name_beside
+from perdure.files.own import OwnCheckpoint, examine, find_root, list_files, name_beside
 from perdure.model.checkpoints import LATEST, MANIFEST, FileEntry, Manifest
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
@@ -33,9 +34,9 @@ _CHUNK = 4 << 20
 class OwnAway:
     """The copies of the checkpoints of one pattern of a job."""
 
-    def __init__(self, url: str, job: str, index: int, pattern: str, cwd: str) -> None:
+    def __init__(self, url: str, job: str, pattern: str, cwd: str) -> None:
         """Name the place; nothing is asked yet."""
-        self.url = f"{url.rstrip('/')}/own-{quote(job, safe='')}/{index}"
+        self.url = f"{url.rstrip('/')}/own-{quote(job, safe='')}/{quote(pattern, safe='')}"
         self.pattern = pattern
         self._job, self._root, self._cwd = job, find_root(pattern, cwd), cwd
         self._newest: tuple[object, ...] = ()
@@ -58,14 +59,16 @@ class OwnAway:
         with contextlib.suppress(FileNotFoundError):
             fs.rm(folder, recursive=True)  # What an earlier try has left.
         fs.makedirs(folder, exist_ok=True)
-        for path in _list_files(one.path):
-            key = quote(os.path.relpath(path, one.path), safe="") if path != one.path else "%"
+        for inner in sorted(list_files(one.path)) if os.path.isdir(one.path) else [""]:
+            path = os.path.join(one.path, inner).rstrip("/")
+            if not os.path.isfile(path):
+                continue  # A pipe would never end.
+            key = f"={quote(inner, safe='')}"
             fs.put_file(path, f"{folder}/{key}")
             entries.append(FileEntry(key, os.stat(path).st_size, _hash(path)))
         if examine(one.path, exact=True).mark != one.mark:
             raise PlatformError(f"{one.path} changed while it was copied")
-        relative = os.path.relpath(one.path, self._root)
-        about = {"path": relative, "format": one.format, "pattern": self.pattern}
+        about = {"path": os.path.relpath(one.path, self._root), "format": one.format}
         manifest = Manifest(
             step=one.step, job=self._job, world_size=0, files=tuple(entries), fingerprint=about
         )
@@ -81,40 +84,51 @@ class OwnAway:
             fs.rm(f"{base}/{old}", recursive=True)
         return True
 
-    def fetch(self) -> str:
+    def fetch(self, timeout_s: float) -> str:
         """Bring the newest copy here; return its path, or nothing if there is none.
 
+        What is there meanwhile stays: another node that sees the same folder was faster.
+
         Raises:
-            PlatformError: it is damaged, of another pattern, or names a file elsewhere.
+            PlatformError: it is damaged, or names a file elsewhere.
+            TimeoutError: it came late, and the script may have begun without it.
             OSError: one of the two places does not take or give it.
         """
+        until_s = time.monotonic() + timeout_s
         fs, base = fsspec.core.url_to_fs(self.url)
         name = _read_latest(fs, base)
         if not name:
             return ""
         manifest: Manifest = decode(fs.cat_file(f"{base}/{name}/{MANIFEST}"), Manifest)
-        relative, pattern = (manifest.fingerprint.get(key, "") for key in ("path", "pattern"))
-        if pattern != self.pattern:
-            raise PlatformError(f"{self.url}/{name} is of {pattern!r}, not of {self.pattern!r}")
-        paths = {entry.path: unquote(entry.path) for entry in manifest.files if entry.path != "%"}
-        for path in (relative, *paths.values()):
+        relative = manifest.fingerprint.get("path", "")
+        paths = {entry.path: unquote(entry.path[1:]) for entry in manifest.files}
+        for path in (relative, *filter(None, paths.values())):
             if why := explain_unsafe(path):
                 raise PlatformError(f"{self.url}/{name} names {path!r}, which {why}")
         target = os.path.join(self._root, relative)
         place = os.path.join(name_beside(self._root, self._cwd, ".fetched"), os.urandom(4).hex())
         try:
             for entry in manifest.files:
-                path = os.path.join(place, paths.get(entry.path, "")).rstrip("/")
+                path = os.path.join(place, paths[entry.path]).rstrip("/")
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 fs.get_file(f"{base}/{name}/{entry.path}", path)
                 if (os.stat(path).st_size, _hash(path)) != (entry.bytes, entry.xxh3_128):
                     raise PlatformError(f"{self.url}/{name}/{entry.path} does not match its hash")
                 os.utime(path, (int(name) / 1000, int(name) / 1000))
+                if time.monotonic() > until_s:
+                    raise TimeoutError(f"{self.url}/{name} took more than {timeout_s:g} s")
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.rename(place, target)
+            try:
+                if os.path.lexists(target):
+                    return target
+                os.rename(place, target)
+            except OSError:
+                if not os.path.isdir(target):
+                    raise
         finally:
-            if os.path.isdir(place):
-                shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(place)
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(place))
         if manifest.fingerprint.get("format") == "DeepSpeed":
@@ -130,12 +144,6 @@ def _read_latest(fs: Any, base: str) -> str:
     except FileNotFoundError:
         return ""
     return str(name) if name.isdecimal() else ""
-
-
-def _list_files(path: str) -> list[str]:
-    if os.path.isfile(path):
-        return [path]
-    return [os.path.join(base, name) for base, _, names in os.walk(path) for name in sorted(names)]
 
 
 def _hash(path: str) -> str:

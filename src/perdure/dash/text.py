@@ -116,6 +116,8 @@ def render_skipped(rows: Sequence[SkipRow]) -> str:
 
 
 def _name_skipped(row: SkipRow) -> str:
+    if row.fetched:
+        return "This machine had no checkpoint of the script"
     if row.resumed < 0:
         return "A checkpoint of the script is torn"
     return f"A checkpoint was not used, and training went on from step {row.resumed}"

@@ -91,7 +91,7 @@ def examine(path: str, siblings: Sequence[str] = (), *, exact: bool = False) -> 
     step, written_s, size = _read_step(path), 0.0, 0
     try:
         if os.path.isdir(path):
-            files = _list_files(path)
+            files = list_files(path)
             written_s = max((s.st_mtime for s in files.values()), default=os.stat(path).st_mtime)
             size = sum(s.st_size for s in files.values())
             format_, whole = _check_folder(path, files, siblings)
@@ -118,7 +118,7 @@ def _read_step(path: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _list_files(folder: str) -> dict[str, os.stat_result]:
+def list_files(folder: str) -> dict[str, os.stat_result]:
     """Return the files of a folder and of those in it, by their path from there.
 
     Raises:

@@ -142,6 +142,8 @@ class OwnChecked(NodeEvent, frozen=True, kw_only=True):
     at_s: float
     moved: tuple[str, ...] = ()
     """A sentence for each torn checkpoint: what is wrong with it, and where it is now."""
+    fetched: tuple[str, ...] = ()
+    """A sentence for each pattern without a checkpoint: what was fetched, or why nothing was."""
     newest: str = ""
     """Path of the newest whole one."""
     step: int = -1

@@ -124,6 +124,8 @@ class SkipRow(msgspec.Struct, frozen=True):
     resumed: int
     """The step from which the world went on instead; -1 of a torn checkpoint that the script itself
     saved."""
+    fetched: bool = False
+    """The machine had no checkpoint of the script; `why` says what was fetched."""
 
 
 class WindowRow(msgspec.Struct, frozen=True):

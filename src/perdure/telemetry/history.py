@@ -370,6 +370,7 @@ class History:
         match event:
             case OwnChecked():
                 self._note_torn(at_s, event.moved)
+                self._note_torn(at_s, event.fetched, fetched=True)
             case OperatorNoted():
                 note = NoteRow(event.at_s, event.step, event.who, event.text)
                 self.notes = [*self.notes[-NOTES_MAX + 1 :], note]
@@ -410,10 +411,10 @@ class History:
         row = EmptySlotRow(event.at_s, event.slot, event.node, event.reason)
         self.empty_slots = [*self.empty_slots, row][-MENDED_MAX:]
 
-    def _note_torn(self, at_s: float, whys: Iterable[str]) -> None:
+    def _note_torn(self, at_s: float, whys: Iterable[str], *, fetched: bool = False) -> None:
         """Remember checkpoints of the script's own; ranks that fail together tell of the same."""
         known = {row.why for row in self.skipped if row.resumed < 0}
-        new = [SkipRow(at_s, why, -1) for why in whys if why not in known]
+        new = [SkipRow(at_s, why, -1, fetched) for why in whys if why not in known]
         self.skipped = [*self.skipped, *new][-MENDED_MAX:]
 
     def _note_window(self, event: CommandReceived | PreemptionNoticed) -> None:

@@ -50,7 +50,7 @@ class OwnCheckpoints:
         """The newest whose check has begun."""
         self._files = FileThread()
         url, own = spec.checkpoint.url, spec.checkpoint.own
-        self._away = [OwnAway(url, spec.name, n, p, spec.cwd) for n, p in enumerate(own) if url]
+        self._away = [OwnAway(url, spec.name, pattern, spec.cwd) for pattern in own if url]
         """Where copies go, by pattern."""
         self._away_files = FileThread()
         """One copy after another; a copy that hangs delays nothing else."""
@@ -65,7 +65,7 @@ class OwnCheckpoints:
 
     async def check(self, order: CheckOwn) -> None:
         """Check all patterns, move what is torn, and answer."""
-        moved: list[str] = []
+        moved, fetched = list[str](), list[str]()
         newest: OwnCheckpoint | None = None
         for pattern in self._spec.checkpoint.own:
             try:
@@ -79,12 +79,12 @@ class OwnCheckpoints:
             for one in torn:
                 moved += await self._move(order, pattern, one, whole)
         for place in list(self._away):
-            newest = await self._fetch(place) or newest
+            newest = await self._fetch(place, fetched) or newest
         step, path = (newest.step, self._shorten(newest.path)) if newest else (-1, "")
         self._put(
             OwnChecked(
                 node=self._node, generation=order.generation, at_s=self._now(),
-                moved=tuple(moved), newest=path, step=step,
+                moved=tuple(moved), fetched=tuple(fetched), newest=path, step=step,
             )
         )  # fmt: skip
 
@@ -166,33 +166,39 @@ class OwnCheckpoints:
                     await self._copy_away()
 
     async def _copy_away(self) -> bool:
-        failed = False
+        done = True
         for place in list(self._away):
             try:
                 await self._away_files.call(self._upload, place)
             except Exception as error:  # The storage is away, or the script removed it.
                 log.warning("no copy of %s under checkpoint.url: %r", place.pattern, error)
-                failed = True
-        return not failed
+                done = False
+        return done
 
     def _upload(self, place: OwnAway) -> None:
         whole = find_newest(place.pattern, self._spec.cwd)[1]
         if whole is not None and place.upload(whole):
             log.info("%s is copied to %s", whole.path, place.url)
 
-    async def _fetch(self, place: OwnAway) -> OwnCheckpoint | None:
-        """Bring the newest copy if this machine has no checkpoint of the pattern."""
+    async def _fetch(self, place: OwnAway, said: list[str]) -> OwnCheckpoint | None:
+        """Bring the newest copy if this machine has no checkpoint of the pattern, and say so."""
         try:
             async with asyncio.timeout(CHECK_S):
                 if await self._files.call(list_declared, place.pattern, self._spec.cwd):
                     return None
             async with asyncio.timeout(FETCH_S):
-                path = await FileThread().call(place.fetch)
+                path = await FileThread().call(place.fetch, FETCH_S)
         except Exception as error:  # The script begins as it would without a copy.
-            log.warning("no checkpoint is fetched from %s: %r", place.url, error)
+            why = str(error) or f"it took more than {FETCH_S:g} s"
+            said.append(f"none is fetched from {place.url}: {why}; the script begins without one")
             self._away.remove(place)  # The copy there is newer than all that follow.
             return None
-        return examine(path, exact=True) if path else None
+        if not path:
+            return None
+        found = examine(path, exact=True)
+        age = _render_age(found.written_s)
+        said.append(f"{self._shorten(path)}, {age} old, is fetched from {place.url}")
+        return found
 
     def _put(self, event: AnyEvent) -> None:
         log.info("%.300s", event)

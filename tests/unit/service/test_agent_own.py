@@ -1,0 +1,80 @@
+"""Copies under `checkpoint.url` as the agent makes and fetches them, and what it says of them."""
+
+import asyncio
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.model.events import AnyEvent, OwnChecked
+from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.model.orders import CheckOwn
+from perdure.service.agent.outbox import Outbox
+from perdure.service.agent.own import OwnCheckpoints
+
+
+class Kept(Outbox):
+    """Keeps what is to be said."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "s", node=0, source="a")
+        self.events: list[AnyEvent] = []
+
+    def put(self, event: AnyEvent, *args: Any) -> None:  # type: ignore[override]
+        self.events.append(event)
+
+
+def save(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"x")
+    return path
+
+
+def make(cwd: Path, url: Path, *patterns: str) -> tuple[OwnCheckpoints, Kept]:
+    cwd.mkdir(exist_ok=True)
+    spec = JobSpec(
+        name="j", script="t.py", cwd=str(cwd),
+        checkpoint=CheckpointConfig(own=patterns, url=str(url)),
+    )  # fmt: skip
+    kept = Kept()
+    return OwnCheckpoints(spec, 0, kept, now=lambda: 1.0), kept
+
+
+def check(own: OwnCheckpoints, kept: Kept) -> OwnChecked:
+    asyncio.run(own.check(CheckOwn(generation=0, nodes=(0,), reason="r")))
+    (event,) = kept.events
+    assert isinstance(event, OwnChecked)
+    return event
+
+
+def test_a_pattern_that_cannot_be_copied_keeps_no_other_one_from_it(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    bad = save(here / "a" / "step-1" / "x.pt").parent
+    save(bad / ("d" * 200) / ("e" * 200) / "x.pt")  # No name of a copy is as long.
+    save(here / "b" / "ckpt-1.pt")
+    own, _ = make(here, tmp_path / "url", "a/step-*", "b/*.pt")
+    assert not asyncio.run(own._copy_away())
+    there = tmp_path / "there"
+    other, kept = make(there, tmp_path / "url", "a/step-*", "b/*.pt")
+    (told,) = check(other, kept).fetched
+    assert told.startswith("b/ckpt-1.pt, "), told
+
+
+@pytest.mark.parametrize("why", ["none", "damaged"])
+def test_what_cannot_be_fetched_is_said_and_what_is_not_there_is_not(
+    tmp_path: Path, why: str
+) -> None:
+    save(tmp_path / "here" / "b" / "ckpt-1.pt")
+    own, _ = make(tmp_path / "here", tmp_path / "url", "b/*.pt")
+    if why == "damaged":
+        assert asyncio.run(own._copy_away())
+        (file,) = (tmp_path / "url").rglob("=")
+        file.write_bytes(b"x")
+    other, kept = make(tmp_path / "there", tmp_path / "url", "b/*.pt")
+    told = check(other, kept).fetched
+    if why == "none":
+        assert told == ()
+    else:
+        assert "does not match its hash; the script begins without one" in told[0]
