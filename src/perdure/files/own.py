@@ -135,6 +135,14 @@ def list_files(folder: str) -> dict[str, os.stat_result]:
     return found
 
 
+def read_sizes(path: str) -> dict[str, tuple[int, int]]:
+    """Return the size and the time of each file of a checkpoint; nothing if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        files = list_files(path) if os.path.isdir(path) else {"": os.stat(path)}
+        return {os.path.join(path, n): (s.st_size, s.st_mtime_ns) for n, s in files.items()}
+    return {}
+
+
 def _raise(error: OSError) -> None:
     raise error
 

@@ -1,12 +1,14 @@
 """Copies under `checkpoint.url` as the agent makes and fetches them, and what it says of them."""
 
 import asyncio
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from perdure.files.own import find_newest
 from perdure.model.events import AnyEvent, OwnChecked
 from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.model.orders import CheckOwn
@@ -60,6 +62,35 @@ def test_a_pattern_that_cannot_be_copied_keeps_no_other_one_from_it(tmp_path: Pa
     other, kept = make(there, tmp_path / "url", "a/step-*", "b/*.pt")
     (told,) = check(other, kept).fetched
     assert told.startswith("b/ckpt-1.pt, "), told
+
+
+def test_a_checkpoint_that_was_copied_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    def look(pattern: str, cwd: str) -> Any:
+        looks.append(pattern)
+        return find_newest(pattern, cwd)
+
+    monkeypatch.setattr("perdure.service.agent.own.find_newest", look)
+    path = save(tmp_path / "b" / "step-1" / "x.pt")
+    own, _ = make(tmp_path, tmp_path / "url", "b/step-*")
+
+    async def copy() -> int:
+        looks.clear()
+        assert await own._copy_away()
+        return len(looks)
+
+    async def act() -> None:
+        assert await copy() == 1
+        assert await copy() == 0
+        os.utime(path, (1.0, 1.0))  # It is overwritten in its folder.
+        assert (await copy(), await copy()) == (1, 0)
+        save(path.parent.with_name("step-2") / "x.pt").write_bytes(b"")
+        assert (await copy(), await copy()) == (1, 1), "the newest is not whole yet"
+
+    asyncio.run(act())
 
 
 @pytest.mark.parametrize("why", ["none", "damaged"])

@@ -19,6 +19,7 @@ from perdure.files.own import (
     list_declared,
     locate_copy,
     put_back,
+    read_sizes,
     set_aside,
 )
 from perdure.model.events import AnyEvent, OwnChecked, TornFound
@@ -52,6 +53,8 @@ class OwnCheckpoints:
         url, own = spec.checkpoint.url, spec.checkpoint.own
         self._away = [OwnAway(url, spec.name, pattern, spec.cwd) for pattern in own if url]
         """Where copies go, by pattern."""
+        self._copied: dict[str, object] = {}
+        """Pattern -> sizes and times of the newest checkpoint, which is copied."""
         self._away_files = FileThread()
         """One copy after another; a copy that hangs delays nothing else."""
         self._leads = False
@@ -176,9 +179,16 @@ class OwnCheckpoints:
         return done
 
     def _upload(self, place: OwnAway) -> None:
+        """Copy the newest whole checkpoint; what is copied is not read again every second."""
+        paths = list_declared(place.pattern, self._spec.cwd)[:1]
+        sizes = read_sizes(paths[0]) if paths else {}
+        if not paths or (sizes and self._copied.get(place.pattern) == sizes):
+            return
         whole = find_newest(place.pattern, self._spec.cwd)[1]
         if whole is not None and place.upload(whole):
             log.info("%s is copied to %s", whole.path, place.url)
+        if whole is not None and whole.path == paths[0]:
+            self._copied[place.pattern] = sizes
 
     async def _fetch(self, place: OwnAway, said: list[str]) -> OwnCheckpoint | None:
         """Bring the newest copy if this machine has no checkpoint of the pattern, and say so."""
