@@ -457,6 +457,8 @@ class CheckOwn(Order, frozen=True, kw_only=True):
 
     generation: int
     nodes: tuple[int, ...]
+    move: bool = True
+    """False while a lost node may still write: a node only fetches what it does not have."""
 
     @property
     def recipients(self) -> tuple[int | str, ...]:

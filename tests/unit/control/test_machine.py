@@ -114,6 +114,21 @@ def test_nothing_is_moved_while_a_lost_node_may_write() -> None:
     assert one(said, AssignNodes).assignment.phase == "run"
 
 
+def test_a_node_that_stands_in_for_a_lost_one_fetches_and_moves_nothing() -> None:
+    driver = Driver(nodes=1, spares=2, checkpoint={"own": ["out/checkpoint-*"], "url": "/away"})
+    for node in (0, 1):
+        driver.register(node)
+    driver.run()
+    driver.do(NodeLost(node=0, at_s=1.0, reason="silent"))
+    store = StoreReady(generation=1, host="h", port=8, agent_store=True)
+    said = [*driver.do(store), *driver.do(GenerationStopped(node=1, generation=0, at_s=1.0))]
+    asked = one(said, CheckOwn)
+    assert (asked.nodes, asked.move) == ((1,), False)
+    assert not [action for action in said if isinstance(action, AssignNodes)]
+    checked = driver.do(OwnChecked(node=1, generation=1, at_s=2.0))
+    assert one(checked, AssignNodes).assignment.phase == "run"
+
+
 def test_the_second_failure_to_load_a_torn_checkpoint_ends_the_job() -> None:
     driver = started()
     torn = {"code": 1, "error": "EOFError: x", "torn": "/w/a.pt", "torn_why": "a.pt (cut); mv a b"}

@@ -44,8 +44,8 @@ def make(cwd: Path, url: Path, *patterns: str) -> tuple[OwnCheckpoints, Kept]:
     return OwnCheckpoints(spec, 0, kept, now=lambda: 1.0), kept
 
 
-def check(own: OwnCheckpoints, kept: Kept) -> OwnChecked:
-    asyncio.run(own.check(CheckOwn(generation=0, nodes=(0,), reason="r")))
+def check(own: OwnCheckpoints, kept: Kept, *, move: bool = True) -> OwnChecked:
+    asyncio.run(own.check(CheckOwn(generation=0, nodes=(0,), move=move, reason="r")))
     (event,) = kept.events
     assert isinstance(event, OwnChecked)
     return event
@@ -91,6 +91,20 @@ def test_a_checkpoint_that_was_copied_is_not_read_again(
         assert (await copy(), await copy()) == (1, 1), "the newest is not whole yet"
 
     asyncio.run(act())
+
+
+def test_while_a_lost_node_may_write_a_copy_is_fetched_and_nothing_is_moved(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path / "here" / "b" / "ckpt-1.pt")
+    own, _ = make(tmp_path / "here", tmp_path / "url", "b/*.pt")
+    assert asyncio.run(own._copy_away())
+    other, kept = make(tmp_path / "there", tmp_path / "url", "a/*.pt", "b/*.pt")
+    torn = save(tmp_path / "there" / "a" / "ckpt-1.pt")
+    torn.write_bytes(torn.read_bytes()[:10])
+    told = check(other, kept, move=False)
+    assert (told.moved, told.newest) == ((), "b/ckpt-1.pt")
+    assert torn.exists()
 
 
 @pytest.mark.parametrize("why", ["none", "damaged"])

@@ -194,18 +194,20 @@ def check_again(state: JobState, reason: str) -> list[AnyAction]:
 def _ask_own(state: JobState, world: WorldState, nodes: set[int]) -> list[AnyAction]:
     """Ask for the script's own checkpoints, once all that could write one has ended everywhere.
 
-    Replica groups live on beside one another, a lost node may still write, and what is observed
-    is not touched.
+    Replica groups live on beside one another, and what is observed is not touched. While a lost
+    node may still write, a node that stands in for it only fetches a copy.
     """
     spec = state.the_spec()
     if not (spec.checkpoint.own and spec.unordered.mends) or spec.groups:
         return []
-    if state.lost or world.checking:
+    if world.checking or (state.lost and not spec.checkpoint.url):
         return []
     why = f"generation {world.generation}: all older ranks are gone"
     if spec.checkpoint.url and world.deadline_s is not None:
         world.deadline_s += FETCH_S * len(spec.checkpoint.own)
-    world.checking = CheckOwn(generation=world.generation, nodes=tuple(sorted(nodes)), reason=why)
+    world.checking = CheckOwn(
+        generation=world.generation, nodes=tuple(sorted(nodes)), move=not state.lost, reason=why
+    )
     return [world.checking]
 
 

@@ -79,7 +79,7 @@ class OwnCheckpoints:
                 self._files = FileThread()  # The old one may never return.
                 continue
             newest = max(filter(None, (newest, whole)), key=_age, default=None)
-            for one in torn:
+            for one in torn if order.move else ():
                 moved += await self._move(order, pattern, one, whole)
         for place in list(self._away):
             newest = await self._fetch(place, fetched) or newest
