@@ -129,6 +129,23 @@ def test_a_node_that_stands_in_for_a_lost_one_fetches_and_moves_nothing() -> Non
     assert one(checked, AssignNodes).assignment.phase == "run"
 
 
+@pytest.mark.parametrize("url", ["", "/away"])
+def test_a_spare_node_that_comes_during_a_check_is_not_waited_for(url: str) -> None:
+    driver = Driver(nodes=1, spares=2, checkpoint={"own": ["out/checkpoint-*"], "url": url})
+    said = [*driver.register(0), *driver.register(1)]
+    said += driver.do(StoreReady(generation=0, host="h", port=8, agent_store=True))
+    for node in (0, 1):
+        said += driver.do(GenerationStopped(node=node, generation=-1, at_s=1.0))
+    asked = one(said, CheckOwn)
+    assert asked.nodes == (0, 1)
+    driver.register(2)
+    driver.do(GenerationStopped(node=2, generation=-1, at_s=2.0))
+    said = []
+    for node in asked.nodes:
+        said += driver.do(OwnChecked(node=node, generation=0, at_s=2.0))
+    assert one(said, AssignNodes).assignment.phase == "run"
+
+
 def test_the_second_failure_to_load_a_torn_checkpoint_ends_the_job() -> None:
     driver = started()
     torn = {"code": 1, "error": "EOFError: x", "torn": "/w/a.pt", "torn_why": "a.pt (cut); mv a b"}

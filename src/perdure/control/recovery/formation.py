@@ -224,7 +224,8 @@ def advance_formation(state: JobState, now: float) -> list[AnyAction]:
         if now < world.held_s:
             continue
         actions += _ask_own(state, world, waited)
-        if world.checking is not None and not waited <= world.checked:
+        asked = world.checking.nodes if world.checking is not None else ()
+        if not waited.intersection(asked) <= world.checked:
             continue
         world.enter("its store is served, and nothing older lives")
         world.deadline_s = now + FORM_TIMEOUT_S
