@@ -34,10 +34,12 @@ def save(path: Path) -> Path:
     return path
 
 
-def make(cwd: Path, url: Path, *patterns: str) -> tuple[OwnCheckpoints, Kept]:
+def make(
+    cwd: Path, url: Path, *patterns: str, observe: bool = False
+) -> tuple[OwnCheckpoints, Kept]:
     cwd.mkdir(exist_ok=True)
     spec = JobSpec(
-        name="j", script="t.py", cwd=str(cwd),
+        name="j", script="t.py", cwd=str(cwd), observe=observe,
         checkpoint=CheckpointConfig(own=patterns, url=str(url)),
     )  # fmt: skip
     kept = Kept()
@@ -91,6 +93,13 @@ def test_a_checkpoint_that_was_copied_is_not_read_again(
         assert (await copy(), await copy()) == (1, 1), "the newest is not whole yet"
 
     asyncio.run(act())
+
+
+def test_a_job_that_is_only_observed_makes_no_copies(tmp_path: Path) -> None:
+    save(tmp_path / "b" / "ckpt-1.pt")
+    own, _ = make(tmp_path, tmp_path / "url", "b/*.pt", observe=True)
+    assert asyncio.run(own._copy_away())
+    assert not (tmp_path / "url").exists(), "it fetches none, and would replace newer ones"
 
 
 def test_while_a_lost_node_may_write_a_copy_is_fetched_and_nothing_is_moved(

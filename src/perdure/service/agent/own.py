@@ -50,9 +50,9 @@ class OwnCheckpoints:
         self._generation = -1
         """The newest whose check has begun."""
         self._files = FileThread()
-        url, own = spec.checkpoint.url, spec.checkpoint.own
-        self._away = [OwnAway(url, spec.name, pattern, spec.cwd) for pattern in own if url]
-        """Where copies go, by pattern."""
+        own = spec.checkpoint.own if spec.checkpoint.url and spec.unordered.mends else ()
+        self._away = [OwnAway(spec.checkpoint.url, spec.name, pattern, spec.cwd) for pattern in own]
+        """Where copies go, by pattern; a job that is only observed fetches and makes none."""
         self._copied: dict[str, object] = {}
         """Pattern -> sizes and times of the newest checkpoint, which is copied."""
         self._away_files = FileThread()
