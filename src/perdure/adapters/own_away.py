@@ -87,7 +87,7 @@ class OwnAway:
     def fetch(self, timeout_s: float) -> str:
         """Bring the newest copy here; return its path, or nothing if there is none.
 
-        What is there meanwhile stays: another node that sees the same folder was faster.
+        A file that is there by then stays: another node may share the folder.
 
         Raises:
             PlatformError: it is damaged, or names a file elsewhere.

@@ -1,4 +1,4 @@
-"""Copies under `checkpoint.url` as the agent makes and fetches them, and what it says of them."""
+"""The agent makes and fetches copies under `checkpoint.url`, and names what it fetched."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from perdure.service.agent.own import OwnCheckpoints
 
 
 class Kept(Outbox):
-    """Keeps what is to be said."""
+    """Keeps each event."""
 
     def __init__(self) -> None:
         super().__init__(None, "s", node=0, source="a")
