@@ -21,7 +21,7 @@ LONG = pytest.mark.long
 KEPT = [
     pytest.param("unfreeze", (), id="unfreeze"),
     pytest.param("unfreeze", ("--exact",), id="unfreeze exact", marks=LONG),
-    pytest.param("clip", ("--width", "1200"), id="clip while it follows"),
+    pytest.param("clip", ("--width", "1200"), id="clip while it follows", marks=LONG),
     pytest.param("heat", (), id="heat", marks=LONG),
     pytest.param("heat", ("--exact",), id="heat exact", marks=LONG),
     *(

@@ -69,15 +69,18 @@ def resume(start: Start, folder: Path, kind: str) -> Job:
     return job
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("kind", "state", "reason"),
     [
         ("all", "proved", "is the same to the last bit as before the resume at step 20"),
-        pytest.param("not seen", "not", "the loss of step 20 was ", marks=pytest.mark.long),
+        pytest.param("not seen", "not", "the loss of step 20 was ", marks=LONG),
         ("attribute", "proved", "is the same to the last bit as before the resume at step 20"),
-        ("made late", "not", "the script changes what no checkpoint has: model.factor"),
+        pytest.param("made late", "not", "what no checkpoint has: model.factor", marks=LONG),
         ("not registered", "not", "the script changes what no checkpoint has: factor"),
-        ("never taken", "not", "in the checkpoint and not registered: other"),
+        pytest.param("never taken", "not", "and not registered: other", marks=LONG),
     ],
 )
 def test_exactness_is_shown_with_its_reason(
