@@ -95,7 +95,7 @@ def test_a_newcomer_with_another_plan_is_refused_and_the_others_train_on(
     now = step(job)
     job.wait_until(lambda: step(job) > now + 5, "more steps")
     write(tmp_path)
-    job.cli("restore", "el", "0")
+    job.cli("node", "restore", "el", "0")
     job.wait_until(lambda: (tmp_path / "step").read_text().endswith(" 2"), "both slots training")
     assert job.state()["generation"] == 0
 

@@ -69,9 +69,9 @@ def test_a_slot_whose_processes_always_end_stays_empty_until_it_is_restored(
     assert len(list(tmp_path.glob("process-1-*"))) <= 5  # The first one, and those that failed.
     assert len(list(tmp_path.glob("process-0-*"))) == 1
     assert "Slot 1 of node 0 was left empty: " in job.cli("status", "el").stdout
-    assert "`perdure restore el 0` tries it again" in job.cli("status", "el").stdout
+    assert "`perdure node restore el 0` tries it again" in job.cli("status", "el").stdout
     (tmp_path / "broken").unlink()
-    assert "gets new processes in slot 1" in job.cli("restore", "el", "0").stdout
+    assert "gets new processes in slot 1" in job.cli("node", "restore", "el", "0").stdout
     job.wait_until(lambda: world(job) == 2, "both slots training again")
     job.wait_until(lambda: job.state()["empty_slots"][0]["over_s"], "word of it in the picture")
     assert "was left empty" not in job.cli("status", "el").stdout

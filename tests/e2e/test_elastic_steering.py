@@ -49,7 +49,7 @@ def test_a_change_and_a_drain_hold_whoever_dies(start: Callable[..., Job], tmp_p
     changed = answer_of(change)
     assert changed["ok"], changed
     job.wait_until(lambda: read(trail, 0)[-1]["world"] == [0, 2, 4], "a new member")
-    drain = ask(job, "drain", "el", "2")
+    drain = ask(job, "node", "drain", "el", "2")
     job.kill("perdure controller")
     drained = answer_of(drain)
     assert drained["ok"], drained

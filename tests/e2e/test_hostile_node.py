@@ -114,7 +114,7 @@ async def send(endpoint: Endpoint, request: bytes) -> CommandReply:
 
 def join(home: Path, invitation: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "perdure", "join", "-", "--wait", "300"],
+        [sys.executable, "-m", "perdure", "node", "join", "-", "--wait", "300"],
         input=invitation, env=dict(os.environ, PERDURE_HOME=str(home)), cwd=home.parent,
         capture_output=True, text=True, timeout=2 * PATIENCE_S,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
         "--trail", str(tmp_path), "--steps", "100000", "--step-s", "0.05",
     )  # fmt: skip
     job.wait_step(3)
-    text = job.cli("invite", JOB).stdout
+    text = job.cli("node", "invite", JOB).stdout
     invitation = read_invitation(text.encode())
     admission = asyncio.run(ask_place(invitation, "evil", wait_s=PATIENCE_S))
     assert (admission.node, admission.endpoint.user) == (1, "agent-1")
@@ -152,14 +152,14 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
     assert spent.returncode == 4
     assert f"invitation {invitation.id} is spent" in spent.stderr
     assert "evil" not in spent.stderr, "who holds a copy does not learn the machine's name"
-    short = job.cli("invite", JOB, "--expires", "1s").stdout
-    other = job.cli("invite", JOB).stdout
-    job.cli("invite", JOB, "--revoke", json.loads(other)["id"])
-    wait_until(lambda: "expired" in job.cli("invite", JOB, "--list").stdout, "its end")
+    short = job.cli("node", "invite", JOB, "--expires", "1s").stdout
+    other = job.cli("node", "invite", JOB).stdout
+    job.cli("node", "invite", JOB, "--revoke", json.loads(other)["id"])
+    wait_until(lambda: "expired" in job.cli("node", "invite", JOB, "--list").stdout, "its end")
     for one, word in ((short, "expired"), (other, "was revoked")):
         refused = join(tmp_path / "elsewhere", one)
         assert (refused.returncode, word in refused.stderr) == (4, True), refused.stderr
-    rows = json.loads(job.cli("invite", JOB, "--list", "--json").stdout)["invitations"]
+    rows = json.loads(job.cli("node", "invite", JOB, "--list", "--json").stdout)["invitations"]
     assert [row["state"] for row in rows] == ["spent", "expired", "revoked"]
     assert [row["nodes"] for row in rows] == [[1], [], []]
     request = encode(JoinRequest(
@@ -172,7 +172,7 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
     assert '"InvitationUsed"' in events
     assert invitation.secret not in events
 
-    said = job.cli("invite", JOB, "--revoke", invitation.id, "--end-login").stdout
+    said = job.cli("node", "invite", JOB, "--revoke", invitation.id, "--end-login").stdout
     assert f"{JOB}: the login of node 1 was ended" in said
     with pytest.raises(PlatformError):
         asyncio.run(NatsBus.connect(admission.endpoint, timeout_s=2))

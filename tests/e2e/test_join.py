@@ -1,4 +1,4 @@
-"""`perdure join`: a machine from elsewhere trains, vanishes, comes back, and is told to go."""
+"""`perdure node join`: a machine from elsewhere trains, vanishes, comes back, and is told to go."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ class Machine:
         self.home, self.output = str(folder / "elsewhere"), folder / "join.out"
         with open(self.output, "ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "perdure", "join", "-", "--wait", "300"],
+                [sys.executable, "-m", "perdure", "node", "join", "-", "--wait", "300"],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -77,7 +77,7 @@ def test_a_machine_whose_agent_is_silent_for_seconds_trains_on(
         str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000", "--pace-s", "3",
     )  # fmt: skip
     job.wait_until((job.folder / "credentials" / "joiner.json").exists, "credentials")
-    machine = join(job.cli("invite", "far").stdout)
+    machine = join(job.cli("node", "invite", "far").stdout)
     job.wait_until(lambda: len(read(trail, 1)) >= 2, "training on both")
     (agent,) = (
         process
@@ -110,7 +110,7 @@ def test_a_machine_from_elsewhere_comes_vanishes_comes_back_and_leaves(
     )  # fmt: skip
     secret = job.folder / "credentials" / "joiner.json"
     job.wait_until(secret.exists, "credentials")
-    invitation = job.cli("invite", "far").stdout
+    invitation = job.cli("node", "invite", "far").stdout
     first = join(invitation)
     job.wait_until(lambda: len(read(trail, 0)) >= 10, "training on both")
     assert read(trail, 0)[-1]["world"] == [0, 1]

@@ -172,7 +172,10 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 def test_groups_that_torchrun_starts_are_seen_steered_and_reported(serving: Serving) -> None:
     _, block, verbs, line_block = read_commands()
     assert line_block == [LINE]
-    typed = {line.split()[1]: line for line in verbs}
+    typed = {
+        line.removeprefix("perdure node ").removeprefix("perdure ").split()[0]: line
+        for line in verbs
+    }
     url = f"export TORCHFT_LIGHTHOUSE=http://127.0.0.1:{serving.port}"
     serving.wait_until(lambda: url in serving.text(), "the line that says where to point")
 
@@ -303,7 +306,7 @@ def check_report(serving: Serving, command: str, again_s: float, *ended: float) 
 def evict_and_restore(serving: Serving, block: list[str]) -> None:
     """Group 1 is ended by its manager, and its next life is held until it may train."""
     serving.wait_group(1, "training")
-    answer = json.loads(serving.cli("evict", serving.name, "train_1", "--json").stdout)
+    answer = json.loads(serving.cli("node", "evict", serving.name, "train_1", "--json").stdout)
     assert answer["replicas"] == [1]
     assert serving.groups[1].wait(PATIENCE_S) != 0
     evicted = time.time()
@@ -311,7 +314,7 @@ def evict_and_restore(serving: Serving, block: list[str]) -> None:
     serving.wait_group(1, "drained")
     restored = time.time()
     assert not serving.commits(1, evicted)
-    serving.cli("restore", serving.name, "replica:1")
+    serving.cli("node", "restore", serving.name, "replica:1")
     serving.wait_members(2, restored, 0, 1)
 
 

@@ -252,7 +252,7 @@ def test_groups_on_other_machines_are_steered_as_those_here_are(site: Site) -> N
     first, one, other = site.machines
     serving = site.begin()
     refused = first.type(
-        f"PERDURE_HOME={first.folder}/other perdure join {one.folder}/gpu1.json", 4
+        f"PERDURE_HOME={first.folder}/other perdure node join {one.folder}/gpu1.json", 4
     )
     assert "is spent" in refused
 
@@ -301,14 +301,14 @@ def test_neither_an_eviction_nor_a_cut_network_nor_an_ended_login_stops_the_othe
 def evict_and_restore(site: Site) -> None:
     """The manager of group 1, on its own machine, ends its process; its next life is held."""
     first, evicted = site.machines[0], time.time()
-    answer = first.type("perdure evict marduk train_1")
+    answer = first.type("perdure node evict marduk train_1")
     assert "replica 1 left" in answer
     site.wait_members(1, evicted, 0)
     site.wait(lambda: not site.machines[2].find("train_ddp.py"), "end of its process")
     site.start_group(2)
     site.wait_state(1, "drained")
     restored = time.time()
-    first.type("perdure restore marduk replica:1")
+    first.type("perdure node restore marduk replica:1")
     site.wait_members(2, restored, 0, 1)
 
 
@@ -334,8 +334,8 @@ def cut_and_mend(site: Site) -> None:
 def end_login(site: Site) -> None:
     """The second machine's relay is cut off; its group trains on, as one without the line."""
     first, other = site.machines[0], site.machines[2]
-    invited = json.loads(first.type("perdure invite marduk --list --json"))["invitations"]
-    first.type(f"perdure invite marduk --revoke {invited[-1]['id']} --end-login")
+    invited = json.loads(first.type("perdure node invite marduk --list --json"))["invitations"]
+    first.type(f"perdure node invite marduk --revoke {invited[-1]['id']} --end-login")
     ended = time.time()
     site.wait(lambda: "was revoked" in other.text("join.out"), "end of the relay")
     assert other.find("perdure relay marduk") == []

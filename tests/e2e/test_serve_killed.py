@@ -139,7 +139,7 @@ def test_in_the_background_an_evicted_group_that_lives_is_told_what_is_to_be_don
     first, second = background.start("a_0:x"), background.start("b_1:y")
     background.wait("step of both", lambda: first.step > 3 and second.step > 3)
     background.wait("sight of both", lambda: len(background.states()) == 2)
-    answer = background.cli("evict", "kept", "b_1", "--json")
+    answer = background.cli("node", "evict", "kept", "b_1", "--json")
     assert "heartbeats go on" in answer.stdout
     background.wait("refusal", lambda: any("End its process" in e for e in second.errors))
     told = background.cli("logs", "kept")
@@ -206,20 +206,20 @@ def test_holds_outlive_a_serve_that_was_killed(background: Background) -> None:
     third, nameless = background.start("c_2:z"), background.start("uuid-of-one-without-a-name")
     everybody = (first, second, third, nameless)
     background.wait("step of all", lambda: all(group.step > 3 for group in everybody))
-    background.cli("drain", "kept", "b_1")
-    background.cli("drain", "kept", nameless.name)
-    background.cli("evict", "kept", "c_2")
+    background.cli("node", "drain", "kept", "b_1")
+    background.cli("node", "drain", "kept", nameless.name)
+    background.cli("node", "evict", "kept", "c_2")
     background.kill()
 
     held_at, went_on = (second.step, third.step), first.step
     background.serve()
-    assert "group 1 (b_1) is held, as before: perdure restore kept b_1" in background.said
+    assert "group 1 (b_1) is held, as before: perdure node restore kept b_1" in background.said
     assert "group 2 (c_2) is held, as before" in background.said
     assert "(uuid-of-one-without-a-name) was held, and cannot be known again" in background.said
     background.wait("step of the first", lambda: first.step > went_on + 5)
     background.wait("hold", lambda: background.states().get("b_1:y") == "drained")
     assert (second.step, third.step) == held_at
-    background.cli("restore", "kept", "b_1")
+    background.cli("node", "restore", "kept", "b_1")
     background.wait("step of the second", lambda: second.step > held_at[0] + 2)
     background.cli("stop", "kept")
     background.wait("end", lambda: not psutil.pid_exists(background.pid))

@@ -133,12 +133,14 @@ def check_ledger(report: dict[str, Any]) -> None:
 def drain_and_restore(training: Training) -> None:
     """Group 1 leaves and comes back; nobody makes a step again, and nobody else ends."""
     job, survivors = training.job, [training.pid(g) for g in (0, 2)]
-    refused = job.cli("drain", "ft", "replica:0", "1", "rank:2", check=False)
+    refused = job.cli("node", "drain", "ft", "replica:0", "1", "rank:2", check=False)
     assert refused.returncode != 0
     assert "it would be lost" in refused.stdout + refused.stderr
     failed = sum("failed" in row for g in (0, 2) for row in training.rows(g))
     drained = time.time()
-    answer = json.loads(job.cli("drain", "ft", "replica:1", "--json", "--why", "test").stdout)
+    answer = json.loads(
+        job.cli("node", "drain", "ft", "replica:1", "--json", "--why", "test").stdout
+    )
     assert (answer["replicas"], answer["steps_lost"]) == ([1], 0)
     training.wait_members(2, drained, 0, 2)
     assert not any(training.pid(1) == p.pid for p in job.find("perdure rank"))
@@ -146,7 +148,7 @@ def drain_and_restore(training: Training) -> None:
     job.wait_until(lambda: job.state()["replicas"][1]["state"] == "left", "a picture without it")
     assert job.state()["cordoned"] == [1]
     back = time.time()
-    job.cli("restore", "ft", "replica:1")
+    job.cli("node", "restore", "ft", "replica:1")
     training.wait_members(3, back, 0, 1, 2)
     assert [training.pid(g) for g in (0, 2)] == survivors
 

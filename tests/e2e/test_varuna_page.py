@@ -41,7 +41,7 @@ OF_A_JOB = {
     "perdure inject JOB slow --rank 1": "gpt: ",
     "perdure inject JOB stop --rank 1": "gpt: ",
     "perdure diagnose JOB": "rank 1",
-    "perdure notify JOB preemption --node 1 --grace 30": "gpt: ",
+    "perdure node notify JOB preemption --node 1 --grace 30": "gpt: ",
     "perdure report JOB": "useful",
     "perdure stop JOB": "",
 }
@@ -54,8 +54,8 @@ ELSEWHERE = {
     "perdure trace drive FILE job.toml": "below, by the page's own section",
     "perdure launch": "tests/e2e/test_ssh.py",
     "perdure launch job.toml --on kubernetes": "tests/platforms/k8s",
-    "perdure invite JOB": "tests/e2e/test_join.py",
-    "perdure join": "tests/e2e/test_join.py",
+    "perdure node invite JOB": "tests/e2e/test_join.py",
+    "perdure node join": "tests/e2e/test_join.py",
     "perdure plan": "as above it in the table",
     "perdure stop JOB --now": "tests/e2e/test_verbs.py",
 }

@@ -27,7 +27,7 @@ def run(trial: Trial) -> None:
         world.lose(1, signal.SIGKILL)
         world.lose(2, signal.SIGSTOP)
         began_s = time.monotonic()
-        drained = json.loads(world.job.cli("drain", "el", "2", "--json").stdout)
+        drained = json.loads(world.job.cli("node", "drain", "el", "2", "--json").stdout)
         trial.check(drained["ok"], f"the drain: {drained}")
         world.job.wait_until(lambda: len(world.members()) == 2, "a world without the node")
         trial.took(time.monotonic() - began_s)

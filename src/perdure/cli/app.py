@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 import perdure
-from perdure.cli.commands import COMMANDS, PANELS
+from perdure.cli.commands import COMMANDS, PANELS, RENAMED
 from perdure.cli.running.torchrun import REFUSED
-from perdure.cli.speech.say import print_error
+from perdure.cli.speech.say import note, print_error
 from perdure.dash.terminal import STDOUT, plain_streams
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.values import find_bad_value
@@ -99,6 +99,7 @@ def _global(
 @plain_streams()
 def run_command(args: Sequence[str]) -> int:
     """Run one command line, on plain streams; return the exit code. All errors are printed here."""
+    args = _rename(args)
     as_json = "--json" in _own_args(args)
     try:
         try:
@@ -156,6 +157,18 @@ def run_command(args: Sequence[str]) -> int:
             hint = f"{place} JOB; running here: {running}" if running else hint
         return print_error(message, hint, 2, as_json=as_json)
     return result if isinstance(result, int) else 0
+
+
+def _rename(args: Sequence[str]) -> Sequence[str]:
+    """Return a command line with today's name in the place of an old one, and say so."""
+    if not args or args[0] not in RENAMED:
+        return args
+    now, words, options = RENAMED[args[0]]
+    names = dict(options)
+    note(f"`perdure {args[0]}` is now `perdure {now}`")
+    parts = (word.partition("=") for word in args[1:])
+    rest = ["".join((names.get(name, name), *value)) for name, *value in parts]
+    return [*(words or now).split(), *rest]
 
 
 def _check_numbers(command: Any) -> None:

@@ -77,23 +77,8 @@ PANELS: dict[str, dict[str, Entry]] = {
         "note": Entry("steering.act", "Keep a remark in the job's journal, for report and curves."),
         "inject": Entry("steering.act", "Harm a rank on purpose, to see what happens."),
     },
-    "Nodes that come and go": {
-        "drain": Entry("steering.act", "Move the ranks off a node; no committed step is lost."),
-        "cordon": Entry("steering.act", "Let a node take no new ranks; those that run there stay."),
-        "evict": Entry("steering.act", "End the ranks on a node now; a spare node stands in."),
-        "restore": Entry(
-            "steering.act", "Let a node run ranks again: undoes cordon, drain and evict."
-        ),
-        "notify": Entry(
-            "steering.act", "Tell a job of a failed device, or a machine that will go."
-        ),
-        "invite": Entry("steering.join", "Print what a machine needs to join a job (a secret)."),
-        "join": Entry("steering.join", "Make this machine a node of a running job."),
-        "scale": Entry(
-            "platforms.remote", "Give a job on Kubernetes more or fewer pods as it trains."
-        ),
-    },
     "Other machines": {
+        "node": Entry("steering.node", "Nodes that come and go."),
         "profiles": Entry(
             "platforms.profiles", "List the platforms, or show one: each value and its source."
         ),
@@ -145,3 +130,19 @@ PANELS: dict[str, dict[str, Entry]] = {
 """What a person wants -> the commands for it."""
 
 COMMANDS = {name: entry for panel in PANELS.values() for name, entry in panel.items()}
+
+
+class Renamed(NamedTuple):
+    """What has become of a command of an earlier release."""
+
+    now: str
+    """As a person types it."""
+    words: str = ""
+    """What takes the place of the old name; empty: the same as `now`."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Options of the old command, each with its name of today."""
+
+
+NODE_VERBS = ("drain", "cordon", "evict", "restore", "notify", "invite", "join", "scale")
+RENAMED = {verb: Renamed(f"node {verb}") for verb in NODE_VERBS}
+"""Old name -> what runs in its place, for this release. Neither the help nor a shell shows it."""

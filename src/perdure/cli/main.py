@@ -28,7 +28,7 @@ PARTS = {
 _COLLECT_EVERY = 100_000
 """Objects between two looks for cycles: at 700, a fifth of what reading a long journal takes."""
 
-WATCHERS = (["run"], ["serve"], ["join"], ["queue", "run"])
+WATCHERS = (["run"], ["serve"], ["node", "join"], ["join"], ["queue", "run"])
 """Commands that watch over others, whom an unread terminal or pipe shall not stop."""
 
 

@@ -157,7 +157,7 @@ def render_empty_slots(job: str, rows: Sequence[EmptySlotRow]) -> str:
     lines = []
     for row in rows:
         why = shorten_line(show_controls(row.why), REASON_MAX)
-        end = f"`perdure restore {job} {row.node}` tries it again"
+        end = f"`perdure node restore {job} {row.node}` tries it again"
         if row.over_s:
             end = f"it was tried again {row.over_s - row.at_s:.0f} s later"
         lines.append(f"Slot {row.slot} of node {row.node} was left empty: {why}; {end}")

@@ -6,9 +6,9 @@ them, rows that can no longer be remapped, and a clock held down by heat or by t
 GPU-Util is not looked at: a device on its way out shows 100 % like any other, and a waiting one as
 well.
 
-A device that has failed stays so until somebody says otherwise (`perdure restore`, `perdure notify
-device-ok`); a slow one recovers by itself. What was journaled comes back through `note`, so a new
-controller neither forgets a fault nor reports it twice.
+A device that has failed stays so until somebody says otherwise (`perdure node restore`, `perdure
+node notify device-ok`); a slow one recovers by itself. What was journaled comes back through
+`note`, so a new controller neither forgets a fault nor reports it twice.
 """
 
 from dataclasses import dataclass, field

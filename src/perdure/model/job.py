@@ -272,7 +272,7 @@ class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class NotifyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a cluster's own monitor tells of what it knows, beside `perdure notify` and NATS."""
+    """How a cluster's own monitor tells of what it knows, beside `perdure node notify` and NATS."""
 
     webhook_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """`POST /notify` is served here by the controller; 0: not at all."""
@@ -444,8 +444,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     `nodes`, which it has from the beginning and is never scaled below. Slurm is asked for the
     range, and each run begins with what it gives."""
     remote: Count = 0
-    """So many of the nodes, the last ones, are not started here: `perdure join` brings them. Under
-    `perdure serve`, so many other machines pass on what ranks of groups there say."""
+    """So many of the nodes, the last ones, are not started here: `perdure node join` brings them.
+    Under `perdure serve`, so many other machines pass on what ranks of groups there say."""
     cwd: str = "."
     """Working directory of the ranks; relative to that of `perdure run`."""
     env: dict[str, str] = {}

@@ -165,7 +165,7 @@ class Leftover:
     age_s: float
     command: str
     supervisor: int
-    """Pid of the `perdure run` or `perdure join` that started it; 0 where it does not tell."""
+    """Pid of the `perdure run` or `perdure node join` that started it; 0 where it does not tell."""
 
 
 def find_leftovers(home: str, is_run: Callable[[str], bool]) -> list[Leftover]:

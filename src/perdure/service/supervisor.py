@@ -681,8 +681,8 @@ async def read_torchft_variables(
 def describe_door(spec: JobSpec, url: str) -> list[str]:
     """Return what whoever starts a replica group has to know."""
     remote = [
-        f"perdure invite {spec.name} invites another machine, on which perdure join FILE has the "
-        "ranks that import perdure.torchft heard"
+        f"perdure node invite {spec.name} invites another machine, on which perdure node join FILE "
+        "has the ranks that import perdure.torchft heard"
     ]
     return [
         f"job {spec.name} serves replica groups that others start, by torchrun or otherwise:",

@@ -91,9 +91,9 @@ def test_an_elastic_job_is_given_pods_and_loses_them(make: Make) -> None:
     tenant = make("--steps", "100000", nodes_max=3)
     tenant.launch()
     tenant.wait_step(5)
-    tenant.cluster.wait(lambda: tenant.cli("scale", "job", "3"), "a job that trains")
+    tenant.cluster.wait(lambda: tenant.cli("node", "scale", "job", "3"), "a job that trains")
     wait_world(tenant, 3)
-    refused = tenant.cli("scale", "job", "4", code=2).stderr
+    refused = tenant.cli("node", "scale", "job", "4", code=2).stderr
     assert "has room for 3 pods" in refused
 
     victim = find_pod(tenant, "job-node-2")
@@ -112,7 +112,7 @@ def test_an_elastic_job_is_given_pods_and_loses_them(make: Make) -> None:
         lambda: any(len(r["world"]) == 2 for r in read_steps(tenant)[deleted:]), "a pod less", 120
     )
     wait_world(tenant, 3)
-    scaled = json.loads(tenant.cli("scale", "job", "2", "--json").stdout)
+    scaled = json.loads(tenant.cli("node", "scale", "job", "2", "--json").stdout)
     assert scaled["removed"] == ["job-node-2"]
     wait_world(tenant, 2)
     assert going not in {p["metadata"]["name"] for p in tenant.find_pods()}
@@ -120,7 +120,7 @@ def test_an_elastic_job_is_given_pods_and_loses_them(make: Make) -> None:
     for event in find_events(tenant, "PreemptionNoticed"):
         reasons.setdefault(event["node"], (event["source"], event["reason"]))
     by_hand = ("SIGTERM", "the agent got SIGTERM")
-    assert sorted(reasons.values()) == [by_hand, ("perdure scale", "from 3 to 2 pods")]
+    assert sorted(reasons.values()) == [by_hand, ("perdure node scale", "from 3 to 2 pods")]
 
     steps = [row["step"] for row in read_steps(tenant)]
     assert steps == list(range(len(steps))), "a step was lost or made twice"
@@ -131,12 +131,12 @@ def test_a_supervised_job_is_refused_more_pods(make: Make) -> None:
     tenant = make("--steps", "100", "--pace-s", "0.3", script="train_exact.py", nodes_max=2)
     tenant.launch()
     tenant.wait_step(5)
-    refused = tenant.cli("scale", "job", "2", code=4).stderr
+    refused = tenant.cli("node", "scale", "job", "2", code=4).stderr
     assert "job `job` is resumable: its world has the ranks that it began with" in refused
-    tenant.cli("scale", "job", "0")
+    tenant.cli("node", "scale", "job", "0")
     tenant.cluster.wait(lambda: not tenant.find_pods(), "no pod")
     reached = tenant.find_step()
-    tenant.cli("scale", "job", "1")
+    tenant.cli("node", "scale", "job", "1")
     tenant.wait_end(timeout_s=300)
     assert reached < 99
     tenant.check_equal(100, ranks=1)

@@ -69,7 +69,7 @@ def test_an_elastic_job_trains_on_and_takes_the_machine_back(make: Make) -> None
     tenant.wait_step(5)
     cluster.kubectl("uncordon", SECOND)
     cluster.kubectl("cordon", NODE)
-    cluster.wait(lambda: tenant.cli("scale", "job", "2"), "a job that trains")
+    cluster.wait(lambda: tenant.cli("node", "scale", "job", "2"), "a job that trains")
     wait_world(tenant, 2)
     assert len(place_pods(tenant)[SECOND]) == 1
 

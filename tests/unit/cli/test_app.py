@@ -58,8 +58,12 @@ def test_without_a_command_there_is_help(
         (["run", "-n", "9" * 30, "x"], "too large", "9e+15"),
         (["watch", "nosuch", "--every", "inf"], "'--every': inf is not finite", "watch --help"),
         (["watch", "nosuch", "--every", "nan"], "Invalid value for '--every'", "watch --help"),
-        (["join", "x", "--wait", "nan"], "Invalid value for '--wait'", "join --help"),
-        (["join", "x", "--grace", "1e300"], "'--grace': 1e+300 is too large", "join --help"),
+        (["node", "join", "x", "--wait", "nan"], "Invalid value for '--wait'", "join --help"),
+        (
+            ["node", "join", "x", "--grace", "1e300"],
+            "'--grace': 1e+300 is too large",
+            "join --help",
+        ),
         (["pull", "nosuch", "d", "--up-to", "inf"], "'--up-to': inf is not finite", "pull --help"),
         (["stop", "nosuch", "--timeout-s", "inf"], "inf is not finite", "stop --help"),
         (
@@ -67,7 +71,7 @@ def test_without_a_command_there_is_help(
             "inf is not finite",
             "trace convert --h",
         ),
-        (["invite", "nosuch", "--uses", "9" * 30], "too large", "invite --help"),
+        (["node", "invite", "nosuch", "--uses", "9" * 30], "too large", "invite --help"),
         (["inject", "x", "slow", "--rank", "0", "--arg", "ms=1.5e999"], "ms: inf is not", "NAME"),
         (["queue", "add", "inf.toml"], "inf.toml: item.0.backoff_s: inf is not finite", "number"),
         (["render", "good.toml", "--on", "./dear.toml"], "dear.toml, line 3: inf is not", "number"),

@@ -26,6 +26,7 @@ place = pathlib.Path(sys.argv[1])
 words = sys.argv[2:]
 with open(place / "calls", "a") as file:
     file.write(" ".join(words) + "\\n")
+words = words[words[0] == "node":]
 if words[0] == "invite":
     pathlib.Path(words[3]).write_text("invitation")
     sys.exit(0)
@@ -178,8 +179,8 @@ def test_a_node_joins_until_the_job_has_ended(make: Callable[..., Pod], tmp_path
     pod.invitation.write_text("one")
     wait_until((tmp_path / "join-ready").exists)
     assert (tmp_path / "calls").read_text().split() == [
-        "join", str(pod.invitation), "--address", "10.1.2.3", "--grace", "90", "--wait", "60",
-        "--cwd", "/w",
+        "node", "join", str(pod.invitation), "--address", "10.1.2.3", "--grace", "90",
+        "--wait", "60", "--cwd", "/w",
     ]  # fmt: skip
     pod.ended.write_text("0\n")
     (tmp_path / "join-ends").write_text("0")

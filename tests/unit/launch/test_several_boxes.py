@@ -42,7 +42,7 @@ def test_the_first_box_runs_the_job_and_the_others_join_it() -> None:
     assert (plan.profile.launch.host, other.profile.launch.host) == HOSTS
     first, second = (json.loads(each.files["settings.json"]) for each in (plan, other))
     assert first["command"][-2:] == ["--placement", "$JOB_DIR/launch/placement.json"]
-    assert second["command"][4:6] == ["join", "$JOB_DIR/launch/credentials/invitation.json"]
+    assert second["command"][5:7] == ["join", "$JOB_DIR/launch/credentials/invitation.json"]
     assert json.loads(plan.files["job.json"])["remote"] == 1
     assert (plan.place, other.place) == ("$HOME/perdure/gpt", "$HOME/perdure/gpt+me-gpu-b")
     homes = [

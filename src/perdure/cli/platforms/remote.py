@@ -383,7 +383,7 @@ def scale(
     """
     from perdure.cli.platforms.profiles import here
 
-    record = find_launched(job, "perdure join brings others")
+    record = find_launched(job, "perdure node join brings others")
     if record.profile.kind != "kubernetes":
         raise ConfigError(f"nothing to scale on a platform of kind {record.profile.kind}")
     from perdure.launch.kubernetes.scaling import scale as scale_pods  # PyYAML is slow to load.

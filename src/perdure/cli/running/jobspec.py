@@ -240,7 +240,7 @@ def _check_rendezvous(spec: JobSpec, options: RunOptions) -> Faults:
         (
             spec.nats.url or spec.nats.tls_cert,
             f"nats: with --nnodes the server and its certificate are perdure's own; {here}",
-            "leave it out, or perdure invite and perdure join",
+            "leave it out, or perdure node invite and perdure node join",
         ),
     )
 

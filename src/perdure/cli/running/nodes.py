@@ -1,9 +1,9 @@
 """The same `perdure run --nnodes N` on every node: which of them this one is, and what it does.
 
 The first node, at whose address they meet, runs the job and has places for the others (`--remote`);
-each of those joins it, as `perdure join` does, by an invitation that follows from a secret which
-they share (`service/access/rendezvous.py`). What is then done when one is lost, comes back or is
-left is what is done for any machine from elsewhere.
+each of those joins it, as `perdure node join` does, by an invitation that follows from a secret
+which they share (`service/access/rendezvous.py`). What is then done when one is lost, comes back or
+is left is what is done for any machine from elsewhere.
 """
 
 import os

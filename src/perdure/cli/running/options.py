@@ -72,7 +72,7 @@ class RunOptions:
     remote: Annotated[
         int | None,
         _option(
-            "--remote", min=0, help="Number of nodes that come from elsewhere: `perdure join`."
+            "--remote", min=0, help="Number of nodes that come from elsewhere: `perdure node join`."
         ),
     ] = None
     torchft: Annotated[

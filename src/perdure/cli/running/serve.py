@@ -236,7 +236,7 @@ def hold_again(spec: "JobSpec", paths: "JobPaths") -> "JobSpec":
         alive = f", but for {held.trains}" if held.trains else ""
         note(
             f"group {held.number} ({held.name}) is held, as before{alive}: "
-            f"perdure restore {spec.name} {held.name}"
+            f"perdure node restore {spec.name} {held.name}"
         )
     for replica in holds.lost:
         note(f"{replica} was held, and cannot be known again by its name: drain it once it is back")

@@ -1,7 +1,8 @@
 """Commands that ask the controller for something, and wait for its answer.
 
 Some steer a run while it runs (set, pause, resume), others move work off nodes (drain, cordon,
-evict, restore). By `perdure notify` somebody outside tells a job what it cannot see of a machine.
+evict, restore). By `perdure node notify` somebody outside tells a job what it cannot see of a
+machine.
 """
 
 import contextlib

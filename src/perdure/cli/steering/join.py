@@ -1,4 +1,4 @@
-"""`perdure invite`, `perdure join`: machines from elsewhere, as nodes of a job that runs."""
+"""`perdure node invite` and `perdure node join`: machines from elsewhere become nodes of a job."""
 
 import os
 import time
@@ -135,7 +135,7 @@ def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:
     ]
     document = {"job": found.name, **result, "logins_ended": ended}
     answer(document, "\n".join(lines), as_json=as_json)
-    moves = "" if found.spec.served else f"perdure evict {found.name} {{0}} moves its ranks; "
+    moves = "" if found.spec.served else f"perdure node evict {found.name} {{0}} moves its ranks; "
     for node in () if as_json or end_login else result["nodes"]:
         note(
             f"node {node} came by it and is there, with its login: {moves.format(node)}"

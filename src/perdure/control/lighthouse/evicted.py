@@ -38,7 +38,7 @@ class Evicted:
         why = self._why[name] = self._why.pop(name)
         words = (
             f"{name} is left out for ever: {why}. End its process; its group can be started again, "
-            "and trains unless it is held until `perdure restore`"
+            "and trains unless it is held until `perdure node restore`"
         )
         self._due[token] = now + REFUSED_AFTER_S, words
 

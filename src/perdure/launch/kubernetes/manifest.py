@@ -171,7 +171,7 @@ def list_added_jobs(spec: JobSpec, pods: int) -> list[str]:
 
 
 def make_added(spec: JobSpec, profile: Profile, name: str) -> Document:
-    """Return the Job of one more pod, which joins as `perdure join` does.
+    """Return the Job of one more pod, which joins as `perdure node join` does.
 
     It has a Job of its own: what a Job completes is fixed before 1.27, and which of its pods it
     ends, where it is to have fewer, nobody can say.

@@ -159,7 +159,15 @@ class Pod:
     def invite(self) -> bool:
         """Leave an invitation for the other pods; return whether the job was there to invite."""
         each = ("--uses", "0", "--expires", "never")  # Each pod, and each that comes for one.
-        words = [*self.perdure, "invite", self.spec.name, "--out", str(self.invitation), *each]
+        words = [
+            *self.perdure,
+            "node",
+            "invite",
+            self.spec.name,
+            "--out",
+            str(self.invitation),
+            *each,
+        ]
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(words, env=self.env, capture_output=True, timeout=_CALL_S)
             return done.returncode == 0
@@ -174,7 +182,7 @@ class Pod:
     def join(self) -> int:
         """Be a node of the job for as long as there is one; return the exit code."""
         words = [
-            *(*self.perdure, "join", str(self.invitation), "--address", self.address),
+            *(*self.perdure, "node", "join", str(self.invitation), "--address", self.address),
             *("--grace", f"{self.grace_s:g}", "--wait", "60", "--cwd", self.spec.cwd),
         ]
         while True:
@@ -196,8 +204,8 @@ class Pod:
     def is_left(self, text: bytes) -> bool:
         """Return whether this node alone was left, and not with its job's first pod.
 
-        `perdure join` ends with 0 for both. Were the pod to succeed where the first is only on its
-        way to another machine, nothing would ever bring this node back.
+        `perdure node join` ends with 0 for both. Were the pod to succeed where the first is only on
+        its way to another machine, nothing would ever bring this node back.
         """
         until_s = time.monotonic() + self.settle_s
         while time.monotonic() < until_s and not self.told:
@@ -209,7 +217,7 @@ class Pod:
         return not self.told
 
     def attend(self, process: "subprocess.Popen[bytes]", text: bytes) -> int:
-        """Wait for `perdure join`, ending it where the invitation is another by now."""
+        """Wait for `perdure node join`, ending it where the invitation is another by now."""
 
         def look() -> None:
             if self.told or read(self.invitation) in (b"", text):

@@ -25,7 +25,7 @@ from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import JOB_LABEL, explain_pod
 from perdure.model.platforms.launching import LaunchRecord, Scaling
 
-SOURCE = "perdure scale"
+SOURCE = "perdure node scale"
 _CALL_S = 240.0
 """A command in a pod of a busy node; twice told is once told, but no sooner."""
 _HINT = "kubectl get jobs,pods"
@@ -168,7 +168,7 @@ class _Scaler:
             mine = pod["metadata"].get("labels", {}).get("job-name") in names
             if after and self.first and mine and explain_pod(pod).state == "running":
                 self.in_first(
-                    "notify", self.record.job, "preemption", "--machine", name,
+                    "node", "notify", self.record.job, "preemption", "--machine", name,
                     "--grace", f"{grace_s:g}", "--waits", "--source", SOURCE,
                     "--reason", f"from {before} to {after} pods",
                 )  # fmt: skip

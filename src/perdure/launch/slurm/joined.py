@@ -3,8 +3,8 @@
     python -m perdure.launch.slurm.joined PLACE JOB NAME GRACE
 
 It waits for the other job's bus, whose files are on the file system that all nodes share, and
-becomes `perdure join`. NAME is the machine that it is to the controller: under the same name it
-gets the place that it had. USR1, as Slurm sends it before the walltime, is a notice of GRACE
+becomes `perdure node join`. NAME is the machine that it is to the controller: under the same name
+it gets the place that it had. USR1, as Slurm sends it before the walltime, is a notice of GRACE
 seconds from then on; before, it ends this program, which has nothing to lose.
 """
 
@@ -43,7 +43,7 @@ class _Invitation(msgspec.Struct):
 
 
 def main(place: str, job: str, name: str, grace: str) -> int:
-    """Become `perdure join`; return an exit code where there is nothing to join.
+    """Become `perdure node join`; return an exit code where there is nothing to join.
 
     Raises:
         PlatformError: the job gives no invitation in time.
@@ -57,7 +57,18 @@ def main(place: str, job: str, name: str, grace: str) -> int:
     options, words = chain.container.expand()
     step = [*chain.list_step_words(), *options] if options else []
     python = [chain.container.python, *_PERDURE[1:]] if chain.container.python else _PERDURE
-    command = [*step, *words, *python, "join", "-", "--wait", f"{_WAIT_S:g}", "--grace", grace]
+    command = [
+        *step,
+        *words,
+        *python,
+        "node",
+        "join",
+        "-",
+        "--wait",
+        f"{_WAIT_S:g}",
+        "--grace",
+        grace,
+    ]
     if address := find_address(urlsplit(server).hostname or ""):
         command += ["--address", address]
     reading, writing = os.pipe()
@@ -79,7 +90,10 @@ def wait_invitation(job: str) -> bytes:
     while True:
         try:
             done = subprocess.run(
-                [*_PERDURE, "invite", job], capture_output=True, timeout=_CALL_S, check=False
+                [*_PERDURE, "node", "invite", job],
+                capture_output=True,
+                timeout=_CALL_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             why = "no answer"

@@ -1,8 +1,8 @@
 """Several boxes as one job: whether they reach one another, and how the others join the first.
 
 Each box is a node. The first has controller and bus beside its own agent; on each other one
-`perdure join` takes a place with an invitation, which goes from the first box to it by way of this
-machine, over standard input. Later on the boxes need only one another.
+`perdure node join` takes a place with an invitation, which goes from the first box to it by way of
+this machine, over standard input. Later on the boxes need only one another.
 
 Ranks of different boxes connect to any port of one another, so a way for the bus alone (a forwarded
 port, a jump host) would be worth nothing: there has to be a network between them, tried in every
@@ -36,7 +36,7 @@ _INVITE_S = 60.0
 _JOIN_S = 90.0
 _END_S = 20.0
 _PLACE = re.compile(r"this machine is node (\d+) of ")
-"""Said by `perdure join`."""
+"""Said by `perdure node join`."""
 _NO_WAY = """\
 a private network or a VPN between them; launch.addresses names what is not found \
 (ranks use any port: a tunnel for one is not enough)"""
@@ -187,7 +187,7 @@ def _query_box(plan: Plan | LaunchRecord, command: str = "state") -> BoxState:
 
 
 def end(plan: Plan | LaunchRecord) -> None:
-    """End a further box's part; told a second time, `perdure join` leaves at once.
+    """End a further box's part; told a second time, `perdure node join` leaves at once.
 
     Raises:
         PlatformError: the box does not answer, or its part does not end.
@@ -245,7 +245,7 @@ def _check_disk(plan: Plan, records: Sequence[LaunchRecord], here: Here) -> None
 def _invite(plan: Plan) -> bytes:
     """Return an invitation to the job on its first box for one other box. It is a secret."""
     channel = Channel(plan.profile.launch)
-    script = in_job(plan.place, f'"$PERDURE_PYTHON" -P -m perdure invite {plan.job}')
+    script = in_job(plan.place, f'"$PERDURE_PYTHON" -P -m perdure node invite {plan.job}')
     deadline = time.monotonic() + _INVITE_S
     while (done := channel.ask(script)).code:
         if time.monotonic() > deadline:

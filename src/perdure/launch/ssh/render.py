@@ -147,7 +147,7 @@ def _list_join(spec: JobSpec) -> list[str]:
     """Return the command of each other box."""
     cwd = os.path.normpath(f"$JOB_DIR/project/{locate_in_project(spec, spec.cwd, 'cwd')}")
     where = [f"$JOB_DIR/launch/{INVITATION}", "--address", "$PERDURE_NODE_ADDRESS", "--cwd", cwd]
-    return [*_PERDURE, "join", *where, "--wait", f"{spec.bus.orphan_s:g}"]
+    return [*_PERDURE, "node", "join", *where, "--wait", f"{spec.bus.orphan_s:g}"]
 
 
 def _render_box(spec: JobSpec, profile: Profile, folder: str, command: list[str]) -> Plan:

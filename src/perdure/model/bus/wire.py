@@ -145,7 +145,7 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An outside monitor's word: by `perdure notify`, the webhook, or `subject_notices`."""
+    """An outside monitor's word: by `perdure node notify`, the webhook, or `subject_notices`."""
 
     kind: Literal["device-failed", "device-ok", "preemption", "preemption-withdrawn", "machine"]
     device: str = ""
@@ -193,7 +193,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """What `perdure invite` prints and `perdure join` reads. It holds a secret."""
+    """What `perdure node invite` prints and `perdure node join` reads. It holds a secret."""
 
     job: str
     endpoint: Endpoint

@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scaling(msgspec.Struct, frozen=True):
-    """`perdure scale --json`: how many pods a job is to have, and what was done for it."""
+    """`perdure node scale --json`: how many pods a job is to have, and what was done for it."""
 
     job: str
     pods: int

@@ -1,6 +1,6 @@
 """A machine from elsewhere: it asks for a place in a running job, and runs that node's agent.
 
-`perdure join` needs nothing of the machine that the controller is on but its NATS server: the
+`perdure node join` needs nothing of the machine that the controller is on but its NATS server: the
 invitation says where that is, the answer to the request carries the job's document and the agent's
 own credentials. Neither is ever in an argument, an environment or a log. The script and its data
 have to be there.
@@ -125,7 +125,7 @@ def make_invitation(
     if endpoint.external:
         raise ConfigError(
             "the job's NATS server is your own, and so are its credentials",
-            hint="perdure join invites to the server that perdure starts",
+            hint="perdure node join invites to the server that perdure starts",
         )
     id_, secret = token_hex(4), token_urlsafe(24)
     told = register(
@@ -145,13 +145,13 @@ def read_invitation(data: bytes) -> Invitation:
     try:
         invitation: Invitation = decode(data, Invitation)
     except ProtocolError:
-        raise ConfigError("not an invitation", hint="perdure invite JOB > FILE") from None
+        raise ConfigError("not an invitation", hint="perdure node invite JOB > FILE") from None
     check_spoken(MINE, invitation.endpoint.speaks, f"the job {invitation.job}")
     return invitation
 
 
 def read_invitations(folder: str) -> list[dict[str, Any]]:
-    """Return what `perdure invite` would ask for, of each invitation of the run in `folder`.
+    """Return what `perdure node invite` would ask for, of each invitation of the run in `folder`.
 
     Where the door to the job's bus outlives its runs, who joined an earlier one comes back with its
     invitation (`service/access/credentials.py`). What has become of it is in that run's journal,
@@ -225,7 +225,7 @@ async def ask_place(
                 # An agent that this machine had until just now is soon heard of no more.
                 deadline = max(deadline, began_s + float(told.result.get("silent_in_s", 0.0)))
                 if told.result.get("final"):
-                    raise SafetyError(why.message, hint="ask for another: perdure invite JOB")
+                    raise SafetyError(why.message, hint="ask for another: perdure node invite JOB")
             except (RequestError, ProtocolError) as error:
                 why = PlatformError(
                     f"the controller of {invitation.job} gives no answer: {error}",
@@ -260,7 +260,7 @@ async def _connect(
         try:
             return await NatsBus.connect(
                 invitation.endpoint,
-                name=f"perdure join {invitation.job}",
+                name=f"perdure node join {invitation.job}",
                 timeout_s=max(0.1, min(_CONNECT_S, left_s)),
             )
         except UntrustedError:
@@ -436,7 +436,7 @@ class _Joined:
                 raise PlatformError(
                     f"the machine of {self._spec.name} was not reached for "
                     f"{self._spec.bus.orphan_s:g} s: left",
-                    hint="perdure join again, once the job runs",
+                    hint="perdure node join again, once the job runs",
                 )
             if status is not None:
                 restarts += 1
@@ -484,4 +484,6 @@ def read_source(path: str) -> bytes:
     try:
         return read_file(path, follow=True)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", hint="perdure invite JOB > FILE") from None
+        raise ConfigError(
+            f"{path}: {error.strerror}", hint="perdure node invite JOB > FILE"
+        ) from None

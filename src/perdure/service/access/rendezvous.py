@@ -6,8 +6,8 @@ has, or one that is made in a PERDURE_HOME on a disk that they share. Everything
 holds follows from the secret and the job's name (scrypt, then HMAC-SHA256 for each use): the key of
 the authority that signs the server's certificate, the password of `joiner`, the invitation's id and
 its own secret. So the first node starts its server with them, the others join it, both by the means
-of `perdure invite` and `perdure join`, and nothing secret travels before TLS is up and the server
-has shown that it knows the secret as well.
+of `perdure node invite` and `perdure node join`, and nothing secret travels before TLS is up and
+the server has shown that it knows the secret as well.
 
 The same secret and name give the same invitation for ever: after a restart of the first node the
 others come back by it. To let nobody come by it any more, change the secret.

@@ -182,12 +182,12 @@ async def wait_to_leave(
         idle = idle + 1 if watch.warned and is_idle() else 0
         if bus.refused:
             return StartedAnewError(
-                "the job was started anew, or ended this login", hint="perdure join again"
+                "the job was started anew, or ended this login", hint="perdure node join again"
             )
         away = 0 if bus.connected else away + 1
         if away * look_s >= orphan_s:
             return OrphanedError(
                 f"the job's own machine was not reached for {orphan_s:g} s",
-                hint="perdure join again, once it runs",
+                hint="perdure node join again, once it runs",
             )
     return None

@@ -285,7 +285,7 @@ class LighthouseService:
         lost = (r for r in order.ranks if own.get(r) != life and self._relays.has_lost(r, life))
         if (rank := next(lost, None)) is None:
             return
-        why = "it has no line to the lighthouse any more: is perdure join up on its machine?"
+        why = "it has no line to the lighthouse any more: is perdure node join up on its machine?"
         self._outbox.put(
             BoundaryAnswered(id=order.id, rank=rank, ok=False, step=-1, reason=why, refused=True)
         )

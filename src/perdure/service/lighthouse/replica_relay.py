@@ -1,9 +1,9 @@
 """The relay of a machine on which others start ranks, to a lighthouse on another machine.
 
-`perdure join` runs it where it was invited by `perdure serve`. To the ranks here it is what the
-lighthouse is to those of its own machine (`replica_ranks.py`): they find its socket by
-TORCHFT_LIGHTHOUSE, need no credentials of their own, and say and hear the same. It has the login
-of a place at the bus, so everything between the machines is encrypted, and everybody is known.
+`perdure node join` runs it where it was invited by `perdure serve`. To the ranks here it is what
+the lighthouse is to those of its own machine (`replica_ranks.py`): they find its socket by
+TORCHFT_LIGHTHOUSE, need no credentials of their own, and say and hear the same. It has the login of
+a place at the bus, so everything between the machines is encrypted, and everybody is known.
 
 What ranks tell goes to the controller, end to end as an agent's; that they wait is heard by the
 lighthouse, too. Orders come by way of the lighthouse. Which ranks have a line, and whose process

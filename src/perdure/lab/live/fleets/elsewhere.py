@@ -133,7 +133,7 @@ class JobElsewhere:
             PlatformError: the job was not told.
         """
         grace_s = max(0.1, notice_s - self.asking_s)
-        argv = ["notify", self.record.job, "preemption", "--node", str(node), "--grace",
+        argv = ["node", "notify", self.record.job, "preemption", "--node", str(node), "--grace",
                 f"{grace_s:.3f}", "--source", "trace"]  # fmt: skip
         done = self.run(argv)
         if done.code:

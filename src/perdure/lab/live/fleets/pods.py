@@ -302,7 +302,7 @@ class PodFleet(FleetElsewhere):
                 except PlatformError as error:
                     self._here.tell(
                         f"job {name} runs {self._wanted[name]} pods of {pods}: {error.message}; "
-                        f"perdure scale {record.job} {self.spec.first_nodes} mends it"
+                        f"perdure node scale {record.job} {self.spec.first_nodes} mends it"
                     )
 
 
