@@ -24,7 +24,7 @@ from sweep import sweep_after_me
 COMMANDS = (
     "--version",
     "--help",
-    "ps",
+    "status",
     "status nosuch",
     "logs nosuch",
     "set nosuch lr=1",

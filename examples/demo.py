@@ -43,7 +43,7 @@ def main(names: list[str]) -> int:
     say('  export PERDURE_HOME="$PWD/.demo" PATH="$PWD/.venv/bin:$PATH"')
     say("  perdure dash             # all of these jobs in a browser, at any second of their past")
     say("  perdure watch            # the same on a terminal")
-    say("  perdure ps; perdure report; perdure diagnose; perdure events --decisions")
+    say("  perdure status; perdure report; perdure diagnose; perdure events --decisions")
     say("  docs/tutorial.md: a job of your own, killed, paused, changed and moved while it trains")
     return next((code for code in codes if code), 0)
 

@@ -91,8 +91,8 @@ def test_what_could_not_be_ended_is_named_and_ended_by_ps(start: Callable[..., J
     job = start("--nproc-per-node", "2", "--cold", FAMILY)
     server = job.pid_of("nats-server")
     kill_at_once(job, "run", "controller", "guard")
-    rows = json.loads(job.cli("ps", "--json").stdout)["left_behind"]
+    rows = json.loads(job.cli("status", "--json").stdout)["left_behind"]
     assert server in [row["pid"] for row in rows]
-    assert f"pid {server}, ended" in job.cli("ps", "--clean").stdout
+    assert f"pid {server}, ended" in job.cli("status", "--clean").stdout
     wait_empty(job)
-    assert json.loads(job.cli("ps", "--json").stdout)["left_behind"] == []
+    assert json.loads(job.cli("status", "--json").stdout)["left_behind"] == []

@@ -54,7 +54,7 @@ def test_delay_matrix_names_both_ends_and_the_group_and_a_probe_measures_the_pai
 
     flag.touch()
     assert job.wait() == 0, job.text()
-    assert "Delay matrix (busy ms/MB" in job.cli("map", "links", "--links").stdout
+    assert "Delay matrix (busy ms/MB" in job.cli("status", "links", "--links").stdout
     assert "Delay matrix (busy ms/MB" in job.cli("diagnose", "links").stdout
 
 

@@ -244,14 +244,14 @@ def kill_and_start_again(serving: Serving, block: list[str]) -> tuple[float, flo
 
 def check_picture(serving: Serving, typed: dict[str, str]) -> None:
     """Group 0 has the line and group 1 has not: what is seen of each, and refused."""
-    shown = json.loads(serving.cli("map", serving.name, "--json").stdout)
+    shown = json.loads(serving.cli("status", serving.name, "--devices", "--json").stdout)
     assert [row["group"] for row in shown["replicas"]] == [0, 1]
     assert all(row["replica"].startswith(f"train_{row['group']}:") for row in shown["replicas"])
     assert all(row["manager"].startswith("http://127.0.0.1:") for row in shown["replicas"])
     assert {row["quorum_id"] for row in shown["replicas"]} == {shown["replicas"][0]["quorum_id"]}
     assert [(row["ranks"], row["replicas"]) for row in shown["devices"]] == [([0], [0])]
     assert serving.state()["ranks"][0]["pid"] == serving.worker(0).pid
-    assert "train_1:" in serving.type(typed["map"])
+    assert "train_1:" in serving.type(typed["status"])
     told = serving.cli(*typed["set"].split()[1:], check=False)
     assert told.returncode == 4
     assert "group 1 (train_1:" in told.stderr

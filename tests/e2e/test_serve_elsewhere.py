@@ -187,7 +187,9 @@ class Site:
         return self.machines[0].type(command)
 
     def look(self) -> dict[str, Any]:
-        shown: dict[str, Any] = json.loads(self.machines[0].type("perdure map marduk --json"))
+        shown: dict[str, Any] = json.loads(
+            self.machines[0].type("perdure status marduk --devices --json")
+        )
         return shown
 
     def state(self, group: int) -> str:

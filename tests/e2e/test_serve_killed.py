@@ -190,7 +190,7 @@ def test_of_many_groups_that_have_ended_the_last_few_are_shown(background: Backg
 
     background.wait("end of what is shown of the first", few)
     assert background.states()["late_1:y"] in ("training", "healing")
-    lines = background.cli("map", "kept").stdout.splitlines()
+    lines = background.cli("status", "kept", "--devices").stdout.splitlines()
     assert sum("spot-" in line and "gone" in line for line in lines) == 8
     assert f"{ENDED_KEPT} more have ended before: perdure report kept" in lines
     report = json.loads(background.cli("report", "kept", "--json").stdout)

@@ -152,5 +152,5 @@ def test_rank_that_leaves_early_is_a_verdict(start: Start) -> None:
 def test_emulated_nodes(start: Start) -> None:
     job = start("nodes", "-n", "1", "--nodes", "2", str(SCRIPTS / "allreduce.py"), "--steps", "50")
     assert job.wait() == 0, job.text()
-    devices = json.loads(job.cli("map", "nodes", "--json").stdout)["devices"]
+    devices = json.loads(job.cli("status", "nodes", "--devices", "--json").stdout)["devices"]
     assert [d["node"] for d in devices] == [0, 1]

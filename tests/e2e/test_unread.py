@@ -68,7 +68,7 @@ class Unread:
         self.process.send_signal(signal.SIGTERM)
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(PATIENCE_S)
-        assert "stopped" in self.cli("ps")
+        assert "stopped" in self.cli("status")
         assert "JobEnded" in self.cli("events", "unread")
 
 
@@ -124,4 +124,4 @@ def test_a_job_outlives_the_terminal_that_it_was_started_in(
     run.until(lambda: run.parts().controller not in (0, first, second), "a third controller")
     run.cli("stop", "unread", "--now")
     run.process.wait(PATIENCE_S)
-    assert "stopped" in run.cli("ps")
+    assert "stopped" in run.cli("status")

@@ -35,7 +35,7 @@ ALONE = {
 OF_A_JOB = {
     "perdure status JOB": "depth elastic",
     "perdure events": "RankJoined",
-    "perdure map JOB": "in use",
+    "perdure status JOB --devices": "in use",
     "perdure checkpoint JOB": "gpt: ",
     "perdure verify JOB": "step",
     "perdure inject JOB slow --rank 1": "gpt: ",

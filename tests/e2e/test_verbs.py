@@ -77,7 +77,7 @@ def test_a_drain_is_whole_though_the_controller_dies_before_its_answer(
     assert told["moves"] == [{"node": 1, "to": 2, "ranks": [1]}]
     again = answer(ask(job, "drain", "drained", "node:1"))
     assert again.get("already") == ["node 1 is left and cordoned already"], again
-    assert "cordoned" in job.cli("map", "drained").stdout
+    assert "cordoned" in job.cli("status", "drained", "--devices").stdout
     back = answer(ask(job, "restore", "drained", "1"))
     assert back.get("ok"), back
     (tmp_path / "drained" / "hurry").touch()

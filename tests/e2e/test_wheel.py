@@ -98,7 +98,7 @@ def test_a_job_runs_and_is_reported(place: tuple[Path, dict[str, str]]) -> None:
     sh("perdure", "run", "--name", "w", "-n", "2", SCRIPT, folder, cwd=folder, env=env)
     report = json.loads(sh("perdure", "report", "w", "--json", cwd=folder, env=env))
     assert (report["state"], report["ranks"]) == ("done", 2)
-    assert sh("perdure", "ps", cwd=folder, env=env).split()[:2] == ["job", "state"]
+    assert sh("perdure", "status", cwd=folder, env=env).split()[:2] == ["job", "state"]
 
 
 def test_a_script_of_the_user_is_changed_killed_and_compared(

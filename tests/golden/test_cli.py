@@ -63,9 +63,9 @@ def perdure(
 
 CASES = {
     "help": ["--help"],
-    "ps": ["ps", "--all"],
+    "jobs": ["status", "--all"],
     "status": ["status", "job"],
-    "map": ["map", "job"],
+    "devices": ["status", "job", "--devices"],
     "diagnose": ["diagnose", "job"],
     "report": ["report", "job"],
     "logs": ["logs", "job"],
@@ -116,10 +116,10 @@ def test_diagnose_json(perdure: Any) -> None:
         assert {"first_seen_s", "confirmed_s", "confidence", "reason", "evidence"} <= verdict.keys()
 
 
-def test_map_and_ps_and_status_json(perdure: Any) -> None:
-    (device, _) = json.loads(perdure("map", "job", "--json"))["devices"]
+def test_status_json_of_devices_of_all_jobs_and_of_one(perdure: Any) -> None:
+    (device, _) = json.loads(perdure("status", "job", "--devices", "--json"))["devices"]
     assert {"device", "node", "ranks", "replicas", "state", "slots", "health"} <= device.keys()
-    (job,) = json.loads(perdure("ps", "--json"))["jobs"]
+    (job,) = json.loads(perdure("status", "--json"))["jobs"]
     assert (job["job"], job["state"], job["alive"], job["restarts"]) == ("job", "done", False, 2)
     status = json.loads(perdure("status", "job", "--json"))
     assert (status["state"], status["generation"], status["world_size"]) == ("done", 2, 2)
@@ -156,7 +156,7 @@ def test_a_job_that_nobody_ended_is_lost(
     lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "journal.jsonl").write_bytes(b"".join(lines[:40]) + lines[40][:20])
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
-    assert json.loads(perdure("ps", "--json"))["jobs"][0]["state"] == "lost"
+    assert json.loads(perdure("status", "--json"))["jobs"][0]["state"] == "lost"
     report = json.loads(perdure("report", "cut", "--json"))
     assert report["slot_s"] > 0
     assert (report["state"], "the same --name resumes it" in report["reason"]) == ("lost", True)

@@ -4,8 +4,8 @@ Their links are real veth pairs that can be cut; a box is lost with everything o
 """
 
 import json
+import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 import urllib.request
@@ -246,35 +246,30 @@ def fetch(port: int) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_a_page_of_any_box_is_seen_through_a_tunnel_that_is_made_again(boxes: Boxes) -> None:
+def test_a_page_of_any_box_is_seen_by_the_line_that_status_prints(boxes: Boxes) -> None:
     laptop = boxes.laptop
 
-    def end(tunnel: "subprocess.Popen[str]") -> None:
-        tunnel.send_signal(signal.SIGINT)
-        out, err = tunnel.communicate(timeout=30)
-        assert (tunnel.returncode, out) == (0, "http://127.0.0.1:6006\n"), err
+    def look(*words: str) -> str:
+        """Return the page while the printed command runs."""
+        line = laptop.cli("status", "server", "--port", "6006", *words).stdout
+        with subprocess.Popen(shlex.split(line), env=laptop.env, cwd=laptop.folder) as forwarding:
+            try:
+                wait_until(lambda: bool(fetch(6006)), "the page")
+                return fetch(6006)
+            finally:
+                forwarding.terminate()
 
     boxes.write_job(SERVER, "elastic.py")
     (laptop.folder / "project" / "page").mkdir()
     (laptop.folder / "project" / "page" / "index.html").write_text("from the box")
     laptop.cli("launch", "job.toml", "--on", "box")
     assert not fetch(6006), "something of this machine serves there"
-    tunnel = laptop.start("tunnel", "server", "--port", "6006")
-    try:
-        wait_until(lambda: fetch(6006) == "from the box", "the page")
-        boxes.boxes[0].cut()
-        wait_until(lambda: fetch(6006) == "from the box", "the page, once more")
-        end(tunnel)
-        assert not fetch(6006)
-        page = boxes.boxes[1].home / "perdure" / "server+box2" / "project" / "page" / "index.html"
-        page.write_text("from the second")
-        tunnel = laptop.start("tunnel", "server", "--port", "6006", "--host", "box2")
-        wait_until(lambda: fetch(6006) == "from the second", "the other's page")
-        end(tunnel)
-    finally:
-        tunnel.kill()
+    assert look() == "from the box"
+    page = boxes.boxes[1].home / "perdure" / "server+box2" / "project" / "page" / "index.html"
+    page.write_text("from the second")
+    assert look("--host", "box2") == "from the second"
     assert not fetch(6006)
-    refused = laptop.cli("tunnel", "server", "--port", "6006", "--host", "box3", code=2).stderr
+    refused = laptop.cli("status", "server", "--port", "6006", "--host", "box3", code=2).stderr
     assert "--host box3: not a box of server" in refused
     assert "box1, box2" in refused
 

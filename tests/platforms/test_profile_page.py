@@ -2,10 +2,11 @@
 
 import http.server
 import re
+import shlex
 import shutil
+import socket
 import socketserver
 import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -81,22 +82,20 @@ def test_the_page_from_the_first_look_to_the_end_of_the_bill(laptop: Laptop, boa
     assert "DANGER" in dry.stderr
     assert "runs on box" in launch.stdout
 
-    _, (status, logs, topology, diagnose, tunnel, attach) = read_section("While it runs")
+    _, (status, logs, topology, diagnose, forward, attach) = read_section("While it runs")
     laptop.wait_step("gpt", 20)
     laptop.box.cut()  # A connection that drops proves nothing.
     assert "step" in type_line(laptop, status).stdout
     assert " loss " in type_line(laptop, logs).stdout
     assert "rank" in type_line(laptop, topology).stdout
     assert "nothing was found wrong" in type_line(laptop, diagnose).stdout
-    with subprocess.Popen(
-        [sys.executable, "-m", *tunnel.replace(PORT, str(board)).split(), "--json"],
-        env=laptop.env, cwd=laptop.folder, text=True, stdout=subprocess.PIPE,
-    ) as opened:  # fmt: skip
-        assert opened.stdout is not None
+    line = type_line(laptop, forward.replace(PORT, str(board))).stdout
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # The box is this machine here.
+        other = probe.getsockname()[1]
+    line = line.replace(f"127.0.0.1:{board}:", f"127.0.0.1:{other}:", 1)
+    with subprocess.Popen(shlex.split(line), env=laptop.env, cwd=laptop.folder) as opened:
         try:
-            local = re.search(r"127\.0\.0\.1:(\d+)|\"local\": *(\d+)", opened.stdout.readline())
-            assert local is not None
-            url = f"http://127.0.0.1:{local[1] or local[2]}/"
+            url = f"http://127.0.0.1:{other}/"
             wait_until(lambda: b"Directory listing" in urllib.request.urlopen(url).read(), "page")
         finally:
             opened.terminate()

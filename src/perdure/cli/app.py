@@ -23,7 +23,7 @@ from perdure.model.values import find_bad_value
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """The class of the click that Typer uses; newer versions of Typer carry their own."""
 
-_FUNCTIONS = {"map": "map_devices", "set": "set_"}
+_FUNCTIONS = {"set": "set_"}
 """Names of the functions behind commands whose own name Python does not allow."""
 
 

@@ -34,10 +34,7 @@ PANELS: dict[str, dict[str, Entry]] = {
         "queue": Entry("queue", "Many runs, each until it is done."),
     },
     "See what it does": {
-        "ps": Entry(
-            "looking.look", "List the jobs of this machine, and those it launched elsewhere."
-        ),
-        "status": Entry("looking.look", "Show a job now: its state and each rank."),
+        "status": Entry("looking.look", "List jobs, or show one: its state and each rank."),
         "watch": Entry("looking.watch", "Watch jobs live, and steer them by keys."),
         "dash": Entry(
             "page.dash",
@@ -46,9 +43,6 @@ PANELS: dict[str, dict[str, Entry]] = {
         "logs": Entry("looking.output", "Show what the ranks wrote."),
         "events": Entry(
             "looking.output", "Show the journal: what happened, what was decided, and why."
-        ),
-        "map": Entry(
-            "looking.look", "Show which device runs which rank, or how slow the links are."
         ),
         "metrics": Entry(
             "looking.metrics", "Hand a job's metrics to Prometheus, TensorBoard and others."
@@ -86,9 +80,6 @@ PANELS: dict[str, dict[str, Entry]] = {
         "image": Entry(
             "platforms.image", "Print the Dockerfile of an image for pods; build nothing."
         ),
-        "tunnel": Entry(
-            "platforms.remote", "Make ports of the job's machine reachable here, on loopback."
-        ),
         "pull": Entry(
             "platforms.pull", "Bring a job's checkpoints, journal, logs and outputs here."
         ),
@@ -98,7 +89,6 @@ PANELS: dict[str, dict[str, Entry]] = {
         "forget": Entry(
             "platforms.teardown", "Forget a job whose box is gone, and its results there."
         ),
-        "remind": Entry("platforms.remote", "List what costs money while no job runs on it."),
     },
     "Plan and rehearse": {
         "profile": Entry("profile", "Measure what a model's blocks and links cost, for `plan`."),
@@ -143,6 +133,12 @@ class Renamed(NamedTuple):
     """Options of the old command, each with its name of today."""
 
 
-NODE_VERBS = ("drain", "cordon", "evict", "restore", "notify", "invite", "join", "scale")
-RENAMED = {verb: Renamed(f"node {verb}") for verb in NODE_VERBS}
+_NODE_VERBS = ("drain", "cordon", "evict", "restore", "notify", "invite", "join", "scale")
+RENAMED = {
+    **{verb: Renamed(f"node {verb}") for verb in _NODE_VERBS},
+    "ps": Renamed("status"),
+    "map": Renamed("status --devices"),
+    "remind": Renamed("status --remind"),
+    "tunnel": Renamed("status JOB --port PORT", "status"),
+}
 """Old name -> what runs in its place, for this release. Neither the help nor a shell shows it."""

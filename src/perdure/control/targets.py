@@ -54,7 +54,9 @@ def _resolve_target(state: JobState, target: str) -> int:
         slots = [f"node{node}/slot{slot}" for slot in range(registered.slots)]
         if target in registered.device_ids or target in slots:
             return node
-    raise UnknownTargetError(f"there is no device `{target}`: `perdure map` lists them")
+    raise UnknownTargetError(
+        f"there is no device `{target}`: `perdure status JOB --devices` lists them"
+    )
 
 
 def _resolve_elsewhere(state: JobState, target: str) -> int:

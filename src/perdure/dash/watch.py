@@ -186,7 +186,7 @@ def _render_settings(snapshot: Snapshot, width: int) -> list[str]:
 
 
 def _render_devices(snapshot: Snapshot) -> list[str]:
-    """Only those that are not well: `perdure map` has them all."""
+    """Only those that are not well: `perdure status --devices` has them all."""
     bad = [d for d in snapshot.devices if d.health in ("failed", "warn") or d.state == "lost"]
     return [f"{d.device} on node {d.node}: {d.health or d.state} {d.why}".rstrip() for d in bad[:4]]
 

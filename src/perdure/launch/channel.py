@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -50,8 +50,6 @@ BANNER_MAX = 1 << 20
 """Bytes above that mark of a stream."""
 _TRAILER = re.compile(r"@@perdure rc=(\d+) boot=(\S*)@@")
 _ANSWER_S = 60.0
-LASTED_S = 60.0
-"""A tunnel that stood for so long had been made; the next attempts count from the beginning."""
 ATTEMPTS = 4
 """For what may be asked twice. Pauses between them: 1, 2 and 4 s."""
 
@@ -380,33 +378,14 @@ class Channel:
 
     def connect_port(self, near: int, far: int) -> "subprocess.Popen[bytes]":
         """Start to forward the loopback port `near` here to `far` of the box."""
-        return subprocess.Popen([*self._forward({near: far}), self.host])
+        way = ("-o", "ExitOnForwardFailure=yes", "-N", "-L", f"127.0.0.1:{near}:127.0.0.1:{far}")
+        return subprocess.Popen([*self.ssh(shared=False), *way, self.host])
 
-    def _forward(self, ports: Mapping[int, int]) -> list[str]:
-        """Return the ssh command that forwards ports here to others of the box."""
-        ways = [
-            word
-            for near, far in ports.items()
-            for word in ("-L", f"127.0.0.1:{near}:127.0.0.1:{far}")
-        ]
-        return [*self.ssh(shared=False), "-o", "ExitOnForwardFailure=yes", "-N", *ways]
-
-    def forward(self, ports: Sequence[int]) -> int:
-        """Forward loopback ports of the box to the same ports here, until it cannot be done.
-
-        Raises:
-            UnreachedError: a connection of its own cannot be made, several times in a row.
-        """
-        words = self._forward({port: port for port in ports})
-        broken = 0
-        while broken < ATTEMPTS:
-            began = time.monotonic()
-            code = subprocess.run([*words, self.host]).returncode
-            if code != 255:
-                return code
-            broken = 1 if time.monotonic() - began > LASTED_S else broken + 1
-            time.sleep(2.0**broken)
-        raise UnreachedError(f"{self.name}: no tunnel", hint="is a port taken here?")
+    def render_forward(self, ports: Sequence[int]) -> list[str]:
+        """Return the command by which a person forwards ports of the box to the same ports here."""
+        options = [word for option in self._section.ssh_options for word in ("-o", option)]
+        ways = [word for port in ports for word in ("-L", f"127.0.0.1:{port}:127.0.0.1:{port}")]
+        return ["ssh", *list_config(self._section), *options, "-N", *ways, self.host]
 
     def disconnect(self) -> None:
         """End the shared connection, if there is one: the next command makes a fresh one."""

@@ -360,7 +360,7 @@ class AlertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         "meter",
     )
     """Which kinds; `checkpoint-failed` and `part` (one of perdure's own died) are there as well.
-    `meter` is what `perdure remind` finds."""
+    `meter` is what `perdure status --remind` finds."""
     per_minute: Positive = 12
     """More than this are counted and told of in one."""
     timeout_s: Seconds = 10.0

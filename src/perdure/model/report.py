@@ -232,7 +232,7 @@ class RankRow(msgspec.Struct, frozen=True):
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """One device in `perdure map`."""
+    """One device in `perdure status --devices`."""
 
     device: str
     """UUID of a GPU or MIG instance; of a CPU slot, an id that outlives restarts."""

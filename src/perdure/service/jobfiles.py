@@ -156,7 +156,7 @@ def load_spec(paths: JobPaths, say: Callable[[str], None] = log.warning) -> JobS
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"unknown job `{name}`: no {paths.spec}",
-            hint="`perdure ps` lists the jobs under this PERDURE_HOME",
+            hint="`perdure status` lists the jobs under this PERDURE_HOME",
         ) from None
     except (ProtocolError, UnfitFileError) as error:
         from perdure.model.chain import EntryReader

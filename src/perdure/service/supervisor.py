@@ -689,8 +689,8 @@ def describe_door(spec: JobSpec, url: str) -> list[str]:
         f"  export TORCHFT_LIGHTHOUSE={url}",
         f"  export {' '.join(f'{name}={value}' for name, value in PATIENCE.items())}",
         *(remote if spec.remote else ()),
-        f"perdure map {spec.name} shows who has come; Ctrl-C, or perdure stop {spec.name}, ends "
-        "this and none of the groups",
+        f"perdure status {spec.name} --devices shows who has come; Ctrl-C, or perdure stop "
+        f"{spec.name}, ends this and none of the groups",
     ]
 
 

@@ -91,7 +91,7 @@ UNIVERSAL: tuple[Row, ...] = (
         "the journal stays local; what a tracker missed it is told later",
         prevented="perdure.service.controller.journal:read_journal"),
     _row("U21", "GPU-Util says 100 % while the clock is low",
-        "read clock and power: perdure map JOB", watched=f"{_DEVICES}:DeviceJudge"),
+        "read clock and power: perdure status JOB --devices", watched=f"{_DEVICES}:DeviceJudge"),
     _row("U22", "Xid 48 or 79: the GPU is dead", "leave the node out, give the box back",
         watched=f"{_DEVICES}:DeviceJudge"),
     _row("U23", "a GPU is throttled by heat or power, a quarter to 40 % slower",

@@ -296,7 +296,7 @@ class BoundaryGate:
             raise ProtocolError(
                 f"no decision on {agreed.kind} {agreed.id} at step {agreed.step} within "
                 f"{now - entry.since_s:.0f} s",
-                hint="perdure's controller or agent is gone: see `perdure ps`",
+                hint="perdure's controller or agent is gone: see `perdure status`",
             )
 
     def _take(self, entries: list[_Open], committed: int) -> list[Agreed]:

@@ -65,8 +65,8 @@ class User:
         return json.loads(self.tenant.cli(*words, "--json").stdout)
 
     def find_device(self, *, node: int = -1, rank: int = -1) -> dict[str, Any]:
-        """Return what `map` has of a node, or of the one that has a rank now."""
-        devices = self.ask("map", "gpt")["devices"]
+        """Return what `status --devices` has of a node, or of the one that has a rank now."""
+        devices = self.ask("status", "gpt", "--devices")["devices"]
         return next(d for d in devices if d["node"] == node or rank in d["ranks"])
 
     def find_pod(self, *, rank: int) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class User:
 
         They are noted a while after a world has begun to train.
         """
-        links = self.ask("map", "gpt", "--links")["links"]
+        links = self.ask("status", "gpt", "--links")["links"]
         first = self.find_device(node=0)["ranks"]
         busy = sorted(links, key=lambda link: -link[3])  # src, dst, comm, bytes, ...
         return [(src, dst) for src, dst, *_ in busy if not {src, dst} & {*first}]

@@ -128,7 +128,7 @@ def test_a_home_whose_name_is_no_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PERDURE_HOME", "/tmp/a\udcff")
-    assert run_command(["ps"]) == 2
+    assert run_command(["status"]) == 2
     assert "'/tmp/a\\udcff' is not UTF-8" in capsys.readouterr().err
 
 

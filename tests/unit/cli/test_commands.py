@@ -45,7 +45,7 @@ Of these 200 are Python's own and 60 Typer's.
     [
         "--version",
         "--help",
-        "ps",
+        "status",
         "status nosuch",
         "set nosuch lr=1",
         "logs nosuch",

@@ -45,13 +45,13 @@ def test_one_damaged_job_hides_no_other(
 ) -> None:
     """`ps` said: unknown job `broken`; there is broken."""
     (jobs / "job.json").write_text(text)
-    rows, err = ask(capsys, "ps")
+    rows, err = ask(capsys, "status")
     assert [row["job"] for row in rows["jobs"]] == ["broken", "whole"]
     assert "broken/job.json is damaged: " in err
     report, _ = ask(capsys, "report", "broken")
     assert report["job"] == "job"
     (jobs / "journal.jsonl").write_text("")
-    rows, err = ask(capsys, "ps")
+    rows, err = ask(capsys, "status")
     assert [row["job"] for row in rows["jobs"]] == ["whole"]
     assert "perdure: broken: " in err
     assert run_command(["status", "broken"]) == 3
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_read_hides_no_other_job(
     """It is another user's, or the disk does not give it: here, a folder has its name."""
     (jobs / name).unlink(missing_ok=True)
     (jobs / name).mkdir()
-    rows, err = ask(capsys, "ps")
+    rows, err = ask(capsys, "status")
     missing = {"broken"} if name == "journal.jsonl" else set()  # It tells what a job was.
     assert {"whole", "broken"} - {row["job"] for row in rows["jobs"]} == missing
     assert ("perdure: broken: " in err) == bool(missing)
@@ -90,14 +90,14 @@ def test_a_journal_whose_beginning_is_lost_is_reported(
 def test_one_damaged_record_of_a_launch_hides_no_job(
     jobs: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
-    """`perdure ps` ended with exit code 3 and listed none."""
+    """`perdure status` ended with exit code 3 and listed none."""
     record = jobs.parent.parent / "launches" / "away.json"
     record.parent.mkdir()
     record.write_text(text)
-    rows, err = ask(capsys, "ps")
+    rows, err = ask(capsys, "status")
     assert [row["job"] for row in rows["jobs"]] == ["broken", "whole"]
     assert f"cannot read {record}" in err
     record.unlink()
     os.mkfifo(record)
-    _, err = ask(capsys, "ps")
+    _, err = ask(capsys, "status")
     assert "a FIFO" in err

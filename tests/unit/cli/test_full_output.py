@@ -32,7 +32,7 @@ def run(home: Path, args: str, **streams: int) -> "subprocess.CompletedProcess[s
     )  # type: ignore[call-overload, no-any-return]  # fmt: skip
 
 
-@pytest.mark.parametrize("args", ["ps", "ps --json", "--version"])
+@pytest.mark.parametrize("args", ["status", "status --json", "--version"])
 def test_an_answer_that_cannot_be_written_is_an_error(
     tmp_path: Path, full: Path, args: str
 ) -> None:
@@ -59,7 +59,7 @@ def test_an_error_that_nobody_can_be_told_is_its_exit_code(tmp_path: Path, full:
 def test_who_reads_no_further_is_no_error(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = run(tmp_path, "ps", stdout=writer)
+    done = run(tmp_path, "status", stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -99,7 +99,7 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "secret", "huge"])
 def test_what_lies_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path, kind: str) -> None:
-    """A FIFO hung `perdure ps` for ever, and a link to /dev/zero filled the memory."""
+    """A FIFO hung `perdure status` for ever, and a link to /dev/zero filled the memory."""
     secret, home = tmp_path / "shadow", tmp_path / "home"
     secret.write_text(f"{SECRET}\n")
     lay_down(home, "whole")
@@ -108,7 +108,7 @@ def test_what_lies_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path, kind: 
         for name in names:
             if (kind, name[-4:]) != ("huge", ".out"):  # `perdure logs` streams all of a log.
                 put(kind, folder / name, secret)
-    listed = run(home, "-m", "perdure", "ps", "--all", "--json")
+    listed = run(home, "-m", "perdure", "status", "--all", "--json")
     assert listed.returncode == 0, listed.stderr
     rows = {row["job"] for row in json.loads(listed.stdout)["jobs"]}
     assert rows | {"bad-journal"} == {"whole", *JOBS}  # What a job was is in its journal.

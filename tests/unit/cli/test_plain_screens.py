@@ -95,8 +95,9 @@ def write_job(home: Path, extra: str) -> None:
 
 
 SCREENS = (
-    ["ps"], ["status", "job"], ["events", "job"], ["diagnose", "job"], ["report", "job"],
-    ["map", "job"], ["watch", "job", "--once"], ["metrics", "job"], ["status", "nobody"],
+    ["status"], ["status", "job"], ["events", "job"], ["diagnose", "job"], ["report", "job"],
+    ["status", "job", "--devices"], ["watch", "job", "--once"], ["metrics", "job"],
+    ["status", "nobody"],
     ["report", "job", "--html", "page.html"],
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`perdure ps` names what dead supervisors have left, and ends it when asked (T15)."""
+"""`perdure status` names what dead supervisors have left, and ends it when asked (T15)."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def ps(capsys: pytest.CaptureFixture[str], *options: str) -> Any:
-    assert run_command(["ps", "--json", *options]) == 0
+    assert run_command(["status", "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)["left_behind"]
 
 
@@ -48,7 +48,7 @@ def test_what_nobody_watches_over_is_named_and_ended(
     assert (row["job"], row["pid"], row["supervisor"]) == ("left", orphan.pid, ended.pid)
     assert row["command"] == "sleep 1000"
     assert not row["ended"]
-    assert run_command(["ps"]) == 0
+    assert run_command(["status"]) == 0
     assert f"pid {orphan.pid}, lives" in capsys.readouterr().out
     assert ps(capsys, "--clean")[0]["ended"]
     assert orphan.wait(PATIENCE_S) == -9

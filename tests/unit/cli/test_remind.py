@@ -36,13 +36,13 @@ def test_a_job_that_has_ended_is_called_to_mind_until_it_is_torn_down(site: Site
     ended = site.job / "launch" / "exit.json"
     told = json.loads(ended.read_text())
     ended.write_text(json.dumps(told | {"at": time.time() - 1800}))
-    said = site.run("remind")
+    said = site.run("status", "--remind")
     assert "gpt: it has ended 0.5 h ago, and generic-ssh is billed on, 2 USD an hour" in said
-    assert "it has ended" in site.run("ps"), "it tells what was seen"
-    (row,) = json.loads(site.run("ps", "--json"))["launched"]
+    assert "it has ended" in site.run("status"), "it tells what was seen"
+    (row,) = json.loads(site.run("status", "--json"))["launched"]
     assert [reminder["kind"] for reminder in row["reminders"]] == ["ended"]
     change(site, torn_down_s=time.time())
-    assert "nothing to look after" in site.run("remind")
+    assert "nothing to look after" in site.run("status", "--remind")
 
 
 def test_a_budget_is_watched_from_the_first_launch_on(
@@ -51,16 +51,16 @@ def test_a_budget_is_watched_from_the_first_launch_on(
     now = time.time()
     monkeypatch.setattr(remote, "time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
     change(site, launched_s=now - 60, billed_since_s=now - 45 * 3600)
-    assert "90.00 of its budget of 100.00 USD are spent; the rest lasts 5.0 h" in site.run("ps")
+    assert "90.00 of its budget of 100.00 USD are spent; the rest lasts 5.0 h" in site.run("status")
     change(site, billed_since_s=now - 60 * 3600)
     assert "its budget of 100.00 USD is spent: 120.00 in 60.0 h; nothing is stopped" in (
-        site.run("ps")
+        site.run("status")
     )
     change(site, budget=500.0)
-    assert "budget" not in site.run("ps"), "the job's own goes before the profile's"
+    assert "budget" not in site.run("status"), "the job's own goes before the profile's"
     teardown = msgspec.structs.replace(site.record.profile.teardown, price_per_hour=0.0)
     site.set_profile(teardown=teardown)
-    assert "the profile has no price" in site.run("ps")
+    assert "the profile has no price" in site.run("status")
 
 
 def test_a_machine_that_does_nothing_while_its_job_runs_is_called_to_mind(
@@ -70,22 +70,22 @@ def test_a_machine_that_does_nothing_while_its_job_runs_is_called_to_mind(
     told = {"state": "running", "reason": "it lives", "load": 0.02}
     program.write_text(f"print('@@perdure-json ' + {json.dumps(json.dumps(told))})\n")
     change(site, launched_s=time.time())
-    assert "has done nothing for a quarter of an hour (load 0.02)" in site.run("remind")
+    assert "has done nothing for a quarter of an hour (load 0.02)" in site.run("status", "--remind")
     program.write_text(program.read_text().replace("0.02", "3.5"))
-    assert "nothing to look after" in site.run("remind")
+    assert "nothing to look after" in site.run("status", "--remind")
 
 
 def test_a_stop_that_nobody_has_confirmed_is_called_to_mind(site: Site) -> None:
     change(site, launched_s=time.time(), stop_asked_s=time.time() - 7200)
-    assert "stop was asked for 2.0 h ago" in site.run("ps")
+    assert "stop was asked for 2.0 h ago" in site.run("status")
 
 
 def test_reminders_go_to_the_jobs_alerts_once_a_day(site: Site) -> None:
     heard = site.folder / "heard"
     alerts = AlertsConfig(command=("sh", "-c", f"cat >> {heard}"))
     change(site, launched_s=time.time() - 3600, alerts=alerts)
-    site.run("remind")
-    site.run("remind")
+    site.run("status", "--remind")
+    site.run("status", "--remind")
     (line,) = heard.read_text().splitlines()
     alert = json.loads(line)
     assert (alert["job"], alert["kind"]) == ("gpt", "meter")
@@ -93,7 +93,7 @@ def test_reminders_go_to_the_jobs_alerts_once_a_day(site: Site) -> None:
 
     (site.home / "launches" / "seen" / "gpt.reminded.json").unlink()
     change(site, alerts=AlertsConfig(command=("false",), attempts=1))
-    assert "was not delivered" in site.run("remind", code=3)
+    assert "was not delivered" in site.run("status", "--remind", code=3)
     change(site, alerts=AlertsConfig(command=("sh", "-c", f"cat >> {heard}"), events=("ended",)))
-    site.run("remind")
+    site.run("status", "--remind")
     assert len(heard.read_text().splitlines()) == 1

@@ -73,8 +73,8 @@ def test_values_that_are_not_finite_are_shown_and_valid(
         pytest.fail(f"{word} is no JSON")
 
     assert "-inf" in read(capsys, "status", "job")
-    for command in ("status", "report", "diagnose", "map", "metrics"):
-        json.loads(read(capsys, command, "job", "--json"), parse_constant=refuse)
+    for command in ("status", "status --devices", "report", "diagnose", "metrics"):
+        json.loads(read(capsys, *command.split(), "job", "--json"), parse_constant=refuse)
     for line in read(capsys, "events", "job", "--json").splitlines():
         json.loads(line, parse_constant=refuse)
     page = tmp_path / "page.html"

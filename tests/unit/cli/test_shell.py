@@ -80,9 +80,9 @@ def test_each_shells_lines_can_be_read_by_it(
 def test_the_newest_job_is_meant_where_none_is_named(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(["status", "--json"]) == 0
+    assert run_command(["report", "--json"]) == 0
     newest = capsys.readouterr().out
-    assert run_command(["status", "second", "--json"]) == 0
+    assert run_command(["report", "second", "--json"]) == 0
     assert capsys.readouterr().out == newest
     assert run_command(["stop"]) == 2, "what changes something is named"
 
@@ -99,14 +99,14 @@ def test_ps_hides_what_ended_long_ago(home: Path, capsys: pytest.CaptureFixture[
     old = tell(Story(now=time.time() - 30 * 86400))
     folder = home / "jobs" / "first"
     (folder / "journal.jsonl").write_bytes(render_journal(old.entries))
-    assert run_command(["ps"]) == 0
+    assert run_command(["status"]) == 0
     out = capsys.readouterr().out
     assert "second" in out
     assert "min ago" in out
-    assert "1 that ended long ago: perdure ps --all" in out
-    assert run_command(["ps", "--all"]) == 0
+    assert "1 that ended long ago: perdure status --all" in out
+    assert run_command(["status", "--all"]) == 0
     assert "first" in capsys.readouterr().out
-    assert run_command(["ps", "--running"]) == 0
+    assert run_command(["status", "--running"]) == 0
     assert "no job runs" in capsys.readouterr().out
 
 
@@ -150,7 +150,7 @@ def test_a_half_removed_job_is_no_job_and_goes_with_the_next(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "jobs" / "first").rename(home / "jobs" / ".removed-first-1")
-    assert run_command(["ps", "--json"]) == 0
+    assert run_command(["status", "--json"]) == 0
     assert [row["job"] for row in json.loads(capsys.readouterr().out)["jobs"]] == ["second"]
     assert run_command(["rm", "second", "-y"]) == 0
     assert os.listdir(home / "jobs") == []

@@ -153,7 +153,7 @@ def test_a_machine_that_is_not_gone_is_not_torn_down(site: Site, api: Api) -> No
     assert record.torn_down_s == 0
     assert record.stop_asked_s > 0
     api.lag = 1
-    assert "not gone" not in site.run("ps")
+    assert "not gone" not in site.run("status")
     shutil.rmtree(site.box)
     assert "gpt: torn down" in site.run("teardown", "gpt", "--confirm", "gpt")
 

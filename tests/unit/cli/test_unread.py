@@ -113,7 +113,7 @@ def test_what_has_no_descriptor_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("closed", "command", "code"), [(">&-", "ps", 0), ("<&- >&- 2>&-", "run --bad", 2)]
+    ("closed", "command", "code"), [(">&-", "status", 0), ("<&- >&- 2>&-", "run --bad", 2)]
 )
 def test_streams_that_were_closed_are_as_if_nobody_read(
     closed: str, command: str, code: int, tmp_path: Path

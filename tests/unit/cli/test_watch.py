@@ -1,4 +1,4 @@
-"""`perdure watch` and `map --watch` on a real terminal: what is drawn, keys, signals, leaving.
+"""`perdure watch` and `status --devices --watch` on a real terminal: drawing, keys, signals.
 
 No process is behind the job; pyte is the terminal that reads what is drawn.
 """
@@ -153,7 +153,7 @@ def test_the_map_is_followed_too(job: LivingJob, start: Callable[..., Terminal])
         msgspec.structs.replace(job.picture.devices[0], device=f"cpu-x-{i}") for i in range(40)
     )
     job.write(devices=(*devices, msgspec.structs.replace(devices[0], device="bad", state="lost")))
-    terminal = start("map", "j", "--watch", lines=16)
+    terminal = start("status", "j", "--devices", "--watch", lines=16)
     terminal.wait_text("bad ")
     rows = [line for line in terminal.screen.display if "cpu-x-" in line or "bad " in line]
     assert rows[0].strip().startswith("bad ")  # Whoever is not well comes first.
@@ -190,7 +190,7 @@ def test_without_textual_there_are_lines_and_a_word(job: LivingJob, tmp_path: Pa
 
 def test_programs_follow_the_map_by_its_changes(job: LivingJob) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "perdure", "map", "j", "--watch", "--json"],
+        [sys.executable, "-m", "perdure", "status", "j", "--devices", "--watch", "--json"],
         env=dict(os.environ, PERDURE_HOME=str(job.home)), stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None

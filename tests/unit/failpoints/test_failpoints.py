@@ -57,7 +57,7 @@ def test_what_cannot_be_read_is_one_line_that_names_the_place(text: str, why: st
 
 def test_a_command_refuses_a_variable_that_it_cannot_read() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "perdure", "ps"],
+        [sys.executable, "-m", "perdure", "status"],
         env=os.environ | {SWITCH: "nowhere=crash"},
         capture_output=True,
         text=True,

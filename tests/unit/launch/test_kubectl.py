@@ -152,13 +152,13 @@ def test_a_reader_that_cannot_be_deleted_undoes_nothing(cluster: Cluster) -> Non
     assert "Forbidden): it ends by itself within a day" in told[-1]
 
 
-def test_a_tunnel_whose_port_is_taken_is_given_up(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = cluster(job=JOB, pods=[RUNNING], code=1)
-    with pytest.raises(PlatformError, match="no tunnel"):
-        platform.tunnel(record(), [8080])
-    assert sum("port-forward" in words for words, _ in read()["calls"]) == 4
+def test_the_command_that_forwards_a_port_names_the_pod(cluster: Cluster) -> None:
+    cluster(job=JOB, pods=[RUNNING])
+    command = platform.render_forward(record(), [8080, 6006])
+    assert command[-4:] == ["port-forward", "pod/gpt-0-abc", "8080", "6006"]
+    cluster(job=JOB, pods=[])
+    with pytest.raises(PlatformError, match="no pod of job `gpt` runs"):
+        platform.render_forward(record(), [8080])
 
 
 def test_what_the_server_refuses_is_an_error(cluster: Cluster, here: Here) -> None:
@@ -300,7 +300,7 @@ def test_the_log_of_a_pod_that_ended_and_of_its_last_life(
     assert platform.run(record(), ["logs", "gpt"], HERE) == 0
     assert "--previous" in read()["calls"][-1][0]
     with pytest.raises(PlatformError, match="no pod"):
-        platform.run(record(), ["map", "gpt"], HERE)
+        platform.run(record(), ["status", "gpt", "--devices"], HERE)
 
 
 @pytest.mark.parametrize("phase", ["Running", "Failed"])

@@ -69,7 +69,9 @@ def doctor(
         answer({"script": job, "carried": carried}, text, as_json=as_json)
         return
     if probe and job is None:
-        raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
+        raise ConfigError(
+            "--probe needs a job whose nodes it tests", hint="perdure status lists them"
+        )
     found = find_job(job) if job else None
     if found:
         checks = _check_job(found) + ((_probe(found),) if probe else ())

@@ -1,6 +1,6 @@
-"""Commands that look at what is now: ps, status, map. They read files and change nothing.
+"""`perdure status`: all jobs, one of them, its devices or its links, by what lies on the disk.
 
-`ps --clean` alone does: it ends what dead supervisors have left.
+Only `--clean` changes something: it ends what dead supervisors have left.
 """
 
 import itertools
@@ -16,11 +16,13 @@ from perdure.cli.jobs import (
     list_jobs_elsewhere,
     list_local_jobs,
 )
+from perdure.cli.platforms.remote import list_reminders, print_forward, print_reminders
 from perdure.cli.speech.say import (
-    AnyJob,
     Json,
     Width,
     answer,
+    choose_newest_job,
+    complete_jobs,
     note,
     print_json,
     render_table,
@@ -35,21 +37,75 @@ if TYPE_CHECKING:
     from perdure.service.processes import Leftover
 
 
-def ps(
-    running: Annotated[bool, typer.Option("--running", "-r", help="Only those that run.")] = False,
+def status(
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[JOB]",
+            help="The job's name; none: the list of jobs.",
+            autocompletion=complete_jobs,
+        ),
+    ] = None,
+    devices: Annotated[
+        bool, typer.Option("--devices", help="Show which device runs which rank.")
+    ] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="Show how slow the links are, as a matrix.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="With --devices: until the job has ended.")
+    ] = False,
+    width: Width = 100,
+    port: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--port",
+            min=1,
+            max=65535,
+            help="Print the command that brings this port of a launched job here; repeatable.",
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", metavar="ALIAS", help="With --port: the box. Default: the first."),
+    ] = None,
+    running: Annotated[
+        bool, typer.Option("--running", "-r", help="List only jobs that run.")
+    ] = False,
     show_all: Annotated[
-        bool, typer.Option("--all", "-a", help="Also those that ended long ago.")
+        bool, typer.Option("--all", "-a", help="List also jobs that ended long ago.")
     ] = False,
     clean: Annotated[
         bool, typer.Option("--clean", help="End what jobs without a `perdure run` have left.")
     ] = False,
+    remind: Annotated[
+        bool,
+        typer.Option(
+            "--remind", help="Ask all boxes what costs money for nothing, and alert; for cron."
+        ),
+    ] = False,
     as_json: Json = False,
-) -> None:
-    """List the jobs of this machine, and those it launched elsewhere.
+) -> int:
+    """List jobs, or show one: its state and each rank.
 
-    A job elsewhere is listed for as long as it may still cost money. Processes that a job has left
-    behind, whose `perdure run` is gone, are named.
+    The list has the jobs of this machine, and those it launched elsewhere for as long as they may
+    cost money. It names processes that a job has left behind.
     """
+    if port:
+        print_forward(job or choose_newest_job(), port, host, as_json)
+    elif remind:
+        return print_reminders(as_json)
+    elif devices or links:
+        found = find_job(job or choose_newest_job())
+        _show_links(found, width, as_json) if links else _show_devices(found, watch, as_json)
+    elif job is None:
+        _list_jobs(running, show_all, clean, as_json)
+    else:
+        _show_job(job, as_json)
+    return 0
+
+
+def _list_jobs(running: bool, show_all: bool, clean: bool, as_json: bool) -> None:
     import msgspec
 
     from perdure.adapters.host import kill_process
@@ -65,7 +121,7 @@ def ps(
     ended = {one.pid for one in left if clean and kill_process(one.pid, one.start)}
     lines = _render_jobs(shown)
     if len(shown) < len(rows) and not running:
-        lines.append(f"{len(rows) - len(shown)} that ended long ago: perdure ps --all")
+        lines.append(f"{len(rows) - len(shown)} that ended long ago: perdure status --all")
     for row in launched:
         cost = f", {row['cost']:.2f} {row['currency']}" if row["cost"] else ""
         lines += [
@@ -83,7 +139,7 @@ def ps(
     else:
         print_painted(text)
     if left and not ended and not as_json:
-        note("perdure ps --clean ends what was left behind")
+        note("perdure status --clean ends what was left behind")
 
 
 def _collect_rows() -> list[dict[str, Any]]:
@@ -169,7 +225,6 @@ def _render_age(age_s: float) -> str:
 
 def _describe_launch(record: "LaunchRecord") -> dict[str, Any]:
     """Return a job elsewhere as a row; nobody is asked, so that it takes no time."""
-    from perdure.cli.platforms.remote import list_reminders
     from perdure.launch.reminding import compute_cost
 
     hours, cost = compute_cost(record, time.time())
@@ -186,8 +241,7 @@ def _describe_launch(record: "LaunchRecord") -> dict[str, Any]:
     }
 
 
-def status(job: AnyJob, as_json: Json = False) -> None:
-    """Show a job now: its state and each rank."""
+def _show_job(job: str, as_json: bool) -> None:
     import msgspec
 
     from perdure.cli.looking.own import describe_own, render_own
@@ -277,33 +331,25 @@ def render_snapshot(snapshot: "Snapshot") -> str:
     return "\n".join(lines)
 
 
-def map_devices(
-    job: AnyJob,
-    links: Annotated[bool, typer.Option("--links", help="Show the delay matrix instead.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Again and again, until the job has ended.")
-    ] = False,
-    width: Width = 100,
-    as_json: Json = False,
-) -> None:
-    """Show which device runs which rank, or how slow the links are."""
-    found = find_job(job)
-    if links:
-        from perdure.dash.links import render_links
-        from perdure.telemetry.links import read_delay_matrix
+def _show_links(found: Job, width: int, as_json: bool) -> None:
+    from perdure.dash.links import render_links
+    from perdure.telemetry.links import read_delay_matrix
 
-        matrix = read_delay_matrix(found.entries(), found.read_newest().links)
-        document = {"links": matrix.comms, "note": matrix.note}
-        answer(document, render_links(matrix, width), as_json=as_json)
-    elif watch:
-        show_map(found, as_json=as_json)
-    else:
-        snapshot = found.snapshot()
-        devices = snapshot.devices
-        text = "\n\n".join(filter(None, (render_replicas(snapshot), render_devices(devices))))
-        shown = {"devices": devices, "replicas": snapshot.replicas}
-        ended = {"replicas_ended": snapshot.replicas_ended}
-        answer({**shown, **ended}, text, as_json=as_json)
+    matrix = read_delay_matrix(found.entries(), found.read_newest().links)
+    document = {"links": matrix.comms, "note": matrix.note}
+    answer(document, render_links(matrix, width), as_json=as_json)
+
+
+def _show_devices(found: Job, watch: bool, as_json: bool) -> None:
+    if watch:
+        _watch_devices(found, as_json=as_json)
+        return
+    snapshot = found.snapshot()
+    devices = snapshot.devices
+    text = "\n\n".join(filter(None, (render_replicas(snapshot), render_devices(devices))))
+    shown = {"devices": devices, "replicas": snapshot.replicas}
+    ended = {"replicas_ended": snapshot.replicas_ended}
+    answer({**shown, **ended}, text, as_json=as_json)
 
 
 def render_devices(devices: "Sequence[DeviceRow]") -> str:
@@ -368,7 +414,7 @@ def rate_urgency(row: "DeviceRow") -> int:
     return 1 if row.health == "warn" else 2 if row.state not in ("in use", "spare") else 3
 
 
-def show_map(job: Job, *, as_json: bool) -> None:
+def _watch_devices(job: Job, *, as_json: bool) -> None:
     """Show the map until the job has ended: as a screen on a terminal, else whenever it changes."""
     from perdure.cli.looking.watch import can_draw, look_again, show_screen
 

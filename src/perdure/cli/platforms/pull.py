@@ -330,7 +330,7 @@ def read_launched_record(home: str, job: str) -> "LaunchRecord":
     if record is None:
         raise ConfigError(
             f"job `{job}` was not launched from here",
-            hint="perdure ps lists the jobs of this machine",
+            hint="perdure status lists the jobs of this machine",
         )
     if record.torn_down_s:
         raise ConfigError(f"job `{job}` was torn down already")

@@ -1,7 +1,7 @@
-"""Jobs on other machines: commands carried there, `perdure attach`, `tunnel` and `scale`.
+"""Jobs on other machines: commands carried there, `perdure attach` and `perdure node scale`.
 
-How each box of such a job is, is told with when it was last seen from here. `perdure remind` says
-what they cost that nobody looks after; so do lines of `ps` and `status`.
+How each box of such a job is, is told with when it was last seen from here. `perdure status` says
+what they cost that nobody looks after.
 """
 
 import contextlib
@@ -164,11 +164,11 @@ def list_reminders(record: "LaunchRecord", home: str) -> "list[Reminder]":
     return collect_reminders(record, read_seen(home, record.job), time.time())
 
 
-def remind(as_json: Json = False) -> int:
-    """List what costs money while no job runs on it.
+def print_reminders(as_json: bool) -> int:
+    """List what costs money while no job runs on it, and send it to the jobs' alerts.
 
-    It asks every box of a launched job. Each reminder goes to the job's own [alerts] too, once a
-    day: cron may run this. Nothing is ever stopped by it.
+    It asks every box of a launched job. Each reminder goes to the job's own [alerts] once a day:
+    cron may run this. Nothing is ever stopped by it.
     """
     from perdure.cli.platforms.profiles import here
 
@@ -230,7 +230,13 @@ def run_there(record: "LaunchRecord", argv: Sequence[str]) -> int:
 
     platform, place = load_platform(record.profile.kind), here()
     pods = record.profile.kind == "kubernetes"
-    if argv[0] == "status" and "--json" in argv and record.profile.kind in ("ssh", "slurm"):
+    parts = {"--devices", "--links"} & set(argv)
+    if (
+        argv[0] == "status"
+        and not parts
+        and "--json" in argv
+        and record.profile.kind in ("ssh", "slurm")
+    ):
         return print_status(record, place, lambda: platform.run(record, argv, place))
     told = argv[0] in ("status", "diagnose") and "--json" not in argv
     try:
@@ -339,36 +345,23 @@ def _attach_there(record: "LaunchRecord", as_json: bool) -> int:
     return 128 + state.signal if state.signal else state.code
 
 
-def tunnel(
-    job: JobName,
-    port: Annotated[
-        list[int], typer.Option("--port", min=1, max=65535, help="On the box; may be repeated.")
-    ],
-    host: Annotated[
-        str | None,
-        typer.Option("--host", metavar="ALIAS", help="Which of its boxes; else the first."),
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """Make ports of the job's machine reachable here, on loopback.
+def print_forward(job: str, ports: list[int], host: str | None, as_json: bool) -> None:
+    """Print the command that makes ports of the job's machine reachable here, on loopback."""
+    import shlex
 
-    This lasts until Ctrl-C; a connection that breaks is made again.
-    """
-    record = find_launched(job, f"http://127.0.0.1:{port[0]}")
+    record = find_launched(job, f"http://127.0.0.1:{ports[0]}")
     from perdure.launch import kubernetes
     from perdure.launch.channel import Channel
 
     if record.profile.kind not in ("ssh", "kubernetes"):
         raise ConfigError(f"no tunnels to a platform of kind {record.profile.kind}")
     box = find_box(record, host)
-    urls = [f"http://127.0.0.1:{number}" for number in port]
-    answer({"job": job, "host": box.box, "urls": urls}, "\n".join(urls), as_json=as_json)
-    try:
-        if record.profile.kind == "kubernetes":
-            return kubernetes.tunnel(record, port)
-        return Channel(box.profile.launch).forward(port)
-    except KeyboardInterrupt:
-        return 0
+    if record.profile.kind == "ssh":
+        command = Channel(box.profile.launch).render_forward(ports)
+    else:
+        command = kubernetes.render_forward(record, ports)
+    document = {"job": job, "host": box.box, "command": command}
+    answer(document, shlex.join(command), as_json=as_json)
 
 
 def scale(

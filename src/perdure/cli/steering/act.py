@@ -283,7 +283,10 @@ def notify(
     job: JobName,
     kind: Annotated[str, typer.Argument(metavar="KIND", help=" | ".join(KINDS))],
     device: Annotated[
-        str | None, typer.Argument(metavar="DEVICE", help="Its id, as `perdure map` shows it.")
+        str | None,
+        typer.Argument(
+            metavar="DEVICE", help="Its id, as `perdure status JOB --devices` shows it."
+        ),
     ] = None,
     node: Annotated[int | None, typer.Option("--node", min=0, help="Instead of a device.")] = None,
     machine: Annotated[

@@ -8,8 +8,8 @@ a job that meets the same fault there over and over. A script that declares no s
 sign: its node gives its place to a spare one, since the world starts again anyhow. Should the next
 error come on another device, it was the script's, and the node is used again.
 
-The device of a rank is the one of its LOCAL_RANK, as `perdure map` shows it. Where a node says no
-device of its own, nothing is counted.
+The device of a rank is the one of its LOCAL_RANK, as `perdure status --devices` shows it. Where a
+node says no device of its own, nothing is counted.
 """
 
 import msgspec

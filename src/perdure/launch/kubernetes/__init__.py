@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from perdure.launch.channel import ATTEMPTS, LASTED_S
 from perdure.launch.exchange import FOLLOWS, SILENCE_S, make_lines, show_lines
 from perdure.launch.kubernetes.client import Client, list_words, name_container, open_pod
 from perdure.launch.kubernetes.fields import check_profile
@@ -53,7 +52,7 @@ CLAIM, JOB = "claim.yaml", "job.yaml"
 _AGAIN_S = 1.0
 _KILLED = 137
 """The exit code of a command in a container that ended."""
-_QUESTIONS = frozenset({"status", "diagnose", "report", "events", "map", "logs", "ps"})
+_QUESTIONS = frozenset({"status", "diagnose", "report", "events", "logs"})
 """They change nothing, so that they may be asked twice."""
 
 
@@ -337,23 +336,14 @@ class KubernetesTeardown(Teardown):
 TEARDOWN = KubernetesTeardown()
 
 
-def tunnel(record: LaunchRecord, ports: Sequence[int]) -> int:
-    """Forward ports of the job's first pod to the same ports here, on loopback, until it is over.
-
-    A pod that comes again is another one, to which the ports are forwarded then.
+def render_forward(record: LaunchRecord, ports: Sequence[int]) -> list[str]:
+    """Return the command that forwards ports of the job's first pod to the same ports here.
 
     Raises:
-        PlatformError: the job is over, nobody answers, or several tunnels in a row did not last.
+        PlatformError: no pod of it runs, or nobody answers.
     """
     client = Client(record.profile.kubernetes)
-    pairs, broken = [f"{port}:{port}" for port in ports], 0
-    while broken < ATTEMPTS:
-        job, _ = client.look(record.id)
-        if job.state not in ("waiting", "running"):
-            raise PlatformError(f"no tunnel: job `{record.job}` is {job.state}: {job.reason}")
-        if job.pod:
-            began = time.monotonic()
-            subprocess.run(client.command("port-forward", f"pod/{job.pod}", *pairs), check=False)
-            broken = 1 if time.monotonic() - began > LASTED_S else broken + 1
-        time.sleep(_AGAIN_S)
-    raise PlatformError(f"pod {job.pod}: no tunnel", hint="is a port taken here?")
+    job, _ = client.look(record.id)
+    if not job.pod:
+        raise PlatformError(f"no pod of job `{record.job}` runs: {job.state}: {job.reason}")
+    return [*client.command("port-forward", f"pod/{job.pod}"), *map(str, ports)]

@@ -19,7 +19,7 @@ from perdure.launch.platforms import Here
 from perdure.model.errors import PerdureError
 from perdure.model.platforms.launching import BoxState, LaunchRecord
 
-LOOKING = ("status", "map", "diagnose", "report", "logs", "events", "doctor")
+LOOKING = ("status", "diagnose", "report", "logs", "events", "doctor")
 """Commands that may be run twice: they change nothing."""
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Before a broken stream that is followed is taken up again; then it is left."""

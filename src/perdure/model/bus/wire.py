@@ -149,7 +149,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kind: Literal["device-failed", "device-ok", "preemption", "preemption-withdrawn", "machine"]
     device: str = ""
-    """Of `device-failed`, `device-ok`: an id as `perdure map` shows it; or `node`."""
+    """Of `device-failed`, `device-ok`: an id as `perdure status --devices` shows it; or `node`."""
     node: int = -1
     """Of a preemption; of the others where the device is not known by its id."""
     machine: str = ""

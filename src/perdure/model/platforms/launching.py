@@ -192,7 +192,7 @@ class BoxRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reminder(msgspec.Struct, frozen=True):
-    """What a person should look after, since it costs money: a row of `perdure remind --json`."""
+    """What costs money and needs a person: a row of `perdure status --remind --json`."""
 
     job: str
     kind: Literal["budget", "ended", "idle", "stop-asked"]

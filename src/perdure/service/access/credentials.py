@@ -230,7 +230,7 @@ def end_logins(paths: JobPaths, nodes: Sequence[int]) -> None:
             if time.monotonic() > deadline:
                 raise PlatformError(
                     f"the logins of nodes {', '.join(map(str, nodes))} were not ended in time",
-                    hint="`perdure run` does it: is it alive? perdure ps",
+                    hint="`perdure run` does it: is it alive? perdure status",
                 )
             time.sleep(_POLL_S)
     finally:  # Nobody waits for it any more.

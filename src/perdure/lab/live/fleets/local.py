@@ -179,7 +179,7 @@ class LocalFleet(Fleet):
             if not is_alive(self.paths):
                 raise ConfigError(
                     f"job `{self.job}` does not run",
-                    hint="perdure ps; a job file is started by the drive itself",
+                    hint="perdure status; a job file is started by the drive itself",
                 )
         elif spec.remote or spec.growth:
             raise ConfigError(
