@@ -18,7 +18,7 @@ from tests.waiting import PATIENCE_S
 
 MODULES_MAX = 245
 IMPORTED = {
-    "--version": 0, "status": 0, "profiles": 0, "queue ls": 0, "schema job": 0,
+    "--version": 0, "status": 0, "profiles": 0, "queue ls": 0, "doctor --schema": 0,
     "completion bash": 0, "status nosuch": 2, "logs nosuch": 2, "stop nosuch": 2,
     "set nosuch lr=1": 2, "report nosuch": 2, "plan": 2, "init nosuch.py": 2,
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """A nats-server as an administrator would run one: TLS, and decentralised JWT credentials.
 
 An operator signs an account, the account signs a user for each role with the permissions that
-`perdure schema --permissions` lists; the server knows the operator and the account only. The
+`perdure doctor --permissions` lists; the server knows the operator and the account only. The
 tokens are those that `nsc` would make (JWT of version 2, signed with NKeys).
 """
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "varuna.md"
 PLAN = "perdure plan examples/cost_profile.json --devices 7 --global-batch 64 --memory 16GB"
 ALONE = {
-    "perdure render job.toml --on PROFILE": "#SBATCH",
+    "perdure launch job.toml --on PROFILE --dry-run --out -": "#SBATCH",
     PLAN: "bubble",
     "perdure plan ... --schedule 1f1b --timeline": "forward",
     "perdure plan ... --recompute auto": "bubble",

@@ -67,7 +67,7 @@ def make_profile(service: str, internet: str, **section: Any) -> str:
 
 
 def render(person: Person) -> Path:
-    person.perdure("render", "gpt/job.toml", "--on", "mine", "--out", "rendered")
+    person.perdure("launch", "gpt/job.toml", "--on", "mine", "--dry-run", "--out", "rendered")
     return person.folder / "rendered" / "gpt.ipynb"
 
 

@@ -23,9 +23,6 @@ from perdure.model.values import find_bad_value
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """The class of the click that Typer uses; newer versions of Typer carry their own."""
 
-_FUNCTIONS = {"set": "set_"}
-"""Names of the functions behind commands whose own name Python does not allow."""
-
 
 class Commands(typer.core.TyperGroup):
     """All commands: each is imported once it is asked for, and none of them for the help."""
@@ -60,7 +57,7 @@ def load_command(name: str) -> Any:
     if hasattr(module, "app"):
         app.add_typer(module.app, name=name)
     else:
-        function = getattr(module, _FUNCTIONS.get(name, name))
+        function = getattr(module, "set_" if name == "set" else name)
         app.command(name, context_settings=getattr(module, "CONTEXT", None))(function)
     app.callback()(_global)
     command = typer.main.get_group(app).commands[name]
@@ -163,12 +160,13 @@ def _rename(args: Sequence[str]) -> Sequence[str]:
     """Return a command line with today's name in the place of an old one, and say so."""
     if not args or args[0] not in RENAMED:
         return args
-    now, words, options = RENAMED[args[0]]
-    names = dict(options)
-    note(f"`perdure {args[0]}` is now `perdure {now}`")
+    import shlex
+
+    words, names = RENAMED[args[0]]
     parts = (word.partition("=") for word in args[1:])
-    rest = ["".join((names.get(name, name), *value)) for name, *value in parts]
-    return [*(words or now).split(), *rest]
+    now = [*words.split(), *("".join((names.get(n, n), *rest)) for n, *rest in parts)]
+    note(f"`perdure {args[0]}` is now `perdure {' '.join(shlex.join(now).split())}`")
+    return now
 
 
 def _check_numbers(command: Any) -> None:

@@ -1,4 +1,4 @@
-"""`perdure verify` and `perdure prune`: whether what was saved is whole, and room for more.
+"""`perdure verify`, `perdure rm --checkpoints-until`: is what was saved whole, and room for more.
 
 Nothing is removed that is worth most: damaged checkpoints go first, then the oldest.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from perdure.cli.jobs import find_job
-from perdure.cli.speech.say import JobName, Json, answer, note
+from perdure.cli.speech.say import Json, answer, note
 from perdure.model.errors import ConfigError, PlatformError
 
 if TYPE_CHECKING:
@@ -138,16 +138,7 @@ def _list_loadable(path: str) -> list[str]:
     return found + [f for f in files if not f.endswith(".metadata") and is_pickle(Path(f))]
 
 
-def prune(
-    job: JobName,
-    free_gb: Annotated[
-        float, typer.Option("--free", min=0, metavar="GB", help="Space to free, such as 20GB.")
-    ],
-    apply: Annotated[
-        bool, typer.Option("--yes", help="Remove them; without it, say what would go.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+def prune(job: str, free_gb: float, apply: bool, as_json: bool) -> None:
     """Remove checkpoints until there is room: damaged ones first.
 
     After these they go from the oldest on. The newest whole one, the one with the best metric

@@ -55,9 +55,6 @@ PANELS: dict[str, dict[str, Entry]] = {
         "report": Entry(
             "looking.report", "Print the ledger of the paid time, and each recovery by phase."
         ),
-        "compare": Entry(
-            "looking.compare", "Show two jobs beside each other: time, goodput, settings, losses."
-        ),
         "bundle": Entry("looking.bundle", "Write one redacted archive of a job for a bug report."),
     },
     "Steer it while it runs": {
@@ -76,18 +73,11 @@ PANELS: dict[str, dict[str, Entry]] = {
         "profiles": Entry(
             "platforms.profiles", "List the platforms, or show one: each value and its source."
         ),
-        "render": Entry("platforms.launch", "Print what a launch would submit; touch nothing."),
-        "image": Entry(
-            "platforms.image", "Print the Dockerfile of an image for pods; build nothing."
-        ),
         "pull": Entry(
             "platforms.pull", "Bring a job's checkpoints, journal, logs and outputs here."
         ),
         "teardown": Entry(
             "platforms.teardown", "Stop the meter, once all was pulled and verified."
-        ),
-        "forget": Entry(
-            "platforms.teardown", "Forget a job whose box is gone, and its results there."
         ),
     },
     "Plan and rehearse": {
@@ -104,16 +94,9 @@ PANELS: dict[str, dict[str, Entry]] = {
             "looking.doctor", "Check what perdure can see and do here, or for a job or profile."
         ),
         "verify": Entry("checkpoints", "Read checkpoints back and compare sizes and hashes."),
-        "prune": Entry(
-            "checkpoints", "Remove checkpoints until there is room: damaged ones first."
-        ),
         "rm": Entry("removal", "Remove jobs that have ended, with their checkpoints and logs."),
         "completion": Entry(
             "completion", "Print what makes bash, zsh or fish complete commands and jobs."
-        ),
-        "schema": Entry(
-            "looking.schema",
-            "Print the schema of a job file or a profile, or permissions.",
         ),
     },
 }
@@ -122,23 +105,21 @@ PANELS: dict[str, dict[str, Entry]] = {
 COMMANDS = {name: entry for panel in PANELS.values() for name, entry in panel.items()}
 
 
-class Renamed(NamedTuple):
-    """What has become of a command of an earlier release."""
-
-    now: str
-    """As a person types it."""
-    words: str = ""
-    """What takes the place of the old name; empty: the same as `now`."""
-    options: tuple[tuple[str, str], ...] = ()
-    """Options of the old command, each with its name of today."""
-
-
 _NODE_VERBS = ("drain", "cordon", "evict", "restore", "notify", "invite", "join", "scale")
-RENAMED = {
-    **{verb: Renamed(f"node {verb}") for verb in _NODE_VERBS},
-    "ps": Renamed("status"),
-    "map": Renamed("status --devices"),
-    "remind": Renamed("status --remind"),
-    "tunnel": Renamed("status JOB --port PORT", "status"),
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+    **{verb: (f"node {verb}", {}) for verb in _NODE_VERBS},
+    "ps": ("status", {}),
+    "map": ("status --devices", {}),
+    "remind": ("status --remind", {}),
+    "tunnel": ("status", {}),
+    "compare": ("report", {}),
+    "render": ("launch --dry-run --out -", {}),
+    "image": ("launch --write-image -", {"--out": "--write-image"}),
+    "forget": ("teardown --forget", {}),
+    "prune": ("rm", {"--free": "--checkpoints-until"}),
+    "schema": ("doctor --schema", {}),
 }
-"""Old name -> what runs in its place, for this release. Neither the help nor a shell shows it."""
+"""Old name -> what takes its place for this release, and its options that are called otherwise.
+
+Neither the help nor a shell's completion shows them.
+"""

@@ -25,6 +25,15 @@ def rm(
         list[str],
         typer.Argument(metavar="JOB...", help="Jobs that ended.", autocompletion=complete_jobs),
     ],
+    checkpoints_until: Annotated[
+        float | None,
+        typer.Option(
+            "--checkpoints-until",
+            min=0,
+            metavar="GB",
+            help="Remove only checkpoints, until so much is free; without --yes, list them.",
+        ),
+    ] = None,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
@@ -33,7 +42,17 @@ def rm(
     perdure shows the list, and asks once. Checkpoints at a URL or in a folder of yours stay, and
     the script's own files as well. perdure refuses a running job (`perdure stop`), and one that was
     launched elsewhere (`perdure teardown`).
+
+    With --checkpoints-until, the job and its logs stay, and it may run. Damaged checkpoints go
+    first, then the oldest. The newest whole one, the best one (checkpoint.keep_best) and every
+    other file stay.
     """
+    if checkpoints_until is not None:
+        from perdure.cli.checkpoints import prune
+
+        for name in jobs:
+            prune(name, checkpoints_until, yes, as_json)
+        return
     home = resolve_home()
     found = [find_here(name, home) for name in dict.fromkeys(jobs)]
     rows = [_describe(job) for job in found]

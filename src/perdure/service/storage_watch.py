@@ -72,5 +72,5 @@ def describe(noted: RoomNoted, job: str) -> str:
     """Return in one line what has changed, and what can be done."""
     if noted.grade == "ok":
         return f"storage is well again: {noted.reason}"
-    hint = f"perdure prune {job} --free GB, or make room at {noted.place}"
+    hint = f"perdure rm {job} --checkpoints-until GB, or make room at {noted.place}"
     return f"storage is {noted.grade}: {noted.reason}; {hint}"

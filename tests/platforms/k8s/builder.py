@@ -42,7 +42,16 @@ class Builder:
         os.link(make_rootfs(), base / "rootfs.tar")
         (base / "Dockerfile").write_text('FROM scratch\nADD rootfs.tar /\nCMD ["python3"]\n')
         self.run("build", "--isolation", "chroot", "--tag", BASE, str(base))
-        words = ["image", "--base", BASE, "--tag", NAME, "--out", str(self.context), "--json"]
+        words = [
+            "launch",
+            "--write-image",
+            str(self.context),
+            "--base",
+            BASE,
+            "--tag",
+            NAME,
+            "--json",
+        ]
         image = json.loads(run(sys.executable, "-m", "perdure", *words, timeout_s=60))
         download(self.context, image["torch"])
         config = self.folder / "pip.conf"

@@ -1,4 +1,4 @@
-"""The image of `perdure image`, built here and run by a real cluster as its own user."""
+"""The image of `launch --write-image`, built here and run by a real cluster as its own user."""
 
 import json
 from collections.abc import Iterator

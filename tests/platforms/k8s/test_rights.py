@@ -20,7 +20,7 @@ def tenant(kubernetes: Kubernetes, tmp_path: Path) -> Iterator[Tenant]:
     made = Tenant(kubernetes, tmp_path, namespace="default", service_account="perdure",
                   access_mode="ReadWriteMany")  # fmt: skip
     made.write_exact(150, 0.2, nodes=2, nproc=1)
-    made.cli("render", "job.json", "--on", "cluster", "--kustomize", "base")
+    made.cli("launch", "job.json", "--on", "cluster", "--dry-run", "--kustomize", "base")
     base = str(tmp_path / "base")
     kubernetes.kubectl("apply", "-k", f"{base}/volume")
     kubernetes.kubectl("apply", "-k", base)

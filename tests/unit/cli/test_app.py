@@ -74,7 +74,7 @@ def test_without_a_command_there_is_help(
         (["node", "invite", "nosuch", "--uses", "9" * 30], "too large", "invite --help"),
         (["inject", "x", "slow", "--rank", "0", "--arg", "ms=1.5e999"], "ms: inf is not", "NAME"),
         (["queue", "add", "inf.toml"], "inf.toml: item.0.backoff_s: inf is not finite", "number"),
-        (["render", "good.toml", "--on", "./dear.toml"], "dear.toml, line 3: inf is not", "number"),
+        (["launch", "good.toml", "--on", "./dear.toml"], "dear.toml, line 3: inf is not", "number"),
         (["status", "nosuch"], "unknown job `nosuch`", "there are no jobs under"),
         (["stop", "nosuch"], "unknown job", ""),
         (["inject", "nosuch", "bite", "--rank", "0"], "unknown fault `bite`", "crash, exit"),

@@ -263,19 +263,19 @@ def test_a_box_that_is_gone_with_nothing_pulled_can_be_forgotten(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P6: `--box-is-gone` with nothing pulled refused for ever, and the name was taken for ever."""
-    refused = site.run("forget", "gpt", "--yes", code=4)
+    refused = site.run("teardown", "--forget", "gpt", "--yes", code=4)
     assert "answers, and says ended" in refused
     lose_box(site, monkeypatch)
     refused = site.teardown("--box-is-gone", code=4)
-    assert "perdure forget gpt" in refused
-    refused = site.run("forget", "gpt", code=4)
+    assert "perdure teardown gpt --forget" in refused
+    refused = site.run("teardown", "--forget", "gpt", code=4)
     assert "nothing of it was ever brought home" in refused
     assert "this stops no meter" in refused
     site.stopped.touch()
-    told = json.loads(site.run("forget", "gpt", "--yes", "--json").splitlines()[0])
+    told = json.loads(site.run("teardown", "--forget", "gpt", "--yes", "--json").splitlines()[0])
     assert Path(told["record"]).exists()
     assert "unknown job" in site.run("status", "gpt", code=2)
-    assert "was not launched from here" in site.run("forget", "gpt", "--yes", code=2)
+    assert "was not launched from here" in site.run("teardown", "--forget", "gpt", "--yes", code=2)
 
 
 def test_what_was_written_after_the_pull_is_said_to_be_lost(
@@ -285,7 +285,7 @@ def test_what_was_written_after_the_pull_is_said_to_be_lost(
     write_tensors(site.job / "project" / "best.safetensors")
     site.pull()
     lose_box(site, monkeypatch)
-    said = site.run("forget", "gpt", "--yes", "--box-is-gone")
+    said = site.run("teardown", "--forget", "gpt", "--yes", "--box-is-gone")
     assert "whatever was written after the pull of" in said
     assert "never verified" in said
 
@@ -500,7 +500,7 @@ def test_thousands_of_folders_are_brought_in_few_transfers(
 def test_a_box_that_answers_with_a_failure_is_not_forgotten(site: Site) -> None:
     """P6: a full disk or a broken Python is no box that is gone."""
     (site.job / "launch" / "box.py").write_text("raise SystemExit('no space left on device')\n")
-    refused = site.run("forget", "gpt", "--yes", code=4)
+    refused = site.run("teardown", "--forget", "gpt", "--yes", code=4)
     assert "is not known to be gone" in refused
     assert "no space left" in refused
 
@@ -511,7 +511,7 @@ def test_forgetting_says_that_the_platform_still_has_the_box(
     """P7: a box whose ssh is down may be billed on; its platform knows."""
     lose_box(site, monkeypatch)
     for yes in ((), ("--yes",)):
-        refused = site.run("forget", "gpt", *yes, code=4)
+        refused = site.run("teardown", "--forget", "gpt", *yes, code=4)
         assert "does not say that gpu-box is gone, which may be billed on" in refused
         assert "hint: look at the provider; --box-is-gone" in refused
 
@@ -522,9 +522,9 @@ def test_what_lives_and_hangs_is_not_forgotten(site: Site, monkeypatch: pytest.M
     monkeypatch.setattr("perdure.launch.channel.ATTEMPTS", 1)
     real = Channel.run
     monkeypatch.setattr(Channel, "run", lambda *a, **k: real(*a, **{**k, "timeout_s": 0.5}))
-    refused = site.run("forget", "gpt", "--yes", code=4)
+    refused = site.run("teardown", "--forget", "gpt", "--yes", code=4)
     assert "is not known to be gone: this machine: no answer in" in refused
-    site.run("forget", "gpt", "--yes", "--box-is-gone")
+    site.run("teardown", "--forget", "gpt", "--yes", "--box-is-gone")
 
 
 def test_forgetting_says_what_remains_where_nobody_can_be_asked(
@@ -534,7 +534,7 @@ def test_forgetting_says_what_remains_where_nobody_can_be_asked(
     lose_box(site, monkeypatch)
     site.set_profile(teardown=msgspec.structs.replace(site.record.profile.teardown,
                                                       gone_command=()))  # fmt: skip
-    said = site.run("forget", "gpt", "--yes")
+    said = site.run("teardown", "--forget", "gpt", "--yes")
     assert f"nobody has said that gpu-box is gone: what runs there in {site.job} may go on" in said
 
 

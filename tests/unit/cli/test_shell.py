@@ -111,10 +111,10 @@ def test_ps_hides_what_ended_long_ago(home: Path, capsys: pytest.CaptureFixture[
 
 
 def test_compare(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["compare", "first", "second"]) == 0
+    assert run_command(["report", "first", "second"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].split() == ["first", "second"]
-    assert run_command(["compare", "first", "second", "--json"]) == 0
+    assert run_command(["report", "first", "second", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows["goodput"][0] == pytest.approx(rows["goodput"][1], rel=0.01)
 

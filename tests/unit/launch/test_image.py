@@ -1,4 +1,4 @@
-"""`perdure image`: the context of an image. That it builds and runs is shown by tests/platforms."""
+"""`perdure launch --write-image`: the context of an image. tests/platforms builds and runs it."""
 
 import json
 import os
@@ -130,7 +130,7 @@ def test_what_is_no_name_of_an_image(name: str) -> None:
 
 
 def call(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = run_command(["image", *words])
+    code = run_command(["launch", "--write-image", "-", *words])
     out, err = capfd.readouterr()
     return code, out, err
 
@@ -198,7 +198,7 @@ def test_the_context_is_whole_and_its_wheel_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "context"
-    words = ["--torch", "2.13.0+cpu", "--base", BASE, "--out", str(folder)]
+    words = ["--torch", "2.13.0+cpu", "--base", BASE, "--write-image", str(folder)]
     code, out, err = call(capfd, *words)
     assert code == 0
     assert {str(path) for path in folder.rglob("*") if path.is_file()} == set(out.split())

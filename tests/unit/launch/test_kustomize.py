@@ -39,7 +39,7 @@ def write_profile(folder: Path, **section: Any) -> None:
 
 
 def render(*words: str, on: str = "./cluster.toml") -> int:
-    return run_command(["render", "job.toml", "--on", on, *words])
+    return run_command(["launch", "job.toml", "--on", on, "--dry-run", *words])
 
 
 def read(path: Path) -> list[Any]:

@@ -76,7 +76,7 @@ def test_prune_shows_before_it_removes(
     (root / "metrics.json").write_text("{}")
     write_document(paths.spec, JobSpec(name="j", script="x"))
     wanted = shutil.disk_usage(tmp_path).total / 1e9 + 1
-    words = ["prune", "j", "--free", str(wanted), "--json"]
+    words = ["rm", "j", "--checkpoints-until", str(wanted), "--json"]
     assert run_command(words) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["applied"], answer["steps"]) == (False, [10, 20])
@@ -100,7 +100,7 @@ def test_what_could_not_be_removed_is_not_said_to_be(
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    assert run_command(["prune", "j", "--free", "1000000", "--yes"]) == 3
+    assert run_command(["rm", "j", "--checkpoints-until", "1000000", "--yes"]) == 3
     out = capsys.readouterr()
     assert "removed step" not in out.out
     assert "Permission denied" in out.err

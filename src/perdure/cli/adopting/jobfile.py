@@ -62,7 +62,7 @@ def render_job_file(
         f"{make_schema_line(project.folder)}\n"
         "# In this folder: perdure run -c job.toml\n"
         "# Elsewhere:      perdure launch job.toml --on PROFILE      (perdure profiles)\n"
-        "# What stands behind # is a suggestion; every field: perdure schema job\n\n"
+        "# What stands behind # is a suggestion; every field: perdure doctor --schema\n\n"
         f'name = "{name_after(stem)}"  # the same name again goes on where it was\n'
         f"script = {word[project.script]}\n"
     )

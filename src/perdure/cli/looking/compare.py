@@ -1,24 +1,15 @@
-"""`perdure compare`: two jobs beside each other, by what their journals tell."""
+"""`perdure report JOB OTHER`: two jobs beside each other, by what their journals tell."""
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from perdure.cli.jobs import Job, find_job, say_damage
-from perdure.cli.speech.say import Json, answer, complete_jobs, render_table
+from perdure.cli.speech.say import answer, render_table
 
 if TYPE_CHECKING:
     from perdure.cli.looking.story import Story
 
-_First = Annotated[
-    str, typer.Argument(metavar="A", help="A job's name.", autocompletion=complete_jobs)
-]
-_Second = Annotated[
-    str, typer.Argument(metavar="B", help="Another one's.", autocompletion=complete_jobs)
-]
 
-
-def compare(a: _First, b: _Second, as_json: Json = False) -> None:
+def compare(a: str, b: str, as_json: bool) -> None:
     """Show two jobs beside each other: time, goodput, settings, losses."""
     from perdure.cli.looking.story import tell_story
 

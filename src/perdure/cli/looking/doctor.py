@@ -33,6 +33,14 @@ _RECORDERS = {
     "status": "sequence numbers ten times a second; nothing per collective",
 }
 
+Permissions = Annotated[
+    bool,
+    typer.Option(
+        "--permissions",
+        help="Print what each role may say and hear in JOB, for a NATS server of your own.",
+    ),
+]
+
 
 def doctor(
     job: Annotated[
@@ -52,12 +60,21 @@ def doctor(
     every: Annotated[
         bool, typer.Option("--all", help="Show the traps that do not lie ahead as well.")
     ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the schema of a job file, or of a `profile`.")
+    ] = False,
+    permissions: Permissions = False,
     as_json: Json = False,
 ) -> None:
     """Check what perdure can see and do here, or for a job or profile.
 
     docs/doctor.md lists all traps, and the part of perdure that handles each.
     """
+    if schema or permissions:
+        from perdure.cli.looking.schema import print_schema
+
+        print_schema(job, permissions)
+        return
     from perdure.adapters.exporters import check_exporters
     from perdure.adapters.health import check_machine
     from perdure.cli.platforms.asking import check_platform
@@ -82,14 +99,8 @@ def doctor(
         checks += check_platform(choose_profile(on, host, resolve_home()))
     traps = look_for_traps(found, on, project)
     rows = [
-        {
-            "id": trap.id,
-            "title": trap.title,
-            "scope": trap.scope,
-            "state": check.state,
-            "evidence": check.evidence,
-            "mend": trap.mend,
-        }
+        {name: getattr(trap, name) for name in ("id", "title", "scope", "mend")}
+        | {"state": check.state, "evidence": check.evidence}
         for trap, check in traps
     ]
     document = {"job": job, "checks": checks, "traps": rows}
@@ -258,7 +269,7 @@ def _check_storage(job: Job) -> "list[Check]":
     budget = compute_storage_budget(job.spec, job.paths)
     if budget is None:
         return []
-    mend = f"perdure prune {job.name} --free GB, or checkpoint.keep_last"
+    mend = f"perdure rm {job.name} --checkpoints-until GB, or checkpoint.keep_last"
     state: Literal["ok", "degraded"] = "ok" if budget.grade == "ok" else "degraded"
     return [Check(name="storage", state=state, evidence=budget.reason, mend=mend)]
 

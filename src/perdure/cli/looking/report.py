@@ -14,19 +14,39 @@ from perdure.cli.speech.say import (
     Json,
     Width,
     answer,
+    complete_jobs,
     write_asked,
 )
+from perdure.model.errors import ConfigError
 
 
 def report(
     job: AnyJob,
+    other: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[OTHER]",
+            help="Another job: show both, side by side.",
+            autocompletion=complete_jobs,
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")
     ] = None,
     width: Width = 100,
     as_json: Json = False,
 ) -> None:
-    """Print the ledger of the paid time, and each recovery by phase."""
+    """Print the ledger of the paid time, and each recovery by phase.
+
+    With OTHER, it shows two jobs beside each other: time, goodput, settings, losses.
+    """
+    if other is not None:
+        if html is not None:
+            raise ConfigError("--html is for one job", hint=f"perdure report {job} --html FILE")
+        from perdure.cli.looking.compare import compare
+
+        compare(job, other, as_json)
+        return
     found = find_job(job)
 
     import msgspec

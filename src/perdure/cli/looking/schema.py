@@ -1,4 +1,4 @@
-"""`perdure schema`: the schema of a job file or a profile, or each role's permissions on the bus.
+"""`perdure doctor --schema`: schemas of a job file and a profile, and permissions on the bus.
 
 The schemas of files are shipped as well (`launch/schemas`), where editors find them: a line
 `#:schema PATH` on top of a TOML file tells taplo and Even Better TOML of one.
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from enum import StrEnum
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import typer
 from msgspec import inspect
 
-from perdure.cli.speech.say import Json, read_meanings
+from perdure.cli.speech.say import read_meanings
 from perdure.launch.catalog import SHIPPED
 from perdure.model.bus.access import ROLES, build_access
+from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.profile import Profile
 
@@ -31,31 +31,19 @@ class What(StrEnum):
     PROFILE = "profile"
 
 
-def schema(
-    what: Annotated[
-        What,
-        typer.Argument(help="Print the fields of a job file, or of a profile."),
-    ] = What.JOB,
-    permissions: Annotated[
-        str | None,
-        typer.Option(
-            "--permissions",
-            metavar="JOB",
-            help="Print what each role may say and hear in JOB, for a NATS server of your own.",
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Print the schema of a job file or a profile, or permissions.
+def print_schema(what: str | None, permissions: bool) -> None:
+    """Print the fields of a job file or a profile, or each role's permissions in the job `what`.
 
-    All are JSON, with or without --json.
+    All are JSON.
     """
     document: dict[str, Any]
-    if permissions is not None:
-        access = {role: build_access(role, permissions) for role in ROLES}
+    if permissions:
+        access = {role: build_access(role, what or "JOB") for role in ROLES}
         document = msgspec.to_builtins(access)
+    elif what in (None, *What):
+        document = make_file_schema(What(what or "job"))
     else:
-        document = make_file_schema(what)
+        raise ConfigError(f"there is no schema of `{what}`", hint=f"one of {', '.join(What)}")
     print(render_schema(document), end="")
 
 

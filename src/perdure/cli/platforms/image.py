@@ -1,58 +1,72 @@
-"""`perdure image`: what a cluster's pods run, for any builder of images."""
+"""`perdure launch --write-image`: what a cluster's pods run, for any builder of images."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from perdure.cli.speech.say import Json, note, print_json
+from perdure.cli.speech.say import note, print_json
 from perdure.dash.terminal import print_exact
-from perdure.model.platforms.kubernetes import IMAGE_BASE, NO_TORCH
+from perdure.model.platforms.kubernetes import NO_TORCH
 
-
-def image(
-    torch: Annotated[
-        str | None,
-        typer.Option(
-            "--torch",
-            metavar="VERSION",
-            help=f"Such as 2.13.0+cpu or 2.13.0+cu130; {NO_TORCH}: the base has it. "
-            "[default: the torch of this machine]",
-        ),
-    ] = None,
-    base: Annotated[str, typer.Option("--base", metavar="IMAGE", help="Image to build on.")] = (
-        IMAGE_BASE
+WriteImage = Annotated[
+    Path | None,
+    typer.Option(
+        "--write-image",
+        metavar="DIR",
+        help="Write the build context of an image for pods; - prints its Dockerfile.",
     ),
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Write the build context there instead."),
-    ] = None,
-    tag: Annotated[
-        str | None,
-        typer.Option("--tag", metavar="NAME", help="Its name. [default: perdure:VERSION]"),
-    ] = None,
-    wheel: Annotated[
-        Path | None,
-        typer.Option(
-            "--wheel", metavar="FILE", help="perdure itself. [default: made of this installation]"
-        ),
-    ] = None,
-    compiles: Annotated[
-        bool,
-        typer.Option(
-            "--compile/--no-compile",
-            help="Compile the recorder in a stage with the g++ of a Debian or Ubuntu base.",
-        ),
-    ] = True,
-    as_json: Json = False,
+]
+Torch = Annotated[
+    str | None,
+    typer.Option(
+        "--torch",
+        metavar="VERSION",
+        help=f"Torch in the image, such as 2.13.0+cu130; {NO_TORCH}: the base has it. [default: the "
+        "torch of this machine]",
+    ),
+]
+Base = Annotated[
+    str, typer.Option("--base", metavar="IMAGE", help="Image on which the image is built.")
+]
+Tag = Annotated[
+    str | None,
+    typer.Option("--tag", metavar="NAME", help="Name of the image. [default: perdure:VERSION]"),
+]
+Wheel = Annotated[
+    Path | None,
+    typer.Option(
+        "--wheel",
+        metavar="FILE",
+        help="perdure itself in the image. [default: made of this installation]",
+    ),
+]
+Compiles = Annotated[
+    bool,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the recorder of the image, with the g++ of a Debian or Ubuntu base.",
+    ),
+]
+
+
+def write_image(
+    target: Path,
+    torch: str | None,
+    base: str,
+    tag: str | None,
+    wheel: Path | None,
+    compiles: bool,
+    as_json: bool,
 ) -> int:
-    """Print the Dockerfile of an image for pods; build nothing."""
+    """Write the build context of an image for pods, or print its Dockerfile; build nothing."""
     import shlex
 
     from perdure.cli.platforms.launch import render_finding
     from perdure.launch.kubernetes.image import check_folder, make_image, write_context
     from perdure.launch.platforms import write_files
 
+    out = None if str(target) == "-" else target
     if out is not None:
         check_folder(out)
     folder = str(out or "DIR")

@@ -1,4 +1,4 @@
-"""`perdure render` and `perdure launch`: one job file, any platform."""
+"""`perdure launch`: one job file, any platform."""
 
 import os
 import signal
@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perdure.cli.platforms.image import (
+    Base,
+    Compiles,
+    Tag,
+    Torch,
+    Wheel,
+    WriteImage,
+    write_image,
+)
 from perdure.cli.platforms.profiles import Host
 from perdure.cli.speech.say import Json, answer, note, print_json
 from perdure.dash.terminal import print_exact
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.service.jobfolders import is_alive, paths_of, resolve_home
+from perdure.model.platforms.kubernetes import IMAGE_BASE
+from perdure.service.jobfolders import is_alive, paths_of
 
 if TYPE_CHECKING:
     from perdure.launch.platforms import Here, Platform
@@ -20,39 +30,79 @@ if TYPE_CHECKING:
     from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
     from perdure.model.platforms.profile import Profile
 
-JobFile = Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")]
-On = Annotated[str, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")]
+JobFile = Annotated[str | None, typer.Argument(metavar="JOB.TOML", help="The job file.")]
+On = Annotated[
+    str | None, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="With --dry-run: write the files that it would submit there; - prints them.",
+    ),
+]
+Kustomize = Annotated[
+    Path | None,
+    typer.Option(
+        "--kustomize",
+        metavar="DIR",
+        help="With --dry-run: write a kustomize base: the job, its account with its rights, its "
+        "volume.",
+    ),
+]
 
 
-def render(
-    job_file: JobFile,
-    on: On,
+def launch(
+    job_file: JobFile = None,
+    on: On = None,
     host: Host = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write the files there instead.")
-    ] = None,
-    kustomize: Annotated[
-        Path | None,
-        typer.Option(
-            "--kustomize",
-            metavar="DIR",
-            help="Write a kustomize base there: the job, its account with its rights, its volume.",
-        ),
-    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Render, check the place, say what would be done.")
+    ] = False,
+    out: Out = None,
+    kustomize: Kustomize = None,
+    follow: Annotated[
+        bool, typer.Option("--attach", help="Follow it to its end, also where it runs already.")
+    ] = False,
+    image: WriteImage = None,
+    torch: Torch = None,
+    base: Base = IMAGE_BASE,
+    tag: Tag = None,
+    wheel: Wheel = None,
+    compiles: Compiles = True,
     as_json: Json = False,
 ) -> int:
-    """Print what a launch would submit; touch nothing.
+    """Check a job for a platform, submit it and leave it running.
 
-    That is scripts, a manifest, or a notebook.
+    The job outlives this machine: controller and agent run beside it. With --dry-run and --out (or
+    --kustomize) the place is not asked, and nothing is touched.
     """
-    from perdure.cli.platforms.profiles import choose_profile
+    if image is not None:
+        return write_image(image, torch, base, tag, wheel, compiles, as_json)
+    if job_file is None or on is None:
+        raise ConfigError(
+            "a launch needs a job file and --on PROFILE", hint="perdure profiles lists the profiles"
+        )
+    from perdure.cli.platforms.profiles import choose_profile, here
+
+    place = here()
+    spec = make_launch_spec(job_file, place.home)
+    plan = make_plan(spec, choose_profile(on, host, place.home).profile)
+    if out is not None or kustomize is not None:
+        if not dry_run:
+            raise ConfigError("--out and --kustomize are for a dry run", hint="--dry-run --out DIR")
+        return _write_plan(plan, out, kustomize, as_json)
+    return _launch(spec, plan, place, dry_run=dry_run, follow=follow, as_json=as_json)
+
+
+def _write_plan(plan: "Plan", out: Path | None, kustomize: Path | None, as_json: bool) -> int:
+    """Write or print what a launch would submit: scripts, a manifest, or a notebook."""
     from perdure.launch.platforms import write_files
 
-    home = resolve_home()
-    plan = make_plan(make_launch_spec(job_file, home), choose_profile(on, host, home).profile)
-    if kustomize is not None and out is not None:
+    files, folder = list_files(plan), None if str(out) == "-" else out
+    if kustomize is not None and folder is not None:
         raise ConfigError("--kustomize and --out write different files", hint="one of them")
-    files, folder = list_files(plan), out
     if kustomize is not None:
         from perdure.launch.kubernetes.kustomize import make_base  # Nobody else has need of it.
 
@@ -72,32 +122,15 @@ def render(
     return 2 if any(f.level == "error" for f in plan.findings) else 0
 
 
-def launch(
-    job_file: JobFile,
-    on: On,
-    host: Host = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Render, check the place, say what would be done.")
-    ] = False,
-    follow: Annotated[
-        bool, typer.Option("--attach", help="Follow it to its end, also where it runs already.")
-    ] = False,
-    as_json: Json = False,
+def _launch(
+    spec: "JobSpec", plan: "Plan", place: "Here", *, dry_run: bool, follow: bool, as_json: bool
 ) -> int:
-    """Check a job for a platform, submit it and leave it running.
-
-    The job outlives this machine: controller and agent run beside it.
-    """
     import shlex
 
-    from perdure.cli.platforms.profiles import choose_profile, here, render_danger
+    from perdure.cli.platforms.profiles import render_danger
     from perdure.cli.speech.bar import Bar
     from perdure.service.jobfiles import wait_for_start
 
-    place = here()
-    home = place.home
-    spec = make_launch_spec(job_file, home)
-    plan = make_plan(spec, choose_profile(on, host, home).profile)
     stop = _hear_stop() if follow else []
     if follow and _runs_there(plan, place):
         return _follow(plan.job, stop)
@@ -119,7 +152,7 @@ def launch(
         bar.say("launch", None, plan.profile.platform)
         record = submit(spec, plan, place)
     if plan.kind == "local":
-        wait_for_start(paths_of(home, plan.job), int(record.id))
+        wait_for_start(paths_of(place.home, plan.job), int(record.id))
     how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
     text = "; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach))
     answer(

@@ -1,4 +1,4 @@
-"""`perdure teardown` and `perdure forget`: a box given back, or its record closed.
+"""`perdure teardown`: a box given back, or its record closed.
 
 Nothing that exists only on the box goes unseen: the gate is looked at before a person is asked,
 and once more afterwards, while nothing can be started there.
@@ -45,6 +45,15 @@ class Look:
     """Job -> all files on its boxes at that moment, the sent ones among them."""
 
 
+Forgets = Annotated[
+    bool,
+    typer.Option("--forget", help="Stop nothing: forget a job whose box is gone, and its results."),
+]
+Unpulled = Annotated[
+    bool, typer.Option("--yes", help="With --forget: also results that were never pulled.")
+]
+
+
 def teardown(
     job: JobName,
     confirm: Annotated[
@@ -55,16 +64,13 @@ def teardown(
     ] = False,
     leave: Leave = None,
     nothing_to_keep: Annotated[
-        bool,
-        typer.Option("--nothing-to-keep", help="Do not pull first."),
+        bool, typer.Option("--nothing-to-keep", help="Do not pull first.")
     ] = False,
     others_agree: Annotated[
-        bool,
-        typer.Option("--others-agree", help="So do those who else use the box: it may go."),
+        bool, typer.Option("--others-agree", help="The other users of the box let it go, too.")
     ] = False,
     with_volume: Annotated[
-        bool,
-        typer.Option("--with-volume", help="Kubernetes: also the claim that perdure has made."),
+        bool, typer.Option("--with-volume", help="On Kubernetes: delete perdure's claim, too.")
     ] = False,
     by_hand: Annotated[
         bool, typer.Option("--by-hand", help="You have stopped it yourself: close the record.")
@@ -73,10 +79,14 @@ def teardown(
         list[str] | None,
         typer.Option("--id", metavar="ID", help="Id of the box on its platform; repeatable."),
     ] = None,
+    forgets: Forgets = False,
+    yes: Unpulled = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
     """Stop the meter, once all was pulled and verified."""
+    if forgets:
+        return forget(job, yes=yes, box_is_gone=box_is_gone, as_json=as_json)
     place = here()
     record = name_boxes(read_launched_record(place.home, job), ids or [])
     deletion = load_teardown(record.profile.kind).render_deletion(record, with_volume=with_volume)
@@ -87,10 +97,8 @@ def teardown(
     waived = Waived(tuple(leave or ()), nothing_to_keep, others_agree, box_is_gone)
     look = check_gate(record, place, waived)
     obstacles = look.obstacles
-    commands = {
-        box.box: fill_words(box, box.profile.teardown.stop_command)
-        for box in (record, *record.others)
-    }
+    boxes = (record, *record.others)
+    commands = {box.box: fill_words(box, box.profile.teardown.stop_command) for box in boxes}
     told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": commands[record.box]}
     told |= keep_given(
         commands=commands if record.others else None, deletion=deletion if deletion else None
@@ -199,16 +207,7 @@ def _close(home: str, record: "LaunchRecord", told: dict[str, Any], *, as_json: 
 _IS_IT_GONE = "look at the provider; --box-is-gone, once you have seen that it is"
 
 
-def forget(
-    job: JobName,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Delete results that were never pulled.")
-    ] = False,
-    box_is_gone: Annotated[
-        bool, typer.Option("--box-is-gone", help="You have seen at the provider that it is.")
-    ] = False,
-    as_json: Json = False,
-) -> int:
+def forget(job: str, *, yes: bool, box_is_gone: bool, as_json: bool) -> int:
     """Forget a job whose box is gone, and its results there.
 
     Nothing is stopped by it. The record is set aside, and the name is free again.

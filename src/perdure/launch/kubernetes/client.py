@@ -132,7 +132,9 @@ class Client:
         Raises:
             PlatformError: the server refuses one; the message has its reason.
         """
-        self.act("create", "-f", "-", stdin=manifest, hint="perdure render shows it")
+        self.act(
+            "create", "-f", "-", stdin=manifest, hint="perdure launch --dry-run --out DIR has it"
+        )
 
     def act(
         self, *words: str, stdin: str | None = None, timeout_s: float | None = None, hint: str

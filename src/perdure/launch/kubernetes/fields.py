@@ -1,9 +1,9 @@
 """What a cluster would refuse of a profile's fields, and what costs a training job its work.
 
 Whether the manifests are right, the server itself says (`--dry-run=server`) before a launch. What
-it cannot say, and what `perdure render` has to say without a server, is here. A finding is an
-`error` if the server refuses the object, or if the job cannot train. It is a `warning` if the job
-may lose work.
+it cannot say, and what `perdure launch --dry-run` has to say without a server, is here. A finding
+is an `error` if the server refuses the object, or if the job cannot train. It is a `warning` if the
+job may lose work.
 """
 
 import re

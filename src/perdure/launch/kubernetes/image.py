@@ -286,7 +286,7 @@ _IGNORE = f"""\
 """
 
 _HEAD = """\
-# The image of perdure {version} for the pods of a cluster, written by `perdure image`.
+# The image of perdure {version} for a cluster's pods, by `perdure launch --write-image`.
 #
 #   docker build --tag {tag} .
 #

@@ -116,7 +116,7 @@ def make_documents(spec: JobSpec, profile: Profile) -> list[Document]:
     if not section.image:
         raise ConfigError(
             "kubernetes.image is not set: code comes to a pod in its image",
-            hint="perdure image writes a Dockerfile; "
+            hint="perdure launch --write-image writes a Dockerfile; "
             'kubernetes.image = "registry/name@sha256:..." in a profile of your own',
         )
     if spec.launch.secrets and not section.secret:

@@ -35,7 +35,7 @@ INPUT = "/kaggle/input"
 _TITLE = """\
 # {job}
 
-Made by `perdure render`. Run all cells: the job begins, or goes on from its newest checkpoint.
+Made by `perdure launch`. Run all cells: the job begins, or goes on from its newest checkpoint.
 
 1. Settings. 2. What a session is. 3. Earlier checkpoints, and a place that keeps what is written.
 4. A product of matrices on each GPU, and the internet. 5. The project and perdure. 6. Training,

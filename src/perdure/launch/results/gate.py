@@ -67,7 +67,9 @@ def find_obstacles(
         return found
     if pulled is None:
         text = f"{folder} holds no pulled job" if folder else "nothing was pulled"
-        lost = f"; perdure forget {job} where nothing can be saved" if box_is_gone else ""
+        lost = (
+            f"; perdure teardown {job} --forget where nothing can be saved" if box_is_gone else ""
+        )
         return found + _refuse(True, text, pull + lost)
     loads = verified is None or verified.nothing_to_keep or (verified.loaded and verified.tensors)
     found += [
