@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import perdure
-from perdure.cli.commands import COMMANDS, PANELS, RENAMED
+from perdure.cli.commands import COMMANDS, FIRST_DAY, PANELS, RENAMED
 from perdure.cli.running.torchrun import REFUSED
 from perdure.cli.speech.say import note, print_error
 from perdure.dash.terminal import STDOUT, plain_streams
@@ -36,12 +36,12 @@ class Commands(typer.core.TyperGroup):
         return load_command(cmd_name) if cmd_name in COMMANDS else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write what each is for, by what a person wants."""
-        width = max(map(len, COMMANDS))
-        for panel, entries in PANELS.items():
-            with formatter.section(panel):
-                rows = [(name.ljust(width), entry.summary) for name, entry in entries.items()]
-                formatter.write_dl(rows)
+        """Write what those of the first day are for, and the names of the others by panel."""
+        with formatter.section("Begin with"):
+            formatter.write_dl([(name, COMMANDS[name].summary) for name in FIRST_DAY])
+        with formatter.section("All others (perdure COMMAND --help)"):
+            rest = {p: " ".join(n for n in of if n not in FIRST_DAY) for p, of in PANELS.items()}
+            formatter.write_dl(list(rest.items()))
 
 
 def load_command(name: str) -> Any:

@@ -16,6 +16,10 @@ class Entry(NamedTuple):
     """The first sentence of its docstring."""
 
 
+FIRST_DAY = (
+    "init", "run", "status", "watch", "dash", "logs", "diagnose", "report", "set", "stop",
+)  # fmt: skip
+"""What a new user needs: the help has a line for each, and for the others a line a panel."""
 PANELS: dict[str, dict[str, Entry]] = {
     "Run a job": {
         "init": Entry(
@@ -80,16 +84,7 @@ PANELS: dict[str, dict[str, Entry]] = {
             "platforms.teardown", "Stop the meter, once all was pulled and verified."
         ),
     },
-    "Plan and rehearse": {
-        "profile": Entry("profile", "Measure what a model's blocks and links cost, for `plan`."),
-        "plan": Entry("plan", "Choose D, P, micro-batch, recompute, schedule and placement."),
-        "drill": Entry("drill", "Rehearse a job: harm a copy of it, and grade what follows."),
-        # The module adds its command to those of `trace`.
-        "trace": Entry(
-            "drive", "Recorded availability: show, convert, generate, simulate, replay."
-        ),
-    },
-    "Files, and this machine": {
+    "Check and tidy up": {
         "doctor": Entry(
             "looking.doctor", "Check what perdure can see and do here, or for a job or profile."
         ),
@@ -98,13 +93,20 @@ PANELS: dict[str, dict[str, Entry]] = {
         "completion": Entry(
             "completion", "Print what makes bash, zsh or fish complete commands and jobs."
         ),
+        "drill": Entry("drill", "Rehearse a job: harm a copy of it, and grade what follows."),
+    },
+    "Laboratory": {
+        "profile": Entry("profile", "Measure what a model's blocks and links cost, for `plan`."),
+        "plan": Entry("plan", "Choose D, P, micro-batch, recompute, schedule and placement."),
+        # The module adds its command to those of `trace`.
+        "trace": Entry(
+            "drive", "Recorded availability: show, convert, generate, simulate, replay."
+        ),
     },
 }
 """What a person wants -> the commands for it."""
 
 COMMANDS = {name: entry for panel in PANELS.values() for name, entry in panel.items()}
-
-
 _NODE_VERBS = ("drain", "cordon", "evict", "restore", "notify", "invite", "join", "scale")
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     **{verb: (f"node {verb}", {}) for verb in _NODE_VERBS},

@@ -1,15 +1,17 @@
 """The table of commands says what the commands say of themselves, and imports none of them."""
 
 import inspect
+import json
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import load_command, run_command
-from perdure.cli.commands import COMMANDS, PANELS
+from perdure.cli.commands import COMMANDS, FIRST_DAY, PANELS, RENAMED
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -21,6 +23,51 @@ def test_a_summary_is_what_the_command_says(name: str) -> None:
 
 def test_each_command_is_in_one_panel() -> None:
     assert sum(map(len, PANELS.values())) == len(COMMANDS)
+    assert len(COMMANDS) - len(PANELS["Laboratory"]) <= 32
+
+
+def test_the_help_has_a_line_for_each_command_of_the_first_day_and_names_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_command(["--help"]) == 0
+    first, others = capsys.readouterr().out.split("All others")
+    rows = first.split("Begin with:\n")[1].splitlines()
+    assert [row.split()[0] for row in rows if row] == list(FIRST_DAY)
+    assert all(COMMANDS[name].summary in first for name in FIRST_DAY)
+    assert set(others.split()) >= COMMANDS.keys() - set(FIRST_DAY)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_runs_the_new_command_and_says_its_name_in_a_line(
+    old: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = RENAMED[old][0].split()
+    assert run_command(["--help"]) == 0
+    assert f" {old} " not in capsys.readouterr().out.replace("\n", " ")
+    assert old not in COMMANDS, "a shell would complete it"
+    assert run_command([*words, "--help"]) == 0
+    help_, _ = capsys.readouterr()
+    assert run_command([old, "--help"]) == 0
+    assert capsys.readouterr() == (
+        help_,
+        f"perdure: `perdure {old}` is now `perdure {' '.join(words)} --help`\n",
+    )
+
+
+def test_an_old_option_has_its_new_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    for given, now in (
+        ("--free=20", "--checkpoints-until=20"),
+        ("--free 2", "--checkpoints-until 2"),
+    ):
+        assert run_command(["prune", "j", *given.split(), "--json"]) == 2
+        out, err = capsys.readouterr()
+        assert err == f"perdure: `perdure prune` is now `perdure rm j {now} --json`\n"
+        assert "unknown job `j`" in json.loads(out)["error"]
+    assert run_command(["drain", "j", "1", "--why", "two\nlines"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3, "a line, and the two of the error"
 
 
 def test_a_module_of_commands_has_none_that_nobody_can_type() -> None:

@@ -22,8 +22,8 @@ Torch = Annotated[
     typer.Option(
         "--torch",
         metavar="VERSION",
-        help=f"Torch in the image, such as 2.13.0+cu130; {NO_TORCH}: the base has it. [default: the "
-        "torch of this machine]",
+        help=f"Torch in the image, such as 2.13.0+cu130; {NO_TORCH}: the base has it. "
+        "[default: the torch of this machine]",
     ),
 ]
 Base = Annotated[
