@@ -461,12 +461,13 @@ def _act_upon(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
         return end_job(state, now, "failed", 1, reaction.reason)
     actions, node = blame(state, now, verdict, reaction)
     cause = f"{verdict.kind} ({verdict.activity})"
-    ended = membership_of(state).end_hung(state, verdict)
+    found, rank = explain_verdict(verdict), verdict.culprit.rank
+    ended = membership_of(state).end_one(state, rank, found, cause)
     if ended:
         return [*actions, *ended]
     freed = free_slot(state, verdict)
-    if freed and verdict.culprit.rank is not None:
-        actions += count_slot_end(state, now, verdict.culprit.rank, cause)
+    if freed and rank is not None:
+        actions += count_slot_end(state, now, rank, cause)
     hangs = verdict.kind in STACKS_FOR and not freed
     interrupt_s = state.the_spec().policy.interrupt_s if hangs else 0.0
     if interrupt_s:
@@ -487,7 +488,7 @@ def _act_upon(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
         why=reaction.reason,
         grace_s=interrupt_s,
         freed=freed,
-        found=explain_verdict(verdict),
+        found=found,
     )
 
 

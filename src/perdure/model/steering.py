@@ -12,6 +12,7 @@ RESUMED = ".resumed"
 Verb = Literal[
     "checkpoint",
     "stop",
+    "restart",
     "inject",
     "kill",
     "probe",

@@ -15,6 +15,7 @@ from perdure.model.events import (
 from perdure.model.orders import (
     AnswerCommand,
     AnyAction,
+    AssignNodes,
     InjectFault,
     ReformWorld,
     ResumeRanks,
@@ -273,3 +274,18 @@ def test_the_job_starts_again_where_the_others_die_while_the_last_one_leaves() -
     lab.die(1)
     assert lab.machine.state.generation == 1
     assert lab.machine.state.world.phase == "forming"
+
+
+def test_a_restart_of_a_rank_ends_that_member_alone() -> None:
+    lab = train()
+    actions = ask(lab, "restart", rank=1)
+    assert find(actions, AnswerCommand).ok
+    order = find(actions, InjectFault)
+    assert (order.rank, order.kind) == (1, "crash")
+    assert not [action for action in actions if isinstance(action, AssignNodes)]
+    assert lab.machine.state.generation == 0
+
+
+def test_a_restart_without_a_rank_ends_all_members() -> None:
+    lab = train()
+    assert find(ask(lab, "restart"), AssignNodes).assignment.generation == 1

@@ -17,6 +17,7 @@ from perdure.model.events import (
     CheckpointSaved,
     CommandReceived,
     ControllerStarted,
+    FailureDecided,
     GenerationStepping,
     GenerationStopped,
     JobSubmitted,
@@ -517,3 +518,33 @@ def test_what_waits_behind_a_dropped_agreement_begins_once_that_is_given_up() ->
     assert not one([a for a in actions if isinstance(a, AnswerCommand)], AnswerCommand).ok
     begun = [a for a in actions if isinstance(a, SendBoundary) and a.move == "prepare"]
     assert [a.kind for a in begun] == ["checkpoint"]
+
+
+def test_a_restart_forms_the_next_generation_and_is_no_failure_of_the_budget() -> None:
+    driver = start()
+    actions = ask(driver, "restart")
+    answer = one(actions, AnswerCommand)
+    assert answer.ok
+    assignment = one(actions, AssignNodes).assignment
+    assert (assignment.generation, assignment.phase) == (1, "store")
+    state = driver.controller.state
+    assert list(state.world.placement) == [0, 1]
+    assert list(state.failures.kept) == []
+    (decided,) = driver.controller.facts(driver.now)
+    assert isinstance(decided, FailureDecided)
+    assert (decided.cause, decided.culprit, decided.rung) == (
+        "restart asked for by ada", "the job", "restart",
+    )  # fmt: skip
+    early = one(ask(driver, "restart", rank=1), AnswerCommand)
+    assert (early.ok, early.reason) == (False, "the world is forming")
+
+
+def test_a_restart_names_a_rank_that_there_is() -> None:
+    driver = start()
+    refused = one(ask(driver, "restart", rank=9), AnswerCommand)
+    assert (refused.ok, refused.reason) == (False, "there is no rank 9")
+    assert one(ask(driver, "restart", rank="x"), AnswerCommand).reason.startswith("malformed")
+    assert one(ask(driver, "restart", rank=1), AnswerCommand).ok
+    (decided,) = driver.controller.facts(driver.now)
+    assert isinstance(decided, FailureDecided)
+    assert decided.culprit == "rank 1"

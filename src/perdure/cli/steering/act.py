@@ -124,6 +124,24 @@ def stop(
     answer_of(job, result, f"stopped{name_step(known)}", as_json)
 
 
+def restart(
+    job: JobName,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", min=0, help="Its world; of an elastic job, this rank alone."),
+    ] = None,
+    timeout_s: Timeout = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Restart the ranks now, from the newest checkpoint.
+
+    Steps since that checkpoint are made again. It does not count for restart.max_restarts.
+    """
+    result = send_command(find_job(job), "restart", keep_given(rank=rank), timeout_s=timeout_s)
+    who = "the ranks" if rank is None else f"rank {rank}"
+    answer_of(job, result, f"{who} restart{'' if rank is None else 's'}", as_json)
+
+
 _HANG_LOOK_S = 5.0
 
 

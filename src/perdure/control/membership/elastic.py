@@ -37,7 +37,7 @@ from perdure.model.events import (
     WorldBroken,
     WorldReformed,
 )
-from perdure.model.failures import Cause, explain_break, explain_verdict
+from perdure.model.failures import Cause, explain_break
 from perdure.model.orders import AnyAction, ReformWorld
 from perdure.model.verdicts import Verdict
 
@@ -449,9 +449,8 @@ class Elastic(Fixed):
             del elastic.following[member]
         return [*again, *order_following(state, tuple(open_))]
 
-    def end_hung(self, state: JobState, verdict: Verdict) -> list[AnyAction]:
-        """Return the order that ends a hung process, if there is one without which others go on."""
-        rank = verdict.culprit.rank
+    def end_one(self, state: JobState, rank: int | None, found: Cause, why: str) -> list[AnyAction]:
+        """Return the order that ends a process, if there is one without which others go on."""
         if not is_elastic(state) or rank is None:
             return []
         left = list_living_members(state)
@@ -459,6 +458,5 @@ class Elastic(Fixed):
         if alone or rank in state.world.exits or rank not in {*left, *state.world.elastic.homes}:
             return []
         if rank in state.world.elastic.members:
-            _note_reform(state, explain_verdict(verdict), 1)
-        why = f"{verdict.kind} ({verdict.activity}): the others go on without it"
-        return [end_rank(state, rank, why)]
+            _note_reform(state, found, 1)
+        return [end_rank(state, rank, f"{why}: the others go on without it")]

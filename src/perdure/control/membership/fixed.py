@@ -299,6 +299,6 @@ class Fixed:
         """Go on in place without who is lost, spares in their stead: here nobody can."""
         return Outcome(broken="its members are fixed")
 
-    def end_hung(self, state: JobState, verdict: Verdict) -> list[AnyAction]:
-        """Return the order that ends a hung process, if there is one without which others go on."""
+    def end_one(self, state: JobState, rank: int | None, found: Cause, why: str) -> list[AnyAction]:
+        """Return the order that ends a process, if there is one without which others go on."""
         return []

@@ -194,7 +194,7 @@ class Quorum(Fixed):
 
         Groups are held at the lighthouse, which has nobody to hold before they begin.
         """
-        if kind == "probe" or (kind in _OF_MACHINES and not state.the_spec().served):
+        if kind in ("probe", "restart") or (kind in _OF_MACHINES and not state.the_spec().served):
             return f"{kind} is not for a torchft job; see docs/torchft.md"
         if kind in ("pause", "resume") and state.phase != "running":
             return f"the job is {state.phase}"

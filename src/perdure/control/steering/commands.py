@@ -4,17 +4,18 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from perdure.control.agreement.boundary import note_pace, open_boundary
+from perdure.control.agreement.boundary import drop_boundary, note_pace, open_boundary
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.joining import receive_invite, receive_join, receive_revoke
 from perdure.control.membership import membership_of
-from perdure.control.recovery.formation import end_job
+from perdure.control.recovery.formation import end_job, form_world
 from perdure.control.recovery.notices import receive_notice
 from perdure.control.recovery.probing import receive_probe
 from perdure.control.steering.saving import start_checkpoint
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
 from perdure.model.events import CommandReceived, FaultInjected, NodeAsked, OperatorNoted
+from perdure.model.failures import Cause
 from perdure.model.job import RestartConfig
 from perdure.model.orders import AnyAction, InjectFault, RecordEvent
 from perdure.model.steering import find_note_fault
@@ -140,6 +141,30 @@ def _kill(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     return [*done, *end_job(state, now, "stopped", 1, who, at_once=True)]
 
 
+def _restart(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """End the world now, or one process that the others can do without; it begins again.
+
+    It is no failure: the budget of restarts is as before.
+    """
+    rank, membership = int(command.args.get("rank", -1)), membership_of(state)
+    if state.world.phase != "running":
+        return state.answer(command.id, False, f"the world is {state.world.phase}", {})
+    if rank >= 0 and membership.find_world_of(state, rank) is None:
+        return state.answer(command.id, False, f"there is no rank {rank}", {})
+    why = f"restart asked for by {command.who or 'an operator'}"
+    found = Cause(
+        cause=why, culprit=f"rank {rank}" if rank >= 0 else "the job", at_step=state.step,
+        failure_s=now, detected_s=now, reason=why,
+    )  # fmt: skip
+    done = state.answer(command.id, True, "", {})
+    if ended := membership.end_one(state, rank if rank >= 0 else None, found, why):
+        return [*done, *ended]
+    state.book.decide(found, "restart", state.world.generation, state.world.placement)
+    actions = drop_boundary(state, why)
+    state.world.failed_s = now
+    return [*done, *actions, *form_world(state, now, why)]
+
+
 def _receive_start(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin what has to be agreed upon, or have it wait until it can be."""
     state.commands[command.id] = command
@@ -255,6 +280,7 @@ _START: dict[str, Receiver] = {
 """What waits until it can be agreed upon."""
 _RECEIVE: dict[str, Receiver] = {
     "kill": _kill,
+    "restart": _restart,
     "inject": _receive_inject,
     "probe": receive_probe,
     **dict.fromkeys(("drain", "cordon", "evict", "restore"), receive_verb),
