@@ -23,17 +23,16 @@ from functools import reduce
 from pathlib import Path
 
 from blind_plan import find_blind_plan
+from policy_ranges import RANGES, take_end
 from stamp import stamp
 
 from perdure.cli.trace import SWEEP_S, load_costs, load_throughput, load_trace
 from perdure.lab.policies.policies import (
     ENDED_PROCESS,
     POLICIES,
-    RANGES,
     Policy,
     apply_costs,
     change_policy,
-    take_end,
 )
 from perdure.lab.policies.throughput import Throughput
 from perdure.lab.report import Physics

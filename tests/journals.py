@@ -34,6 +34,7 @@ from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.service.curves import CurveFiles
 from perdure.telemetry.curves import Curves
+from perdure.telemetry.series import Series, SeriesFold
 from tests.decider import Decider
 
 _STAMPS = ("spawned", "script", "init", "group", "restored", "first_step")
@@ -322,3 +323,13 @@ def reseal(groups: Iterable[bytes], before: bytes = b"", after: bytes = b"") -> 
             lines.append(line)
         sealed.append(b"".join(lines))
     return sealed
+
+
+def make_series(
+    entries: Iterable[JournalEntry], now: float, curves: Curves | None = None
+) -> Series:
+    """Return the series of a whole journal, and of what `run.log` has told."""
+    fold = SeriesFold()
+    for entry in entries:
+        fold.add(entry)
+    return fold.series(fold.ledger.segments(now), curves)

@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.gpipe import order_gpipe
 
-from perdure.model.errors import SafetyError
 from perdure.model.planning.pipeline import Action, Executed, Orders, Timeline
 from perdure.plan.pipeline.orders import (
     join_replicas,
@@ -16,9 +15,7 @@ from perdure.plan.pipeline.orders import (
     order_greedily,
     order_interleaved,
     order_zero_bubble,
-    reroute,
     route_spread,
-    route_straight,
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe, simulate
 from perdure.plan.worlds.chain import StageCost
@@ -205,31 +202,6 @@ def test_interleaved_orders_are_schedules(
 
 
 @settings(deadline=None)
-@given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 14), st.data())
-def test_rerouted_orders_are_schedules(
-    p: int, replicas: int, count: int, data: st.DataObject
-) -> None:
-    shares = [range(r * count // replicas, (r + 1) * count // replicas) for r in range(replicas)]
-    routes = route_straight(p, shares)
-    lost = data.draw(st.sets(st.integers(0, p * replicas - 1), max_size=3))
-    alone = [s for s in range(p) if set(routes[s]) and set(routes[s]) <= lost]
-    if alone:
-        with pytest.raises(SafetyError, match=f"stage {alone[0]} has no living copy"):
-            reroute(routes, sorted(lost))
-        return
-    around = reroute(routes, sorted(lost))
-    pipe = data.draw(pipes(p, p * replicas))
-    orders = order_greedily(around, p * replicas, pipe, [p - s for s in range(p)])
-    check(orders, simulate(orders, pipe), pipe)
-    for stage, (old, new) in enumerate(zip(routes, around, strict=True)):
-        assert lost.isdisjoint(new)
-        moved = [m for m in range(count) if old[m] != new[m]]
-        assert moved == [m for m in range(count) if old[m] in lost]
-        assert {a.micro_batch for c in orders for a in c if a.stage == stage} == set(range(count))
-    assert all(most <= p - cell % p for cell, most in enumerate(held(orders)))
-
-
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 12), st.data())
 def test_stages_with_different_copies(copies: list[int], count: int, data: st.DataObject) -> None:
     numbers = iter(range(sum(copies)))
@@ -239,21 +211,6 @@ def test_stages_with_different_copies(copies: list[int], count: int, data: st.Da
     caps = [len(copies) - s for s in range(len(copies))]
     orders = order_greedily(routes, sum(copies), pipe, caps)
     check(orders, simulate(orders, pipe), pipe)
-
-
-def test_losses_in_two_replicas_leave_more_than_the_third() -> None:
-    """Three replicas of four stages, nine micro-batches each; two of them have lost one cell.
-
-    The third replica alone would need (27 + 3)(f + b). Rerouted, two stages have two copies left
-    for 27 micro-batches: no less than 14 (f + b), and the way down and up.
-    """
-    p, replicas = 4, 3
-    pipe = uniform(p, 1.0, 2.0)
-    routes = route_straight(p, [range(r * 9, r * 9 + 9) for r in range(replicas)])
-    orders = order_greedily(reroute(routes, [3, 6]), 12, pipe, [p - s for s in range(p)])
-    step_s = simulate(orders, pipe).step_s
-    assert (14 + p - 1) * 3.0 <= step_s < 0.75 * (27 + p - 1) * 3.0
-    assert orders[3] == orders[6] == ()
 
 
 def test_orders_that_wait_in_a_ring_are_told() -> None:

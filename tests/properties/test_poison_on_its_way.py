@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes import FakeBus, FakeServer
+from tests.journals import make_series
 from tests.poison import make_poison, make_values
 from tests.stream import SPEC, open_stream
 from tests.waiting import PATIENCE_S
@@ -40,7 +41,6 @@ from perdure.model.signals.progress import NodeBeat
 from perdure.telemetry.asides import list_asides
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.links import read_delay_matrix
-from perdure.telemetry.series import make_series
 from perdure.telemetry.verdicts import list_verdicts
 
 FACT = RankJoined(generation=0, rank=1, start_step=7)

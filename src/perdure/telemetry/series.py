@@ -1,7 +1,5 @@
 """Curves and marks for the screens, from the journal."""
 
-from collections.abc import Iterable
-
 import msgspec
 
 from perdure.model.events import (
@@ -83,13 +81,3 @@ class SeriesFold:
             checkpoints_failed=tuple(self._failed),
             changes=tuple(self._changes),
         )
-
-
-def make_series(
-    entries: Iterable[JournalEntry], now: float, curves: Curves | None = None
-) -> Series:
-    """Return the series of a whole journal, and of what `run.log` has told."""
-    fold = SeriesFold()
-    for entry in entries:
-        fold.add(entry)
-    return fold.series(fold.ledger.segments(now), curves)

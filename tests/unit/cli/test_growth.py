@@ -14,11 +14,11 @@ from perdure.cli.looking.story import Story, tell_story
 from perdure.service.jobfiles import write_document
 from perdure.service.jobfolders import paths_of
 from perdure.telemetry.ledger import make_report
-from perdure.telemetry.series import make_series
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 
 from bench_growth import NAME, Month, write_curves, write_journal
+from tests.journals import make_series
 
 
 def make_job(home: Path, **wanted: float) -> Month:

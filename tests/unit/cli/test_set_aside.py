@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.journals import Story, render_journal, tell
+from tests.journals import Story, make_series, render_journal, tell
 
 from perdure.cli.app import run_command
 from perdure.dash.svg import render_curve, render_stack
@@ -15,7 +15,6 @@ from perdure.dash.text import render_chart, render_text
 from perdure.model.codec import encode
 from perdure.model.events import JournalEntry, MessagesSetAside
 from perdure.telemetry.ledger import LedgerFold
-from perdure.telemetry.series import make_series
 
 
 @pytest.fixture(autouse=True)

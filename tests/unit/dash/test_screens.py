@@ -1,14 +1,13 @@
 import re
 from html.parser import HTMLParser
 
-from tests.journals import Story, tell
+from tests.journals import Story, make_series, tell
 
 from perdure.dash.page import render_html
 from perdure.dash.svg import POINTS_MAX, choose_ticks, thin
 from perdure.dash.text import render_chart, render_text
 from perdure.model.events import CheckpointFailed, StacksTaken
 from perdure.telemetry.ledger import LedgerFold
-from perdure.telemetry.series import make_series
 from perdure.telemetry.snapshot import SnapshotFold
 
 

@@ -1,11 +1,10 @@
 """What a page shows of very many nodes and incidents: what somebody should look at first."""
 
-from tests.journals import Story
+from tests.journals import Story, make_series
 
 from perdure.dash.sections import INCIDENTS_MAX, Picture, list_nodes, render_section
 from perdure.model.report import RankRow, Snapshot
 from perdure.telemetry.ledger import LedgerFold
-from perdure.telemetry.series import make_series
 
 
 def test_nodes_in_trouble_come_before_the_others_and_all_are_there() -> None:

@@ -3,10 +3,11 @@
 from functools import reduce
 
 import pytest
+from bench.policy_ranges import RANGES, take_end
 from msgspec.structs import replace
 
 from perdure.lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
-from perdure.lab.policies.policies import ENDED_PROCESS, POLICIES, RANGES, Policy, take_end
+from perdure.lab.policies.policies import ENDED_PROCESS, POLICIES, Policy
 from perdure.lab.policies.throughput import Shape, Throughput, make_linear
 from perdure.lab.report import Physics
 from perdure.lab.simulation.engine import Outcome, Replay

@@ -2,6 +2,7 @@
 
 from msgspec import structs
 from tests.decider import feed
+from tests.journals import make_series
 
 from perdure.cli.watching.views import describe_time
 from perdure.dash.ranktime import Span, render_rank_time
@@ -27,7 +28,6 @@ from perdure.model.job import JobSpec
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.monitoring import list_metrics
-from perdure.telemetry.series import make_series
 from perdure.telemetry.snapshot import SnapshotFold
 
 

@@ -1,5 +1,5 @@
 import msgspec
-from tests.journals import Story, tell
+from tests.journals import Story, make_series, tell
 
 from perdure.model import codec
 from perdure.model.events import (
@@ -23,7 +23,7 @@ from perdure.model.signals.progress import (
 )
 from perdure.model.steering import Change, KeySpec
 from perdure.telemetry.ledger import make_report
-from perdure.telemetry.series import SeriesFold, make_series
+from perdure.telemetry.series import SeriesFold
 from perdure.telemetry.snapshot import CONDENSE_EVERY, SnapshotFold
 
 

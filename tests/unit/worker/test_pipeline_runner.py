@@ -21,9 +21,7 @@ from perdure.plan.pipeline.orders import (
     order_greedily,
     order_interleaved,
     order_zero_bubble,
-    reroute,
     route_spread,
-    route_straight,
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe
 from perdure.plan.worlds.chain import StageCost
@@ -169,9 +167,7 @@ def check_world(schedule: Schedule, steps: int, count: int, **how: Any) -> list[
     return cells
 
 
-def make_orders(
-    kind: str, p: int, shares: Sequence[int], lost: Sequence[int]
-) -> tuple[Orders, int]:
+def make_orders(kind: str, p: int, shares: Sequence[int]) -> tuple[Orders, int]:
     starts = [sum(shares[:i]) for i in range(len(shares))]
     mine = [range(a, a + n) for a, n in zip(starts, shares, strict=True)]
     pipe = Pipe([StageCost(1.0, 2.0, 0.0, 0, 0, 0.0)] * p, lambda *_: FREE, [0.0] * p)
@@ -179,9 +175,6 @@ def make_orders(
         case "interleaved":
             mine = [range(p * a, p * (a + n)) for a, n in zip(starts, shares, strict=True)]
             return join_replicas([order_interleaved(p, 2, each) for each in mine]), 2 * p
-        case "rerouted":
-            routes = reroute(route_straight(p, mine), lost)
-            return order_greedily(routes, p * len(shares), pipe, [p - s for s in range(p)]), p
         case "spread":
             numbers = iter(range(p + len(shares)))
             copies = [
@@ -200,7 +193,7 @@ def name_members(orders: Orders) -> list[int]:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.sampled_from(["1f1b", "gpipe", "zero-bubble", "interleaved", "rerouted", "spread"]),
+    st.sampled_from(["1f1b", "gpipe", "zero-bubble", "interleaved", "spread"]),
     st.integers(1, 3),
     st.lists(st.integers(1, 4), min_size=1, max_size=2),
     st.booleans(),
@@ -209,8 +202,7 @@ def name_members(orders: Orders) -> list[int]:
 def test_any_world_makes_the_gradients_of_one_process(
     kind: str, p: int, shares: list[int], recompute: bool, data: st.DataObject
 ) -> None:
-    lost = [data.draw(st.integers(0, p - 1))] if kind == "rerouted" and len(shares) > 1 else []
-    orders, stages = make_orders(kind, p, shares, lost)
+    orders, stages = make_orders(kind, p, shares)
     count = sum(shares) * (p if kind == "interleaved" else 1)
     schedule = Schedule(orders, stages, name_members(orders))
     check_world(schedule, 2, count, recompute=recompute)
@@ -233,7 +225,7 @@ def sum_up(cells: list[Cell], schedule: Schedule, count: int) -> list[Tensor]:
 def test_sums_in_trees_are_bitwise_the_same_in_every_world() -> None:
     count, found = 4, []
     for p, shares in ((1, [4]), (2, [4]), (3, [2, 2]), (2, [1, 3])):
-        schedule = Schedule(*make_orders("1f1b", p, shares, []), range(p * len(shares)))
+        schedule = Schedule(*make_orders("1f1b", p, shares), range(p * len(shares)))
         cells = run_world(schedule, 1, count=count)
         assert [cell.error for cell in cells] == [None] * len(cells)
         found.append(sum_up(cells, schedule, count))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.errors import ConfigError
 from perdure.model.planning.pipeline import Action, Orders, Routes
 from perdure.model.planning.world import ScheduleName
 from perdure.plan.pipeline.simulate import FREE, Pipe
@@ -158,33 +158,6 @@ def route_spread(copies: Sequence[Sequence[int]], count: int) -> Routes:
     `copies` are the cells of each stage.
     """
     return tuple(tuple(cells[m % len(cells)] for m in range(count)) for cells in copies)
-
-
-def reroute(routes: Routes, lost: Sequence[int]) -> Routes:
-    """Return routes around the cells that are lost; each micro-batch elsewhere stays.
-
-    What a lost cell had goes to the living copies of its stage, in order, to whoever then has
-    least.
-
-    Raises:
-        SafetyError: A stage has no living copy.
-    """
-    gone = set(lost)
-    found = []
-    for stage, cells in enumerate(routes):
-        load = {cell: cells.count(cell) for cell in sorted(set(cells) - gone)}
-        if not load and cells:
-            raise SafetyError(
-                f"stage {stage} has no living copy: its micro-batches cannot be rerouted",
-                hint="its state must come from a checkpoint, into a world of another shape",
-            )
-        mine = list(cells)
-        for micro_batch, cell in enumerate(cells):
-            if cell in gone:
-                mine[micro_batch] = min(load, key=lambda c: load[c])
-                load[mine[micro_batch]] += 1
-        found.append(tuple(mine))
-    return tuple(found)
 
 
 class _Cell:
